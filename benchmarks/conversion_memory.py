@@ -3,9 +3,9 @@
     python benchmarks/conversion_memory.py FOLDER             # 9 of its 48 layers: 12.5 GB, and twice that on the disk at a time
     python benchmarks/conversion_memory.py FOLDER --layers 2  # the same peak with a quarter of the bytes
 
-Writes a random sharded checkpoint, converts it with the two tools, compares the sha256 of every file, and prints seconds and peak memory of
-each tool. The limit is RLIMIT_DATA, which the kernel enforces on all private memory of a process, touched or not. The peak is the resident
-memory, including pages of mapped files. The script removes its files.
+Writes a random sharded checkpoint, converts it there and back, compares the sha256 of every file, and prints seconds and peak memory of
+each conversion. The limit is RLIMIT_DATA, which the kernel enforces on all private memory of a process, touched or not. The peak is the
+resident memory, including pages of mapped files. The script removes its files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from megagrpo.config import ParallelSection
 from megagrpo.families.config import parse_hf_config
 from megagrpo.parallel.layout import init_layout
 
-TOOLS = Path(__file__).parents[1] / "checkpoints_tools"
 QWEN3_30B_A3B = dict(
     architectures=["Qwen3MoeForCausalLM"],
     model_type="qwen3_moe",
@@ -81,12 +80,12 @@ def digests(folder: Path) -> dict[str, str]:
     return found
 
 
-def run_tool(name: str, *arguments: Path, limit: int) -> tuple[float, float]:
-    """Seconds and peak resident memory (GB) of a tool under the limit. RuntimeError when it fails."""
+def run_command(name: str, *arguments: Path, limit: int) -> tuple[float, float]:
+    """Seconds and peak resident memory (GB) of a command of megagrpo under the limit. RuntimeError when it fails."""
     start = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, TOOLS / name, *arguments],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        [sys.executable, "-m", "megagrpo", name, *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": sys.path[0]},
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, (limit, limit)),
     )
     _, status, usage = os.wait4(process.pid, 0)
@@ -107,11 +106,11 @@ def main() -> int:
         limit, total = ALLOWED + largest, sum(path.stat().st_size for path in source.glob("*.safetensors"))
         print(f"{total / 1e9:.2f} GB, {total / 2e9:.2f} B parameters in {len(before) - 2} files")
         print(f"limit {limit / 1e9:.2f} GB: 2 GB + the largest tensor of {largest / 1e9:.2f} GB", flush=True)
-        there = run_tool("hf_to_megatron.py", source, megatron, limit=limit)
+        there = run_command("convert", source, megatron, limit=limit)
         shutil.rmtree(source)
-        again = run_tool("megatron_to_hf.py", megatron, back, limit=limit)
+        again = run_command("export", megatron, back, limit=limit)
         shutil.rmtree(megatron)
-        for name, (seconds, peak) in (("hf_to_megatron", there), ("megatron_to_hf", again)):
+        for name, (seconds, peak) in (("convert", there), ("export", again)):
             print(f"{name}: {seconds:.0f} s, {total / seconds / 1e6:.0f} MB/s, peak {peak:.2f} GB")
         equal = digests(back) == before
         print("every file is equal, the index included" if equal else "the files differ")

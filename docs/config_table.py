@@ -13,7 +13,7 @@ _KEY = re.compile(r"  (\S+)  \((.*), (?:default (.*)|(required))\)")
 
 
 def table(help_text: str) -> str:
-    """`megagrpo train --help` as one Markdown table per section of the config."""
+    """`megagrpo keys` as one Markdown table per section of the config."""
     lines: list[str] = []
     section = ""
     for line in help_text.splitlines():

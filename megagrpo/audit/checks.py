@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import torch
 
 from megagrpo.audit import naive_advantages, naive_loss
-from megagrpo.audit.compare import EXACT, ROUNDING, SUMMING, TOLERANCES, Check, compare, named
+from megagrpo.audit.compare import EXACT, ROUNDING, SUMMING, Check, compare, named
 from megagrpo.audit.custom_term import check_custom_loss, note
 from megagrpo.audit.recompute import Recomputed, recompute
 from megagrpo.audit.rows import Rows, means
 from megagrpo.audit.saved import DumpedUpdate, Sample, Step
+from megagrpo.audit.tolerances import TOLERANCES
 from megagrpo.audit.update_checks import check_update
 from megagrpo.config import RewardsSection
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer

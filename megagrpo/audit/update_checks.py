@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from megagrpo.audit import naive_optimizer
-from megagrpo.audit.compare import EXACT, ROUNDING, TOLERANCES, Check, compare, named
+from megagrpo.audit.compare import EXACT, ROUNDING, Check, compare, named
 from megagrpo.audit.recompute import Recomputed
 from megagrpo.audit.saved import DumpedUpdate, Sampled, Step, following
+from megagrpo.audit.tolerances import TOLERANCES
 
 UPDATE = 1e-4  # tolerance relative to a weight's movement, which Adam computes in float32
 FLOAT32 = 2.0**-23  # tolerance relative to the weight that the movement is added to

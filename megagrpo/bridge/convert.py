@@ -110,7 +110,7 @@ def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout) ->
     OSError when the disk is too small or cannot be written. Ranks without an error of their own raise RankError.
     """
     if (checkpoint / ADAPTER_FILES).is_dir():
-        raise ValueError(f"{checkpoint} has an adapter but no weights; merge it: merge_adapter.py {checkpoint / ADAPTER_FILES} {out}")
+        raise ValueError(f"{checkpoint} has an adapter but no weights; merge it: megagrpo merge {checkpoint / ADAPTER_FILES} {out}")
     if model is None and not (checkpoint / HF_FILES).is_dir():
         raise ValueError(f"{checkpoint} has no {HF_FILES} folder with config.json; name the original model with --model")
     check_is_checkpoint(checkpoint)

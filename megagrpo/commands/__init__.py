@@ -1,1 +1,24 @@
-"""The subcommands of `megagrpo`, one file each: its usage text and its main function."""
+"""The commands of `megagrpo`, one module each: `add_arguments(parser)` declares the options, `run(options)` returns the exit code.
+
+A module of a command imports nothing slow at its top, so `megagrpo --help` is fast; `run` imports what it needs. The module's docstring is
+the description that `megagrpo NAME --help` prints.
+"""
+
+COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
+    "train": "train on this machine, or run one rank under a launcher",
+    "plan": "check a run and predict memory, time and weight syncs",
+    "verify": "compare parallel layouts with a single process",
+    "eval": "evaluate held-out sets with vLLM",
+    "generate": "prompt a model or a checkpoint, or chat with it",
+    "audit": "recompute a dumped training step in float64",
+    "serve": "start vLLM servers for a trainer on other machines",
+    "submit": "write or submit the job of a run for Slurm or Kubernetes",
+    "launch": "start several ranks of a command on this machine",
+    "convert": "convert Hugging Face weights to a Megatron checkpoint",
+    "export": "convert a Megatron checkpoint to a Hugging Face folder",
+    "merge": "merge a LoRA adapter into its model",
+    "inspect": "list the tensors and metadata of a checkpoint",
+    "roundtrip": "check that converting a model there and back changes no byte",
+    "keys": "list the keys of a config with type, default and meaning",
+    "completion": "print a completion script for bash, zsh or tcsh",
+}

@@ -9,23 +9,29 @@ same command again to continue.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megagrpo.commands.layout_arguments import add_layout_arguments, run_in_layout
-from megagrpo.bridge.convert import import_hf
+
+if TYPE_CHECKING:
+    from megagrpo.parallel.layout import Layout
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="Hugging Face folder, hub name, or package:NAME")
-    parser.add_argument("out", type=Path, help="folder to create")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `megagrpo convert`."""
+    parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, hub name, or package:NAME")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
     add_layout_arguments(parser)
-    args = parser.parse_args()
-    return run_in_layout(args, lambda layout: import_hf(args.model, args.out, layout))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def run(options: argparse.Namespace) -> int:
+    """Convert, and return the exit code."""
+
+    def action(layout: Layout) -> None:
+        from megagrpo.bridge.convert import import_hf
+
+        import_hf(options.model, options.out, layout)
+
+    return run_in_layout(options, action)

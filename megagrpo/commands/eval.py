@@ -1,118 +1,42 @@
-"""`megagrpo eval`: evaluates the held-out sets of a config with vLLM alone."""
+"""Evaluates the held-out sets of CONFIG with vLLM, without training.
+
+    megagrpo eval my_run.yaml
+    megagrpo eval my_run.yaml --checkpoint best --output scores.json
+
+Exit code 0: all sets were evaluated, 1: a server failed, 2: the config or an option is wrong, 128 + the signal's number after a signal.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import argparse
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
-from megagrpo.config import ConfigError, RunConfig
-from megagrpo.data.tokenizer import load_tokenizer
-from megagrpo.engine.protocol import Generator
-from megagrpo.evaluation.sets import HeldOut, check_columns, evaluate, load_sets
-from megagrpo.multi_turn.dialogues import make_dialogues
-from megagrpo.process.terminal import show, warn
-from megagrpo.records.metrics import PhaseTimer
-from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rollout.collector import generate_and_score
-from megagrpo.servers.serving import Serving, exit_code
-from megagrpo.types import Prompt, SamplingParams, ScoredRollout
-
-COLUMNS = ("reward", "completions/mean_length", "completions/clipped_ratio")
+from megagrpo.commands.config_arguments import add_config, config_path, load
+from megagrpo.process.imports import without_garbage_collection
+from megagrpo.process.terminal import show
 
 
-def main(config: RunConfig, config_path: Path, checkpoint: str | None = None, adapter: str | None = None, output: str | None = None) -> int:
-    """Evaluate every set, print a table, and write metrics and responses as JSON to the file `output`.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `megagrpo eval`."""
+    add_config(parser)
+    parser.add_argument("--checkpoint", metavar="latest|best|PATH", help="a checkpoint of the run (default: model.path as it is)")
+    parser.add_argument("--adapter", metavar="FOLDER", help="a LoRA adapter on top of the model")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write metrics and responses as JSON")
 
-    Returns 0 when all sets were evaluated, 1 when a server failed, 128 + the signal's number after a signal. Raises ConfigError for
-    mistakes in the config or the command line.
-    """
+
+def run(options: argparse.Namespace) -> int:
+    """Print a table of the sets, and return the exit code. Raises ConfigError for mistakes in the config or the options."""
+    config, checkpoint, adapter = load(options), options.checkpoint, options.adapter
+    with without_garbage_collection():
+        from megagrpo.evaluation import offline
+        from megagrpo.servers.serving import exit_code
 
     def command() -> None:
         with ExitStack() as resources:
-            metrics, responses = run(config, config_path.parent, checkpoint, adapter, resources)
-        show(table(metrics, list(responses)))
-        if output is not None:
-            write(Path(output), {"checkpoint": checkpoint, "adapter": adapter, "metrics": metrics, "responses": responses})
+            metrics, responses = offline.evaluate_offline(config, config_path(options).parent, checkpoint, adapter, resources)
+        show(offline.table(metrics, list(responses)))
+        if options.output is not None:
+            offline.write(options.output, {"checkpoint": checkpoint, "adapter": adapter, "metrics": metrics, "responses": responses})
 
     return exit_code(command, "evaluation")
-
-
-def run(
-    config: RunConfig, base_folder: Path, checkpoint: str | None, adapter: str | None, resources: ExitStack
-) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
-    """Return the metrics as in a run, without `eval/`, and the responses of each set by its name ("" for data.eval)."""
-    serving = resources.enter_context(Serving(config, warn))
-    try:
-        folder = serving.find(checkpoint, adapter)
-        tokenizer = load_tokenizer(config.model.tokenizer or folder, folder)
-        dialogues = make_dialogues(config, tokenizer, base_folder, resources)
-        sets = load_sets(config, tokenizer, *((dialogues.tools, dialogues.columns) if dialogues else ()))
-        if not sets:
-            raise ValueError("evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval")
-        serving.start()
-        rewards = resources.enter_context(RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder))
-        check_columns(sets, rewards)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    engine: Generator = serving.engine(tokenizer)
-    timer = PhaseTimer()
-    if dialogues is not None:
-        engine = dialogues.wrap(serving.engine(tokenizer))
-
-    def collect(prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> tuple[list[ScoredRollout], dict[str, float]]:
-        return generate_and_score(engine, rewards, prompts, n, sampling, seed, timer)
-
-    responses: dict[str, list[dict[str, Any]]] = {}
-
-    def see(held_out: HeldOut, scored: list[ScoredRollout]) -> None:
-        responses[held_out.name] = [response(s) for s in scored]
-
-    return evaluate(sets, collect, config.run.seed, see), responses
-
-
-def response(scored: ScoredRollout) -> dict[str, Any]:
-    """Return one response in the form of the output file."""
-    rollout = scored.rollout
-    return {
-        "prompt_id": rollout.prompt.prompt_id,
-        "prompt": rollout.prompt.messages,
-        "completion": rollout.text,
-        "num_tokens": rollout.length,
-        "finish_reason": rollout.finish_reason,
-        "reward": scored.reward if scored.reward == scored.reward else None,
-        "rewards": scored.rewards,
-    } | ({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()})
-
-
-def table(metrics: dict[str, float], names: Sequence[str]) -> str:
-    """Return one line per set: reward, length, share of truncated responses, every pass@k and maj@k."""
-    by_set = {name: {key.removeprefix(f"{name}/" if name else ""): value for key, value in metrics.items()} for name in names}
-    estimates = sorted(
-        {key for of_set in by_set.values() for key in of_set if key.startswith(("pass@", "maj@")) and "/" not in key}, key=_order
-    )
-    width = max(len("set"), *(len(name or "data.eval") for name in names))
-    heads = ["reward", "length", "cut", *estimates]
-    lines = [f"{'set':{width}}" + "".join(f"  {head:>8}" for head in heads)]
-    for name, of_set in by_set.items():
-        cells = [f"{of_set[key]:8.3f}" if key in of_set else f"{'-':>8}" for key in (*COLUMNS, *estimates)]
-        lines.append(f"{name or 'data.eval':{width}}" + "".join(f"  {cell}" for cell in cells))
-    return "\n".join(lines)
-
-
-def _order(estimate: str) -> tuple[bool, int]:
-    name, _, k = estimate.partition("@")
-    return name == "maj", int(k)
-
-
-def write(path: Path, contents: dict[str, Any]) -> None:
-    """Write one JSON file that is complete or absent. Raises ConfigError when it cannot be written."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(contents, indent=1, ensure_ascii=False))
-        partial.replace(path)
-    except OSError as error:
-        raise ConfigError(f"--output: {path} cannot be written: {error.strerror}") from error

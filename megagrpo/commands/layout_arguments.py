@@ -1,46 +1,58 @@
-"""Provides the converters' command-line options for a parallel layout, and prints user errors as one line with exit code 2.
+"""The options of the converters for a parallel layout, and how the converters run in it: on the CPU, with user errors as one line.
 
-The converters run on the CPU, also on machines with GPUs: they compute nothing, and the CPU's layer spec needs no memory for its
-structure. Importing this file hides the GPUs from torch, so import it first.
+The converters compute nothing, and the CPU's layer spec needs no memory for its structure. So they leave GPUs alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+from megagrpo.process.imports import without_garbage_collection
+from megagrpo.process.terminal import warn
 
-from megagrpo.config import ParallelSection
-from megagrpo.parallel.agree import RankError
-from megagrpo.parallel.layout import Layout, init_layout
+if TYPE_CHECKING:
+    from megagrpo.parallel.layout import Layout
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --tp, --pp, --vpp, --pipeline-layers, --ep and --etp. tp x pp and ep x etp x pp must divide the number of ranks, which
     megagrpo launch sets (1 without it)."""
-    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel size (default 1)")
-    parser.add_argument("--pp", type=int, default=1, help="pipeline-parallel size (default 1)")
-    parser.add_argument("--vpp", type=int, default=1, help="virtual pipeline stages on each rank (default 1)")
-    parser.add_argument("--pipeline-layers", type=int, nargs="+", help="layers of each pipeline stage, pp x vpp numbers (default: even)")
-    parser.add_argument("--ep", type=int, default=1, help="expert-parallel size (default 1)")
-    parser.add_argument("--etp", type=int, help="tensor-parallel size inside each expert (default tp)")
+    add = parser.add_argument
+    add("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (default 1)")
+    add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel size (default 1)")
+    add("--vpp", type=int, default=1, metavar="N", help="virtual pipeline stages on each rank (default 1)")
+    add("--pipeline-layers", type=int, nargs="+", metavar="N", help="layers of each pipeline stage, pp x vpp numbers (default: even)")
+    add("--ep", type=int, default=1, metavar="N", help="expert-parallel size (default 1)")
+    add("--etp", type=int, metavar="N", help="tensor-parallel size inside each expert (default tp)")
 
 
-def run_in_layout(args: argparse.Namespace, action: Callable[[Layout], None]) -> int:
-    """Run `action` in the layout. Returns exit code 0, or 2 after a user error."""
+def hide_gpus() -> None:
+    """Hide all GPUs from torch in this process. Call it before torch is imported."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def run_in_layout(options: argparse.Namespace, action: Callable[[Layout], None]) -> int:
+    """Run `action` in the layout, on the CPU. Returns exit code 0, or 2 after a user error."""
+    hide_gpus()
+    with without_garbage_collection():
+        from megagrpo.config import ParallelSection
+        from megagrpo.parallel.agree import RankError
+        from megagrpo.parallel.layout import init_layout
+
     layout = None
     try:
-        stages = args.pp * args.vpp
-        if args.pipeline_layers and len(args.pipeline_layers) != stages:
-            raise ValueError(f"--pipeline-layers: {len(args.pipeline_layers)} number(s) for {stages} stages; give one number per stage")
-        sizes = dict(tp=args.tp, pp=args.pp, vpp=args.vpp, pipeline_layers=args.pipeline_layers, ep=args.ep, etp=args.etp)
+        stages = options.pp * options.vpp
+        layers = options.pipeline_layers
+        if layers and len(layers) != stages:
+            raise ValueError(f"--pipeline-layers: {len(layers)} number(s) for {stages} stages; give one number per stage")
+        sizes = dict(tp=options.tp, pp=options.pp, vpp=options.vpp, pipeline_layers=layers, ep=options.ep, etp=options.etp)
         layout = init_layout(ParallelSection(**sizes))
         action(layout)
-    except (ValueError, OSError) as e:
-        print(f"error: {e}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        warn(f"error: {error}")
         return 2
     except RankError:  # the rank that failed prints the error
         return 2

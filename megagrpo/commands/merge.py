@@ -1,4 +1,4 @@
-"""Merges an adapter into a model's weights and writes a Hugging Face folder.
+"""Merges a LoRA adapter into a model's weights and writes a Hugging Face folder.
 
     megagrpo merge runs/grpo/checkpoints/step_000100/adapter OUT
     megagrpo launch 2 merge ADAPTER OUT --model MODEL --tp 2
@@ -9,47 +9,30 @@ float32; only the sum is rounded, to the dtype in the model's file.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megagrpo.commands.layout_arguments import add_layout_arguments, run_in_layout
-from megagrpo.bridge.adapters import CONFIG, base_of, load_adapter, read_lora
-from megagrpo.bridge.export import save_hf
-from megagrpo.bridge.load import load_hf
-from megagrpo.families.config import load_hf_config
-from megagrpo.families.sources import resolve_model
-from megagrpo.parallel.layout import Layout
-from megagrpo.policy.build import build_model, weights_dtype
-from megagrpo.policy.lora import adapters, attach_adapters
 
-ARGUMENT = "ADAPTER"  # name of the command-line argument in errors
+if TYPE_CHECKING:
+    from megagrpo.parallel.layout import Layout
 
 
-def merge(adapter: Path, out: Path, model: str | None, layout: Layout) -> None:
-    """Write the merged model to `out`: safetensors, config and tokenizer. Collective."""
-    lora = read_lora(adapter, ARGUMENT)
-    source = resolve_model(model, "--model") if model else resolve_model(base_of(adapter), f"{adapter / CONFIG} (or name one with --model)")
-    hf_config = load_hf_config(source)
-    chunks = build_model(hf_config, layout, dtype=weights_dtype(hf_config), init_weights=False, own_linears=True)
-    attach_adapters(chunks, hf_config, lora, recompute="none")
-    for added in adapters(chunks):
-        added.float()  # the file holds A and B in float32; in the model's bfloat16 they would be rounded before the sum is
-    load_hf(chunks, hf_config, source, layout)
-    load_adapter(chunks, hf_config, layout, adapter, lora, ARGUMENT)
-    save_hf(chunks, hf_config, layout, out, source)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("adapter", type=Path, help="folder with adapter_config.json and adapter_model.safetensors")
-    parser.add_argument("out", type=Path, help="folder to create")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `megagrpo merge`."""
+    parser.add_argument("adapter", type=Path, metavar="ADAPTER", help="folder with adapter_config.json and adapter_model.safetensors")
+    parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
     parser.add_argument("--model", help="Hugging Face folder, hub name, or package:NAME (default: the adapter's base model)")
     add_layout_arguments(parser)
-    args = parser.parse_args()
-    return run_in_layout(args, lambda layout: merge(args.adapter, args.out, args.model, layout))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def run(options: argparse.Namespace) -> int:
+    """Merge, and return the exit code."""
+
+    def action(layout: Layout) -> None:
+        from megagrpo.bridge.merge_adapter import merge
+
+        merge(options.adapter, options.out, options.model, layout)
+
+    return run_in_layout(options, action)

@@ -1,23 +1,45 @@
-"""`megagrpo plan CONFIG`: checks a run, and shows memory, time and weight sync of a layout. It imports neither torch nor Megatron.
+"""Checks a run, and predicts memory, time and weight syncs of a layout. Needs neither a GPU nor torch.
 
-Exit codes: 0 when the run can start, 2 when it cannot.
+    megagrpo plan configs/qwen2.5_7b_1node.yaml world_size=8 gpu_memory_gb=80
+    megagrpo plan my_run.yaml --gpu h100 --search
+    megagrpo plan my_run.yaml --weight-sync link_gb_per_s=50
+
+Besides keys of the config, key=value may be world_size (ranks; default: as few as the layout needs) and gpu_memory_gb; with --gpu also
+prompt_tokens and response_tokens, the average lengths; with --weight-sync also link_gb_per_s. Exit code 0: the run can start, 2: it
+cannot.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
+from typing import Any
 
-from megagrpo.config import ConfigError, Problem, ProblemError, RunConfig
-from megagrpo.plan import plan, with_times
-from megagrpo.plan.gpus import GPUS
-from megagrpo.plan.workload import expected_lengths
+from megagrpo.commands.config_arguments import add_config, config_path, overrides
+from megagrpo.config import ConfigError, Problem, ProblemError, RunConfig, load_config
 from megagrpo.process.terminal import show
 
 # key=value arguments that describe the machine and the workload, not the run
 SIZES = {"world_size": int, "gpu_memory_gb": float, "link_gb_per_s": float, "prompt_tokens": float, "response_tokens": float}
 
 
-def split_sizes(arguments: list[str]) -> tuple[list[str], dict[str, float]]:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `megagrpo plan`."""
+    add_config(parser)
+    parser.add_argument("--gpu", metavar="KIND", help="predict seconds for this kind of GPU: h100, h200, b200 or a100")
+    parser.add_argument("--search", action="store_true", help="with --gpu: also list the fastest layouts")
+    parser.add_argument("--weight-sync", action="store_true", help="also plan what a weight sync moves between which ranks; imports torch")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan, and return the exit code. Raises ConfigError for a wrong config or option."""
+    words, sizes = split_sizes(overrides(options))
+    config = load_config(config_path(options), words)
+    return print_plan(config, options.gpu, options.search, options.weight_sync, options.json, **sizes)
+
+
+def split_sizes(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
     """Return (the arguments that replace values of the config, the values of `SIZES`). Raises ConfigError for a size that is not a positive
     number."""
     overrides, sizes = [], {}
@@ -35,17 +57,18 @@ def split_sizes(arguments: list[str]) -> tuple[list[str], dict[str, float]]:
     return overrides, sizes
 
 
-def main(
+def print_plan(
     config: RunConfig,
+    gpu: str | None = None,
+    search: bool = False,
+    weight_sync: bool = False,
+    json: bool = False,
+    *,
     world_size: int | None = None,
     gpu_memory_gb: float | None = None,
     link_gb_per_s: float | None = None,
     prompt_tokens: float | None = None,
     response_tokens: float | None = None,
-    weight_sync: bool = False,
-    gpu: str | None = None,
-    search: bool = False,
-    json: bool = False,
 ) -> int:
     """Print the plan and return the exit code.
 
@@ -53,6 +76,10 @@ def main(
     seconds, for prompts and responses of these average lengths; with `search` also the fastest layouts there. With `weight_sync` it also
     plans one weight sync, which imports the model's code and torch. Raises ConfigError for invalid arguments.
     """
+    from megagrpo.plan import plan, with_times
+    from megagrpo.plan.gpus import GPUS
+    from megagrpo.plan.workload import expected_lengths
+
     if gpu is not None and gpu not in GPUS:
         raise ConfigError(f"--gpu: {gpu} is not known; choose one of {', '.join(GPUS)}")
     if gpu is None and (search or prompt_tokens or response_tokens):

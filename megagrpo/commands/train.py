@@ -1,87 +1,56 @@
-"""`megagrpo train CONFIG`: one rank of a training run. launch/local.sh and megagrpo/launch/train.sbatch start all ranks.
+"""Trains on this machine as CONFIG says.
+
+    megagrpo train configs/quickstart.yaml run.max_steps=20
+    NPROC=4 megagrpo train my_run.yaml parallel.tp=2
+    megagrpo train my_run.yaml --resume
+
+It starts every rank of this machine: NPROC ranks, else one per GPU, else as few as the layout in `parallel` needs. Under a launcher that
+sets RANK it is one rank; `megagrpo submit` starts a run on several nodes. In a clone, launch/local.sh is the same command with the
+clone's .venv.
 
 Exit codes: 0 at the end of the run, 1 for an error, 2 for a wrong config or command line, 85 when the run has saved and its scheduler
-restarts it, 128 + the signal's number when a signal stopped it for good.
+restarts it, 128 + the signal's number when a signal stopped it for good. With several ranks it is the code of the rank that failed first.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
-import signal
-import time
-import traceback
-from contextlib import ExitStack
-from pathlib import Path
 
-from megagrpo import device
-from megagrpo.config import LOOPBACK, ConfigError, RunConfig
-from megagrpo.device import quiet
-from megagrpo.engine.protocol import EngineError
-from megagrpo.parallel.agree import RankError
-from megagrpo.parallel.layout import Layout, init_layout
-from megagrpo.plan import plan
-from megagrpo.process.terminal import warn
-from megagrpo.records.checkpoint import CheckpointError
-from megagrpo.records.run_lock import RunFolderLost
-from megagrpo.trainer.alarms import BrokenTraining
-from megagrpo.trainer.callbacks import CallbackError
-from megagrpo.trainer.stop_signals import stop_on_signals
-from megagrpo.trainer.time_limit import OUT_OF_TIME, check_time_limit, end_of_run
-from megagrpo.trainer.wiring import build
-from megagrpo.transfer.manifest import WeightSyncError
-
-TO_BE_CONTINUED = 85  # exit code that asks the scheduler to restart the run
+from megagrpo.commands.config_arguments import add_config, add_resume, config_path, load, overrides
+from megagrpo.config import ConfigError, RunConfig
+from megagrpo.process.imports import without_garbage_collection
 
 
-def main(config: RunConfig, config_path: Path) -> int:
-    """Run a training and return the exit code. Raises ConfigError (exit code 2) for errors that the user can fix in the config."""
-    check_time_limit(config.run.time_limit)
-    ends = end_of_run(config.run.time_limit, time.time())
-    quiet()
-    layout: Layout | None = None
-    try:
-        if config.run.deterministic:
-            device.make_deterministic()
-        _check_plan(config)
-        if config.run.nodes == 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
-            os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK  # all ranks and servers are on this host
-        layout = _layout(config)
-        with ExitStack() as resources:
-            trainer = build(config, config_path.parent, layout, resources)
-            stop_on_signals(trainer.collector.stop)
-            if layout.world_rank == 0:
-                trainer.time_limit.ends = ends
-            stopped_by = trainer.run()
-        layout.barrier()  # Servers have stopped and logs are complete: a launcher may kill the other ranks when the first one exits.
-        layout.close()
-        return _exit_code(stopped_by)
-    except ConfigError:
-        raise
-    except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining, CallbackError, RunFolderLost) as error:
-        warn(f"rank {layout.world_rank if layout else '?'} stops: {error}")
-    except KeyboardInterrupt:
-        warn("interrupted; the newest checkpoint is the last thing that was saved")
-        return 128 + signal.SIGINT
-    except Exception as error:
-        warn(f"{''.join(traceback.format_exception(error))}\nrank {layout.world_rank if layout else '?'} failed: {error}")
-    return 1
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `megagrpo train`."""
+    add_config(parser)
+    add_resume(parser)
 
 
-def _check_plan(config: RunConfig) -> None:
-    problems = plan(config, int(os.environ.get("WORLD_SIZE", "1")), device.gpu_memory_gb(), device.host_memory_gb()).problems
-    if problems:
+def run(options: argparse.Namespace) -> int:
+    """Train, and return the exit code. Raises ConfigError for a config that cannot run here."""
+    config, path = load(options), config_path(options)
+    if "RANK" not in os.environ and (ranks := _ranks_to_start(config)) > 1:
+        from megagrpo.launch.local import ONE_NODE, run_ranks
+
+        return run_ranks(ranks, ONE_NODE, ["megagrpo", "train", str(path), *overrides(options)])
+    with without_garbage_collection():
+        from megagrpo.trainer import rank
+    return rank.train(config, path.parent)
+
+
+def _ranks_to_start(config: RunConfig) -> int:
+    """Return the number of ranks to start on this machine, and set the environment of their threads. Raises ConfigError with the problems
+    of the plan before any rank starts."""
+    from megagrpo.launch.local import num_ranks, set_thread_environment
+    from megagrpo.plan import plan
+
+    nodes = config.run.nodes
+    if nodes > 1:
+        raise ConfigError(f"run.nodes: {nodes} nodes, but this command starts the ranks of one; use megagrpo submit, or set run.nodes=1")
+    ranks = num_ranks(config)
+    if ranks > 1 and (problems := plan(config, ranks).problems):
         raise ConfigError("\n".join(map(str, problems)))
-
-
-def _layout(config: RunConfig) -> Layout:
-    try:
-        return init_layout(config.parallel, config.run.seed)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-
-
-def _exit_code(stopped_by: int) -> int:
-    """Return the exit code for a stop. The time limit, or SIGTERM to a job that its scheduler restarts, gives TO_BE_CONTINUED."""
-    if stopped_by == OUT_OF_TIME or (stopped_by == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ):
-        return TO_BE_CONTINUED
-    return 128 + stopped_by if stopped_by else 0
+    set_thread_environment(ranks)
+    return ranks

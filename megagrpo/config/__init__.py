@@ -95,9 +95,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return io.load(RunConfig, path, overrides, anchored)
 
 
-def render_help() -> str:
-    """Return every key with its type, default and description, as text."""
-    return io.render_help(RunConfig)
+def render_help(within: str = "") -> str:
+    """Return every key with its type, default and description, as text. `within` limits it to one key and the keys below."""
+    return io.render_help(RunConfig, within)
 
 
 def save_resolved(config: RunConfig, folder: str | Path) -> Path:

@@ -24,7 +24,8 @@ from megagrpo.config.yaml_text import ODD_TEXT, Dumper, parse_yaml, shortened
 
 PLACEHOLDERS = ("N", "NAME")  # in a dotted key: a list index, and a user-chosen name
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
-SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:`
+SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:` and on the command line
+CLUSTERS = "clusters"  # folder of the shipped files that describe clusters, not runs
 Anchor = Callable[[dict[str, Any], Path], dict[str, Any]]
 Loc = tuple[str | int, ...]  # pydantic's location of an error: keys and list indices
 
@@ -77,12 +78,21 @@ def _parent_file(name: str, child: Path) -> Path:
     """Return the file that `defaults: name` refers to in the file `child`. Raises ConfigError for an unknown shipped config."""
     if not name.startswith(SHIPPED):
         return child.parent / name
+    try:
+        return shipped_config(name)
+    except ConfigError as error:
+        raise ConfigError(f"{child}: defaults: {error}") from None
+
+
+def shipped_config(name: str) -> Path:
+    """Return the file of the shipped config `megagrpo:NAME`. Raises ConfigError for an unknown name."""
     folder, stem = shipped_configs(), name.removeprefix(SHIPPED).removesuffix(".yaml")
     if not (folder / f"{stem}.yaml").is_file():
-        known = sorted(str(file.relative_to(folder).with_suffix("")) for file in folder.rglob("*.yaml"))
+        names = (file.relative_to(folder).with_suffix("") for file in folder.rglob("*.yaml"))
+        known = sorted(str(name) for name in names if name.parts[0] != CLUSTERS)
         near = difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
         hint = f"; did you mean {SHIPPED}{near[0]}?" if near else ""
-        raise ConfigError(f"{child}: defaults: no shipped config {name}{hint}; shipped: {', '.join(known)}")
+        raise ConfigError(f"no shipped config {name}{hint}; shipped: {', '.join(known)}")
     return folder / f"{stem}.yaml"
 
 
@@ -283,10 +293,12 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
             yield from fields(element, f"{prefix}{name}.{wildcard}.")
 
 
-def render_help(model: type[BaseModel]) -> str:
-    """Return every key with its type, default and docstring, by section, as text."""
+def render_help(model: type[BaseModel], within: str = "") -> str:
+    """Return every key with its type, default and docstring, by section, as text. `within` limits it to one key and the keys below."""
     lines: list[str] = []
     for key, field in fields(model):
+        if within and not f"{key}.".startswith(f"{within}."):
+            continue
         if section_of(field.annotation):
             lines += ["", f"{key}:  {field.description}" if field.description else f"{key}:"]
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -11,9 +12,22 @@ from typing import Any, Literal
 import yaml
 
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.config.io import CLUSTERS, shipped_configs
 
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|(API|ACCESS|SECRET)_KEY)$", re.IGNORECASE)  # as HF_TOKEN and WANDB_API_KEY
+
+
+def job_folder() -> Path:
+    """Return the working folder of a job: the clone that megagrpo runs from, else the current folder."""
+    clone = Path(__file__).resolve().parents[2]
+    return clone if (clone / "launch" / "local.sh").is_file() else Path.cwd()
+
+
+def job_python() -> str:
+    """Return the Python of a job without a container: the clone's .venv if it exists, else the Python that runs this command."""
+    own = ".venv/bin/python"
+    return own if (job_folder() / own).exists() else sys.executable
 
 
 @dataclass(frozen=True)
@@ -28,14 +42,14 @@ class Container:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A file of `configs/clusters`. `sbatch` maps long names of additional sbatch options to values. `setup` are shell lines that run on the
-    first node before anything else. `env` are environment variables, without secrets. `interface` is the network interface of NCCL and
-    gloo."""
+    """A file of `configs/clusters`. `sbatch` maps long names of additional sbatch options to values. `setup` are shell lines that run on
+    the first node before anything else. `env` are environment variables, without secrets. `interface` is the network interface of NCCL
+    and gloo."""
 
     gpus_per_node: int = 8
     ranks_per_node: int = 1  # without GPUs
     gpu_memory_gb: float | None = None  # GiB of a GPU, for the plan
-    python: str = ".venv/bin/python"
+    python: str = field(default_factory=job_python)  # relative to the job's working folder
     sbatch: dict[str, Any] = field(default_factory=dict)
     setup: tuple[str, ...] = ()
     interface: str | None = None
@@ -46,6 +60,17 @@ class Cluster:
     lead_seconds: int = 60  # Slurm: seconds from SIGUSR1 to the time limit, if the trainer still runs; Kubernetes: until SIGKILL
     storage_claim: str | None = None  # Kubernetes: claim of the volume that all nodes share
     storage_path: str = "/shared"  # Kubernetes: mount path of that volume
+
+
+def cluster_file(name: str) -> Path:
+    """Return the file of a cluster: a path, or the name of a shipped file without its suffix. Raises ConfigError for an unknown name."""
+    shipped = shipped_configs() / CLUSTERS / f"{name}.yaml"
+    if Path(name).exists() or not re.fullmatch(r"[\w-]+", name) or not shipped.parent.is_dir():
+        return Path(name)
+    if not shipped.is_file():
+        known = ", ".join(sorted(path.stem for path in shipped.parent.glob("*.yaml")))
+        raise ConfigError(f"--cluster: {name} is neither a file nor a shipped cluster; name a YAML file, or one of {known}")
+    return shipped
 
 
 def load_cluster(path: str | Path) -> Cluster:

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from megagrpo.launch.job import Cluster, Placement
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.launch.job import Cluster, Placement, job_folder
 from megagrpo.process.variables import TOKEN_FILE_VARIABLE
 
 PORT, SERVER_PORT = 29400, 8000
@@ -97,7 +97,7 @@ def _job(role: str, nodes: int, command: list[str], name: str, cluster: Cluster)
             {
                 "name": role,
                 "image": cluster.container.image,
-                "workingDir": str(Path(__file__).resolve().parents[2]),
+                "workingDir": str(job_folder()),
                 "command": [_literal(cluster.python), *command],
                 "env": [address, *({"name": key, "value": value} for key, value in env.items())],
                 "resources": {"limits": gpus},

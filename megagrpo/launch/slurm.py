@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megagrpo.launch.job import Cluster, Placement
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.launch.job import Cluster, Placement, job_folder
 from megagrpo.trainer.time_limit import seconds_of
 
 TEMPLATE = Path(__file__).with_name("train.sbatch")
@@ -68,7 +68,7 @@ def _array(words: Sequence[str]) -> str:
 
 def _settings(config: RunConfig, config_path: Path, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
     container, q = cluster.container, shlex.quote
-    root = Path(__file__).resolve().parents[2]
+    root = job_folder()
     names = {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface} if cluster.interface else {}
     environment = {**names, **cluster.env}
     srun, inside = [], []

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from megagrpo.config import ConfigError
 
 OUT_OF_TIME = signal.SIGXCPU  # the signal number that stands for the time limit in StopRequested
+TO_BE_CONTINUED = 85  # exit code of a run that has saved and asks its scheduler to restart it
 FIRST_SAVE_SECONDS = 60.0  # assumed duration of a checkpoint until one was written
 SPARE_SECONDS = 15.0  # reserve after the last checkpoint
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from ranks import RankFailed, run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_families import MODELS, TINY, tiny_model
 
+from megagrpo.__main__ import main
 from megagrpo.bridge.convert import import_hf
 from megagrpo.bridge.export import save_hf
 from megagrpo.bridge.families import blocks
@@ -278,36 +277,31 @@ def test_smollm2_gives_transformers_logprobs_on_one_and_on_three_ranks():
         torch.testing.assert_close(logits.log_softmax(-1), torch.from_numpy(reference).log_softmax(-1), atol=1e-4, rtol=0)
 
 
-def run_tool(name: str, *arguments) -> int:
-    """Run a script of checkpoints_tools as torchrun starts it; return its exit code."""
-    folder = Path(__file__).parents[2] / "checkpoints_tools"
-    sys.path.insert(0, "")  # the script replaces it by another entry
-    sys.argv = [name, *map(str, arguments)]
-    with pytest.raises(SystemExit) as left:
-        runpy.run_path(str(folder / name), run_name="__main__")
-    return left.value.code
+def run_tool(*words) -> int:
+    """Run a command of megagrpo as one rank; return its exit code."""
+    return main([*map(str, words)])
 
 
 def test_the_converters_spread_experts_over_ranks(models, tmp_path):
     folder, _ = models["mixtral"]
-    there = ("hf_to_megatron.py", folder, tmp_path / "megatron", "--tp", 2, "--ep", 2, "--etp", 1)
-    back = ("megatron_to_hf.py", tmp_path / "megatron", tmp_path / "hf", "--pp", 2)
+    there = ("convert", folder, tmp_path / "megatron", "--tp", 2, "--ep", 2, "--etp", 1)
+    back = ("export", tmp_path / "megatron", tmp_path / "hf", "--pp", 2)
     assert run_ranks(run_tool, 2, *there) == run_ranks(run_tool, 2, *back) == [0, 0]
     assert all(torch.equal(read_folder(tmp_path / "hf")[name], tensor) for name, tensor in read_folder(folder).items())
 
 
 def test_the_converters_go_there_and_back_and_never_overwrite(models, tmp_path):
     folder, _ = models["qwen2"]
-    there = ("hf_to_megatron.py", folder, tmp_path / "megatron", "--tp", 2)
-    back = ("megatron_to_hf.py", tmp_path / "megatron", tmp_path / "hf", "--pp", 2, "--pipeline-layers", 1, 3)
+    there = ("convert", folder, tmp_path / "megatron", "--tp", 2)
+    back = ("export", tmp_path / "megatron", tmp_path / "hf", "--pp", 2, "--pipeline-layers", 1, 3)
     assert run_ranks(run_tool, 2, *there) == [0, 0]
     assert run_ranks(run_tool, 2, *back[:-1]) == [2, 2]  # one value of pipeline_layers for two stages
     assert run_ranks(run_tool, 2, *back) == [0, 0]
     assert all(torch.equal(read_folder(tmp_path / "hf")[name], tensor) for name, tensor in read_folder(folder).items())
     assert run_ranks(run_tool, 2, *there) == [2, 2]
     assert run_ranks(run_tool, 2, *back) == [2, 2]
-    assert run_ranks(run_tool, 1, "megatron_to_hf.py", folder, tmp_path / "new", "--model", folder) == [2]
-    assert run_ranks(run_tool, 1, "hf_to_megatron.py", tmp_path / "nowhere", tmp_path / "new") == [2]
+    assert run_ranks(run_tool, 1, "export", folder, tmp_path / "new", "--model", folder) == [2]
+    assert run_ranks(run_tool, 1, "convert", tmp_path / "nowhere", tmp_path / "new") == [2]
     assert sorted(file.name for file in tmp_path.iterdir()) == ["hf", "megatron"]
 
 

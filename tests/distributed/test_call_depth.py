@@ -14,13 +14,13 @@ from megagrpo.__main__ import main
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.policy_losses import clipped
 from megagrpo.bridge.families import blocks
-from megagrpo.commands import train as command
 from megagrpo.families.config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import MetricsWriter
 from megagrpo.rollout.collector import sampling_params
+from megagrpo.trainer import rank as command
 from megagrpo.trainer.callbacks import Callbacks
 from megagrpo.trainer.trainer import Trainer
 from megagrpo.verify.step import fill_weights

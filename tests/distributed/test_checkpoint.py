@@ -230,7 +230,7 @@ def test_a_resumed_run_follows_its_configuration(distributed, model, tmp_path):
 def test_inspect_shows_step_weights_and_optimizer(model, tmp_path, capfd):
     path = run_ranks(_save, 2, model, tmp_path, True)[0]
     capfd.readouterr()
-    assert run_ranks(run_tool, 1, "show.py", path, "--json") == [0]
+    assert run_ranks(run_tool, 1, "inspect", path, "--json") == [0]
     found = json.loads(capfd.readouterr().out)
     assert found["facts"]["step"] == "1" and found["facts"]["model_type"] == "llama"
     weights, state = (sum(t["nbytes"] for t in found["tensors"] if t["group"] == group) for group in ("weights", "optimizer"))

@@ -428,7 +428,7 @@ def test_ranks_that_do_not_fail_say_which_one_did(models, tmp_path, megatron):
 
 
 def test_inspect_shows_what_megatron_has_of_a_model(models, megatron, capfd):
-    assert run_ranks(run_tool, 1, "show.py", megatron, "--json") == [0]
+    assert run_ranks(run_tool, 1, "inspect", megatron, "--json") == [0]
     found = json.loads(capfd.readouterr().out)
     source = {name: tensor for file in (models / "qwen2").glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert found["kind"] == "Megatron distributed checkpoint" and found["facts"]["model_type"] == "qwen2"

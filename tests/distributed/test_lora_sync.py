@@ -76,13 +76,13 @@ def test_a_checkpoint_holds_adapters_alone_and_continues_in_another_layout(saved
 
 
 def test_the_tool_merges_an_adapter_into_its_model(root, tmp_path):
-    assert run_ranks(run_tool, 2, "merge_adapter.py", root / "adapter", tmp_path / "out", "--model", root / "model", "--tp", 2) == [0, 0]
+    assert run_ranks(run_tool, 2, "merge", root / "adapter", tmp_path / "out", "--model", root / "model", "--tp", 2) == [0, 0]
     run_ranks(_push, 1, root, {}, tmp_path / "shm", tmp_path / "expected")
     merged, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
     assert all(torch.equal(merged[name].bfloat16(), tensor) for name, tensor in expected.items())
     (tmp_path / "step_000001/adapter").mkdir(parents=True)
-    assert run_ranks(run_tool, 1, "megatron_to_hf.py", tmp_path / "step_000001", tmp_path / "none") == [2]
-    assert run_ranks(run_tool, 1, "merge_adapter.py", root / "model", tmp_path / "none", "--model", root / "model") == [2]
+    assert run_ranks(run_tool, 1, "export", tmp_path / "step_000001", tmp_path / "none") == [2]
+    assert run_ranks(run_tool, 1, "merge", root / "model", tmp_path / "none", "--model", root / "model") == [2]
 
 
 def test_merging_a_float32_adapter_into_a_bfloat16_model_rounds_once(root, tmp_path):
@@ -91,7 +91,7 @@ def test_merging_a_float32_adapter_into_a_bfloat16_model_rounds_once(root, tmp_p
     save_file(base, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
     raw = json.loads((root / "model/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps(raw | {"dtype": "bfloat16"}))
-    arguments = ("merge_adapter.py", root / "adapter", tmp_path / "out", "--model", tmp_path / "model", "--tp", 2)
+    arguments = ("merge", root / "adapter", tmp_path / "out", "--model", tmp_path / "model", "--tp", 2)
     assert run_ranks(run_tool, 2, *arguments) == [0, 0]
     merged, adapter = load_file(tmp_path / "out/model.safetensors"), load_file(root / "adapter/adapter_model.safetensors")
     scale, adapted = LORA["alpha"] / LORA["rank"] ** 0.5, 0
@@ -111,7 +111,7 @@ def test_merging_a_float32_adapter_into_a_bfloat16_model_rounds_once(root, tmp_p
 
 def test_the_merge_tool_names_its_own_arguments_in_errors(root, tmp_path, capfd):
     def refused(adapter: Path, *more) -> str:
-        assert run_ranks(run_tool, 1, "merge_adapter.py", adapter, tmp_path / "out", *more) == [2]
+        assert run_ranks(run_tool, 1, "merge", adapter, tmp_path / "out", *more) == [2]
         return capfd.readouterr().err
 
     model = ("--model", root / "model")

@@ -12,13 +12,13 @@ from layouts import AXES, config_of, ranks
 from ranks import run_ranks
 from tiny_policy import SHAPES, tiny_model
 
-from megagrpo.commands import verify as verify_module
 from megagrpo.config import RunConfig, io
 from megagrpo.data import packing
 from megagrpo.policy import build, megatron_policy, specs
 from megagrpo.policy.attention import context_parallel
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.types import TrainSample
+from megagrpo.verify import layouts as verify_module
 from megagrpo.verify import step
 from megagrpo.verify.compare import compare
 from megagrpo.verify.shrink import VOCABULARY, plainly, random_samples
@@ -180,7 +180,7 @@ def verify(row: dict, folder, capsys) -> tuple[int, dict]:
     config = config_of(row)
     config = config.model_copy(update=dict(model=config.model.model_copy(update=dict(path=str(folder)))))
     io.save(config, folder / "run.yaml")
-    code = verify_module.main(folder / "run.yaml", [], ranks=ranks(row), json=True)
+    code = verify_module.verify_layouts(folder / "run.yaml", [], ranks=ranks(row), json=True)
     return code, json.loads(capsys.readouterr().out)["layouts"][0]
 
 

@@ -15,7 +15,7 @@ from test_negative_controls import norms_that_keep_their_part_of_the_gradient
 from tiny_policy import SHAPES
 
 from megagrpo.__main__ import main
-from megagrpo.commands import verify
+from megagrpo.verify import layouts as verify
 
 REPOSITORY = Path(__file__).parents[2]
 RUN = """
@@ -86,8 +86,8 @@ def test_a_mistake_is_named_before_anything_starts(run, arguments, words, capsys
 
 
 def test_options_belong_to_their_command(run, capsys):
-    assert main(["train", run, "--layout", "tp=2"]) == 2 and "--layout: train has no such option" in capsys.readouterr().err
-    assert main(["verify", run, "--resume"]) == 2 and "--resume: verify has no such option" in capsys.readouterr().err
+    assert main(["train", run, "--layout", "tp=2"]) == 2 and "megagrpo train: unknown option --layout" in capsys.readouterr().err
+    assert main(["verify", run, "--resume"]) == 2 and "megagrpo verify: unknown option --resume" in capsys.readouterr().err
 
 
 def fails_on_the_second_rank(*arguments):
@@ -128,7 +128,7 @@ def test_ctrl_c_ends_it(run, capsys, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.full
 def test_under_a_launcher_the_ranks_that_are_there_are_used(run):
-    launcher = [sys.executable, str(REPOSITORY / "launch" / "ranks.py"), "2", "megagrpo", "verify", run]
+    launcher = [sys.executable, "-m", "megagrpo", "launch", "2", "verify", run]
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     ended = subprocess.run(
         [*launcher, "--layout", "tp=2", "--layout", "pp=2"], capture_output=True, text=True, timeout=250, env=environment

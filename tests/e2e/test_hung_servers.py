@@ -8,9 +8,9 @@ import time
 
 import pytest
 
-from megagrpo.commands import serve
 from megagrpo.engine.client import VllmEngine
 from megagrpo.servers import hang_detection
+from megagrpo.servers import remote as serve
 from megagrpo.servers.launcher import healthy
 from megagrpo.types import SamplingParams
 from tests.e2e import world

@@ -7,18 +7,19 @@ import time
 import pytest
 import yaml
 
-from megagrpo.launch.submit import ROOT
-from megagrpo.launch.submit import main as submit_main
+from megagrpo.__main__ import main
+from megagrpo.launch.job import job_folder
 from tests.e2e.world import wait_for
 from tests.slurm.pretend_cluster import cluster as cluster
 from tests.slurm.pretend_cluster import command_output, processes_of, start_now, told
 
+ROOT = job_folder()
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
 # Servers end when a file exists; the trainer of the first node counts steps up to the number in the file `until`, from its last step.
 PYTHON = """#!/usr/bin/env bash
 cd FOLDER || exit 9
 case "$*" in
-  megagrpo/launch/preflight.py* | "-m megagrpo plan"*) ;;
+  "-m megagrpo.launch.preflight"* | "-m megagrpo plan"*) ;;
   "-m megagrpo serve"*)
     while [ $# -gt 0 ]; do [ "$1" = --urls ] && urls=$2; shift; done
     [ ! -e "unfit.$SLURMD_NODENAME" ] || { echo "no GPU" >"$urls/$SLURMD_NODENAME.failed"; exit 2; }
@@ -26,7 +27,7 @@ case "$*" in
     trap 'exit 0' TERM
     until [ -e "gone.$SLURMD_NODENAME" ]; do sleep 0.3; done
     exit 1 ;;
-  megagrpo/launch/node.py*)
+  "-m megagrpo.launch.node"*)
     ended=ended.$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}
     if [ "$SLURM_NODEID" != 0 ]; then
       trap : TERM
@@ -50,13 +51,13 @@ def submit(tmp_path, capfd):
     python.write_text(PYTHON.replace("FOLDER", str(tmp_path)))
     python.chmod(0o755)
     (tmp_path / "until").write_text("100000")
-    described = yaml.safe_load((ROOT / "launch" / "clusters" / "local_pretend.yaml").read_text())
+    described = yaml.safe_load((ROOT / "configs" / "clusters" / "local_pretend.yaml").read_text())
 
     def send(*words: str, **keys) -> str:
         (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(described | {"python": str(python)} | keys))
         options = [f"run.output_dir={tmp_path}", "run.nodes=2", "rollout.placement=dedicated", "rollout.servers=2", *words]
         options += ["--cluster", str(tmp_path / "cluster.yaml"), "--sbatch", f"output={tmp_path}/job.out", "--submit"]
-        assert submit_main([str(ROOT / "configs" / "quickstart.yaml"), *options]) == 0
+        assert main(["submit", str(ROOT / "configs" / "quickstart.yaml"), *options]) == 0
         return capfd.readouterr().out.split()[-1]
 
     return send

@@ -95,13 +95,12 @@ def flat(values: dict, prefix: str = ""):
 def source_texts() -> str:
     """Every string of the source, one per line, with `…` for a formatted value; shell scripts unchanged."""
     texts = []
-    for folder in ("megagrpo", "launch", "checkpoints_tools"):
-        for path in sorted((REPOSITORY / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.JoinedStr):
-                    texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
-                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                    texts.append(node.value)
+    for path in sorted((REPOSITORY / "megagrpo").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
     texts += [path.read_text() for path in sorted((REPOSITORY / "launch").glob("*.sh"))]
     return "\n".join(texts)
 
@@ -114,7 +113,7 @@ def test_links_and_paths_lead_somewhere(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
         assert target.startswith("https://") or (page.parent / target).exists(), target
-    named = re.findall(r"(?<![\w/.])((?:megagrpo|configs|launch|checkpoints_tools|tests|docs|benchmarks)/[\w./-]*\w)", text)
+    named = re.findall(r"(?<![\w/.])((?:megagrpo|configs|launch|tests|docs|benchmarks)/[\w./-]*\w)", text)
     missing = [path for path in named if not (REPOSITORY / path).exists()]
     assert not missing
 

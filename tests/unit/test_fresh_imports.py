@@ -6,7 +6,7 @@ from tests.unit.fresh_imports import ROOT, fresh_imports
 from tests.unit.test_layering import FILES, INSIDE_VLLM, PREPARED, imports, own, room
 
 LOADED = ["megagrpo.device"]  # a prepared megatron
-ALL_LOADED = ["megagrpo.commands.verify", "megagrpo.trainer.wiring", "megagrpo.commands.eval"]  # and every other library but vLLM
+ALL_LOADED = ["megagrpo.verify.layouts", "megagrpo.trainer.wiring", "megagrpo.evaluation.offline"]  # and every other library but vLLM
 
 
 def module(path) -> str:

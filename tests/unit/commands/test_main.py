@@ -1,18 +1,34 @@
+"""The command line: commands, options, help, versions and mistakes."""
+
 import gc
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
-from megagrpo.__main__ import _imports, main, parse
+from megagrpo.__main__ import main
+from megagrpo.commands import COMMANDS
+from megagrpo.commands.config_arguments import load
+from megagrpo.commands.parser import build, parse
+from megagrpo.commands.plan import split_sizes
 from megagrpo.config import ConfigError
+from megagrpo.process.imports import without_garbage_collection
 
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "megagrpo", *arguments], capture_output=True, text=True, env=environment or None)
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "megagrpo", *arguments], capture_output=True, text=True)
+
+
+def printed_before_exit(capsys, *arguments: str) -> str:
+    """The output of a command line that ends well while it is parsed."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
 
 
 def test_a_wrong_config_ends_with_code_2_and_no_traceback():
@@ -28,38 +44,108 @@ def test_only_the_first_rank_prints_the_problems(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["plan"], ["fly", QUICKSTART], ["plan", QUICKSTART, "world_size=none"], ["train", QUICKSTART, "--fast"]]
+    ("words", "message"),
+    [
+        ("", "megagrpo: needs a command\n\nusage: megagrpo"),
+        ("trian x.yaml", "megagrpo: trian is not a command; did you mean train?; commands: train, "),
+        ("fly x.yaml", "megagrpo: fly is not a command; commands: train, "),
+        ("--versoin", "megagrpo: unknown option --versoin; did you mean --version?; see megagrpo --help"),
+        ("--resume train x.yaml", "unknown option --resume; the options of a command follow its name"),
+        ("plan", "megagrpo plan: the following arguments are required: CONFIG; see megagrpo plan --help"),
+        ("plan x.yaml --serach", "megagrpo plan: unknown option --serach; did you mean --search?; see megagrpo plan --help"),
+        ("plan x.yaml --js", "unknown option --js; did you mean --json?"),
+        ("train x.yaml --resume=yes", "argument --resume: ignored explicit argument 'yes'"),
+        ("train x.yaml --learning_rate 1e-5", "unknown option --learning_rate (a key of the config has no dashes: key=value)"),
+        ("inspect a b", "megagrpo inspect: unexpected argument b"),
+        ("verify x.yaml --ranks two", "megagrpo verify: argument --ranks: invalid int value: 'two'"),
+        (f"plan {QUICKSTART} world_size=none", "world_size: must be a positive number (got 'none')"),
+        ("plan gone.yaml", "gone.yaml: cannot read it"),
+        ("plan megagrpo:quickstat", "no shipped config megagrpo:quickstat; did you mean megagrpo:quickstart?"),
+        ("keys trin", "megagrpo keys: trin is no key; did you mean train?"),
+        ("completion fish", "argument shell: invalid choice: 'fish'"),
+    ],
 )
-def test_a_wrong_command_line_ends_with_code_2(arguments, capsys):
-    assert main(arguments) == 2
-    assert capsys.readouterr().err
+def test_a_wrong_command_line_ends_with_code_2_and_names_the_fix(words, message, capsys):
+    assert main(words.split()) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.out == ""
 
 
-def test_resume_is_short_for_the_config_key_wherever_it_stands():
-    for arguments in (["--resume", "train", QUICKSTART], ["train", QUICKSTART, "run.max_steps=3", "--resume", "run.seed=1"]):
-        assert parse(arguments).config.run.resume
-    assert not parse(["train", QUICKSTART]).config.run.resume
+def test_options_and_keys_may_be_mixed_and_keys_may_have_dashes():
+    config = load(parse(["train", "--resume", QUICKSTART, "run.max_steps=3", "--train.learning_rate=2e-5", "run.seed=1"]))
+    assert (config.run.resume, config.run.max_steps, config.run.seed, config.train.learning_rate) == (True, 3, 1, 2e-5)
+    assert not load(parse(["train", QUICKSTART])).run.resume
 
 
-def test_world_size_belongs_to_plan_alone():
-    command = parse(["plan", QUICKSTART, "world_size=6", "run.seed=9", "gpu_memory_gb=80"])
-    assert command.sizes == {"world_size": 6, "gpu_memory_gb": 80.0} and command.config.run.seed == 9
+def test_a_shipped_config_has_a_name():
+    assert load(parse(["train", "megagrpo:quickstart"])) == load(parse(["train", QUICKSTART]))
+
+
+def test_sizes_belong_to_plan_alone():
+    sizes = {"world_size": 6, "gpu_memory_gb": 80.0}
+    assert split_sizes(["world_size=6", "run.seed=9", "gpu_memory_gb=80"]) == (["run.seed=9"], sizes)
     with pytest.raises(ConfigError, match="world_size: unknown key"):
-        parse(["train", QUICKSTART, "world_size=6"])
+        load(parse(["train", QUICKSTART, "world_size=6"]))
 
 
-def test_help_names_the_commands_and_with_a_command_every_key(capsys):
-    for arguments, keys in (["--help"], False), (["train", "--help"], True):
-        with pytest.raises(SystemExit) as ended:
-            main(arguments)
-        assert ended.value.code == 0
-        printed = capsys.readouterr().out
-        assert "megagrpo train CONFIG" in printed and ("train.adam_beta1" in printed) == keys
+def test_help_lists_the_commands_and_a_command_lists_its_own_options(capsys):
+    listed = printed_before_exit(capsys, "--help")
+    assert all(f"    {name}" in listed and summary in " ".join(listed.split()) for name, summary in COMMANDS.items())
+    shown = printed_before_exit(capsys, "plan", "--help")
+    assert "usage: megagrpo plan [-h] [--gpu KIND]" in shown and "megagrpo plan my_run.yaml --gpu h100 --search" in shown
+    assert "`megagrpo keys` and docs/config.md describe every key" in shown and len(shown.splitlines()) < 60
+
+
+def test_keys_are_listed_as_a_whole_by_section_and_alone(capsys):
+    lengths = {}
+    for section in ("", "train", "train.adam_beta1"):
+        assert main(["keys", *filter(None, [section])]) == 0
+        text = capsys.readouterr().out
+        lengths[section] = len(text.splitlines())
+        assert "  train.adam_beta1  (float" in text and ("rollout.tp  (" in text) == (section == "")
+    assert lengths[""] > 400 and lengths["train"] < 100 and lengths["train.adam_beta1"] < 5
+
+
+def test_versions_are_printed_without_importing_the_packages():
+    code = (
+        "import sys, contextlib; from megagrpo.__main__ import main\nwith contextlib.suppress(SystemExit): main(['--version'])\n"
+        "assert not {'torch', 'vllm', 'megatron', 'transformers'} & sys.modules.keys()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    assert f"torch {version('torch')}\n" in ended.stdout and ended.stdout.startswith("megagrpo ")
+
+
+def test_declaring_the_options_of_all_commands_imports_nothing_slow():
+    heavy = "{'torch', 'vllm', 'megatron', 'transformers', 'numpy', 'datasets', 'rich'}"
+    code = f"import sys; from megagrpo.commands.parser import build, COMMANDS; build(COMMANDS); sys.exit(str({heavy} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == "set()\n"
+
+
+def test_every_command_describes_itself_with_an_example():
+    _, parsers = build(COMMANDS)
+    assert [name for name, parser in parsers.items() if f"megagrpo {name}" not in (parser.description or "")] == []
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion_scripts_know_commands_and_options(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(word in script for word in ("plan", "weight-sync", "roundtrip", "search"))
+
+
+def test_bash_completes_a_command_and_an_option(capsys, tmp_path):
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "completion").write_text(capsys.readouterr().out)
+    ask = 'source completion; COMP_WORDS=({}); COMP_CWORD={}; _shtab_megagrpo; printf "%s\\n" "${{COMPREPLY[@]}}"'
+    for words, expected in (("megagrpo pl", {"plan"}), ("megagrpo plan --se", {"--search"})):
+        shell = ["bash", "-c", ask.format(words, len(words.split()) - 1)]
+        assert set(subprocess.run(shell, cwd=tmp_path, capture_output=True, text=True).stdout.split()) == expected
 
 
 def test_what_a_command_imports_is_no_garbage_to_be_looked_for():
     try:
-        with pytest.raises(ImportError), _imports():
+        with pytest.raises(ImportError), without_garbage_collection():
             assert not gc.isenabled()
             import megagrpo.no_such_module  # noqa: F401
         assert gc.isenabled() and gc.get_freeze_count() > 10_000

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.__main__ import main, parse
-from megagrpo.commands import serve
+from megagrpo.__main__ import main
+from megagrpo.commands.parser import parse
+from megagrpo.config import load_config
 from megagrpo.servers import hang_detection
+from megagrpo.servers import remote as serve
 from megagrpo.servers.launcher import ServerOptions, healthy
 from tests.unit.config.test_placement import QUICKSTART
 from tests.unit.servers.test_restarts import Stand, Wedged, impatient, kill, stop, wait_until
@@ -102,19 +104,19 @@ def test_servers_listen_where_the_trainer_reaches_them_and_leave_it_its_gpus(mon
     monkeypatch.setattr(serve, "resolve_model", Path)
     monkeypatch.setattr(serve, "make_launcher", lambda *args, **options: made.update(options))
     monkeypatch.setenv("MEGAGRPO_TOKEN", "a-token-of-the-tests-1234")
-    serve._launcher(parse(["serve", str(QUICKSTART)]).config, tmp_path, "127.0.0.1", 6)
+    serve._launcher(load_config(QUICKSTART), tmp_path, "127.0.0.1", 6)
     assert made == {"num_ranks": 6, "host": "127.0.0.1", "token": "a-token-of-the-tests-1234"}
 
 
 def test_servers_for_a_trainer_elsewhere_need_a_token(monkeypatch, tmp_path):
     monkeypatch.delenv("MEGAGRPO_TOKEN", raising=False)
     with pytest.raises(ValueError, match=r"rollout\.token_file: servers for a remote trainer need its token"):
-        serve._launcher(parse(["serve", str(QUICKSTART)]).config, tmp_path, None, 0)
+        serve._launcher(load_config(QUICKSTART), tmp_path, None, 0)
 
 
 def test_the_command_line_of_serve():
-    options = parse(["serve", str(QUICKSTART), "rollout.servers=2", "--urls", "u", "--reach", "h", "--first-gpu", "4"]).options
-    assert options == {"urls": Path("u"), "reach": "h", "first_gpu": 4}
+    options = parse(["serve", str(QUICKSTART), "rollout.servers=2", "--urls", "u", "--reach", "h", "--first-gpu", "4"])
+    assert (options.urls, options.reach, options.first_gpu, options.logs) == (Path("u"), "h", 4, Path())
 
 
 def test_a_server_that_cannot_start_ends_it_with_code_2_and_says_so_to_the_job(monkeypatch, capsys, tmp_path):

@@ -13,7 +13,8 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megagrpo.__main__ import parse
+from megagrpo.commands.config_arguments import load
+from megagrpo.commands.parser import parse
 from megagrpo.config import ConfigError, RunConfig, save_resolved
 from megagrpo.config.io import fields, section_of
 from megagrpo.plan import plan
@@ -130,7 +131,7 @@ def accepted_or_refused(folder: Path, arguments: list[str]) -> None:
     """Process a config as a command does before it starts a server or a process group."""
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            config = parse(["train", *arguments]).config
+            config = load(parse(["train", *arguments]))
             made = plan(config, min(config.parallel.smallest_world, 64), host_memory_gb=31.0)
             assert len(str(made)) < 100_000 and made.as_json()
             if config.run.time_limit is not None:

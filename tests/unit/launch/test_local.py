@@ -1,9 +1,7 @@
-"""launch/local.sh: the number of ranks, their environment, and the handling of signals and exit codes."""
+"""The ranks of a command on one machine: their number, environment, signals and exit codes."""
 
-import importlib.util
 import multiprocessing
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -15,7 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed.run  # noqa: F401  # once for all launchers, which are forks
 
+from megagrpo.__main__ import main
 from megagrpo.config import load_config
+from megagrpo.launch import local as module
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -43,9 +43,6 @@ def local(monkeypatch):
     """The module megagrpo/launch/local.py, with all variables unset that affect ranks or threads."""
     for name in ("NPROC", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED"):
         monkeypatch.delenv(name, raising=False)
-    spec = importlib.util.spec_from_file_location("launch_local", REPOSITORY / "launch" / "local.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     return module
 
 
@@ -72,10 +69,29 @@ def test_dedicated_servers_have_gpus_that_no_rank_gets(local, monkeypatch):
         local.num_ranks(config)
 
 
-def test_a_run_on_several_nodes_is_left_to_slurm(local, capsys):
-    words = [str(REPOSITORY / "configs/quickstart.yaml"), "run.nodes=2", "rollout.placement=dedicated"]
-    assert local.main(words) == 2
-    assert "run.nodes: 2 nodes, but this script starts one; use megagrpo submit" in capsys.readouterr().err
+def test_a_run_on_several_nodes_is_left_to_slurm(local, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train", str(REPOSITORY / "configs/quickstart.yaml"), "run.nodes=2", "rollout.placement=dedicated"]) == 2
+    assert "run.nodes: 2 nodes, but this command starts the ranks of one; use megagrpo submit" in capsys.readouterr().err
+
+
+def test_the_plan_of_several_ranks_is_checked_before_any_rank_starts(local, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("NPROC", "3")
+    monkeypatch.setattr(local, "run_ranks", pytest.fail)
+    assert main(["train", str(REPOSITORY / "configs/quickstart.yaml"), "parallel.pp=2"]) == 2
+    assert "world_size: 3 is not a multiple" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["train"], ["launch", "2", "train"]])
+def test_train_starts_its_ranks_with_the_same_words(local, monkeypatch, words):
+    started = []
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("NPROC", "2")
+    monkeypatch.setattr(local, "run_ranks", lambda ranks, nodes, command: started.append((ranks, nodes.num_nodes, command)) or 7)
+    config = str(REPOSITORY / "configs/quickstart.yaml")
+    assert main([*words, config, "run.seed=3", "--run.name=other", "--resume"]) == 7
+    assert started == [(2, 1, ["megagrpo", "train", config, "run.seed=3", "--run.name=other", "run.resume=true"])]
 
 
 def test_gpus_are_counted_from_the_driver_or_from_what_is_visible(local, monkeypatch, tmp_path):
@@ -118,7 +134,7 @@ def launch(folder: Path, what: str) -> None:
     os.dup2(os.open(folder / "errors", os.O_WRONLY | os.O_CREAT), 2)
     sys.stderr = open(2, "w", closefd=False)
     os.environ["PYTHONPATH"] = f"{folder}:{REPOSITORY}"
-    sys.exit(runpy.run_path(str(REPOSITORY / "launch" / "local.py"))["torchrun"](2, ["stand_in", str(folder), what]))
+    sys.exit(module.run_ranks(2, module.ONE_NODE, ["stand_in", str(folder), what]))
 
 
 def finish(launcher: ForkProcess, folder: Path) -> tuple[int, str]:
@@ -177,14 +193,29 @@ def test_a_wrong_config_ends_the_script_with_code_2_before_any_rank_starts():
 def test_ranks_of_another_command_are_started_without_torchruns_own_rendezvous(tmp_path):
     script = tmp_path / "stand_in.py"
     script.write_text("import os, sys\nprint(os.environ['RANK'], os.environ['MEGAGRPO_RENDEZVOUS'], *sys.argv[1:])\n")
-    launcher = [sys.executable, str(REPOSITORY / "launch" / "ranks.py")]
+    launcher = [sys.executable, "-m", "megagrpo", "launch"]
     ended = subprocess.run([*launcher, "2", str(script), "--tp", "2"], capture_output=True, text=True, timeout=60)
     words = sorted(line.split() for line in ended.stdout.splitlines())
     assert ended.returncode == 0 and [(rank, *rest) for rank, _, *rest in words] == [("0", "--tp", "2"), ("1", "--tp", "2")], ended.stderr
     assert len({folder for _, folder, *_ in words}) == 1 and not Path(words[0][1]).exists()
-    for wrong in ([], ["2"], ["0", str(script)], ["two", str(script)]):
-        told = subprocess.run([*launcher, *wrong], capture_output=True, text=True, timeout=60)
-        assert told.returncode == 2 and "megagrpo launch 8 verify CONFIG" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required: N, COMMAND"),
+        (["2"], "the following arguments are required: COMMAND"),
+        (["0", "verify", "x.yaml"], "N must be a positive number of ranks (got 0)"),
+        (["two", "verify", "x.yaml"], "argument N: invalid int value: 'two'"),
+        (["2", "plan", "x.yaml"], "plan runs in one process; leave out `launch 2`"),
+        (["2", "verfy", "x.yaml"], "verfy is not a command; did you mean verify?"),
+        (["2", "convert", "MODEL"], "megagrpo convert: the following arguments are required: OUT"),
+    ],
+)
+def test_mistakes_in_launch_are_told_before_any_rank_starts(words, message, local, monkeypatch, capsys):
+    monkeypatch.setattr(local, "run_ranks", pytest.fail)
+    assert main(["launch", *words]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_no_page_and_no_program_uses_the_rendezvous_of_torch_that_unpickles():

@@ -2,26 +2,12 @@
 
 import http.server
 import socket
-import sys
 import threading
-from pathlib import Path
 
-import pytest
-
-LAUNCH = Path(__file__).parents[3] / "launch"
+from megagrpo.launch import node
 
 
-@pytest.fixture
-def node(monkeypatch):
-    """The module; it imports its neighbour module as a script does."""
-    monkeypatch.syspath_prepend(str(LAUNCH))
-    monkeypatch.delitem(sys.modules, "node", raising=False)
-    import node
-
-    return node
-
-
-def test_every_rank_has_a_file_named_by_its_number_and_the_first_is_printed(node, tmp_path):
+def test_every_rank_has_a_file_named_by_its_number_and_the_first_is_printed(tmp_path):
     envs = {0: {"RANK": "8"}, 1: {"RANK": "9"}}
     files = {0: str(tmp_path / "logs" / "rank_00008.log"), 1: str(tmp_path / "logs" / "rank_00009.log")}
     second = node.RankLogs(tmp_path / "logs").reify(envs)
@@ -39,7 +25,7 @@ class Healthy(http.server.BaseHTTPRequestHandler):
     def log_message(self, *words): ...
 
 
-def test_servers_that_do_not_answer_in_time_are_named(node, capsys):
+def test_servers_that_do_not_answer_in_time_are_named(capsys):
     server = http.server.HTTPServer(("127.0.0.1", 0), Healthy)
     server.well = True
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()

@@ -11,12 +11,10 @@ import pytest
 
 from megagrpo.launch import preflight
 
-SCRIPT = Path(preflight.__file__)
-
 
 def check(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess:
     where = ["--folder", str(folder / "run"), "--report", str(folder / "nodes"), "--master", "127.0.0.1:0"]
-    command = [sys.executable, str(SCRIPT), *where, *words]
+    command = [sys.executable, "-m", "megagrpo.launch.preflight", *where, *words]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
@@ -111,6 +109,6 @@ def test_every_node_tries_to_reach_the_first(tmp_path, monkeypatch, capsys):
     first = os.environ | {"SLURMD_NODENAME": "n1", "SLURM_NODEID": "0"}
     (tmp_path / "nodes" / "n2.json").unlink()
     monkeypatch.setattr(preflight, "REACH_SECONDS", 20)
-    with subprocess.Popen([sys.executable, str(SCRIPT), *words], env=first) as other:
+    with subprocess.Popen([sys.executable, "-m", "megagrpo.launch.preflight", *words], env=first) as other:
         assert preflight.main(words) == 0
         assert other.wait(20) == 0

@@ -1,5 +1,5 @@
-"""The body of megagrpo/launch/train.sbatch, run by bash with stand-ins for Slurm's commands: its steps, their arguments, and its exit. tests/slurm
-runs it on a real Slurm."""
+"""The body of megagrpo/launch/train.sbatch, run by bash with stand-ins for Slurm's commands: its steps, their arguments, and its exit.
+tests/slurm runs it on a real Slurm."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.config import load_config
 from megagrpo.launch.job import Cluster, place
 from megagrpo.launch.slurm import sbatch_script
-from megagrpo.config import load_config
 
 ROOT = Path(__file__).parents[3]
 HOSTILE = "a b'$(touch pwned)`touch pwned`\"; touch pwned;* \\"

@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megagrpo.__main__ import main
+from megagrpo.config import ConfigError, load_config
 from megagrpo.launch.job import Cluster, Container, Placement, load_cluster, place
 from megagrpo.launch.kubernetes import manifest
 from megagrpo.launch.slurm import BEGIN, END, TEMPLATE, sbatch_script
-from megagrpo.launch.submit import main
-from megagrpo.config import ConfigError, load_config
 from megagrpo.plan import plan
 
 ROOT = Path(__file__).parents[3]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-CLUSTERS = sorted((ROOT / "launch" / "clusters").glob("*.yaml"))
-PRETEND = ROOT / "launch" / "clusters" / "local_pretend.yaml"
+CLUSTERS = sorted((ROOT / "configs" / "clusters").glob("*.yaml"))
+PRETEND = ROOT / "configs" / "clusters" / "local_pretend.yaml"
 HOSTILE = [
     "a b",
     "$(touch pwned)",
@@ -321,25 +321,14 @@ def test_mistakes_in_a_cluster_are_told(text, message, tmp_path):
 
 
 def test_the_script_is_printed_and_nothing_of_torch_is_imported():
-    code = "import sys; from megagrpo.launch.submit import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
+    code = (
+        "import sys; from megagrpo.launch.submit import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
+    )
     words = [str(QUICKSTART), "run.max_steps=3", "--cluster", str(PRETEND), "--sbatch", "dependency=singleton"]
     ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     assert is_shell(ended.stdout) and "#SBATCH --dependency=singleton\n" in ended.stdout
     assert values(ended.stdout, "OVERRIDES") == ["run.max_steps=3"]
-
-
-def test_a_python_without_pydantic_hands_over_to_the_repositorys_own(tmp_path):
-    (tmp_path / "launch").mkdir()
-    shutil.copy(ROOT / "launch" / "submit.py", tmp_path / "launch")
-    bare = [sys.executable, "-I", "-S", str(tmp_path / "launch" / "submit.py"), "a config"]
-    ended = subprocess.run(bare, capture_output=True, text=True)
-    assert ended.returncode == 2 and "needs Python 3.12 with pydantic and PyYAML, as launch/setup.sh installs" in ended.stderr
-    own = tmp_path / ".venv" / "bin" / "python"
-    own.parent.mkdir(parents=True)
-    own.write_text("#!/bin/bash\nprintf '%s\n' \"$@\"\n")
-    own.chmod(0o755)
-    assert subprocess.run(bare, capture_output=True, text=True).stdout.splitlines() == bare[3:]
 
 
 @pytest.mark.parametrize(
@@ -352,14 +341,14 @@ def test_a_python_without_pydantic_hands_over_to_the_repositorys_own(tmp_path):
 )
 def test_what_cannot_run_is_not_sent(words, message, capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert main([str(QUICKSTART), *words, "--cluster", str(PRETEND), "--submit"]) == 2
+    assert main(["submit", str(QUICKSTART), *words, "--cluster", str(PRETEND), "--submit"]) == 2
     assert message in capsys.readouterr().err
 
 
 def test_a_machine_without_the_hubs_package_leaves_the_plan_to_the_job(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    words = [str(ROOT / "configs" / "qwen2.5_7b_1node.yaml"), "--cluster", str(ROOT / "launch" / "clusters" / "generic.yaml")]
-    assert main(words) == 0
+    words = [str(ROOT / "configs" / "qwen2.5_7b_1node.yaml"), "--cluster", str(ROOT / "configs" / "clusters" / "generic.yaml")]
+    assert main(["submit", *words]) == 0
     printed = capsys.readouterr()
     assert is_shell(printed.out)
     assert (
@@ -372,10 +361,10 @@ def test_submit_gives_the_script_to_sbatch(capfd, monkeypatch, tmp_path):
     (tmp_path / "sbatch").write_text("#!/bin/bash\n[ $# = 0 ] || exit 9\nhead -n 2\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert main([str(QUICKSTART), "--resume", "--cluster", str(PRETEND), "--submit"]) == 0
+    assert main(["submit", str(QUICKSTART), "--resume", "--cluster", str(PRETEND), "--submit"]) == 0
     assert capfd.readouterr().out == "#!/usr/bin/env bash\n# quickstart: written by megagrpo submit\n"
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
-    assert main([str(QUICKSTART), "--cluster", str(PRETEND), "--submit"]) == 2
+    assert main(["submit", str(QUICKSTART), "--cluster", str(PRETEND), "--submit"]) == 2
     assert "sbatch: command not found" in capfd.readouterr().err
 
 
@@ -383,14 +372,14 @@ def test_submit_gives_the_script_to_sbatch(capfd, monkeypatch, tmp_path):
 
 
 def test_a_manifest_has_the_trainers_and_the_servers_of_the_run():
-    cluster = load_cluster(ROOT / "launch" / "clusters" / "kubernetes.yaml")
+    cluster = load_cluster(ROOT / "configs" / "clusters" / "kubernetes.yaml")
     path, overrides = ROOT / "configs" / "llama3.1_70b_8nodes.yaml", ["data.system_prompt=$(HOME) 'x'"]
     made = load_config(path, overrides)
     told = yaml.safe_load(manifest(made, path, overrides, cluster, place(made, cluster)))
     trainer, servers = (job["template"]["spec"] for job in told["spec"]["replicatedJobs"])
     assert (trainer["parallelism"], trainer["completions"], servers["parallelism"]) == (6, 6, 2)
     ranks, serve = (job["template"]["spec"]["containers"][0] for job in (trainer, servers))
-    assert ranks["command"][:6] == ["python3", "megagrpo/launch/node.py", "--nodes", "6", "--ranks", "8"]
+    assert ranks["command"][:7] == ["python3", "-m", "megagrpo.launch.node", "--nodes", "6", "--ranks", "8"]
     assert "data.system_prompt=$$(HOME) 'x'" in ranks["command"] and "data.system_prompt=$$(HOME) 'x'" in serve["command"]
     urls = [f"http://llama3-1-70b-servers-0-{node}.llama3-1-70b:{port}" for node in (0, 1) for port in (8000, 8001)]
     assert f"rollout.urls=[{','.join(urls)}]" in ranks["command"] and ranks["command"][-1] == ",".join(urls)
@@ -402,7 +391,7 @@ def test_a_manifest_has_the_trainers_and_the_servers_of_the_run():
 
 
 def test_a_mistake_in_the_config_is_not_started_again_by_kubernetes():
-    cluster = load_cluster(ROOT / "launch" / "clusters" / "kubernetes.yaml")
+    cluster = load_cluster(ROOT / "configs" / "clusters" / "kubernetes.yaml")
     path = ROOT / "configs" / "llama3.1_70b_8nodes.yaml"
     made = load_config(path, [])
     told = yaml.safe_load(manifest(made, path, [], cluster, place(made, cluster)))["spec"]
@@ -414,7 +403,7 @@ def test_a_mistake_in_the_config_is_not_started_again_by_kubernetes():
 
 @pytest.mark.parametrize(("name", "expected"), [("A" * 39 + "-" + "b" * 30, "a" * 39), ("Qwen3_0.6b-", "qwen3-0-6b")])
 def test_a_run_has_a_name_that_kubernetes_takes(name, expected):
-    cluster = load_cluster(ROOT / "launch" / "clusters" / "kubernetes.yaml")
+    cluster = load_cluster(ROOT / "configs" / "clusters" / "kubernetes.yaml")
     made = config(f"run.name={name}")
     assert yaml.safe_load(manifest(made, QUICKSTART, [], cluster, place(made, cluster)))["metadata"]["name"] == expected
     made = config("run.name=7b")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from megagrpo.commands.plan import main
+from megagrpo.commands.plan import print_plan
 from megagrpo.config import ConfigError, load_config
 from megagrpo.families.config import parse_hf_config
 from megagrpo.plan import plan, with_times
@@ -336,7 +336,7 @@ def test_the_command_says_all_of_it_in_json_without_torch(tmp_path):
 )
 def test_what_is_asked_wrongly_is_refused(asked, message):
     with pytest.raises(ConfigError) as error:
-        main(config(), **asked)
+        print_plan(config(), **asked)
     assert str(error.value).startswith(message)
 
 

@@ -81,15 +81,14 @@ def test_a_sink_that_fails_is_named_harmlessly(capsys):
 
 
 PRINTS = {  # that print only our own text
-    ("__main__.py", "USAGE if parsed.command is None else f'{USAGE}\\n\\n{render_help()}'"),
-    ("audit.py", "USAGE"),
-    ("audit.py", "json.dumps(as_json(step, checks), indent=1)"),
-    ("generate.py", "USAGE"),
-    ("generate.py", "'> '"),
-    ("generate.py", "response"),  # to a file or a program
+    ("chat.py", "'> '"),
+    ("chat.py", "response"),  # to a file or a program
+    ("completion.py", "shtab.complete(top, options.shell)"),
+    ("parser.py", "versions()"),
     ("progress.py", "'\\r' + line.ljust(79) if self._terminal else line"),
     ("run_lock.py", "f'process {os.getpid()} on host {socket.gethostname()}'"),
     ("scratch.py", "owner"),
+    ("submit.py", "text"),  # a script, in which every value is quoted
     ("supervisor.py", "f'the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it'"),
     ("terminal.py", "printable(str(text))"),
 }

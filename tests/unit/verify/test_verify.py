@@ -9,10 +9,10 @@ import pytest
 import torch
 from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
 
-from megagrpo.commands.verify import layout_text, parse_layout
 from megagrpo.config import ConfigError, ParallelSection
 from megagrpo.families.config import model_problems, parse_hf_config
 from megagrpo.verify.compare import Distance, compare, silent_tensors, worst
+from megagrpo.verify.layouts import layout_text, parse_layout
 from megagrpo.verify.report import Verdict, as_json, as_text, summary
 from megagrpo.verify.shrink import VOCABULARY, plainly, random_samples, random_tensor, shrink_config, shrink_model
 from megagrpo.verify.step import Outcome, relative_error

@@ -1,4 +1,4 @@
-"""`megagrpo verify CONFIG --precision`: checks whether this run may compute in FP8, and which layers should stay in bf16."""
+"""Checks whether a run may compute in FP8, and which layers should stay in bf16: `megagrpo verify CONFIG --precision`."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class PrecisionVerdict:
         return not self.bad_layers and self.errors.token_mult_prob_error <= self.mismatch
 
 
-def main(
+def verify_precision(
     path: Path, overrides: Sequence[str], threshold: float = THRESHOLD, tokens: int = TOKENS, fix: Path | None = None, json: bool = False
 ) -> int:
     """Return 0 when log-probs and all layers are close enough to the run's own precision, 1 when not. Raises ConfigError when it cannot

@@ -1,0 +1,30 @@
+"""Merges an adapter into a model: `megagrpo merge`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megagrpo.bridge.adapters import CONFIG, base_of, load_adapter, read_lora
+from megagrpo.bridge.export import save_hf
+from megagrpo.bridge.load import load_hf
+from megagrpo.families.config import load_hf_config
+from megagrpo.families.sources import resolve_model
+from megagrpo.parallel.layout import Layout
+from megagrpo.policy.build import build_model, weights_dtype
+from megagrpo.policy.lora import adapters, attach_adapters
+
+ARGUMENT = "ADAPTER"  # name of the command-line argument in errors
+
+
+def merge(adapter: Path, out: Path, model: str | None, layout: Layout) -> None:
+    """Write the merged model to `out`: safetensors, config and tokenizer. Collective."""
+    lora = read_lora(adapter, ARGUMENT)
+    source = resolve_model(model, "--model") if model else resolve_model(base_of(adapter), f"{adapter / CONFIG} (or name one with --model)")
+    hf_config = load_hf_config(source)
+    chunks = build_model(hf_config, layout, dtype=weights_dtype(hf_config), init_weights=False, own_linears=True)
+    attach_adapters(chunks, hf_config, lora, recompute="none")
+    for added in adapters(chunks):
+        added.float()  # the file holds A and B in float32; in the model's bfloat16 they would be rounded before the sum is
+    load_hf(chunks, hf_config, source, layout)
+    load_adapter(chunks, hf_config, layout, adapter, lora, ARGUMENT)
+    save_hf(chunks, hf_config, layout, out, source)

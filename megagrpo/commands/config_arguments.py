@@ -1,0 +1,39 @@
+"""The arguments CONFIG and key=value of the commands that read the config of a run."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from megagrpo.config import RunConfig, load_config
+from megagrpo.config.io import SHIPPED, shipped_config
+
+EPILOG = """CONFIG is a YAML file, or megagrpo:NAME for a config that is shipped with megagrpo. key=value replaces a value of it, as in
+train.learning_rate=1e-5 or rewards.functions.0.weight=2. `megagrpo keys` and docs/config.md describe every key."""
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Add CONFIG and key=value."""
+    parser.add_argument("config", metavar="CONFIG", help="YAML file of a run, or megagrpo:NAME")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="value of the config to replace")
+    parser.epilog = EPILOG
+
+
+def add_resume(parser: argparse.ArgumentParser) -> None:
+    """Add --resume, which `overrides` turns into the config's key."""
+    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint (run.resume=true)")
+
+
+def overrides(options: argparse.Namespace) -> list[str]:
+    """Return the words key=value, those of options included."""
+    return [*options.overrides, *["run.resume=true"] * getattr(options, "resume", False)]
+
+
+def config_path(options: argparse.Namespace) -> Path:
+    """Return the file of the config. Raises ConfigError for an unknown name of a shipped config."""
+    return shipped_config(options.config) if options.config.startswith(SHIPPED) else Path(options.config)
+
+
+def load(options: argparse.Namespace) -> RunConfig:
+    """Return the config with its overrides. Raises ConfigError that lists every problem."""
+    return load_config(config_path(options), overrides(options))

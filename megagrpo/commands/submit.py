@@ -1,0 +1,70 @@
+"""Writes the job of CONFIG for a cluster, and optionally submits it.
+
+    megagrpo submit my_run.yaml --cluster generic
+    megagrpo submit my_run.yaml --cluster my_cluster.yaml --resume --sbatch dependency=singleton --submit
+    megagrpo submit my_run.yaml --cluster kubernetes --kubernetes | kubectl apply -f -
+
+Prints an sbatch script, or with --kubernetes the manifest of a JobSet; --submit passes the script to sbatch instead. CLUSTER is a file, or
+the name of a shipped one. Needs pydantic and PyYAML, but neither torch nor a GPU. Exit code 2: config, cluster or an option is wrong, and
+nothing was submitted. docs/slurm.md describes the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+
+from megagrpo.commands.config_arguments import add_config, add_resume, config_path, load, overrides
+from megagrpo.config import ConfigError, RunConfig
+from megagrpo.process.terminal import warn
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `megagrpo submit`."""
+    add_config(parser)
+    add_resume(parser)
+    parser.add_argument(
+        "--cluster", required=True, metavar="CLUSTER", help="a YAML file, or generic, pyxis, apptainer, kubernetes, one_gpu"
+    )
+    parser.add_argument("--sbatch", action="append", default=[], metavar="option=value", help="for example --sbatch dependency=singleton")
+    to = parser.add_mutually_exclusive_group()
+    to.add_argument("--submit", action="store_true", help="pass the script to sbatch")
+    to.add_argument("--kubernetes", action="store_true", help="print the manifest of a JobSet")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print or submit the job, and return the exit code. Raises ConfigError for a wrong config, cluster or option."""
+    from megagrpo.launch.job import cluster_file, load_cluster, place
+    from megagrpo.launch.kubernetes import manifest
+    from megagrpo.launch.slurm import sbatch_script
+
+    cluster = load_cluster(cluster_file(options.cluster))
+    cluster.sbatch.update({name: value or True for name, _, value in (option.partition("=") for option in options.sbatch)})
+    config = load(options)
+    placement = place(config, cluster)
+    check_plan(config, placement.world_size, cluster.gpu_memory_gb if cluster.gpus_per_node else None)
+    render = manifest if options.kubernetes else sbatch_script
+    text = render(config, config_path(options), overrides(options), cluster, placement)
+    if not options.submit:
+        print(text, end="")
+        return 0
+    try:
+        return subprocess.run(["sbatch"], input=text, text=True).returncode
+    except FileNotFoundError:
+        raise ConfigError("sbatch: command not found; run --submit on a host with Slurm's commands") from None
+
+
+def check_plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None) -> None:
+    """Raise ConfigError when the run cannot start. A model that this host cannot see only gives a warning; the job's plan checks it."""
+    from megagrpo.plan import plan
+    from megagrpo.plan.shapes import UnseenModel
+
+    try:
+        problems = plan(config, world_size, gpu_memory_gb).problems
+    except ModuleNotFoundError as error:  # models from the hub or a package need more packages than this script
+        problems = [UnseenModel(("model.path",), f"{config.model.path} needs {error.name}, which is not installed on this host")]
+    unseen = [problem for problem in problems if isinstance(problem, UnseenModel)]
+    for problem in unseen:
+        warn(f"not checked on this host: {problem}")
+    if problems != unseen:
+        raise ConfigError("\n".join(str(problem) for problem in problems if problem not in unseen))

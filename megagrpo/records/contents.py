@@ -1,0 +1,117 @@
+"""Reads the content of a checkpoint without its weights: names, shapes, dtypes and sizes of its tensors, and its metadata."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from megagrpo.bridge.adapters import ADAPTER_FILES, CONFIG, WEIGHTS
+from megagrpo.bridge.load import Checkpoint
+from megagrpo.bridge.megatron_io import HF_FILES, check_is_checkpoint
+from megagrpo.bridge.tensor_files import Entry, TensorFile
+from megagrpo.bridge.torch_dist import StoredTensors
+from megagrpo.families.config import read_raw_config
+from megagrpo.records.checkpoint import STATE_FILE
+
+STATE = "optimizer."  # prefix of the keys of the optimizer's state
+
+
+@dataclass(frozen=True)
+class Row:
+    """A tensor. `group` is weights, reference or optimizer; `where` is its file, or its number of pieces."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    nbytes: int
+    group: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The content of a checkpoint: its kind, metadata and tensors."""
+
+    kind: str
+    facts: dict[str, str]
+    tensors: list[Row]
+
+
+def contents(path: Path) -> Contents:
+    """Read the content of the checkpoint at `path`. Raises ValueError when it is not a checkpoint, or is damaged."""
+    if (path / CONFIG).is_file():
+        return _of_adapter(path)
+    if (path / "metadata.json").is_file():
+        return _of_megatron(path)
+    checkpoint = Checkpoint(path)
+    rows = [_row(name, checkpoint.entry(name), checkpoint.where[name]) for name in checkpoint.where]
+    return Contents("Hugging Face model", _facts_of_model(path), rows)
+
+
+def _of_adapter(path: Path) -> Contents:
+    config = json.loads((path / CONFIG).read_text())
+    facts = {key: str(config.get(key)) for key in ("peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path")}
+    return Contents("adapter", facts, [_row(name, entry, WEIGHTS) for name, entry in TensorFile(path / WEIGHTS).entries.items()])
+
+
+def _of_megatron(path: Path) -> Contents:
+    check_is_checkpoint(path)
+    metadata = StoredTensors(path).metadata
+    rows, objects = [], []
+    for key, value in sorted(metadata.state_dict_metadata.items()):
+        if not isinstance(value, TensorStorageMetadata):
+            objects.append(key)
+            continue
+        dtype, pieces = value.properties.dtype, len(value.chunks)
+        group = "optimizer" if key.startswith(STATE) else "reference" if key.startswith("reference.") else "weights"
+        where = "1 piece" if pieces == 1 else f"{pieces} pieces"
+        rows.append(Row(key, list(value.size), _name(dtype), math.prod(value.size) * dtype.itemsize, group, where))
+    facts = {"files": str(len({info.relative_path for info in metadata.storage_data.values()})), "objects": str(len(objects))}
+    if (path / STATE_FILE).is_file():
+        facts |= {key: str(value) for key, value in json.loads((path / STATE_FILE).read_text())["state"].items()}
+    if (path / HF_FILES).is_dir():
+        facts |= _facts_of_model(path / HF_FILES)
+    if (path / ADAPTER_FILES).is_dir():
+        facts["adapter"] = str(path / ADAPTER_FILES)
+    return Contents("Megatron distributed checkpoint", facts, rows)
+
+
+def _row(name: str, entry: Entry, where: str) -> Row:
+    return Row(name, list(entry.shape), _name(entry.dtype), entry.nbytes, "weights", where)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _facts_of_model(folder: Path) -> dict[str, str]:
+    config = read_raw_config(folder) if (folder / "config.json").is_file() else {}
+    keys = ("model_type", "num_hidden_layers", "hidden_size", "vocab_size", "tie_word_embeddings")
+    return {key: str(config[key]) for key in keys if key in config}
+
+
+def totals(rows: list[Row]) -> dict[str, tuple[int, int, int]]:
+    """Return the number of tensors, numbers and bytes for each group and dtype, and for all."""
+    sums: dict[str, tuple[int, int, int]] = defaultdict(lambda: (0, 0, 0))
+    for row in rows:
+        for label in (f"{row.group}, {row.dtype}", "all"):
+            count, numbers, nbytes = sums[label]
+            sums[label] = (count + 1, numbers + math.prod(row.shape), nbytes + row.nbytes)
+    return dict(sorted(sums.items(), key=lambda item: item[0] == "all"))
+
+
+def as_text(path: Path, checkpoint: Contents) -> str:
+    """Return the content as text: kind, metadata, one line per tensor, totals."""
+    lines = [f"{path}: {checkpoint.kind}", *(f"  {key:20} {value}" for key, value in checkpoint.facts.items())]
+    width = max((len(row.name) for row in checkpoint.tensors), default=0)
+    for row in checkpoint.tensors:
+        lines.append(f"{row.name:{width}}  {row.dtype:9} {row.shape!s:20} {row.nbytes:14,}  {row.where}")
+    for label, (count, numbers, nbytes) in totals(checkpoint.tensors).items():
+        lines.append(f"{label}: {count:,} tensors, {numbers:,} numbers, {nbytes:,} bytes")
+    return "\n".join(lines)

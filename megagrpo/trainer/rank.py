@@ -1,0 +1,84 @@
+"""Runs one rank of a training run and turns its end into an exit code, as `megagrpo train --help` lists them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+
+from megagrpo import device
+from megagrpo.config import LOOPBACK, ConfigError, RunConfig
+from megagrpo.device import quiet
+from megagrpo.engine.protocol import EngineError
+from megagrpo.parallel.agree import RankError
+from megagrpo.parallel.layout import Layout, init_layout
+from megagrpo.plan import plan
+from megagrpo.process.terminal import warn
+from megagrpo.records.checkpoint import CheckpointError
+from megagrpo.records.run_lock import RunFolderLost
+from megagrpo.trainer.alarms import BrokenTraining
+from megagrpo.trainer.callbacks import CallbackError
+from megagrpo.trainer.stop_signals import stop_on_signals
+from megagrpo.trainer.time_limit import OUT_OF_TIME, TO_BE_CONTINUED, check_time_limit, end_of_run
+from megagrpo.trainer.wiring import build
+from megagrpo.transfer.manifest import WeightSyncError
+
+
+def train(config: RunConfig, base_folder: Path) -> int:
+    """Run a training and return the exit code. Raises ConfigError (exit code 2) for errors that the user can fix in the config.
+
+    `base_folder` is the folder of the config's file.
+    """
+    check_time_limit(config.run.time_limit)
+    ends = end_of_run(config.run.time_limit, time.time())
+    quiet()
+    layout: Layout | None = None
+    try:
+        if config.run.deterministic:
+            device.make_deterministic()
+        _check_plan(config)
+        if config.run.nodes == 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
+            os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK  # all ranks and servers are on this host
+        layout = _layout(config)
+        with ExitStack() as resources:
+            trainer = build(config, base_folder, layout, resources)
+            stop_on_signals(trainer.collector.stop)
+            if layout.world_rank == 0:
+                trainer.time_limit.ends = ends
+            stopped_by = trainer.run()
+        layout.barrier()  # Servers have stopped and logs are complete: a launcher may kill the other ranks when the first one exits.
+        layout.close()
+        return _exit_code(stopped_by)
+    except ConfigError:
+        raise
+    except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining, CallbackError, RunFolderLost) as error:
+        warn(f"rank {layout.world_rank if layout else '?'} stops: {error}")
+    except KeyboardInterrupt:
+        warn("interrupted; the newest checkpoint is the last thing that was saved")
+        return 128 + signal.SIGINT
+    except Exception as error:
+        warn(f"{''.join(traceback.format_exception(error))}\nrank {layout.world_rank if layout else '?'} failed: {error}")
+    return 1
+
+
+def _check_plan(config: RunConfig) -> None:
+    problems = plan(config, int(os.environ.get("WORLD_SIZE", "1")), device.gpu_memory_gb(), device.host_memory_gb()).problems
+    if problems:
+        raise ConfigError("\n".join(map(str, problems)))
+
+
+def _layout(config: RunConfig) -> Layout:
+    try:
+        return init_layout(config.parallel, config.run.seed)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _exit_code(stopped_by: int) -> int:
+    """Return the exit code for a stop. The time limit, or SIGTERM to a job that its scheduler restarts, gives TO_BE_CONTINUED."""
+    if stopped_by == OUT_OF_TIME or (stopped_by == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ):
+        return TO_BE_CONTINUED
+    return 128 + stopped_by if stopped_by else 0
