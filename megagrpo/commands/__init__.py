@@ -6,6 +6,8 @@ the description that `megagrpo NAME --help` prints.
 
 COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "train": "train on this machine, or run one rank under a launcher",
+    "init": "create a folder with data, a reward, a config and a README",
+    "check": "check data, prompts and rewards of a run in seconds",
     "plan": "check a run and predict memory, time and weight syncs",
     "verify": "compare parallel layouts with a single process",
     "eval": "evaluate held-out sets with vLLM",
@@ -20,5 +22,6 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "inspect": "list the tensors and metadata of a checkpoint",
     "roundtrip": "check that converting a model there and back changes no byte",
     "keys": "list the keys of a config with type, default and meaning",
+    "schema": "print the JSON schema of a config, for editors",
     "completion": "print a completion script for bash, zsh or tcsh",
 }

@@ -37,11 +37,14 @@ class Parser(argparse.ArgumentParser):
         options, rest = self.parse_known_intermixed_args(words)
         takes_overrides = hasattr(options, "overrides")
         for word in rest:
+            if not word.startswith("-"):
+                if not takes_overrides:
+                    self.error(f"unexpected argument {word}")
+                continue
             near = nearest(word.partition("=")[0], (text for action in self._actions for text in action.option_strings))
-            if not (takes_overrides and _OVERRIDE.fullmatch(word) and not near):
-                kind = "unknown option" if word.startswith("-") else "unexpected argument"
-                hint = " (a key of the config has no dashes: key=value)" if takes_overrides and word.startswith("-") and not near else ""
-                self.error(f"{kind} {word}{near}{hint}")
+            if near or not takes_overrides or not _OVERRIDE.fullmatch(word):
+                hint = "" if near or not takes_overrides else " (a key of the config has no dashes: key=value)"
+                self.error(f"unknown option {word}{near}{hint}")
         if takes_overrides:
             options.overrides = [*options.overrides, *rest]
         return options

@@ -31,8 +31,9 @@ class PromptSource:
     move the others. Prompts that rest are skipped.
 
     `section` is `data.train` or a held-out set; `key` is its config key. Held-out prompts of reasoning-gym use a different seed. The
-    constructor tokenizes every prompt to get its length. `num_overlong` counts prompts longer than `max_prompt_length` tokens, which are
-    dropped or truncated (`data.overlong_prompts`). `tools` are the JSON schemas that the chat template shows.
+    constructor tokenizes every prompt to get its length (`lengths`, one per row). `num_overlong` counts prompts longer than
+    `max_prompt_length` tokens, which are dropped or truncated (`data.overlong_prompts`). `tools` are the JSON schemas that the chat
+    template shows.
 
     Raises ValueError for a source that is missing or empty, lacks the prompt column, or has only overlong prompts."""
 
@@ -141,7 +142,7 @@ class PromptSource:
 
     def _usable_rows(self) -> list[int]:
         """Return the rows whose prompts are used, and count overlong prompts."""
-        lengths = [len(self._token_ids(row)) for row in range(len(self._rows))]
+        lengths = self.lengths = [len(self._token_ids(row)) for row in range(len(self._rows))]
         overlong = [row for row, length in enumerate(lengths) if length > self._max_prompt_length]
         self.num_overlong = len(overlong)
         if not overlong:

@@ -102,12 +102,23 @@ class Tokenizer(ABC):
         message is the assistant's, the engine continues that message. `chat_template` (Jinja text) replaces the tokenizer's template. With
         `chat_template` `none`, or without any template, a string prompt is plain text with BOS. Templates may add a system message, and
         show `tools` (JSON schemas). Raises ValueError when a template is needed but missing."""
+        text = self.rendered(prompt, system_prompt, chat_template, tools)
+        if text is None:
+            return tuple(self._plain(prompt, system_prompt))
+        return tuple(self.encode(text, add_special_tokens=False))  # the template writes BOS if the model expects it
+
+    def rendered(
+        self,
+        prompt: Messages,
+        system_prompt: str | None = None,
+        chat_template: str | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+    ) -> str | None:
+        """Return the text that `render` encodes, special tokens of the template included; None without a template."""
         template = self.chat_template if chat_template is None else chat_template
         if template is None or template == PLAIN_TEXT:
-            return tuple(self._plain(prompt, system_prompt))
-        messages = as_messages(prompt, system_prompt)
-        text = self._rendered(messages, template, tools)
-        return tuple(self.encode(text, add_special_tokens=False))  # the template writes BOS if the model expects it
+            return None
+        return self._rendered(as_messages(prompt, system_prompt), template, tools)
 
     def _rendered(self, messages: list[dict[str, Any]], template: str, tools: Sequence[dict[str, Any]]) -> str:
         """Return the rendered messages. Raises ValueError with the template's error, which can be of any type."""

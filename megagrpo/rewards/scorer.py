@@ -66,6 +66,11 @@ class RewardScorer:
         return [f.name for f in self._functions]
 
     @property
+    def needs(self) -> dict[str, tuple[tuple[str, ...], ...]]:
+        """Name -> the columns that the function needs, each with its alternatives."""
+        return {f.name: tuple(f.signature["needs"]) for f in self._functions}
+
+    @property
     def tracebacks(self) -> dict[str, str]:
         """Name -> first traceback, for each function that has raised."""
         return {name: reason for (name, counter), reason in self._seen_failures.items() if counter == "exceptions"}

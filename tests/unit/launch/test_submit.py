@@ -14,6 +14,7 @@ import yaml
 
 from megagrpo.__main__ import main
 from megagrpo.config import ConfigError, load_config
+from megagrpo.launch import job as job_module
 from megagrpo.launch.job import Cluster, Container, Placement, load_cluster, place
 from megagrpo.launch.kubernetes import manifest
 from megagrpo.launch.slurm import BEGIN, END, TEMPLATE, sbatch_script
@@ -321,14 +322,30 @@ def test_mistakes_in_a_cluster_are_told(text, message, tmp_path):
 
 
 def test_the_script_is_printed_and_nothing_of_torch_is_imported():
-    code = (
-        "import sys; from megagrpo.launch.submit import main; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(code)"
-    )
+    code = "import sys; sys.modules['torch'] = None; from megagrpo.__main__ import main; sys.exit(main(['submit', *sys.argv[1:]]))"
     words = [str(QUICKSTART), "run.max_steps=3", "--cluster", str(PRETEND), "--sbatch", "dependency=singleton"]
     ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
     assert is_shell(ended.stdout) and "#SBATCH --dependency=singleton\n" in ended.stdout
     assert values(ended.stdout, "OVERRIDES") == ["run.max_steps=3"]
+
+
+def test_a_shipped_cluster_has_a_name_and_a_wrong_one_is_told(capsys):
+    assert main(["submit", str(QUICKSTART), "--cluster", "local_pretend"]) == 0
+    assert is_shell(capsys.readouterr().out)
+    assert main(["submit", str(QUICKSTART), "--cluster", "generik"]) == 2
+    told = "--cluster: generik is neither a file nor a shipped cluster; name a YAML file, or one of apptainer, generic, "
+    assert told in capsys.readouterr().err
+    assert main(["submit", str(QUICKSTART)]) == 2 and "the following arguments are required: --cluster" in capsys.readouterr().err
+
+
+def test_a_job_works_in_the_clone_and_without_one_in_the_current_folder(monkeypatch, tmp_path):
+    assert job_module.job_folder() == ROOT
+    installed = tmp_path / "site-packages" / "megagrpo" / "launch" / "job.py"
+    monkeypatch.setattr(job_module, "__file__", str(installed))
+    monkeypatch.chdir(tmp_path)
+    script = script_of(Cluster())
+    assert values(script, "REPOSITORY") == [str(tmp_path)] and values(script, "PYTHON") == [sys.executable]
 
 
 @pytest.mark.parametrize(
