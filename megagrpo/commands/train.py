@@ -37,7 +37,9 @@ def run(options: argparse.Namespace) -> int:
         return run_ranks(ranks, ONE_NODE, ["megagrpo", "train", str(path), *overrides(options)])
     with without_garbage_collection():
         from megagrpo.trainer import rank
-    return rank.train(config, path.parent)
+    with rank.exit_code() as ended, rank.make_trainer(config, path.parent, ended) as trainer:
+        ended.stopped_by = trainer.run()
+    return ended.code
 
 
 def _ranks_to_start(config: RunConfig) -> int:

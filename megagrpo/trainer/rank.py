@@ -1,4 +1,4 @@
-"""Runs one rank of a training run and turns its end into an exit code, as `megagrpo train --help` lists them."""
+"""One rank of a training run: its trainer, and its exit code, as `megagrpo train --help` lists them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import signal
 import time
 import traceback
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from megagrpo import device
@@ -23,45 +25,62 @@ from megagrpo.trainer.alarms import BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError
 from megagrpo.trainer.stop_signals import stop_on_signals
 from megagrpo.trainer.time_limit import OUT_OF_TIME, TO_BE_CONTINUED, check_time_limit, end_of_run
+from megagrpo.trainer.trainer import Trainer
 from megagrpo.trainer.wiring import build
 from megagrpo.transfer.manifest import WeightSyncError
 
 
-def train(config: RunConfig, base_folder: Path) -> int:
-    """Run a training and return the exit code. Raises ConfigError (exit code 2) for errors that the user can fix in the config.
+@dataclass
+class Ending:
+    """How one rank ended: `stopped_by` is what `Trainer.run` returned, `code` the exit code. `name` names the rank in messages."""
 
-    `base_folder` is the folder of the config's file.
+    name: str = "rank ?"
+    stopped_by: int = 0
+    code: int = 1
+
+
+@contextmanager
+def exit_code() -> Iterator[Ending]:
+    """Context manager: yields the Ending and sets its exit code. Errors of a run are printed; ConfigError (exit code 2) passes through."""
+    ending = Ending()
+    try:
+        yield ending
+        ending.code = _exit_code(ending.stopped_by)
+    except ConfigError:
+        raise
+    except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining, CallbackError, RunFolderLost) as error:
+        warn(f"{ending.name} stops: {error}")
+    except KeyboardInterrupt:
+        warn("interrupted; the newest checkpoint is the last thing that was saved")
+        ending.code = 128 + signal.SIGINT
+    except Exception as error:
+        warn(f"{''.join(traceback.format_exception(error))}\n{ending.name} failed: {error}")
+
+
+@contextmanager
+def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterator[Trainer]:
+    """Context manager: builds this rank's trainer and closes what it uses. `base_folder` is the folder of the config's file.
+
+    Raises ConfigError for errors that the user can fix in the config.
     """
     check_time_limit(config.run.time_limit)
     ends = end_of_run(config.run.time_limit, time.time())
     quiet()
-    layout: Layout | None = None
-    try:
-        if config.run.deterministic:
-            device.make_deterministic()
-        _check_plan(config)
-        if config.run.nodes == 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
-            os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK  # all ranks and servers are on this host
-        layout = _layout(config)
-        with ExitStack() as resources:
-            trainer = build(config, base_folder, layout, resources)
-            stop_on_signals(trainer.collector.stop)
-            if layout.world_rank == 0:
-                trainer.time_limit.ends = ends
-            stopped_by = trainer.run()
-        layout.barrier()  # Servers have stopped and logs are complete: a launcher may kill the other ranks when the first one exits.
-        layout.close()
-        return _exit_code(stopped_by)
-    except ConfigError:
-        raise
-    except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining, CallbackError, RunFolderLost) as error:
-        warn(f"rank {layout.world_rank if layout else '?'} stops: {error}")
-    except KeyboardInterrupt:
-        warn("interrupted; the newest checkpoint is the last thing that was saved")
-        return 128 + signal.SIGINT
-    except Exception as error:
-        warn(f"{''.join(traceback.format_exception(error))}\nrank {layout.world_rank if layout else '?'} failed: {error}")
-    return 1
+    if config.run.deterministic:
+        device.make_deterministic()
+    _check_plan(config)
+    if config.run.nodes == 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
+        os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK  # all ranks and servers are on this host
+    layout = _layout(config)
+    ending.name = f"rank {layout.world_rank}"
+    with ExitStack() as resources:
+        trainer = build(config, base_folder, layout, resources)
+        stop_on_signals(trainer.collector.stop)
+        if layout.world_rank == 0:
+            trainer.time_limit.ends = ends
+        yield trainer
+    layout.barrier()  # Servers have stopped and logs are complete: a launcher may kill the other ranks when the first one exits.
+    layout.close()
 
 
 def _check_plan(config: RunConfig) -> None:
