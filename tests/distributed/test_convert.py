@@ -187,7 +187,7 @@ def test_what_the_model_has_no_place_for_is_left_out_and_counted_and_the_rest_co
     beyond = {f"model.layers.4.{name}": torch.rand(6, 4) for name in ("eh_proj.weight", "mlp.experts.7.up_proj.weight")}
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.rand(4)} | beyond
     source = add_tensor(models / "deepseek_v3", tmp_path / "model", **extra)
-    assert run_ranks(run_tool, 1, "check_roundtrip.py", source, "--manifest", tmp_path / "m.json", "--scratch", tmp_path) == [0]
+    assert run_ranks(run_tool, 1, "roundtrip", source, "--manifest", tmp_path / "m.json", "--scratch", tmp_path) == [0]
     manifest = json.loads((tmp_path / "m.json").read_text())
     assert not manifest["identical"] and not manifest["differences"] and set(manifest["left_out"]) == extra.keys()
     said, all_of_it = capfd.readouterr(), len(load_file(source / "model.safetensors"))
@@ -438,9 +438,9 @@ def test_inspect_shows_what_megatron_has_of_a_model(models, megatron, capfd):
     assert found["totals"]["all"][1] == sum(tensor.numel() for tensor in source.values())
 
 
-def test_check_roundtrip_names_what_differs(models, tmp_path):
+def test_a_roundtrip_names_what_differs(models, tmp_path):
     source = models / "qwen3_moe"
-    arguments = ("check_roundtrip.py", source, "--manifest", tmp_path / "m.json", "--scratch", tmp_path, "--tp", 2, "--ep", 2, "--etp", 1)
+    arguments = ("roundtrip", source, "--manifest", tmp_path / "m.json", "--scratch", tmp_path, "--tp", 2, "--ep", 2, "--etp", 1)
     assert run_ranks(run_tool, 2, *arguments) == [0, 0]
     manifest = json.loads((tmp_path / "m.json").read_text())
     assert manifest["identical"] and len(manifest["files"]) == len(list(source.glob("*.safetensors"))) + 1
