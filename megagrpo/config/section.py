@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetJsonSchemaHandler, ValidationInfo, field_validator
 
 COLDEST = 0.01  # vLLM raises a lower temperature above 0 to this one
 HOTTEST = 2.0  # vLLM rejects a request with a higher temperature
@@ -20,9 +20,13 @@ def _greedy_or_warm(temperature: float) -> float:
 
 @dataclass(frozen=True)
 class ShownAs:
-    """Metadata of a field whose type is a plain one: how help and docs show the type."""
+    """Metadata of a text field with usual values: how help and docs show the type, as in `a | b | FILE.py:NAME`."""
 
     text: str
+
+    def __get_pydantic_json_schema__(self, core_schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON schema, in which editors find the values in lower case; other values stay valid."""
+        return {"anyOf": [{"enum": [name for name in self.text.split(" | ") if name.islower()]}, handler(core_schema)]}
 
 
 PositiveInt = Annotated[int, Field(gt=0)]
