@@ -1,0 +1,160 @@
+"""`megagrpo check`: what it prints of data, prompts and rewards, and the problems that it names."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tokenizers
+import transformers
+
+from megagrpo.__main__ import main
+from megagrpo.commands.check import histogram
+
+LLAMA = dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+LLAMA |= dict(intermediate_size=128, vocab_size=258, max_position_embeddings=2048, rms_norm_eps=1e-6)
+TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}<|start|>"
+REWARDS = """
+import time
+
+def right(completions, answer, **columns):
+    return [float(c == a) if c else None for c, a in zip(completions, answer)]
+
+def always(completions):
+    return [0.5 for _ in completions]
+
+def fails_on_nothing(completions, answer):
+    return [1.0 / len(c) for c in completions]
+
+def slow(completions):
+    time.sleep(60)
+
+def add(a: int, b: int) -> int:
+    \"\"\"Add two numbers.
+
+    Args:
+        a: one number
+        b: another number
+    \"\"\"
+    return a + b
+"""
+CONFIG = """
+model: {path: model}
+data: {train: {source: train.jsonl}, eval: {source: heldout.jsonl}}
+rollout: {max_prompt_length: 40, prompts_per_step: 2, num_generations: 2}
+rewards: {functions: [{function: rewards.py:right}, {function: rewards.py:always, weight: 0.5}]}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A run whose model is a config and a tokenizer of bytes, with an empty file of weights."""
+    made = tmp_path_factory.mktemp("check")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    bare = tokenizers.Tokenizer(tokenizers.models.BPE({character: i for i, character in enumerate(alphabet)}, merges=[]))
+    bare.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = tokenizers.decoders.ByteLevel()
+    bare.add_special_tokens(["<|start|>", "<|end|>"])
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<|end|>", chat_template=TEMPLATE)
+    fast.save_pretrained(made / "model")
+    (made / "model" / "config.json").write_text(json.dumps(LLAMA))
+    (made / "model" / "model.safetensors").touch()
+    questions = ["a?", "four", "?" * 20, "?" * 60]
+    rows = [json.dumps({"prompt": question, "answer": f"<{i}>", "level": i}) for i, question in enumerate(questions)]
+    (made / "train.jsonl").write_text("\n".join(rows) + "\n")
+    (made / "heldout.jsonl").write_text('{"prompt": "held out", "answer": "yes"}\n')
+    (made / "rewards.py").write_text(REWARDS)
+    (made / "run.yaml").write_text(CONFIG)
+    return made
+
+
+def check(folder: Path, *words: str) -> int:
+    return main(["check", str(folder / "run.yaml"), *words])
+
+
+def test_it_shows_data_lengths_a_prompt_and_what_rewards_give(folder, capsys):
+    assert check(folder) == 0
+    out = capsys.readouterr().out
+    assert f"data.train: {folder}/train.jsonl\n  rows      4, an epoch is 1.5 steps\n" in out
+    assert "  columns   prompt (prompt), for rewards: answer, level\n" in out
+    assert "  tokens    min 10, median 20, max 68; limit 40 (rollout.max_prompt_length)\n" in out
+    assert "  dropped   1 of 4: longer than the limit, first row 3 (data.overlong_prompts)\n" in out
+    assert f"data.eval: {folder}/heldout.jsonl\n  rows      1\n" in out and "    | held out<|end|><|start|>" in out
+    assert "    | <|start|>user\n" in out and "no problem found; the plan is valid on 1 rank(s)" in out
+    table = [line.split() for line in out.splitlines() if line.startswith(("  right", "  always"))]
+    assert [row[:2] + row[-2:-1] for row in table] == [
+        ["right", "1", "1"],
+        ["always", "0.5", "0.5"],
+        ["right", "1", "none"],
+        ["always", "0.5", "0.5"],
+    ]
+
+
+def test_as_json_it_holds_every_length_and_call(folder, capsys):
+    assert check(folder, "data.overlong_prompts=truncate_left", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    train, held_out = found["sources"]
+    assert (train["lengths"], train["num_usable"], held_out["key"]) == ([10, 12, 28, 68], 4, "data.eval")
+    assert {(call["function"], call["completion"], call["value"]) for call in found["rewards"]} == {
+        ("right", "answer", 1.0),
+        ("right", "empty", None),
+        ("always", "answer", 0.5),
+        ("always", "empty", 0.5),
+    }
+    assert found["problems"] == [] and all(call["milliseconds"] >= 0 for call in found["rewards"])
+
+
+@pytest.mark.parametrize(
+    ("words", "messages"),
+    [
+        (
+            ["rewards.functions.1.function={folder}/rewards.py:fails_on_nothing"],
+            ["`fails_on_nothing` fails for an empty completion: ZeroDivisionError: float division by zero; correct the function"],
+        ),
+        (
+            ["rewards.functions.1={{function: {folder}/rewards.py:slow, timeout: 0.3}}"],
+            [
+                "`slow` fails for the answer in column `answer`: no result in time",
+                "`slow` fails for an empty completion: no result in time",
+            ],
+        ),
+        (["rewards.functions.0.function={folder}/rewards.py:rigth"], ["rewards.functions[0]", "rigth"]),
+        (
+            ["data.train.source={folder}/gone.jsonl"],
+            ["1 problem(s)\n  data.train.source: no file or folder", "gone.jsonl; correct the path"],
+        ),
+        (["data.columns={{answer: anser}}"], ["data.columns.answer: data.train has no column `anser`; it has prompt, answer, level"]),
+        (
+            ["data.overlong_prompts=error"],
+            ["1 of 4 prompts are longer than rollout.max_prompt_length 40 (longest: 68 tokens, first: row 3)"],
+        ),
+        (["rollout.max_prompt_length=5"], ["all prompts are dropped"]),
+        (["data.chat_template='{{{{ messages[0].nothing.at_all }}}}'"], ["data.chat_template", "cannot render"]),
+        (["parallel.tp=3"], ["num_attention_heads=4 is not divisible by tp=3"]),
+        (["model.path={folder}/gone"], ["model.path", "gone does not exist"]),
+    ],
+)
+def test_problems_are_named_and_the_exit_code_is_2(folder, words, messages, capsys):
+    assert check(folder, *(word.format(folder=folder) for word in words)) == 2
+    said = capsys.readouterr().err
+    assert all(message in said for message in messages), said
+
+
+def test_a_reward_model_is_not_loaded_without_being_asked_for(folder, capsys):
+    assert check(folder, f"rewards.functions.1={{function: 'model:{folder}/model', name: judge}}") == 0
+    out = capsys.readouterr().out
+    assert "not called, because it loads a reward model; add --models" in out and "  right" in out
+
+
+def test_the_tools_of_a_conversation_are_shown_and_rendered(folder, capsys):
+    (folder / "tools.jinja").write_text("{% for t in tools %}{{ t.function.name }} {% endfor %}" + TEMPLATE)
+    words = [f"multi_turn.tools=[{folder}/rewards.py:add]", f"data.chat_template={folder}/tools.jinja", "rollout.max_prompt_length=64"]
+    assert check(folder, *words) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert "tools: add" in out and "    | add <|start|>user" in out
+
+
+def test_a_histogram_covers_every_length_once():
+    for lengths in ([7], [1, 2, 3], [10, 12, 28, 68], list(range(100))):
+        lines = histogram(lengths)
+        assert len(lines) <= 7 and sum(int(line.split()[-1]) for line in lines) == len(lengths)
+        assert all(len(line) < 100 for line in lines)
