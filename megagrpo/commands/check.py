@@ -71,7 +71,7 @@ def source_text(source: SourceTrial, prompts_per_step: int) -> str:
         f"  prompt    of row {source.row}, {source.num_tokens} tokens:",
     ]
     text = source.text.split("\n")
-    lines += [f"    | {one_line(line)[:SHOWN_WIDTH]}" for line in text[:SHOWN_LINES]]
+    lines += [f"    | {one_line(line)[:SHOWN_WIDTH]}".rstrip() for line in text[:SHOWN_LINES]]
     return "\n".join([*lines, f"    | ... {len(text) - SHOWN_LINES} more lines"] if len(text) > SHOWN_LINES else lines)
 
 

@@ -168,7 +168,9 @@ def _try_rewards(config: RunConfig, base_folder: Path, prompt: Prompt, tokenizer
         with RewardScorer(section, config.rollout.max_completion_length, base_folder) as scorer:
             scorer.check_columns(prompt.columns)
             weights = dict(zip(scorer.names, (f.weight for f in chosen), strict=True))
-            answers = {name: _answer(prompt, needs) for name, needs in scorer.needs.items()}
+            own = {name: _answer(prompt, needs) for name, needs in scorer.needs.items()}
+            usual = next((answer for answer in own.values() if answer[1] is not None), ("", None))
+            answers = {name: usual if answer[1] is None else answer for name, answer in own.items()}
             for text in dict.fromkeys([*(text for _, text in answers.values()), ""]):
                 if text is not None:
                     _call(scorer, prompt, tokenizer, text, weights, answers, result)

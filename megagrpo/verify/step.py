@@ -164,7 +164,9 @@ def whole_tensors(
         tensor = part(parameter).detach().to("cpu", torch.float64, copy=True)
         for block in of_parameter:
             view = block.view(tensor)
-            mine.append((block.name, block.shape, block.box, view.reshape(block.block_shape).clone().numpy()))  # pickles faster than a tensor
+            mine.append(
+                (block.name, block.shape, block.box, view.reshape(block.block_shape).clone().numpy())
+            )  # pickles faster than a tensor
             view.zero_()
         padding = max(padding, tensor.abs().max().item()) if tensor.numel() else padding
     everyone = _gather((mine, padding), layout)
