@@ -22,7 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for a wrong command line or config. Its temporary files are removed."""
     log_to_stderr()
     try:
-        options = parse(sys.argv[1:] if arguments is None else arguments)
+        try:
+            options = parse(sys.argv[1:] if arguments is None else arguments)
+        except SystemExit:  # --help or --version has printed its text
+            return 0
         return int(options.run(options))
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":

@@ -59,7 +59,7 @@ def test_a_checkpoint_of_a_run_scores_what_the_run_said_of_it(tmp_path):
         (["SETS", "rollout.urls=[]", "--adapter", "nowhere"], "--adapter: nowhere holds no adapter_config.json of PEFT with a rank `r`"),
         (["SETS", "rollout.urls=['http://127.0.0.1:9']"], "rollout.urls: http://127.0.0.1:9 does not respond"),
         (["SETS", "--output", "/proc/none/eval.json"], "--output: /proc/none/eval.json cannot be written"),
-        (["SETS", "--layout", "tp=2"], "--layout: eval has no such option"),
+        (["SETS", "--layout", "tp=2"], "megagrpo eval: unknown option --layout"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(words, message, tmp_path):
@@ -127,7 +127,7 @@ def test_a_signal_ends_a_conversation_and_its_server(tmp_path):
         (["hello", "--max-tokens", "0"], "--max-tokens: must be above 0 (got 0)"),
         (["hello", "--seed", "-3"], "--seed: must be 0 or more (got -3)"),
         (["x" * 70], "the conversation has"),
-        (["hello", "--fast"], "unrecognized arguments: --fast"),
+        (["hello", "--fast"], "megagrpo generate: unknown option --fast"),
     ],
 )
 def test_a_wrong_question_is_refused(words, message):
@@ -140,11 +140,11 @@ def test_a_model_alone_takes_no_keys_of_a_config():
         (["nowhere", "hello"], "model.path: nowhere does not exist"),
         (["nowhere", "hello", "--set", "run.seed=1"], "--set: replaces values of a config"),
         (["nowhere", "hello", "--checkpoint", "best"], "--checkpoint: needs the config of its run"),
-        ([], "needs the YAML of a run, or a model"),
+        ([], "megagrpo generate: the following arguments are required: CONFIG_OR_MODEL"),
     ):
         code, _, err = world.command("generate", *words)
         assert code == 2 and message in err, err
-    assert world.command("generate", "--help")[1].startswith("megagrpo generate CONFIG_OR_MODEL")
+    assert world.command("generate", "--help")[1].startswith("usage: megagrpo generate")
 
 
 @pytest.mark.full
