@@ -2,34 +2,41 @@
 # make test-full: all tests and the large matrix of layouts, in which any three options meet.
 # make test-gpu: the tests that need a GPU, on a machine that has one. There CUDA_VISIBLE_DEVICES= make test runs the others.
 # make test-te: Transformer Engine's layers on a machine without a GPU, its kernels in torch; sets everything up as for GPUs, which compiles.
+# make lock: writes the versions that are tested together, for CPU and GPU; ARGS=--upgrade takes the newest that fit pyproject.toml.
 # make test-slurm: jobs on a real Slurm with pretend nodes; installs Debian's slurm-wlm, munge and iproute2 where they are missing, and needs root.
 export OMP_WAIT_POLICY ?= PASSIVE
 export GOMP_SPINCOUNT ?= 0
 # Processes that share the tests, more than two cores would need: many tests wait for servers and ranks.
 WORKERS ?= 3
 
-.PHONY: quickstart test test-full test-gpu test-te test-slurm setup
+.PHONY: quickstart test test-full test-gpu test-te test-slurm setup setup-dev lock
 .DEFAULT_GOAL := quickstart
 
 setup:
 	@launch/setup.sh
 
+setup-dev:
+	@launch/setup.sh dev
+
+lock: setup
+	@PATH=$$PWD/.uv-boot/bin:$$PATH .venv/bin/python -m megagrpo.install.lock $(ARGS)
+
 quickstart: setup
 	@launch/local.sh configs/quickstart.yaml run.overwrite=true $(ARGS)
 
-test: setup
+test: setup-dev
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -n $(WORKERS) $(ARGS)
 
-test-full: setup
+test-full: setup-dev
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m "not slurm and not gpu and not te" $(ARGS)
 
-test-gpu: setup
+test-gpu: setup-dev
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false .venv/bin/python -m pytest -q -m gpu -rs $(ARGS)
 
 test-te:
-	@launch/setup.sh gpu
+	@launch/setup.sh gpu dev
 	@OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= LD_LIBRARY_PATH=$$(printf '%s:' .venv/lib/python3.12/site-packages/nvidia/*/lib)$$LD_LIBRARY_PATH .venv/bin/python -m pytest -q -m te -rs $(ARGS) tests/te
 
-test-slurm: setup
+test-slurm: setup-dev
 	@command -v slurmctld >/dev/null && command -v ip >/dev/null || apt-get install -y --no-install-recommends slurm-wlm munge iproute2
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -m slurm $(ARGS) tests/slurm

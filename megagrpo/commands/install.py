@@ -1,0 +1,90 @@
+"""`megagrpo install [cpu|gpu] [EXTRA ...]`: installs what this machine needs beside the wheel: vLLM, its requirements and more.
+
+Without an argument it takes the installed build of vLLM, else looks for an NVIDIA driver. `cpu` and `gpu` also install the quickstart's
+model, and `gpu` Transformer Engine. Exit codes: 0 when everything imports, 1 when a command or an import fails, 2 for bad input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+
+from megagrpo.install.requirements import InstallError, choosable
+from megagrpo.install.steps import HEADERS, Choice, check_compiler, choose, environment, find_installer, steps
+from megagrpo.process.terminal import show, warn
+
+IMPORTS = "import torch, transformers, vllm, megatron.core"
+SHOWN = 5  # lines of a failed import
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add = parser.add_argument
+    add("extras", nargs="*", metavar="EXTRA", help=f"cpu or gpu, and more extras: {', '.join(_extras())}")
+    add("--without", action="append", default=[], metavar="EXTRA", help="leave out an extra that comes along, for example te or quickstart")
+    add("--installer", choices=("uv", "pip"), help="default: the one that installed megagrpo, else the one that is here")
+    add("--any-version", action="store_true", help="let the installer choose any version in megagrpo's ranges, not only the tested one")
+    add("--print", action="store_true", help="print the commands and install nothing")
+    add("--quiet", action="store_true", help="no progress of the installer")
+    add("--editable", action="store_true", help="install the checkout that holds this command, as launch/setup.sh does")
+
+
+def _extras() -> list[str]:
+    try:
+        return choosable()
+    except InstallError:
+        return []
+
+
+def run(options: argparse.Namespace) -> int:
+    """Install the chosen extras, import the packages, and return the exit code."""
+    try:
+        choice = choose(
+            options.extras,
+            options.without,
+            editable=options.editable,
+            tested_versions=not options.any_version,
+            quiet=options.quiet,
+        )
+        if not options.print:
+            check_compiler(choice)
+        commands = steps(choice, find_installer(options.installer))
+    except InstallError as error:
+        warn(f"megagrpo install: {error}")
+        return 2
+    for step in commands:
+        line = shlex.join(step.command)
+        if options.print:
+            show(f"CPLUS_INCLUDE_PATH=$(printf '%s:' {HEADERS}) {line}" if step.headers else line)
+        elif code := subprocess.run(step.command, env=environment(step)).returncode:
+            warn(f"megagrpo install: exit code {code}, see the message above, from\n  {line}")
+            return 1
+    return 0 if options.print else _check_imports(choice)
+
+
+def _check_imports(choice: Choice) -> int:
+    """Import the packages of a run in a new process, if they were installed. Return 1 and print the end of the output if that fails."""
+    ready = f"megagrpo install: ready ({choice.kind}: {', '.join(choice.extras)})"
+    if choice.kind not in choice.extras:
+        show(ready)
+        return 0
+    checked = subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTS], capture_output=True, text=True)
+    if checked.returncode:
+        warn("megagrpo install: the packages are installed, but importing them fails:")
+        warn("\n".join((checked.stdout + checked.stderr).splitlines()[-SHOWN:]))
+        return 1
+    show(f"{ready}; try: megagrpo train megagrpo:quickstart" if "quickstart" in choice.extras else ready)
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command by itself: `python -m megagrpo.commands.install` works before any package is installed."""
+    parser = argparse.ArgumentParser(prog="megagrpo install", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_arguments(parser)
+    return run(parser.parse_args(arguments))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
