@@ -49,6 +49,7 @@ class Choice:
     extras: tuple[str, ...]
     editable: bool = False
     tested_versions: bool = True
+    bytecode: bool = False  # compile every module; otherwise an import compiles what it loads
     quiet: bool = False
 
 
@@ -144,7 +145,8 @@ def steps(choice: Choice, installer: str) -> list[Step]:
     install = ["uv", "pip", "install", "--python", sys.executable] if uv else [sys.executable, "-m", "pip", "install"]
     install += ["--quiet"] * choice.quiet
     versions = ["-c", str(constraints(choice.kind))] if choice.tested_versions else []
-    compile_files = ["--compile-bytecode"] * uv  # halves the first import of torch and vLLM; pip always does it
+    if choice.bytecode == uv:  # pip compiles by default, uv does not
+        install.append("--compile-bytecode" if uv else "--no-compile")
     required = all_requirements()
     bare = [text for extra in choice.extras if extra in WITHOUT_REQUIREMENTS for text in required[WITHOUT_REQUIREMENTS[extra]]]
     wanted = required[""] + [text for extra in choice.extras for text in required[extra]]
@@ -155,13 +157,13 @@ def steps(choice: Choice, installer: str) -> list[Step]:
     if "te" in choice.extras:
         done.append(Step([*install, *versions, *BUILD_TOOLS, *BUILD_HEADERS]))
         isolation = ["--no-build-isolation-package", "transformer-engine-torch"] if uv else ["--no-build-isolation"]
-    done.append(Step([*install, *versions, *compile_files, *isolation, *wanted], headers="te" in choice.extras))
+    done.append(Step([*install, *versions, *isolation, *wanted], headers="te" in choice.extras))
     if bare:
-        done.append(Step([*install, *versions, *compile_files, "--no-deps", *bare]))
+        done.append(Step([*install, *versions, "--no-deps", *bare]))
     return done
 
 
-def environment(step: Step) -> dict[str, str]:
+def step_environment(step: Step) -> dict[str, str]:
     """Return the environment of a step."""
     if not step.headers:
         return dict(os.environ)

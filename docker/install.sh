@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# docker/install.sh cpu|gpu SOURCE: installs megagrpo and the tested versions of everything it needs into the image's Python.
+# The Dockerfile and the Apptainer recipe run it. SOURCE is the repository.
+set -euo pipefail
+case ${1:-} in -h | --help) sed -n '2,3s/^# //p' "$0" && exit ;; esac
+[ $# = 2 ] || { echo "usage: docker/install.sh cpu|gpu SOURCE" >&2; exit 2; }
+KIND=$1 SOURCE=$2 PYTHON=${PYTHON:-python3}
+
+if [ "$KIND" = gpu ] && command -v apt-get >/dev/null; then # Transformer Engine's torch extension is compiled; Triton compiles at run time
+  apt-get update
+  apt-get install -y --no-install-recommends build-essential
+  rm -rf /var/lib/apt/lists/*
+fi
+"$PYTHON" -m pip install --no-cache-dir -c "$SOURCE/megagrpo/install/constraints-$KIND.txt" "$SOURCE"
+"$PYTHON" -m megagrpo.commands.install "$KIND" wandb --installer pip
