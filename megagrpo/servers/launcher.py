@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib.util
 import json
 import math
 import os
@@ -180,8 +181,10 @@ class Launcher:
         return [server.log for server in self.servers]
 
     def start(self) -> None:
-        """Start all servers without waiting for them. Raises EngineStartError, before any server starts, when the model folder has no
-        config.json or a port is taken."""
+        """Start all servers without waiting for them. Raises EngineStartError, before any server starts, when vLLM is not installed, the
+        model folder has no config.json or a port is taken."""
+        if importlib.util.find_spec("vllm") is None:
+            raise EngineStartError(f"vLLM is not installed for {sys.executable}; run `megagrpo install`, which finds the build for this machine")
         if Path(self.options.model).is_absolute() and not Path(self.options.model, "config.json").exists():
             raise EngineStartError(f"model.path: {self.options.model} holds no config.json; vLLM needs a Hugging Face folder")
         self.log_dir.mkdir(parents=True, exist_ok=True)

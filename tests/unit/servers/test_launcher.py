@@ -1,6 +1,7 @@
 """The supervisor and the launcher around ordinary processes: no process outlives the process that started it."""
 
 import asyncio
+import importlib.util
 import os
 import signal
 import socket
@@ -237,6 +238,14 @@ def test_an_address_that_this_machine_does_not_have_is_an_error(options, tmp_pat
 def test_a_folder_without_a_model_is_refused_at_once(tmp_path):
     with pytest.raises(EngineStartError, match=r"holds no config\.json"):
         Launcher(ServerOptions(str(tmp_path / "nowhere"), "float32", 64), tmp_path).start()
+
+
+def test_a_machine_without_vllm_names_the_command_that_installs_it(options, tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    launcher = Launcher(options, tmp_path)
+    with pytest.raises(EngineStartError, match=f"vLLM is not installed for {sys.executable}; run `megagrpo install`"):
+        launcher.start()
+    assert launcher.servers == []
 
 
 LOG = """\
