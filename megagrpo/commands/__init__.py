@@ -5,6 +5,7 @@ the description that `megagrpo NAME --help` prints.
 """
 
 COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
+    "install": "install vLLM and more extras for this machine",
     "train": "train on this machine, or run one rank under a launcher",
     "init": "create a folder with data, a reward, a config and a README",
     "check": "check data, prompts and rewards of a run in seconds",

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "megagrpo").rglob("*.py"))
 LEVELS = [
-    {"types", "config", "process"},
+    {"types", "config", "process", "install"},
     {"families", "algorithms", "data", "rewards", "device"},
     {"parallel", "transfer"},
     {"policy"},
@@ -32,7 +32,7 @@ PREPARES = "megagrpo.device"  # importing it prepares the device; megatron must 
 PREPARED = {"device", "parallel", "policy", "bridge"}  # rooms whose `__init__` imports PREPARES first
 IMPORTERS = {"megatron": PREPARED, "vllm": {INSIDE_VLLM}}
 PARALLEL_STATE = {"parallel", "device"}
-ONLY = {"config": {"pydantic", "pydantic_core", "yaml"}, "process": set()}
+ONLY = {"config": {"pydantic", "pydantic_core", "yaml"}, "process": set(), "install": set()}
 BESIDE_THE_PACKAGE = {"benchmarks"}
 
 

@@ -84,7 +84,8 @@ Path("mine.yaml").write_text("defaults: megagrpo:quickstart\\n")
 folder = shipped_configs()
 loaded = [load_config(path, []).run.name for path in sorted(folder.glob("*.yaml"))]
 kinds = [constraints(kind).is_file() for kind in ("cpu", "gpu")]
-print(json.dumps([str(folder), loaded, load_config("mine.yaml", []).algorithm.loss_type, all_requirements(), kinds, "torch" in sys.modules]))
+mine = load_config("mine.yaml", []).algorithm.loss_type
+print(json.dumps([str(folder), loaded, mine, all_requirements(), kinds, "torch" in sys.modules]))
 """
 
 
