@@ -40,7 +40,7 @@ def facts() -> dict[str, str]:
 def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[str, str], one_connection: bool = False) -> list[str]:
     """Return the problems of this node."""
     missing = [name for name in NEEDED if not _is_installed(name)]
-    lines = [f"{name}: not installed for {sys.executable}; run {sys.executable} -m megagrpo install, or name the container" for name in missing]
+    lines = [f"{name}: not installed for {sys.executable}; run `megagrpo install` with it, or name the container" for name in missing]
     if len(visible := _gpus(environment)) < gpus:
         lines.append(f"GPUs: {len(visible)} are visible, but the job uses {gpus}; check nvidia-smi and the cluster's gpus_per_node")
     for name in interfaces:

@@ -184,7 +184,7 @@ class Launcher:
         """Start all servers without waiting for them. Raises EngineStartError, before any server starts, when vLLM is not installed, the
         model folder has no config.json or a port is taken."""
         if importlib.util.find_spec("vllm") is None:
-            raise EngineStartError(f"vLLM is not installed for {sys.executable}; run `megagrpo install`, which finds the build for this machine")
+            raise EngineStartError(f"vLLM is not installed for {sys.executable}; run `megagrpo install`")
         if Path(self.options.model).is_absolute() and not Path(self.options.model, "config.json").exists():
             raise EngineStartError(f"model.path: {self.options.model} holds no config.json; vLLM needs a Hugging Face folder")
         self.log_dir.mkdir(parents=True, exist_ok=True)

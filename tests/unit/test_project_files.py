@@ -129,7 +129,7 @@ def test_both_recipes_start_from_the_same_image_and_run_the_same_script():
 def test_both_recipes_copy_the_same_files_and_nothing_is_missing():
     docker = {name for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.MULTILINE) for name in line.split()[:-1]}
     section = APPTAINER.partition("%files\n")[2].partition("\n\n")[0]
-    assert docker == {line.split()[0] for line in section.splitlines()}
+    assert {name: f"/opt/megagrpo/{name}" for name in docker} == dict(line.split() for line in section.splitlines())
     assert all((REPOSITORY / name).exists() for name in docker) and {"pyproject.toml", "setup.py", "megagrpo", "configs"} <= docker
 
 
