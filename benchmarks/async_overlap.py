@@ -50,7 +50,7 @@ COLUMNS = (
 def train(max_staleness: int, url: str, token: str, folder: Path, args: argparse.Namespace) -> list[dict[str, float]]:
     """The lines of metrics.jsonl of one run on `args.trainer_core`."""
     name = f"staleness{max_staleness}"
-    options = [f"run.name={name}", f"run.output_dir={folder}", f"run.max_steps={args.steps}", "run.tensorboard=false"]
+    options = [f"run.name={name}", f"run.output_dir={folder}", f"run.max_steps={args.steps}", "run.trackers=[]"]
     options += [f"rollout.urls=[{url}]", f"rollout.max_staleness={max_staleness}", *args.options]
     if max_staleness:
         options += ["algorithm.importance_correction=token_truncate"]

@@ -59,7 +59,7 @@ class Learnt:
 def learn(name: str, folder: Path, steps: int = 12) -> Learnt:
     """Run the loss into `folder`/NAME. RuntimeError with the end of its output when it fails."""
     options = [f"algorithm.{key}={value}" for key, value in LOSSES[name].items()]
-    places = [f"run.name={name}", f"run.output_dir={folder}", f"run.max_steps={steps}", "run.tensorboard=false"]
+    places = [f"run.name={name}", f"run.output_dir={folder}", f"run.max_steps={steps}", "run.trackers=[]"]
     command = [ROOT / "launch" / "local.sh", ROOT / "configs" / "quickstart.yaml", *places, *options]
     started = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")

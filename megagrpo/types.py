@@ -117,6 +117,8 @@ class ScoredRollout:
     rollout: Rollout
     rewards: dict[str, float | None]  # by reward function; None where a function could not score
     reward: float  # weighted sum; NaN if no function could score
+    extra: dict[str, Any] = field(default_factory=dict)  # by FUNCTION/column: what functions logged of this response with `log_extra`
+    logged: dict[str, float] = field(default_factory=dict)  # by FUNCTION/name: numbers of `log_metric` of the call that scored it
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,10 @@ def learning_rate(number: int, train: TrainSection, total: int) -> float:
 
     Step `total` + 1, after the last, would have the rate `min_learning_rate`.
     """
-    if number <= train.warmup_steps:
-        return train.learning_rate * number / train.warmup_steps
-    gone = min(1.0, (number - train.warmup_steps) / (total + 1 - train.warmup_steps))
+    warmup = train.warmup(total)
+    if number <= warmup:
+        return train.learning_rate * number / warmup
+    gone = min(1.0, (number - warmup) / (total + 1 - warmup))
     left = {"constant": 1.0, "linear": 1 - gone, "cosine": (1 + math.cos(math.pi * gone)) / 2}[train.lr_scheduler_type]
     low = train.learning_rate if train.lr_scheduler_type == "constant" else train.min_learning_rate
     return low + (train.learning_rate - low) * left

@@ -24,7 +24,7 @@ BACKGROUND = 1e-3  # a tensor with a gradient below this share of all tensors' i
 def check_update(step: Step, update: DumpedUpdate, result: Recomputed) -> Iterator[Check]:
     """Yield the checks of one optimizer step, or one check that says why the update cannot be recomputed."""
     train, number = step.config.train, update.steps_before
-    total = step.config.run.max_steps * step.config.algorithm.updates_per_step
+    total = step.config.run.num_steps * step.config.algorithm.updates_per_step
     if "grad_norm" in update.metrics and number is not None:
         rate = naive_optimizer.learning_rate(number + 1, train, total)
         quantity = named("learning_rate", step, update)

@@ -7,7 +7,9 @@ PyYAML only, so a login node can check a run. `megagrpo/plan` checks the rules t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 
 from pydantic import model_validator
@@ -32,7 +34,7 @@ from megagrpo.config.problems import ProblemError as ProblemError
 from megagrpo.config.rewards import RewardFunction as RewardFunction
 from megagrpo.config.rewards import RewardsSection as RewardsSection
 from megagrpo.config.rollout import RolloutSection as RolloutSection
-from megagrpo.config.rules import cross_field_problems
+from megagrpo.config.rules import cross_field_problems, step_problems
 from megagrpo.config.run import DebugSection as DebugSection
 from megagrpo.config.run import RunSection as RunSection
 from megagrpo.config.section import Section
@@ -81,6 +83,18 @@ class RunConfig(Section):
     def micro_batch_align(self) -> int:
         """Every micro-batch is padded to a multiple of this many tokens, for the layout and for products in FP8."""
         return self.parallel.micro_batch_align(self.model.token_align)
+
+    def with_num_prompts(self, num_prompts: int) -> RunConfig:
+        """Return the config with `run.max_steps` set from `run.num_train_epochs`, for `num_prompts` training prompts; itself if
+        `run.num_train_epochs` does not decide. Raises ProblemError when other keys do not fit the number of steps."""
+        run = self.run
+        if run.max_steps is not None or run.num_train_epochs is None:
+            return self
+        steps = math.ceil(Fraction(str(run.num_train_epochs)) * num_prompts / self.rollout.prompts_per_step)
+        config = self.model_copy(update={"run": run.model_copy(update={"max_steps": steps})})
+        if problems := step_problems(config):
+            raise ProblemError(*problems)
+        return config
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RunConfig:

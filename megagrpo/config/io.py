@@ -337,7 +337,24 @@ def _yaml(value: Any) -> str:
 def save(config: BaseModel, path: Path) -> None:
     """Write every value of `config` as YAML that loads back to an equal config."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    path.write_text(as_yaml(config), encoding="utf-8")
+
+
+def as_yaml(config: BaseModel) -> str:
+    """Return every value of `config` as YAML text."""
+    return yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+
+
+def flat(config: BaseModel) -> dict[str, Any]:
+    """Return every value of `config` by its dotted key. Lists stay whole."""
+    return _flat(config.model_dump(mode="json"), "")
+
+
+def _flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
 
 
 def save_changes(config: BaseModel, base: BaseModel, base_path: Path, path: Path, comment: str) -> None:

@@ -86,6 +86,7 @@ PATHS: dict[str, Resolve] = {
     "model.reference_path": _folder_or_name,
     "model.tokenizer": _folder_or_name,
     "run.callbacks.*": _function,
+    "run.trackers.*": _function,
     "algorithm.loss_type": _function,
     "lora.adapter_path": _file,
     "data.train.source": _data,

@@ -13,6 +13,7 @@ from megagrpo.config.losses import LOSSES
 from megagrpo.config.multi_turn import multi_turn_problems
 from megagrpo.config.placement import placement_problems
 from megagrpo.config.problems import Problem
+from megagrpo.config.trackers import tracker_problems
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
@@ -29,7 +30,7 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
         *(fp8_problems(config) + quantization_problems(config) + layout_problems(config) + length_problems(config)),
         *(step_problems(config) + optimizer_problems(config) + fused_problems(config) + data_problems(config)),
         *(evaluation_problems(config) + placement_problems(config) + ahead_problems(config)),
-        *extra_args_problems(config),
+        *(extra_args_problems(config) + tracker_problems(config)),
     ]
 
 
@@ -95,14 +96,19 @@ def step_problems(config: RunConfig) -> list[Problem]:
                 rule=12,
             )
         )
-    optimizer_steps = run.max_steps * a.updates_per_step
+    if t.warmup_steps and t.warmup_ratio:
+        said = f"{t.warmup_ratio:g} and train.warmup_steps {t.warmup_steps} both set the warm-up; set one of them to 0"
+        problems.append(Problem(("train.warmup_ratio", "train.warmup_steps"), said))
+    if run.max_steps is None and run.num_train_epochs is not None:
+        return problems  # the number of steps depends on the data; `RunConfig.with_num_prompts` checks the rest
+    optimizer_steps = run.num_steps * a.updates_per_step
     if t.warmup_steps > optimizer_steps:
         keys = ("train.warmup_steps", "run.max_steps", "algorithm.num_iterations", "algorithm.steps_per_generation")
         problems.append(
             Problem(keys, f"{t.warmup_steps} exceeds the run's {optimizer_steps} optimizer steps; lower it, or raise run.max_steps")
         )
-    if late := [step for step in config.debug.dump_steps if step > run.max_steps]:
-        said = f"step {late[0]} is after the last step, run.max_steps {run.max_steps}; name an earlier step"
+    if late := [step for step in config.debug.dump_steps if step > run.num_steps]:
+        said = f"step {late[0]} is after the last step, run.max_steps {run.num_steps}; name an earlier step"
         problems.append(Problem(("debug.dump_steps", "run.max_steps"), said))
     return problems
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
-from megagrpo.config.section import NonNegativeInt, PositiveInt, Section
+from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
+from megagrpo.config.trackers import MlflowSection, TrackioSection, WandbSection
+
+DEFAULT_STEPS = 100
 
 
 class RunSection(Section):
@@ -19,8 +22,12 @@ class RunSection(Section):
     deterministic: bool = False
     """Make every run with the same seed and layout bitwise equal on GPUs, which is slower (docs/audit.md). On a CPU runs are always bitwise
     equal."""
-    max_steps: PositiveInt = 100
-    """Outer iterations: generate, score, train, sync."""
+    max_steps: PositiveInt | None = None
+    """Outer iterations: generate, score, train, sync. Takes precedence over `num_train_epochs`. Empty: as many as `num_train_epochs`
+    needs; 100 if that is empty too."""
+    num_train_epochs: PositiveFloat | None = None
+    """Passes over `data.train`, fractions allowed, when `max_steps` is empty. The number of steps is `num_train_epochs` x prompts /
+    `rollout.prompts_per_step`, rounded up. Prompts that `algorithm.dynamic_sample` draws in addition do not count."""
     save_steps: NonNegativeInt = 0
     """Write a checkpoint every this many steps; 0 writes one at the end only."""
     async_save: bool = False
@@ -40,11 +47,23 @@ class RunSection(Section):
     overwrite: bool = False
     """Allow a new start in a run folder that already holds metrics or checkpoints; the old contents are moved aside."""
     log_completions_steps: NonNegativeInt = 1
-    """Print a sample completion every this many steps; 0 never prints. `completions.jsonl` always holds all completions."""
-    tensorboard: bool = True
-    """Write TensorBoard events to the run folder."""
-    wandb: Literal["off", "offline", "online"] = "off"
-    """Send metrics to Weights & Biases; `offline` needs no account and can be synced later."""
+    """Print a sample completion, and send the step's completions to the trackers, every this many steps; 0: never. `completions.jsonl`
+    always holds all completions."""
+    trackers: list[str] = ["tensorboard"]
+    """Where metrics and completions go besides `metrics.jsonl` and `completions.jsonl`: tensorboard, wandb, mlflow, trackio, or your own
+    class as `path/file.py:Class` (docs/trackers.md)."""
+    wandb: WandbSection = WandbSection()
+    """Options of the tracker wandb."""
+    mlflow: MlflowSection = MlflowSection()
+    """Options of the tracker mlflow."""
+    trackio: TrackioSection = TrackioSection()
+    """Options of the tracker trackio."""
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps of the run. With `num_train_epochs`, `RunConfig.with_num_prompts` sets it first."""
+        assert self.max_steps is not None or self.num_train_epochs is None, "the number of steps depends on the data"
+        return self.max_steps or DEFAULT_STEPS
 
 
 class DebugSection(Section):

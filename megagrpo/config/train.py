@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -20,6 +22,8 @@ class TrainSection(Section):
     """Shape of the learning rate after warm-up, down to `min_learning_rate` at `run.max_steps`."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Linear warm-up as a share of the run's optimizer steps, rounded up; not together with `warmup_steps`."""
     min_learning_rate: NonNegativeFloat = 0.0
     """Final learning rate of linear and cosine, reached one step after the last."""
     muon_momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
@@ -66,3 +70,7 @@ class TrainSection(Section):
     ddp_bucket_size: PositiveInt | None = None
     """Gradients per bucket, with `overlap_grad_reduce`; when empty 40 million, or one million per replica if that is more. Only the first
     pipeline stage uses several buckets; later stages, which no other stage waits for, reduce in one."""
+
+    def warmup(self, optimizer_steps: int) -> int:
+        """Return the optimizer steps of warm-up in a run of `optimizer_steps`."""
+        return self.warmup_steps or math.ceil(Fraction(str(self.warmup_ratio)) * optimizer_steps)

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 _EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i, so nearby seeds share almost all rows
 _PASSED_BY_SCORER = {
     *("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reason", "is_truncated"),
-    *("max_completion_length", "trainer_state"),
+    *("max_completion_length", "trainer_state", "log_extra", "log_metric"),
 }
 
 

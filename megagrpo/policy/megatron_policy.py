@@ -74,7 +74,7 @@ class MegatronPolicy:
             store_weights(self.chunks, config.model.base_storage)
         self.model = wrap_data_parallel(self.chunks, config.train, layout, config.model.fp8_param)
         self.optimizer = build_optimizer(self.model, config.train, self.dtype)
-        self.scheduler = build_scheduler(self.optimizer, config.train, config.run.max_steps * config.algorithm.updates_per_step)
+        self.scheduler = build_scheduler(self.optimizer, config.train, config.run.num_steps * config.algorithm.updates_per_step)
         self.shares_prompts = _shares_prompts(config.train.share_prompts)
         self._fused = _fused_options(config, self.dtype, hf_config)
         self._scaling = scaling_of(self.chunks)

@@ -194,18 +194,18 @@ def weights_from_masters(built: MegatronOptimizer, wrapped: Sequence[Distributed
 
 
 def build_scheduler(built: MegatronOptimizer, train: TrainSection, total_steps: int) -> OptimizerParamScheduler:
-    """Build a linear warm-up to `learning_rate` in `warmup_steps`, then constant, linear or cosine decay to `min_learning_rate`.
+    """Build a linear warm-up to `learning_rate`, then constant, linear or cosine decay to `min_learning_rate`.
 
     The step after `total_steps` would use the minimum: with a minimum of 0 the last step still learns, as with transformers' schedules.
 
-    Advance it before each optimizer step: step k of the warm-up uses k / warmup_steps of the rate, so the first step moves too.
+    Advance it before each optimizer step: step k of a warm-up of n steps uses k / n of the rate, so the first step moves too.
     """
     return OptimizerParamScheduler(
         built,
         init_lr=0.0,
         max_lr=train.learning_rate,
         min_lr=train.min_learning_rate,
-        lr_warmup_steps=train.warmup_steps,
+        lr_warmup_steps=train.warmup(total_steps),
         lr_decay_steps=total_steps + 1,
         lr_decay_style=train.lr_scheduler_type,
         start_wd=train.weight_decay,

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from megagrpo.config import RunConfig, evaluation_sets
 from megagrpo.process.terminal import one_line, printable
-from megagrpo.types import ScoredRollout
+from megagrpo.records.completions import Row, best_and_worst
 
 # (label, metric, format). A metric that a step does not report is omitted.
 STEP_COLUMNS = [
@@ -52,7 +52,7 @@ class ConsoleSink:
 
     def __init__(self, config: RunConfig, console: Console | None = None):
         self._console = console or _Console(file=sys.stdout, highlight=False)
-        self._max_steps = config.run.max_steps
+        self._max_steps = config.run.num_steps
         self._every = config.run.log_completions_steps
         self._held_out = list(evaluation_sets(config)) or [""]
         self._hidden = {"kl"} if config.algorithm.beta == 0 else set()
@@ -77,18 +77,19 @@ class ConsoleSink:
             return {rest: value for (first, _, rest), value in split if first == held_out}
         return {first + slash + rest: value for (first, slash, rest), value in split if first not in self._held_out}
 
-    def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
-        if not scored or self._every == 0 or step % self._every:
+    def completions(self, step: int, rows: Sequence[Row]) -> None:
+        if not rows or self._every == 0 or step % self._every:
             return
-        shown = _best_and_worst(scored, advantages)
-        prompt = shown[0][0].rollout.prompt.messages
+        shown = best_and_worst(rows)
+        prompt = shown[0]["prompt"]
         question = prompt if isinstance(prompt, str) else prompt[-1]["content"]
         blocks = [Text.assemble(("prompt    ", "dim"), _short(question))]
-        for sample, advantage in shown:
-            rewards = ", ".join(f"{name} {_number(value)}" for name, value in sample.rewards.items())
-            score = f"reward {_number(sample.reward)} ({rewards})  advantage {_number(advantage, '{:+.2f}')}"
+        for row in shown:
+            advantage = row["advantage"]
+            rewards = ", ".join(f"{name} {_number(value)}" for name, value in row["rewards"].items())
+            score = f"reward {_number(row['reward'])} ({rewards})  advantage {_number(advantage, '{:+.2f}')}"
             style = "green" if advantage > 0 else "red" if advantage < 0 else ""
-            blocks.append(Text.assemble(("response  ", "dim"), _short(sample.rollout.text), ("  -> ", "dim"), (score, style)))
+            blocks.append(Text.assemble(("response  ", "dim"), _short(row["completion"]), ("  -> ", "dim"), (score, style)))
         if self._console.is_terminal:
             panel = Panel(Group(*blocks), title=f"step {step}", title_align="left", border_style="dim", width=self._width)
             self._console.print(panel)
@@ -139,18 +140,6 @@ def _phases(metrics: dict[str, float]) -> list[Text]:
     parts = [(phase, metrics.get(f"time/{phase}", 0.0)) for phase in PHASES]
     named = [f"{phase} {seconds:.1f}" for phase, seconds in parts if seconds >= 0.05]
     return [Text(f"{'  ' if i == 0 else ' + '}{text}", style="dim") for i, text in enumerate(named)]
-
-
-def _best_and_worst(scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> list[tuple[ScoredRollout, float]]:
-    """Return the samples with the highest and the lowest advantage of the first group whose advantages differ, or else the first sample."""
-    groups: dict[int, list[tuple[ScoredRollout, float]]] = {}
-    for sample, advantage in zip(scored, advantages, strict=True):
-        groups.setdefault(sample.rollout.prompt.prompt_id, []).append((sample, advantage))
-    for group in groups.values():
-        ranked = sorted((pair for pair in group if math.isfinite(pair[1])), key=lambda pair: pair[1])
-        if ranked and ranked[0][1] < ranked[-1][1]:
-            return [ranked[-1], ranked[0]]
-    return [(scored[0], advantages[0])]
 
 
 def _short(text: str, limit: int = 600) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import batched, groupby
 from typing import Any
 
 from megagrpo.rewards.target import Signature, Target
+from megagrpo.rewards.workers.call_log import Logged
 from megagrpo.types import Rollout
 
 _FIRST_PART = 32  # completions per call while the function's speed is unknown
@@ -57,13 +58,29 @@ class Function:
 
 @dataclass
 class FunctionResults:
-    """The results of one `function` in one scoring: one value per rollout, and counters."""
+    """The results of one `function` in one scoring: one value per rollout, what it logged, and counters."""
 
     function: Function
     values: list[float | None] = field(default_factory=list)
+    extra: list[dict[str, Any]] = field(default_factory=list)  # per rollout: the columns of `log_extra`, by FUNCTION/column
+    logged: list[dict[str, float]] = field(default_factory=list)  # per rollout: the numbers that its call logged, by FUNCTION/name
     timeouts: int = 0
     exceptions: int = 0
     seconds: float = 0.0
+
+    def extend(self, count: int) -> None:
+        """Add `count` rollouts that are not scored yet."""
+        self.values += [None] * count
+        self.extra += [{} for _ in range(count)]
+        self.logged += [{} for _ in range(count)]
+
+    def keep_log(self, part: Sequence[int], logged: Logged) -> None:
+        """Store what a call logged of the rollouts `part`."""
+        for column, cells in logged["columns"].items():
+            for i, cell in zip(part, cells, strict=True):
+                self.extra[i][f"{self.function.name}/{column}"] = cell
+        for i in part:
+            self.logged[i] = {f"{self.function.name}/{name}": value for name, value in logged["metrics"].items()}
 
     def metrics(self) -> dict[str, float]:
         """Return mean and unbiased std over the scored rollouts, and the counters."""

@@ -74,7 +74,7 @@ class Scoring:
         self._rollouts += rollouts
         self._indices += [index] * len(rollouts)
         for results in self._results:
-            results.values += [None] * len(rollouts)
+            results.extend(len(rollouts))
         return [
             self._call(results, [first + i for i in part])
             for results in self._results
@@ -100,8 +100,12 @@ class Scoring:
         _, results, part = call.tag
         results.seconds += outcome.seconds
         if outcome.kind == "result":
+            rewards, logged = outcome.value
             results.function.pace = outcome.seconds / len(part)
-            for i, value in zip(part, outcome.value, strict=True):
+            results.keep_log(part, logged)
+            for problem in logged["problems"]:
+                self._warn_of_log(results.function, problem)
+            for i, value in zip(part, rewards, strict=True):
                 if problem := value if isinstance(value, str) else _too_large(value, results.function.weight):
                     self._failed(results, i, "exceptions", problem)
                 else:
@@ -129,6 +133,13 @@ class Scoring:
             "\n".join(f"  {name:<12}{_short(repr(value))}" for name, value in sample.items()),
         )
 
+    def _warn_of_log(self, function: Function, problem: str) -> None:
+        """Report a wrong use of `log_extra` or `log_metric`, once per run. It changes no reward."""
+        counter, _, _ = problem.partition(":")
+        if (function.name, counter) not in self._seen_failures:
+            self._seen_failures[function.name, counter] = problem
+            log.warning("reward `%s`: %s. Its rewards count; nothing is logged under this name for the call", function.name, problem)
+
     # -- in the caller's thread
 
     def _scored(self, i: int) -> ScoredRollout:
@@ -138,7 +149,9 @@ class Scoring:
         if rollout.dialogue is not None:
             rewards |= rollout.dialogue.rewards
             weighted += [value for value in rollout.dialogue.rewards.values() if value is not None]
-        return ScoredRollout(rollout, rewards, math.fsum(weighted) if weighted else math.nan)
+        extra = {column: cell for t in self._results for column, cell in t.extra[i].items()}
+        logged = {name: value for t in self._results for name, value in t.logged[i].items()}
+        return ScoredRollout(rollout, rewards, math.fsum(weighted) if weighted else math.nan, extra, logged)
 
 
 class ScoringQueue:

@@ -192,7 +192,8 @@ def summed(counters: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Return lengths and finish reasons of the responses, and mean and std of each reward function over the rollouts it could score."""
+    """Return lengths and finish reasons of the responses, mean and std of each reward function over the rollouts it could score, and the
+    numbers that functions logged, averaged over the rollouts of their calls."""
     lengths = [s.rollout.length for s in scored]
     ended = [length for s, length in zip(scored, lengths, strict=True) if s.rollout.finish_reason != "length"]
     metrics = {
@@ -209,6 +210,8 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
         if values:
             metrics[f"rewards/{name}/mean"] = statistics.fmean(values)
             metrics[f"rewards/{name}/std"] = statistics.stdev(values) if len(values) > 1 else 0.0
+    for name in dict.fromkeys(name for s in scored for name in s.logged):
+        metrics[f"rewards/{name}"] = statistics.fmean(s.logged[name] for s in scored if name in s.logged)
     return metrics | dialogue_metrics([s.rollout.dialogue for s in scored if s.rollout.dialogue is not None])
 
 

@@ -72,7 +72,7 @@ def ask_ahead(collector: Collector, prompts: PromptSource, config: RunConfig, sa
     if not config.rollout.max_staleness or collector.pool is None:
         return
     wanted = config.rollout.prompts_per_step
-    for i, coming in enumerate(batched(prompts.peek(wanted * min(steps, config.run.max_steps - step)), wanted)):
+    for i, coming in enumerate(batched(prompts.peek(wanted * min(steps, config.run.num_steps - step)), wanted)):
         of_step = ("ahead", coming[0].place) if config.algorithm.dynamic_sample else (step + i,)
         collector.ask(coming, config.rollout.num_generations, sampling, derive_seed(config.run.seed, *of_step), step + i)
 

@@ -60,7 +60,7 @@ class Callbacks:
 
     def __init__(self, config: RunConfig, layout: Layout, instances: Sequence[Any] | None = None):
         self._config, self._layout, self._instances = config, layout, instances or ()
-        self._state, self._control = CallbackState(0, config.run.max_steps), CallbackControl()
+        self._state, self._control = CallbackState(0, config.run.num_steps), CallbackControl()
 
     @property
     def should_training_stop(self) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 from megagrpo.config import ConfigError
 from megagrpo.data.prompts import PromptSource
 from megagrpo.records.checkpoint import Checkpointer, CheckpointError
-from megagrpo.records.metrics import MetricsWriter
+from megagrpo.records.writer import MetricsWriter
 from megagrpo.rollout.collector import Collector
 from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.time_limit import TimeLimit

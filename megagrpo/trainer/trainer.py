@@ -27,7 +27,8 @@ from megagrpo.policy.reference import Reference, kl_by_sample
 from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps
-from megagrpo.records.metrics import MetricsWriter, PhaseTimer, idle_shares, over_updates, values_of
+from megagrpo.records.metrics import PhaseTimer, idle_shares, over_updates, values_of
+from megagrpo.records.writer import MetricsWriter
 from megagrpo.rollout.collector import Collector, NoRollouts, StopRequested, rollout_metrics, staleness
 from megagrpo.rollout.groups import draw_rollouts
 from megagrpo.trainer.alarms import Alarms, BrokenTraining
@@ -113,7 +114,7 @@ class Trainer:
         return metrics | reward_statistics(rewards) | rollout_metrics(scored)
 
     def run(self) -> int:
-        """Run steps until `run.max_steps` or a request to stop, with evaluations and checkpoints in between.
+        """Run `run.num_steps` steps, or until a request to stop, with evaluations and checkpoints in between.
 
         Returns 0, or the number of the signal that asked to stop.
         """
@@ -122,7 +123,7 @@ class Trainer:
         try:
             self.callbacks.train_begin(self.state.step, self.saves.resumed_from)
             self.evaluate_if_due()  # before the first step, or an evaluation that a stop has prevented
-            while self.state.step < run.max_steps and not self.callbacks.should_training_stop:
+            while self.state.step < run.num_steps and not self.callbacks.should_training_stop:
                 self.callbacks.step_begin()
                 self.time_limit.step_begins()
                 metrics = self.step()
@@ -137,10 +138,10 @@ class Trainer:
                 self.alarms.stop_if_rewards_raise(metrics, self.collector, self.saves)
                 self.alarms.stop_if_skipping()
                 self.evaluate_if_due()
-                last = self.state.step == run.max_steps or self.callbacks.should_training_stop
+                last = self.state.step == run.num_steps or self.callbacks.should_training_stop
                 if last or self.callbacks.should_save or (run.save_steps and self.state.step % run.save_steps == 0):
                     self.saves.save(must_succeed=last)
-            early = " (a callback stopped the run)" if self.state.step < run.max_steps else ""
+            early = " (a callback stopped the run)" if self.state.step < run.num_steps else ""
             self.writer.message(f"finished {self.state.step} steps{early}")
             self.callbacks.train_end()
         except StopRequested as stop:
@@ -247,7 +248,7 @@ class Trainer:
     def evaluate_if_due(self) -> None:
         """Evaluate before the first step, after the last and every `evaluation.steps`, once for each of these steps."""
         step, every = self.state.step, self.config.evaluation.steps
-        due = step in (0, self.config.run.max_steps) or (every and step % every == 0)
+        due = step in (0, self.config.run.num_steps) or (every and step % every == 0)
         if due and self.state.evaluated != step:
             self.evaluate()
 

@@ -30,8 +30,10 @@ from megagrpo.policy.reference import Reference
 from megagrpo.process.variables import TOKEN_VARIABLE
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps
-from megagrpo.records.metrics import MetricsWriter, PhaseTimer
+from megagrpo.records.metrics import PhaseTimer
 from megagrpo.records.run_lock import RunLock
+from megagrpo.records.sinks.trackers import check_trackers, unused_options
+from megagrpo.records.writer import MetricsWriter
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.ahead import AsyncPool
 from megagrpo.rollout.collector import Collector, sampling_params
@@ -48,8 +50,11 @@ from megagrpo.types import LossFn
 @dataclass(frozen=True)
 class Inputs:
     """What a run reads and checks before it starts servers or loads weights. `dialogues` and `rewards` are None except on the leader rank
-    of each replica; `dialogues` also without `multi_turn`."""
+    of each replica; `dialogues` also without `multi_turn`. `config` has `run.max_steps` set if the data decided it;
+    `notes` are lines for the user."""
 
+    config: RunConfig
+    notes: list[str]
     token: str | None
     urls: list[str]
     loss_fn: LossFn
@@ -74,7 +79,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     run_folder, first = Path(config.run.output_dir) / config.run.name, layout.world_rank == 0
     with as_config_errors():
         inputs = _read_inputs(config, base_folder, run_folder, layout, resources)
-    writer = _open_writer(config, run_folder, inputs.resume_from, layout, resources)
+    config = inputs.config
+    writer = _open_writer(config, run_folder, inputs, layout, resources)
     access = inputs.token, inputs.urls
     servers = start_servers(config, inputs.model_folder, run_folder, layout, *access, writer.message, resources)
     policy, reference = _load_policy(config, layout, inputs)
@@ -120,7 +126,8 @@ def _read_inputs(config: RunConfig, base_folder: Path, run_folder: Path, layout:
     token, urls = on_first_rank(layout, lambda: check_servers(config))
     os.environ.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
     loss_fn = run_own_and_agree(layout, lambda: make_loss(config))
-    callbacks = Callbacks(config, layout, run_own_and_agree(layout, lambda: load_callbacks(config), here=first))
+    callbacks = run_own_and_agree(layout, lambda: load_callbacks(config), here=first)
+    run_own_and_agree(layout, lambda: check_trackers(config), here=first)
     model_folder = resolve_model(config.model.path)
     hf_config = load_hf_config(model_folder)
     run_own_and_agree(layout, lambda: check_device(config, hf_config))  # before weights are loaded or servers started
@@ -133,15 +140,18 @@ def _read_inputs(config: RunConfig, base_folder: Path, run_folder: Path, layout:
     dialogues = run_own_and_agree(layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader)
     tools, columns = on_first_rank(layout, lambda: (dialogues.tools, dialogues.columns) if dialogues else ([], []))
     prompts = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, tools=tools)
+    given, config = config, config.with_num_prompts(len(prompts))
     held_out = load_sets(config, tokenizer, tools, columns)
     rewards = run_own_and_agree(
         layout, lambda: _rewards(config, base_folder, prompts.columns, held_out, resources), here=layout.is_dp_leader
     )
     return Inputs(
+        config=config,
+        notes=[*_steps_notes(given, config, len(prompts)), *unused_options(config)],
         token=token,
         urls=urls,
         loss_fn=loss_fn,
-        callbacks=callbacks,
+        callbacks=Callbacks(config, layout, callbacks),
         model_folder=model_folder,
         hf_config=hf_config,
         reference_folder=reference_folder,
@@ -179,9 +189,9 @@ def _rewards(config: RunConfig, base_folder: Path, columns: list[str], held_out:
     return scorer
 
 
-def _open_writer(config: RunConfig, run_folder: Path, resume_from: Path | None, layout: Layout, resources: ExitStack) -> MetricsWriter:
+def _open_writer(config: RunConfig, run_folder: Path, inputs: Inputs, layout: Layout, resources: ExitStack) -> MetricsWriter:
     """Open the metrics of the run on rank 0, and print what the run is; a silent writer on other ranks."""
-    restored_step = 0 if resume_from is None else int(resume_from.name.removeprefix("step_"))
+    restored_step = 0 if inputs.resume_from is None else int(inputs.resume_from.name.removeprefix("step_"))
     writer = MetricsWriter(run_folder, config, restored_step) if layout.world_rank == 0 else MetricsWriter.silent()
     resources.callback(writer.close)
     dtype = name_of(device.resolve_precision(config.model.precision))
@@ -191,7 +201,20 @@ def _open_writer(config: RunConfig, run_folder: Path, resume_from: Path | None, 
         f"= tp {layout.tp_size}{context} x pp {layout.pp_size} x dp {layout.dp_size}"
     )
     writer.message(f"run folder: {run_folder}")
+    for note in inputs.notes:
+        writer.message(note)
     return writer
+
+
+def _steps_notes(given: RunConfig, config: RunConfig, num_prompts: int) -> list[str]:
+    """Return a line that says how `run.num_train_epochs` became a number of steps, or that it has no effect."""
+    epochs, steps = given.run.num_train_epochs, config.run.num_steps
+    if epochs is None:
+        return []
+    if given.run.max_steps is not None:
+        return [f"note: run.max_steps {steps} takes precedence over run.num_train_epochs {epochs:g}; run.max_steps=null selects the epochs"]
+    per_step = config.rollout.prompts_per_step
+    return [f"{steps} steps: run.num_train_epochs {epochs:g} x {num_prompts} prompts / rollout.prompts_per_step {per_step}"]
 
 
 def _load_policy(config: RunConfig, layout: Layout, inputs: Inputs) -> tuple[MegatronPolicy, Reference | None]:

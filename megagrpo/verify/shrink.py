@@ -51,6 +51,7 @@ def shrink_config(config: RunConfig) -> RunConfig:
             adam_epsilon=ADAM_EPSILON,
             lr_scheduler_type="constant",
             warmup_steps=0,
+            warmup_ratio=0.0,
             min_learning_rate=0.0,
             max_tokens_per_micro_batch=max(2 * longest, padded(longest, config.micro_batch_align)),
             logprob_chunk=LOGPROB_CHUNK,

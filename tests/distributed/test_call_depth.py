@@ -18,7 +18,7 @@ from megagrpo.families.config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps
-from megagrpo.records.metrics import MetricsWriter
+from megagrpo.records.writer import MetricsWriter
 from megagrpo.rollout.collector import sampling_params
 from megagrpo.trainer import rank as command
 from megagrpo.trainer.callbacks import Callbacks

@@ -22,7 +22,7 @@ from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.records.dump import StepDumps
-from megagrpo.records.metrics import MetricsWriter
+from megagrpo.records.writer import MetricsWriter
 from megagrpo.trainer.alarms import BrokenTraining
 from megagrpo.trainer.trainer import Trainer
 from megagrpo.verify.shrink import random_samples

@@ -19,7 +19,7 @@ from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.records.dump import StepDumps
-from megagrpo.records.metrics import MetricsWriter
+from megagrpo.records.writer import MetricsWriter
 from megagrpo.rollout.collector import sampling_params
 from megagrpo.trainer.callbacks import Callbacks
 

@@ -170,7 +170,7 @@ def test_loggers_and_samples_can_be_turned_off_and_on(plain, tmp_path):
     assert not (plain.folder / "tensorboard").exists() and not (plain.folder / "wandb").exists()
     assert "response" not in plain.out
     pytest.importorskip("wandb")
-    run = succeeded(world.train(tmp_path, "run.wandb=offline", "run.log_completions_steps=1"))
+    run = succeeded(world.train(tmp_path, "run.trackers=[wandb]", "run.wandb.mode=offline", "run.log_completions_steps=1"))
     assert len(list((run.folder / "wandb").glob("offline-run-*/*.wandb"))) == 1
     assert run.out.count("    prompt    ") == 2 and [line["reward"] for line in run.metrics] == [line["reward"] for line in plain.metrics]
 

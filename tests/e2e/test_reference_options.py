@@ -35,9 +35,10 @@ def everything(tmp_path_factory):
     """Two dumped steps of two iterations of two optimizer steps. The KL is in the reward; its reference is another checkpoint and moves
     after step one."""
     in_reward = ["algorithm.beta=0.1", "algorithm.kl_in_reward=true", "algorithm.kl_estimator=k1", f"model.reference_path={other_model()}"]
-    slices = ["algorithm.steps_per_generation=2", "algorithm.num_iterations=2", "train.warmup_steps=8", "algorithm.epsilon=0.05"]
+    slices = ["algorithm.steps_per_generation=2", "algorithm.num_iterations=2", "train.warmup_ratio=0.9", "algorithm.epsilon=0.05"]
     moving = ["algorithm.sync_ref_model=true", "algorithm.ref_model_sync_steps=1"]
-    return succeeded(world.train(tmp_path_factory.mktemp("everything"), *in_reward, *slices, *moving, "debug.dump_steps=[1,2]"))
+    epochs = ["run.max_steps=null", "run.num_train_epochs=0.3", "debug.dump_steps=[1,2]"]
+    return succeeded(world.train(tmp_path_factory.mktemp("everything"), *in_reward, *slices, *moving, *epochs))
 
 
 @pytest.mark.full
@@ -67,7 +68,9 @@ def test_the_audit_notices_a_sample_that_is_trained_twice_and_advantages_without
 
 
 def test_learning_rate_and_warmup_count_optimizer_steps(everything):
+    """Two steps for 0.3 epochs of 24 prompts; a warm-up over 0.9 of their eight optimizer steps, both rounded up."""
     assert [line["learning_rate"] for line in everything.metrics] == pytest.approx([1e-3 * 4 / 8, 1e-3])
+    assert "2 steps: run.num_train_epochs 0.3 x 24 prompts / rollout.prompts_per_step 4" in everything.out
 
 
 def test_metrics_of_a_step_are_means_over_its_optimizer_steps(everything):

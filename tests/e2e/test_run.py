@@ -12,7 +12,7 @@ from tests.e2e import world
 from tests.listening import listening
 
 STEPS, PROMPTS, GROUP = 3, 4, 4
-OPTIONS = ["run.max_steps=3", "run.tensorboard=true", "run.log_completions_steps=2", "parallel.tp=2", "rollout.tp=2"]
+OPTIONS = ["run.max_steps=3", "run.trackers=[tensorboard]", "run.log_completions_steps=2", "parallel.tp=2", "rollout.tp=2"]
 METRICS = {
     *("step", "wall_time", "weight_version", "checkpoint/failures", "tokens_per_second", "memory_gb", "num_tokens"),
     *("reward", "reward_std", "reward_std_batch", "frac_reward_zero_std", "rewards/low_bytes/mean", "rewards/low_bytes/std"),

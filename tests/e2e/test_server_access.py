@@ -20,7 +20,7 @@ def mark_the_token():
 
 @pytest.mark.full
 def test_servers_of_a_run_reject_requests_without_its_token_and_no_file_or_process_shows_the_token(tmp_path):
-    options = ["run.max_steps=60", "run.save_steps=30", "rollout.weight_sync_transport=p2p", "run.tensorboard=true"]
+    options = ["run.max_steps=60", "run.save_steps=30", "rollout.weight_sync_transport=p2p", "run.trackers=[tensorboard]"]
     with world.running(tmp_path, *options, "run.log_completions_steps=1", prepare=mark_the_token, launched=True) as trainer:
         world.wait_for(lambda: world.steps_done(tmp_path) >= 1, "first step")
         family = world.family(trainer.pid)

@@ -99,7 +99,7 @@ def slow(completions, seconds, started, **columns):
 '''
 
 CONFIG = """
-run: {{name: run, max_steps: 2, log_completions_steps: 0, tensorboard: false}}
+run: {{name: run, max_steps: 2, log_completions_steps: 0, trackers: []}}
 model: {{path: {model}, precision: fp32}}
 rollout:
   prompts_per_step: 4

@@ -167,15 +167,21 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "run.callbacks": "unit/trainer/test_callbacks.py::test_every_rank_obeys_what_rank_0_was_asked_and_ends_when_a_callback_raises",
     "run.log_completions_steps": "unit/records/test_metrics.py::test_samples_are_shown_every_k_steps",
     "run.max_steps": "e2e/test_run.py::test_every_step_and_evaluation_is_a_line_of_finite_metrics",
+    "run.num_train_epochs": (
+        "unit/config/test_steps.py::test_epochs_become_steps_rounded_up_without_errors_of_floats",
+        "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
+    ),
     "run.output_dir": "e2e/test_run.py::test_the_config_that_ran_is_kept_and_loads_back",
     "run.save_steps": "e2e/test_full_disk.py::test_a_run_whose_last_checkpoint_fails_has_failed",
     "run.save_total_limit": "e2e/test_signals.py::test_a_signal_saves_after_the_last_finished_step",
     "run.seed": "unit/rollout/test_groups.py::test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run",
-    "run.tensorboard": (
-        "unit/records/test_metrics.py::test_tensorboard_events_hold_the_scalars_and_a_resumed_run_hides_the_dropped_ones",
+    "run.trackers": (
         "e2e/test_run.py::test_tensorboard_events_hold_every_step",
+        "unit/records/sinks/test_wandb.py::test_metrics_have_the_runs_step_and_tables_hold_every_response",
+        "unit/records/sinks/test_mlflow.py::test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs",
+        "unit/records/sinks/test_trackio.py::test_a_run_and_its_continuation_are_one_run_in_a_local_database",
+        "unit/records/sinks/test_trackers.py::test_the_sink_of_the_page_writes_what_the_page_says",
     ),
-    "run.wandb": "unit/records/test_metrics.py::test_wandb_works_offline_and_leaves_no_process",
     "train.adam_beta1": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
     "train.adam_beta2": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
     "train.adam_epsilon": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
@@ -187,6 +193,10 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "train.optimizer": "distributed/test_muon.py::test_the_matrices_of_blocks_follow_the_formula_and_the_rest_adam",
     "train.optimizer_offload": ("distributed/test_compact_moments.py::test_moments_that_wait_in_the_hosts_memory_take_the_same_steps"),
     "train.optimizer_state_dtype": "distributed/test_compact_moments.py::test_a_run_that_stops_and_goes_on_has_the_same_weights",
+    "train.warmup_ratio": (
+        "unit/config/test_steps.py::test_a_warmup_ratio_is_a_share_of_the_optimizer_steps_rounded_up_as_in_transformers",
+        "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
+    ),
     "train.warmup_steps": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
     "train.weight_decay": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
 }
@@ -204,7 +214,11 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
             "unit/data/test_slices.py::test_one_part_is_everything",
         ),
-        "num_train_epochs": "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
+        "num_train_epochs": (
+            "unit/config/test_steps.py::test_max_steps_takes_precedence_and_is_100_without_either",
+            "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
+        ),
+        "warmup_steps": "unit/config/test_steps.py::test_a_warmup_ratio_is_a_share_of_the_optimizer_steps_rounded_up_as_in_transformers",
         "bf16": "e2e/test_options.py::test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine",
         "disable_dropout": "unit/families/test_config.py::test_what_the_model_code_cannot_do_is_refused",
         "cast_lm_head_to_fp32": "unit/policy/test_vocab_logprobs.py::test_bfloat16_heads_give_float32_logprobs_close_to_the_float32_ones",
@@ -248,6 +262,8 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "e2e/test_run.py::test_every_rollout_is_a_line_of_completions",
             "unit/records/test_metrics.py::test_samples_are_shown_every_k_steps",
         ),
+        "report_to": "unit/records/sinks/test_trackers.py::test_the_sink_of_the_page_writes_what_the_page_says",
+        "log_extra": "unit/rewards/test_call_log.py::test_columns_and_numbers_travel_with_the_rewards_and_are_means_over_the_responses",
         "remove_unused_columns": "unit/rewards/test_workers.py::test_a_function_gets_the_arguments_it_names_with_its_columns_and_args",
         "logging_steps": "e2e/test_run.py::test_every_step_and_evaluation_is_a_line_of_finite_metrics",
         "peft_config": (
@@ -308,7 +324,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         "overlong_filter": (
             "unit/algorithms/test_reference_losses.py::test_ms_swift_divides_token_losses_by_all_tokens_and_ours_by_those_that_its_overlong_filter_keeps"
         ),
-        "warmup_ratio": "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
+        "report_to": "unit/records/sinks/test_trackers.py::test_the_sink_of_the_page_writes_what_the_page_says",
         "logging_steps": "e2e/test_run.py::test_every_step_and_evaluation_is_a_line_of_finite_metrics",
     },
 }

@@ -19,6 +19,7 @@ from typing import Any
 
 from megagrpo.process.scratch import remove_tree
 from megagrpo.rewards.target import Target
+from megagrpo.rewards.workers.call_log import is_logged
 from megagrpo.rewards.workers.channel import Channel, ProtocolError, as_json
 from megagrpo.rewards.workers.feed import Feed
 from megagrpo.rewards.workers.output import Output
@@ -317,5 +318,9 @@ def _is_result_of(call: Call, value: Any) -> bool:
         return isinstance(value, dict)
     if call.action == "score":
         count = len(call.arguments["completions"])
-        return isinstance(value, list) and len(value) == count and all(type(v) in (float, str, type(None)) for v in value)
+        match value:
+            case [list() as rewards, logged]:
+                are_rewards = len(rewards) == count and all(type(reward) in (float, str, type(None)) for reward in rewards)
+                return are_rewards and is_logged(logged, count)
+        return False
     return True

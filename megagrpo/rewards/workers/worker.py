@@ -27,12 +27,13 @@ from megagrpo.process import user_code
 from megagrpo.rewards.functions.text import text_of
 from megagrpo.rewards.plugins import orms
 from megagrpo.rewards.target import BUILT_IN, Signature, Target, did_you_mean
+from megagrpo.rewards.workers.call_log import ARGUMENTS, CallLog
 from megagrpo.rewards.workers.channel import Channel, from_json
 from megagrpo.rewards.workers.values import rewards_of
 
 PASSED_TO_ALL = (
     *("prompts", "completions", "completion_ids", "finish_reason", "is_truncated"),
-    *("max_completion_length", "trainer_state"),
+    *("max_completion_length", "trainer_state", *ARGUMENTS),
 )
 _PR_SET_PDEATHSIG = 1
 _LONGEST_REPORT = 20_000  # characters of an error
@@ -117,9 +118,9 @@ def _named(function: Callable[..., Any], skip_first: bool) -> _Parameters:
     return _Parameters(named, any(p.kind is p.VAR_KEYWORD for p in parameters))
 
 
-def call(loaded: Loaded, arguments: dict[str, Any]) -> Any:
+def call(loaded: Loaded, arguments: dict[str, Any], log: CallLog) -> Any:
     """Call the function with the arguments that it accepts. Returns its values or an awaitable of them."""
-    arguments = arguments | loaded.options
+    arguments = arguments | loaded.options | {name: getattr(log, name) for name in ARGUMENTS}
     if loaded.wants_text:
         arguments["completions"] = [text_of(c) for c in arguments["completions"]]
     if not loaded.signature["open"]:
@@ -167,10 +168,12 @@ def _result(action: str, loaded: Loaded, arguments: dict[str, Any]) -> Any:
         return loaded.signature
     if action == "call":
         return loaded.function(**arguments)
-    values = call(loaded, arguments)
+    count = len(arguments["completions"])
+    log = CallLog(count)
+    values = call(loaded, arguments, log)
     if inspect.isawaitable(values):  # a plain function that returns an awaitable
         values = asyncio.run(_await(values))
-    return rewards_of(values, len(arguments["completions"]))
+    return [rewards_of(values, count), log.contents()]
 
 
 async def _await(awaitable: Any) -> Any:
@@ -219,8 +222,10 @@ async def _answer(
         if action == "describe":
             answer: list[Any] = ["result", loaded.signature]
         else:
+            count = len(arguments["completions"])
+            log = CallLog(count)
             async with asyncio.timeout(timeout) as limit:
-                answer = ["result", rewards_of(await call(loaded, arguments), len(arguments["completions"]))]
+                answer = ["result", [rewards_of(await call(loaded, arguments, log), count), log.contents()]]
     except BaseException as error:
         if isinstance(error, TimeoutError) and limit.expired():
             answer = ["timeout", "no answer in time"]

@@ -20,7 +20,7 @@ from megagrpo.data.tokenizer import Tokenizer, read_chat_template
 from megagrpo.engine.probe import check_plugin
 from megagrpo.families.config import parse_hf_config
 from megagrpo.records.checkpoint import readable
-from megagrpo.records.metrics import JsonlFile
+from megagrpo.records.jsonl_file import JsonlFile
 from megagrpo.records.run_lock import RunLock
 from megagrpo.trainer.time_limit import check_time_limit
 

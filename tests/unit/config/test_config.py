@@ -141,8 +141,8 @@ def test_numbers_are_numbers(tmp_path, text, value):
 
 
 def test_words_that_older_yaml_takes_for_booleans_or_times_stay_words(tmp_path):
-    config = load_config(write(tmp_path, SMALLEST + "run: {wandb: off}\n"), ["data.columns={a: yes, b: 1:30}", "run.name=off"])
-    assert config.run.wandb == "off" and config.run.name == "off" and config.data.columns == {"a": "yes", "b": "1:30"}
+    config = load_config(write(tmp_path, SMALLEST + "algorithm: {importance_correction: off}\n"), ["data.columns={a: yes, b: 1:30}", "run.name=off"])
+    assert config.algorithm.importance_correction == "off" and config.run.name == "off" and config.data.columns == {"a": "yes", "b": "1:30"}
 
 
 def test_values_inside_free_options_keep_their_yaml_types(tmp_path):
@@ -218,7 +218,7 @@ def test_help_prints_every_key_with_its_type_default_and_docstring():
     text = render_help()
     assert "  train.learning_rate  (float > 0, default 1.0e-06)\n      Peak learning rate of AdamW." in text
     assert "  model.path  (str, required)" in text
-    assert "  run.wandb  (off | offline | online, default off)" in text
+    assert "  run.wandb.mode  (online | offline | empty, default empty)" in text
     assert "  rewards.functions.N.weight  (float, default 1.0)" in text
     assert "  data.eval.source" in text and "  evaluation.num_generations" in text
 

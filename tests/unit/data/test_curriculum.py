@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from megagrpo.config import DataSection
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import HuggingFaceTokenizer
-from megagrpo.records.metrics import MetricsWriter
+from megagrpo.records.writer import MetricsWriter
 from megagrpo.trainer.trainer import Trainer
 
 RATES = {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.25}  # of four prompts; 0 and 2 are outside the default band

@@ -12,7 +12,7 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.data.packing import UNLIMITED, PackingRules, pack
-from megagrpo.records.metrics import JsonlSink
+from megagrpo.records.completions import completion_rows
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.collector import numbered, rollout_metrics
 from megagrpo.types import Dialogue, LossInputs, Prompt, Rollout, ScoredRollout
@@ -131,10 +131,9 @@ def test_rewards_of_turns_and_environments_are_columns_of_weight_one():
     assert advantages[0] == -advantages[2] < advantages[1] == 0 and not any(map(math.isnan, advantages))
 
 
-def test_completions_keep_the_messages_the_turns_and_their_rewards(tmp_path):
-    sink = JsonlSink(tmp_path, 0)
-    sink.completions(1, scored(rollout([7, 20, 8], [True, False, True], turn_rewards=(0.5, None), rewards={"turns": 0.5})), [1.0])
-    row = json.loads((tmp_path / "completions.jsonl").read_text())
+def test_completions_keep_the_messages_the_turns_and_their_rewards():
+    told = rollout([7, 20, 8], [True, False, True], turn_rewards=(0.5, None), rewards={"turns": 0.5})
+    (row,) = json.loads(json.dumps(completion_rows(1, scored(told), [1.0])))
     assert row["num_tokens"] == 2
     assert row["dialogue"] == {
         "messages": list(MESSAGES),

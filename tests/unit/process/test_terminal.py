@@ -13,8 +13,9 @@ from rich.console import Console
 
 from megagrpo.config import load_config
 from megagrpo.process.terminal import Formatter, one_line, printable, show
+from megagrpo.records.completions import completion_rows
 from megagrpo.records.console import ConsoleSink
-from megagrpo.records.metrics import MetricsWriter
+from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 
 ROOT = Path(__file__).parents[3]
@@ -46,7 +47,8 @@ def test_the_console_shows_hostile_prompts_completions_and_messages_harmlessly(i
     sink._console = Console(file=written, force_terminal=is_terminal, width=100)
     chat = [{"role": "user", "content": HOSTILE}]
     for prompt in (HOSTILE, chat):
-        sink.completions(1, [scored(prompt, "good" + HOSTILE, 1.0), scored(prompt, "bad\n" + HOSTILE, 0.0)], [1.0, -1.0])
+        both = [scored(prompt, "good" + HOSTILE, 1.0), scored(prompt, "bad\n" + HOSTILE, 0.0)]
+        sink.completions(1, completion_rows(1, both, [1.0, -1.0]))
     sink.message(f"vLLM server ended; the end of its log:\n{HOSTILE}")
     text = COLOURS.sub("", written.getvalue())
     assert "good" in text and r"\x1b]52;c;" in text and "bad⏎" in text

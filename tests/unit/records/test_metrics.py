@@ -11,8 +11,11 @@ import pytest
 from rich.console import Console
 
 from megagrpo.config import load_config
+from megagrpo.records.completions import completion_rows
 from megagrpo.records.console import ConsoleSink
-from megagrpo.records.metrics import JsonlFile, MetricsWriter, PhaseTimer
+from megagrpo.records.jsonl_file import JsonlFile
+from megagrpo.records.metrics import PhaseTimer
+from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 
 CONFIG = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -21,7 +24,7 @@ STEP["time/step"] = 11.3
 
 
 def config(*overrides: str):
-    return load_config(CONFIG, ["run.tensorboard=false", *overrides])
+    return load_config(CONFIG, ["run.trackers=[]", *overrides])
 
 
 def scored(reward: float | None, text: str = "3 + 4 = 7", prompt_id: int = 5) -> ScoredRollout:
@@ -37,6 +40,9 @@ def lines(path: Path) -> list[dict]:
 def printed(method: str, *arguments, terminal: bool = False, columns: int = 100, overrides: tuple = ()) -> str:
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=columns, highlight=False)
+    if method == "completions":
+        step, *samples = arguments
+        arguments = (step, completion_rows(step, *samples))
     getattr(ConsoleSink(config(*overrides), console), method)(*arguments)
     return file.getvalue()
 
@@ -101,12 +107,6 @@ def test_a_sink_that_fails_is_named_once_the_others_go_on_and_only_files_are_tri
     assert len(lines(tmp_path / "metrics.jsonl")) == 3
 
 
-def test_wandb_that_is_not_installed_does_not_stop_the_run(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    MetricsWriter(tmp_path, config("run.wandb=online")).step(1, STEP)
-    assert "run.wandb needs the package wandb" in capsys.readouterr().err and len(lines(tmp_path / "metrics.jsonl")) == 1
-
-
 def test_a_full_disk_breaks_one_line_and_no_other(tmp_path):
     path = tmp_path / "m.jsonl"
     file = JsonlFile(path, 0)
@@ -142,29 +142,6 @@ def test_a_silent_writer_writes_nothing(tmp_path, capsys):
     writer.message("hello")
     writer.close()
     assert capsys.readouterr() == ("", "") and not list(tmp_path.iterdir())
-
-
-def test_tensorboard_events_hold_the_scalars_and_a_resumed_run_hides_the_dropped_ones(tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    for start, value in (0, 0.1), (2, 0.9):
-        writer = MetricsWriter(tmp_path, load_config(CONFIG), restored_step=start)
-        for step in range(start + 1, start + 4):
-            writer.step(step, {"reward": value})
-        writer.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("reward")
-    assert [(e.step, round(e.value, 3)) for e in events] == [(1, 0.1), (2, 0.1), (3, 0.9), (4, 0.9), (5, 0.9)]
-
-
-def test_wandb_works_offline_and_leaves_no_process(tmp_path):
-    code = (
-        "import sys; from megagrpo.config import load_config; from megagrpo.records.metrics import MetricsWriter\n"
-        "w = MetricsWriter(sys.argv[1], load_config(sys.argv[2], ['run.wandb=offline', 'run.tensorboard=false']))\n"
-        "w.evaluation(0, {'reward': 0.1}); w.step(1, {'reward': 0.5}); w.close()"
-    )
-    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path), str(CONFIG)], capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0 and ended.stderr == ""
-    assert [p.suffix for p in tmp_path.glob("wandb/offline-run-*/*.wandb")] == [".wandb"]
 
 
 def test_the_step_line_reads_in_one_glance():
@@ -250,8 +227,8 @@ def test_phases_add_up_also_when_one_raises(monkeypatch):
 
 def test_a_closed_console_does_not_stop_the_run(tmp_path):
     code = (
-        "import os, sys; from megagrpo.config import load_config; from megagrpo.records.metrics import MetricsWriter\n"
-        "w = MetricsWriter(sys.argv[1], load_config(sys.argv[2], ['run.tensorboard=false']))\n"
+        "import os, sys; from megagrpo.config import load_config; from megagrpo.records.writer import MetricsWriter\n"
+        "w = MetricsWriter(sys.argv[1], load_config(sys.argv[2], ['run.trackers=[]']))\n"
         "sys.stdin.read()\n"
         "for s in (1, 2): w.step(s, {'reward': 0.5})\n"
         "w.close(); os._exit(7)"

@@ -58,7 +58,7 @@ def writes(completions, what, proof):
             "pickle": frame(pickle.dumps(Evil())),
             "text": b"hello, this is no frame",
             "unknown": frame(json.dumps([10_000, "result", [1.0], 0.1]).encode()),
-            "over": frame(json.dumps([1, "result", [1.0], 0.1]).encode()),
+            "over": frame(json.dumps([1, "result", [[1.0], {"columns": {}, "metrics": {}, "problems": []}], 0.1]).encode()),
             "too long": struct.pack(">I", (1 << 32) - 1),
             "deep": frame(b"[" * 100_000),
             "dict": frame(b'{"a": 1}'),

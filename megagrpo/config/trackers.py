@@ -1,0 +1,69 @@
+"""Defines the options of experiment trackers, and checks `run.trackers`."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING, Literal
+
+from megagrpo.config.paths import is_user_code
+from megagrpo.config.problems import Problem
+from megagrpo.config.section import Section
+
+if TYPE_CHECKING:
+    from megagrpo.config import RunConfig
+
+BUILT_IN = ("tensorboard", "wandb", "mlflow", "trackio")
+PROJECT = "megagrpo"  # project or experiment when neither the config nor the environment names one
+
+
+class WandbSection(Section):
+    mode: Literal["online", "offline"] | None = None
+    """offline: write to the run's folder, without an account; `wandb sync` uploads it later. Empty: `WANDB_MODE`, or online."""
+    project: str | None = None
+    """Project; when empty `WANDB_PROJECT`, or megagrpo."""
+    entity: str | None = None
+    """User or team; when empty `WANDB_ENTITY`, or your default."""
+    group: str | None = None
+    """Group of the run; when empty `WANDB_RUN_GROUP`."""
+    tags: list[str] = []
+    """Tags of the run."""
+    name: str | None = None
+    """Name of the run in wandb; `run.name` when empty."""
+
+
+class MlflowSection(Section):
+    tracking_uri: str | None = None
+    """A server's address, or a local store such as `sqlite:////data/mlflow.db`. Empty: `MLFLOW_TRACKING_URI`, or `mlflow.db` in
+    `run.output_dir`."""
+    experiment: str | None = None
+    """Experiment, created if it does not exist; when empty `MLFLOW_EXPERIMENT_NAME`, or megagrpo."""
+    tags: dict[str, str] = {}
+    """Tags of the run."""
+    name: str | None = None
+    """Name of the run in MLflow; `run.name` when empty."""
+
+
+class TrackioSection(Section):
+    project: str | None = None
+    """Project; when empty `TRACKIO_PROJECT`, or megagrpo."""
+    group: str | None = None
+    """Group of the run."""
+    space_id: str | None = None
+    """Hugging Face Space that receives the run; when empty `TRACKIO_SPACE_ID`, or the local database."""
+    name: str | None = None
+    """Name of the run in trackio; `run.name` when empty."""
+
+
+def tracker_problems(config: RunConfig) -> list[Problem]:
+    """Return names in `run.trackers` that are neither a tracker nor a class of the user, and repeated names."""
+    problems: list[Problem] = []
+    for index, name in enumerate(config.run.trackers):
+        key = (f"run.trackers.{index}",)
+        if name in config.run.trackers[:index]:
+            problems.append(Problem(key, f"`{name}` is listed twice; remove one"))
+        elif name not in BUILT_IN and not is_user_code(name):
+            near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.5)
+            hint = f"; did you mean `{near[0]}`?" if near else ""
+            known = f"known: {', '.join(BUILT_IN)}; your own: path/file.py:Class or package.module:Class"
+            problems.append(Problem(key, f"`{name}` is not a known tracker{hint}; {known}"))
+    return problems

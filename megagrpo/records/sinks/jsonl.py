@@ -1,0 +1,37 @@
+"""Writes `metrics.jsonl` and `completions.jsonl`, the source of truth: all other output can be rebuilt from them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from megagrpo.records.completions import Row
+from megagrpo.records.jsonl_file import JsonlFile
+from megagrpo.records.sinks.sink import TrackedRun
+
+
+class JsonlSink:
+    """Writes `metrics.jsonl`, one line per step or evaluation, and `completions.jsonl`, one line per rollout.
+
+    Each call returns after its lines were passed to the kernel.
+    """
+
+    def __init__(self, run: TrackedRun):
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = JsonlFile(run.folder / "metrics.jsonl", run.restored_step)
+        self._completions = JsonlFile(run.folder / "completions.jsonl", run.restored_step)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self._metrics.append([{"step": step, "wall_time": round(time.time(), 3), **metrics}])
+
+    evaluation = step
+
+    def completions(self, step: int, rows: Sequence[Row]) -> None:
+        self._completions.append(rows)
+
+    def message(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._completions.close()

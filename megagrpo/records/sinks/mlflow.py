@@ -1,0 +1,89 @@
+"""Writes to MLflow, to a server or to a local database: metrics, the config as parameters, and tables of completions as artifacts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megagrpo.config.io import as_yaml, flat
+from megagrpo.config.trackers import PROJECT
+from megagrpo.records.completions import Row, table
+from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
+
+PER_BATCH = 100  # MLflow's limit on the parameters of a call; that on metrics is 1,000
+LONGEST_PARAM = 6000  # characters
+_ODD = re.compile(r"[^\w./ :-]")  # characters that MLflow does not allow in names
+
+
+class MlflowSink(TrackerSink):
+    """Continues the same MLflow run after a restart. The step of a metric is the run's step."""
+
+    def __init__(self, run: TrackedRun):
+        from mlflow import MlflowClient, entities  # not always installed
+
+        super().__init__(run)
+        for noisy in ("mlflow", "alembic"):
+            logging.getLogger(noisy).setLevel(logging.WARNING)
+        options = run.config.run.mlflow
+        local = f"sqlite:///{Path(run.config.run.output_dir).absolute() / 'mlflow.db'}"
+        self._entities = entities
+        self._client = MlflowClient(options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or local)
+        self._id = self._resumed(run) or self._new(run)
+
+    def _resumed(self, run: TrackedRun) -> str | None:
+        """Return the id of this run in MLflow if an earlier process of the run has created it."""
+        file = run.folder / "mlflow_id"
+        if not file.exists():
+            return None
+        run_id = file.read_text().strip()
+        self._client.update_run(run_id, status="RUNNING")
+        return run_id
+
+    def _new(self, run: TrackedRun) -> str:
+        options = run.config.run.mlflow
+        name = options.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        created = self._client.create_run(self._experiment(name), run_name=options.name or run.name, tags=dict(options.tags))
+        run_id: str = created.info.run_id
+        params = [self._entities.Param(_ODD.sub("_", key), str(value)[:LONGEST_PARAM]) for key, value in flat(run.config).items()]
+        for start in range(0, len(params), PER_BATCH):
+            self._client.log_batch(run_id, params=params[start : start + PER_BATCH])
+        self._client.log_text(run_id, as_yaml(run.config), "config.yaml")
+        run.folder.mkdir(parents=True, exist_ok=True)
+        (run.folder / "mlflow_id").write_text(run_id)
+        return run_id
+
+    def _experiment(self, name: str) -> str:
+        """Return the id of the experiment, which another run may create at the same moment."""
+        known = self._client.get_experiment_by_name(name)
+        if known is None:
+            try:
+                return str(self._client.create_experiment(name))
+            except Exception:
+                known = self._client.get_experiment_by_name(name)
+                if known is None:
+                    raise
+        return str(known.experiment_id)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        metric, now = self._entities.Metric, int(time.time() * 1000)
+        self._client.log_batch(self._id, metrics=[metric(metric_name(name), value, now, step) for name, value in metrics.items()])
+
+    evaluation = step
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        columns, cells = table(rows)
+        text = json.dumps({"columns": columns, "data": cells}, ensure_ascii=False)
+        self._client.log_text(self._id, text, f"completions/step_{step:06d}.json")
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+
+def metric_name(name: str) -> str:
+    """Return the name of a metric in MLflow, which allows no `@`: `pass@1` is `pass_at_1`."""
+    return _ODD.sub("_", name.replace("@", "_at_"))

@@ -1,0 +1,70 @@
+"""Defines the protocol of a sink: one output of a run's metrics and completions."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from megagrpo.config import RunConfig
+from megagrpo.records.completions import Row
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """The run whose metrics a sink gets: the argument of a sink's constructor."""
+
+    folder: Path  # of the run's files
+    config: RunConfig
+    restored_step: int = 0  # the step of the checkpoint that the run continues from; 0: a new run
+
+    @property
+    def name(self) -> str:
+        """The run's name, `run.name`."""
+        return self.config.run.name
+
+    def id(self, tracker: str) -> str:
+        """Return the id of this run in a tracker: the same after a restart, and another one for a new run of the same name."""
+        file = self.folder / f"{tracker}_id"
+        if not file.exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(uuid.uuid4().hex[:8])
+        return file.read_text().strip()
+
+
+class Sink(Protocol):
+    """One output. Methods run on rank 0, in the order of the run. Any method may raise; the writer catches the error."""
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Take the metrics of a finished step, counted from 1."""
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Take the metrics of an evaluation after `step` steps. Their names begin with `eval/`."""
+
+    def completions(self, step: int, rows: Sequence[Row]) -> None:
+        """Take the responses of a step, before its metrics. A row is a line of `completions.jsonl`."""
+
+    def message(self, text: str) -> None:
+        """Take a line for the user."""
+
+    def close(self) -> None:
+        """Flush, at the end of the run."""
+
+
+class TrackerSink:
+    """Base class of trackers: ignores messages, and completions between the steps of `run.log_completions_steps`."""
+
+    def __init__(self, run: TrackedRun):
+        self._every = run.config.run.log_completions_steps
+
+    def completions(self, step: int, rows: Sequence[Row]) -> None:
+        if rows and self._every and step % self._every == 0:
+            self.table(step, rows)
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        """Write the responses of a step."""
+
+    def message(self, text: str) -> None:
+        pass

@@ -1,0 +1,47 @@
+"""Writes to trackio: a database on this machine (`trackio show` displays it) or a Hugging Face Space."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Sequence
+
+from megagrpo.config.trackers import PROJECT
+from megagrpo.records.completions import Row, table
+from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
+
+
+class TrackioSink(TrackerSink):
+    """Continues the trackio run of the same name after a restart from a checkpoint. No server is started."""
+
+    def __init__(self, run: TrackedRun):
+        import trackio  # not always installed
+
+        super().__init__(run)
+        self._table, options = trackio.Table, run.config.run.trackio
+        with contextlib.redirect_stdout(io.StringIO()):  # hints of several lines
+            self._run = trackio.init(
+                project=options.project or os.environ.get("TRACKIO_PROJECT") or PROJECT,
+                name=options.name or run.name,
+                group=options.group,
+                space_id=options.space_id,
+                config=run.config.model_dump(mode="json"),
+                resume="allow" if run.restored_step else "never",
+                embed=False,
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+            )
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    evaluation = step
+
+    def table(self, step: int, rows: Sequence[Row]) -> None:
+        columns, cells = table(rows)
+        self._run.log({"completions": self._table(data=[dict(zip(columns, line, strict=True)) for line in cells])}, step=step)
+
+    def close(self) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            self._run.finish()

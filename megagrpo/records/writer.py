@@ -1,0 +1,88 @@
+"""Writes a run's metrics, completions and messages to the console, the JSONL files and the trackers of `run.trackers`.
+
+A sink that fails is reported once and never stops training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config import RunConfig
+from megagrpo.process.terminal import warn
+from megagrpo.records.completions import completion_rows
+from megagrpo.records.console import ConsoleSink
+from megagrpo.records.sinks.jsonl import JsonlSink
+from megagrpo.records.sinks.sink import Sink, TrackedRun
+from megagrpo.records.sinks.trackers import make_sink
+from megagrpo.types import ScoredRollout
+
+
+class MetricsWriter:
+    """Passes every call to each sink. A sink that raises is reported once on stderr. A file is tried again at the next call, a service is
+    dropped."""
+
+    def __init__(self, run_folder: str | Path, config: RunConfig, restored_step: int = 0):
+        """A resumed run continues after `restored_step`: lines of later steps are removed, because these steps are repeated."""
+        run = TrackedRun(Path(run_folder), config, restored_step)
+        self._sinks: dict[str, Sink] = {}
+        self._failed: set[str] = set()
+        self._add("console", lambda: ConsoleSink(config))
+        self._add("metrics.jsonl and completions.jsonl", lambda: JsonlSink(run))
+        for name in config.run.trackers:
+            self._add(name, partial(make_sink, name, run))
+
+    @classmethod
+    def silent(cls) -> MetricsWriter:
+        """Return a writer without sinks, for ranks that do not report."""
+        writer = cls.__new__(cls)
+        writer._sinks, writer._failed = {}, set()
+        return writer
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of one finished training step."""
+        self._each("step", step, metrics)
+
+    def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
+        """Write every rollout of one step, with its rewards and its advantage."""
+        self._each("completions", step, completion_rows(step, scored, advantages))
+
+    def evaluation(self, step: int, metrics: dict[str, float]) -> None:
+        """Write the metrics of the held-out prompts after `step` steps, under `eval/`."""
+        named = {name if name.startswith("eval/") else f"eval/{name}": value for name, value in metrics.items()}
+        self._each("evaluation", step, named)
+
+    def message(self, text: str) -> None:
+        """Write a line for the user."""
+        self._each("message", text)
+
+    def close(self) -> None:
+        """Flush and close every sink."""
+        self._each("close")
+        self._sinks = {}
+
+    def _add(self, name: str, make: Callable[[], Sink]) -> None:
+        try:
+            self._sinks[name] = make()
+        except Exception as error:
+            self._warn(name, error)
+
+    def _each(self, method: str, *arguments: Any) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                getattr(sink, method)(*arguments)
+            except Exception as error:
+                self._warn(name, error)
+                if not isinstance(error, OSError):
+                    del self._sinks[name]
+
+    def _warn(self, name: str, error: Exception) -> None:
+        if name in self._failed:
+            return
+        self._failed.add(name)
+        try:
+            warn(f"warning: {name} failed and may be incomplete; training continues. {type(error).__name__}: {error}")
+        except OSError:
+            pass  # stderr is closed

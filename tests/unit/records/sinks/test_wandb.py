@@ -1,0 +1,71 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.records.sinks import tracked
+from tests.unit.records.sinks.tracked import COLUMNS, ENCODED
+
+pytest.importorskip("wandb")
+OPTIONS = "run.wandb={mode: offline, project: sums, entity: us, group: night, tags: [a, b], name: shown}"
+
+
+def records(file: Path) -> list:
+    """The records of a .wandb file: a log of LevelDB's format (blocks of 32 KiB; crc, length, type, data) after 7 bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, parts, found = file.read_bytes(), 7, [], []
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts.append(data[at + 7 : at + 7 + length])
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            found.append(wandb_internal_pb2.Record.FromString(b"".join(parts)))
+            parts = []
+    return found
+
+
+def history(file: Path) -> list[dict]:
+    rows = [record.history.item for record in records(file) if record.WhichOneof("record_type") == "history"]
+    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The .wandb files of a run and of its continuation from step 1; each process ends without an error or a left process."""
+    folder = tmp_path_factory.mktemp("wandb") / "mine"
+    for restored in ("0", "1"):
+        command = [sys.executable, "-m", "tests.unit.records.sinks.tracked", str(folder), restored, "run.trackers=[wandb]", OPTIONS]
+        environment = os.environ | {"WANDB_PROJECT": "not this one", "WANDB_ERROR_REPORTING": "false"}
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(tracked.__file__).parents[4], env=environment)
+        assert ended.returncode == 0 and ended.stderr == ""
+    found = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
+    assert len(found) == 2
+    return found
+
+
+def test_a_run_and_its_continuation_are_one_run_with_its_options_and_its_config(files):
+    runs = [next(r.run for r in records(file) if r.WhichOneof("record_type") == "run") for file in files]
+    assert runs[0].run_id == runs[1].run_id == files[0].stem.removeprefix("run-")
+    for run in runs:
+        assert (run.project, run.entity, run.run_group, list(run.tags), run.display_name) == ("sums", "us", "night", ["a", "b"], "shown")
+        config = {item.key: json.loads(item.value_json) for item in run.config.update}
+        assert config["run"]["name"] == "mine" and config["rollout"]["num_generations"] > 1
+
+
+def test_metrics_have_the_runs_step_and_tables_hold_every_response(files):
+    first, second = history(files[0]), history(files[1])
+    assert [(row["step"], row["reward"]) for row in first if "reward" in row] == [(1, 0.1), (2, 0.2)]
+    assert [(row["step"], row["reward"]) for row in second if "reward" in row] == [(2, 0.2), (3, 0.3)]
+    assert [(row["step"], row["eval/pass@1"]) for row in first if "eval/pass@1" in row] == [(0, 0.5)]
+    tables = [json.loads(file.read_text()) for file in sorted(files[0].parent.glob("files/media/table/completions*.json"))]
+    assert len(tables) == 2 and tables[0]["columns"] == COLUMNS
+    assert sorted(table["data"][1] for table in tables) == [[step, "3 + 4?", ENCODED, 1.0, None, "7", 1.0, 1.0] for step in (1, 2)]
+    defined = [r.metric for r in records(files[0]) if r.WhichOneof("record_type") == "metric"]
+    assert any(metric.glob_name == "*" and metric.step_metric == "step" for metric in defined)
