@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from typing import TYPE_CHECKING, Literal
 
 from megagrpo.config.paths import is_user_code
@@ -12,7 +13,13 @@ from megagrpo.config.section import Section
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
-BUILT_IN = ("tensorboard", "wandb", "mlflow", "trackio")
+PACKAGES = {  # built-in trackers, and the packages that they import; all but TensorBoard's come with the extra of the same name
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+    "trackio": ("trackio",),
+}
+BUILT_IN = tuple(PACKAGES)
 PROJECT = "megagrpo"  # project or experiment when neither the config nor the environment names one
 
 
@@ -67,3 +74,18 @@ def tracker_problems(config: RunConfig) -> list[Problem]:
             known = f"known: {', '.join(BUILT_IN)}; your own: path/file.py:Class or package.module:Class"
             problems.append(Problem(key, f"`{name}` is not a known tracker{hint}; {known}"))
     return problems
+
+
+def missing_package(name: str) -> str:
+    """Return why the built-in tracker `name` cannot be used on this machine: a package that is not installed; "" if all are."""
+    absent = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
+    if not absent:
+        return ""
+    install = absent[0] if name == "tensorboard" else f"'megagrpo[{name}]'"
+    return f"`{name}` needs {', '.join(absent)}, which is not installed: pip install {install}; or remove it from run.trackers"
+
+
+def tracker_notes(config: RunConfig) -> list[Problem]:
+    """Return trackers whose packages are not installed on this machine, which may differ from the machine of the run."""
+    found = [(index, name) for index, name in enumerate(config.run.trackers) if name in PACKAGES]
+    return [Problem((f"run.trackers.{index}",), why) for index, name in found if (why := missing_package(name))]

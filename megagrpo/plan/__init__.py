@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megagrpo.config import Problem, ProblemError, RunConfig
+from megagrpo.config.trackers import tracker_notes
 from megagrpo.families.config import MODEL, HfConfig, model_problems, parse_hf_config
 from megagrpo.plan.files import data_notes, data_problems, output_problems, tokenizer_notes
 from megagrpo.plan.gpus import Gpu
@@ -137,7 +138,7 @@ def plan(
     problems += data_problems(config) if has_data else []
     if host_memory_gb is not None and gpu_memory_gb is None:
         problems += cache_problems(config, host_memory_gb)
-    notes = layout_notes(config, world_size) + (data_notes(config) if has_data else [])
+    notes = layout_notes(config, world_size) + tracker_notes(config) + (data_notes(config) if has_data else [])
     dp = max(1, world_size // config.parallel.model_parallel_size)
     rows = [
         ("layout", layout_text(config.parallel, world_size, dp)),

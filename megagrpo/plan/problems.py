@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megagrpo.config import MultiTurnSection, Problem, ProblemError, RunConfig, evaluation_sets
 from megagrpo.config.rules import LONGEST_SAMPLE
+from megagrpo.config.trackers import PACKAGES
 from megagrpo.families.config import HfConfig, projections
 from megagrpo.multi_turn.registry import targets
 from megagrpo.plan.gpus import Gpu
@@ -210,8 +211,9 @@ def reward_problems(config: RunConfig) -> list[Problem]:
 
 
 def own_code_problems(config: RunConfig) -> list[Problem]:
-    """Return files and names of the user's own loss and callbacks that do not exist."""
+    """Return files and names of the user's own loss, callbacks and trackers that do not exist."""
     named = {f"run.callbacks.{i}": (name, "callback") for i, name in enumerate(config.run.callbacks)}
+    named |= {f"run.trackers.{i}": (name, "tracker") for i, name in enumerate(config.run.trackers) if name not in PACKAGES}
     if config.algorithm.loss.custom:
         named["algorithm.loss_type"] = (config.algorithm.loss_type, "loss")
     problems: list[Problem] = []

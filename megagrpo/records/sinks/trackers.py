@@ -3,75 +3,41 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from dataclasses import dataclass
 
 from megagrpo.config import Problem, ProblemError, RunConfig
+from megagrpo.config.trackers import missing_package, tracker_notes
 from megagrpo.records.sinks.own import OwnSink, load_class
 from megagrpo.records.sinks.sink import Sink, TrackedRun
 
-
-@dataclass(frozen=True)
-class Tracker:
-    """A built-in tracker: its class in `records/sinks/`, and the packages that it imports."""
-
-    name: str
-    class_name: str
-    packages: tuple[str, ...]
-    extra: str | None = None  # the extra of megagrpo that installs the packages; None: always installed
-
-
-TRACKERS = {
-    tracker.name: tracker
-    for tracker in (
-        Tracker("tensorboard", "TensorBoardSink", ("tensorboard",)),
-        Tracker("wandb", "WandbSink", ("wandb",), "wandb"),
-        Tracker("mlflow", "MlflowSink", ("mlflow", "sqlalchemy", "alembic"), "mlflow"),
-        Tracker("trackio", "TrackioSink", ("trackio",), "trackio"),
-    )
-}
+CLASSES = {"tensorboard": "TensorBoardSink", "wandb": "WandbSink", "mlflow": "MlflowSink", "trackio": "TrackioSink"}
 
 
 def make_sink(name: str, run: TrackedRun) -> Sink:
     """Return the sink of one entry of `run.trackers`. May raise anything: clients of services and the user's code run here."""
-    tracker = TRACKERS.get(name)
-    if tracker is None:
+    if name not in CLASSES:
         return OwnSink(name, run)
-    if why := _missing(tracker):
+    if why := missing_package(name):
         raise RuntimeError(why)
-    sink: Sink = getattr(importlib.import_module(f"megagrpo.records.sinks.{name}"), tracker.class_name)(run)
+    sink: Sink = getattr(importlib.import_module(f"megagrpo.records.sinks.{name}"), CLASSES[name])(run)
     return sink
 
 
 def check_trackers(config: RunConfig) -> None:
     """Import the user's classes, and look for the packages of the others. Raises ProblemError with every tracker that cannot be used."""
-    problems: list[Problem] = []
+    problems = tracker_notes(config)
     for index, name in enumerate(config.run.trackers):
         try:
-            tracker = TRACKERS.get(name)
-            why = _missing(tracker) if tracker else ""
-            if tracker is None:
+            if name not in CLASSES:
                 load_class(name)
         except ValueError as error:
-            why = f"`{name}` {error}"
-        if why:
-            problems.append(Problem((f"run.trackers.{index}",), why))
+            problems.append(Problem((f"run.trackers.{index}",), f"`{name}` {error}"))
     if problems:
         raise ProblemError(*problems)
 
 
-def _missing(tracker: Tracker) -> str:
-    """Return why a tracker cannot be used here: a package that is not installed; "" if all are."""
-    absent = [package for package in tracker.packages if importlib.util.find_spec(package) is None]
-    if not absent:
-        return ""
-    package = f"megagrpo[{tracker.extra}]" if tracker.extra else absent[0]
-    return f"`{tracker.name}` needs {', '.join(absent)}, which is not installed: pip install '{package}'; or remove it from run.trackers"
-
-
 def unused_options(config: RunConfig) -> list[str]:
     """Return a note for each tracker that has options but is not in `run.trackers`."""
-    sections = {name: section for name, section in config.run if name in TRACKERS}
+    sections = {name: section for name, section in config.run if name in CLASSES}
     return [
         f"note: run.{name} has options, but run.trackers does not name {name}, so the run does not use it"
         for name, section in sections.items()

@@ -141,7 +141,8 @@ def test_numbers_are_numbers(tmp_path, text, value):
 
 
 def test_words_that_older_yaml_takes_for_booleans_or_times_stay_words(tmp_path):
-    config = load_config(write(tmp_path, SMALLEST + "algorithm: {importance_correction: off}\n"), ["data.columns={a: yes, b: 1:30}", "run.name=off"])
+    written = write(tmp_path, SMALLEST + "algorithm: {importance_correction: off}\n")
+    config = load_config(written, ["data.columns={a: yes, b: 1:30}", "run.name=off"])
     assert config.algorithm.importance_correction == "off" and config.run.name == "off" and config.data.columns == {"a": "yes", "b": "1:30"}
 
 

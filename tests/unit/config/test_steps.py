@@ -51,7 +51,7 @@ def test_two_warmups_and_a_ratio_of_everything_are_refused(load):
     assert load("train.warmup_steps=7").train.warmup(100) == 7
     with pytest.raises(ConfigError, match=re.escape("train.warmup_ratio: 0.1 and train.warmup_steps 7 both set the warm-up")):
         load("train.warmup_steps=7", "train.warmup_ratio=0.1")
-    with pytest.raises(ConfigError, match="train.warmup_ratio: must be less than 1"):
+    with pytest.raises(ConfigError, match=r"train\.warmup_ratio: must be less than 1"):
         load("train.warmup_ratio=1")
-    with pytest.raises(ConfigError, match="run.num_train_epochs: must be greater than 0"):
+    with pytest.raises(ConfigError, match=r"run\.num_train_epochs: must be greater than 0"):
         load("run.num_train_epochs=0")

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import ConfigError, ProblemError, load_config
+from megagrpo.config.trackers import PACKAGES
 from megagrpo.records.sinks.own import METHODS
-from megagrpo.records.sinks.trackers import TRACKERS, check_trackers, unused_options
+from megagrpo.records.sinks.trackers import CLASSES, check_trackers, unused_options
 from tests.unit.records.sinks.tracked import CONFIG, write
 
 PAGE = (Path(__file__).parents[4] / "docs" / "trackers.md").read_text()
@@ -77,7 +78,9 @@ def test_a_sink_that_cannot_be_used_is_named_with_its_key_and_its_file(name, sai
 def test_a_sink_that_raises_is_reported_once_and_not_called_again(tmp_path, capsys):
     (tmp_path / "sinks.py").write_text(SINKS)
     write(tmp_path / "mine", f"run.trackers=[{tmp_path}/sinks.py:Breaks]")
-    said = f"warning: {tmp_path}/sinks.py:Breaks failed and may be incomplete; training continues. RuntimeError: no route to the dashboard\n"
+    said = (
+        f"warning: {tmp_path}/sinks.py:Breaks failed and may be incomplete; training continues. RuntimeError: no route to the dashboard\n"
+    )
     assert capsys.readouterr().err == said and (tmp_path / "mine" / "steps").read_text() == "1"
     assert len((tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()) == 3
 
@@ -97,8 +100,8 @@ def test_a_wrong_entry_is_named_when_the_config_is_loaded(trackers, said):
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_tracker_without_its_package_is_named_with_the_command_that_installs_it(name, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package in TRACKERS[name].packages else object())
-    said = f"`{name}` needs {', '.join(TRACKERS[name].packages)}, which is not installed: pip install 'megagrpo[{name}]'"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package in PACKAGES[name] else object())
+    said = f"`{name}` needs {', '.join(PACKAGES[name])}, which is not installed: pip install 'megagrpo[{name}]'"
     with pytest.raises(ProblemError, match=re.escape(f"run.trackers.0: {said}")):
         check_trackers(config(name))
     write(tmp_path / "mine", f"run.trackers=[{name}]")  # a package that disappears later does not stop the run
@@ -111,7 +114,8 @@ def test_options_of_a_tracker_that_the_run_does_not_use_are_noted():
 
 
 def test_the_page_names_every_tracker_and_every_method():
-    for name in TRACKERS:
+    assert CLASSES.keys() == PACKAGES.keys()
+    for name in CLASSES:
         assert f"`{name}`" in PAGE
     for name in METHODS:
         assert f"`{name}(" in PAGE
