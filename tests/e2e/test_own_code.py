@@ -1,4 +1,4 @@
-"""User code inside a run: a custom loss, and callbacks that save and stop."""
+"""User code inside a run: a custom loss, callbacks that save and stop, a tracker, and a reward function that logs."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from tests.e2e import world
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 CALLBACKS = '''
-"""Records every call, requests a checkpoint at step 1, and stops the run after step 2."""
+"""Callbacks and a tracker, which note each call. Watch requests a checkpoint at step 1, and stops the run after step 2."""
 
 import os
 
@@ -38,6 +38,36 @@ class Fails:
 def note(config, *words):
     with open(os.path.join(config.run.output_dir, "notes"), "a") as file:
         print(*words, file=file)
+
+
+class Notes:
+    def __init__(self, run):
+        self.path = run.folder / "tracked"
+
+    def completions(self, step, rows):
+        self.note("completions", step, len(rows), sum(row["extra"]["logs/length"] == len(row["completion"]) for row in rows))
+
+    def step(self, step, metrics):
+        self.note("step", step, metrics["rewards/logs/calls of one"])
+
+    def close(self):
+        self.note("close")
+
+    def note(self, *words):
+        with self.path.open("a") as file:
+            print(*words, file=file)
+'''
+
+REWARDS = '''
+"""The reward function of the other runs, with a log."""
+
+from rewards import low_bytes
+
+
+def logs(completions, log_extra, log_metric, **columns):
+    log_extra("length", [len(text) for text in completions])
+    log_metric("calls of one", 1)
+    return low_bytes(completions, None)
 '''
 
 
@@ -47,12 +77,14 @@ def files(tmp_path_factory):
     loss = next(block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "def clipped" in block)
     (folder / "my_loss.py").write_text(loss)
     (folder / "calls.py").write_text(CALLBACKS)
+    (folder / "my_rewards.py").write_text(REWARDS)
     return folder
 
 
 def test_a_run_trains_with_a_loss_of_ones_own_and_a_callback_saves_and_ends_it(files, tmp_path):
     own = f"algorithm.loss_type={files}/my_loss.py:clipped"
-    run = world.train(tmp_path, own, f"run.callbacks=[{files}/calls.py:Watch]", "run.max_steps=5")
+    others = [f"run.trackers=[{files}/calls.py:Notes]", f"rewards.functions.0.function={files}/my_rewards.py:logs"]
+    run = world.train(tmp_path, own, f"run.callbacks=[{files}/calls.py:Watch]", "run.max_steps=5", *others)
     assert run.code == 0 and "finished 2 steps (a callback stopped the run)" in run.out, run.err
     assert run.saved == ["step_000001", "step_000002"] and [line["step"] for line in run.metrics] == [1, 2]
     rewards = [round(line["reward"], 6) for line in run.metrics]
@@ -60,6 +92,8 @@ def test_a_run_trains_with_a_loss_of_ones_own_and_a_callback_saves_and_ends_it(f
         "begin 0", f"end 1 {rewards[0]}", "save step_000001",
         "begin 1", f"end 2 {rewards[1]}", "save step_000002", "over 2",
     ]  # fmt: skip
+    told = [line for step in (1, 2) for line in (f"completions {step} 16 16", f"step {step} 1.0")]
+    assert (run.folder / "tracked").read_text().splitlines() == [*told, "close"]
     assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in world.plain().metrics], abs=1e-5)
     assert run.metrics[0]["grad_norm"] == pytest.approx(world.plain().metrics[0]["grad_norm"], rel=1e-5)
 

@@ -36,6 +36,7 @@ OPEN = (
     "data.eval.options",
     "evaluation.sets.NAME.options",
     "rewards.functions.N.args",
+    "run.mlflow.tags",
 )  # these keys allow any key below them
 
 # Names in metrics.jsonl of a training step with one reward function `exact_number`, beta > 0 and any options of the loss, and of an
