@@ -15,6 +15,7 @@ from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, read_chat_templat
 from megagrpo.families.sources import PACKAGE, resolve_model
 from megagrpo.multi_turn.dialogues import make_dialogues
 from megagrpo.plan import plan
+from megagrpo.records.sinks.trackers import check_trackers
 from megagrpo.rewards.registry import display_names, resolve
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
@@ -89,6 +90,8 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False) -> DryRu
     """
     result = DryRun(config.parallel.smallest_world)
     result.add(*plan(config, result.ranks).problems)
+    with result.collecting():
+        check_trackers(config)
     with ExitStack() as resources:
         tools: Sequence[dict[str, Any]] = ()
         prompt: Prompt | None = None
@@ -107,6 +110,8 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False) -> DryRu
                 (first,) = source.peek(1)
                 prompt = prompt or first
                 result.sources.append(_trial(key, section, data, source, first, tokenizer, config, tools))
+                if key == "data.train":
+                    config.with_num_prompts(len(source))  # the rules about the number of steps
         if prompt is not None:
             _try_rewards(config, base_folder, prompt, tokenizer, models, result)
     return result

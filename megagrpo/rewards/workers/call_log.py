@@ -1,15 +1,16 @@
 """What a reward function logs during one call, with TRL's `log_extra` and `log_metric`: columns of the completions table, and numbers.
 
-Imports the standard library only: every worker process reads this file. A wrong use of the two changes no reward: it is reported by text.
+Imports little, because every worker process reads this file. A wrong use of the two changes no reward: it is reported by text.
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-import statistics
 from collections.abc import Iterable
 from typing import Any
+
+from megagrpo.rewards.workers.values import LARGEST
 
 ARGUMENTS = ("log_extra", "log_metric")  # names under which a function gets the two callables
 OWN_METRICS = frozenset({"mean", "std", "timeouts", "exceptions", "unscorable", "seconds"})  # of every reward function
@@ -39,7 +40,7 @@ class CallLog:
             if len(cells) != self._count:
                 raise ValueError(f"{len(cells)} values for {self._count} completions; give one per completion")
             self._columns[name] = cells
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:
             self._report("log_extra", column, error)
 
     def log_metric(self, name: str, value: float) -> None:
@@ -48,8 +49,9 @@ class CallLog:
             checked = _checked_name(name, self._metrics)
             if checked in OWN_METRICS:
                 raise ValueError("every reward function has a metric of this name; choose another name")
-            self._metrics.setdefault(checked, []).append(_number(value))
-        except (TypeError, ValueError) as error:
+            number = _number(value)
+            self._metrics.setdefault(checked, []).append(number)
+        except (TypeError, ValueError, OverflowError) as error:
             self._report("log_metric", name, error)
 
     def _report(self, function: str, name: Any, error: Exception) -> None:
@@ -59,7 +61,7 @@ class CallLog:
 
     def contents(self) -> Logged:
         """Return everything that was logged, as JSON."""
-        metrics = {name: statistics.fmean(values) for name, values in self._metrics.items()}
+        metrics = {name: math.fsum(values) / len(values) for name, values in self._metrics.items()}
         return {"columns": self._columns, "metrics": metrics, "problems": list(self._problems.values())}
 
 
@@ -99,6 +101,8 @@ def _number(value: Any) -> float:
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"the value is {number}, which is not finite")
+    if abs(number) > LARGEST:
+        raise ValueError(f"the value is {number:g}; it must lie within ±{LARGEST:g}, as a reward")
     return number
 
 

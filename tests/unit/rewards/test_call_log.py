@@ -138,6 +138,8 @@ def test_values_become_json():
         ("log_extra", "a\nb", [1, 2], "the name must have 1 to 100 printable characters"),
         ("log_metric", "n" * 101, 1, "the name must have 1 to 100 printable characters"),
         ("log_metric", "n", math.nan, "the value is nan, which is not finite"),
+        ("log_metric", "n", -2e15, "the value is -2e+15; it must lie within ±1e+15"),
+        ("log_metric", "n", 10**400, "int too large to convert to float"),
         ("log_metric", "timeouts", 1, "every reward function has a metric of this name"),
     ],
 )

@@ -1,5 +1,6 @@
 """The names in `run.trackers`, and sinks of the user."""
 
+import csv
 import importlib.util
 import json
 import re
@@ -46,9 +47,9 @@ def test_the_sink_of_the_page_writes_what_the_page_says(tmp_path):
     assert len(code.splitlines()) <= 20
     (tmp_path / "my_sinks.py").write_text(code)
     write(tmp_path / "mine", f"run.trackers=[{tmp_path}/my_sinks.py:Sheet]")
-    lines = (tmp_path / "mine" / "sheet.csv").read_text().splitlines()
-    assert lines[0] == "step,reward,best response" and lines[1].startswith("1,0.1,") and lines[2].startswith("2,0.2,")
-    assert len(lines) == 3
+    with (tmp_path / "mine" / "sheet.csv").open(newline="") as file:
+        lines = list(csv.reader(file))
+    assert lines == [["step", "reward", "best response"], *([str(step), str(step / 10), "7 <b>|`*\n?"] for step in (1, 2))]
 
 
 def test_a_file_beside_the_yaml_is_found_from_any_folder(tmp_path):
