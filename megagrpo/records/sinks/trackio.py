@@ -19,7 +19,7 @@ class TrackioSink(TrackerSink):
         import trackio  # not always installed
 
         super().__init__(run)
-        self._table, options = trackio.Table, run.config.run.trackio
+        self._table, self._finish, options = trackio.Table, trackio.finish, run.config.run.trackio
         with contextlib.redirect_stdout(io.StringIO()):  # hints of several lines
             self._run = trackio.init(
                 project=options.project or os.environ.get("TRACKIO_PROJECT") or PROJECT,
@@ -44,4 +44,4 @@ class TrackioSink(TrackerSink):
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
-            self._run.finish()
+            self._finish()  # not the run's own method, after which the exit of the process would finish it again
