@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from megagrpo.config import DataSection, DatasetSection, ProblemError, RunConfig, evaluation_sets
@@ -72,15 +73,23 @@ class DryRun:
         """Add problems that are not known yet."""
         self.problems += [str(problem) for problem in problems if str(problem) not in self.problems]
 
-    @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Context manager: a ValueError inside it becomes one problem per line."""
-        try:
-            yield
-        except ProblemError as error:
-            self.add(*error.problems)
-        except ValueError as error:
-            self.add(*str(error).split("\n"))
+    def collecting(self) -> Collecting:
+        """Return a context manager that turns a ValueError inside it into one problem per line."""
+        return Collecting(self)
+
+
+@dataclass(frozen=True)
+class Collecting(AbstractContextManager[None, bool]):
+    """The context manager of `DryRun.collecting`. It is a class because a type checker then knows that it suppresses errors."""
+
+    result: DryRun
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+        if isinstance(error, ProblemError):
+            self.result.add(*error.problems)
+        elif isinstance(error, ValueError):
+            self.result.add(*str(error).split("\n"))
+        return isinstance(error, ValueError)
 
 
 def dry_run(config: RunConfig, base_folder: Path, models: bool = False) -> DryRun:
