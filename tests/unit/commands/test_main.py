@@ -45,8 +45,8 @@ def test_only_the_first_rank_prints_the_problems(monkeypatch, capsys):
     ("words", "message"),
     [
         ("", "megagrpo: needs a command\n\nusage: megagrpo"),
-        ("trian x.yaml", "megagrpo: trian is not a command; did you mean train?; commands: train, "),
-        ("fly x.yaml", "megagrpo: fly is not a command; commands: train, "),
+        ("trian x.yaml", "megagrpo: trian is not a command; did you mean train?; commands: install, train, "),
+        ("fly x.yaml", "megagrpo: fly is not a command; commands: install, train, "),
         ("--versoin", "megagrpo: unknown option --versoin; did you mean --version?; see megagrpo --help"),
         ("--resume train x.yaml", "unknown option --resume; the options of a command follow its name"),
         ("plan", "megagrpo plan: the following arguments are required: CONFIG; see megagrpo plan --help"),
