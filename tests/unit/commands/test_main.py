@@ -91,7 +91,16 @@ def test_help_lists_the_commands_and_a_command_lists_its_own_options(capsys):
     assert all(f"    {name}" in listed and summary in " ".join(listed.split()) for name, summary in COMMANDS.items())
     shown = printed(capsys, "plan", "--help")
     assert "usage: megagrpo plan [-h] [--gpu KIND]" in shown and "megagrpo plan my_run.yaml --gpu h100 --search" in shown
-    assert "`megagrpo keys` and docs/config.md describe every key" in shown and len(shown.splitlines()) < 60
+    assert "`megagrpo keys` and docs/config.md describe every key" in " ".join(shown.split()) and len(shown.splitlines()) < 60
+
+
+def test_help_fits_100_columns_and_a_narrow_terminal(capsys, monkeypatch):
+    for columns, limit in (("200", 100), ("80", 80)):
+        monkeypatch.setenv("COLUMNS", columns)
+        for words in ([], *([name] for name in COMMANDS if name != "audit")):
+            lines = printed(capsys, *words, "--help").splitlines()
+            assert [line for line in lines if len(line) > limit and not line.startswith("    ")] == []
+    assert "\n    NPROC=4 megagrpo train my_run.yaml parallel.tp=2\n" in printed(capsys, "train", "--help")
 
 
 def test_keys_are_listed_as_a_whole_by_section_and_alone(capsys):
