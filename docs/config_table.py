@@ -1,4 +1,4 @@
-"""Writes the table of all keys into docs/config.md, from the schema itself: python docs/config_table.py"""
+"""Writes the table of all keys into docs/config.md, and configs/schema.json: python docs/config_table.py"""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import re
 from pathlib import Path
 
 from megagrpo.config import render_help
+from megagrpo.config.schema import schema_text
 
 PAGE = Path(__file__).with_name("config.md")
+SCHEMA = Path(__file__).parents[1] / "configs" / "schema.json"
 BEGIN, END = "<!-- the table of keys begins -->", "<!-- the table of keys ends -->"
 _KEY = re.compile(r"  (\S+)  \((.*), (?:default (.*)|(required))\)")
 
@@ -42,3 +44,4 @@ def _cell(text: str) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(with_table(PAGE.read_text()))
+    SCHEMA.write_text(schema_text(), encoding="utf-8")

@@ -25,7 +25,7 @@ def errors(text: str) -> list[str]:
 
 
 def test_the_shipped_schema_is_current():
-    """`megagrpo schema -o configs/schema.json` updates it."""
+    """`python docs/config_table.py` updates it."""
     assert (CONFIGS / "schema.json").read_text() == schema_text()
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
