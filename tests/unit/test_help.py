@@ -45,5 +45,10 @@ def test_each_command_is_a_file():
     assert files - NOT_COMMANDS == set(COMMANDS)
 
 
+def test_every_command_has_a_row_in_the_list_of_commands():
+    rows = [line for line in (ROOT / "docs" / "commands.md").read_text().splitlines() if line.startswith("| `")]
+    assert [name for name in COMMANDS if not any(f"`{name}`" in row.split("|")[1] for row in rows)] == []
+
+
 def test_all_programs_are_known():
     assert len(PROGRAMS) >= 12 and set(FAST) < {*(f"megagrpo {verb}" for verb in COMMANDS), *PROGRAMS}
