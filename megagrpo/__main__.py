@@ -14,20 +14,21 @@ from collections.abc import Sequence
 from megagrpo.commands.parser import parse
 from megagrpo.config import ConfigError
 from megagrpo.process.scratch import temporary_files
-from megagrpo.process.terminal import log_to_stderr, warn
+from megagrpo.process.terminal import LogLevelError, hide_bars_of_libraries, log_to_stderr, warn
 
 
 @temporary_files()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for a wrong command line or config. Its temporary files are removed."""
-    log_to_stderr()
     try:
+        hide_bars_of_libraries()
+        log_to_stderr()
         try:
             options = parse(sys.argv[1:] if arguments is None else arguments)
         except SystemExit:  # --help or --version has printed its text
             return 0
         return int(options.run(options))
-    except ConfigError as error:
+    except (ConfigError, LogLevelError) as error:
         if os.environ.get("RANK", "0") == "0":
             warn(error)
         return 2

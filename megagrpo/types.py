@@ -206,6 +206,14 @@ def _moved(rows: StepTerms | MicroBatch, device: torch.device) -> dict[str, Any]
 
 
 @dataclass(frozen=True)
+class ComputedTokens:
+    """The tokens that one optimizer step runs through the model, over all ranks, without padding: what its FLOPs are counted from."""
+
+    spans: tuple[tuple[int, int], ...] = ()  # [start, stop) of each computed part of a sample; it attends to the sample's tokens < stop
+    num_loss: int = 0  # loss tokens among them; only they have logits
+
+
+@dataclass(frozen=True)
 class TrainBatch:
     """The micro-batches of this data-parallel rank for one optimizer step, and counts over all ranks."""
 
@@ -214,6 +222,7 @@ class TrainBatch:
     num_sequences: int  # samples of all ranks, including skipped ones
     packing: dict[str, Metric] = field(default_factory=dict)  # metrics of the packing's balance over all ranks
     samples: tuple[int, ...] = ()  # `TrainSample.index` of the `num_sequences` samples
+    computed: ComputedTokens = field(default_factory=ComputedTokens)
 
     def with_terms(self, **terms: Sequence[Any]) -> TrainBatch:
         """Return a copy whose micro-batches have these fields of `StepTerms`, one value per micro-batch. Other terms stay."""

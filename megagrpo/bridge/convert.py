@@ -26,7 +26,6 @@ from megagrpo.bridge.families import fill
 from megagrpo.bridge.hf_files import Files, Writer, carry, copy_side_files, files_for, files_of
 from megagrpo.bridge.load import Checkpoint
 from megagrpo.bridge.megatron_io import HF_FILES, Part, Structure, check_is_checkpoint, save_frame, structure
-from megagrpo.bridge.progress import Progress
 from megagrpo.bridge.torch_dist import ARCHIVE_BYTES, Piece, PieceWriter, StoredTensors, add_pieces
 from megagrpo.bridge.unfinished import Unfinished
 from megagrpo.config import ParallelSection
@@ -34,16 +33,17 @@ from megagrpo.families.config import load_hf_config
 from megagrpo.families.sources import resolve_model
 from megagrpo.parallel.agree import RankError, on_first_rank, run_and_agree, run_own_and_agree
 from megagrpo.parallel.layout import Layout, init_layout
+from megagrpo.process.progress import SILENT, Progress, Task
 
 _COMMIT = 2**28  # bytes between two commits: a kill loses at most this much work
 
 
-def import_hf(model: str, out: Path, layout: Layout) -> None:
+def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT) -> None:
     """Write `out`: Megatron's files, and in `out`/hf the files that an export needs beside the weights. Collective.
 
     Every parameter is stored in a dtype that holds its tensors without loss. Raises ValueError, naming file and tensor, when the model is
     damaged, does not fit its config.json or holds a NaN. Raises ValueError when `out` is not empty. Raises OSError when the disk is too
-    small or cannot be written. Ranks without an error of their own raise RankError.
+    small or cannot be written. Ranks without an error of their own raise RankError. `progress` shows the bytes of this rank.
     """
     source = run_own_and_agree(layout, lambda: resolve_model(model, "MODEL"))
     hf_config = load_hf_config(source)
@@ -53,7 +53,8 @@ def import_hf(model: str, out: Path, layout: Layout) -> None:
     if layout.world_rank == 0:
         checkpoint.say_left_out(hf_config)
     with _unfinished(out, layout, source) as folder:
-        pieces = _import_tensors(own, checkpoint, folder, layout)
+        with progress.task(f"writing {out.name}") as task:
+            pieces = _import_tensors(own, checkpoint, folder, layout, task)
         everyone, frame = layout.all_gather_objects(pieces), folder.path / "frame"
         run_and_agree(layout, lambda: _empty(frame), here=layout.world_rank == 0)
         save_frame(frame)
@@ -75,7 +76,7 @@ def _empty(folder: Path) -> None:
     folder.mkdir()
 
 
-def _import_tensors(own: Structure, checkpoint: Checkpoint, folder: Unfinished, layout: Layout) -> list[Piece]:
+def _import_tensors(own: Structure, checkpoint: Checkpoint, folder: Unfinished, layout: Layout, task: Task) -> list[Piece]:
     mine = {part: _dtype_of(part, checkpoint, own) for part in own.parts if part.is_first_copy}
     sizes = {part.name: math.prod(part.shape) * dtype.itemsize for part, dtype in mine.items()}
     writer = run_own_and_agree(layout, lambda: PieceWriter(folder.path, layout.world_rank, folder.journal))
@@ -84,13 +85,13 @@ def _import_tensors(own: Structure, checkpoint: Checkpoint, folder: Unfinished, 
     done = sum(sizes[name] for name in writer.done)
 
     def write() -> None:
-        with Progress(f"writing {folder.folder.name}", sum(sizes.values()), layout.world_rank == 0, done) as progress:
-            for part, dtype in left.items():
-                value = torch.empty(part.shape, dtype=dtype)
-                fill(value, part.blocks, checkpoint.read)
-                writer.write(part.name, part.pieces(value))
-                progress.add(sizes[part.name])
-            writer.close()
+        task.expect(sum(sizes.values()), "B", done)
+        for part, dtype in left.items():
+            value = torch.empty(part.shape, dtype=dtype)
+            fill(value, part.blocks, checkpoint.read)
+            writer.write(part.name, part.pieces(value))
+            task.advance(sizes[part.name])
+        writer.close()
 
     run_own_and_agree(layout, write)
     return writer.pieces
@@ -101,13 +102,14 @@ def _dtype_of(part: Part, checkpoint: Checkpoint, own: Structure) -> torch.dtype
     return reduce(torch.promote_types, [checkpoint.entry(block.name).dtype for block in part.blocks]) if part.blocks else own.dtype
 
 
-def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout) -> None:
+def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout, progress: Progress = SILENT) -> None:
     """Write `out`: the weights of a distributed checkpoint, with config and tokenizer, in the files and dtypes of the original model.
     Collective.
 
     `model` names the original Hugging Face model; None takes the files in the checkpoint. Raises ValueError when the checkpoint has no such
     files, holds only an adapter, is damaged, does not fit the model or holds a NaN. Raises ValueError when `out` is not empty. Raises
-    OSError when the disk is too small or cannot be written. Ranks without an error of their own raise RankError.
+    OSError when the disk is too small or cannot be written. Ranks without an error of their own raise RankError. `progress` shows the
+    bytes on rank 0.
     """
     if (checkpoint / ADAPTER_FILES).is_dir():
         raise ValueError(f"{checkpoint} has an adapter but no weights; merge it: megagrpo merge {checkpoint / ADAPTER_FILES} {out}")
@@ -131,20 +133,22 @@ def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout) ->
 
         def write() -> None:
             if layout.world_rank == 0:
-                _write_tensors(tensors, folder, files, copies, done)
+                with progress.task(f"writing {out.name}") as task:
+                    _write_tensors(tensors, folder, files, copies, done, task)
                 copy_side_files(source, folder.path)
 
         exhaust(write, tensors, layout)
 
 
-def _write_tensors(tensors: Stream, folder: Unfinished, files: Files, copies: dict[str, str], done: Iterable[str]) -> None:
+def _write_tensors(tensors: Stream, folder: Unfinished, files: Files, copies: dict[str, str], done: Iterable[str], task: Task) -> None:
     total, before = (sum(files.entries[name].nbytes for name in names) for names in (files.entries, done))
-    with Writer(folder.path, files, copies) as writer, Progress(f"writing {folder.folder.name}", total, done=before) as progress:
+    task.expect(total, "B", before)
+    with Writer(folder.path, files, copies) as writer:
         pending: list[str] = []
         size = 0
         for name, tensor in tensors:
             nbytes = writer.write(name, tensor)
-            progress.add(nbytes)
+            task.advance(nbytes)
             pending, size = [*pending, name], size + nbytes
             if size > _COMMIT:
                 writer.sync()
@@ -206,10 +210,10 @@ def fingerprint(folder: Path) -> str:
     return sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()).hexdigest()
 
 
-def export_alone(checkpoint: Path, out: Path) -> None:
+def export_alone(checkpoint: Path, out: Path, progress: Progress = SILENT) -> None:
     """Run `export_hf` in a world of this process only, with the model files of the checkpoint."""
     layout = init_layout(ParallelSection())
     try:
-        export_hf(checkpoint, out, None, layout)
+        export_hf(checkpoint, out, None, layout, progress)
     finally:
         layout.close()

@@ -22,6 +22,7 @@ from megagrpo.families.config import HfConfig
 from megagrpo.families.sources import new_folder
 from megagrpo.parallel.agree import run_and_agree
 from megagrpo.parallel.layout import Layout
+from megagrpo.process.progress import SILENT, Progress
 
 Stream = Iterator[tuple[str, Tensor]]  # (name, whole tensor)
 
@@ -164,8 +165,9 @@ def save_hf(
     *,
     max_shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
+    progress: Progress = SILENT,
 ) -> None:
-    """Write the model with merged adapters as a Hugging Face folder. Collective; rank 0 writes.
+    """Write the model with merged adapters as a Hugging Face folder. Collective; rank 0 writes. `progress` shows the bytes.
 
     Config and tokenizer are copied from `source_folder`. The safetensors files have the names and dtypes found there. With
     `max_shard_bytes` or `dtype`, or when that folder has no weights, files are new. Then `dtype` None means the dtype in config.json. Files
@@ -183,9 +185,10 @@ def save_hf(
         else:
             in_dtype = dtype or getattr(torch, hf_config.dtype)
             files, copies = new_files({n: (in_dtype, source.shape) for n, source in sources.items()}, max_shard_bytes or SHARD_BYTES), {}
-        with Writer(unfinished, files, copies) as writer:
+        with Writer(unfinished, files, copies) as writer, progress.task(f"writing {out_folder.name}") as task:
+            task.expect(sum(entry.nbytes for entry in files.entries.values()), "B")
             for name, tensor in tensors:
-                writer.write(name, tensor)
+                task.advance(writer.write(name, tensor))
         copy_side_files(source_folder, unfinished)
 
     save_folder(out_folder, list(merged_blocks(chunks, hf_config, layout)), layout, write)

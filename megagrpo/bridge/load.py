@@ -18,6 +18,7 @@ from megagrpo.families.boxes import brackets
 from megagrpo.families.config import HfConfig
 from megagrpo.families.sources import INDEX, SINGLE
 from megagrpo.parallel.layout import Layout
+from megagrpo.process.progress import SILENT, Progress
 from megagrpo.process.terminal import warn
 from megagrpo.transfer.plan import layer_of
 
@@ -26,8 +27,8 @@ _OTHER = "config.json and the weights belong to different models, or are incompl
 
 
 @torch.no_grad()
-def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, layout: Layout) -> None:
-    """Fill every parameter of `chunks` from the safetensors in `folder`, cast to the parameter's dtype.
+def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, layout: Layout, progress: Progress = SILENT) -> None:
+    """Fill every parameter of `chunks` from the safetensors in `folder`, cast to the parameter's dtype. `progress` counts tensors.
 
     Raises ValueError, naming file and tensor, when a file is damaged, or a tensor is missing or has another shape. The same error is raised
     for a tensor without a place in the model on any rank, and for NaN or infinity in the slices of this rank.
@@ -37,8 +38,11 @@ def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, la
     checkpoint.check([block for _, _, parameter_blocks in parameters for block in parameter_blocks], hf_config)
     if layout.world_rank == 0:
         checkpoint.say_left_out(hf_config)
-    for _, param, parameter_blocks in parameters:
-        fill(param, parameter_blocks, checkpoint.read)
+    with progress.task(f"loading {Path(folder).name}") as task:
+        task.expect(len(parameters), "tensors")
+        for _, param, parameter_blocks in parameters:
+            fill(param, parameter_blocks, checkpoint.read)
+            task.advance()
 
 
 HEAD_TENSOR = "lm_head.weight"

@@ -12,12 +12,13 @@ from megagrpo.families.sources import resolve_model
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.build import build_model, weights_dtype
 from megagrpo.policy.lora import adapters, attach_adapters
+from megagrpo.process.progress import SILENT, Progress
 
 ARGUMENT = "ADAPTER"  # name of the command-line argument in errors
 
 
-def merge(adapter: Path, out: Path, model: str | None, layout: Layout) -> None:
-    """Write the merged model to `out`: safetensors, config and tokenizer. Collective."""
+def merge(adapter: Path, out: Path, model: str | None, layout: Layout, progress: Progress = SILENT) -> None:
+    """Write the merged model to `out`: safetensors, config and tokenizer. Collective. `progress` shows the bytes."""
     lora = read_lora(adapter, ARGUMENT)
     source = resolve_model(model, "--model") if model else resolve_model(base_of(adapter), f"{adapter / CONFIG} (or name one with --model)")
     hf_config = load_hf_config(source)
@@ -25,6 +26,6 @@ def merge(adapter: Path, out: Path, model: str | None, layout: Layout) -> None:
     attach_adapters(chunks, hf_config, lora, recompute="none")
     for added in adapters(chunks):
         added.float()  # the file holds A and B in float32; in the model's bfloat16 they would be rounded before the sum is
-    load_hf(chunks, hf_config, source, layout)
+    load_hf(chunks, hf_config, source, layout, progress)
     load_adapter(chunks, hf_config, layout, adapter, lora, ARGUMENT)
-    save_hf(chunks, hf_config, layout, out, source)
+    save_hf(chunks, hf_config, layout, out, source, progress=progress)

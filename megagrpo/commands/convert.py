@@ -31,7 +31,8 @@ def run(options: argparse.Namespace) -> int:
 
     def action(layout: Layout) -> None:
         from megagrpo.bridge.convert import import_hf
+        from megagrpo.records.progress import conversion_progress
 
-        import_hf(options.model, options.out, layout)
+        import_hf(options.model, options.out, layout, conversion_progress(layout.world_rank))
 
     return run_in_layout(options, action)

@@ -34,7 +34,8 @@ def run(options: argparse.Namespace) -> int:
 
     def action(layout: Layout) -> None:
         from megagrpo.bridge.convert import export_hf
+        from megagrpo.records.progress import conversion_progress
 
-        export_hf(options.checkpoint, options.out, options.model, layout)
+        export_hf(options.checkpoint, options.out, options.model, layout, conversion_progress(layout.world_rank))
 
     return run_in_layout(options, action)

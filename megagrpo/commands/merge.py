@@ -32,7 +32,8 @@ def run(options: argparse.Namespace) -> int:
 
     def action(layout: Layout) -> None:
         from megagrpo.bridge.merge_adapter import merge
+        from megagrpo.records.progress import conversion_progress
 
-        merge(options.adapter, options.out, options.model, layout)
+        merge(options.adapter, options.out, options.model, layout, conversion_progress(layout.world_rank))
 
     return run_in_layout(options, action)

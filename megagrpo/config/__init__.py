@@ -36,6 +36,7 @@ from megagrpo.config.rewards import RewardsSection as RewardsSection
 from megagrpo.config.rollout import RolloutSection as RolloutSection
 from megagrpo.config.rules import cross_field_problems, step_problems
 from megagrpo.config.run import DebugSection as DebugSection
+from megagrpo.config.run import ProfileSection as ProfileSection
 from megagrpo.config.run import RunSection as RunSection
 from megagrpo.config.section import Section
 from megagrpo.config.train import TrainSection as TrainSection

@@ -107,9 +107,10 @@ def step_problems(config: RunConfig) -> list[Problem]:
         problems.append(
             Problem(keys, f"{t.warmup_steps} exceeds the run's {optimizer_steps} optimizer steps; lower it, or raise run.max_steps")
         )
-    if late := [step for step in config.debug.dump_steps if step > run.num_steps]:
-        said = f"step {late[0]} is after the last step, run.max_steps {run.num_steps}; name an earlier step"
-        problems.append(Problem(("debug.dump_steps", "run.max_steps"), said))
+    for key, steps in (("debug.dump_steps", config.debug.dump_steps), ("run.profile.steps", run.profile.steps)):
+        if late := [step for step in steps if step > run.num_steps]:
+            said = f"step {late[0]} is after the last step, run.max_steps {run.num_steps}; name an earlier step"
+            problems.append(Problem((key, "run.max_steps"), said))
     return problems
 
 

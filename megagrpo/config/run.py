@@ -1,8 +1,8 @@
-"""Defines the sections `run` and `debug`: the run's name, length, checkpoints and logs, and debug dumps."""
+"""Defines the sections `run` and `debug`: the run's name, length, checkpoints, console and profiles, and debug dumps."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -10,6 +10,16 @@ from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, 
 from megagrpo.config.trackers import MlflowSection, TrackioSection, WandbSection
 
 DEFAULT_STEPS = 100
+
+
+class ProfileSection(Section):
+    steps: list[PositiveInt] = []
+    """Steps to profile: docs/profiling.md. A profile changes no weight and no metric but the times."""
+    tool: Literal["torch", "nsys", "memory"] = "torch"
+    """`torch` writes a trace and the longest operations to the run's `profile/`. `nsys` marks the steps for a run under Nsight Systems.
+    `memory` writes the allocations of GPU memory. The last two need a GPU."""
+    ranks: list[NonNegativeInt] = []
+    """Ranks to profile; empty: all."""
 
 
 class RunSection(Section):
@@ -49,6 +59,14 @@ class RunSection(Section):
     log_completions_steps: NonNegativeInt = 1
     """Print a sample completion, and send the step's completions to the trackers, every this many steps; 0: never. `completions.jsonl`
     always holds all completions."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level of console lines and log records. `warning` prints neither steps nor progress. The variable MEGAGRPO_LOG_LEVEL takes
+    precedence."""
+    progress: bool = True
+    """Draw progress bars while the run works, if standard error is a terminal."""
+    peak_tflops: PositiveFloat | None = None
+    """Dense BF16 TFLOP/s of one rank's GPU or CPU, for the metric `mfu`. Empty: the data sheet's value for a known GPU, else no `mfu`."""
+    profile: ProfileSection = ProfileSection()
     trackers: list[str] = ["tensorboard"]
     """Where metrics and completions go besides `metrics.jsonl` and `completions.jsonl`: tensorboard, wandb, mlflow, trackio, or your own
     class as `path/file.py:Class` (docs/trackers.md)."""

@@ -14,7 +14,7 @@ from math import ceil
 import torch
 
 from megagrpo.config import RunConfig
-from megagrpo.types import Metric, MicroBatch, TrainBatch, TrainSample
+from megagrpo.types import ComputedTokens, Metric, MicroBatch, TrainBatch, TrainSample
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,17 @@ def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, 
         num_sequences=len(samples),
         samples=tuple(s.index for s in samples),
         packing=imbalances([sum(lengths[i] for i in indices) for indices in bins], dp_size),
+        computed=computed_tokens(bundles, rules),
     )
+
+
+def computed_tokens(bundles: Sequence[Sequence[TrainSample]], rules: PackingRules) -> ComputedTokens:
+    """Return the tokens of these bundles: the shared part of a bundle's samples once, and the rest of each sample."""
+    spans: list[tuple[int, int]] = []
+    for samples in bundles:
+        shared = shared_length(samples, rules.sequence_align)
+        spans += [(0, shared)] * (shared > 0) + [(shared, sample.token_ids.numel()) for sample in samples]
+    return ComputedTokens(tuple(spans), sum(int(loss_mask_of(sample, rules).sum()) for samples in bundles for sample in samples))
 
 
 def bundle(samples: Sequence[TrainSample], rules: PackingRules) -> list[list[TrainSample]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count, islice
@@ -12,9 +11,10 @@ from megagrpo.config import DataSection, DatasetSection
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.sources import did_you_mean, load_rows
 from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
+from megagrpo.process.terminal import get_logger
 from megagrpo.types import Prompt
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 _EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i, so nearby seeds share almost all rows
 _PASSED_BY_SCORER = {
     *("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reason", "is_truncated"),

@@ -13,8 +13,9 @@ from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.engine.protocol import Generator
 from megagrpo.evaluation.sets import HeldOut, check_columns, evaluate, load_sets
 from megagrpo.multi_turn.dialogues import make_dialogues
-from megagrpo.process.terminal import warn
-from megagrpo.records.metrics import PhaseTimer
+from megagrpo.process.phases import Phases
+from megagrpo.process.terminal import side_by_side, warn
+from megagrpo.records.progress import run_progress
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.collector import generate_and_score
 from megagrpo.servers.serving import Serving
@@ -41,12 +42,12 @@ def evaluate_offline(
     except ValueError as error:
         raise ConfigError(str(error)) from error
     engine: Generator = serving.engine(tokenizer)
-    timer = PhaseTimer()
+    phases = Phases(run_progress(config.run))
     if dialogues is not None:
         engine = dialogues.wrap(serving.engine(tokenizer))
 
     def collect(prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> tuple[list[ScoredRollout], dict[str, float]]:
-        return generate_and_score(engine, rewards, prompts, n, sampling, seed, timer)
+        return generate_and_score(engine, rewards, prompts, n, sampling, seed, phases)
 
     responses: dict[str, list[dict[str, Any]]] = {}
 
@@ -78,11 +79,11 @@ def table(metrics: dict[str, float], names: Sequence[str]) -> str:
     )
     width = max(len("set"), *(len(name or "data.eval") for name in names))
     heads = ["reward", "length", "cut", *estimates]
-    lines = [f"{'set':{width}}" + "".join(f"  {head:>8}" for head in heads)]
-    for name, of_set in by_set.items():
-        cells = [f"{of_set[key]:8.3f}" if key in of_set else f"{'-':>8}" for key in (*COLUMNS, *estimates)]
-        lines.append(f"{name or 'data.eval':{width}}" + "".join(f"  {cell}" for cell in cells))
-    return "\n".join(lines)
+    columns = [
+        [f"  {head:>8}", *(f"  {of_set[key]:8.3f}" if key in of_set else f"  {'-':>8}" for of_set in by_set.values())]
+        for head, key in zip(heads, (*COLUMNS, *estimates), strict=True)
+    ]
+    return "\n".join(side_by_side([f"{name:{width}}" for name in ("set", *(name or "data.eval" for name in by_set))], columns))
 
 
 def _order(estimate: str) -> tuple[bool, int]:

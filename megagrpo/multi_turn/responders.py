@@ -4,7 +4,6 @@ run."""
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +13,13 @@ from megagrpo.config import MultiTurnSection
 from megagrpo.multi_turn.conversation import Conversation
 from megagrpo.multi_turn.hosted import MALFORMED, is_sound
 from megagrpo.multi_turn.registry import targets
+from megagrpo.process.terminal import get_logger
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
 
 _HOSTED = Target("megagrpo.multi_turn.hosted", "Hosted")
 TURNS = "turns"  # name of the scheduler's reward column
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 _GRACE = 5.0  # seconds after the deadline within which a worker must report an episode that missed it
 
 

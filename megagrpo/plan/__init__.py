@@ -86,7 +86,8 @@ class Plan:
         if self.found:
             lines += ["", *search_table(self.found)]
         for name, texts in (("note(s)", self.notes), ("problem(s)", self.problems)):
-            lines += ["", f"{len(texts)} {name}", *(f"  {text}" for text in texts)] if texts else []
+            lines += ["", f"{len(texts)} {name}"] if texts else []
+            lines += [part for text in texts for line in str(text).split("\n") for part in wrapped(f"  {line}", indent=4)]
         return "\n".join(lines)
 
     def as_json(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -54,3 +55,15 @@ def model_flops(model: HfConfig, prompt: float, response: float, frozen: bool = 
     flops = token_flops(model)
     products = (prompt + response) * flops.blocks + response * flops.head
     return (2 if frozen else 3) * products + 3 * attention_flops(model, prompt + response)
+
+
+def step_flops(model: HfConfig, spans: Sequence[tuple[int, int]], num_loss: int, frozen: bool = False) -> float:
+    """Return the FLOPs of one optimizer step's forward and backward pass over all ranks, counted as in `model_flops`.
+
+    `spans` and `num_loss` are the fields of `ComputedTokens`. A prompt that several samples share counts once, because it is computed once.
+    Recompute, a router's pass of its own and padding do not count.
+    """
+    flops = token_flops(model)
+    products = sum(stop - start for start, stop in spans) * flops.blocks + num_loss * flops.head
+    attention = sum(attention_flops(model, stop) - attention_flops(model, start) for start, stop in spans)
+    return (2 if frozen else 3) * products + 3 * attention

@@ -12,8 +12,7 @@ from megagrpo.plan.memory import GIB, PREFILL_TOKENS, engine_memory, kv_bytes, t
 from megagrpo.plan.search import Candidate
 from megagrpo.plan.shapes import adapted_projections, num_active_parameters, num_parameters, stage_adapters
 from megagrpo.plan.times import StepTimes
-
-WIDTH = 100  # columns per line
+from megagrpo.process.terminal import WIDTH, side_by_side
 
 
 def wrapped(line: str, indent: int) -> list[str]:
@@ -139,10 +138,9 @@ def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
     known = dict.fromkeys(part for phase in phases for part, size in memory[phase].items() if size)
     parts = [part for part in known if part != "total"] + ["total"]
     beside = ", and of the vLLM server on its GPU" * ("kv_cache" in known)
-    lines = [f"trainer, GiB on the fullest rank{beside}", "".join([f"{'':<10}", *(f" {part:>7}" for part in parts)])]
-    for phase, sizes in memory.items():
-        lines.append("".join([f"{phase:<10}", *(f" {sizes.get(part, 0):{max(7, len(part))}.2f}" for part in parts)]))
-    return lines
+    columns = [[f" {part:>7}", *(f" {sizes.get(part, 0):{max(7, len(part))}.2f}" for sizes in memory.values())] for part in parts]
+    rows = side_by_side([f"{name:<10}" for name in ("", *memory)], columns)
+    return [f"trainer, GiB on the fullest rank{beside}", *rows]
 
 
 def times_table(times: StepTimes) -> Sequence[str]:

@@ -41,6 +41,7 @@ from megagrpo.policy.optimizer import (
     wrap_data_parallel,
 )
 from megagrpo.policy.stored import store_weights
+from megagrpo.process.phases import Phases
 from megagrpo.types import LossFn, LossInputs, Metric, MicroBatch, RefHead, TrainBatch, Truncation
 
 
@@ -82,6 +83,7 @@ class MegatronPolicy:
         for chunk in self.chunks:
             config_of(chunk).grad_scale_func = self.optimizer.scale_loss
             config_of(chunk).finalize_model_grads_func = self._finalize_gradients
+        self.phases = Phases()  # of the run; replaced by the caller
         self.times_filled = 0  # number of calls of weights_changed
         self._denominator = 1  # of the step in progress
         self._bad_tensor: BadTensor | None = None
@@ -197,7 +199,8 @@ class MegatronPolicy:
         """Clip the gradient of `backward` and take one step of the learning-rate schedule, then of the optimizer. Return the gradient norm
         before the clip and the rate of this step."""
         self.scheduler.step(increment=1)
-        _, grad_norm, _ = self.optimizer.step()
+        with self.phases("optimizer"):
+            _, grad_norm, _ = self.optimizer.step()
         norm = {} if grad_norm is None else {"grad_norm": Metric(float(grad_norm))}
         return norm | {"learning_rate": Metric(learning_rate(self.optimizer), reduce="last")}
 
@@ -218,11 +221,13 @@ class MegatronPolicy:
                 packed_seq_params=pack_params(micro_batch.cu_seqlens, micro_batch.prefixes, own if self.layout.cp_size > 1 else None),
                 padding_mask=self._not_counted(micro_batch, own),
             )
+            self.phases.task.advance(1 / len(self.model))
             return output, partial(last_stage, micro_batch=micro_batch, chunk=model)
 
         moved = [m.to(device.device()) for m in micro_batches]
         iterators = [iter(moved) for _ in self.model]
         single = len(self.model) == 1
+        self.phases.task.expect(len(moved), "micro-batches")
         if self._scaling is not None:
             self._scaling.begin()
         with hidden_states(self.chunks):

@@ -7,14 +7,26 @@ Every place that prints text from outside this package uses this module. Files o
 from __future__ import annotations
 
 import logging
+import os
 import re
+import shutil
 import sys
+import textwrap
+from collections.abc import Sequence
 from typing import IO
 
 # C0 but tab and newline, DEL, C1, the marks and overrides of bidirectional text, line separators, surrogates, tags.
 _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\U000e0000-\U000e007f]"
 )
+
+WIDTH = 100  # columns of a line
+LEVELS = ("debug", "info", "warning", "error")
+LEVEL_VARIABLE = "MEGAGRPO_LOG_LEVEL"
+
+
+class LogLevelError(ValueError):
+    """`MEGAGRPO_LOG_LEVEL` is not a log level."""
 
 
 def printable(text: str) -> str:
@@ -33,8 +45,34 @@ def show(text: object, file: IO[str] | None = None) -> None:
 
 
 def warn(text: object) -> None:
-    """Print `printable` text and flush, on standard error."""
+    """Print `printable` text and flush, on standard error. On a terminal long lines are wrapped at words."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        text = "\n".join(wrapped(str(text), min(WIDTH, shutil.get_terminal_size().columns)))
     show(text, sys.stderr)
+
+
+def wrapped(text: str, width: int = WIDTH, indent: int = 2) -> list[str]:
+    """Return the lines of `text`, wrapped at spaces to `width` columns. Later parts of a line are indented by `indent` more spaces than
+    the line. A word that is too long stays whole, so that a path can be copied."""
+    lines = []
+    for line in text.split("\n"):
+        if len(line) <= width:
+            lines.append(line.rstrip())
+            continue
+        inner = " " * (len(line) - len(line.lstrip()) + indent)
+        lines += textwrap.wrap(line, width, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False)
+    return lines
+
+
+def side_by_side(left: Sequence[str], columns: Sequence[Sequence[str]], width: int = WIDTH) -> list[str]:
+    """Return the lines of a table: `left`, and beside it the columns, whose cells are already padded. Columns that do not fit into `width`
+    continue in another block below, which repeats `left`."""
+    blocks = [list(left)]
+    for column in columns:
+        if len(blocks[-1][0]) > len(left[0]) and max(map(len, column)) + len(blocks[-1][0]) > width:
+            blocks.append(list(left))
+        blocks[-1] = [line + cell for line, cell in zip(blocks[-1], column, strict=True)]
+    return [line for block in blocks for line in block]
 
 
 class Formatter(logging.Formatter):
@@ -45,8 +83,64 @@ class Formatter(logging.Formatter):
         return printable(super().format(record))
 
 
+class _LastHandler(logging.Handler):
+    """Prints records for which the user's code, or a library, has configured no handler."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            warn(self.format(record))
+        except Exception:
+            self.handleError(record)
+
+
 def log_to_stderr() -> None:
-    """Send warnings of all libraries to standard error, printable, unless logging is already configured."""
-    handler = logging.StreamHandler()
+    """Print log records on standard error, printable, where no other handler is configured: warnings of libraries, and records of this
+    package from `MEGAGRPO_LOG_LEVEL` on.
+
+    The root logger stays free, so `logging.basicConfig` in callbacks and rewards works. Raises LogLevelError.
+    """
+    handler = _LastHandler()
     handler.setFormatter(Formatter("%(message)s"))
-    logging.basicConfig(handlers=[handler], level=logging.WARNING)
+    logging.lastResort = handler
+    for chatty in ("httpx", "httpcore"):  # they log every request as INFO, which the user's own handler would print
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    set_log_level()
+
+
+def hide_bars_of_libraries() -> None:
+    """Let libraries draw no progress bars in a pipe, whose lines they would break, and on ranks other than 0. Call it before their
+    imports."""
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+        for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
+            os.environ.setdefault(name, "1")
+
+
+def set_log_level(configured: str | None = None) -> None:
+    """Set the level of this package's log records to `log_level(configured)`."""
+    logging.getLogger("megagrpo").setLevel(log_level(configured).upper())
+
+
+def log_level(configured: str | None = None) -> str:
+    """Return the level of `MEGAGRPO_LOG_LEVEL`, else `configured` (`run.log_level`), else "info". Raises LogLevelError for an
+    unknown level."""
+    level = os.environ.get(LEVEL_VARIABLE) or configured or "info"
+    if level not in LEVELS:
+        raise LogLevelError(f"{LEVEL_VARIABLE}: {level!r} is not a log level; use one of {', '.join(LEVELS)}")
+    return level
+
+
+def quiets(configured: str, level: str) -> bool:
+    """Whether lines of `level` are not printed in a run with `run.log_level: configured`."""
+    return LEVELS.index(level) < LEVELS.index(log_level(configured))
+
+
+def get_logger(name: str) -> logging.Logger:
+    """Return the logger `name`, whose records are printable before any handler gets them. For records with text of models or users."""
+    logger = logging.getLogger(name)
+    logger.addFilter(_escape)
+    return logger
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    record.msg, record.args = printable(record.getMessage()), ()
+    return True

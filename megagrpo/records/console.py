@@ -1,12 +1,12 @@
-"""Prints a run's progress: the metrics of each step and evaluation, and at intervals a prompt with two of its responses.
+"""Prints a run's lines: the metrics of each step and evaluation, and at intervals a prompt with two of its responses.
 
-Lines are at most 100 columns, or the width of a narrower terminal. A message always stays on one line, so that its text can be searched.
+Lines are at most 100 columns, or the width of a narrower terminal. In a pipe a message stays on one line, so that its text can be
+searched; on a terminal it is wrapped at words.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console, Group
@@ -14,8 +14,9 @@ from rich.panel import Panel
 from rich.text import Text
 
 from megagrpo.config import RunConfig, evaluation_sets
-from megagrpo.process.terminal import one_line, printable
+from megagrpo.process.terminal import one_line, printable, quiets, wrapped
 from megagrpo.records.completions import Row, best_and_worst
+from megagrpo.records.screen import MAX_WIDTH, lines_console
 
 # (label, metric, format). A metric that a step does not report is omitted.
 STEP_COLUMNS = [
@@ -29,6 +30,8 @@ STEP_COLUMNS = [
     ("", "time/step", "{:5.1f}s"),
     ("clip", "clip_ratio/region_mean", "{:5.1%}"),
     ("tok/s", "tokens_per_second", "{:5.0f}"),
+    ("mfu", "mfu", "{:5.1%}"),
+    ("mem", "memory_gb", "{:5.1f}G"),
     ("age", "staleness/mean", "{:4.2f}"),
     ("idle", "idle/trainer", "{:4.0%}"),
 ]
@@ -36,22 +39,16 @@ EVALUATION_COLUMNS = [("reward", "reward", "{:6.3f}"), ("pass@1", "pass@1", "{:4
 EVALUATION_COLUMNS += [c for c in STEP_COLUMNS if c[0] in ("length", "cut")]
 # Suffixes of counters that are shown when they are not 0.
 ALARMS = ("/timeouts", "/exceptions", "/unscorable", "/failures", "/skipped_steps", "/alarms")
-MAX_WIDTH = 100  # columns
 INDENT = 14  # indent of continuation lines, in columns
 PHASES = ["generate", "reward", "logprobs", "train", "sync"]
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """Re-raise the BrokenPipeError that is being handled. rich would exit the process, so closing a pager would end the training."""
-        raise
-
-
 class ConsoleSink:
-    """Prints to standard output: colours and panels on a terminal, plain lines elsewhere."""
+    """Prints to standard output: colours and panels on a terminal, plain lines elsewhere. `run.log_level` leaves lines out."""
 
     def __init__(self, config: RunConfig, console: Console | None = None):
-        self._console = console or _Console(file=sys.stdout, highlight=False)
+        self._console = console or lines_console()
+        self._level = config.run.log_level
         self._max_steps = config.run.num_steps
         self._every = config.run.log_completions_steps
         self._held_out = list(evaluation_sets(config)) or [""]
@@ -60,12 +57,14 @@ class ConsoleSink:
             self._hidden.add("idle")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
+        if quiets(self._level, "info"):
+            return
         width = len(str(self._max_steps))
         first = Text(f"step {step:{width}d}/{self._max_steps}", style="bold")
         self._print_cells([first, *self._cells(STEP_COLUMNS, metrics), *_phases(metrics)])
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
-        for held_out in self._held_out:
+        for held_out in [] if quiets(self._level, "info") else self._held_out:
             first = Text(f"evaluation after step {step}{f' of {held_out}' if held_out else ''}", style="bold cyan")
             self._print_cells([first, *self._cells(EVALUATION_COLUMNS, self._metrics_of(held_out, metrics))])
 
@@ -78,7 +77,7 @@ class ConsoleSink:
         return {first + slash + rest: value for (first, slash, rest), value in split if first not in self._held_out}
 
     def completions(self, step: int, rows: Sequence[Row]) -> None:
-        if not rows or self._every == 0 or step % self._every:
+        if not rows or self._every == 0 or step % self._every or quiets(self._level, "info"):
             return
         shown = best_and_worst(rows)
         prompt = shown[0]["prompt"]
@@ -101,7 +100,12 @@ class ConsoleSink:
                     self._print(Text(" " * INDENT).append(line))
 
     def message(self, text: str) -> None:
-        self._print(Text(printable(text)))
+        is_warning = text.startswith("warning:")
+        if quiets(self._level, "warning" if is_warning else "info"):
+            return
+        text = printable(text)
+        for line in wrapped(text, self._width) if self._console.is_terminal else [text]:
+            self._print(Text(line, style="yellow" if is_warning else ""))
 
     def close(self) -> None:
         self._console.file.flush()
@@ -115,24 +119,35 @@ class ConsoleSink:
         """Return one text per reported metric of `columns`, then one per failure counter that is not 0."""
         shown = [column for column in columns if column[1] in metrics and column[0] not in self._hidden]
         cells = [
-            Text.assemble((f"  {label} " if label else "  ", "dim"), (form.format(metrics[name]), "green" if name == "reward" else ""))
+            Text.assemble((f"  {label} " if label else "  ", "dim"), (_cell(form, metrics[name]), "green" if name == "reward" else ""))
             for label, name, form in shown
         ]
         return cells + [Text(f"  {name} {value:g}", style="red") for name, value in metrics.items() if name.endswith(ALARMS) and value]
 
     def _print_cells(self, cells: list[Text]) -> None:
-        """Print cells side by side; cells that do not fit continue on indented lines."""
+        """Print cells side by side; cells that do not fit continue on indented lines. A cell that is longer than a line is cut into
+        parts."""
         line = cells[0]
         for cell in cells[1:]:
             if len(line) + len(cell) > self._width:
                 self._print(line)
                 line, cell = Text(" " * INDENT), cell[len(cell.plain) - len(cell.plain.lstrip()) :]
+            while len(line) + len(cell) > self._width:
+                part = self._width - len(line)
+                self._print(line + cell[:part])
+                line, cell = Text(" " * INDENT), cell[part:]
             line = line + cell
         self._print(line)
 
     def _print(self, line: Text) -> None:
         self._console.print(line, soft_wrap=True)
         self._console.file.flush()
+
+
+def _cell(form: str, value: float) -> str:
+    """Return the formatted value; a number with more than 12 characters in scientific notation."""
+    text = form.format(value)
+    return text if len(text) <= 12 else f"{value:.3g}"
 
 
 def _phases(metrics: dict[str, float]) -> list[Text]:
@@ -149,4 +164,4 @@ def _short(text: str, limit: int = 600) -> str:
 
 
 def _number(value: float | None, form: str = "{:.2f}") -> str:
-    return "-" if value is None or not math.isfinite(value) else form.format(value)
+    return "-" if value is None or not math.isfinite(value) else _cell(form, value)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 from megagrpo.types import Metric
 
@@ -37,30 +34,3 @@ def idle_shares(times: dict[str, float]) -> dict[str, float]:
     synchronous runs, where the two take turns."""
     step, generating = times["time/step"], times.get("time/generate", 0.0)
     return {"idle/trainer": (generating + times.get("time/reward", 0.0)) / step, "idle/servers": 1 - generating / step}
-
-
-class PhaseTimer:
-    """Measures the seconds of each phase of a step: `with timer("generate"): ...`. Times of repeated phases are added up.
-
-    The times are host times: work that a phase leaves queued on a GPU counts for the phase that waits for it.
-    """
-
-    def __init__(self) -> None:
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._started = time.perf_counter()
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[phase] += time.perf_counter() - start
-
-    def collect(self) -> dict[str, float]:
-        """Return `time/PHASE` for each phase and `time/step`, in seconds since the last call or the start, and reset them."""
-        now = time.perf_counter()
-        metrics = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {"time/step": now - self._started}
-        self._seconds.clear()
-        self._started = now
-        return metrics

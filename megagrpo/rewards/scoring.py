@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 from collections import Counter
@@ -10,13 +9,15 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from megagrpo.process.progress import SILENT_TASK, Task
+from megagrpo.process.terminal import get_logger
 from megagrpo.rewards.function import Function, FunctionResults
 from megagrpo.rewards.workers.feed import Feed
 from megagrpo.rewards.workers.pool import Call, Outcome, WorkerPool
 from megagrpo.rewards.workers.values import LARGEST
 from megagrpo.types import Rollout, ScoredRollout
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 _SHOWN = 1000  # characters of a text shown in a failure report
 
 
@@ -40,10 +41,10 @@ class Scoring:
         """Start to score these rollouts; results are sorted by `index`. Thread-safe."""
         self._queue.put(self, index, rollouts)
 
-    def finish(self) -> list[ScoredRollout]:
+    def finish(self, task: Task = SILENT_TASK) -> list[ScoredRollout]:
         """Wait and return one scored rollout per rollout, sorted by index, then in the order of `add`. `reward` is the weighted sum over
-        the functions that could score it; NaN if none could."""
-        self._queue.wait(self)
+        the functions that could score it; NaN if none could. `task` counts the calls of functions."""
+        self._queue.wait(self, task)
         order = sorted(range(len(self._rollouts)), key=self._indices.__getitem__)
         return [self._scored(i) for i in order]
 
@@ -174,10 +175,16 @@ class ScoringQueue:
             self._open[scoring] += 1
         self._feed.put((scoring, index, rollouts))
 
-    def wait(self, scoring: Scoring) -> None:
+    def wait(self, scoring: Scoring, task: Task = SILENT_TASK) -> None:
         """Wait until everything queued for `scoring` is finished. Raises the error that ended the thread, if any."""
+
+        def has_ended() -> bool:
+            task.expect(most, "calls", done=max(0, most - self._open[scoring]))
+            return scoring not in self._open or self._run.done()
+
         with self._changed:
-            self._changed.wait_for(lambda: scoring not in self._open or self._run.done())
+            most = self._open[scoring]
+            self._changed.wait_for(has_ended)
             is_over = scoring not in self._open
         if not is_over:
             self._run.result()

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megagrpo.engine.protocol import Engine
+from megagrpo.process.progress import SILENT_TASK, Task
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.scoring import Scoring
 from megagrpo.types import Prompt, Rollout, SamplingParams
@@ -85,9 +86,11 @@ class AsyncPool:
         self._threads.append(thread)
         thread.start()
 
-    def take(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, step: int) -> list[Scoring]:
+    def take(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, step: int, task: Task = SILENT_TASK
+    ) -> list[Scoring]:
         """Return the scoring of `n` rollouts of each prompt, in the order of `prompts`; the caller finishes it. Blocks until all are
-        generated.
+        generated. `task` counts the responses.
 
         `sampling`, `seed` and `step` apply to prompts that were not requested before. An error of a background thread is raised here.
         """
@@ -101,6 +104,7 @@ class AsyncPool:
             old = [missing[place] for place, group in ready.items() if self._is_too_old(group.rollouts)]
             for place in ready:
                 del missing[place]
+            task.advance(n * (len(ready) - len(old)))
             self._drop([place_of(prompt) for prompt in old])
             self.ask(old, n, sampling, seed, step, at_once=True)
             missing |= {place_of(prompt): prompt for prompt in old}

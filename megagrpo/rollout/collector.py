@@ -13,10 +13,10 @@ from megagrpo.config import RolloutSection
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, EngineStarved, Generator
 from megagrpo.parallel.agree import run_and_agree
 from megagrpo.parallel.layout import Layout
-from megagrpo.records.metrics import PhaseTimer
+from megagrpo.process.phases import Phases
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.ahead import AsyncPool, place_of
-from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout, Truncation
+from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams, ScoredRollout, Truncation
 
 STARVED = "starved"  # marks a rank whose engine needs weights before it can generate
 
@@ -41,7 +41,7 @@ class Collector:
     layout: Layout
     engine: Generator | None
     rewards: RewardScorer | None
-    timer: PhaseTimer
+    phases: Phases
     pool: AsyncPool | None = None
     step: int = 0  # finished training steps, for reward functions that depend on the progress
     stop_signal: int = 0  # signal that asked this rank to stop; 0: none
@@ -59,7 +59,7 @@ class Collector:
 
         def part() -> tuple[list[tuple[int, list[ScoredRollout]]], dict[str, float]] | str | EngineError | None:
             mine = self._own_places(prompts) if ahead else self._own_slice(prompts)
-            arguments = [prompts[i] for i in mine], num_generations, sampling, seed, self.timer, self.step
+            arguments = [prompts[i] for i in mine], num_generations, sampling, seed, self.phases, self.step
             try:
                 if self.pool is not None and ahead:
                     scored, counted = take_scored(self.pool, *arguments)
@@ -154,16 +154,22 @@ def generate_and_score(
     num_generations: int,
     sampling: SamplingParams,
     seed: int,
-    timer: PhaseTimer,
+    phases: Phases,
     step: int = 0,
 ) -> tuple[list[ScoredRollout], dict[str, float]]:
     """Return `num_generations` scored rollouts of each prompt, in prompt order, and the summed counters. `step` has the meaning of
     `RewardScorer.begin`. Raises EngineInterrupted when the engine was interrupted."""
     with rewards.begin(step) as scoring:  # a group is scored while other groups are generated
-        with timer("generate"):
-            engine.generate(prompts, num_generations, sampling, seed, on_group=scoring.add)
-        with timer("reward"):
-            return scoring.finish(), scoring.counters()
+        with phases("generate") as task:
+            task.expect(len(prompts) * num_generations, "responses")
+
+            def add(index: int, group: list[Rollout]) -> None:
+                scoring.add(index, group)
+                task.advance(len(group), tokens=sum(len(rollout.response_ids) for rollout in group))
+
+            engine.generate(prompts, num_generations, sampling, seed, on_group=add)
+        with phases("reward") as task:
+            return scoring.finish(task), scoring.counters()
 
 
 def take_scored(
@@ -172,13 +178,14 @@ def take_scored(
     num_generations: int,
     sampling: SamplingParams,
     seed: int,
-    timer: PhaseTimer,
+    phases: Phases,
     step: int,
 ) -> tuple[list[ScoredRollout], dict[str, float]]:
     """Like generate_and_score, but takes groups from the async pool, which may have generated them ahead."""
-    with timer("generate"):
-        scorings = pool.take(prompts, num_generations, sampling, seed, step)
-    with timer("reward"):
+    with phases("generate") as task:
+        task.expect(len(prompts) * num_generations, "responses")
+        scorings = pool.take(prompts, num_generations, sampling, seed, step, task)
+    with phases("reward"):
         scored = [s for scoring in scorings for s in scoring.finish()]
     return scored, summed([scoring.counters() for scoring in scorings]) | pool.counters()
 
@@ -198,6 +205,7 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
     ended = [length for s, length in zip(scored, lengths, strict=True) if s.rollout.finish_reason != "length"]
     metrics = {
         "num_tokens": float(sum(len(s.rollout.prompt.token_ids) + len(s.rollout.response_ids) for s in scored)),
+        "num_generated_tokens": float(sum(lengths)),
         "completions/mean_length": statistics.fmean(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),

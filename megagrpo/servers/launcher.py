@@ -28,6 +28,7 @@ import httpx
 from megagrpo.engine.access import GUARD
 from megagrpo.engine.http import CERTIFICATES, MovedServers
 from megagrpo.engine.protocol import EngineStartError
+from megagrpo.process.progress import SILENT, Progress, Task
 from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from megagrpo.servers.ports import check_port, free_ports, is_free
 from megagrpo.transfer.shm_names import remove_stale
@@ -163,6 +164,7 @@ class Launcher:
         self.max_restarts, self._moved = max_restarts, moved
         self.restarts: Counter[str] = Counter()  # URL -> number of restarts
         self.servers: list[Server] = []
+        self.progress: Progress = SILENT  # shows the wait for servers; set by the caller
 
     def __enter__(self) -> Launcher:
         return self
@@ -199,30 +201,35 @@ class Launcher:
         for index, port in enumerate(ports):
             self.servers.append(self._launch(index, port))
 
-    def wait(self, progress: Callable[[str], None] = lambda text: None) -> list[str]:
-        """Wait until all servers respond and return their URLs. `progress` gets a line every few seconds.
+    def wait(self, say: Callable[[str], None] = lambda text: None) -> list[str]:
+        """Wait until all servers respond and return their URLs. `say` gets a line every few seconds, or one if `self.progress` is drawn.
 
         A server that was killed is restarted. Raises EngineStartError when a server exits by itself, is killed too often, or does not
         respond within `startup_timeout` seconds. The message has the cause, or else the end of the log. All servers are stopped then.
         """
+        with self.progress.task("waiting for vLLM") as task:
+            return self._wait(say, task)
+
+    def _wait(self, say: Callable[[str], None], task: Task) -> list[str]:
         begun, reported = time.monotonic(), 0.0
         waiting = list(range(self.num_servers))
         while waiting:
+            task.expect(self.num_servers, "servers", done=self.num_servers - len(waiting))
             now = time.monotonic()
             for index in waiting:
                 server = self.servers[index]
                 if not server.alive:
                     if not (server.killed and self.may_restart(server)):
                         self._give_up(server, f"{server.exit_description} after {now - server.started:.0f} s")
-                    progress(f"warning: {self.restart(index)}")
+                    say(f"warning: {self.restart(index)}")
                     self._rename(index)  # safe to rename: no client knows the server yet
                 elif now - server.started > self.startup_timeout:
                     self._give_up(server, f"did not respond within {self.startup_timeout:.0f} s (rollout.startup_timeout)")
             waiting = [index for index in waiting if not healthy(self.servers[index].address)]
-            if waiting and now - begun - reported >= 5:
+            if waiting and now - begun - reported >= 5 and not (reported and self.progress.draws):
                 reported = now - begun
                 log = self.servers[waiting[0]].log
-                progress(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {reported:.0f} s, log {log}")
+                say(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {reported:.0f} s, log {log}")
             time.sleep(0.1 if waiting else 0)
         return self.urls
 

@@ -29,6 +29,7 @@ from megagrpo.families.sources import resolve_model
 from megagrpo.parallel.spawn import RankFailed, run_ranks
 from megagrpo.process.terminal import warn
 from megagrpo.records.checkpoint import BEST, STATE_FILE, newest_checkpoint
+from megagrpo.records.progress import conversion_progress, run_progress
 from megagrpo.servers.launcher import LORA_RANKS, Launcher, ServerOptions
 
 ADAPTER = "adapter"  # name of the LoRA adapter that a server was started with
@@ -166,10 +167,14 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
     say(f"exporting {path.resolve()}")
     try:
         # On the CPU: there the structure of every layer can be built without allocating its weights.
-        run_ranks(export_alone, 1, path.resolve(), scratch / "hf", timeout=3600, env={"CUDA_VISIBLE_DEVICES": ""})
+        run_ranks(_export, 1, path.resolve(), scratch / "hf", timeout=3600, env={"CUDA_VISIBLE_DEVICES": ""})
     except RankFailed as error:
         raise ValueError(f"--checkpoint: {path}: {error}") from error
     return scratch / "hf", None
+
+
+def _export(checkpoint: Path, out: Path) -> None:
+    export_alone(checkpoint, out, conversion_progress())
 
 
 class Serving:
@@ -180,6 +185,7 @@ class Serving:
 
     def __init__(self, config: RunConfig, say: Callable[[str], None]):
         self._config, self._say = config, say
+        self._progress = run_progress(config.run)
         self._resources = ExitStack()
         self._launcher: Launcher | None = None
         self.folder = Path()
@@ -208,6 +214,7 @@ class Serving:
         self._launcher = make_launcher(
             self._config, self.folder, self._scratch, engine_dtype(self._config), self.adapter, max_model_len, token=self._token
         )
+        self._launcher.progress = self._progress
         self._resources.callback(self._launcher.stop)
         self._launcher.start()
 

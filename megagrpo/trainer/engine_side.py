@@ -20,6 +20,7 @@ from megagrpo.engine.probe import check_plugin
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.parallel.agree import RankError, on_first_rank, run_own_and_agree
 from megagrpo.parallel.layout import Layout
+from megagrpo.process.progress import Progress
 from megagrpo.servers.launcher import Launcher
 from megagrpo.servers.restarts import Reconnector, Restarter
 from megagrpo.servers.serving import engine_dtype, make_launcher, servers_sleep
@@ -69,6 +70,7 @@ def start_servers(
     token: str | None,
     urls: list[str],
     say: Callable[[str], None],
+    progress: Progress,
     resources: ExitStack,
 ) -> Servers:
     """Start the run's servers, unless `rollout.urls` names them. Servers that share the trainer's GPUs are awaited here and put to sleep,
@@ -81,6 +83,7 @@ def start_servers(
         with as_config_errors():
             dtype = engine_dtype(config)
             launcher = make_launcher(config, model_folder, run_folder, dtype, num_ranks=num_ranks, token=token, moved=moved)
+        launcher.progress = progress
         resources.callback(launcher.stop)
     with as_config_errors():
         run_own_and_agree(layout, launcher.start if launcher else lambda: None)

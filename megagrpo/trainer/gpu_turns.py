@@ -28,7 +28,7 @@ from megagrpo.engine.protocol import EngineError
 from megagrpo.engine.updates import Updates
 from megagrpo.parallel.agree import RankError, run_own_and_agree
 from megagrpo.parallel.layout import Layout
-from megagrpo.records.metrics import PhaseTimer
+from megagrpo.process.phases import Phases
 from megagrpo.servers.launcher import Launcher
 from megagrpo.trainer.offload import NoOffload, Offload
 from megagrpo.transfer.manifest import WeightSyncError
@@ -86,7 +86,7 @@ class GpuTurns:
     engine_sleeps: bool = False
     offload: Offload | NoOffload = field(default_factory=NoOffload)
     stop_if_requested: Callable[[], None] = lambda: None
-    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    phases: Phases = field(default_factory=Phases)
     turn: Turn = Turn.STARTING
 
     @contextmanager
@@ -129,7 +129,7 @@ class GpuTurns:
         if self.engine_sleeps:
             self.stop_if_requested()  # this also waits for all ranks
         self._drive_engine(lambda engine: engine.sleep(_keeps_weights(Turn.TRAINING)))
-        with self.timer("sync"):
+        with self.phases("sync"):
             self._move_trainer(Turn.TRAINING)
         self.turn = Turn.TRAINING
 

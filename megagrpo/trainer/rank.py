@@ -18,7 +18,7 @@ from megagrpo.engine.protocol import EngineError
 from megagrpo.parallel.agree import RankError
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.plan import plan
-from megagrpo.process.terminal import warn
+from megagrpo.process.terminal import set_log_level, warn
 from megagrpo.records.checkpoint import CheckpointError
 from megagrpo.records.run_lock import RunFolderLost
 from megagrpo.trainer.alarms import BrokenTraining
@@ -63,6 +63,7 @@ def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterat
 
     Raises ConfigError for errors that the user can fix in the config.
     """
+    set_log_level(config.run.log_level)
     check_time_limit(config.run.time_limit)
     ends = end_of_run(config.run.time_limit, time.time())
     quiet()

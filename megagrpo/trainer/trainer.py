@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -16,7 +16,6 @@ from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.slices import slices
-from megagrpo.device import memory_gb
 from megagrpo.engine.protocol import EngineError, derive_seed
 from megagrpo.evaluation.sets import HeldOut, evaluate
 from megagrpo.parallel.agree import RankError, run_own_and_agree
@@ -25,9 +24,10 @@ from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference, kl_by_sample
 from megagrpo.policy.step_terms import add_step_terms
+from megagrpo.process.phases import Phases
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps
-from megagrpo.records.metrics import PhaseTimer, idle_shares, over_updates, values_of
+from megagrpo.records.metrics import idle_shares, over_updates, values_of
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.rollout.collector import Collector, NoRollouts, StopRequested, rollout_metrics, staleness
 from megagrpo.rollout.groups import draw_rollouts
@@ -35,6 +35,7 @@ from megagrpo.trainer.alarms import Alarms, BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError, Callbacks
 from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.saves import Saves
+from megagrpo.trainer.speed import Speed
 from megagrpo.trainer.time_limit import OUT_OF_TIME, TimeLimit
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import LossFn, Metric, SamplingParams, ScoredRollout, TrainBatch, TrainSample, TrainState
@@ -72,14 +73,16 @@ class Trainer:
     dumps: StepDumps
     callbacks: Callbacks
     state: TrainState = field(default_factory=TrainState)
-    timer: PhaseTimer = field(default_factory=PhaseTimer)
+    phases: Phases = field(default_factory=Phases)
     turns: GpuTurns = field(default_factory=GpuTurns)
     dtype: str = "bfloat16"  # the least precise compute dtype of trainer and engine
     synced: dict[str, float] = field(default_factory=dict)  # metrics of the last weight sync
     run_folder_check: Callable[[], None] = lambda: None  # raises when the run's folder no longer exists
+    profile: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()  # records a step that `run.profile` names
     time_limit: TimeLimit = field(init=False)
     saves: Saves = field(init=False)
     alarms: Alarms = field(init=False)
+    speed: Speed = field(init=False)
 
     def __post_init__(self) -> None:
         self.collector.refill = self.refill
@@ -87,6 +90,7 @@ class Trainer:
         parts = self.checkpointer, self.state, self.prompts, self.collector, self.turns, self.time_limit, self.writer
         self.saves = Saves(*parts, background=self.config.run.async_save, report=self.callbacks.saved)
         self.alarms = Alarms(self.config, self.state, self.dtype, self.writer.message)
+        self.speed = Speed(self.config, self.layout, self.policy)
 
     def step(self) -> dict[str, float]:
         """Run one training step and return its metrics, the same on every rank. Raises StopRequested before anything was trained."""
@@ -126,7 +130,8 @@ class Trainer:
             while self.state.step < run.num_steps and not self.callbacks.should_training_stop:
                 self.callbacks.step_begin()
                 self.time_limit.step_begins()
-                metrics = self.step()
+                with self.profile(self.state.step + 1):
+                    metrics = self.step()
                 self.state.step, self.state.cursor = self.state.step + 1, self.prompts.cursor
                 self.collector.step = self.state.step
                 self.alarms.check_mismatch(metrics)
@@ -181,7 +186,7 @@ class Trainer:
         """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference ones for the KL term. A
         KL in the reward needs both."""
         algorithm = self.config.algorithm
-        with self.timer("logprobs"):
+        with self.phases("logprobs"):
             if algorithm.updates_per_step > 1 or algorithm.kl_in_reward:
                 batch = batch.with_terms(old_logprobs=self.policy.logprobs(batch))
             return batch if self.reference is None else self.reference.annotate(batch)
@@ -200,10 +205,11 @@ class Trainer:
         algorithm = self.config.algorithm
         divisor = denominator(batch, algorithm.loss.average, self.config.rollout.max_completion_length)
         entropy_coef = bonus_coefficient(self.state, algorithm)
-        with self.timer("logprobs"):
+        with self.phases("logprobs"):
             batch = add_step_terms(batch, self.policy, divisor, entropy_coef)
         update = Update(batch, self.dumps.record(self.loss_fn), divisor)
-        with self.timer("train"):
+        self.speed.count(batch.computed)
+        with self.phases("train"):
             try:
                 yield update
                 self.state.skipped_in_a_row = 0
@@ -242,8 +248,8 @@ class Trainer:
 
     def push(self, version: int) -> dict[str, float]:
         """Push the policy's weights as `version` and return the sync's metrics."""
-        with self.turns.syncing() as handover, self.timer("sync"):
-            return self.weight_sync.push(self.weights(), version, handover).metrics
+        with self.turns.syncing() as handover, self.phases("sync") as task:
+            return self.weight_sync.push(self.weights(), version, handover, task).metrics
 
     def evaluate_if_due(self) -> None:
         """Evaluate before the first step, after the last and every `evaluation.steps`, once for each of these steps."""
@@ -256,6 +262,7 @@ class Trainer:
         """Score responses to the held-out prompts. With `evaluation.keep_best`, save a checkpoint when the result is the best so far."""
         if not self.held_out:
             return
+        self.phases.about = "evaluation: "
         with self.turns.generating():
             metrics = evaluate(self.held_out, self.collector.collect, self.config.run.seed)
         self.writer.evaluation(self.state.step, metrics)
@@ -265,16 +272,16 @@ class Trainer:
             self.saves.save_if_best(self.config.evaluation.keep_best, metrics)
 
     def start_clocks(self) -> None:
-        """Reset the timers, so that the next step's times do not include what came before it."""
-        self.timer.collect()
+        """Reset the timers, so that the next step's times do not include what came before it, and name the step in its progress."""
+        self.phases.collect()
+        self.phases.about = f"step {self.state.step + 1}/{self.config.run.max_steps} "
         if self.collector.pool is not None:
             self.collector.pool.measured()
 
     def with_speed(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add the seconds of each phase, tokens per second (prompts and responses), peak memory of this process, and run counters to the
-        metrics."""
-        times, pool = self.timer.collect(), self.collector.pool
-        speed = {"tokens_per_second": metrics["num_tokens"] / times["time/step"], "memory_gb": memory_gb()}
+        """Add the seconds of each phase, rates of tokens and FLOPs, memory, and run counters to the metrics. Collective."""
+        times, pool = self.phases.collect(), self.collector.pool
+        speed = self.speed.metrics(metrics["num_tokens"], metrics["num_generated_tokens"], times)
         speed |= idle_shares(times) | (pool.measured() if pool is not None else {})
         counters = {"weight_version": float(self.state.weight_version), "checkpoint/failures": float(self.saves.failures)}
         counters |= {"train/skipped_steps": float(self.state.skipped_steps), "mismatch/alarms": float(self.state.mismatch_alarms)}

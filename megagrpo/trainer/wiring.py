@@ -27,10 +27,13 @@ from megagrpo.parallel.agree import on_first_rank, run_and_agree, run_own_and_ag
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy, check_device
 from megagrpo.policy.reference import Reference
+from megagrpo.process.phases import Phases
+from megagrpo.process.progress import SILENT, Progress
 from megagrpo.process.variables import TOKEN_VARIABLE
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps
-from megagrpo.records.metrics import PhaseTimer
+from megagrpo.records.profile import Profiler, check_profile
+from megagrpo.records.progress import run_progress
 from megagrpo.records.run_lock import RunLock
 from megagrpo.records.sinks.trackers import check_trackers, unused_options
 from megagrpo.records.writer import MetricsWriter
@@ -81,16 +84,19 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         inputs = _read_inputs(config, base_folder, run_folder, layout, resources)
     config = inputs.config
     writer = _open_writer(config, run_folder, inputs, layout, resources)
+    progress = run_progress(config.run) if first else SILENT
     access = inputs.token, inputs.urls
-    servers = start_servers(config, inputs.model_folder, run_folder, layout, *access, writer.message, resources)
-    policy, reference = _load_policy(config, layout, inputs)
+    servers = start_servers(config, inputs.model_folder, run_folder, layout, *access, writer.message, progress, resources)
+    policy, reference = _load_policy(config, layout, inputs, progress)
     engine, weight_sync = connect(servers, config, layout, inputs.tokenizer.decode, writer.message, resources)
     pool = None
     if engine is not None and inputs.rewards is not None and config.rollout.max_staleness:
         pool = resources.enter_context(AsyncPool(engine, inputs.rewards, config.rollout.max_staleness, config.rollout.straggler_seconds))
-    timer, say, dumps = PhaseTimer(), writer.message, run_folder / "dumps"
+    phases, say, dumps = Phases(progress), writer.message, run_folder / "dumps"
+    profiler = Profiler(config, run_folder, layout.world_rank, say)
+    policy.phases, phases.mark = phases, profiler.mark
     generator = inputs.dialogues.wrap(engine) if inputs.dialogues and engine else engine
-    collector = Collector(layout, generator, inputs.rewards, timer, pool)
+    collector = Collector(layout, generator, inputs.rewards, phases, pool)
     offload = Offload(policy, reference) if offloads(config) else NoOffload()
     blocks = adapter_blocks if config.lora.syncs_adapters else merged_blocks
     saves_to = run_folder / "checkpoints"
@@ -109,8 +115,9 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         checkpointer=Checkpointer(saves_to, layout, policy, config.run.save_total_limit, inputs.model_folder, reference),
         writer=writer,
         dumps=StepDumps(config, policy, dumps, inputs.model_folder, say, reference, inputs.reference_folder),
-        timer=timer,
-        turns=GpuTurns(layout, engine if first else None, servers.sleep, offload, collector.stop_if_requested, timer),
+        phases=phases,
+        profile=profiler.step,
+        turns=GpuTurns(layout, engine if first else None, servers.sleep, offload, collector.stop_if_requested, phases),
         dtype=max(name_of(policy.dtype), engine_dtype(config), key=("float32", "bfloat16").index),
         run_folder_check=inputs.lock.check if first else lambda: None,
         callbacks=inputs.callbacks,
@@ -128,6 +135,7 @@ def _read_inputs(config: RunConfig, base_folder: Path, run_folder: Path, layout:
     loss_fn = run_own_and_agree(layout, lambda: make_loss(config))
     callbacks = run_own_and_agree(layout, lambda: load_callbacks(config), here=first)
     run_own_and_agree(layout, lambda: check_trackers(config), here=first)
+    check_profile(config.run.profile, device.has_gpu(), layout.world_size)
     model_folder = resolve_model(config.model.path)
     hf_config = load_hf_config(model_folder)
     run_own_and_agree(layout, lambda: check_device(config, hf_config))  # before weights are loaded or servers started
@@ -217,16 +225,16 @@ def _steps_notes(given: RunConfig, config: RunConfig, num_prompts: int) -> list[
     return [f"{steps} steps: run.num_train_epochs {epochs:g} x {num_prompts} prompts / rollout.prompts_per_step {per_step}"]
 
 
-def _load_policy(config: RunConfig, layout: Layout, inputs: Inputs) -> tuple[MegatronPolicy, Reference | None]:
+def _load_policy(config: RunConfig, layout: Layout, inputs: Inputs, progress: Progress) -> tuple[MegatronPolicy, Reference | None]:
     """Build the policy and load its weights, and the reference's, if the run has one. Collective. Raises ConfigError."""
     torch.manual_seed(config.run.seed)
     with as_config_errors():
         hf_config, folder, reference = inputs.hf_config, inputs.reference_folder, None
         policy = MegatronPolicy(config, layout, hf_config)
         if folder is not None:
-            run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, folder, layout))
+            run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, folder, layout, progress))
             reference = Reference(policy)
-        run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, inputs.model_folder, layout))
+        run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, inputs.model_folder, layout, progress))
         fill_adapters(policy.chunks, hf_config, layout, config.lora, config.run.seed)
     policy.weights_changed()
     if reference is None and config.algorithm.beta:

@@ -20,7 +20,7 @@ from megagrpo.families.config import HfConfig, load_hf_config
 from megagrpo.families.sources import resolve_model
 from megagrpo.parallel.spawn import RankFailed, run_ranks
 from megagrpo.plan import plan
-from megagrpo.process.terminal import show
+from megagrpo.process.terminal import show, wrapped
 from megagrpo.types import TrainSample
 from megagrpo.verify.layer_tape import PARTS
 from megagrpo.verify.precision import PrecisionErrors, batch_of, measure
@@ -78,7 +78,7 @@ def verify_precision(
 
     def tell(text: str) -> None:
         if is_first and not json:
-            show(text)
+            show("\n".join(wrapped(text)))
 
     tell(header(config, hf_config, samples))
     verdict = judge(config)

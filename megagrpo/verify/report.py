@@ -11,6 +11,7 @@ from typing import Any
 from megagrpo import device
 from megagrpo.config import RunConfig
 from megagrpo.families.config import HfConfig
+from megagrpo.process.terminal import WIDTH, wrapped
 from megagrpo.types import TrainSample
 from megagrpo.verify.compare import Distance, silent_tensors, worst
 from megagrpo.verify.step import Outcome
@@ -47,32 +48,41 @@ class Verdict:
 
 
 def header(config: RunConfig, model: HfConfig, samples: Sequence[TrainSample]) -> str:
-    """Return two lines: the shrunken model and the step."""
+    """Return the shrunken model and the step as lines."""
     algorithm, tokens = config.algorithm, sum(int(s.response_mask.sum()) for s in samples)
     dtype = str(device.resolve_precision(config.model.precision)).removeprefix("torch.")
     dtype += "" if config.model.fp8_recipe == "none" else f" with FP8 ({config.model.fp8_recipe})"
-    return (
+    lines = (
         f"model   {config.model.path} shrunk: {model.family}, {model.num_layers} layers of width {model.hidden_size}, "
-        f"{model.num_heads} heads, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}; random weights\n"
+        f"{model.num_heads} heads, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}; random weights",
         f"step    {len(samples)} samples with {tokens} response tokens, {algorithm.loss_type}, beta {algorithm.beta:g}, {dtype}, "
-        f"recompute {config.model.recompute}; reference: one process in float32"
+        f"recompute {config.model.recompute}; reference: one process in float32",
     )
+    return "\n".join(part for line in lines for part in wrapped(line, indent=8))
 
 
 def as_text(verdict: Verdict, full: bool = False) -> str:
     """Return a block of lines; with `full` one line for each tensor."""
     ranks = f"{verdict.ranks} rank{'s' if verdict.ranks > 1 else ''}"
-    lines = ["", f"{f'{verdict.layout} on {ranks}':<78}{'difference':>12}{'allowed':>10}"]
+    lines = ["", *_row(f"{verdict.layout} on {ranks}", f"{'difference':>12}{'allowed':>10}")]
     outcome = verdict.outcome
     if verdict.failure or outcome is None:
         return "\n".join([*lines, *(f"  {line}" for line in verdict.failure.rstrip().split("\n")), "  FAIL"])
     shown = sorted(verdict.distances, key=lambda d: -d.excess) if full else worst(verdict.distances)
-    lines += [f"  {_describe(d, verdict, outcome, full):<76}{d.error:12.1e}{d.tolerance:10.1e}" for d in shown]
-    lines += [f"  {_name(d)}: difference {d.error:.1e} exceeds {d.tolerance:.1e}" for d in verdict.wrong[:MOST_SHOWN]]
+    for d in shown:
+        lines += _row(f"  {_describe(d, verdict, outcome, full)}", f"{d.error:12.1e}{d.tolerance:10.1e}")
+    wrong = [f"  {_name(d)}: difference {d.error:.1e} exceeds {d.tolerance:.1e}" for d in verdict.wrong[:MOST_SHOWN]]
     if more := len(verdict.wrong) - MOST_SHOWN:
-        lines += [f"  and {more} more"] if more > 0 else []
-    lines += [f"  {name} has no gradient on one process, so its gradient is not verified" for name in verdict.unproved]
+        wrong += [f"  and {more} more"] if more > 0 else []
+    wrong += [f"  {name} has no gradient on one process, so its gradient is not verified" for name in verdict.unproved]
+    lines += [part for line in wrong for part in wrapped(line)]
     return "\n".join([*lines, f"  {'pass' if verdict.passed else 'FAIL'}, {verdict.seconds:.1f} s"])
+
+
+def _row(text: str, numbers: str) -> list[str]:
+    """Return a text with its numbers at the right edge. A long text is wrapped, and its numbers stand behind the last part."""
+    *before, last = wrapped(text, WIDTH - len(numbers), indent=4)
+    return [*before, f"{last:<{WIDTH - len(numbers)}}{numbers}"]
 
 
 def _name(distance: Distance) -> str:
@@ -98,7 +108,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     passed = sum(v.passed for v in verdicts)
     if passed == len(verdicts):
         return f"\n{passed} of {passed} layouts match one process" if passed > 1 else "\nthis layout matches one process"
-    return f"\nFAIL: {', '.join(v.layout for v in verdicts if not v.passed)}"
+    return "\n" + "\n".join(wrapped(f"FAIL: {', '.join(v.layout for v in verdicts if not v.passed)}"))
 
 
 def as_json(path: Path, verdicts: Sequence[Verdict]) -> str:

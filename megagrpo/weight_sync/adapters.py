@@ -20,6 +20,7 @@ from megagrpo.bridge.families import PEFT
 from megagrpo.config import LoraSection
 from megagrpo.engine.protocol import Engine
 from megagrpo.parallel.layout import Layout
+from megagrpo.process.progress import SILENT_TASK, Task
 from megagrpo.transfer.checksums import checksum
 from megagrpo.transfer.manifest import DTYPES, WeightSyncError
 from megagrpo.weight_sync.shared_memory import SharedMemory
@@ -40,7 +41,7 @@ class AdapterSync(WeightSync):
         self._delivered_adapter: tuple[Path, Sums, int] | None = None
 
     @torch.no_grad()
-    def push(self, parameters: Weights, weight_version: int, handover: Handover = NO_HANDOVER) -> SyncReport:
+    def push(self, parameters: Weights, weight_version: int, handover: Handover = NO_HANDOVER, task: Task = SILENT_TASK) -> SyncReport:
         """Send the current adapters to the engine as `weight_version`. Collective.
 
         Raises WeightSyncError on every rank when any part fails; the engine keeps its previous adapter.

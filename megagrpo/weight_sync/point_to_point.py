@@ -21,6 +21,7 @@ import torch
 
 from megagrpo.engine.protocol import Engine
 from megagrpo.families.boxes import Box, brackets, missing, size, whole
+from megagrpo.process.progress import SILENT_TASK, Task
 from megagrpo.transfer.checksums import copy_checked
 from megagrpo.transfer.exchange import Board, Deadline, Exchange, Parcel, Pending, clear_frames, own_address, wait
 from megagrpo.transfer.manifest import DTYPES, Manifest, WeightSyncError
@@ -247,10 +248,10 @@ class DirectUpdate:
         reports = [board.find(self.keys.report(first + worker)) for worker in range(self.invitation.servers[server])]
         return [report for report in reports if report is not None]
 
-    def send(self) -> SendReport:
+    def send(self, task: Task = SILENT_TASK) -> SendReport:
         """Send this rank's slices to all workers. When this fails, leave the group, stop all waiting processes, and raise the error."""
         try:
-            return self._send()
+            return self._send(task)
         except Exception as error:
             clear_frames(error)
             self.transport.leave_group()
@@ -289,7 +290,7 @@ class DirectUpdate:
         if not sent == received == self.needed_bytes:
             raise WeightSyncError(f"the ranks sent {sent} bytes and the workers received {received}; expected {self.needed_bytes}")
 
-    def _send(self) -> SendReport:
+    def _send(self, task: Task) -> SendReport:
         """Join the board, agree with the workers, plan, and send."""
         board, rank = self._join_board(), self.transport.ranks.world_rank
         if rank == 0:
@@ -297,7 +298,7 @@ class DirectUpdate:
         members = Members(**board.take(self.keys.members, "the workers", self.deadline, stop=self.keys.stop))
         plan = self.transport.plan(members.boxes, self.deadline)
         self.needed_bytes = plan.needed_bytes
-        return self._send_rounds(plan, self._join_group(board, members))
+        return self._send_rounds(plan, self._join_group(board, members), task)
 
     def _board(self) -> Board:
         assert self.transport.board is not None, "the board is joined first"
@@ -332,9 +333,10 @@ class DirectUpdate:
             t.exchange = Exchange(board, members.group, t.ranks.world_rank, world_size, t.device, self.deadline)
         return t.exchange
 
-    def _send_rounds(self, plan: SendPlan, exchange: Exchange) -> SendReport:
+    def _send_rounds(self, plan: SendPlan, exchange: Exchange, task: Task) -> SendReport:
         """Pack and send all messages of the plan, with IN_FLIGHT rounds in flight."""
-        elements = 0
+        elements, item_size = 0, DTYPES[self.transport.dtype].itemsize
+        task.expect(item_size * sum(message.elements for messages in plan.rounds.values() for message in messages), "B")
         in_flight: deque[tuple[list[Pending], list[Parcel]]] = deque()
         for (layer, _), messages in plan.rounds.items():
             if len(in_flight) == IN_FLIGHT:
@@ -342,10 +344,12 @@ class DirectUpdate:
             self.blocks.go_to(layer)
             parcels = [self._parcel(message) for message in messages]
             in_flight.append((exchange.send(parcels), parcels))
-            elements += sum(message.elements for message in messages)
+            of_round = sum(message.elements for message in messages)
+            elements += of_round
+            task.advance(of_round * item_size)
         while in_flight:
             wait(in_flight.popleft()[0], self.deadline)
-        return SendReport(elements * DTYPES[self.transport.dtype].itemsize, self.checksum_seconds)
+        return SendReport(elements * item_size, self.checksum_seconds)
 
     def _parcel(self, message: Message) -> Parcel:
         """Pack a message: its elements, and a checksum of each slice."""

@@ -26,6 +26,7 @@ from torch import Tensor
 from megagrpo.engine.protocol import Engine
 from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import Box
+from megagrpo.process.progress import SILENT_TASK, Task
 from megagrpo.transfer.checksums import NotFinite, check_finite, copy_checked
 from megagrpo.transfer.ledger import HEADER, NUM_SLOTS, Ledger, Ledgers, ledger_path
 from megagrpo.transfer.manifest import ALIGNMENT, DTYPES, Bookmark, Manifest, SharedBlock, SharedTensor, WeightSyncError
@@ -170,9 +171,9 @@ class FileUpdate:
         workers = {path.stem.removeprefix("worker"): path for path in sorted(folder.glob("worker*.at"))}
         return {worker: Bookmark.read(path) for worker, path in workers.items() if not (folder / f"worker{worker}.json").exists()}
 
-    def send(self) -> SendReport:
+    def send(self, task: Task = SILENT_TASK) -> SendReport:
         """Write this rank's blocks, layer by layer as workers want them."""
-        return self.slots.write(self.to_write, self.manifest.version)
+        return self.slots.write(self.to_write, self.manifest.version, task)
 
     def give_up(self, why: str) -> None:
         """Does nothing: no rank waits for a server here."""
@@ -267,13 +268,14 @@ class Slots:
             self.buffers[str(path)] = _allocate(path, self.size)
         return str(path), self.buffers[str(path)]
 
-    def write(self, to_write: Sequence[BlockToWrite], weight_version: int) -> SendReport:
+    def write(self, to_write: Sequence[BlockToWrite], weight_version: int, task: Task = SILENT_TASK) -> SendReport:
         """Cast and copy every block; workers may read a block as soon as it is written. On an error the ledger withdraws the version."""
         if not to_write:
             return SendReport(0)
         ledger = self.ledgers[ledger_path(self.folder, self.rank, weight_version)]
         buffer = self.buffer(weight_version % NUM_SLOTS)[1]
         source, num_bytes, checksum_seconds = None, 0, 0.0
+        task.expect(self.size, "B")
         try:
             for number, (name, param, block) in enumerate(to_write):
                 if param is not source:
@@ -284,6 +286,7 @@ class Slots:
                 total, seconds = copy_checked(buffer[offset:end].view(self.dtype), view, block.box)
                 ledger.note(weight_version, number, total, end)
                 num_bytes += end - offset
+                task.advance(end - offset)
                 checksum_seconds += seconds
         except BaseException:
             ledger.withdraw()

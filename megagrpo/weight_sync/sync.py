@@ -20,6 +20,7 @@ import torch
 
 from megagrpo.engine.protocol import Engine, ServerDied
 from megagrpo.families.blocks import Block, with_last_dim
+from megagrpo.process.progress import SILENT_TASK, Task
 from megagrpo.transfer.manifest import DTYPES, WeightSyncError, addends, in_addends
 from megagrpo.weight_sync.cuda_ipc import CudaIpc
 from megagrpo.weight_sync.point_to_point import PointToPoint
@@ -101,8 +102,8 @@ class WeightSync:
         self.transport.close()
 
     @torch.no_grad()
-    def push(self, parameters: Weights, weight_version: int, handover: Handover = NO_HANDOVER) -> SyncReport:
-        """Send the current parameters to the engine as `weight_version`. Collective.
+    def push(self, parameters: Weights, weight_version: int, handover: Handover = NO_HANDOVER, task: Task = SILENT_TASK) -> SyncReport:
+        """Send the current parameters to the engine as `weight_version`. Collective. `task` counts the bytes that this rank sends.
 
         `parameters` comes from `megagrpo.bridge.families.blocks`: (parameter name, parameter [...], its blocks), with the same parameters
         on every call. Raises WeightSyncError on every rank when any part fails. Then the engine is paused, and `push` may be called again.
@@ -116,7 +117,7 @@ class WeightSync:
             update = self.transport.prepare(weights, weight_version, self.engine)
             prepared = time.perf_counter()
             with self._driving:
-                outcome = self.ranks.all_gather_objects(self._deliver(update))[0]
+                outcome = self.ranks.all_gather_objects(self._deliver(update, task))[0]
                 update.done()
                 if not isinstance(outcome, WeightSyncError):
                     handover.before_serving()
@@ -153,7 +154,7 @@ class WeightSync:
             self.engine.resume(self._delivered, only=[url])
             return self._delivered.manifest.version
 
-    def _deliver(self, update: TransportUpdate) -> tuple[float, int, int, float, float] | WeightSyncError | None:
+    def _deliver(self, update: TransportUpdate, task: Task) -> tuple[float, int, int, float, float] | WeightSyncError | None:
         """Send from every rank while the engine loads and verifies; return the last five fields of a `SyncReport`, or the error, on rank 0.
 
         This method does not raise, because the other ranks wait for its result. It returns None on other ranks.
@@ -162,7 +163,7 @@ class WeightSync:
             loading = side.submit(self._load, self.engine, update) if self.engine is not None else None
             problem, report, began = None, SendReport(0), time.perf_counter()
             try:
-                report = update.send()
+                report = update.send(task)
             except Exception as error:
                 problem = f"rank {self.ranks.world_rank}: {_text(error)}"
             everyone: list[_Sent] = self.transport.all_gather(_Sent(problem, report, time.perf_counter() - began))

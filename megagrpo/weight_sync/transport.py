@@ -11,6 +11,7 @@ from torch import Tensor
 from megagrpo.engine.protocol import Engine, WeightUpdate
 from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import Box
+from megagrpo.process.progress import SILENT_TASK, Task
 
 
 class Parameter(Protocol):
@@ -60,8 +61,8 @@ class SendReport:
 class TransportUpdate(WeightUpdate, Protocol):
     """One update in progress."""
 
-    def send(self) -> SendReport:
-        """Send this rank's part, while the engine loads it. Every rank calls it. Raises when sending fails."""
+    def send(self, task: Task = SILENT_TASK) -> SendReport:
+        """Send this rank's part, while the engine loads it. Every rank calls it. `task` counts the bytes. Raises when sending fails."""
 
     def verify(self, reports: Sequence[dict[str, Any]]) -> None:
         """Check the workers' reports, on rank 0: every server received everything unchanged.

@@ -1,6 +1,9 @@
 """Whole steps of the trainer in several layouts, dumped and audited: several optimizer steps on slices of the rollouts, a KL in the reward,
 a moved reference, a truncated sampler. The rollouts are fixed; the trainer does the rest."""
 
+import gzip
+import json
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +22,7 @@ from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.records.dump import StepDumps
+from megagrpo.records.profile import Profiler
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.rollout.collector import sampling_params
 from megagrpo.trainer.callbacks import Callbacks
@@ -43,9 +47,9 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def two_steps(parallel: dict, model: Path, run: Path) -> list[dict]:
-    """The metrics of two steps, dumped into `run`."""
-    config = tiny_run(parallel, **SECTIONS)
+def two_steps(parallel: dict, model: Path, run: Path, profiled: Sequence[int] = ()) -> list[dict]:
+    """The metrics of two steps, dumped into `run`, some of them `profiled`."""
+    config = tiny_run(parallel, **SECTIONS, run=dict(profile=dict(steps=list(profiled))))
     # Small runs take one optimizer step; this one takes all configured steps.
     config = config.model_copy(update=dict(algorithm=config.algorithm.model_copy(update=SECTIONS["algorithm"])))
     layout, hf_config = init_layout(config.parallel), load_hf_config(model)
@@ -58,9 +62,11 @@ def two_steps(parallel: dict, model: Path, run: Path) -> list[dict]:
         partial(blocks, policy.chunks, hf_config, layout), None, None, writer,
         StepDumps(config, policy, run / "dumps", model, lambda text: None, reference), Callbacks(config, layout),
     )  # fmt: skip
-    metrics = []
+    profiler, policy.phases, metrics = Profiler(config, run, layout.world_rank, writer.message), trainer.phases, []
+    trainer.phases.mark = profiler.mark
     for step in (1, 2):
-        metrics.append(trainer.step())
+        with profiler.step(step):
+            metrics.append(trainer.step())
         trainer.state.step = step
     layout.close()
     return metrics
@@ -90,3 +96,11 @@ def _audit(run: Path, step: int) -> int:
 
 def test_the_kl_is_in_the_rewards_from_the_second_step_on(one):
     assert one[0]["kl"] == 0 and abs(one[1]["kl"]) > 1e-3
+
+
+def test_a_profile_changes_no_bit_of_the_metrics_and_names_the_phases(one, model, tmp_path):
+    (profiled,) = run_ranks(two_steps, 1, {}, model, tmp_path, [2])
+    assert profiled == one
+    (trace,) = (tmp_path / "profile").glob("*.trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    assert {"step 2", "logprobs", "train", "optimizer"} <= {event["name"] for event in events}

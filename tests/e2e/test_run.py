@@ -1,5 +1,7 @@
 """Three steps of a tiny model on two ranks through launch/local.sh, with a vLLM server of two workers: the files and processes left."""
 
+import gzip
+import json
 import math
 import socket
 from pathlib import Path
@@ -13,8 +15,11 @@ from tests.listening import listening
 
 STEPS, PROMPTS, GROUP = 3, 4, 4
 OPTIONS = ["run.max_steps=3", "run.trackers=[tensorboard]", "run.log_completions_steps=2", "parallel.tp=2", "rollout.tp=2"]
+OPTIONS += ["run.peak_tflops=0.1", "run.profile.steps=[2]"]
 METRICS = {
-    *("step", "wall_time", "weight_version", "checkpoint/failures", "tokens_per_second", "memory_gb", "num_tokens"),
+    *("step", "wall_time", "weight_version", "checkpoint/failures", "num_tokens", "num_generated_tokens"),
+    *("tokens_per_second", "tokens_per_second_per_gpu", "generated_tokens_per_second", "mfu"),
+    *("memory_gb", "memory/resident_gb", "memory/resident_max_gb", "memory/host_gb"),
     *("reward", "reward_std", "reward_std_batch", "frac_reward_zero_std", "rewards/low_bytes/mean", "rewards/low_bytes/std"),
     *("rewards/low_bytes/timeouts", "rewards/low_bytes/exceptions", "rewards/low_bytes/unscorable", "rewards/low_bytes/seconds"),
     *("loss", "grad_norm", "learning_rate", "entropy"),
@@ -23,7 +28,17 @@ METRICS = {
     *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
     *("completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio"),
     *("packing/micro_batch_imbalance", "packing/rank_imbalance"),
-    *("time/step", "time/generate", "time/reward", "time/logprobs", "time/train", "time/sync", "idle/trainer", "idle/servers"),
+    *(
+        "time/step",
+        "time/generate",
+        "time/reward",
+        "time/logprobs",
+        "time/train",
+        "time/optimizer",
+        "time/sync",
+        "idle/trainer",
+        "idle/servers",
+    ),
     *(f"weight_sync/{what}" for what in ("publish_seconds", "load_seconds", "checksum_seconds", "gigabytes")),
 }
 
@@ -61,6 +76,9 @@ def test_every_step_and_evaluation_is_a_line_of_finite_metrics(watched):
         assert all(math.isfinite(value) for value in line.values())
         assert line["weight_version"] == line["step"] + 1 and line["learning_rate"] == 1e-3 and line["grad_norm"] > 0
         assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)  # vLLM and the trainer agree on every token
+        assert 0 < line["mfu"] < 1 and 0 < line["time/optimizer"] < line["time/train"]
+        assert line["tokens_per_second_per_gpu"] == line["tokens_per_second"] / 2  # ranks
+        assert line["memory/resident_gb"] <= line["memory/resident_max_gb"] and line["memory/resident_gb"] <= line["memory_gb"] * 1.01
         assert line["mismatch/alarms"] == line["train/skipped_steps"] == 0
     evaluations = [line for line in run.lines if "eval/reward" in line]
     assert [line["step"] for line in evaluations] == [0, 3] and len(run.lines) == 5
@@ -78,6 +96,17 @@ def test_every_rollout_is_a_line_of_completions(watched):
         assert sum(row["advantage"] for row in rows) == pytest.approx(0, abs=1e-9)
         assert sum(row["num_tokens"] for row in rows) / len(rows) == pytest.approx(line["completions/mean_length"])
         assert all((row["finish_reason"] == "length" and row["num_tokens"] == 12) or row["finish_reason"] == "stop" for row in rows)
+
+
+def test_the_profiled_step_has_a_trace_of_every_rank_with_all_phases(watched):
+    files = sorted(path.name for path in (watched[0].folder / "profile").iterdir())
+    assert files == [f"step_000002_rank_{rank}.{kind}" for rank in (0, 1) for kind in ("top.txt", "trace.json.gz")]
+    phases = {"generate", "reward", "logprobs", "train", "optimizer", "sync", "step 2"}
+    for rank, expected in ((0, phases), (1, phases - {"generate", "reward"})):  # rank 0 leads the only replica
+        trace = json.loads(gzip.decompress((watched[0].folder / "profile" / f"step_000002_rank_{rank}.trace.json.gz").read_bytes()))
+        names = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"}
+        assert names & phases == expected
+    assert "profile of step 2: " in watched[0].out
 
 
 def test_the_config_that_ran_is_kept_and_loads_back(watched):

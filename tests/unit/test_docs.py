@@ -44,10 +44,13 @@ OPEN = (
 STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/high_mean clip_ratio/region_mean token_mult_prob_error
     gen_kl_error policy_kl_error js_divergence_error mismatch/alarms train/skipped_steps aux_loss
     sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max grad_norm learning_rate reward reward_std reward_std_batch
-    frac_reward_zero_std num_tokens completions/mean_length completions/min_length completions/max_length completions/clipped_ratio
+    frac_reward_zero_std num_tokens num_generated_tokens
+    completions/mean_length completions/min_length completions/max_length completions/clipped_ratio
     completions/mean_terminated_length rewards/exact_number/mean rewards/exact_number/std rewards/exact_number/timeouts
     rewards/exact_number/exceptions rewards/exact_number/unscorable rewards/exact_number/seconds
-    time/generate time/reward time/logprobs time/train time/sync time/step
+    time/generate time/reward time/logprobs time/train time/optimizer time/sync time/step
+    tokens_per_second_per_gpu generated_tokens_per_second mfu memory/allocated_gb memory/reserved_gb
+    memory/resident_gb memory/resident_max_gb memory/host_gb
     weight_sync/publish_seconds weight_sync/load_seconds weight_sync/checksum_seconds weight_sync/gigabytes
     dynamic_sample/rounds dynamic_sample/groups_drawn dynamic_sample/groups_kept dynamic_sample/reward_drawn
     curriculum/resting curriculum/pass_rate
@@ -56,7 +59,8 @@ STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/
     checkpoint/failures cispo_clip_ratio off_policy_mask/kept sampling/importance_sampling_ratio/mean
     sampling/importance_sampling_ratio/min sampling/importance_sampling_ratio/max entropy/top entropy_coef
     idle/trainer idle/servers staleness/mean staleness/max async/in_flight async/waiting async/dropped async/cut""".split()
-EVALUATION_METRICS = """eval/num_tokens eval/completions/mean_length eval/completions/min_length eval/completions/max_length
+EVALUATION_METRICS = """eval/num_tokens eval/num_generated_tokens eval/completions/mean_length
+    eval/completions/min_length eval/completions/max_length
     eval/completions/clipped_ratio eval/completions/mean_terminated_length eval/rewards/exact_number/timeouts
     eval/rewards/exact_number/exceptions eval/rewards/exact_number/unscorable eval/rewards/exact_number/seconds
     eval/rewards/exact_number/mean eval/rewards/exact_number/std eval/reward eval/pass@K eval/maj@K""".split()

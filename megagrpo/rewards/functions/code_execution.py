@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from typing import Any, Literal
 
+from megagrpo.process.terminal import get_logger
 from megagrpo.rewards.functions.text import text_of
 from megagrpo.rewards.sandbox.sandbox import Limits, missing_guarantees, run
 
-log = logging.getLogger(__name__)
+log = get_logger(__name__)
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
 _PYTHON = ("", "python", "py", "python3")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import codecs
 import os
+import sys
 import time
+from contextlib import suppress
 
 from megagrpo.process.terminal import printable
 
@@ -48,7 +50,9 @@ class Output:
         if len(allowed) < len(read) and not self._was_cut:
             self._was_cut = True
             text += f"\n[{self._name} has printed {BURST >> 10} KiB; output above {PER_SECOND} bytes per second is dropped from now on]\n"
-        _to_stderr(text.encode())
+        with suppress(OSError, ValueError):  # standard error is closed
+            sys.stderr.write(text)
+            sys.stderr.flush()
         return bool(read)
 
     def close(self) -> None:
@@ -57,11 +61,3 @@ class Output:
             if not self.forward():
                 break
         os.close(self._reads)
-
-
-def _to_stderr(text: bytes) -> None:
-    try:
-        while text:
-            text = text[os.write(2, text) :]
-    except OSError:  # standard error is closed
-        pass

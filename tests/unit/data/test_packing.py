@@ -207,6 +207,17 @@ def test_sharing_keeps_every_loss_token_and_saves_the_repeated_prompts():
     assert all(m.num_tokens <= 70 for m in shared.micro_batches)
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_the_computed_tokens_are_those_of_all_ranks_without_padding(share):
+    samples = [s for i in range(5) for s in group(20, [3, 7, 1, 4], first=1 + 1000 * i)] + [sample(advantage=0.0)]
+    rules = PackingRules(max_tokens=70, share_prompts=share, skip_zero_advantage=True, align=8)
+    batches = [pack(samples, rules, rank, 2) for rank in range(2)]
+    computed, plain = batches[0].computed, [m for b in batches for m in b.micro_batches]
+    assert batches[1].computed == computed and computed.num_loss == sum(int(m.loss_mask.sum()) for m in plain) == 5 * 15
+    assert sum(stop - start for start, stop in computed.spans) == sum(int((m.token_ids > 0).sum()) for m in plain)
+    assert ((0, 19) in computed.spans) == share and (19 * share, 27) in computed.spans
+
+
 def test_a_group_above_the_budget_is_split_and_its_prompt_repeated():
     batch = pack(group(10, [5] * 6), PackingRules(max_tokens=30, share_prompts=True))
     assert [m.num_tokens for m in batch.micro_batches] == [9 + 3 * 6] * 2

@@ -3,6 +3,7 @@
 import ast
 import io
 import logging
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from megagrpo.__main__ import main
 from megagrpo.config import load_config
-from megagrpo.process.terminal import Formatter, one_line, printable, show
+from megagrpo.process.terminal import Formatter, get_logger, one_line, printable, show, side_by_side, wrapped
 from megagrpo.records.completions import completion_rows
 from megagrpo.records.console import ConsoleSink
 from megagrpo.records.writer import MetricsWriter
@@ -87,7 +89,6 @@ PRINTS = {  # that print only our own text
     ("chat.py", "response"),  # to a file or a program
     ("completion.py", "shtab.complete(top, options.shell)"),
     ("parser.py", "versions()"),
-    ("progress.py", "'\\r' + line.ljust(79) if self._terminal else line"),
     ("run_lock.py", "f'process {os.getpid()} on host {socket.gethostname()}'"),
     ("scratch.py", "owner"),
     ("submit.py", "text"),  # a script, in which every value is quoted
@@ -103,3 +104,71 @@ def test_every_print_of_the_package_goes_through_one_function():
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and path.parts[-2:] != ("sandbox", "child.py"):
                 found.add((path.name, ast.unparse(node.args[0])))
     assert found == PRINTS
+
+
+def ended(code: str, **environment: str) -> subprocess.CompletedProcess:
+    """A process that has run `code` after `log_to_stderr`."""
+    own = {name: value for name, value in os.environ.items() if not name.endswith(("_DISABLE", "_BARS"))}  # other tests may have set them
+    code = f"import logging, sys; from megagrpo.process.terminal import *\n{code}"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=own | environment)
+
+
+LOGS = """
+from megagrpo.process import terminal
+terminal.log_to_stderr()
+for level in (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR):
+    logging.getLogger("megagrpo.room").log(level, "own %s", logging.getLevelName(level))
+    logging.getLogger("library").log(level, "library %s", logging.getLevelName(level))
+"""
+
+
+@pytest.mark.parametrize(("level", "own"), [("debug", 4), ("info", 3), ("", 3), ("warning", 2), ("error", 1)])
+def test_the_log_level_is_of_this_package_and_libraries_only_warn(level, own):
+    printed = ended(LOGS, MEGAGRPO_LOG_LEVEL=level).stderr.split("\n")
+    assert [line for line in printed if line.startswith("library")] == ["library WARNING", "library ERROR"]
+    assert [line for line in printed if line.startswith("own")] == [
+        f"own {name}" for name in ("DEBUG", "INFO", "WARNING", "ERROR")[4 - own :]
+    ]
+
+
+def test_the_configuration_of_a_user_takes_effect_once_and_httpx_stays_quiet():
+    code = LOGS + "logging.basicConfig(level=logging.INFO, format='mine: %(message)s')\n"
+    code += "logging.getLogger('mine').info('seen')\nlogging.getLogger('megagrpo.room').warning('once')\n"
+    code += "logging.getLogger('httpx').info('HTTP Request: POST ...')\n"
+    assert ended(code).stderr.split("\n")[-3:] == ["mine: seen", "mine: once", ""]
+
+
+def test_a_log_level_that_does_not_exist_ends_a_command_with_the_levels_that_do(monkeypatch, capsys):
+    monkeypatch.setenv("MEGAGRPO_LOG_LEVEL", "loud")
+    assert main(["plan", str(ROOT / "configs/quickstart.yaml")]) == 2
+    assert capsys.readouterr().err == "MEGAGRPO_LOG_LEVEL: 'loud' is not a log level; use one of debug, info, warning, error\n"
+
+
+def test_records_with_text_of_models_are_harmless_in_every_handler(caplog):
+    get_logger("megagrpo.of_a_test").warning("a reward said %s", HOSTILE)
+    assert caplog.messages == [f"a reward said {printable(HOSTILE)}"]
+
+
+def test_long_lines_are_wrapped_at_words_and_a_long_word_stays_whole():
+    path = "/folder" * 20
+    assert wrapped("short\n\nlines") == ["short", "", "lines"]
+    assert wrapped(f"  key: {'word ' * 30}{path} end", width=60) == [
+        "  key: word word word word word word word word word word",
+        "    word word word word word word word word word word word",
+        "    word word word word word word word word word",
+        f"    {path}",
+        "    end",
+    ]
+
+
+def test_columns_that_do_not_fit_continue_in_a_block_below():
+    lines = side_by_side(["    ", "one ", "two "], [[f"{head:>6}", "     1", "     2"] for head in "abcd"], width=18)
+    assert lines == ["         a     b", "one      1     1", "two      2     2", "         c     d", "one      1     1", "two      2     2"]
+    assert side_by_side(["x"], [["y" * 30]], width=10) == ["x" + "y" * 30]  # one column per block is the least
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_libraries_draw_no_bars_in_a_pipe(rank):
+    code = "hide_bars_of_libraries()\nfrom tqdm import tqdm\nlist(tqdm(range(3)))"
+    assert ended(code, RANK=rank).stderr == ""
+    assert "3/3" in ended(code.replace("hide_bars_of_libraries()", "")).stderr

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from megagrpo.engine.protocol import EngineDeadError, EngineStarved
-from megagrpo.records.metrics import PhaseTimer
+from megagrpo.process.phases import Phases
 from megagrpo.rollout.collector import Collector, NoRollouts, StopRequested
 from megagrpo.types import Prompt, SamplingParams
 
@@ -41,7 +41,7 @@ class Scoring:
 @pytest.fixture
 def collector():
     alone = SimpleNamespace(world_rank=0, dp_rank=0, dp_size=1, is_dp_leader=True, all_gather_objects=lambda obj: [obj])
-    return Collector(alone, Starving(), Scoring(), PhaseTimer())
+    return Collector(alone, Starving(), Scoring(), Phases())
 
 
 def test_it_is_filled_and_asked_for_the_same_again(collector):

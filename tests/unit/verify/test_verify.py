@@ -191,6 +191,19 @@ def verdict(found: Outcome, expected: Outcome | None = None) -> Verdict:
     return Verdict("tp=2", 2, found, expected, compare(found, expected), 1.5)
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_verdicts_on_long_names_fit_100_columns(full):
+    name = "model.layers.93.mlp.experts.127.gate_up_projection.with_a_long_name.weight"
+    gradients = {name: torch.ones(5, 3).double(), f"{name}_again": torch.zeros(5, 3).double()}
+    same = outcome(gradients=gradients)
+    long = replace(
+        verdict(replace(same, gradients=gradients | {name: 2 * gradients[name]}), same), layout="tp=2,pp=2,vpp=2,cp=2,ep=4,expert_tp=2," * 4
+    )
+    text = as_text(long, full=full) + summary([long] * 9)
+    assert max(map(len, text.split("\n"))) <= 100
+    assert name in text and "exceeds" in text and "has no gradient" in text
+
+
 def test_a_verdict_names_what_is_wrong():
     same = outcome()
     good, bad = verdict(same), verdict(replace(same, gradients=moved(same.gradients, 0.5)))

@@ -1,0 +1,58 @@
+"""Profiles of single steps (`run.profile`): a trace of torch's profiler, ranges for Nsight Systems, or a snapshot of GPU memory.
+
+The phases of a step are ranges in the profile: `Phases.mark` is `Profiler.mark`. docs/profiling.md shows how to read the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from megagrpo.config import Problem, ProblemError, ProfileSection, RunConfig
+from megagrpo.device.recorders import RECORDERS
+
+
+def check_profile(profile: ProfileSection, has_gpu: bool, world_size: int) -> None:
+    """Raise ProblemError when this machine cannot make the profile, or when a rank does not exist."""
+    problems = []
+    if profile.steps and profile.tool != "torch" and not has_gpu:
+        problems.append(Problem(("run.profile.tool",), f"{profile.tool} needs a GPU, and this machine has none; set it to torch"))
+    if unknown := [rank for rank in profile.ranks if rank >= world_size]:
+        said = f"rank {unknown[0]} does not exist: the run has {world_size} rank(s), counted from 0; leave ranks empty for all"
+        problems.append(Problem(("run.profile.ranks",), said))
+    if problems:
+        raise ProblemError(*problems)
+
+
+class Profiler:
+    """Profiles this rank's part of the steps that `run.profile` names. `say` prints a line for the user."""
+
+    def __init__(self, config: RunConfig, run_folder: Path, rank: int, say: Callable[[str], None]):
+        self._profile, self._rank, self._say = config.run.profile, rank, say
+        self._folder = run_folder / "profile"
+        self._runs = False
+
+    def mark(self, name: str) -> AbstractContextManager[object]:
+        """Return a context that names a range in the profile; it does nothing outside of profiled steps."""
+        if not self._runs:
+            return nullcontext()
+        return RECORDERS[self._profile.tool].mark(name)
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Profile the step inside the context, if it is one of `run.profile.steps`. An error inside leaves no files."""
+        if step not in self._profile.steps or (self._profile.ranks and self._rank not in self._profile.ranks):
+            yield
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        recorder, stem = RECORDERS[self._profile.tool], self._folder / f"step_{step:06d}_rank_{self._rank}"
+        with recorder.record(stem) as path:
+            self._runs = True
+            try:
+                with self.mark(f"step {step}"):
+                    yield
+            finally:
+                self._runs = False
+        if path is not None:
+            self._say(f"profile of step {step}: {path.relative_to(self._folder.parent)}")

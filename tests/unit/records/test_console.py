@@ -1,0 +1,64 @@
+"""The console's lines with extreme values, on terminals and in pipes, and at each log level."""
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from megagrpo.config import load_config
+from megagrpo.records.console import EVALUATION_COLUMNS, STEP_COLUMNS, ConsoleSink
+from megagrpo.types import Prompt, Rollout, ScoredRollout
+from tests.unit.records.test_metrics import CONFIG
+
+COLOURS = re.compile(r"\x1b\[[\d;]*m")
+PATH = "/" + "a_folder_with_a_long_name/" * 6
+WARNING = f"warning: step 3: token_mult_prob_error 1.31 is above 1.1: {'look at the log ' * 20} {PATH}"
+EXTREMES = [0.0, -1e30, 1e30, 123456789.123, float("inf"), float("nan")]
+
+
+def lines(*calls: tuple, terminal: bool = False, columns: int = 100, overrides: tuple = ()) -> list[str]:
+    """What these calls of a sink print, without colours."""
+    file = io.StringIO()
+    config = load_config(CONFIG, ["run.tensorboard=false", "algorithm.beta=0.1", *overrides])
+    sink = ConsoleSink(config, Console(file=file, force_terminal=terminal, width=columns, highlight=False))
+    for method, *arguments in calls:
+        getattr(sink, method)(*arguments)
+    return COLOURS.sub("", file.getvalue()).splitlines()
+
+
+@pytest.mark.parametrize("value", EXTREMES)
+@pytest.mark.parametrize(("terminal", "columns"), [(False, 80), (True, 100), (True, 300), (True, 72)])
+def test_steps_evaluations_and_samples_with_extreme_values_fit_100_columns(value, terminal, columns):
+    metrics = {name: value for _, name, _ in STEP_COLUMNS} | {f"time/{name}": 1e6 for name in ("generate", "train", "sync", "reward")}
+    metrics |= {f"rewards/{'long_name_of_a_reward_' * 3}/exceptions": 1e9}
+    held_out = {f"eval/{name}": value for _, name, _ in EVALUATION_COLUMNS}
+    prompt = Prompt(0, (1,), "word " * 400)
+    rollout = Rollout(prompt, (1,), (0.0,), "stop", 1, "x" * 3000)
+    scored = [ScoredRollout(rollout, {f"reward_{i}": value for i in range(30)}, value)] * 2
+    calls = ("step", 10**9, metrics), ("evaluation", 10**9, held_out), ("completions", 1, scored, [value, -value])
+    shown = lines(*calls, terminal=terminal, columns=columns, overrides=("run.max_steps=1000000000",))
+    assert len(shown) > 10 and max(map(len, shown)) <= min(columns if terminal else 100, 100)
+
+
+def test_a_warning_is_wrapped_at_words_on_a_terminal_and_one_line_in_a_pipe():
+    assert lines(("message", WARNING)) == [WARNING]
+    for columns, width in ((300, 100), (60, 60)):
+        shown = lines(("message", WARNING), terminal=True, columns=columns)
+        assert "".join(shown).replace(" ", "") == WARNING.replace(" ", "")
+        assert PATH in shown[-1].strip()  # a word that is too long stays whole
+        assert max(len(line) for line in shown[:-1]) <= width and all(line.startswith("  ") for line in shown[1:])
+
+
+STEP, SAMPLE = ("step", 1, {"reward": 0.5}), ("evaluation", 1, {"eval/reward": 0.5})
+INFO, BAD = ("message", "run folder: runs/grpo"), ("message", "warning: something is wrong")
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [("debug", [STEP, SAMPLE, INFO, BAD]), ("info", [STEP, SAMPLE, INFO, BAD]), ("warning", [BAD]), ("error", [])]
+)
+def test_the_log_level_leaves_lines_out(level, shown, monkeypatch):
+    expected = [line for call in shown for line in lines(call)]
+    assert lines(STEP, SAMPLE, INFO, BAD, overrides=(f"run.log_level={level}",)) == expected
+    monkeypatch.setenv("MEGAGRPO_LOG_LEVEL", level)
+    assert lines(STEP, SAMPLE, INFO, BAD, overrides=("run.log_level=error",)) == expected

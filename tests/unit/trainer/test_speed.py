@@ -1,0 +1,48 @@
+"""Rates and memory of a step."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megagrpo.config import load_config
+from megagrpo.families.config import parse_hf_config
+from megagrpo.plan.flops import step_flops
+from megagrpo.trainer.speed import Speed
+from megagrpo.types import ComputedTokens
+from tests.unit.records.test_metrics import CONFIG
+
+LLAMA = dict(
+    **dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, intermediate_size=160, num_hidden_layers=2),
+    **dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=512, max_position_embeddings=256, rms_norm_eps=1e-6),
+)
+TIMES = {"time/step": 10.0, "time/generate": 4.0, "time/train": 2.0}
+
+
+def speed(*overrides: str, world_size: int = 2) -> Speed:
+    layout = SimpleNamespace(world_size=world_size, all_gather_objects=lambda own: [own, {name: 2 * own[name] for name in own}])
+    return Speed(load_config(CONFIG, overrides), layout, SimpleNamespace(hf_config=parse_hf_config(LLAMA)))
+
+
+def test_rates_are_tokens_per_second_of_the_step_and_of_generation():
+    metrics = speed().metrics(1000, 400, TIMES)
+    assert metrics["tokens_per_second"] == 100 and metrics["tokens_per_second_per_gpu"] == 50
+    assert metrics["generated_tokens_per_second"] == 100 and "mfu" not in metrics
+    assert "generated_tokens_per_second" not in speed().metrics(1000, 400, {"time/step": 10.0})
+    assert speed("rollout.max_staleness=1").metrics(1000, 400, TIMES)["generated_tokens_per_second"] == 40
+
+
+def test_mfu_is_the_share_of_the_given_peak_during_training_and_starts_again_each_step():
+    made, tokens = speed("run.peak_tflops=0.5"), ComputedTokens(((0, 50), (0, 30)), 40)
+    made.count(tokens)
+    made.count(tokens)
+    flops = 2 * step_flops(made._policy.hf_config, tokens.spans, tokens.num_loss)
+    assert made.metrics(1000, 400, TIMES)["mfu"] == pytest.approx(flops / (2.0 * 2 * 0.5e12))
+    assert made.metrics(1000, 400, TIMES)["mfu"] == 0
+    assert "mfu" not in made.metrics(1000, 400, {"time/step": 10.0})
+
+
+def test_memory_is_of_this_rank_the_fullest_rank_and_the_host():
+    metrics = speed().metrics(1000, 400, TIMES)
+    assert 0 < metrics["memory/resident_gb"] <= metrics["memory_gb"] * 1.01
+    assert metrics["memory/resident_max_gb"] == pytest.approx(2 * metrics["memory/resident_gb"])
+    assert metrics["memory/host_gb"] > metrics["memory/resident_gb"] / 2
