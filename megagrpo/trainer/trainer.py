@@ -274,7 +274,7 @@ class Trainer:
     def start_clocks(self) -> None:
         """Reset the timers, so that the next step's times do not include what came before it, and name the step in its progress."""
         self.phases.collect()
-        self.phases.about = f"step {self.state.step + 1}/{self.config.run.max_steps} "
+        self.phases.about = f"step {self.state.step + 1}/{self.config.run.num_steps} "
         if self.collector.pool is not None:
             self.collector.pool.measured()
 

@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from megagrpo.config import load_config
+from megagrpo.records.completions import completion_rows
 from megagrpo.records.console import EVALUATION_COLUMNS, STEP_COLUMNS, ConsoleSink
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 from tests.unit.records.test_metrics import CONFIG
@@ -20,7 +21,7 @@ EXTREMES = [0.0, -1e30, 1e30, 123456789.123, float("inf"), float("nan")]
 def lines(*calls: tuple, terminal: bool = False, columns: int = 100, overrides: tuple = ()) -> list[str]:
     """What these calls of a sink print, without colours."""
     file = io.StringIO()
-    config = load_config(CONFIG, ["run.tensorboard=false", "algorithm.beta=0.1", *overrides])
+    config = load_config(CONFIG, ["run.trackers=[]", "algorithm.beta=0.1", *overrides])
     sink = ConsoleSink(config, Console(file=file, force_terminal=terminal, width=columns, highlight=False))
     for method, *arguments in calls:
         getattr(sink, method)(*arguments)
@@ -36,7 +37,7 @@ def test_steps_evaluations_and_samples_with_extreme_values_fit_100_columns(value
     prompt = Prompt(0, (1,), "word " * 400)
     rollout = Rollout(prompt, (1,), (0.0,), "stop", 1, "x" * 3000)
     scored = [ScoredRollout(rollout, {f"reward_{i}": value for i in range(30)}, value)] * 2
-    calls = ("step", 10**9, metrics), ("evaluation", 10**9, held_out), ("completions", 1, scored, [value, -value])
+    calls = ("step", 10**9, metrics), ("evaluation", 10**9, held_out), ("completions", 1, completion_rows(1, scored, [value, -value]))
     shown = lines(*calls, terminal=terminal, columns=columns, overrides=("run.max_steps=1000000000",))
     assert len(shown) > 10 and max(map(len, shown)) <= min(columns if terminal else 100, 100)
 

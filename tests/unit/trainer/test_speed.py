@@ -28,7 +28,9 @@ def test_rates_are_tokens_per_second_of_the_step_and_of_generation():
     assert metrics["tokens_per_second"] == 100 and metrics["tokens_per_second_per_gpu"] == 50
     assert metrics["generated_tokens_per_second"] == 100 and "mfu" not in metrics
     assert "generated_tokens_per_second" not in speed().metrics(1000, 400, {"time/step": 10.0})
-    assert speed("rollout.max_staleness=1").metrics(1000, 400, TIMES)["generated_tokens_per_second"] == 40
+    ahead = ["rollout.max_staleness=1", "rollout.placement=dedicated", "algorithm.importance_correction=token_truncate"]
+    ahead += ["algorithm.importance_correction_max=2.0"]
+    assert speed(*ahead).metrics(1000, 400, TIMES)["generated_tokens_per_second"] == 40
 
 
 def test_mfu_is_the_share_of_the_given_peak_during_training_and_starts_again_each_step():
