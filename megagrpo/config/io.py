@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails, PydanticUndefined
 
 from megagrpo.config.problems import ConfigError, Problem
 from megagrpo.config.section import ShownAs
-from megagrpo.config.yaml_text import ODD_TEXT, Dumper, parse_yaml, shortened
+from megagrpo.config.yaml_text import ODD_TEXT, Dumper, flow_text, parse_yaml, shortened
 
 PLACEHOLDERS = ("N", "NAME")  # in a dotted key: a list index, and a user-chosen name
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
@@ -66,12 +66,18 @@ def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold `section: ...` keys at the top, not a {type(values).__name__}")
+    return over_defaults(values, path, anchor, (*_children, itself))
+
+
+def over_defaults(values: dict[str, Any], path: Path, anchor: Anchor, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return `values`, the content of the file `path`, merged over the file that their key `defaults:` names. See `read_yaml`."""
     if "defaults" not in values:
         return anchor(values, path.parent)
-    parent = values.pop("defaults")
+    own = {key: value for key, value in values.items() if key != "defaults"}
+    parent = values["defaults"]
     if not isinstance(parent, str):
         raise ConfigError(f"{path}: `defaults:` must name one file (got {shortened(repr(parent))})")
-    return _merge(read_yaml(_parent_file(parent, path), anchor, (*_children, itself)), anchor(values, path.parent))
+    return _merge(read_yaml(_parent_file(parent, path), anchor, _children), anchor(own, path.parent))
 
 
 def _parent_file(name: str, child: Path) -> Path:
@@ -134,7 +140,11 @@ def load[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str
 
     `model` raises ProblemError for fields that are each valid but contradict each other.
     """
-    values = read_yaml(path, anchor)
+    return validated(model, read_yaml(path, anchor), overrides, path)
+
+
+def validated[M: BaseModel](model: type[M], values: dict[str, Any], overrides: Sequence[str], origin: str | Path) -> M:
+    """Apply the overrides to `values`, in place, and return the validated model. Raises the errors of `load`, which name `origin`."""
     invalid_overrides: list[str] = []
     problems: list[Problem] = []
     for override in overrides:
@@ -147,7 +157,7 @@ def load[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str
     except ValidationError as error:
         problems = _problems(model, values, error)
     if invalid_overrides or problems:
-        raise ConfigError(listed(path, [*invalid_overrides, *problems]), problems)
+        raise ConfigError(listed(origin, [*invalid_overrides, *problems]), problems)
     return config
 
 
@@ -331,7 +341,7 @@ def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 def _yaml(value: Any) -> str:
     if value is PydanticUndefined or value is None:
         return "empty"
-    return yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10_000).removesuffix("\n...\n").strip()
+    return flow_text(value)
 
 
 def save(config: BaseModel, path: Path) -> None:

@@ -110,6 +110,11 @@ def _check_scalar(node: yaml.ScalarNode, refuse: Callable[[str], NoReturn]) -> N
         refuse(f"{shortened(repr(node.value))} contains {what}, which files and tokenizers reject; leave it out")
 
 
+def flow_text(value: Any) -> str:
+    """Return plain data as YAML on one line, which `parse_yaml` reads back."""
+    return yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**9, allow_unicode=True).removesuffix("\n...\n").strip()
+
+
 def shortened(text: str, length: int = 200) -> str:
     """Return `text` for a message; if longer than `length`, its beginning and its length."""
     return text if len(text) <= length else f"{text[: length - 50]}... ({len(text)} characters)"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import textwrap
 import time
@@ -44,10 +43,12 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.policy.optimizer import dense_moments
 from megagrpo.policy.reference import Reference
+from megagrpo.records.run_files import BEST as BEST
+from megagrpo.records.run_files import STATE_FILE as STATE_FILE
+from megagrpo.records.run_files import checkpoints as checkpoints
+from megagrpo.records.run_files import newest_checkpoint as newest_checkpoint
 from megagrpo.types import TrainState
 
-STATE_FILE = "megagrpo.json"
-BEST = "best"  # name of the link to the checkpoint with the best evaluation
 BYTES_PER_PARAMETER = 14  # weight (2), float32 master, first and second moment: lower bound for the disk space check
 
 
@@ -385,14 +386,3 @@ def _point(link: Path, checkpoint: Path) -> None:
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(checkpoint.name)
     fresh.replace(link)
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Return the complete checkpoints of a run, oldest first."""
-    return sorted(p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", p.name) and (p / STATE_FILE).is_file())
-
-
-def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint with the highest step, or None."""
-    complete = checkpoints(folder)
-    return complete[-1] if complete else None

@@ -8,6 +8,7 @@ from pathlib import Path
 from megagrpo.config import RunConfig, save_resolved
 from megagrpo.process.terminal import show
 from megagrpo.records.checkpoint import CheckpointError, checked, newest_checkpoint
+from megagrpo.records.run_files import FROM_PYTHON
 from megagrpo.records.run_lock import LOCK, RunLock
 
 
@@ -40,6 +41,8 @@ def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None)
         show(f"the earlier run in {folder} was moved to {aside}" + (" (run.overwrite)" if config.run.overwrite else ""))
         (aside / LOCK).unlink(missing_ok=True)
         lock.take()
+        if (aside / FROM_PYTHON).exists():  # both runs' configs name files in it
+            shutil.move(aside / FROM_PYTHON, folder / FROM_PYTHON)
     save_resolved(config, folder)
     if job is not None:
         begun_by.write_text(job)

@@ -22,6 +22,7 @@ LEVELS = [
     {"trainer"},
     {"launch"},
     {"commands"},
+    {"api"},
     {"__main__"},
 ]
 MAX_LINES = 420

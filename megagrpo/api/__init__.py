@@ -1,0 +1,1 @@
+"""The Python API. `megagrpo/__init__.py` exports it; torch and vLLM run in child processes only."""

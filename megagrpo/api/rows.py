@@ -1,0 +1,98 @@
+"""Data sets that are Python objects: checked here, and written to a file that the run reads like any other."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megagrpo.config import ConfigError
+from megagrpo.rewards.target import did_you_mean
+
+if TYPE_CHECKING:
+    import datasets
+    import pandas
+
+type Rows = datasets.Dataset | pandas.DataFrame | Sequence[Mapping[str, Any]] | str
+"""Prompts: a `datasets.Dataset`, a `pandas.DataFrame`, a list of dicts, or a source as in `data.train.source`."""
+
+KINDS = "a datasets.Dataset, a pandas.DataFrame, a list of dicts, or the name of a file or a data set"
+
+
+def accept(rows: Any, argument: str) -> Any:
+    """Return the rows as a `datasets.Dataset` or a list. Raises ConfigError, which names `argument`, for any other kind."""
+    datasets, pandas = sys.modules.get("datasets"), sys.modules.get("pandas")
+    if pandas is not None and isinstance(rows, pandas.DataFrame):
+        import datasets as library
+
+        return library.Dataset.from_pandas(rows, preserve_index=False)
+    if datasets is not None:
+        if isinstance(rows, (datasets.DatasetDict, datasets.IterableDatasetDict)):
+            raise ConfigError(f'{argument}: has several splits: {", ".join(rows)}; pass one, as in data["{next(iter(rows), "train")}"]')
+        if isinstance(rows, datasets.IterableDataset):
+            raise ConfigError(f"{argument}: a streamed data set has no length; pass datasets.Dataset.from_list(list(data.take(1000)))")
+        if isinstance(rows, datasets.Dataset):
+            return rows
+    if isinstance(rows, (list, tuple)):
+        return list(rows)
+    raise ConfigError(f"{argument}: must be {KINDS} (got {type(rows).__name__})")
+
+
+def check(rows: Any, argument: str, column: str) -> None:
+    """Raise ConfigError for rows that `accept` returned if there are none, or if they have no `column` with the prompts."""
+    if len(rows) == 0:
+        raise ConfigError(f"{argument}: has no rows; pass at least one prompt")
+    for number, names in enumerate([rows.column_names] if not isinstance(rows, list) else rows):
+        if not isinstance(names, (Mapping, list)):
+            raise ConfigError(f"{argument}: row {number} must be a dict of columns (got {type(names).__name__})")
+        if column not in names:
+            where = f"row {number} has no column" if isinstance(rows, list) else "has no column"
+            has = ", ".join(map(str, names)) or "none"
+            hint = did_you_mean(column, map(str, names))
+            raise ConfigError(f"{argument}: {where} `{column}` (data.prompt_column); it has {has}{hint}; rename it or set the key")
+
+
+def suffix(rows: Any) -> str:
+    """Return the suffix of the file that `write` makes."""
+    return ".jsonl" if isinstance(rows, list) else ".parquet"
+
+
+def write(rows: Any, file: Path, argument: str) -> None:
+    """Write rows that `check` has passed. Raises ConfigError for a value that JSON does not hold."""
+    if isinstance(rows, list):
+        with file.open("w", encoding="utf-8") as lines:
+            for number, row in enumerate(rows):
+                lines.write(_line(row, number, argument) + "\n")
+        return
+    import datasets
+
+    silent = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        rows.to_parquet(str(file))
+    finally:
+        if not silent:
+            datasets.enable_progress_bars()
+
+
+def _line(row: Mapping[str, Any], number: int, argument: str) -> str:
+    try:
+        return json.dumps(dict(row), allow_nan=False, default=_json_value)
+    except (TypeError, ValueError, RecursionError):
+        for name, value in row.items():
+            try:
+                json.dumps({name: value}, allow_nan=False, default=_json_value)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"{argument}: row {number}: column `{name}` holds no plain data: {error}; use texts, finite numbers, lists and dicts"
+                ) from None
+        raise
+
+
+def _json_value(value: Any) -> Any:
+    """Convert a NumPy number or array."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__}")

@@ -1,0 +1,52 @@
+"""The JSON lines of a run's files as tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
+
+EVALUATION = "eval/"  # prefix of the metrics of an evaluation in metrics.jsonl
+OF_EVERY_LINE = ("step", "wall_time")
+
+
+def table(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
+    """Return rows as a `pandas.DataFrame`. A column that a row lacks is NaN there."""
+    import pandas
+
+    return pandas.DataFrame(list(rows))
+
+
+def lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a JSONL file. A line that is still being written, or that a full disk broke, is skipped. No file: no lines."""
+    if not file.exists():
+        return
+    with file.open(encoding="utf-8", errors="replace") as content:
+        for line in content:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                yield row
+
+
+def is_evaluation(row: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics.jsonl belongs to an evaluation, not to a step."""
+    names = [name for name in row if name not in OF_EVERY_LINE]
+    return bool(names) and all(name.startswith(EVALUATION) for name in names)
+
+
+def flat_rewards(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a line of completions.jsonl with one column `rewards/NAME` per reward function."""
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if name == "rewards" and isinstance(value, dict):
+            flat |= {f"rewards/{function}": reward for function, reward in value.items()}
+        else:
+            flat[name] = value
+    return flat

@@ -1,0 +1,24 @@
+"""Names of the files and folders of a run, and the list of its checkpoints. Imports the standard library only."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+CHECKPOINTS = "checkpoints"  # folder of a run's checkpoints
+STATE_FILE = "megagrpo.json"  # a checkpoint that has this file is complete
+BEST = "best"  # name of the link to the checkpoint with the best evaluation
+METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
+RESOLVED = "resolved.yaml"  # the config of a run, with every value
+FROM_PYTHON = "from_python"  # folder of the functions and data that megagrpo.train got as Python objects
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in `folder`, oldest first."""
+    return sorted(p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", p.name) and (p / STATE_FILE).is_file())
+
+
+def newest_checkpoint(folder: Path) -> Path | None:
+    """Return the complete checkpoint with the highest step, or None."""
+    complete = checkpoints(folder)
+    return complete[-1] if complete else None
