@@ -1,11 +1,5 @@
 """`megagrpo.train` and the run that it returns: one run with Python objects for rewards, data and callbacks, shared by the tests."""
 
-import signal
-import subprocess
-import sys
-import textwrap
-import threading
-from pathlib import Path
 
 import pytest
 

@@ -82,7 +82,7 @@ def test_output_appears_and_is_logged_and_standard_input_is_empty(program, capsy
 
 
 def test_exit_code_2_is_a_wrong_config(program):
-    with pytest.raises(ConfigError, match="^two$"):
+    with pytest.raises(ConfigError, match=r"^two$"):
         child.run("program", ["prints", "2"], environment=program)
 
 

@@ -169,7 +169,7 @@ def test_a_callback_without_a_pickle_is_an_error():
         def __init__(self):
             self.lock = threading.Lock()
 
-    with pytest.raises(ConfigError, match="callbacks.1: `Holds` cannot be sent to the run's processes"):
+    with pytest.raises(ConfigError, match=r"callbacks.1: `Holds` cannot be sent to the run's processes"):
         collect(None, None, None, [Holds, Holds()])
 
 
@@ -237,7 +237,7 @@ def test_a_set_may_have_its_own_prompt_column():
     held_out = collect(None, [{"q": "x"}], {"own": [{"q": "x"}]}, None)
     given = {"data": MINIMAL["data"] | {"prompt_column": "q"}}
     held_out.check_rows(config(**given, evaluation={"sets": {"own": {"source": "x"}}}))
-    with pytest.raises(ConfigError, match="eval_dataset.own: row 0 has no column `question`"):
+    with pytest.raises(ConfigError, match=r"eval_dataset.own: row 0 has no column `question`"):
         held_out.check_rows(config(**given, evaluation={"sets": {"own": {"source": "x", "prompt_column": "question"}}}))
 
 
@@ -262,5 +262,5 @@ def test_data_of_another_kind_is_an_error(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="run.output_dir: .*/file/from_python cannot be written: Not a directory; name another folder"):
+    with pytest.raises(ConfigError, match=r"run.output_dir: .*/file/from_python cannot be written: Not a directory; name another folder"):
         collect(None, ROWS, None, None).write(tmp_path / "file")

@@ -73,9 +73,9 @@ def test_without_a_checkpoint_nothing_is_generated_or_exported(tmp_path):
     save_resolved(RunConfig.model_validate(MINIMAL), tmp_path)
     run = load_run(tmp_path)
     for call in (lambda: run.generate("a"), lambda: run.export(tmp_path / "out")):
-        with pytest.raises(ConfigError, match="has no latest checkpoint; train it to its end, or set run.save_steps"):
+        with pytest.raises(ConfigError, match=r"has no latest checkpoint; train it to its end, or set run.save_steps"):
             call()
-    with pytest.raises(ConfigError, match="has no best checkpoint; set evaluation.keep_best before training"):
+    with pytest.raises(ConfigError, match=r"has no best checkpoint; set evaluation.keep_best before training"):
         run.export(tmp_path / "out", checkpoint="best")
 
 
@@ -86,7 +86,7 @@ def test_an_adapter_is_exported_as_it_is_and_never_over_a_folder(folder):
     run = load_run(folder)
     out = run.export(folder / "out")
     assert out == folder / "out" and [file.name for file in out.iterdir()] == ["adapter_config.json"]
-    with pytest.raises(ConfigError, match="folder: .*/out exists; name another folder"):
+    with pytest.raises(ConfigError, match=r"folder: .*/out exists; name another folder"):
         run.export(folder / "out")
 
 
