@@ -77,9 +77,12 @@ class _Package(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name == "__version__":
-            from importlib.metadata import version
+            from importlib.metadata import PackageNotFoundError, version
 
-            return version("megagrpo")
+            try:
+                return version("megagrpo")
+            except PackageNotFoundError:  # a clone that is not installed
+                return "unknown"
         if name not in _HOMES:
             raise AttributeError(f"module 'megagrpo' has no attribute {name!r}")
         value = getattr(importlib.import_module(_HOMES[name]), name)

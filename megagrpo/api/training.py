@@ -20,7 +20,6 @@ from megagrpo.records.run_files import FROM_PYTHON
 
 LOG = "train.log"
 TO_BE_CONTINUED = 85  # exit code of a run that has saved at its time limit
-OF_A_RANK = ("RANK", "WORLD_SIZE")  # variables that torchrun and Slurm scripts set
 
 
 def train(
@@ -91,7 +90,7 @@ def train(
 
 def _check_here(ranks: int | None) -> None:
     """Raise ConfigError in a process that a launcher started, and for a wrong number of ranks."""
-    if all(name in os.environ for name in OF_A_RANK):
+    if "RANK" in os.environ:
         raise ConfigError("megagrpo.train: starts the ranks itself; call it in one process, not under torchrun, and set ranks=N")
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
         raise ConfigError(f"ranks: must be a positive number (got {ranks!r})")
