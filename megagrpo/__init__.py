@@ -89,6 +89,9 @@ class _Package(ModuleType):
         setattr(self, name, value)
         return value
 
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return importlib.import_module, ("megagrpo",)  # a notebook's function that names this package is pickled with it
+
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})
 

@@ -9,6 +9,7 @@ import numpy as np
 import pandas
 import pytest
 
+import megagrpo
 from megagrpo.api.inputs import CALLBACKS, REWARDS, collect
 from megagrpo.config import ConfigError, RewardsSection, RunConfig
 from megagrpo.config.yaml_text import parse_yaml
@@ -38,6 +39,7 @@ def rewards_of_every_kind():
     weights = {"a": 2.0}
 
     def closure(completions):
+        assert megagrpo.__name__ == "megagrpo"  # the package itself is pickled by name
         return [weights["a"] * len(text) for text in completions]
 
     async def waits(completions, answer):
