@@ -11,6 +11,7 @@ import keyword
 import pickle
 import re
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,6 @@ def write_module(file: Path, title: str, pickles: Mapping[str, bytes], instances
     data.write_bytes(pickle.dumps(dict(pickles)))
     lines = [f'{name} = _pickle.loads(_pickled["{name}"])\n' for name in pickles if name not in instances]
     lines += [INSTANCE.format(name=name) for name in instances]
-    installed = (sys.prefix, sys.base_prefix)  # the workers have these folders too
+    installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))  # the workers have these folders too
     paths = [path for path in dict.fromkeys(str(Path(path).absolute()) for path in sys.path) if not path.startswith(installed)]
     file.write_text(MODULE.format(title=title, pickle=data.name, paths=paths) + "".join(lines))

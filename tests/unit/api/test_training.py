@@ -171,7 +171,7 @@ def test_a_plan_predicts_memory_and_with_a_gpu_seconds(here):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"gpu": "h1000"}, "gpu: h1000 is not known; choose one of h100"),
+        ({"gpu": "h1000"}, "gpu: h1000 is not known; choose one of a100"),
         ({"world_size": 0}, "world_size: must be a positive number .got 0"),
         ({"search": True}, "search: predicted seconds need a kind of GPU; add gpu"),
         ({"prompt_tokens": 5}, "prompt_tokens: predicted seconds need a kind of GPU"),
