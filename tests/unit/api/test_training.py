@@ -1,7 +1,9 @@
 """`megagrpo.train`, `plan`, `verify` and `evaluate` around the processes that they start: a small program stands in for `megagrpo`."""
 
+import ast
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from megagrpo.config import ConfigError, load_config
 from megagrpo.config.io import shipped_config
 
 QUICKSTART = "megagrpo:quickstart"
+PAGE = Path(__file__).parents[3] / "docs" / "python.md"
 SMALL = {"model.path": "Qwen/Qwen3-0.6B", "model.precision": "fp32"}
 PROGRAM = '''
 """Writes its arguments to the file `called` of the current folder, and does what the file `script` says."""
@@ -113,6 +116,21 @@ def test_a_mapping_is_trained_from_a_file_in_the_run_s_folder_and_may_be_silent(
     file, *overrides = called()[0][1:]
     assert Path(file) == run.folder / "from_python" / "config.yaml" and load_config(file, overrides).run.seed == 3
     assert called()[1] is None and capsys.readouterr() == ("", "")
+
+
+def test_the_first_lines_of_the_page_start_a_run(stand_in):
+    called = stand_in()
+    block = re.search(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)[1]
+    statements = ast.parse(block).body
+    start = next(i for i, statement in enumerate(statements) if isinstance(statement, ast.Assign))
+    names: dict = {}
+    exec(compile(ast.Module(statements[: start + 1], []), "python.md", "exec"), names)  # the last lines need a real run
+    words = called()[0]
+    config = load_config(words[1], words[2:])
+    assert names["run"].folder == Path.cwd() / "runs" / "shorter" and config.run.max_steps == 20
+    assert names["shorter"]([[{"content": "x" * 50}]]) == [-0.5] and Path(config.data.train.source).exists()
+    with pytest.raises(KeyError):  # there are no steps yet
+        exec(compile(ast.Module(statements[start + 1 : start + 2], []), "python.md", "exec"), names)
 
 
 def test_callbacks_of_the_config_stay(stand_in):
