@@ -248,7 +248,7 @@ def test_data_of_another_kind_is_an_error(tmp_path):
     for given, message in (
         (datasets.DatasetDict(train=split, test=split), r'dataset: has several splits: train, test; pass one, as in data\["train"\]'),
         (split.to_iterable_dataset(), "dataset: a streamed data set has no length"),
-        ({"prompt": ["p"]}, "dataset: must be a datasets.Dataset, a pandas.DataFrame, a list of dicts, or the name .* got dict"),
+        ({"prompt": ["p"]}, "dataset: must be a datasets.Dataset, a pandas.DataFrame, a list of dicts, or the name .*got dict"),
     ):
         with pytest.raises(ConfigError, match=message):
             collect(None, given, None, None)
