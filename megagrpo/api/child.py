@@ -23,6 +23,8 @@ from megagrpo.config import ConfigError
 
 MAIN = "megagrpo.__main__"  # module of the command line
 LIMIT = 100_000  # characters of a stream that is shown: only its end is kept
+COLOURS = ("FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")  # Jupyter's kernel sets them; a log file should have no escapes
+WIDTH = "100"  # columns of the output, unless COLUMNS is set
 DRAIN_SECONDS = 1.0  # after the process has ended: output of processes that it left
 PACKAGE_ROOT = str(Path(__file__).parents[2])
 
@@ -107,10 +109,11 @@ def run(
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment for a child that imports the same megagrpo."""
+    """Return this process's environment for a child that imports the same megagrpo and writes plain lines, also under Jupyter."""
     folders = [] if PACKAGE_ROOT == sysconfig.get_path("purelib") else [PACKAGE_ROOT]
     folders += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1", **more}
+    inherited = {name: value for name, value in os.environ.items() if name not in COLOURS}
+    return {"COLUMNS": WIDTH, **inherited, "PYTHONPATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1", **more}
 
 
 def _forward(process: subprocess.Popen[bytes], out: Stream, err: Stream) -> None:

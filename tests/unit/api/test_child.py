@@ -30,6 +30,11 @@ def prints(code):
     return int(code)
 
 
+def looks():
+    print(os.environ.get("COLUMNS"), os.environ.get("FORCE_COLOR"))
+    return 0
+
+
 def dies():
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -79,6 +84,14 @@ def test_output_appears_and_is_logged_and_standard_input_is_empty(program, capsy
     assert capsys.readouterr() == ("one é\n", "two\n") and sorted(log.getvalue().splitlines()) == ["one é", "two"]
     child.run("program", ["prints", "0"], environment=program, show_errors=False)
     assert capsys.readouterr() == ("", "")
+
+
+def test_output_has_no_colours_and_a_width(program, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a Jupyter kernel does
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert child.run("program", ["looks"], environment=program).out == "100 None\n"
+    monkeypatch.setenv("COLUMNS", "80")
+    assert child.run("program", ["looks"], environment=program).out == "80 None\n"
 
 
 def test_exit_code_2_is_a_wrong_config(program):
