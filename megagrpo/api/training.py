@@ -77,9 +77,8 @@ def train(
     environment = {} if ranks is None else {"NPROC": str(ranks)}
     try:
         with log.open("a", encoding="utf-8") as file:
-            print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} megagrpo train {' '.join(words)}", file=file, flush=True)
-            shown = dict(show_output=not quiet, show_errors=not quiet)
-            ended = child.run(child.MAIN, ["train", *words], environment=environment, log=file, **shown)
+            print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} megagrpo train {' '.join(words)}", file=file)
+        ended = child.run_logged(child.MAIN, ["train", *words], log, environment, show=not quiet)
     except KeyboardInterrupt:
         print(f"stopped; megagrpo.load_run({str(folder)!r}) opens the run, and resume=True continues it", file=sys.stderr, flush=True)
         raise

@@ -1,6 +1,5 @@
 """Child processes of the API: their output, their exit codes, Ctrl-C, and their end with this process."""
 
-import io
 import os
 import signal
 import subprocess
@@ -64,10 +63,10 @@ def waits(started, ended, signals):
 
 
 @pytest.fixture
-def program(tmp_path):
-    """Environment in which the module `program` can be imported."""
+def program(tmp_path, monkeypatch):
+    """Makes the module `program` importable in child processes."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    return {"PYTHONPATH": os.pathsep.join([PACKAGE_ROOT, str(tmp_path)])}
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([PACKAGE_ROOT, str(tmp_path)]))
 
 
 def wait_for(file: Path, text: str = "") -> None:
@@ -77,40 +76,51 @@ def wait_for(file: Path, text: str = "") -> None:
         time.sleep(0.01)
 
 
-def test_output_appears_and_is_logged_and_standard_input_is_empty(program, capsys):
-    log = io.StringIO()
-    ended = child.run("program", ["prints", "3"], environment=program, log=log, show_output=True)
+def test_errors_appear_output_is_returned_and_standard_input_is_empty(program, capsys):
+    ended = child.run("program", ["prints", "3"])
     assert (ended.exit_code, ended.out, ended.err, ended.output) == (3, "one é\n", "two\n", "two\n")
-    assert capsys.readouterr() == ("one é\n", "two\n") and sorted(log.getvalue().splitlines()) == ["one é", "two"]
-    child.run("program", ["prints", "0"], environment=program, show_errors=False)
+    assert capsys.readouterr() == ("", "two\n")
+
+
+def test_a_log_gets_all_output_and_is_shown_from_its_end_on(program, tmp_path, capsys):
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    ended = child.run_logged("program", ["prints", "3"], log, {"COLUMNS": "70"}, show=True)
+    assert ended.exit_code == 3 and sorted(ended.output.splitlines()) == ["one é", "two"] and capsys.readouterr() == (ended.out, "")
+    assert log.read_text() == "before\n" + ended.out
+    assert child.run_logged("program", ["looks"], log, {"COLUMNS": "70"}, show=False).out == "70 None\n"
     assert capsys.readouterr() == ("", "")
 
 
 def test_output_has_no_colours_and_a_width(program, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as a Jupyter kernel does
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert child.run("program", ["looks"], environment=program).out == "100 None\n"
+    assert child.run("program", ["looks"]).out == "100 None\n"
     monkeypatch.setenv("COLUMNS", "80")
-    assert child.run("program", ["looks"], environment=program).out == "80 None\n"
+    assert child.run("program", ["looks"]).out == "80 None\n"
 
 
-def test_exit_code_2_is_a_wrong_config(program):
+def test_exit_code_2_is_a_wrong_config(program, tmp_path):
     with pytest.raises(ConfigError, match=r"^two$"):
-        child.run("program", ["prints", "2"], environment=program)
+        child.run("program", ["prints", "2"])
+    with pytest.raises(ConfigError, match="two"):
+        child.run_logged("program", ["prints", "2"], tmp_path / "log", {}, show=False)
 
 
 def test_a_killed_process_has_the_signal_s_exit_code(program):
-    assert child.run("program", ["dies"], environment=program).exit_code == 128 + signal.SIGKILL
+    assert child.run("program", ["dies"]).exit_code == 128 + signal.SIGKILL
 
 
-def test_a_process_that_the_child_leaves_is_not_waited_for(program):
+def test_a_process_that_the_child_leaves_is_not_waited_for(program, tmp_path):
     began = time.monotonic()
-    assert child.run("program", ["leaves_a_process"], environment=program).out == "done\n"
+    assert child.run("program", ["leaves_a_process"]).out == "done\n"
+    assert child.run_logged("program", ["leaves_a_process"], tmp_path / "log", {}, show=False).out == "done\n"
     assert time.monotonic() - began < 30
 
 
-def test_ctrl_c_reaches_the_child_once_and_is_raised_after_its_end(program, tmp_path, capsys):
-    started, ended = tmp_path / "started", tmp_path / "ended"
+@pytest.mark.parametrize("logged", [True, False])
+def test_ctrl_c_reaches_the_child_once_and_is_raised_after_its_end(logged, program, tmp_path, capsys):
+    started, ended, log = tmp_path / "started", tmp_path / "ended", tmp_path / "log"
 
     def interrupt():
         for count in (1, 2):
@@ -121,18 +131,21 @@ def test_ctrl_c_reaches_the_child_once_and_is_raised_after_its_end(program, tmp_
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        child.run("program", ["waits", str(started), str(ended), "2"], environment=program, show_output=True)
+        words = ["waits", str(started), str(ended), "2"]
+        child.run_logged("program", words, log, {}, show=True) if logged else child.run("program", words)
     thread.join()
-    assert ended.read_text().split() == ["2", "2"] and capsys.readouterr().out == "saved\n"
+    assert ended.read_text().split() == ["2", "2"] and (not logged or capsys.readouterr().out == "saved\n")
 
 
-def test_the_child_is_asked_to_stop_when_this_process_is_killed(program, tmp_path):
-    started, ended = tmp_path / "started", tmp_path / "ended"
+def test_the_child_is_asked_to_stop_and_can_still_write_when_this_process_is_killed(program, tmp_path):
+    started, ended, log = tmp_path / "started", tmp_path / "ended", tmp_path / "log"
+    words = ["waits", str(started), str(ended), "1"]
     code = (
-        f"from megagrpo.api import child; child.run('program', ['waits', {str(started)!r}, {str(ended)!r}, '1'], environment={program!r})"
+        f"from megagrpo.api import child; from pathlib import Path; child.run_logged('program', {words!r}, Path({str(log)!r}), {{}}, True)"
     )
-    parent = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, **program}, start_new_session=True)
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
     wait_for(started)
     parent.kill()
-    parent.wait()
+    parent.communicate()
     wait_for(ended, f"{signal.SIGTERM:d}\n")
+    wait_for(log, "saved")
