@@ -106,7 +106,8 @@ class RunConfig(Section):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the config in the YAML file `path` with `key=value` overrides applied. Raises ConfigError that lists every problem at once."""
+    """Return the config in the YAML file `path`, or the shipped config `megagrpo:NAME`, with `key=value` overrides applied. Raises one
+    ConfigError that lists every problem at once."""
     return io.load(RunConfig, path, overrides, anchored)
 
 

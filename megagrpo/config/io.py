@@ -26,6 +26,7 @@ PLACEHOLDERS = ("N", "NAME")  # in a dotted key: a list index, and a user-chosen
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
 SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:` and on the command line
 CLUSTERS = "clusters"  # folder of the shipped files that describe clusters, not runs
+FOLDER_CONFIG = "run.yaml"  # the config of a shipped folder, which is named by the folder alone
 Anchor = Callable[[dict[str, Any], Path], dict[str, Any]]
 Loc = tuple[str | int, ...]  # pydantic's location of an error: keys and list indices
 
@@ -45,7 +46,7 @@ def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()
     `defaults:` is a path relative to the file, or `megagrpo:NAME` for a shipped config. Mappings merge key by key; a list or a scalar
     replaces what it overrides. `anchor(values, folder)` makes the relative paths of each file absolute.
     """
-    path = Path(path)
+    path = shipped_config(str(path)) if str(path).startswith(SHIPPED) else Path(path)
     itself = Path(os.path.realpath(path))
     if itself in _children:
         chain = " -> ".join(p.name for p in (*_children, itself))
@@ -91,15 +92,15 @@ def _parent_file(name: str, child: Path) -> Path:
 
 
 def shipped_config(name: str) -> Path:
-    """Return the file of the shipped config `megagrpo:NAME`. Raises ConfigError for an unknown name."""
-    folder, stem = shipped_configs(), name.removeprefix(SHIPPED).removesuffix(".yaml")
-    if not (folder / f"{stem}.yaml").is_file():
-        names = (file.relative_to(folder).with_suffix("") for file in folder.rglob("*.yaml"))
-        known = sorted(str(name) for name in names if name.parts[0] != CLUSTERS)
+    """Return the file of the shipped config `megagrpo:NAME`: NAME.yaml, or NAME/run.yaml. Raises ConfigError for an unknown name."""
+    folder, stem = shipped_configs(), name.removeprefix(SHIPPED).removesuffix(".yaml").removesuffix("/run")
+    paths = (file.relative_to(folder) for file in sorted(folder.rglob("*.yaml")))
+    known = {str(path.parent if path.name == FOLDER_CONFIG else path.with_suffix("")): path for path in paths if path.parts[0] != CLUSTERS}
+    if stem not in known:
         near = difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
         hint = f"; did you mean {SHIPPED}{near[0]}?" if near else ""
         raise ConfigError(f"no shipped config {name}{hint}; shipped: {', '.join(known)}")
-    return folder / f"{stem}.yaml"
+    return folder / known[stem]
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -177,7 +177,7 @@ def test_vllms_parser_reads_what_ours_reads(tmp_path):
 @pytest.mark.full
 def test_a_model_that_can_learns_to_use_the_calculator(tmp_path):
     """Two steps of the example: most responses call the tool by the second."""
-    command = [world.REPOSITORY / "launch" / "local.sh", "configs/examples/calculator_tool.yaml", "run.max_steps=2"]
+    command = [world.REPOSITORY / "launch" / "local.sh", "megagrpo:examples/calculator_tool", "run.max_steps=2"]
     ended = subprocess.run([*command, f"run.output_dir={tmp_path}"], cwd=world.REPOSITORY, capture_output=True, text=True, timeout=600)
     done = world.Run(ended.returncode, ended.stdout, ended.stderr, tmp_path / "calculator_tool")
     assert done.code == 0, done.err

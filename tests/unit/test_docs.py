@@ -29,7 +29,7 @@ from megagrpo.types import Prompt, Rollout
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
-EXAMPLE = REPOSITORY / "configs" / "examples" / "capitals.yaml"
+EXAMPLE = REPOSITORY / "configs" / "examples" / "capitals" / "run.yaml"
 KEYS = {key for key, _ in fields(RunConfig)}
 OF_RUN = {f"run.{name}" for name in (*vars(Run), "folder")}  # attributes of the Python API's run
 OPEN = (

@@ -118,7 +118,9 @@ def test_a_config_of_any_folder_may_start_from_a_shipped_one(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text(f"defaults: megagrpo:{name}\nrun: {{name: mine}}\n")
     config = load_config("mine.yaml")
-    assert config == load_config(shipped_configs() / f"{name.removesuffix('.yaml')}.yaml", ["run.name=mine"])
+    path = shipped_configs() / name.removesuffix(".yaml")
+    assert config == load_config(path / "run.yaml" if path.is_dir() else path.with_suffix(".yaml"), ["run.name=mine"])
+    assert config == load_config(f"megagrpo:{name}", ["run.name=mine"])
     source = config.data.train.source
     assert not source.endswith(".jsonl") or os.path.isfile(source)
 
@@ -127,6 +129,8 @@ def test_a_shipped_config_that_does_not_exist_is_named_with_the_nearest(tmp_path
     (tmp_path / "mine.yaml").write_text("defaults: megagrpo:presets/dappo\n")
     with pytest.raises(ConfigError, match=r"defaults: no shipped config megagrpo:presets/dappo; did you mean megagrpo:presets/dapo\?"):
         load_config(tmp_path / "mine.yaml")
+    with pytest.raises(ConfigError, match=r"^no shipped config megagrpo:examples/cod; did you mean megagrpo:examples/code\?"):
+        load_config("megagrpo:examples/cod")
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "configs").rglob("*.yaml")), ids=lambda p: p.stem)
