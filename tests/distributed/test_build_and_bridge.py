@@ -298,6 +298,7 @@ def test_the_converters_go_there_and_back_and_never_overwrite(models, tmp_path):
     assert run_ranks(run_tool, 2, *back[:-1]) == [2, 2]  # one value of pipeline_layers for two stages
     assert run_ranks(run_tool, 2, *back) == [0, 0]
     assert all(torch.equal(read_folder(tmp_path / "hf")[name], tensor) for name, tensor in read_folder(folder).items())
+    assert "A model exported from a Megatron checkpoint" in (tmp_path / "hf" / "README.md").read_text()
     assert run_ranks(run_tool, 2, *there) == [2, 2]
     assert run_ranks(run_tool, 2, *back) == [2, 2]
     assert run_ranks(run_tool, 1, "export", folder, tmp_path / "new", "--model", folder) == [2]

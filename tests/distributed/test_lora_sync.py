@@ -80,6 +80,7 @@ def test_the_tool_merges_an_adapter_into_its_model(root, tmp_path):
     run_ranks(_push, 1, root, {}, tmp_path / "shm", tmp_path / "expected")
     merged, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
     assert all(torch.equal(merged[name].bfloat16(), tensor) for name, tensor in expected.items())
+    assert f"from a Megatron checkpoint by megagrpo. Base model: `{root / 'model'}`." in (tmp_path / "out/README.md").read_text()
     (tmp_path / "step_000001/adapter").mkdir(parents=True)
     assert run_ranks(run_tool, 1, "export", tmp_path / "step_000001", tmp_path / "none") == [2]
     assert run_ranks(run_tool, 1, "merge", root / "model", tmp_path / "none", "--model", root / "model") == [2]

@@ -11,7 +11,7 @@ FILES = sorted((ROOT / "megagrpo").rglob("*.py"))
 LEVELS = [
     {"types", "config", "process", "install"},
     {"families", "algorithms", "data", "rewards", "device"},
-    {"parallel", "transfer"},
+    {"parallel", "transfer", "hub"},
     {"policy"},
     {"bridge"},
     {"records", "engine", "vllm_plugin"},

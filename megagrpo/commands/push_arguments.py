@@ -1,0 +1,44 @@
+"""The options of `megagrpo export` and `merge` for the Hugging Face hub: --push, --private and --revision."""
+
+from __future__ import annotations
+
+import argparse
+
+from megagrpo.config import ConfigError
+from megagrpo.process.terminal import show, warn
+
+
+def add_push_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --push, --private and --revision."""
+    parser.add_argument("--push", metavar="REPO", help="upload OUT to this model repository of the Hugging Face hub, as OWNER/NAME")
+    parser.add_argument("--private", action="store_true", help="with --push: create the repository as private")
+    parser.add_argument("--revision", metavar="BRANCH", help="with --push: upload to this branch, which is created if missing")
+
+
+def check_push_arguments(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that do not fit together, and for a repository that cannot exist."""
+    if options.push is None:
+        alone = [f"--{name}" for name in ("private", "revision") if getattr(options, name)]
+        if alone:
+            raise ConfigError(f"{alone[0]}: has no effect without --push; add --push OWNER/NAME")
+        return
+    from megagrpo.hub.upload import PushError, check_repo
+
+    try:
+        check_repo(options.push)
+    except PushError as error:
+        raise ConfigError(f"--push: {error}") from None
+
+
+def push_export(options: argparse.Namespace) -> int:
+    """Upload `options.out` with --push, on one rank. Returns exit code 0, or 2 after an error; the folder is kept."""
+    if options.push is None:
+        return 0
+    from megagrpo.hub.upload import PushError, push
+
+    try:
+        show(f"pushed to {push(options.out, options.push, options.private, options.revision)}")
+    except PushError as error:
+        warn(f"error: --push: {error}")
+        return 2
+    return 0

@@ -1,0 +1,1 @@
+"""Model cards of exported models and adapters, and their upload to the Hugging Face hub."""
