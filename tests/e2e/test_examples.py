@@ -34,7 +34,7 @@ def python(*words, seconds: float = 600, **options) -> subprocess.CompletedProce
 def train(name: str, output: Path, *overrides: str) -> world.Run:
     """The run of an example into `output`/NAME, started in an empty folder by the command of its README."""
     (output / "cwd").mkdir()
-    words = ("-m", "megagrpo", "train", f"megagrpo:examples/{name}", f"run.output_dir={output}", "run.tensorboard=false", *overrides)
+    words = ("-m", "megagrpo", "train", f"megagrpo:examples/{name}", f"run.output_dir={output}", "run.trackers=[]", *overrides)
     done = python(*words, cwd=output / "cwd")
     assert os.listdir(output / "cwd") == []
     return world.Run(0, done.stdout, done.stderr, output / name)

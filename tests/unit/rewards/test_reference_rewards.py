@@ -170,7 +170,7 @@ def test_the_answer_after_the_hashes_as_the_notebook(case):
 
 
 def test_the_gsm8k_example_asks_and_scores_as_the_notebook():
-    config = load_config(Path(__file__).parents[3] / "configs" / "examples" / "gsm8k_xml.yaml")
+    config = load_config(Path(__file__).parents[3] / "configs" / "examples" / "gsm8k_xml" / "run.yaml")
     assert config.data.system_prompt == NOTEBOOK["system_prompt"]
     functions = [f.function for f in config.rewards.functions]
     assert [f"{name}_reward_func" for name in functions] == NOTEBOOK["order"]
