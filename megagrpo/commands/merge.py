@@ -38,8 +38,8 @@ def run(options: argparse.Namespace) -> int:
     def action(layout: Layout) -> None:
         from megagrpo.bridge.adapters import base_of
         from megagrpo.bridge.merge_adapter import merge
-        from megagrpo.records.progress import conversion_progress
         from megagrpo.hub.card import write_card
+        from megagrpo.records.progress import conversion_progress
 
         nonlocal uploads
         uploads = layout.world_rank == 0
