@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -138,6 +140,24 @@ def test_two_ranks_save_and_stop_at_ctrl_c_and_resume(tmp_path):
     assert run.checkpoint.name == f"step_{steps:06d}" and "dp 2" in (run.folder / "from_python" / "train.log").read_text()
     resumed = megagrpo.train(made, **arguments, overrides={"run.max_steps": steps + 1}, resume=True)
     assert list(resumed.metrics["step"]) == list(range(1, steps + 2))
+
+
+@pytest.mark.full
+def test_a_run_saves_and_ends_when_its_caller_is_killed(tmp_path):
+    made = config(tmp_path) | {"rewards": {"functions": [{"function": f"{world.folder()}/rewards.py:low_bytes"}]}}
+    made["run"] = {"output_dir": str(tmp_path), "name": "from_python", "max_steps": 1000}
+    caller = subprocess.Popen(
+        [sys.executable, "-c", f"import megagrpo; megagrpo.train({made!r})"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    metrics = tmp_path / "from_python" / "metrics.jsonl"
+    world.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, "first step")
+    family = [pid for pid in world.family(caller.pid) if pid != caller.pid]
+    caller.kill()
+    caller.communicate()
+    world.wait_for(lambda: not any(map(world.alive, family)), "end of all processes")
+    run = megagrpo.load_run(tmp_path / "from_python")
+    assert run.checkpoint is not None and run.checkpoint.name == f"step_{len(run.metrics):06d}"
+    assert "stop requested (SIGTERM)" in (run.folder / "from_python" / "train.log").read_text()
 
 
 @pytest.mark.full
