@@ -130,7 +130,7 @@ def test_two_ranks_save_and_stop_at_ctrl_c_and_resume(tmp_path):
         world.wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 1, "first step")
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         megagrpo.train(made, **arguments, overrides={"run.max_steps": 1000})

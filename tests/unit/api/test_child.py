@@ -128,7 +128,7 @@ def test_ctrl_c_reaches_the_child_once_and_is_raised_after_its_end(logged, progr
             os.kill(os.getpid(), signal.SIGINT)
             wait_for(ended, f"{signal.SIGINT:d}\n" * count)
 
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         words = ["waits", str(started), str(ended), "2"]
