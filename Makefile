@@ -1,4 +1,5 @@
 # make quickstart: set everything up and watch a small model learn.   make test: set everything up and run the tests.
+# make docs: build the documentation site into site/.
 # make test-full: all tests and the large matrix of layouts, in which any three options meet.
 # make test-gpu: the tests that need a GPU, on a machine that has one. There CUDA_VISIBLE_DEVICES= make test runs the others.
 # make test-te: Transformer Engine's layers on a machine without a GPU, its kernels in torch; sets everything up as for GPUs, which compiles.
@@ -9,7 +10,7 @@ export GOMP_SPINCOUNT ?= 0
 # Processes that share the tests, more than two cores would need: many tests wait for servers and ranks.
 WORKERS ?= 3
 
-.PHONY: quickstart test test-full test-gpu test-te test-slurm setup setup-dev lock
+.PHONY: quickstart docs test test-full test-gpu test-te test-slurm setup setup-dev lock
 .DEFAULT_GOAL := quickstart
 
 setup:
@@ -23,6 +24,9 @@ lock: setup
 
 quickstart: setup
 	@launch/local.sh configs/quickstart.yaml run.overwrite=true $(ARGS)
+
+docs: setup-dev
+	@.venv/bin/python docs/site.py $(ARGS)
 
 test: setup-dev
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -n $(WORKERS) $(ARGS)

@@ -120,7 +120,7 @@ def vocab(name: str) -> BlockRule:
 def qkv(pattern: str) -> BlockRule:
     """Queries, keys and values of attention in one Megatron parameter.
 
-    Megatron interleaves by group, [group][its queries, key, value][head_dim], and shards between groups. Hugging Face keeps three
+    Megatron interleaves by group, `[group][its queries, key, value][head_dim]`, and shards between groups. Hugging Face keeps three
     tensors, with {p} in `pattern` for q, k and v; without {p} it keeps one with all queries above all keys above all values.
     """
     names = tuple(dict.fromkeys(pattern.replace("{p}", p) for p in "qkv"))

@@ -1,5 +1,5 @@
-"""GLM-4-0414: gate and up projection in one weight, biases on queries, keys and values, partial rotation of neighbouring dimensions, and
-norms on the outputs of attention and MLP."""
+"""GLM-4-0414: gate and up projection in one weight, biases on queries, keys and values, partial
+rotation of neighbouring dimensions, and norms on the outputs of attention and MLP."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _TABLE |= {
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:
-    return replace(common, qkv_bias=raw.get("attention_bias", True), rotary_interleaved=True, post_norms=True)
+    qkv_bias = raw.get("attention_bias", True)
+    return replace(common, qkv_bias=qkv_bias, rotary_interleaved=True, post_norms=True)
 
 
 FAMILY = Family(

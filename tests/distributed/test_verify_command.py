@@ -150,12 +150,11 @@ def without_numbers(text: str) -> list[str]:
     return [re.sub(r"-?\d[\d.]*(e[-+]\d+)?|(?<=: )\S+ +", "#", line.strip()) for line in text.strip().split("\n")]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/verify.md"])
-def test_the_documentation_shows_what_is_printed(page, capsys, monkeypatch):
+def test_the_documentation_shows_what_is_printed(capsys, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    examples = re.findall(r"^ *\$ megagrpo (verify .*?)```", (REPOSITORY / page).read_text(), re.DOTALL | re.MULTILINE)
+    examples = re.findall(r"^ *\$ megagrpo (verify .*?)```", (REPOSITORY / "docs" / "verify.md").read_text(), re.DOTALL | re.MULTILINE)
     (shown,) = (example for example in examples if "--precision" not in example)  # it runs the whole model and takes minutes
     command_line, *lines = shown.strip().split("\n")
     assert main(shlex.split(command_line)) == 0
-    printed = without_numbers(capsys.readouterr().out)
-    assert [line for line in without_numbers("\n".join(lines)) if line not in printed] == [] and len(lines) > 8
+    printed = " ".join(" ".join(without_numbers(capsys.readouterr().out)).split())  # the page breaks long lines
+    assert [line for line in without_numbers("\n".join(lines)) if " ".join(line.split()) not in printed] == [] and len(lines) > 8

@@ -1,0 +1,145 @@
+"""Draws docs/images: python docs/pictures.py [RUN]. RUN is the folder of a finished quickstart; without it only the layout is drawn."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+IMAGES = Path(__file__).with_name("images")
+# Colours follow the reader's light or dark scheme, also where the picture is an <img>.
+STYLE = """
+text { font: 14px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #24292f; }
+.small { font-size: 12px; fill: #57606a; }
+.strong { font-weight: 600; }
+.axis { stroke: #8c959f; fill: none; }
+.grid { stroke: #d0d7de; stroke-width: 0.5; }
+.one { stroke: #4051b5; fill: none; stroke-width: 2.5; }
+.dot { fill: #4051b5; }
+.two { stroke: #d1242f; fill: none; stroke-width: 2; }
+.ring { stroke: #d1242f; fill: #ffffff; stroke-width: 2; }
+.frame { stroke: #8c959f; fill: none; stroke-dasharray: 5 4; }
+.a { fill: #dbe1ff; stroke: #4051b5; }
+.b { fill: #ffe3d9; stroke: #bc4c00; }
+.server { fill: #d9f2e0; stroke: #1a7f37; }
+.arrow { stroke: #57606a; fill: none; stroke-width: 1.5; marker-end: url(#tip); }
+.both { stroke: #57606a; fill: none; stroke-width: 1.5; marker-start: url(#tip); marker-end: url(#tip); }
+#tip path { fill: #57606a; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3; }
+  .small { fill: #9198a1; }
+  .grid { stroke: #3d444d; }
+  .one { stroke: #8ea0ff; }
+  .dot { fill: #8ea0ff; }
+  .two { stroke: #ff7b72; }
+  .ring { stroke: #ff7b72; fill: #0d1117; }
+  .a { fill: #1f2a5c; }
+  .b { fill: #4a2413; }
+  .server { fill: #12361f; }
+  .arrow, .both { stroke: #9198a1; }
+  #tip path { fill: #9198a1; }
+}
+"""
+TIP = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse">'
+
+
+class Picture:
+    """An SVG of `width` x `height`; `title` describes it for readers who do not see it."""
+
+    def __init__(self, width: int, height: int, title: str):
+        defined = f'<defs>{TIP}<path d="M0 0L8 4L0 8z"/></marker></defs>'
+        self._parts = [f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", defined]
+        self._size = (width, height)
+
+    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "middle") -> None:
+        self._parts.append(f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}">{escape(text)}</text>')
+
+    def box(self, x: float, y: float, width: float, height: float, kind: str) -> None:
+        self._parts.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" class="{kind}"/>')
+
+    def line(self, points: list[tuple[float, float]], kind: str) -> None:
+        joined = " ".join(f"{x:g},{y:g}" for x, y in points)
+        self._parts.append(f'<polyline points="{joined}" class="{kind}"/>')
+
+    def dot(self, x: float, y: float, kind: str, radius: float = 3.5) -> None:
+        self._parts.append(f'<circle cx="{x:g}" cy="{y:g}" r="{radius:g}" class="{kind}"/>')
+
+    def write(self, path: Path) -> None:
+        width, height = self._size
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
+        path.write_text("\n".join([head, *self._parts, "</svg>"]) + "\n")
+
+
+def curve(rows: list[dict[str, float]]) -> Picture:
+    """The mean reward of each step, and the accuracy on held-out questions before and after."""
+    rewards = [(int(row["step"]), row["reward"]) for row in rows if "reward" in row]
+    accuracy = [(int(row["step"]), row["eval/pass@1"]) for row in rows if "eval/pass@1" in row]
+    last = max(step for step, _ in rewards)
+    picture = Picture(720, 300, f"Quickstart: reward of {last} steps, and accuracy on held-out sums")
+    left, right, top, bottom = 60, 690, 40, 250
+
+    def at(step: float, value: float) -> tuple[float, float]:
+        return left + (right - left) * step / last, bottom - (bottom - top) * value
+
+    for value in (0.0, 0.25, 0.5, 0.75, 1.0):
+        picture.line([at(0, value), at(last, value)], "grid")
+        picture.text(left - 10, at(0, value)[1] + 4, f"{value:g}", "small", "end")
+    for step in range(last + 1):
+        picture.text(at(step, 0)[0], bottom + 20, str(step), "small")
+    picture.line([at(step, value) for step, value in rewards], "one")
+    for step, value in rewards:
+        picture.dot(*at(step, value), "dot")
+    for step, value in accuracy:
+        picture.dot(*at(step, value), "ring", 6)
+        picture.text(at(step, value)[0], at(step, value)[1] - 14, f"{value:.0%}", "strong", "start" if step == 0 else "end")
+    picture.text((left + right) / 2, bottom + 42, "step", "small")
+    picture.dot(left + 8, 18, "dot")
+    picture.text(left + 20, 23, "mean reward of a step's 64 responses", "", "start")
+    picture.dot(left + 310, 18, "ring", 6)
+    picture.text(left + 324, 23, "accuracy on held-out sums, greedy", "", "start")
+    return picture
+
+
+def layout() -> Picture:
+    """Eight ranks that share a model, tp 2 x pp 2 x dp 2, and the loop with the vLLM servers."""
+    picture = Picture(760, 430, "Eight ranks, tp 2 x pp 2 x dp 2, and two vLLM servers")
+    for replica, left in enumerate((30, 410)):
+        picture.box(left, 44, 320, 236, "frame")
+        picture.text(left + 160, 32, f"replica {replica}: half of the responses", "strong")
+        for stage, top in enumerate((64, 184)):
+            layers = "embedding, layers 1 to 16" if stage == 0 else "layers 17 to 32, LM head"
+            for half in range(2):
+                x = left + 14 + half * 150
+                picture.box(x, top, 142, 60, "ab"[stage])
+                picture.text(x + 71, top + 26, f"rank {4 * stage + 2 * replica + half}", "strong")
+                picture.text(x + 71, top + 46, f"matrices, {'1st' if half == 0 else '2nd'} half", "small")
+            picture.text(left + 160, top + 76, f"stage {stage}: {layers}", "small")
+        picture.line([(left + 302, 130), (left + 302, 180)], "both")
+        picture.text(left + 294, 166, "activations", "small", "end")
+    picture.line([(354, 94), (406, 94)], "both")
+    picture.line([(354, 214), (406, 214)], "both")
+    picture.text(380, 84, "grads", "small")
+    picture.text(380, 204, "grads", "small")
+    for server, left in enumerate((100, 480)):
+        picture.box(left, 352, 180, 56, "server")
+        picture.text(left + 90, 376, f"vLLM server {server}", "strong")
+        picture.text(left + 90, 396, "any tp of its own", "small")
+        picture.line([(left + 60, 284), (left + 60, 348)], "arrow")
+        picture.line([(left + 120, 348), (left + 120, 284)], "arrow")
+    picture.text(380, 312, "weights, shard to shard", "small")
+    picture.text(380, 332, "responses with log-probs", "small")
+    return picture
+
+
+def main() -> None:
+    """Draw the layout, and the curve of the run that the command line names."""
+    IMAGES.mkdir(exist_ok=True)
+    layout().write(IMAGES / "layout.svg")
+    if len(sys.argv) > 1:
+        lines = (Path(sys.argv[1]) / "metrics.jsonl").read_text().splitlines()
+        curve([json.loads(line) for line in lines]).write(IMAGES / "quickstart.svg")
+
+
+if __name__ == "__main__":
+    main()
