@@ -12,4 +12,4 @@ if [ "$KIND" = gpu ] && command -v apt-get >/dev/null; then # Transformer Engine
   rm -rf /var/lib/apt/lists/*
 fi
 "$PYTHON" -m pip install --no-cache-dir -c "$SOURCE/megagrpo/install/constraints-$KIND.txt" "$SOURCE"
-"$PYTHON" -m megagrpo.commands.install "$KIND" wandb --installer pip
+"$PYTHON" -m megagrpo.commands.install "$KIND" wandb --installer pip --compile-bytecode # an image is often read-only
