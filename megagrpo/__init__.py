@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megagrpo.config import Problem as Problem
     from megagrpo.config import RunConfig as RunConfig
     from megagrpo.config import load_config as load_config
+    from megagrpo.hub.upload import PushError as PushError
 
     __version__: str
 
@@ -43,6 +44,7 @@ _HOMES = {
     "load_config": "megagrpo.config",
     "ConfigError": "megagrpo.config",
     "Problem": "megagrpo.config",
+    "PushError": "megagrpo.hub.upload",
 }  # public name -> module that defines it
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "ConfigError",
     "Evaluation",
     "Problem",
+    "PushError",
     "Run",
     "RunConfig",
     "TrainingFailed",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     import pandas
 
 ADAPTER = "adapter"  # folder of the LoRA adapter in a checkpoint
+EXPORTS = "exports"  # folder of the exports of `Run.push`
 LATEST = "latest"
 BEST_FIX = "set evaluation.keep_best before training"
 
@@ -111,19 +111,55 @@ class Run:
             CommandFailed: The export failed.
         """
         out, source = Path(folder).absolute(), self._checkpoint(checkpoint)
+        if out.exists():
+            raise ConfigError(f"folder: {out} exists; name another folder")
         adapter = source / ADAPTER
-        if adapter.is_dir() and not merge:
-            if out.exists():
-                raise ConfigError(f"folder: {out} exists; name another folder")
-            shutil.copytree(adapter, out)
-            return out
-        words = (
-            ["merge", str(adapter), str(out), "--model", self.config.model.path] if adapter.is_dir() else ["export", str(source), str(out)]
-        )
+        words = ["export", str(adapter if adapter.is_dir() else source), str(out)]
+        if adapter.is_dir() and merge:
+            words = ["merge", str(adapter), str(out), "--model", self.config.model.path]
         ended = child.run(child.MAIN, words)
         if ended.exit_code:
             raise CommandFailed(f"megagrpo {words[0]}", ended.exit_code, ended.output)
         return out
+
+    def push(
+        self,
+        repo: str,
+        *,
+        checkpoint: str | os.PathLike[str] = "latest",
+        merge: bool = False,
+        private: bool = False,
+        revision: str | None = None,
+        token: str | None = None,
+    ) -> str:
+        """Export the trained model with its model card and upload it to the Hugging Face hub.
+
+        The export stays in `exports/` of the run's folder. A second call uploads it again, and continues an upload that failed.
+
+        Args:
+            repo: The model repository, OWNER/NAME. It is created if it does not exist.
+            checkpoint: `latest`, `best`, or the path of a checkpoint.
+            merge: As for `export`.
+            private: Create the repository as private.
+            revision: The branch to upload to, which is created if it does not exist.
+            token: A token with write access; None means HF_TOKEN, or the token of `hf auth login`.
+
+        Returns:
+            The address of the repository.
+
+        Raises:
+            ConfigError: There is no checkpoint.
+            CommandFailed: The export failed.
+            PushError: The name, the token or the upload is wrong.
+        """
+        from megagrpo.hub.upload import check_repo, push
+
+        check_repo(repo)
+        source = self._checkpoint(checkpoint)
+        out = self.folder / EXPORTS / f"{source.name}{'_merged' if merge else ''}"
+        if not out.exists():
+            self.export(out, checkpoint=source, merge=merge)
+        return push(out, repo, private, revision, token)
 
     def _checkpoint(self, checkpoint: str | os.PathLike[str]) -> Path:
         """Return the path of a checkpoint. Raises ConfigError when the run has none."""

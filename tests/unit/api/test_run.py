@@ -4,11 +4,13 @@ import json
 import pickle
 
 import pytest
+from huggingface_hub import constants
 
 import megagrpo
 from megagrpo.api.errors import CommandFailed, TrainingFailed
 from megagrpo.api.run import load_run
 from megagrpo.config import ConfigError, RunConfig, save_resolved
+from tests.unit.hub.hub_server import TOKEN, hub
 
 MINIMAL = {"model": {"path": "m"}, "data": {"train": {"source": "org/data"}}, "rewards": {"functions": [{"function": "format"}]}}
 
@@ -79,15 +81,37 @@ def test_without_a_checkpoint_nothing_is_generated_or_exported(tmp_path):
         run.export(tmp_path / "out", checkpoint="best")
 
 
-def test_an_adapter_is_exported_as_it_is_and_never_over_a_folder(folder):
-    adapter = folder / "checkpoints" / "step_000002" / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
-    run = load_run(folder)
-    out = run.export(folder / "out")
-    assert out == folder / "out" and [file.name for file in out.iterdir()] == ["adapter_config.json"]
-    with pytest.raises(ConfigError, match=r"folder: .*/out exists; name another folder"):
-        run.export(folder / "out")
+def test_an_export_never_overwrites_a_folder(folder):
+    with pytest.raises(ConfigError, match=r"folder: .*/checkpoints exists; name another folder"):
+        load_run(folder).export(folder / "checkpoints")
+
+
+def exported(folder, name):
+    """A folder as `Run.push` leaves it after an export."""
+    out = folder / "exports" / name
+    out.mkdir(parents=True)
+    (out / "config.json").write_text("{}")
+    return out
+
+
+def test_a_run_is_pushed_from_its_export(folder, monkeypatch):
+    exported(folder, "step_000002")
+    with hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        assert load_run(folder).push("me/model", token=TOKEN, private=True) == f"{server.url}/me/model"
+        assert list(server.repos["me/model"]["main"]) == ["config.json"] and server.private == {"me/model"}
+
+
+def test_a_wrong_repository_or_token_is_an_error_before_and_after_the_export(folder, monkeypatch):
+    with pytest.raises(megagrpo.PushError, match="'a/b/c' is no name on the hub; write OWNER/NAME"):
+        load_run(folder).push("a/b/c")
+    exported(folder, "step_000002_merged")
+    with hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        with pytest.raises(megagrpo.PushError, match="the hub rejected the token"):
+            load_run(folder).push("me/model", token="hf_wrong", merge=True)
 
 
 @pytest.mark.parametrize(
