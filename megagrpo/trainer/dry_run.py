@@ -104,11 +104,12 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False) -> DryRu
     with ExitStack() as resources:
         tools: Sequence[dict[str, Any]] = ()
         prompt: Prompt | None = None
-        tokenizer: Tokenizer | None = None
+        loaded: list[Tokenizer] = []
         with result.collecting():
-            tokenizer = _tokenizer(config)
-        if tokenizer is None:
+            loaded.append(_tokenizer(config))
+        if not loaded:
             return result
+        tokenizer = loaded[0]
         with result.collecting():
             dialogues = make_dialogues(config, tokenizer, base_folder, resources)
             tools = dialogues.tools if dialogues else ()

@@ -18,7 +18,7 @@ def load(tmp_path):
 
 @pytest.mark.parametrize(
     ("epochs", "prompts", "steps"),
-    [("1", 24, 6), ("2", 25, 13), ("0.5", 24, 3), ("0.1", 24, 1), ("0.1", 1, 1), ("0.3", 40, 3), ("0.1", 120, 3), ("3", 1, 1)],
+    [("1", 24, 6), ("2", 25, 13), ("0.5", 24, 3), ("0.1", 24, 1), ("0.1", 1, 1), ("0.3", 40, 3), ("1.1", 200, 55), ("3", 1, 1)],
 )
 def test_epochs_become_steps_rounded_up_without_errors_of_floats(load, epochs, prompts, steps):
     config = load(*EPOCHS, f"run.num_train_epochs={epochs}").with_num_prompts(prompts)
