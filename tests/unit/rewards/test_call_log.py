@@ -9,7 +9,9 @@ import torch
 from megagrpo.config import RewardsSection
 from megagrpo.records.completions import completion_rows, table
 from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.call_log import MOST_NAMES, CallLog, is_logged
+from megagrpo.rewards.workers.pool import Call, _is_result_of
 from megagrpo.rollout.collector import rollout_metrics
 from megagrpo.types import Prompt, Rollout
 
@@ -165,3 +167,6 @@ def test_a_name_per_completion_is_limited():
 def test_a_log_that_a_worker_forged_is_refused(change):
     valid = {"columns": {"x": [1, None]}, "metrics": {"m": 1.0}, "problems": ["text"]}
     assert is_logged(valid, 2) and not is_logged(valid | change, 2) and not is_logged([], 2)
+    call = Call(Target("module", "function"), arguments={"completions": ["a", "b"]})
+    assert _is_result_of(call, [[1.0, None], valid]) and not _is_result_of(call, [[1.0, None], valid | change])
+    assert not _is_result_of(call, [1.0, None]) and not _is_result_of(call, [[1.0], valid])
