@@ -113,7 +113,8 @@ def test_the_game_of_the_environment_example_answers_each_guess():
     spec.loader.exec_module(module)
     game = module.NumberGame()
     game.reset(secret=4, prompt="")
-    assert [game.guess(3), game.guess(6), game.get_reward(), game.guess(4), game.get_reward()] == ["higher", "lower", 0, "correct", 1]
+    assert game.get_reward() == 0
+    assert [game.guess(3), game.guess(6), game.get_reward(), game.guess(4), game.get_reward()] == ["higher", "lower", 0.25, "correct", 1]
     assert game.guess(1) == "higher" and game.get_reward() == 1
     game.reset(secret=2)
     assert game.get_reward() == 0
