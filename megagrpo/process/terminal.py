@@ -51,16 +51,16 @@ def warn(text: object) -> None:
     show(text, sys.stderr)
 
 
-def wrapped(text: str, width: int = WIDTH, indent: int = 2) -> list[str]:
+def wrapped(text: str, width: int = WIDTH, indent: int = 2, whole_words: bool = True) -> list[str]:
     """Return the lines of `text`, wrapped at spaces to `width` columns. Later parts of a line are indented by `indent` more spaces than
-    the line. A word that is too long stays whole, so that a path can be copied."""
+    the line. A word that is too long stays whole, so that a path can be copied, unless `whole_words` is False."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= width:
             lines.append(line.rstrip())
             continue
         inner = " " * (len(line) - len(line.lstrip()) + indent)
-        lines += textwrap.wrap(line, width, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False)
+        lines += textwrap.wrap(line, width, subsequent_indent=inner, break_long_words=not whole_words, break_on_hyphens=False)
     return lines
 
 

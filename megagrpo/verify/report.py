@@ -75,13 +75,13 @@ def as_text(verdict: Verdict, full: bool = False) -> str:
     if more := len(verdict.wrong) - MOST_SHOWN:
         wrong += [f"  and {more} more"] if more > 0 else []
     wrong += [f"  {name} has no gradient on one process, so its gradient is not verified" for name in verdict.unproved]
-    lines += [part for line in wrong for part in wrapped(line)]
+    lines += [part for line in wrong for part in wrapped(line, whole_words=False)]
     return "\n".join([*lines, f"  {'pass' if verdict.passed else 'FAIL'}, {verdict.seconds:.1f} s"])
 
 
 def _row(text: str, numbers: str) -> list[str]:
     """Return a text with its numbers at the right edge. A long text is wrapped, and its numbers stand behind the last part."""
-    *before, last = wrapped(text, WIDTH - len(numbers), indent=4)
+    *before, last = wrapped(text, WIDTH - len(numbers), indent=4, whole_words=False)
     return [*before, f"{last:<{WIDTH - len(numbers)}}{numbers}"]
 
 
@@ -108,7 +108,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     passed = sum(v.passed for v in verdicts)
     if passed == len(verdicts):
         return f"\n{passed} of {passed} layouts match one process" if passed > 1 else "\nthis layout matches one process"
-    return "\n" + "\n".join(wrapped(f"FAIL: {', '.join(v.layout for v in verdicts if not v.passed)}"))
+    return "\n" + "\n".join(wrapped(f"FAIL: {', '.join(v.layout for v in verdicts if not v.passed)}", whole_words=False))
 
 
 def as_json(path: Path, verdicts: Sequence[Verdict]) -> str:
