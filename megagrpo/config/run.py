@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from megagrpo.config.trackers import MlflowSection, TrackioSection, WandbSection
@@ -80,8 +80,16 @@ class RunSection(Section):
     @property
     def num_steps(self) -> int:
         """The number of steps of the run. With `num_train_epochs`, `RunConfig.with_num_prompts` sets it first."""
-        assert self.max_steps is not None or self.num_train_epochs is None, "the number of steps depends on the data"
-        return self.max_steps or DEFAULT_STEPS
+        assert self.max_steps is not None, "the number of steps depends on the data"
+        return self.max_steps
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_without_epochs(cls, values: Any) -> Any:
+        """Fill in the default of `max_steps`, which `num_train_epochs` replaces."""
+        if isinstance(values, dict) and values.get("max_steps") is None and values.get("num_train_epochs") is None:
+            return values | {"max_steps": DEFAULT_STEPS}
+        return values
 
 
 class DebugSection(Section):

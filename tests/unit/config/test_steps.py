@@ -28,7 +28,8 @@ def test_epochs_become_steps_rounded_up_without_errors_of_floats(load, epochs, p
 def test_max_steps_takes_precedence_and_is_100_without_either(load):
     config = load("run.max_steps=7", "run.num_train_epochs=2")
     assert config.with_num_prompts(1000) is config and config.run.num_steps == 7
-    assert load().run.num_steps == 100 and load().with_num_prompts(1000).run.num_steps == 100
+    for default in (load(), load("run.max_steps=null"), load("run.name=mine")):
+        assert default.run.num_steps == default.run.max_steps == 100 and default.with_num_prompts(1000) is default
     with pytest.raises(AssertionError):
         _ = load("run.num_train_epochs=2").run.num_steps  # before the data are known
 
