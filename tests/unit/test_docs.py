@@ -243,6 +243,19 @@ def test_there_are_messages_to_check():
     assert len(MESSAGES) > 20
 
 
+def test_readme_starts_a_run_from_python_as_the_page_on_python_does():
+    """`tests/unit/api/test_training.py` runs the program of the page."""
+    (shown,) = blocks(REPOSITORY / "README.md", "python")
+    assert shown == blocks(REPOSITORY / "docs" / "python.md", "python")[0]
+
+
+def test_the_yaml_of_readme_is_a_config(tmp_path):
+    (text,) = blocks(REPOSITORY / "README.md", "yaml")
+    (tmp_path / "run.yaml").write_text(text)
+    (tmp_path / "my_reward.py").touch()
+    assert load_config(tmp_path / "run.yaml").parallel.pp == 2
+
+
 # ------------------------------------------------------------------------------------------------------- the worked example
 
 
