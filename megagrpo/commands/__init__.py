@@ -13,6 +13,7 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "verify": "compare parallel layouts with a single process",
     "eval": "evaluate held-out sets with vLLM",
     "generate": "prompt a model or a checkpoint, or chat with it",
+    "report": "write one HTML page with the curves and responses of runs",
     "audit": "recompute a dumped training step in float64",
     "serve": "start vLLM servers for a trainer on other machines",
     "submit": "write or submit the job of a run for Slurm or Kubernetes",

@@ -59,6 +59,9 @@ class RunSection(Section):
     log_completions_steps: NonNegativeInt = 1
     """Print a sample completion, and send the step's completions to the trackers, every this many steps; 0: never. `completions.jsonl`
     always holds all completions."""
+    log_tokens_groups: NonNegativeInt = 2
+    """Write each token of this many groups per step to `tokens.jsonl`, with log-probs of vLLM and of the trainer, and its entropy, for
+    `megagrpo report` (docs/report.md). The groups with the largest range of advantages are taken; 0 writes none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of console lines and log records. `warning` prints neither steps nor progress. The variable MEGAGRPO_LOG_LEVEL takes
     precedence."""

@@ -57,6 +57,15 @@ def visible_gpus() -> list[str] | None:
     return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
 
 
+def name() -> str:
+    """Return the name of this process's GPU, or the model of the CPU."""
+    if has_gpu():
+        return torch.cuda.get_device_name()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as lines:
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "CPU")
+    return "CPU"
+
+
 def gpu_memory_gb() -> float | None:
     """Return the memory of this process's GPU in GiB; None on a machine without one."""
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30 if has_gpu() else None

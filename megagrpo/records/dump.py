@@ -25,7 +25,6 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +39,10 @@ from megagrpo.parallel.agree import run_and_agree
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import moments_of
 from megagrpo.policy.reference import Reference
+from megagrpo.records.starts import package_versions
 from megagrpo.types import LossFn, LossInputs, LossOutput, ScoredRollout
 
 STEP_FILE = "step.json"
-PACKAGES = ("megagrpo", "torch", "megatron-core", "transformers", "vllm")
 
 Rows = dict[str, Tensor]
 Sampled = dict[str, tuple[Tensor, Tensor]]
@@ -183,7 +182,7 @@ class StepDumps:
             "step": self._step,
             "dtype": str(self._policy.dtype).removeprefix("torch."),
             "layout": {axis: getattr(layout, f"{axis}_size") for axis in ("tp", "cp", "pp", "dp", "ep")},
-            "versions": {package: _version(package) for package in PACKAGES},
+            "versions": package_versions(),
             "model": str(self._model_folder.resolve()),
             "reference": "reference" if (self._partial / "reference").exists() else str(self._reference_folder.resolve()),
             "updates": self._updates,
@@ -269,10 +268,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

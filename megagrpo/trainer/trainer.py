@@ -28,6 +28,7 @@ from megagrpo.process.phases import Phases
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import idle_shares, over_updates, values_of
+from megagrpo.records.token_log import TokenLog
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.rollout.collector import Collector, NoRollouts, StopRequested, rollout_metrics, staleness
 from megagrpo.rollout.groups import draw_rollouts
@@ -73,6 +74,7 @@ class Trainer:
     dumps: StepDumps
     callbacks: Callbacks
     state: TrainState = field(default_factory=TrainState)
+    tokens: TokenLog = field(default_factory=TokenLog)
     phases: Phases = field(default_factory=Phases)
     turns: GpuTurns = field(default_factory=GpuTurns)
     dtype: str = "bfloat16"  # the least precise compute dtype of trainer and engine
@@ -103,6 +105,7 @@ class Trainer:
             if self.config.algorithm.kl_in_reward:
                 advantages, batches, metrics["kl"] = self.with_kl_in_reward(scored, batches)
             self.dumps.begin(self.state.step + 1)
+            self.tokens.begin(advantages.flatten().tolist())
             updates = []
             for batch in batches * self.config.algorithm.num_iterations:
                 with self.update(batch) as update:
@@ -114,6 +117,7 @@ class Trainer:
             self.move_reference()
         self.sync()
         self.writer.completions(self.state.step + 1, scored, advantages.flatten().tolist())
+        self.tokens.finish(self.state.step + 1, scored)
         rewards = rewards_by_group(scored, self.config.rollout.num_generations)
         return metrics | reward_statistics(rewards) | rollout_metrics(scored)
 
@@ -207,7 +211,7 @@ class Trainer:
         entropy_coef = bonus_coefficient(self.state, algorithm)
         with self.phases("logprobs"):
             batch = add_step_terms(batch, self.policy, divisor, entropy_coef)
-        update = Update(batch, self.dumps.record(self.loss_fn), divisor)
+        update = Update(batch, self.dumps.record(self.tokens.record(self.loss_fn)), divisor)
         self.speed.count(batch.computed)
         with self.phases("train"):
             try:
@@ -220,6 +224,7 @@ class Trainer:
             update.metrics["entropy_coef"] = Metric(entropy_coef)
             adapt_bonus(self.state, values_of(update.metrics), algorithm)
         self.dumps.measured(values_of(update.metrics), divisor, batch.samples)
+        self.tokens.measured()
 
     def move_reference(self) -> None:
         """Update the reference towards the policy at the end of every `ref_model_sync_steps` steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from megagrpo.bridge.load import Checkpoint, load_hf
 from megagrpo.bridge.merged import merged_blocks
 from megagrpo.config import RunConfig
 from megagrpo.data.prompts import PromptSource
+from megagrpo.data.token_texts import TokenTexts
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
 from megagrpo.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.families.config import HfConfig, architecture_differences, load_hf_config
@@ -36,6 +38,8 @@ from megagrpo.records.profile import Profiler, check_profile
 from megagrpo.records.progress import run_progress
 from megagrpo.records.run_lock import RunLock
 from megagrpo.records.sinks.trackers import check_trackers, unused_options
+from megagrpo.records.starts import record_start
+from megagrpo.records.token_log import TokenLog
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rollout.ahead import AsyncPool
@@ -85,6 +89,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     config = inputs.config
     writer = _open_writer(config, run_folder, inputs, layout, resources)
     progress = run_progress(config.run) if first else SILENT
+    tokens = _open_token_log(config, run_folder, inputs, layout, writer.message, resources)
     access = inputs.token, inputs.urls
     servers = start_servers(config, inputs.model_folder, run_folder, layout, *access, writer.message, progress, resources)
     policy, reference = _load_policy(config, layout, inputs, progress)
@@ -121,6 +126,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         dtype=max(name_of(policy.dtype), engine_dtype(config), key=("float32", "bfloat16").index),
         run_folder_check=inputs.lock.check if first else lambda: None,
         callbacks=inputs.callbacks,
+        tokens=tokens,
     )
     if inputs.resume_from is not None:
         trainer.saves.restore(inputs.resume_from)
@@ -199,10 +205,15 @@ def _rewards(config: RunConfig, base_folder: Path, columns: list[str], held_out:
 
 def _open_writer(config: RunConfig, run_folder: Path, inputs: Inputs, layout: Layout, resources: ExitStack) -> MetricsWriter:
     """Open the metrics of the run on rank 0, and print what the run is; a silent writer on other ranks."""
-    restored_step = 0 if inputs.resume_from is None else int(inputs.resume_from.name.removeprefix("step_"))
+    restored_step = _step_of(inputs.resume_from)
     writer = MetricsWriter(run_folder, config, restored_step) if layout.world_rank == 0 else MetricsWriter.silent()
     resources.callback(writer.close)
     dtype = name_of(device.resolve_precision(config.model.precision))
+    if layout.world_rank == 0:
+        try:
+            record_start(run_folder, restored_step, layout, dtype)
+        except OSError as error:
+            writer.message(f"warning: starts.jsonl could not be written; the run continues. {error}")
     context = f" x cp {layout.cp_size}" if layout.cp_size > 1 else ""
     writer.message(
         f"{config.run.name}: {config.model.path} in {dtype} on {layout.world_size} rank(s) "
@@ -223,6 +234,22 @@ def _steps_notes(given: RunConfig, config: RunConfig, num_prompts: int) -> list[
         return [f"note: run.max_steps {steps} takes precedence over run.num_train_epochs {epochs:g}; run.max_steps=null selects the epochs"]
     per_step = config.rollout.prompts_per_step
     return [f"{steps} steps: run.num_train_epochs {epochs:g} x {num_prompts} prompts / rollout.prompts_per_step {per_step}"]
+
+
+def _open_token_log(
+    config: RunConfig, run_folder: Path, inputs: Inputs, layout: Layout, say: Callable[[str], None], resources: ExitStack
+) -> TokenLog:
+    """Return the token log of the run; only rank 0 opens its file."""
+    tokens = TokenLog(layout, TokenTexts(inputs.tokenizer), config.run.log_tokens_groups, config.rollout.num_generations, say)
+    if layout.world_rank == 0:
+        tokens.open(run_folder, _step_of(inputs.resume_from))
+    resources.callback(tokens.close)
+    return tokens
+
+
+def _step_of(checkpoint: Path | None) -> int:
+    """Return the step of a checkpoint's folder; 0 for a fresh start."""
+    return 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
 
 
 def _load_policy(config: RunConfig, layout: Layout, inputs: Inputs, progress: Progress) -> tuple[MegatronPolicy, Reference | None]:

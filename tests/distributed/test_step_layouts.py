@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from dumped_steps import FUNCTIONS, make_model
+from dumped_steps import FUNCTIONS, make_model, rollouts
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 from trainer_alone import Alone, Given
@@ -23,6 +23,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.profile import Profiler
+from megagrpo.records.token_log import FILE, TokenLog
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.rollout.collector import sampling_params
 from megagrpo.trainer.callbacks import Callbacks
@@ -47,7 +48,7 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def two_steps(parallel: dict, model: Path, run: Path, profiled: Sequence[int] = ()) -> list[dict]:
+def two_steps(parallel: dict, model: Path, run: Path, profiled: Sequence[int] = (), logged_groups: int = 2) -> list[dict]:
     """The metrics of two steps, dumped into `run`, some of them `profiled`."""
     config = tiny_run(parallel, **SECTIONS, run=dict(profile=dict(steps=list(profiled))))
     # Small runs take one optimizer step; this one takes all configured steps.
@@ -61,7 +62,10 @@ def two_steps(parallel: dict, model: Path, run: Path, profiled: Sequence[int] = 
         config, layout, policy, reference, make_loss(config), given, [], given, sampling_params(config.rollout, ()),
         partial(blocks, policy.chunks, hf_config, layout), None, None, writer,
         StepDumps(config, policy, run / "dumps", model, lambda text: None, reference), Callbacks(config, layout),
+        tokens=TokenLog(layout, None, logged_groups, config.rollout.num_generations),
     )  # fmt: skip
+    if layout.world_rank == 0:
+        trainer.tokens.open(run, 0)
     profiler, policy.phases, metrics = Profiler(config, run, layout.world_rank, writer.message), trainer.phases, []
     trainer.phases.mark = profiler.mark
     for step in (1, 2):
@@ -73,14 +77,29 @@ def two_steps(parallel: dict, model: Path, run: Path, profiled: Sequence[int] = 
 
 
 @pytest.fixture(scope="module")
-def one(model, tmp_path_factory) -> list[dict]:
-    return run_ranks(two_steps, 1, {}, model, tmp_path_factory.mktemp("one"))[0]
+def one_folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("one")
+
+
+@pytest.fixture(scope="module")
+def one(model, one_folder) -> list[dict]:
+    return run_ranks(two_steps, 1, {}, model, one_folder)[0]
+
+
+def logged(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / FILE).read_text().splitlines()]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", LAYOUTS, ids=str)
-def test_every_layout_takes_the_steps_of_one_process_and_float64_agrees(case, one, model, tmp_path, capfd):
-    for metrics in run_ranks(two_steps, case.ranks, case.parallel, model, tmp_path):
+def test_every_layout_takes_the_steps_of_one_process_and_float64_agrees(case, one, one_folder, model, tmp_path, capfd):
+    every_rank = run_ranks(two_steps, case.ranks, case.parallel, model, tmp_path)
+    for row, expected in zip(logged(tmp_path), logged(one_folder), strict=True):
+        assert (row["step"], row["sample"]) == (expected["step"], expected["sample"])
+        for name in ("trainer_logprobs", "entropy"):
+            pairs = zip(row[name], expected[name], strict=True)
+            assert all(one is other is None or one == pytest.approx(other, abs=5e-3) for one, other in pairs)
+    for metrics in every_rank:
         for found, expected in zip(metrics, one, strict=True):
             assert found["kl"] == pytest.approx(expected["kl"], rel=1e-3, abs=1e-5)
             assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
@@ -88,6 +107,27 @@ def test_every_layout_takes_the_steps_of_one_process_and_float64_agrees(case, on
     for step in (1, 2):
         assert run_ranks(_audit, 1, tmp_path, step) == [0], capfd.readouterr().out
     assert (tmp_path / "dumps" / "step_000002" / "reference" / "model.safetensors").exists()
+
+
+def test_logged_tokens_hold_the_log_probs_and_entropies_of_the_first_pass_over_their_sample(one, one_folder):
+    from safetensors.torch import load_file
+
+    rows, scored = [row for row in logged(one_folder) if row["step"] == 1], rollouts()
+    updates = [load_file(one_folder / "dumps" / "step_000001" / f"update_{k}.safetensors") for k in (1, 2)]  # 3 and 4 repeat these
+    assert len(rows) == len({row["sample"] for row in rows}) > 3
+    for row in rows:
+        written = scored[row["sample"]].rollout.written
+        (of_sample,) = [update for update in updates if (update["sample"] == row["sample"]).any()] or [None]
+        for name, column in (("trainer_logprobs", "old_logprobs"), ("entropy", "entropy")):
+            dumped = [] if of_sample is None else of_sample[column][of_sample["sample"] == row["sample"]].tolist()
+            assert [value for value in row[name] if value is not None] == pytest.approx(dumped, abs=5.1e-4)
+            assert [value is not None for value in row[name]] == (list(written) if dumped else [False] * len(written))
+
+
+@pytest.mark.full
+def test_logging_tokens_changes_no_bit_of_a_step(one, model, tmp_path):
+    assert run_ranks(two_steps, 1, {}, model, tmp_path, (), 0)[0] == one
+    assert not (tmp_path / FILE).exists()
 
 
 def _audit(run: Path, step: int) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megagrpo.__main__ import main
 from megagrpo.config import load_config
 from megagrpo.engine.access import address_of
 from tests.e2e import world
@@ -107,6 +108,31 @@ def test_the_profiled_step_has_a_trace_of_every_rank_with_all_phases(watched):
         names = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"}
         assert names & phases == expected
     assert "profile of step 2: " in watched[0].out
+
+
+def test_tokens_messages_and_starts_are_recorded(watched):
+    folder, completions = watched[0].folder, watched[0].completions
+    tokens = read_lines(folder / "tokens.jsonl")
+    assert [row["step"] for row in tokens] == [step for step in (1, 2, 3) for _ in range(2 * GROUP)]  # run.log_tokens_groups: 2
+    for row in tokens:
+        response = [line for line in completions if line["step"] == row["step"]][row["sample"]]
+        assert row["prompt_id"] == response["prompt_id"] and len(row["tokens"]) == response["num_tokens"] == len(row["entropy"])
+        assert row["trainer_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=2e-3)  # vLLM and the trainer agree on every token
+        assert all(entropy > 0 for entropy in row["entropy"])
+    messages = [row["text"] for row in read_lines(folder / "messages.jsonl")]
+    assert f"run folder: {folder}" in messages and messages[-1] == "finished 3 steps"
+    (start,) = read_lines(folder / "starts.jsonl")
+    assert start["ranks"] == 2 and start["layout"]["tp"] == 2 and start["layout"]["dp"] == 1 and start["dtype"] == "float32"
+    assert start["step"] == 0 and {"megagrpo", "torch", "megatron-core"} <= set(start["versions"]) and start["device"]
+
+
+def test_the_run_has_a_report(watched, tmp_path, capsys):
+    assert main(["report", str(watched[0].folder), "-o", str(tmp_path / "report.html")]) == 0
+    assert capsys.readouterr().out.endswith(" MB)\n") and (tmp_path / "report.html").stat().st_size > 50_000
+
+
+def read_lines(file):
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def test_the_config_that_ran_is_kept_and_loads_back(watched):

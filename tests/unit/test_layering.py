@@ -19,7 +19,7 @@ LEVELS = [
     {"rollout"},
     {"evaluation", "plan", "audit"},
     {"verify"},
-    {"trainer"},
+    {"trainer", "report"},
     {"launch"},
     {"commands"},
     {"api"},

@@ -1,4 +1,4 @@
-"""Writes `metrics.jsonl` and `completions.jsonl`, the source of truth: all other output can be rebuilt from them."""
+"""Writes `metrics.jsonl`, `completions.jsonl` and `messages.jsonl`, the source of truth: all other output can be rebuilt from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from megagrpo.records.sinks.sink import TrackedRun
 
 
 class JsonlSink:
-    """Writes `metrics.jsonl`, one line per step or evaluation, and `completions.jsonl`, one line per rollout.
+    """Writes `metrics.jsonl`, one line per step or evaluation, `completions.jsonl`, one line per rollout, and `messages.jsonl`, one
+    line per message with the last finished step.
 
     Each call returns after its lines were passed to the kernel.
     """
@@ -20,8 +21,11 @@ class JsonlSink:
         run.folder.mkdir(parents=True, exist_ok=True)
         self._metrics = JsonlFile(run.folder / "metrics.jsonl", run.restored_step)
         self._completions = JsonlFile(run.folder / "completions.jsonl", run.restored_step)
+        self._messages = JsonlFile(run.folder / "messages.jsonl", run.restored_step)
+        self._last_step = run.restored_step
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
+        self._last_step = step
         self._metrics.append([{"step": step, "wall_time": round(time.time(), 3), **metrics}])
 
     evaluation = step
@@ -30,8 +34,8 @@ class JsonlSink:
         self._completions.append(rows)
 
     def message(self, text: str) -> None:
-        pass
+        self._messages.append([{"step": self._last_step, "wall_time": round(time.time(), 3), "text": text}])
 
     def close(self) -> None:
-        self._metrics.close()
-        self._completions.close()
+        for file in (self._metrics, self._completions, self._messages):
+            file.close()

@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from megagrpo.data.token_texts import TokenTexts
 from megagrpo.data.tokenizer import load_tokenizer, read_chat_template
 from megagrpo.families.sources import resolve_model
 
@@ -164,3 +165,24 @@ def test_a_sentencepiece_model_takes_the_end_tokens_of_a_generation_config_besid
     shutil.copy(sentencepiece_model, tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert load_tokenizer(tmp_path / "tokenizer.model").eos_token_ids == (2, 7)
+
+
+TEXT = "What is 3 + 4? π, 😀\n  é x"
+
+
+def test_the_texts_of_single_tokens_join_to_the_text_and_a_character_of_several_tokens_is_in_the_first(chat_folder):
+    tokenizer = load_tokenizer(chat_folder)
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
+    texts = TokenTexts(tokenizer).of(ids)
+    assert "".join(texts) == TEXT and len(texts) == len(ids)
+    face = texts.index("😀")
+    assert texts[face + 1 : face + 4] == [""] * 3
+    end = tokenizer.eos_token_ids[-1]
+    assert TokenTexts(tokenizer).of([end, ids[0]]) == [tokenizer.token_text(end), texts[0]]
+    assert TokenTexts(tokenizer).of(ids[: face + 2])[face:] == ["\ufffd", ""]  # a response that ends inside a character
+
+
+def test_the_texts_of_single_tokens_of_sentencepiece_join_to_the_text(sentencepiece_model):
+    tokenizer = load_tokenizer(sentencepiece_model)
+    ids = tokenizer.encode("What is 3 + 4? π", add_special_tokens=False)
+    assert "".join(TokenTexts(tokenizer).of(ids)).strip() == "What is 3 + 4? π"

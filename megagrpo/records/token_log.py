@@ -1,0 +1,166 @@
+"""Log of single tokens: `tokens.jsonl` holds the log-probs of some groups of each step, for `megagrpo report`.
+
+One line per response of these groups:
+step              the step, counted from 1
+sample            the line of the response among the step's lines in `completions.jsonl`, from 0
+prompt_id         row of the prompt in the data set
+tokens            the text of each token [Lr]; a character of several tokens is in the first of them
+rollout_logprobs  [Lr], reported by vLLM
+trainer_logprobs  [Lr], computed by the trainer with the same weights; null for a token that is not trained
+entropy           [Lr] in nats, by the trainer; null for a token that is not trained
+
+Numbers are rounded to `DIGITS` decimals. Nothing here changes the inputs of the loss, and no extra forward pass runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megagrpo.data.token_texts import TokenTexts
+from megagrpo.parallel.layout import Layout
+from megagrpo.records.jsonl_file import JsonlFile
+from megagrpo.types import LossFn, LossInputs, LossOutput, ScoredRollout
+
+FILE = "tokens.jsonl"
+DIGITS = 3
+
+Rows = dict[int, tuple[list[float], list[float]]]  # sample -> trainer's log-probs and entropies of its loss tokens
+
+
+@dataclass
+class TokenLog:
+    """Collects the numbers of the chosen groups while the loss is computed, and writes them at the end of the step.
+
+    `num_groups` is `run.log_tokens_groups`; 0 makes every method a no-op. Rank 0 writes; `finish` is collective.
+    """
+
+    layout: Layout | None = None
+    texts: TokenTexts | None = None
+    num_groups: int = 0
+    group_size: int = 1
+    say: Callable[[str], None] = print
+    _file: JsonlFile | None = None
+    _chosen: list[int] = field(default_factory=list)  # samples of this step
+    _inputs: dict[int, list[Tensor]] = field(default_factory=dict)  # of the current optimizer step, by micro-batch
+    _rows: Rows = field(default_factory=dict)
+    _reported: bool = False  # whether a failure was reported
+
+    def open(self, folder: Path, restored_step: int) -> None:
+        """Open the file, on rank 0. Lines of steps after `restored_step` are removed, because these steps are repeated."""
+        if self.num_groups:
+            try:
+                self._file = JsonlFile(folder / FILE, restored_step)
+            except OSError as error:
+                self._failed(error)
+
+    def begin(self, advantages: Sequence[float]) -> None:
+        """Choose the samples of this step: the groups whose advantages differ most."""
+        self._chosen, self._rows = chosen_samples(advantages, self.group_size, self.num_groups), {}
+
+    def record(self, loss_fn: LossFn) -> LossFn:
+        """Return `loss_fn` wrapped to keep its inputs of one optimizer step until `measured`."""
+        self._inputs = {}
+        layout = self.layout
+        if not self._chosen or layout is None or layout.tp_rank or layout.cp_rank:  # other tp and cp ranks have the same inputs
+            return loss_fn
+
+        def recording(inputs: LossInputs) -> LossOutput:
+            # A policy may compute the loss of a part in advance: the last call for a micro-batch is the one that trains.
+            self._inputs[id(inputs.micro_batch)] = _columns(inputs)
+            return loss_fn(inputs)
+
+        return recording
+
+    def measured(self) -> None:
+        """Keep the rows of the chosen samples of this optimizer step. The first pass over a sample counts."""
+        wanted = set(self._chosen) - set(self._rows)
+        for columns in self._inputs.values():
+            self._rows |= rows_of(columns, wanted)
+        self._inputs = {}
+
+    def finish(self, step: int, scored: Sequence[ScoredRollout]) -> None:
+        """Gather the rows of all ranks and write the lines of the step. Collective."""
+        if not self._chosen or self.layout is None:
+            return
+        gathered = self.layout.all_gather_objects(self._rows)
+        everyone = {sample: row for rows in gathered for sample, row in rows.items()}
+        self._rows = {}
+        if self._file is not None:
+            try:
+                self._file.append([self._line(step, sample, scored[sample], everyone.get(sample)) for sample in self._chosen])
+            except OSError as error:
+                self._failed(error)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _line(self, step: int, sample: int, scored: ScoredRollout, row: tuple[list[float], list[float]] | None) -> dict[str, Any]:
+        rollout = scored.rollout
+        trainer, entropy = (_spread(values, rollout.written) for values in row or ([], []))
+        return {
+            "step": step,
+            "sample": sample,
+            "prompt_id": rollout.prompt.prompt_id,
+            "tokens": [] if self.texts is None else self.texts.of(rollout.response_ids),
+            "rollout_logprobs": [round(value, DIGITS) for value in rollout.rollout_logprobs],
+            "trainer_logprobs": trainer,
+            "entropy": entropy,
+        }
+
+    def _failed(self, error: OSError) -> None:
+        """Report the first failure; later steps are tried again."""
+        if self._reported:
+            return
+        self._reported = True
+        self.say(f"warning: {FILE} failed and may be incomplete; training continues. {type(error).__name__}: {error}")
+
+
+def chosen_samples(advantages: Sequence[float], group_size: int, num_groups: int) -> list[int]:
+    """Return the samples of the `num_groups` groups with the largest range of advantages, in order."""
+    groups = {start: advantages[start : start + group_size] for start in range(0, len(advantages) - group_size + 1, group_size)}
+    spread = {start: max(group) - min(group) for start, group in groups.items() if all(map(math.isfinite, group))}
+    best = sorted(spread, key=lambda start: (-spread[start], start))[:num_groups]
+    return [sample for start in sorted(best) for sample in range(start, start + group_size)]
+
+
+def _columns(inputs: LossInputs) -> list[Tensor]:
+    """Return log-probs, entropy, loss mask, borders and samples of a micro-batch. The trainer's log-probs are the old ones, if any."""
+    batch, old = inputs.micro_batch, inputs.micro_batch.terms.old_logprobs
+    logprobs = inputs.policy_logprobs if old is None else old
+    return [logprobs.detach(), inputs.entropy.detach(), batch.loss_mask, batch.cu_seqlens, batch.samples]
+
+
+def rows_of(columns: Sequence[Tensor], wanted: set[int]) -> Rows:
+    """Return the rounded log-probs and entropies of the wanted samples of a micro-batch, at their loss tokens in order."""
+    samples = columns[-1].tolist()
+    rows: Rows = {}
+    if wanted.isdisjoint(samples):  # copies nothing from a GPU
+        return rows
+    logprobs, entropy, mask, borders = (column.cpu() for column in columns[:-1])
+    for index, sample in enumerate(samples):
+        if sample in wanted:
+            span = slice(int(borders[index]), int(borders[index + 1]))
+            values = [rounded(row[span][mask[span]]) for row in (logprobs, entropy)]
+            before = rows.get(sample, ([], []))  # a prompt that samples share is a sequence of its own
+            rows[sample] = (before[0] + values[0], before[1] + values[1])
+    return rows
+
+
+def rounded(values: Tensor) -> list[float]:
+    """Return the values rounded to `DIGITS` decimals."""
+    return [round(value, DIGITS) for value in values.to(torch.float64).tolist()]
+
+
+def _spread(values: Sequence[float], written: Sequence[bool]) -> list[float | None]:
+    """Return one value per token of the response; None where the policy did not write the token, or without values."""
+    rest = iter(values)
+    return [next(rest, None) if own else None for own in written]

@@ -1,0 +1,148 @@
+"use strict";
+// The head of the page: names, results, main figures, the bar with the controls of all plots.
+
+function masthead(data) {
+  const runs = data.runs;
+  const made = new Date(data.made * 1000);
+  const brand = el("p", { class: "brand" }, el("span", { class: "mark", "aria-hidden": "true" }), "megagrpo report",
+    el("time", { datetime: made.toISOString() }, made.toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" })));
+  const title = runs.length === 1 ? runs[0].name : `${runs.length} runs compared`;
+  document.title = `${title} · megagrpo report`;
+  return el("header", { class: "masthead" }, brand, el("h1", {}, title), runs.length === 1 ? oneRun(runs[0]) : comparison(runs));
+}
+
+function statePill(run) {
+  return el("span", { class: `pill ${run.state.state}` }, run.state.text);
+}
+
+function oneRun(run) {
+  const facts = [["model", run.model], ...run.facts].filter(([, text]) => text);
+  const line = el("dl", { class: "facts" }, facts.map(([name, text]) => el("div", {}, el("dt", {}, name), el("dd", {}, text))));
+  return [el("p", { class: "under" }, statePill(run), alarmPill(run), began(run)), line, tiles(run)];
+}
+
+function alarmPill(run) {
+  const { length } = run.findings.alarms;
+  return length > 0 && el("a", { class: "pill alarms", href: "#alarms" }, plural(length, "alarm"));
+}
+
+function began(run) {
+  if (!isNumber(run.result.began)) return null;
+  const when = new Date(run.result.began * 1000).toLocaleString(undefined, { dateStyle: "medium", timeStyle: "short" });
+  return el("span", { class: "quiet" }, `started ${when}${run.result.starts > 1 ? `, ${run.result.starts} starts` : ""}`);
+}
+
+/** Large figures: what the run reached and what it took. */
+function tiles(run) {
+  const { result } = run, list = [], { evaluation, reward } = result;
+  if (evaluation) {
+    const unit = evaluation.name.includes("@") ? "share" : "reward";
+    list.push(tile(`Evaluation ${evaluation.name}`, withUnit(evaluation.last, unit), change(evaluation.first, evaluation.last, unit), "result"));
+  }
+  if (isNumber(reward[1])) list.push(tile("Reward, last step", short(reward[1], 3), change(reward[0], reward[1], "reward"), evaluation ? "" : "result"));
+  list.push(tile("Steps", short(result.steps, 6), isNumber(result.max_steps) ? `of ${short(result.max_steps, 6)}` : ""));
+  list.push(tile("Duration", duration(result.wall_seconds), `${duration(result.training_seconds)} in steps`));
+  list.push(tile("Tokens", short(result.tokens), `${short(result.tokens_per_second)} per second`));
+  list.push(tile("Peak memory", gib(result.peak_memory_gb), run.device || "rank 0"));
+  return el("div", { class: "tiles" }, list);
+}
+
+function tile(label, value, detail, kind = "") {
+  return el("div", { class: `tile ${kind}` }, el("span", { class: "label" }, label), el("strong", {}, value), el("span", { class: "detail" }, detail));
+}
+
+function change(first, last, unit) {
+  if (!isNumber(first) || !isNumber(last) || first === last) return `from ${figure(first, unit)}`;
+  const better = last > first;
+  return el("span", { class: better ? "up" : "down" }, `${better ? "↑" : "↓"} from ${figure(first, unit)}`);
+}
+
+/** A result with three digits. */
+const figure = (value, unit) => (unit === "share" ? withUnit(value, unit) : short(value, 3));
+
+/** One row per run: results side by side. */
+function comparison(runs) {
+  const columns = ["Run", "State", "Evaluation", "Reward", "Steps", "Duration", "Tokens", "Tokens/s", "Peak memory"];
+  const rows = runs.map((run) => {
+    const { result } = run, { evaluation, reward } = result, unit = evaluation && evaluation.name.includes("@") ? "share" : "reward";
+    const arrow = (first, last, kind) => `${figure(first, kind)} → ${figure(last, kind)}`;
+    return el("tr", {},
+      el("th", { scope: "row" }, el("i", { class: "dot", style: { background: runColorVariable(run.index) } }), run.name),
+      el("td", {}, statePill(run), " ", alarmPill(run)),
+      el("td", {}, evaluation ? [arrow(evaluation.first, evaluation.last, unit), el("small", {}, ` ${evaluation.name}`)] : NONE),
+      el("td", {}, isNumber(reward[1]) ? arrow(reward[0], reward[1], "reward") : NONE),
+      [short(result.steps, 6), duration(result.wall_seconds), short(result.tokens), short(result.tokens_per_second), gib(result.peak_memory_gb)].map((text) => el("td", { class: "number" }, text)));
+  });
+  return el("div", { class: "scroll" }, el("table", { class: "comparison" },
+    el("thead", {}, el("tr", {}, columns.map((name) => el("th", { scope: "col" }, name)))), el("tbody", {}, rows)));
+}
+
+const runColorVariable = (index) => `var(--run-${index % 8})`;
+
+/** The bar that stays in view: sections, runs, smoothing, x axis, zoom, colours. */
+function toolbar(runs, sections) {
+  const links = el("nav", { "aria-label": "Sections" }, sections.map(([id, title]) => el("a", { href: `#${id}` }, title)));
+  const many = runs.length > 1, points = Math.max(...runs.map((run) => run.training.step.length));
+  view.smoothing = points > 60 ? 0.6 : 0;
+  const value = el("output", {}, String(view.smoothing));
+  const slider = el("input", { type: "range", min: "0", max: "0.98", step: "0.02", value: view.smoothing, id: "smoothing", on: { input: () => {
+    view.smoothing = Number(slider.value);
+    value.textContent = slider.value;
+    redraw();
+  } } });
+  const axis = choice("x axis", [["step", "steps"], ["seconds", "time"]], view.axis, (name) => {
+    view.axis = name;
+    view.range = null;
+    redraw();
+  });
+  const reset = el("button", { type: "button", class: "small", id: "reset-zoom", disabled: true, on: { click: () => zoom(null) } }, "reset zoom");
+  view.listeners.push(() => (reset.disabled = !view.range));
+  return el("div", { class: "toolbar" }, links, many && legend(runs),
+    el("div", { class: "controls" }, el("label", { for: "smoothing" }, "smoothing"), slider, value, axis, stepRange(runs), reset, themeButton()));
+}
+
+/** Two numbers that zoom without a pointer. */
+function stepRange(runs) {
+  const first = Math.min(...runs.map((run) => run.training.step[0] ?? 0)), last = Math.max(...runs.map((run) => run.training.step.at(-1) ?? 0));
+  const input = (label, value) => el("input", { type: "number", "aria-label": label, min: first, max: last, value, on: { change: apply } });
+  const [from, to] = [input("zoom from step", first), input("zoom to step", last)];
+  function apply() {
+    const [low, high] = [Number(from.value), Number(to.value)];
+    zoom(low < high && (low > first || high < last) ? [low, high] : null);
+  }
+  const box = el("span", { class: "range" }, from, "–", to);
+  view.listeners.push(() => {
+    box.hidden = view.axis !== "step";
+    const [low, high] = view.range || [first, last];
+    from.value = Math.round(low);
+    to.value = Math.round(high);
+  });
+  return box;
+}
+
+function legend(runs) {
+  const buttons = runs.map((run) => {
+    const button = el("button", { type: "button", "aria-pressed": "true", title: "show or hide", on: { click: () => {
+      const hide = !view.hidden.has(run.index);
+      if (hide) view.hidden.add(run.index);
+      else view.hidden.delete(run.index);
+      button.setAttribute("aria-pressed", String(!hide));
+      redraw();
+    } } }, el("i", { class: "dot", style: { background: runColorVariable(run.index) } }), run.name);
+    return button;
+  });
+  return el("div", { class: "legend", role: "group", "aria-label": "Runs" }, buttons);
+}
+
+/** Switches between the system's colours, light and dark. */
+function themeButton() {
+  const names = ["auto", "light", "dark"], button = el("button", { type: "button", class: "small", id: "theme", title: "colours" }, "auto");
+  button.addEventListener("click", () => {
+    const next = names[(names.indexOf(button.textContent) + 1) % names.length];
+    button.textContent = next;
+    if (next === "auto") delete document.documentElement.dataset.theme;
+    else document.documentElement.dataset.theme = next;
+    redraw();
+  });
+  return button;
+}

