@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from megagrpo.api.rows import Rows
 from megagrpo.api.run import Run
 from megagrpo.api.settings import ConfigLike, Overrides, read
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.process.terminal import show, warn
 from megagrpo.records.run_files import FROM_PYTHON
 
 LOG = "train.log"
@@ -77,10 +77,10 @@ def train(
     environment = {} if ranks is None else {"NPROC": str(ranks)}
     try:
         with log.open("a", encoding="utf-8") as file:
-            print(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} megagrpo train {' '.join(words)}", file=file)
+            show(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} megagrpo train {' '.join(words)}", file)
         ended = child.run_logged(child.MAIN, ["train", *words], log, environment, show=not quiet)
     except KeyboardInterrupt:
-        print(f"stopped; megagrpo.load_run({str(folder)!r}) opens the run, and resume=True continues it", file=sys.stderr, flush=True)
+        warn(f"stopped; megagrpo.load_run({str(folder)!r}) opens the run, and resume=True continues it")
         raise
     if ended.exit_code not in (0, TO_BE_CONTINUED):
         raise TrainingFailed(ended.exit_code, ended.output, folder, log)
