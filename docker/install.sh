@@ -6,10 +6,13 @@ case ${1:-} in -h | --help) sed -n '2,3s/^# //p' "$0" && exit ;; esac
 [ $# = 2 ] || { echo "usage: docker/install.sh cpu|gpu SOURCE" >&2; exit 2; }
 KIND=$1 SOURCE=$2 PYTHON=${PYTHON:-python3}
 
-if [ "$KIND" = gpu ] && command -v apt-get >/dev/null; then # Transformer Engine's torch extension is compiled; Triton compiles at run time
-  apt-get update
-  apt-get install -y --no-install-recommends build-essential
-  rm -rf /var/lib/apt/lists/*
-fi
+case $KIND in
+  cpu) SYSTEM=libnuma1 ;;        # vLLM loads it
+  gpu) SYSTEM=build-essential ;; # Transformer Engine's torch extension is compiled, and Triton compiles at run time
+  *) echo "docker/install.sh: unknown kind '$KIND'; use cpu or gpu" >&2; exit 2 ;;
+esac
+apt-get update
+apt-get install -y --no-install-recommends "$SYSTEM"
+rm -rf /var/lib/apt/lists/*
 "$PYTHON" -m pip install --no-cache-dir -c "$SOURCE/megagrpo/install/constraints-$KIND.txt" "$SOURCE"
 "$PYTHON" -m megagrpo.commands.install "$KIND" wandb --installer pip --compile-bytecode # an image is often read-only

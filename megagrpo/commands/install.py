@@ -17,7 +17,7 @@ import subprocess
 import sys
 
 from megagrpo.install.requirements import InstallError, choosable
-from megagrpo.install.steps import HEADERS, Choice, check_compiler, choose, find_installer, step_environment, steps
+from megagrpo.install.steps import HEADERS, Choice, check_compiler, check_libraries, choose, find_installer, step_environment, steps
 from megagrpo.process.terminal import show, warn
 
 IMPORTS = "import torch, transformers, vllm, megatron.core"
@@ -57,6 +57,7 @@ def run(options: argparse.Namespace) -> int:
         )
         if not options.print:
             check_compiler(choice)
+            check_libraries(choice)
         commands = steps(choice, find_installer(options.installer))
     except InstallError as error:
         warn(f"megagrpo install: {error}")

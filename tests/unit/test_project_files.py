@@ -143,6 +143,9 @@ def test_the_script_of_the_recipes_installs_the_versions_of_the_constraints():
     assert all(constraints(kind).name == f"constraints-{kind}.txt" for kind in KINDS) and set(steps.VLLM) == set(KINDS)
     ended = subprocess.run(["bash", str(REPOSITORY / "docker" / "install.sh")], capture_output=True, text=True)
     assert ended.returncode == 2 and "usage: docker/install.sh cpu|gpu SOURCE" in ended.stderr
+    ended = subprocess.run(["bash", str(REPOSITORY / "docker" / "install.sh"), "tpu", "."], capture_output=True, text=True)
+    assert ended.returncode == 2 and "unknown kind 'tpu'; use cpu or gpu" in ended.stderr
+    assert "cpu) SYSTEM=libnuma1" in script, "the library that check_libraries asks for"
 
 
 @pytest.mark.parametrize("name", ["pyxis", "apptainer", "kubernetes"])

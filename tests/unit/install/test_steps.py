@@ -10,7 +10,7 @@ import pytest
 
 from megagrpo.install import steps as module
 from megagrpo.install.requirements import InstallError, all_requirements, constraints
-from megagrpo.install.steps import check_compiler, choose, find_installer, step_environment, steps
+from megagrpo.install.steps import check_compiler, check_libraries, choose, find_installer, step_environment, steps
 
 
 @pytest.fixture
@@ -117,6 +117,14 @@ def test_a_missing_compiler_names_the_package_and_the_way_without_it(no_vllm, na
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(InstallError, match=r"has no headers \(Python.h\)"):
         check_compiler(choose(names, []))
+
+
+def test_a_missing_system_library_is_named_with_its_package(no_vllm, monkeypatch):
+    check_libraries(choose(["gpu"], []))
+    monkeypatch.setattr(module, "NUMA", "libnone.so.1")
+    with pytest.raises(InstallError, match=r"libnone\.so\.1: vLLM loads it on a CPU; install it \(.*: apt-get install libnuma1\): libnone"):
+        check_libraries(choose(["cpu"], []))
+    check_libraries(choose(["gpu"], []))
 
 
 @pytest.mark.parametrize(
