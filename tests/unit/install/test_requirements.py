@@ -81,6 +81,12 @@ def test_the_tables_of_extras_name_extras():
     assert set(choosable()) == extras - {"", *WITHOUT_REQUIREMENTS.values()}
 
 
+def test_the_page_lists_every_extra():
+    section = (REPOSITORY / "docs" / "install.md").read_text().partition("## Extras")[2].partition("## Options")[0]
+    rows = [line.split(" | ")[0] for line in section.splitlines() if line.startswith("| `")]
+    assert set(re.findall(r"`([\w-]+)`", "".join(rows))) == set(choosable())
+
+
 def test_without_metadata_the_wheel_is_asked_for(monkeypatch):
     monkeypatch.setattr(requirements, "is_checkout", lambda: False)
 
