@@ -47,7 +47,8 @@ import re
 def correct(completions, answer, **columns):
     """Return 1 where the last number of the completion is the column `answer`, else 0.
 
-    `answer` is the column of train.jsonl; **columns takes the others. A completion of a string prompt is a list with one message.
+    `answer` is the column of train.jsonl; **columns takes the others. A completion is a string, or a list of messages if the
+    prompt is a list of messages.
     """
     scores = []
     for completion, right in zip(completions, answer, strict=True):
