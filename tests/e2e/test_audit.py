@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e import world
 
-MEASURED = ("time/", "idle/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time")
 OPTIONS = ["algorithm.beta=0.1", "algorithm.num_iterations=2", "algorithm.epsilon=0.05"]
 
 
@@ -33,7 +32,7 @@ def verdict(folder, step):
 
 
 def untimed(line):
-    return {name: value for name, value in line.items() if not name.startswith(MEASURED) and not name.endswith("/seconds")}
+    return {name: value for name, value in line.items() if not name.startswith(world.MEASURED) and not name.endswith("/seconds")}
 
 
 def test_a_dump_changes_nothing(dumped, tmp_path):

@@ -10,7 +10,7 @@ from megagrpo.__main__ import main
 from tests.e2e import world
 
 # keys that differ between runs or layouts
-OWN = ("time/", "idle/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time", "packing/")
+OWN = (*world.MEASURED, "packing/")
 
 
 @pytest.fixture(scope="module")

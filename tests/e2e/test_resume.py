@@ -9,7 +9,6 @@ import torch
 
 from tests.e2e import world
 
-MEASURED = ("time/", "idle/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time")  # differ from run to run
 # vLLM's sums depend on the batch that it decodes.
 ENGINE = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "sampling/")
 
@@ -24,7 +23,7 @@ def told(run):
 
 
 def _is_the_runs_own(name: str) -> bool:
-    return not name.startswith(MEASURED + ENGINE) and not name.endswith("/seconds")
+    return not name.startswith(world.MEASURED + ENGINE) and not name.endswith("/seconds")
 
 
 @pytest.fixture(scope="module")

@@ -117,8 +117,11 @@ def test_tokens_messages_and_starts_are_recorded(watched):
     for row in tokens:
         response = [line for line in completions if line["step"] == row["step"]][row["sample"]]
         assert row["prompt_id"] == response["prompt_id"] and len(row["tokens"]) == response["num_tokens"] == len(row["entropy"])
+        if response["advantage"] == 0:  # not trained
+            continue
         assert row["trainer_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=2e-3)  # vLLM and the trainer agree on every token
         assert all(entropy > 0 for entropy in row["entropy"])
+    assert [row for row in tokens if row["entropy"][0] is not None]
     messages = [row["text"] for row in read_lines(folder / "messages.jsonl")]
     assert f"run folder: {folder}" in messages and messages[-1] == "finished 3 steps"
     (start,) = read_lines(folder / "starts.jsonl")

@@ -9,7 +9,7 @@ from ranks import run_ranks
 from megagrpo.__main__ import main
 from tests.e2e import world
 
-MEASURED = ("time/", "idle/", "weight_sync/", "tokens_per_second", "memory_gb", "wall_time", "packing/")
+MEASURED = (*world.MEASURED, "packing/")
 ENGINE = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "sampling/")
 DYNAMIC = ["algorithm.dynamic_sample=true", "rollout.prompts_per_step=3"]
 

@@ -47,6 +47,8 @@ for module in (
 REPOSITORY = Path(__file__).parents[2]
 SECONDS = 200.0  # limit for one part of a run on a busy machine
 HEADS = 4
+# beginnings of names of metrics that differ from run to run
+MEASURED = ("time/", "idle/", "weight_sync/", "tokens_per_second", "generated_tokens_per_second", "memory", "wall_time")
 
 TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>{% endif %}"

@@ -69,6 +69,14 @@ def program(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([PACKAGE_ROOT, str(tmp_path)]))
 
 
+@pytest.fixture
+def heeds_ctrl_c():
+    """SIGINT raises KeyboardInterrupt, also where a shell started the tests in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def wait_for(file: Path, text: str = "") -> None:
     deadline = time.monotonic() + 60
     while not (file.exists() and text in file.read_text()):
@@ -119,7 +127,7 @@ def test_a_process_that_the_child_leaves_is_not_waited_for(program, tmp_path):
 
 
 @pytest.mark.parametrize("logged", [True, False])
-def test_ctrl_c_reaches_the_child_once_and_is_raised_after_its_end(logged, program, tmp_path, capsys):
+def test_ctrl_c_reaches_the_child_once_and_is_raised_after_its_end(logged, program, tmp_path, capsys, heeds_ctrl_c):
     started, ended, log = tmp_path / "started", tmp_path / "ended", tmp_path / "log"
 
     def interrupt():

@@ -14,6 +14,7 @@ from megagrpo.bridge.hf_files import File, Files, Writer, carry, copy_side_files
 from megagrpo.bridge.tensor_files import make_header
 from megagrpo.bridge.unfinished import Journal, Unfinished
 from megagrpo.families.sources import INDEX, SINGLE
+from megagrpo.process.progress import SILENT_TASK
 
 TENSORS = {name: torch.rand(5, 4) for name in "abcd"}
 SHAPES = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()}
@@ -146,7 +147,7 @@ def test_the_journal_names_only_what_the_disk_holds_for_good(monkeypatch, tmp_pa
     monkeypatch.setattr(os, "fdatasync", lambda fd: done.append("disk"))
     monkeypatch.setattr(Journal, "write", lambda self, names: done.extend(names))
     folder = Unfinished(tmp_path / "out", TwoRanks(), {})
-    convert._write_tensors(iter(TENSORS.items()), folder, new_files(SHAPES), {}, set())
+    convert._write_tensors(iter(TENSORS.items()), folder, new_files(SHAPES), {}, set(), SILENT_TASK)
     os.close(folder._lock)
     assert done == ["disk", "a", "disk", "b", "disk", "c", "disk", "d", "disk"]
 

@@ -249,7 +249,7 @@ def test_idle_is_the_time_in_which_nothing_is_under_way():
         take(pool, prompts(0, 4))
         pool.measured()
         time.sleep(0.05)
-        assert pool.measured() == pytest.approx({"idle/servers": 1.0, "async/in_flight": 0.0, "async/waiting": 0.0}, abs=0.01)
+        assert pool.measured() == pytest.approx({"idle/servers": 1.0, "async/in_flight": 0.0, "async/waiting": 0.0}, abs=0.05)
         engine.seconds = 60
         pool.ask(prompts(4, 8), 2, SAMPLING, 0, 0)
         time.sleep(0.05)

@@ -14,6 +14,12 @@ from megagrpo.types import Prompt, SamplingParams
 PROMPTS = [Prompt(i, (1, 2), "") for i in range(3)]
 
 
+class Response(str):
+    """A response that equals its text."""
+
+    response_ids = (1,)
+
+
 class Starving:
     """An engine that has weights only after a refill."""
 
@@ -23,7 +29,7 @@ class Starving:
     def generate(self, prompts, n, sampling, seed, on_group=None):
         self.asked.append(([prompt.prompt_id for prompt in prompts], n, seed))
         for place in range(len(prompts)):
-            on_group(place, [f"response {len(self.asked)}"] * n)
+            on_group(place, [Response(f"response {len(self.asked)}")] * n)
         if not self.filled:
             raise EngineStarved("http://a: none has weight version 3")
 
@@ -35,7 +41,7 @@ class Scoring:
     @contextlib.contextmanager
     def begin(self, step):
         groups = []
-        yield SimpleNamespace(add=lambda place, group: groups.extend(group), finish=lambda: groups, counters=dict)
+        yield SimpleNamespace(add=lambda place, group: groups.extend(group), finish=lambda task: groups, counters=dict)
 
 
 @pytest.fixture
