@@ -156,7 +156,7 @@ dist.destroy_process_group()
 def test_ranks_of_two_nodes_meet_at_the_master_address_and_sign_with_the_token(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "token").write_text("a-token-of-both-nodes")
-    root = Path(rendezvous.__file__).parents[1]
+    root = Path(rendezvous.__file__).parents[2]
     code = "import sys; from megagrpo.launch.local import Nodes, run_ranks; sys.exit(run_ranks(2, {!r}, {!r}))"
     words = [str(tmp_path / "rank.py"), str(root / "megagrpo/parallel/rendezvous.py")]
     port, environment = free_port("127.0.0.2"), {**os.environ, "PYTHONPATH": str(root), "MEGAGRPO_TOKEN_FILE": str(tmp_path / "token")}
