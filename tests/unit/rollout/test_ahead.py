@@ -248,11 +248,11 @@ def test_idle_is_the_time_in_which_nothing_is_under_way():
     with AsyncPool(engine, Rewards(), 1) as pool:
         take(pool, prompts(0, 4))
         pool.measured()
-        time.sleep(0.05)
+        time.sleep(0.5)
         assert pool.measured() == pytest.approx({"idle/servers": 1.0, "async/in_flight": 0.0, "async/waiting": 0.0}, abs=0.05)
         engine.seconds = 60
         pool.ask(prompts(4, 8), 2, SAMPLING, 0, 0)
-        time.sleep(0.05)
+        time.sleep(0.5)
         assert pool.measured() == pytest.approx({"idle/servers": 0.0, "async/in_flight": 4.0, "async/waiting": 0.0}, abs=0.05)
 
 
