@@ -19,8 +19,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.layout_arguments import add_layout_arguments, run_in_layout
-from megagrpo.commands.push_arguments import add_push_arguments, check_push_arguments, push_export
+from megagrpo.commands.layout_arguments import add_layout_arguments
+from megagrpo.commands.push_arguments import add_push_arguments, run_in_layout_and_push
 
 if TYPE_CHECKING:
     from megagrpo.parallel.layout import Layout
@@ -37,8 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Export, write the model card, upload with --push, and return the exit code."""
-    check_push_arguments(options)
-    uploads = False
 
     def action(layout: Layout) -> None:
         from megagrpo.bridge.adapters import CONFIG, base_of, export_adapter
@@ -47,15 +45,12 @@ def run(options: argparse.Namespace) -> int:
         from megagrpo.parallel.agree import run_and_agree
         from megagrpo.records.progress import conversion_progress
 
-        nonlocal uploads
-        uploads = layout.world_rank == 0
         is_adapter = (options.checkpoint / CONFIG).is_file()
         if is_adapter:
-            run_and_agree(layout, lambda: export_adapter(options.checkpoint, options.out, options.model), here=uploads)
+            run_and_agree(layout, lambda: export_adapter(options.checkpoint, options.out, options.model), here=layout.world_rank == 0)
         else:
             export_hf(options.checkpoint, options.out, options.model, layout, conversion_progress(layout.world_rank))
-        if uploads:
+        if layout.world_rank == 0:
             write_card(options.out, options.checkpoint, base_of(options.out) if is_adapter else options.model, is_adapter)
 
-    code = run_in_layout(options, action)
-    return code if code or not uploads else push_export(options)
+    return run_in_layout_and_push(options, action)

@@ -14,8 +14,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.layout_arguments import add_layout_arguments, run_in_layout
-from megagrpo.commands.push_arguments import add_push_arguments, check_push_arguments, push_export
+from megagrpo.commands.layout_arguments import add_layout_arguments
+from megagrpo.commands.push_arguments import add_push_arguments, run_in_layout_and_push
 
 if TYPE_CHECKING:
     from megagrpo.parallel.layout import Layout
@@ -32,8 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Merge, write the model card, upload with --push, and return the exit code."""
-    check_push_arguments(options)
-    uploads = False
 
     def action(layout: Layout) -> None:
         from megagrpo.bridge.adapters import base_of
@@ -41,11 +39,8 @@ def run(options: argparse.Namespace) -> int:
         from megagrpo.hub.card import write_card
         from megagrpo.records.progress import conversion_progress
 
-        nonlocal uploads
-        uploads = layout.world_rank == 0
         merge(options.adapter, options.out, options.model, layout, conversion_progress(layout.world_rank))
-        if uploads:
+        if layout.world_rank == 0:
             write_card(options.out, options.adapter, options.model or base_of(options.adapter))
 
-    code = run_in_layout(options, action)
-    return code if code or not uploads else push_export(options)
+    return run_in_layout_and_push(options, action)

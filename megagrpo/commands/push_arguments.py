@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from megagrpo.commands.layout_arguments import run_in_layout
 from megagrpo.config import ConfigError
 from megagrpo.process.terminal import show, warn
+
+if TYPE_CHECKING:
+    from megagrpo.parallel.layout import Layout
 
 
 def add_push_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,6 +34,20 @@ def check_push_arguments(options: argparse.Namespace) -> None:
         check_repo(options.push)
     except PushError as error:
         raise ConfigError(f"--push: {error}") from None
+
+
+def run_in_layout_and_push(options: argparse.Namespace, action: Callable[[Layout], None]) -> int:
+    """Run `action`, which writes `options.out`, in the layout of the options, and upload the folder with --push. Returns the exit code."""
+    check_push_arguments(options)
+    uploads = False
+
+    def on_rank(layout: Layout) -> None:
+        nonlocal uploads
+        uploads = layout.world_rank == 0
+        action(layout)
+
+    code = run_in_layout(options, on_rank)
+    return code if code or not uploads else push_export(options)
 
 
 def push_export(options: argparse.Namespace) -> int:

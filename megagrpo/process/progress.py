@@ -1,4 +1,4 @@
-"""What long work reports while it runs, and a report to nobody. `megagrpo.records.progress` draws bars on a terminal."""
+"""What long work reports while it runs, and a report that shows nothing. `megagrpo.records.progress` draws bars on a terminal."""
 
 from __future__ import annotations
 
