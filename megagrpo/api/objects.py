@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError
+from megagrpo.rewards.registry import numbered
 
 MODULE = '''\
 """{title}. {pickle} holds them; this file loads them."""
@@ -43,16 +44,8 @@ _{name} = _pickle.loads(_pickled["{name}"])
 
 def names_of(objects: Sequence[Any]) -> list[str]:
     """Return a unique Python name for each object: the name of the function or class; repeated names get a number."""
-    names: list[str] = []
-    for thing in objects:
-        stem = re.sub(r"\W", "", _name(thing)).lstrip("0123456789") or "function"
-        stem = f"{stem}_function" if keyword.iskeyword(stem) else stem  # lambda
-        name, count = stem, 1
-        while name in names:
-            count += 1
-            name = f"{stem}_{count}"
-        names.append(name)
-    return names
+    stems = [re.sub(r"\W", "", _name(thing)).lstrip("0123456789") or "function" for thing in objects]
+    return numbered(f"{stem}_function" if keyword.iskeyword(stem) else stem for stem in stems)  # a keyword: lambda
 
 
 def _name(thing: Any) -> str:

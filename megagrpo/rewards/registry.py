@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,9 +67,13 @@ def display_names(functions: Sequence[RewardFunction]) -> list[str]:
 
     The name is the configured name, else the text after the colon, else the last part of a model's path or URL.
     """
+    return numbered(function.name or _short_name(function.function) for function in functions)
+
+
+def numbered(stems: Iterable[str]) -> list[str]:
+    """Return the names in order; repeated names get a number (`length`, `length_2`)."""
     names: list[str] = []
-    for function in functions:
-        stem = function.name or _short_name(function.function)
+    for stem in stems:
         name, count = stem, 1
         while name in names:
             count += 1
