@@ -41,7 +41,7 @@ def accept(rows: Any, argument: str) -> Any:
 
 
 def check(rows: Any, argument: str, column: str) -> None:
-    """Raise ConfigError for rows that `accept` returned if there are none, or if they have no `column` with the prompts."""
+    """Raise ConfigError if `accept` returned no rows, or if the rows have no `column` with the prompts."""
     if len(rows) == 0:
         raise ConfigError(f"{argument}: has no rows; pass at least one prompt")
     for number, names in enumerate([rows.column_names] if not isinstance(rows, list) else rows):

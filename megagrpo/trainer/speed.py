@@ -42,8 +42,8 @@ class Speed:
         """Return the step's rates, and memory. Collective.
 
         `num_tokens` are the tokens of all samples, `num_generated` the tokens of all responses. Generation that runs ahead is as long as
-        the step. MFU is the share of the peak that forward and backward passes use during `time/train`, over all ranks; without a known
-        peak there is none.
+        the step. MFU is the share of the peak that forward and backward passes use during `time/train`, over all ranks; it is
+        left out without a known peak.
         """
         flops, self._flops = self._flops, 0.0
         step, ahead = times["time/step"], self._config.rollout.max_staleness > 0
