@@ -128,6 +128,8 @@ def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable[..., 
         device.select_local_device()
         stay_on_this_host()
         torch.distributed.init_process_group(device.backend(), init_method=f"file://{folder}/store", rank=rank, world_size=n)
+        if not device.has_gpu():
+            torch.distributed.barrier()  # gloo fails in a rank that still connects while another one closes its group or exits
         result = function(*args)
         (folder / f"result_{rank}").write_bytes(pickle.dumps(result))
         code = 0
