@@ -3,6 +3,7 @@
     megagrpo plan configs/qwen2.5_7b_1node.yaml world_size=8 gpu_memory_gb=80
     megagrpo plan my_run.yaml --gpu h100 --search
     megagrpo plan my_run.yaml --weight-sync link_gb_per_s=50
+    megagrpo plan my_run.yaml --gpu h100 --trace
 
 Besides keys of the config, key=value may be world_size (ranks; default: as few as the layout needs) and gpu_memory_gb; with --gpu also
 prompt_tokens and response_tokens, the average lengths; with --weight-sync also link_gb_per_s. Exit code 0: the run can start, 2: it
@@ -29,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpu", metavar="KIND", help="predict seconds for this kind of GPU: h100, h200, b200 or a100")
     parser.add_argument("--search", action="store_true", help="with --gpu: also list the fastest layouts")
     parser.add_argument("--weight-sync", action="store_true", help="also plan what a weight sync moves between which ranks; imports torch")
+    parser.add_argument("--trace", action="store_true", help="also count FLOPs, bytes, launches and memory of the real step; imports torch")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -36,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan, and return the exit code. Raises ConfigError for a wrong config or option."""
     words, sizes = split_sizes(overrides(options))
     config = load_config(config_path(options), words)
-    return print_plan(config, options.gpu, options.search, options.weight_sync, options.json, **sizes)
+    return print_plan(config, options.gpu, options.search, options.weight_sync, options.json, options.trace, **sizes)
 
 
 def split_sizes(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
@@ -63,6 +65,7 @@ def print_plan(
     search: bool = False,
     weight_sync: bool = False,
     json: bool = False,
+    trace: bool = False,
     *,
     world_size: int | None = None,
     gpu_memory_gb: float | None = None,
@@ -74,7 +77,8 @@ def print_plan(
 
     Without `world_size` it plans for the smallest number of ranks that fits the layout. With `gpu`, one of `GPUS`, it also predicts
     seconds, for prompts and responses of these average lengths; with `search` also the fastest layouts there. With `weight_sync` it also
-    plans one weight sync, which imports the model's code and torch. Raises ConfigError for invalid arguments.
+    plans one weight sync, which imports the model's code and torch. With `trace` it also runs the train step on tensors without data.
+    Raises ConfigError for invalid arguments.
     """
     from megagrpo.plan import plan, with_times
     from megagrpo.plan.gpus import GPUS
@@ -101,5 +105,10 @@ def print_plan(
             made.rows.extend([("", ""), *rows_of(config, world_size, link_gb_per_s or links)])
         except ValueError as error:
             made.problems.extend(error.problems if isinstance(error, ProblemError) else [Problem(("--weight-sync",), str(error))])
+    if trace and not made.problems and made.model is not None:
+        from megagrpo.plan.tracing.step import rows_of as traced
+
+        lengths = expected_lengths(config, prompt_tokens, response_tokens)
+        made.rows.extend([("", ""), *traced(config, made.model, world_size, kind, lengths)])
     show(made.as_json() if json else made, sys.stderr if made.problems and not json else sys.stdout)
     return 2 if made.problems else 0

@@ -31,6 +31,7 @@ from megagrpo.plan.problems import (
     rollout_problems,
     too_big,
     too_little_ram,
+    transport_problems,
     vocabulary_notes,
 )
 from megagrpo.plan.rules import RuleVerdict, rules_text, verdicts
@@ -137,6 +138,7 @@ def plan(
     problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config)
     problems += own_code_problems(config) + output_problems(config)
     problems += data_problems(config) if has_data else []
+    problems += [] if gpu_memory_gb is None else transport_problems(config)
     if host_memory_gb is not None and gpu_memory_gb is None:
         problems += cache_problems(config, host_memory_gb)
     notes = layout_notes(config, world_size) + tracker_notes(config) + (data_notes(config) if has_data else [])

@@ -166,6 +166,15 @@ def gpu_problems(config: RunConfig, gpu: Gpu) -> list[Problem]:
     return problems
 
 
+def transport_problems(config: RunConfig) -> list[Problem]:
+    """Return a transport of weights that cannot work on GPUs."""
+    r = config.rollout
+    if r.weight_sync_transport != "p2p" or r.placed != "colocated":
+        return []
+    said = "p2p uses NCCL, which refuses two processes on one GPU, but rollout.placement is colocated; set the transport to auto"
+    return [Problem(("rollout.weight_sync_transport", "rollout.placement"), said)]
+
+
 def _linear_sizes(config: RunConfig, model: HfConfig) -> dict[str, float]:
     """Return the input and output sizes of the blocks' linears on one rank, by the config values that make them."""
     p, mla, heads = config.parallel, model.mla, model.num_heads / config.parallel.tp

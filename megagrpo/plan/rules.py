@@ -43,7 +43,7 @@ RULES = (
     PlanRule(18, "reward functions exist and respond", START),
     PlanRule(19, "tokenizer and architecture are supported", START),
     PlanRule(20, "everything fits a GPU"),
-    PlanRule(21, "PYTORCH_CUDA_ALLOC_CONF and vLLM's sleep agree", NODE),
+    PlanRule(21, "PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF agree", NODE),
     PlanRule(22, "CUDA_DEVICE_MAX_CONNECTIONS is 1 where tp or cp needs it", NODE),
     PlanRule(23, "NCCL: interfaces, ports, versions, one rank on a GPU", NODE),
     PlanRule(24, "versions of torch, vLLM, Megatron, driver agree", NODE),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import ceil
 
@@ -21,6 +21,7 @@ USABLE_WITH_EXPERTS = 0.9  # the same with experts: some ranks get more tokens t
 TOKENS_PER_CONTEXT_RANK = 4096  # least tokens of the longest sample per cp rank: fewer are not worth the messages
 MICRO_BATCHES = (1, 2, 4, 8)  # sizes to try, in longest samples
 STAGE_COST = 0.01  # share of the trainer's seconds added per stage when layouts are compared: micro-batches are never quite even
+GENERATE_ERROR = 0.3  # relative error of the predicted seconds of generation (docs/plan.md, published steps)
 
 
 @dataclass(frozen=True)
@@ -34,15 +35,19 @@ class Candidate:
 
     @property
     def cost(self) -> float:
-        """Seconds of a step, plus a small share of the trainer's seconds per stage.
+        """Seconds of a step, plus a small share of the trainer's seconds per stage, so of two nearly equal layouts the simpler one is
+        cheaper.
 
-        It prefers the simpler of two nearly equal layouts, and where servers are slower than the trainer, the layout that trains faster.
+        Generation may be faster or slower than predicted by `GENERATE_ERROR`, so a step is the mean of three. Where servers are slower
+        than the trainer, the layout that trains faster is cheaper.
         """
         return _cost(self.times, self.stages)
 
 
 def _cost(times: StepTimes, stages: int) -> float:
-    return times.step + STAGE_COST * stages * times.computing
+    factors = (1 - GENERATE_ERROR, 1.0, 1 + GENERATE_ERROR)
+    steps = [replace(times, seconds=times.seconds | {"generate": factor * times.seconds["generate"]}).step for factor in factors]
+    return sum(steps) / len(steps) + STAGE_COST * stages * times.computing
 
 
 def search(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, keep: int = 5) -> list[Candidate]:

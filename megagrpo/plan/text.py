@@ -89,12 +89,13 @@ def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
 
 
 def weights_text(config: RunConfig, gpu: bool | None) -> str:
-    """Return the weight sync's transport on one host and its reason; with and without GPUs when `gpu` is None."""
-    transports = {}
+    """Return the weight sync's transport and its reason; with and without GPUs when `gpu` is None. Only colocated servers are known to be
+    on several hosts."""
+    transports, one_host = {}, config.run.nodes == 1 or config.rollout.placed != "colocated"
     for has_gpu, where in ((True, "on GPUs"), (False, "without GPUs")):
         if gpu in (has_gpu, None):
             try:
-                transport, why = weight_path(config, has_gpu, one_host=True)
+                transport, why = weight_path(config, has_gpu, one_host)
                 transports[where] = f"{transport} ({why})"
             except ValueError as error:
                 transports[where] = str(error)

@@ -201,7 +201,7 @@ def test_what_does_not_fit_the_experts_is_told_with_what_does(folder):
 def test_the_plan_says_where_the_experts_are():
     made = dict(plan(load_config(REPOSITORY / "configs" / "qwen3_30b_a3b_4nodes.yaml"), 16).rows)
     assert "30,532.1M parameters (3,353.0M active)" in made["model"]
-    assert made["experts"].endswith("a token; the ranks of a stage = etp 1 x ep 8 x 2 copies, 16 experts on each")
+    assert made["experts"].endswith("a token; the ranks of a stage = etp 1 x ep 4 x 2 copies, 32 experts on each")
 
 
 def test_bf16_weights_gradients_and_sharded_optimizer_state_add_up(folder):
@@ -409,9 +409,13 @@ def test_vllm_cuts_a_vocabulary_that_it_has_padded_to_64():
     assert [tp for tp in range(1, 13) if vllm_can_split(model, tp)] == [1, 2, 4]  # 128 rows, which 3, 6 and 12 do not divide
 
 
+IN_STAGES = ["parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true", "train.max_tokens_per_micro_batch=8192"]
+IN_STAGES += ["rollout.gpu_memory_utilization=0.4"]
+
+
 def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
     def problems(gpu: float, *overrides: str) -> list[str]:
-        return told(plan(load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", overrides), 8, gpu))
+        return told(plan(load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", [*IN_STAGES, *overrides]), 8, gpu))
 
     beside = "train.offload=false"
     (problem,) = problems(64, beside)
@@ -430,7 +434,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
 
 def test_ram_that_is_too_small_for_what_leaves_the_gpus_is_refused():
     def problems(ram: float, gpu: float | None = 80, *overrides: str) -> list[str]:
-        config = load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", overrides)
+        config = load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", [*IN_STAGES, *overrides])
         return told(plan(config, 8, gpu, host_memory_gb=ram))
 
     (problem,) = problems(100)

@@ -1,0 +1,125 @@
+"""Traces a training step of one rank: the real policy, loss and optimizer, on tensors without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megagrpo import device
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.config import ConfigError, RunConfig
+from megagrpo.data.packing import pack, packing_rules
+from megagrpo.families.config import HfConfig
+from megagrpo.plan.costs import Costs, Trace
+from megagrpo.plan.gpus import Gpu
+from megagrpo.plan.memory import stage_memory
+from megagrpo.plan.roofline import trace_rows
+from megagrpo.plan.tracing.counter import StepCounter
+from megagrpo.plan.tracing.one_rank import one_rank
+from megagrpo.plan.tracing.without_floats import WithoutFloats
+from megagrpo.plan.workload import Lengths
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.types import TrainBatch, TrainSample
+
+
+def trace_step(config: RunConfig, model: HfConfig, world_size: int, rank: int, prompt: int, response: int, extra: int = 1) -> Trace:
+    """Trace steps of `rank` whose samples have `prompt` and `response` tokens.
+
+    A first step creates the optimizer's moments. Two more, with pp and with pp + `extra` micro-batches, give the costs that a micro-batch
+    adds and the memory at the peak. Raises ConfigError on a machine with a GPU, because the model would be built for its kernels.
+    """
+    if device.has_gpu():
+        raise ConfigError("--trace: counts operations without a GPU, but this machine has one; set CUDA_VISIBLE_DEVICES= to hide it")
+    counter, first = StepCounter(), config.parallel.pp
+    shape = _message_shape(config, model, prompt, response)
+    with one_rank(config.parallel, world_size, rank, counter) as layout, WithoutFloats(counter, shape):
+        policy = MegatronPolicy(config, layout, model)
+        _mark(policy, counter)
+        loss = make_loss(config)
+
+        def step(micro_batches: int) -> Costs:
+            batch = batch_of(config, model, policy.shares_prompts, prompt, response, micro_batches)
+            counter.begin()
+            policy.train_step(batch, loss, 1)
+            return counter.costs
+
+        step(first)
+        few = step(first)
+        many = step(first + extra)
+        peak = dict(counter.peak)
+    each = Costs().plus(many, 1 / extra).plus(few, -1 / extra)
+    per = _samples_per_micro_batch(config, prompt + response)
+    return Trace(few.plus(each, -first), each, peak, per * (prompt + response), per * response)
+
+
+def fullest_stage(config: RunConfig, model: HfConfig, world_size: int) -> int:
+    """Return the pipeline stage whose ranks need the most memory in a train step."""
+    stages = stage_memory(config, model, max(1, world_size // config.parallel.model_parallel_size))
+    return max(range(len(stages)), key=lambda stage: sum(stages[stage]["train"].values()))
+
+
+def rows_of(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu | None, lengths: Lengths) -> list[tuple[str, str]]:
+    """Trace the first rank of the fullest stage for samples of average length, and return the rows that `megagrpo plan --trace` shows."""
+    stage = fullest_stage(config, model, world_size)
+    prompt, response = max(1, round(lengths.prompt)), max(1, round(lengths.response))
+    trace = trace_step(config, model, world_size, stage * (world_size // config.parallel.pp), prompt, response)
+    return trace_rows(config, model, trace, world_size, stage, gpu, lengths)
+
+
+def _samples_per_micro_batch(config: RunConfig, length: int) -> int:
+    return max(1, config.train.max_tokens_per_micro_batch // length)
+
+
+def _message_shape(config: RunConfig, model: HfConfig, prompt: int, response: int) -> tuple[int, int, int]:
+    """Return the shape of the hidden states that pipeline stages exchange, [T / cp / tp with sequence parallelism, 1, H]."""
+    p = config.parallel
+    tokens = _samples_per_micro_batch(config, prompt + response) * (prompt + response) // p.cp
+    return tokens // (p.tp if p.sequence_parallel else 1), 1, model.hidden_size
+
+
+def batch_of(config: RunConfig, model: HfConfig, shares: bool, prompt: int, response: int, micro_batches: int) -> TrainBatch:
+    """Return a batch with this many micro-batches of equal samples. No two samples share a prompt."""
+    samples, length = [], prompt + response
+    for index in range(micro_batches * _samples_per_micro_batch(config, length)):
+        ids, mask = torch.randint(0, model.vocab_size, (length,)), torch.arange(length) >= prompt
+        ids[0] = index
+        advantage = 1.0 - 2.0 * (index % 2)
+        samples.append(TrainSample(ids, mask, torch.where(mask, -12.0, 0.0), advantage, index=index))
+    return pack(samples, packing_rules(config, shares))
+
+
+def _mark(policy: Any, counter: StepCounter) -> None:
+    """Set the counter's phase when the policy enters its parts."""
+
+    @contextmanager
+    def during(phase: str) -> Iterator[None]:
+        before, counter.phase = counter.phase, phase
+        try:
+            yield
+        finally:
+            counter.phase = before
+
+    def wrapped(function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            with during(phase):
+                return function(*args, **kwargs)
+
+        return marked
+
+    reduce_metrics = policy._reduce_metrics
+
+    def reduced(per_micro_batch: list[Any]) -> Any:
+        """Return the metrics, with the flag off that repeats a pass whose early gradients were wrong: without data it has no value."""
+        metrics, bad, _ = reduce_metrics(per_micro_batch)
+        return metrics, bad, False
+
+    policy._reduce_metrics = reduced
+    policy._loss_inputs = wrapped(policy._loss_inputs, "head")
+    policy.backward = wrapped(policy.backward, "forward")
+    policy.update = wrapped(policy.update, "optimizer")
+    finalize = wrapped(policy._finalize_gradients, "reduce")
+    for chunk in policy.chunks:
+        chunk.config.finalize_model_grads_func = finalize

@@ -1,0 +1,133 @@
+"""A torch mode in which floating-point tensors have a shape and no data, while integers are computed.
+
+Every floating-point tensor is on torch's meta device, so a model of any size takes no memory and no time. Lengths, masks and indices are
+integers or booleans: they keep their values, so the code that branches on them takes the branches of a real run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
+
+META, CPU = torch.device("meta"), torch.device("cpu")
+aten = torch.ops.aten
+
+
+def is_float(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype have no data inside the mode."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def without_data(value: Any) -> bool:
+    """Whether `value` is a tensor without data."""
+    return isinstance(value, Tensor) and value.device.type == "meta"
+
+
+class WithoutFloats(TorchDispatchMode):
+    """Inside this mode new floating-point tensors have no data. `observe(op, inputs, outputs)` is called after each operation.
+
+    Integers that other ranks would send are taken to equal this rank's own; a message of three of them is `shape`, the shape of the hidden
+    states that pipeline stages exchange.
+    """
+
+    def __init__(self, observe: Callable[[Any, Any, Any], None], shape: tuple[int, int, int] = (0, 0, 0)):
+        super().__init__()
+        self._observe, self._shape = observe, shape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func.namespace == "c10d":
+            outputs = _communicate(func, args, self._shape)
+        else:
+            outputs = _compute(func, args, kwargs)
+        self._observe(func, (args, kwargs), outputs)
+        return outputs
+
+
+def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run one operation: integers alone for real, anything with a tensor without data on the meta device."""
+    mixed = tree_any(without_data, (args, kwargs))
+    if func is aten._local_scalar_dense.default and mixed:
+        return True if args[0].dtype == torch.bool else 1.0 if is_float(args[0].dtype) else 1
+    if func is aten.equal.default and mixed:
+        return True
+    if "device" in kwargs or any(argument.name == "device" for argument in func._schema.arguments):
+        kwargs["device"] = _device(func, args, kwargs)
+    elif not mixed:
+        return func(*args, **kwargs)
+    if func is aten._to_copy.default and mixed:
+        kwargs["device"] = META
+    if mixed:
+        args = _concrete_indices(func, args)
+        args, kwargs = tree_map_only(Tensor, _on_meta, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device:
+    """Return the device of a new tensor: without data for floating point, the CPU for integers."""
+    dtype = kwargs.get("dtype")
+    template = args[0] if args and isinstance(args[0], Tensor) else None
+    if dtype is None:
+        dtype = template.dtype if template is not None else _default_dtype(func, args)
+    return META if is_float(dtype) or (template is not None and without_data(template) and func is aten._to_copy.default) else CPU
+
+
+def _default_dtype(func: Any, args: Any) -> torch.dtype:
+    """Return the dtype of a factory that was not given one: of an int64 range or fill value, or torch's default."""
+    name = func._schema.name
+    numbers = [value for value in args if isinstance(value, int | float)]
+    if name == "aten::arange" and all(isinstance(value, int) for value in numbers):
+        return torch.int64
+    if name == "aten::full" and isinstance(args[1], bool | int):
+        return torch.bool if isinstance(args[1], bool) else torch.int64
+    return torch.int64 if name in ("aten::randperm", "aten::randint") else torch.get_default_dtype()
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return tensor if without_data(tensor) else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+
+
+def _concrete_indices(func: Any, args: Any) -> Any:
+    """Replace boolean masks with data by the indices that they select, because the number of selected elements must be known."""
+    if func not in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+        return args
+    indices: list[Any] = []
+    for index in args[1]:
+        if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8) and not without_data(index):
+            indices.extend(index.nonzero(as_tuple=True))
+        else:
+            indices.append(index)
+    return (args[0], indices, *args[2:])
+
+
+def _communicate(func: Any, args: Any, shape: tuple[int, int, int]) -> Any:
+    """Return what a collective returns, whose outputs are its first argument, without sending anything. Integers get their values."""
+    names = [argument.name for argument in func._schema.arguments]
+    group = args[names.index("process_group")]
+    ranks = torch.distributed.ProcessGroup.unbox(group).size()
+    _fill_integers(func._schema.name.removeprefix("c10d::"), args, ranks, shape)
+    work = torch.ops.c10d.barrier.default(torch.empty(1), group, [], False, -1)
+    return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def _fill_integers(name: str, args: Any, ranks: int, shape: tuple[int, int, int]) -> None:
+    """Write the integers that a collective would receive if every rank sent what this one sends."""
+    outputs = [leaf for leaf in tree_leaves(args[0]) if isinstance(leaf, Tensor) and not without_data(leaf)]
+    inputs = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor) and not without_data(leaf)]
+    if not outputs:
+        return
+    if name == "recv_":
+        outputs[0].copy_(torch.tensor(shape))
+    elif name == "allreduce_":
+        for output in outputs:
+            output.mul_(ranks)  # a sum; no code takes the maximum of integers
+    elif name.startswith(("allgather", "_allgather")):
+        for output in outputs:
+            output.view(-1).copy_(inputs[0].reshape(-1).repeat(output.numel() // inputs[0].numel()))
+    elif name.startswith("alltoall"):
+        outputs[0].copy_(inputs[0])

@@ -1,0 +1,102 @@
+"""megagrpo/plan/tracing: a step on tensors without data has the formula's FLOPs and the plan's memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config import load_config
+from megagrpo.families.config import parse_hf_config
+from megagrpo.plan.costs import Costs, Kernel, Trace
+from megagrpo.plan.flops import attention_flops, token_flops
+from megagrpo.plan.gpus import GPUS
+from megagrpo.plan.memory import GIB, stage_memory
+from megagrpo.plan.roofline import kernel_seconds, roofline
+from megagrpo.plan.workload import Lengths
+
+ROOT = Path(__file__).parents[3]
+TINY = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=256, intermediate_size=768, num_hidden_layers=3)
+TINY |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=32, vocab_size=4096, max_position_embeddings=4096, rms_norm_eps=1e-6)
+TINY |= dict(tie_word_embeddings=False, torch_dtype="bfloat16", rope_theta=10000.0)
+PROMPT, RESPONSE = 256, 768
+SCRIPT = """
+import json, sys
+from megagrpo.config import load_config
+from megagrpo.families.config import parse_hf_config
+from megagrpo.plan.shapes import model_shape
+from megagrpo.plan.tracing.step import trace_step
+
+config = load_config(sys.argv[1], sys.argv[3:])
+model = parse_hf_config(model_shape(config.model.path))
+for extra in (1, 3):
+    trace = trace_step(config, model, int(sys.argv[2]), 0, 256, 768, extra)
+    each = trace.each
+    phases = ("forward", "head", "backward")
+    flops = {f"{phase}/{kind}": each.total("flops", phase, kind) for phase in phases for kind in ("products", "attention")}
+    launches = [each.total("launches", phase) for phase in phases]
+    messages = [(m.phase, m.operation, m.bytes, m.ranks) for m in trace.fixed.messages]
+    print(json.dumps(dict(flops=flops, launches=launches, messages=messages, peak=trace.peak, tokens=trace.tokens)))
+"""
+
+
+def settings(folder: Path) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(TINY))
+    words = ["rollout.max_prompt_length=256", "rollout.max_completion_length=768", "train.max_tokens_per_micro_batch=2048"]
+    return [f"model.path={folder}", *words, "train.logprob_chunk=512"]
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """Two traces of one rank of four, in a process of its own: it joins a world that does not exist."""
+    folder = tmp_path_factory.mktemp("tiny")
+    words = settings(folder)
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(ROOT / "configs" / "qwen2.5_7b_1node.yaml"), "4", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    config = load_config(ROOT / "configs" / "qwen2.5_7b_1node.yaml", words)
+    return config, parse_hf_config(TINY), [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_traced_flops_are_those_of_the_formula(traced):
+    _, model, (found, _) = traced
+    flops, tokens, responses = token_flops(model), 2 * (PROMPT + RESPONSE), 2 * RESPONSE
+    assert found["tokens"] == tokens
+    norms = 2 * (2 * model.num_layers + 1) * model.hidden_size  # the formula counts their weights as products
+    assert found["flops"]["forward/products"] == (flops.blocks - norms) * tokens
+    assert found["flops"]["backward/products"] == 2 * (flops.blocks - norms) * tokens
+    assert found["flops"]["head/products"] == 3 * flops.head * responses  # with its gradients, computed ahead
+    assert found["flops"]["forward/attention"] == 2 * attention_flops(model, PROMPT + RESPONSE)
+    assert found["flops"]["backward/attention"] == 2.5 * found["flops"]["forward/attention"]
+
+
+def test_what_a_micro_batch_adds_does_not_depend_on_their_number(traced):
+    _, _, (one, three) = traced
+    assert one["flops"] == three["flops"] and one["launches"] == pytest.approx(three["launches"])
+
+
+def test_traced_memory_is_the_plans(traced):
+    config, model, (found, _) = traced
+    planned = stage_memory(config, model, 4, gpu=False)[0]["train"]
+    assert sum(found["peak"].values()) / GIB == pytest.approx(sum(planned.values()), rel=0.1)
+
+
+def test_gradients_and_weights_are_the_messages_of_a_data_parallel_step(traced):
+    _, _, (found, _) = traced
+    sent = {phase: (size, ranks) for phase, _, size, ranks in found["messages"] if size > 10**6}
+    assert sent.keys() == {"reduce", "optimizer"} and sent["reduce"][0] == 2 * sent["optimizer"][0] and sent["reduce"][1] == 4
+
+
+def test_a_kernel_takes_the_longer_of_computing_and_reading():
+    gpu = GPUS["h100"]
+    assert kernel_seconds(Kernel("forward", "products", 989e12, 8), gpu) == pytest.approx(1 / 0.6)
+    assert kernel_seconds(Kernel("forward", "elementwise", 0, 3350e9), gpu) == pytest.approx(1 / 0.8)
+
+
+def test_a_roofline_names_what_keeps_the_mfu_down(tmp_path):
+    config, model = load_config(ROOT / "configs" / "qwen2.5_7b_1node.yaml", settings(tmp_path)), parse_hf_config(TINY)
+    useful, traffic = Kernel("forward", "products", 1e12, 1e6), Kernel("head", "elementwise", 0, 1e12)
+    trace = Trace(Costs(), Costs().plus(Costs(kernels={useful: 1, traffic: 3})), {}, 2048, 1536)
+    made = roofline(config, model, trace, 4, GPUS["h100"], Lengths(256, 768, 768))
+    assert next(iter(made.losses)) == "elementwise work of the LM head" and sum(made.losses.values()) + made.mfu <= 1.01
