@@ -169,6 +169,8 @@ class MicroBatch:
 
     A sequence is a sample or a part of one. If samples share a prompt, the prompt without its last token is a sequence of its own. Each of
     its samples is then [last token of the prompt, response] and continues that sequence (`prefixes`).
+
+    The tensors of sequences ([S], [S + 1]) stay on the host, because layouts of memory and kernels depend on their numbers.
     """
 
     token_ids: Tensor  # [T] int64
@@ -179,6 +181,7 @@ class MicroBatch:
     advantages: Tensor  # [T] float32, equal for all tokens of a sample
     rollout_logprobs: Tensor  # [T] float32
     samples: Tensor  # [S] int64, `TrainSample.index` of each sequence
+    sequence_index: Tensor  # [T] int64, index of each token's sequence
     prefixes: Tensor | None = None  # [S] int64, index of the sequence that each sequence continues, or -1; None: all are -1
     terms: StepTerms = field(default_factory=StepTerms)
 
@@ -187,6 +190,11 @@ class MicroBatch:
         """T."""
         return self.token_ids.numel()
 
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return self.samples.numel()
+
     def with_terms(self, **terms: Any) -> MicroBatch:
         """Return a copy with these fields of `StepTerms`. Other terms stay."""
         return replace(self, terms=replace(self.terms, **terms))
@@ -194,15 +202,22 @@ class MicroBatch:
     def with_advantages(self, of_samples: Tensor) -> MicroBatch:
         """Return a copy with these advantages [N] of the step's samples."""
         of_sequences = torch.where(self.samples >= 0, of_samples.float()[self.samples], 0.0)
-        return replace(self, advantages=of_sequences.repeat_interleave(self.cu_seqlens.diff().long()))
+        return replace(self, advantages=of_sequences[self.sequence_index])
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return a copy with all tensors on `device`, without waiting for the transfer."""
-        return replace(self, **_moved(self, device), terms=self.terms.to(device))
+        """Return a copy with all [T] tensors on `device`, without waiting for the transfer."""
+        of_sequences = dict(cu_seqlens=self.cu_seqlens, samples=self.samples, prefixes=self.prefixes)
+        return replace(self, **_moved(self, device) | of_sequences, terms=self.terms.to(device))
 
 
 def _moved(rows: StepTerms | MicroBatch, device: torch.device) -> dict[str, Any]:
-    return {name: row.to(device, non_blocking=True) for name, row in vars(rows).items() if isinstance(row, Tensor)}
+    return {name: moved(row, device) for name, row in vars(rows).items() if isinstance(row, Tensor)}
+
+
+def moved(row: Tensor, device: torch.device) -> Tensor:
+    """Return the tensor on `device`, without waiting for the transfer. From the host to a GPU it goes through pinned memory."""
+    pinned = row.pin_memory() if device.type == "cuda" and row.device.type == "cpu" else row
+    return pinned.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)

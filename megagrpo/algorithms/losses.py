@@ -25,7 +25,7 @@ def make_loss(config: RunConfig) -> LossFn:
     def loss(inputs: LossInputs) -> LossOutput:
         batch, terms, policy = inputs.micro_batch, inputs.micro_batch.terms, inputs.policy_logprobs
         old = policy.detach() if terms.old_logprobs is None else terms.old_logprobs
-        sequences = Sequences.of(batch.cu_seqlens, batch.loss_mask)
+        sequences = Sequences(batch.sequence_index, batch.loss_mask, batch.num_sequences)
         metrics = mismatch_metrics(old, batch.rollout_logprobs, batch.loss_mask)
         correction = None
         if algorithm.importance_correction != "off":

@@ -21,7 +21,7 @@ from megagrpo.types import MicroBatch
 def sample_sums(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:
     """[S, 4] float64 of each sequence: its sample, that one's advantage, its loss tokens, and their sum of log(policy / old). `logprobs`
     [T] of the policy; None: they are the old ones."""
-    sequences = Sequences.of(micro_batch.cu_seqlens, micro_batch.loss_mask)
+    sequences = Sequences(micro_batch.sequence_index, micro_batch.loss_mask, micro_batch.num_sequences)
     first = micro_batch.cu_seqlens[:-1].long()
     moved = torch.zeros(micro_batch.num_tokens, dtype=torch.float64)
     if logprobs is not None and micro_batch.terms.old_logprobs is not None:
@@ -80,6 +80,6 @@ class RealTerms:
         """(slopes [T], values [T]) float32 of a micro-batch's loss tokens times `scale`, 0 elsewhere."""
         table = self.slopes.new_zeros(2, int(self.samples.max()) + 2 if self.samples.numel() else 1)  # the last column: of no sample
         table[:, self.samples] = torch.stack([self.slopes, self.values]) * scale
-        rows = table[:, micro_batch.samples].repeat_interleave(micro_batch.cu_seqlens.diff().long(), dim=1)
+        rows = table[:, micro_batch.samples[micro_batch.sequence_index]]
         slopes, values = torch.where(micro_batch.loss_mask, rows, 0.0).float()
         return slopes, values

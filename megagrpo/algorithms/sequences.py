@@ -18,9 +18,10 @@ class Sequences:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, mask: Tensor) -> Sequences:
-        """From the borders [S + 1] and the loss mask [T]."""
+        """Return the sequences with borders `cu_seqlens` [S + 1] and loss mask [T], both on one device."""
         lengths = cu_seqlens.diff()
-        index = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths)
+        # The known size spares a GPU's host the wait for the sum of the lengths.
+        index = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths, output_size=mask.numel())
         return cls(index, mask, lengths.numel())
 
     def sums(self, values: Tensor) -> Tensor:

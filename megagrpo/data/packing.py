@@ -189,6 +189,7 @@ def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLI
         advantages=torch.tensor([s.sample.advantage for s in sequences]).repeat_interleave(lengths),
         rollout_logprobs=torch.cat([_shift(s.sample.rollout_logprobs)[span] for s, span in cut]).float(),
         samples=torch.tensor([s.sample.index for s in sequences]),
+        sequence_index=torch.arange(len(sequences)).repeat_interleave(lengths),
         prefixes=torch.tensor([s.prefix for s in sequences]) if any(s.prefix >= 0 for s in sequences) else None,
     )
 

@@ -171,6 +171,11 @@ def has_transformer_engine() -> bool:
     return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
+def has_packed_attention() -> bool:
+    """Whether cuDNN has fused attention for packed sequences on this GPU: from Hopper on. True without a GPU."""
+    return not has_gpu() or torch.cuda.get_device_capability() >= (9, 0)
+
+
 def fp8_problem(recipe: str) -> str | None:
     """Return why this GPU or its software does not support `recipe` of `model.fp8_recipe`; None if it does, and None without a GPU."""
     if not has_gpu():

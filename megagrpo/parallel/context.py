@@ -7,24 +7,29 @@ packed sequences. A rank's slice holds its chunks sequence after sequence; "gath
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction, FunctionCtx, once_differentiable
 
+from megagrpo.types import MicroBatch, moved
+
 
 def own_tokens(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Return [T/cp] int64: the pack positions of the tokens that rank `cp_rank` holds, in the order of its slice.
 
-    `cu_seqlens` [S + 1] int32 are the borders of the sequences, whose lengths must be multiples of 2 cp. With one rank: 0 to T - 1.
+    `cu_seqlens` [S + 1] int32 are the borders of the sequences, on the host. With more than one rank their lengths must be multiples of
+    2 cp. With one rank: 0 to T - 1.
     """
-    lengths, device = cu_seqlens.diff().long(), cu_seqlens.device
+    lengths = cu_seqlens.diff().long()
     if cp_size == 1:
-        return torch.arange(int(cu_seqlens[-1]), device=device)
+        return torch.arange(int(cu_seqlens[-1]))
     assert not (lengths % (2 * cp_size)).any(), f"sequences of {lengths.tolist()} tokens cannot be cut into {2 * cp_size} chunks"
     chunks = (lengths // (2 * cp_size)).repeat_interleave(lengths // cp_size)  # [T/cp], chunk length of the token's sequence
     starts = cu_seqlens[:-1].long().repeat_interleave(lengths // cp_size)
-    offset = torch.arange(chunks.numel(), device=device) - starts // cp_size  # index within the two chunks of the sequence
+    offset = torch.arange(chunks.numel()) - starts // cp_size  # index within the two chunks of the sequence
     early = cp_rank * chunks + offset
     late = (2 * cp_size - 1 - cp_rank) * chunks + offset - chunks
     return starts + torch.where(offset < chunks, early, late)
@@ -34,30 +39,52 @@ def gathered_places(cu_seqlens: Tensor, cp_size: int) -> Tensor:
     """Return [T] int64: for each token of the pack its index in gathered order. Gathered rows indexed by it are in pack order."""
     order = torch.cat([own_tokens(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
     places = torch.empty_like(order)
-    places[order] = torch.arange(order.numel(), device=order.device)
+    places[order] = torch.arange(order.numel())
     return places
 
 
-def gather_rows(rows: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup) -> Tensor:
+@dataclass(frozen=True)
+class RankBatch:
+    """A micro-batch on a rank's device, with the indices of the tokens that this context-parallel rank runs through its layers.
+
+    All indices are computed on the host, so that a GPU's host never waits for them.
+    """
+
+    micro_batch: MicroBatch
+    own: Tensor  # [T/cp] int64, `own_tokens` of the rank
+    loss: Tensor  # [N] int64, indices of the loss tokens in `own`
+    places: Tensor | None  # [T] int64, `gathered_places`; None with one rank
+
+    @classmethod
+    def of(cls, micro_batch: MicroBatch, cp_size: int, cp_rank: int, device: torch.device) -> RankBatch:
+        """Move a micro-batch of the host to `device`, without waiting for the transfer."""
+        own = own_tokens(micro_batch.cu_seqlens, cp_size, cp_rank)
+        loss = micro_batch.loss_mask[own].nonzero()[:, 0]
+        places = moved(gathered_places(micro_batch.cu_seqlens, cp_size), device) if cp_size > 1 else None
+        return cls(micro_batch.to(device), moved(own, device), moved(loss, device), places)
+
+
+def gather_rows(rows: Tensor, own: Tensor, places: Tensor | None, group: dist.ProcessGroup) -> Tensor:
     """All-gather the slices [..., T/cp] of the ranks of `group` into [..., T] in pack order, on every rank, in the same dtype.
+
+    `own` and `places` are those of this rank's `RankBatch`.
 
     Differentiable: a rank's gradient is its own part of the whole's. The gradient is not summed over ranks, because every rank computes
     the same loss from the same whole.
     """
-    return rows if dist.get_world_size(group) == 1 else _GatherRows.apply(rows, cu_seqlens, group)
+    return rows if places is None else _GatherRows.apply(rows, own, places, group)
 
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, cu_seqlens: Tensor, group: dist.ProcessGroup) -> Tensor:
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
-        ctx.save_for_backward(own_tokens(cu_seqlens, size, rank))
-        slices = [torch.empty_like(rows) for _ in range(size)]
+    def forward(ctx: FunctionCtx, rows: Tensor, own: Tensor, places: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(own)
+        slices = [torch.empty_like(rows) for _ in range(dist.get_world_size(group))]
         dist.all_gather(slices, rows.contiguous(), group=group)
-        return torch.cat(slices, dim=-1).index_select(-1, gathered_places(cu_seqlens, size))
+        return torch.cat(slices, dim=-1).index_select(-1, places)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: BackwardCFunction, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (own,) = ctx.saved_tensors
-        return grad.index_select(-1, own), None, None
+        return grad.index_select(-1, own), None, None, None

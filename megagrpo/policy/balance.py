@@ -36,9 +36,10 @@ class BalancedRouter(TopKRouter):
         if padding_mask is None or (self.counts is None and self.slope is None):
             return probs, routing_map
         counted = ~padding_mask.reshape(-1)
-        scores = logits.view(-1, logits.shape[-1]).softmax(-1, dtype=torch.float32)[counted]
+        # Zeros in place of a selection: selecting rows by a mask makes a GPU's host wait for their number.
+        scores = torch.where(counted[:, None], logits.view(-1, logits.shape[-1]).softmax(-1, dtype=torch.float32), 0.0)
         if self.counts is not None:
-            self.counts += torch.stack([routing_map[counted].sum(0), scores.sum(0)])
+            self.counts += torch.stack([(routing_map & counted[:, None]).sum(0), scores.sum(0)])
         elif self.slope is not None and torch.is_grad_enabled():
             probs = MoEAuxLossAutoScaler.apply(probs, (scores @ self.slope).sum())
         return probs, routing_map

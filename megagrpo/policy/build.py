@@ -32,7 +32,7 @@ from megagrpo.policy.fp8.megatron_patches import leave_fp8
 from megagrpo.policy.fp8.products import quantise_linears
 from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.specs import LAYERS_PER_BLOCK, layer_pattern, local_spec, transformer_engine_spec
-from megagrpo.policy.transformer_config import transformer_config
+from megagrpo.policy.transformer_config import fuses_rope, transformer_config
 
 
 def build_model(
@@ -41,6 +41,8 @@ def build_model(
     *,
     dtype: torch.dtype,
     recompute: str = "none",
+    recompute_modules: Sequence[str] = ("core_attn",),
+    fusions: Sequence[str] = (),
     sequence_parallel: bool = False,
     init_weights: bool = True,
     own_linears: bool = False,
@@ -52,7 +54,7 @@ def build_model(
     The last chunk of the last stage returns logits [1, T, V/tp] in `dtype`, or hidden states inside `hidden_states(chunks)`. With
     `init_weights=False` the weights are uninitialised memory, for callers that load all of them. With `own_linears` all linears are
     Megatron's own, so that adapters or stored weights can replace parts of them. `longest_sequence` goes to `rotary_frequencies`. `fp8`
-    sets how the blocks' linears multiply.
+    sets how the blocks' linears multiply. `recompute`, `recompute_modules` and `fusions` are the keys of `model`.
 
     Raises ProblemError when the layout cannot shard the model, ValueError when the GPU does not support the FP8 recipe.
     """
@@ -61,16 +63,30 @@ def build_model(
         raise ProblemError(*problems)
     device.prepare_precision(dtype)
     config = transformer_config(
-        hf_config, layout, dtype=dtype, recompute=recompute, sequence_parallel=sequence_parallel, init_weights=init_weights, fp8=fp8
+        hf_config,
+        layout,
+        dtype=dtype,
+        recompute=recompute,
+        recompute_modules=recompute_modules,
+        fusions=fusions,
+        sequence_parallel=sequence_parallel,
+        init_weights=init_weights,
+        fp8=fp8,
     )
     spec: Callable[[HfConfig], ModuleSpec]
     if device.has_transformer_engine():
-        spec = partial(transformer_engine_spec, own_linears=own_linears, own_attention=_own_attention(hf_config, layout))
+        spec = partial(
+            transformer_engine_spec,
+            own_linears=own_linears,
+            own_attention=_own_attention(hf_config, layout),
+            own_rotation=not fuses_rope(hf_config, fusions),
+        )
     else:
         spec = local_spec
     chunks = [_build_chunk(hf_config, config, layout, chunk, spec(hf_config)) for chunk in range(layout.vpp)]
     for chunk in chunks:
         _set_rotary(chunk, hf_config, longest_sequence)
+        _accumulate_in_products(chunk)
     if fp8 is not None and not device.has_transformer_engine():
         quantise_linears(chunks, fp8, LAYERS_PER_BLOCK, layout.process_groups.tp_dp_cp)
     elif fp8 is not None and fp8.history is not None:
@@ -81,10 +97,12 @@ def build_model(
 def _own_attention(hf_config: HfConfig, layout: Layout) -> bool:
     """Whether core attention is `TorchAttention`: without Transformer Engine, and for features that Transformer Engine's attention lacks.
 
-    These are capped scores, and windows or sinks together with context parallelism.
+    These are capped scores, and windows or sinks together with context parallelism. On GPUs before Hopper, and in deterministic runs,
+    Transformer Engine's attention of packs has no fused kernel: it would keep all scores.
     """
     beyond_a_ring = layout.cp_size > 1 and (any(hf_config.windows) or hf_config.sinks)
-    return not device.has_transformer_engine() or hf_config.score_cap is not None or beyond_a_ring
+    unfused = device.is_deterministic() or not device.has_packed_attention()
+    return not device.has_transformer_engine() or hf_config.score_cap is not None or beyond_a_ring or unfused
 
 
 @dataclass
@@ -108,12 +126,20 @@ def weights_dtype(hf_config: HfConfig) -> torch.dtype:
     return torch.bfloat16 if hf_config.dtype == "bfloat16" else torch.float32
 
 
-def _rotates_itself(hf_config: HfConfig, layout: Layout) -> bool:
-    """Whether the attention module rotates queries and keys, by angles that may differ per block. False: Megatron rotates them."""
-    return hf_config.mla is not None or hf_config.local_rope_theta is not None or _own_attention(hf_config, layout)
+def _accumulate_in_products(chunk: nn.Module) -> None:
+    """Make Transformer Engine's linears add each weight gradient to the float32 `main_grad` inside the product, unrounded.
+
+    Megatron's own linears would need apex for it, so its configuration leaves it off.
+    """
+    linear: Any
+    for linear in chunk.modules():
+        if hasattr(linear, "fuse_wgrad_accumulation"):
+            linear.fuse_wgrad_accumulation = True
 
 
 def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout, chunk: int, spec: ModuleSpec) -> nn.Module:
+    # Attention modules rotate queries and keys themselves where angles differ per block or the rotation is not fused.
+    rotates_itself = hf_config.local_rope_theta is not None or _own_attention(hf_config, layout)
     model = HybridModel(
         config,
         spec,
@@ -123,7 +149,7 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
         pre_process=layout.chunk_is_first(chunk),
         post_process=layout.chunk_is_last(chunk),
         share_embeddings_and_output_weights=hf_config.tied_embeddings,
-        position_embedding_type="none" if _rotates_itself(hf_config, layout) else "rope",
+        position_embedding_type="rope" if config.apply_rope_fusion and not rotates_itself else "none",
         rotary_base=hf_config.rope_theta,
         rotary_percent=hf_config.partial_rotary_factor,
         pg_collection=layout.process_groups,
@@ -209,7 +235,7 @@ class ScaledEmbedding(LanguageModelEmbedding):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the scaled rows [T, 1, H] of token ids [1, T]."""
         rows = super().forward(*args, **kwargs)
-        return rows * torch.tensor(self.scale, dtype=rows.dtype, device=rows.device)
+        return rows * float(torch.tensor(self.scale, dtype=rows.dtype))  # rounded on the host
 
 
 class LMHead(ColumnParallelLinear):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
+from megagrpo import device
 from megagrpo.policy.fp8.tensor import dense
 from megagrpo.types import Metric
 
@@ -41,18 +42,32 @@ class NonFiniteError(RuntimeError):
         self.tensor, self.metrics = tensor, metrics
 
 
-def bad_gradient(chunks: Sequence[nn.Module], pp_rank: int, rank: int, summed: bool) -> BadTensor | None:
-    """Return the first non-finite gradient of the backward pass on this rank, or None. Local; synchronises with the device once.
+@dataclass(frozen=True)
+class GradientCheck:
+    """Which gradients of this rank are finite. The answer stays on the device, so that computing it does not make the host wait."""
 
-    `summed`: whether gradients are read after the reduction over ranks, which spreads a NaN to every replica and can itself overflow.
-    """
-    bad = _bad(chunks, lambda parameter: parameter.main_grad, trained_only=True)
-    return _tensor(KINDS[2 if summed else 1], max(bad, default=None), pp_rank, rank)
+    kind: str
+    names: list[tuple[int, int, str]]  # (chunk, index, name) of each trained parameter
+    finite: Tensor  # [parameters] bool, on the device
+
+    @classmethod
+    def of(cls, chunks: Sequence[nn.Module], summed: bool) -> GradientCheck:
+        """Check the gradients now. `summed`: after the reduction over ranks, which spreads a NaN to every replica and can itself
+        overflow."""
+        named = [(place, p.main_grad) for place, p in _named(chunks) if p.requires_grad]
+        largest = [norm[None] for norm in torch._foreach_norm([gradient for _, gradient in named], ord=math.inf)] if named else []
+        finite = torch.cat(largest).isfinite() if largest else torch.ones(0, dtype=torch.bool, device=device.device())
+        return cls(KINDS[2 if summed else 1], [place for place, _ in named], finite)
+
+    def first_bad(self, finite: Sequence[bool], pp_rank: int, rank: int) -> BadTensor | None:
+        """Return the first non-finite gradient of the backward pass on this rank, or None. `finite` is the check's on the host."""
+        bad = [place for place, fine in zip(self.names, finite, strict=True) if not fine]
+        return _tensor(self.kind, max(bad, default=None), pp_rank, rank)
 
 
 def bad_weight(chunks: Sequence[nn.Module], pp_rank: int, rank: int) -> BadTensor | None:
-    """Return the first non-finite weight of the forward pass on this rank, or None. Local."""
-    bad = _bad(chunks, dense)
+    """Return the first non-finite weight of the forward pass on this rank, or None. Local; the host waits for the device."""
+    bad = [place for place, p in _named(chunks) if not dense(p).isfinite().all()]
     return _tensor(KINDS[0], min(bad, default=None), pp_rank, rank)
 
 
@@ -70,20 +85,14 @@ def first_cause(tensors: Iterable[BadTensor | None]) -> BadTensor | None:
     return max(alike, key=lambda tensor: (tensor.order, -tensor.rank))
 
 
-def _bad(chunks: Sequence[nn.Module], part: Callable[[Any], Tensor], trained_only: bool = False) -> Iterator[tuple[int, int, str]]:
-    """Yield (chunk, index, name) of every parameter whose `part` holds NaN or infinity. With `trained_only` skip frozen parameters."""
-    named = [
-        (i, j, name, p)
+def _named(chunks: Sequence[nn.Module]) -> list[tuple[tuple[int, int, str], Any]]:
+    """Return ((chunk, index, name), parameter) of every parameter with elements."""
+    return [
+        ((i, j, f"chunk{i}.{name}" if i else name), p)
         for i, chunk in enumerate(chunks)
         for j, (name, p) in enumerate(unwrap_model(chunk).named_parameters())
-        if (p.requires_grad or not trained_only) and p.numel()
+        if p.numel()
     ]
-    if not named:
-        return
-    largest = torch.stack(torch._foreach_norm([part(p) for *_, p in named], ord=math.inf))  # NaN when any element is
-    for (i, j, name, _), finite in zip(named, largest.isfinite().tolist(), strict=True):
-        if not finite:
-            yield i, j, f"chunk{i}.{name}" if i else name
 
 
 def _tensor(kind: str, entry: tuple[int, int, str] | None, pp_rank: int, rank: int) -> BadTensor | None:

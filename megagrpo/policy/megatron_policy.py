@@ -16,14 +16,14 @@ from torch import Tensor
 import megagrpo.device as device
 from megagrpo.config import RunConfig
 from megagrpo.families.config import HfConfig
-from megagrpo.parallel.context import gather_rows, own_tokens
+from megagrpo.parallel.context import RankBatch, gather_rows
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.activation_offload import offload_activations
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.chunks import config_of
-from megagrpo.policy.finite import BadTensor, NonFiniteError, bad_gradient, bad_weight, first_cause
+from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.masters import forget_unrounded
 from megagrpo.policy.fp8.settings import Fp8
@@ -61,6 +61,8 @@ class MegatronPolicy:
             layout,
             dtype=self.dtype,
             recompute=config.model.recompute,
+            recompute_modules=config.model.recompute_modules,
+            fusions=config.model.fusions,
             sequence_parallel=config.parallel.sequence_parallel,
             own_linears=config.lora.enabled,
             init_weights=config.model.base_storage == "none",
@@ -86,7 +88,9 @@ class MegatronPolicy:
         self.phases = Phases()  # of the run; replaced by the caller
         self.times_filled = 0  # number of calls of weights_changed
         self._denominator = 1  # of the step in progress
-        self._bad_tensor: BadTensor | None = None
+        self._checks: list[GradientCheck] = []  # of the step in progress
+        # Whether the loss gradient may be computed before the backward pass, and on the device whether it was wrong there.
+        self._early, self._early_differs = config.algorithm.gradient_is_local, torch.zeros(1, dtype=torch.bool, device=device.device())
 
     def weights_changed(self) -> None:
         """Tell the policy that its weights, frozen ones included, were written from outside. The optimizer copies its float32 masters
@@ -112,8 +116,8 @@ class MegatronPolicy:
         stages return None.
         """
 
-        def collect(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
-            return self._loss_inputs(output, micro_batch, chunk).policy_logprobs
+        def collect(output: Tensor, item: RankBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
+            return self._loss_inputs(output, item, chunk).policy_logprobs
 
         return self._collect(batch, collect)
 
@@ -122,8 +126,8 @@ class MegatronPolicy:
         """Return the entropies [T] float32 in nats at every micro-batch's labels, 0 where the loss mask is 0; None outside the last
         pipeline stage."""
 
-        def collect(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
-            return self._loss_inputs(output, micro_batch, chunk).entropy
+        def collect(output: Tensor, item: RankBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
+            return self._loss_inputs(output, item, chunk).entropy
 
         return self._collect(batch, collect)
 
@@ -134,9 +138,8 @@ class MegatronPolicy:
         `RefHead.weight` is the head's own storage, not a copy.
         """
 
-        def collect(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, non_loss_data: bool) -> RefHead:
-            _, selected = self._own_loss_tokens(micro_batch)
-            return RefHead(head_input(chunk, output).index_select(0, selected), _head_weight(chunk).detach())
+        def collect(output: Tensor, item: RankBatch, chunk: torch.nn.Module, non_loss_data: bool) -> RefHead:
+            return RefHead(head_input(chunk, output).index_select(0, item.loss), _head_weight(chunk).detach())
 
         return self._collect(batch, collect)
 
@@ -161,10 +164,9 @@ class MegatronPolicy:
         rank when the loss or a gradient is NaN or infinite on any rank.
         """
 
-        def loss(output: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-            local = loss_fn if self.config.algorithm.gradient_is_local else None
-            result = loss_fn(self._loss_inputs(output, micro_batch, chunk, local))
-            sums = {"loss": Metric(result.numerator.detach(), torch.ones(()))} | result.metrics
+        def loss(output: Tensor, item: RankBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+            result = loss_fn(self._loss_inputs(output, item, chunk, loss_fn if self._early else None))
+            sums = {"loss": Metric(result.numerator.detach())} | result.metrics
             # Megatron would divide by the second value; the division is ours (see _finalize_gradients).
             return result.numerator, torch.ones((), dtype=torch.int), sums
 
@@ -172,10 +174,14 @@ class MegatronPolicy:
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._early_differs.zero_()
         balance = self._prepare_routers(batch, denominator)
         with self._schedule_arguments(batch.micro_batches, loss, forward_only=False) as arguments:
             per_micro_batch = self._schedule(**arguments)
-        metrics, bad = self._reduce_metrics(per_micro_batch)
+        metrics, bad, early_differs = self._reduce_metrics(per_micro_batch)
+        if early_differs:  # the loss's gradient at a token depends on other tokens, although the loss says that it does not
+            self._early = False
+            return self.backward(batch, loss_fn, denominator)
         metrics["loss"] = Metric(metrics["loss"].sum, denominator)
         if bad is not None or not math.isfinite(metrics["loss"].value):
             raise NonFiniteError(bad, metrics)
@@ -211,20 +217,23 @@ class MegatronPolicy:
         """Yield the arguments of Megatron's pipeline schedule for one pass over the micro-batches, which must run inside this context.
         `last_stage` turns the final hidden states into the values that the schedule returns."""
 
-        def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-            micro_batch = next(iterator)
-            own = self._own_tokens(micro_batch)
+        def forward_step(iterator: Iterator[RankBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            item = next(iterator)
+            micro_batch, own = item.micro_batch, item.own
+            positions = micro_batch.position_ids[own]
             output = model(
                 input_ids=micro_batch.token_ids[own][None],
-                position_ids=micro_batch.position_ids[own][None],
+                position_ids=positions[None],
                 attention_mask=None,
-                packed_seq_params=pack_params(micro_batch.cu_seqlens, micro_batch.prefixes, own if self.layout.cp_size > 1 else None),
+                packed_seq_params=pack_params(
+                    micro_batch.cu_seqlens, micro_batch.prefixes, own if self.layout.cp_size > 1 else None, positions
+                ),
                 padding_mask=self._not_counted(micro_batch, own),
             )
             self.phases.task.advance(1 / len(self.model))
-            return output, partial(last_stage, micro_batch=micro_batch, chunk=model)
+            return output, partial(last_stage, item=item, chunk=model)
 
-        moved = [m.to(device.device()) for m in micro_batches]
+        moved = [RankBatch.of(m, self.layout.cp_size, self.layout.cp_rank, device.device()) for m in micro_batches]
         iterators = [iter(moved) for _ in self.model]
         single = len(self.model) == 1
         self.phases.task.expect(len(moved), "micro-batches")
@@ -236,7 +245,7 @@ class MegatronPolicy:
                 data_iterator=iterators[0] if single else iterators,
                 model=self.model[0] if single else self.model,
                 num_microbatches=len(moved),
-                seq_length=max(m.num_tokens for m in moved),
+                seq_length=max(m.num_tokens for m in micro_batches),
                 micro_batch_size=1,
                 forward_only=forward_only,
                 collect_non_loss_data=forward_only,
@@ -252,7 +261,7 @@ class MegatronPolicy:
             rows = rows.chunk(self.layout.tp_size)[self.layout.tp_rank]
         return rows[None]
 
-    def _loss_inputs(self, hidden: Tensor, micro_batch: MicroBatch, chunk: torch.nn.Module, loss_fn: LossFn | None = None) -> LossInputs:
+    def _loss_inputs(self, hidden: Tensor, item: RankBatch, chunk: torch.nn.Module, loss_fn: LossFn | None = None) -> LossInputs:
         """Compute log-probs, entropy and exact KL of a micro-batch, [T] each, from the last stage's hidden states.
 
         Where the loss mask is 0 they are 0 and no logits are computed. With `loss_fn`, a loss whose gradient is local, the loss gradient
@@ -260,8 +269,8 @@ class MegatronPolicy:
 
         Context parallelism ends here and nowhere else: each rank computes its own tokens, and every rank gets all rows.
         """
-        own, selected = self._own_loss_tokens(micro_batch)
-        states, head, labels = head_input(chunk, hidden).index_select(0, selected), _head_weight(chunk), micro_batch.labels[own[selected]]
+        micro_batch, tokens = item.micro_batch, item.own[item.loss]
+        states, head, labels = head_input(chunk, hidden).index_select(0, item.loss), _head_weight(chunk), micro_batch.labels[tokens]
         options: dict[str, Any] = dict(
             group=self.layout.tp_group,
             temperature=self.config.rollout.temperature,
@@ -269,7 +278,8 @@ class MegatronPolicy:
             vocab_size=self.hf_config.vocab_size,
             chunk=self.config.train.logprob_chunk,
             entropy_gradient=micro_batch.terms.entropy_weights is not None,
-            upstream=None if loss_fn is None else partial(loss_gradients, loss_fn, micro_batch, own[selected]),
+            upstream=None if loss_fn is None else partial(loss_gradients, loss_fn, micro_batch, tokens),
+            early_differs=self._early_differs,
         )
         if (ref := micro_batch.terms.ref_head) is None:
             r = self.config.rollout
@@ -278,18 +288,9 @@ class MegatronPolicy:
         else:
             direction = self.config.algorithm.kl_estimator.removeprefix("full_")
             outputs = vocab_logprobs_and_kl(states, head, labels, ref.hidden, ref.weight, direction=direction, **options)
-        rows = outputs[0].new_zeros(len(outputs), own.numel()).index_copy(1, selected, torch.stack(outputs))
-        logprobs, entropy, *full_kl = gather_rows(rows, micro_batch.cu_seqlens, self.layout.cp_group)
+        rows = outputs[0].new_zeros(len(outputs), item.own.numel()).index_copy(1, item.loss, torch.stack(outputs))
+        logprobs, entropy, *full_kl = gather_rows(rows, item.own, item.places, self.layout.cp_group)
         return LossInputs(logprobs, entropy if options["entropy_gradient"] else entropy.detach(), micro_batch, *full_kl)
-
-    def _own_tokens(self, micro_batch: MicroBatch) -> Tensor:
-        """Return the pack positions [T/cp] int64 of the tokens that this context-parallel rank runs through the model."""
-        return own_tokens(micro_batch.cu_seqlens, self.layout.cp_size, self.layout.cp_rank)
-
-    def _own_loss_tokens(self, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return (`_own_tokens`, indices [N] of the loss tokens among them)."""
-        own = self._own_tokens(micro_batch)
-        return own, micro_batch.loss_mask[own].nonzero()[:, 0]
 
     def _finalize_gradients(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
         """Run Megatron's reductions over DP, tied embeddings and sequence-parallel norms, then divide once by the step's denominator.
@@ -298,32 +299,36 @@ class MegatronPolicy:
         """
         # An overlapped reduction spreads a NaN to every replica during the backward pass, which hides the rank it came from.
         summing = overlaps_reduction(self.config.train, self.layout.dp_cp_size)
-        self._bad_tensor = None if summing else self._find_bad_tensor(summed=False)
+        self._checks = [] if summing else [GradientCheck.of(self.chunks, summed=False)]
         finalize_model_grads(model, None, **kwargs)
         wrapped: list[Any] = model
         for chunk in wrapped:
             chunk.scale_gradients(1.0 / self._denominator)
-        self._bad_tensor = self._bad_tensor or self._find_bad_tensor(summed=True)
+        self._checks.append(GradientCheck.of(self.chunks, summed=True))
 
-    def _find_bad_tensor(self, summed: bool) -> BadTensor | None:
+    def _bad_tensor(self, finite: Sequence[Sequence[bool]]) -> BadTensor | None:
         """Return the tensor to blame on this rank if a gradient is not finite: the first bad weight, else the first bad gradient; None
-        if all are finite."""
-        where = (self.chunks, self.layout.pp_rank, self.layout.world_rank)
-        gradient = bad_gradient(*where, summed)
-        return gradient and (bad_weight(*where) or gradient)
+        if all are finite. `finite` are the results of this step's checks."""
+        where = (self.layout.pp_rank, self.layout.world_rank)
+        bad = (check.first_bad(flags, *where) for check, flags in zip(self._checks, finite, strict=True))
+        gradient = next(filter(None, bad), None)
+        return gradient and (bad_weight(self.chunks, *where) or gradient)
 
-    def _reduce_metrics(self, per_micro_batch: list[dict[str, Metric]]) -> tuple[dict[str, Metric], BadTensor | None]:
+    def _reduce_metrics(self, per_micro_batch: list[dict[str, Metric]]) -> tuple[dict[str, Metric], BadTensor | None, bool]:
         """Sum the metrics of this rank's micro-batches, then over all data-parallel ranks; every rank of the world gets equal results.
 
         A metric with a count of 0 is left out: when no sample counts, the entropy is absent, not 0. The second result is the tensor to
-        blame when a gradient of any rank is not finite.
+        blame when a gradient of any rank is not finite. The third is whether a gradient that was computed early is wrong on any rank.
+        This is the step's only transfer to the host before the optimizer.
         """
         layout = self.layout
         counts = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0  # the other ranks computed the same losses
-        mine = merged([on_host(metrics) for metrics in per_micro_batch]) if counts else None
-        gathered = layout.all_gather_objects((mine, self._bad_tensor))
-        everyone = merged([metrics for metrics, _ in gathered if metrics is not None])
-        return {name: metric for name, metric in everyone.items() if metric.count}, first_cause(bad for _, bad in gathered)
+        host, flags = on_host(per_micro_batch if counts else [], self._early_differs, *(check.finite for check in self._checks))
+        (differs,), *finite = flags
+        gathered = layout.all_gather_objects((merged(host) if counts else None, self._bad_tensor(finite), differs))
+        everyone = merged([metrics for metrics, _, _ in gathered if metrics is not None])
+        metrics = {name: metric for name, metric in everyone.items() if metric.count}
+        return metrics, first_cause(bad for _, bad, _ in gathered), any(differs for _, _, differs in gathered)
 
 
 def _head_weight(chunk: torch.nn.Module) -> Tensor:

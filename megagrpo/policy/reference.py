@@ -124,5 +124,5 @@ def _add_kl(total: Tensor, micro_batch: MicroBatch) -> None:
     m = micro_batch.to(total.device)
     old, ref = m.terms.old_logprobs, m.terms.ref_logprobs
     assert old is not None and ref is not None
-    sample = m.samples.repeat_interleave(m.cu_seqlens.diff().long())
+    sample = m.samples[m.sequence_index]
     total.index_add_(0, sample[m.loss_mask], (old - ref)[m.loss_mask].double())

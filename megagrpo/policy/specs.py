@@ -180,11 +180,14 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
     )
 
 
-def transformer_engine_spec(hf_config: HfConfig, own_linears: bool = False, own_attention: bool = False) -> ModuleSpec:
+def transformer_engine_spec(
+    hf_config: HfConfig, own_linears: bool = False, own_attention: bool = False, own_rotation: bool = True
+) -> ModuleSpec:
     """Return megatron-core's own Transformer Engine stack, with the norms that it leaves out.
 
     With `own_linears` the linears outside of experts are Megatron's, and the norm before them is a separate module, so adapters can read
-    its output. With `own_attention` core attention is `TorchAttention`.
+    its output. With `own_attention` core attention is `TorchAttention`. With `own_rotation` Transformer Engine's attention rotates by
+    `Rotary`; Megatron's unfused rotation would make the host wait in each layer.
     """
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
@@ -196,8 +199,8 @@ def transformer_engine_spec(hf_config: HfConfig, own_linears: bool = False, own_
     if hf_config.qk_norm:
         attention.q_layernorm = attention.k_layernorm = TENorm
     if own_attention:
-        attention.core_attention = TorchAttention
-    elif hf_config.local_rope_theta:
+        attention.core_attention = latent.core_attention = TorchAttention
+    elif own_rotation or hf_config.local_rope_theta:
         attention.core_attention = rotating(attention.core_attention)
     if own_linears:
         attention.linear_qkv, attention.linear_proj = ColumnParallelLinear, RowParallelLinear

@@ -6,6 +6,7 @@ Every 64 neighbours of a row share a scale in every layout. A rank's codes and s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,7 +69,7 @@ class StoredWeight(nn.Module):
         if self.storage == "fp8":
             values = self.codes.float()
         else:
-            table = torch.tensor(NF4_VALUES, device=self.codes.device)
+            table = _nf4_table(self.codes.device)
             values = table[torch.stack([self.codes >> 4, self.codes & 15], dim=-1).int().flatten(-2)]
         return (values.unflatten(-1, (-1, BLOCK_SIZE)) * self.scales[..., None]).flatten(-2).to(self.dtype)
 
@@ -82,9 +83,15 @@ class StoredWeight(nn.Module):
         if self.storage == "fp8":
             self.codes.copy_(values.clamp(-torch.finfo(FP8).max, torch.finfo(FP8).max).to(FP8))
             return
-        table = torch.tensor(NF4_VALUES, device=dense.device)
+        table = _nf4_table(dense.device)
         nearest = torch.bucketize(values, (table[1:] + table[:-1]) / 2).to(torch.uint8)
         self.codes.copy_(nearest[..., ::2] << 4 | nearest[..., 1::2])
+
+
+@functools.lru_cache
+def _nf4_table(device: torch.device) -> Tensor:
+    """Return `NF4_VALUES` [16] float32 on `device`. Creating a GPU's copy makes the host wait, so there is one per device."""
+    return torch.tensor(NF4_VALUES, device=device)
 
 
 def store_weights(chunks: Sequence[nn.Module], storage: str) -> None:

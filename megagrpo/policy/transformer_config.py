@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import Tensor
 
 from megagrpo import device
 from megagrpo.families.config import HfConfig
@@ -18,12 +20,16 @@ from megagrpo.policy.fp8.megatron_patches import keep_in_bf16, pad_routing
 from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
-RECOMPUTE: dict[str, dict[str, Any]] = {
-    "none": {},
-    "selective": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
-    # A decoder block is two hybrid layers. Each block stores one activation checkpoint, at its entry.
-    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=LAYERS_PER_BLOCK),
-}
+
+def _recompute_config(recompute: str, modules: Sequence[str]) -> dict[str, Any]:
+    """The fields of Megatron's configuration for recomputation."""
+    if recompute == "selective":
+        # Without Transformer Engine experts have no grouped products, and megatron-core 0.19 fails for norms (NameError in its checkpoint).
+        chosen = [name for name in modules if name not in ("moe_act", "layernorm") or device.has_transformer_engine()]
+        return dict(recompute_granularity="selective", recompute_modules=chosen)
+    if recompute == "full":  # a decoder block is two hybrid layers; each block stores one activation checkpoint, at its entry
+        return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=LAYERS_PER_BLOCK)
+    return {}
 
 
 def transformer_config(
@@ -32,6 +38,8 @@ def transformer_config(
     *,
     dtype: torch.dtype,
     recompute: str = "none",
+    recompute_modules: Sequence[str] = ("core_attn",),
+    fusions: Sequence[str] = (),
     sequence_parallel: bool = False,
     init_weights: bool = True,
     fp8: Fp8 | None = None,
@@ -51,14 +59,14 @@ def transformer_config(
         sequence_parallel=sequence_parallel,
         calculate_per_token_loss=True,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=False,  # for Megatron's own linears; `build` sets it for Transformer Engine's
         persist_layer_norm=fused,
-        **RECOMPUTE[recompute],
+        **_recompute_config(recompute, recompute_modules),
         **_shape_config(hf_config),
         **_layout_config(layout),
-        **_fusions_config(hf_config, fused),
+        **_fusions_config(hf_config, fused, fusions),
         **_windows_config(hf_config),
-        **_activation(hf_config, fused),
+        **_activation(hf_config, fused, _fuses_activation(hf_config, fusions)),
         **_experts_config(hf_config, layout),
         **(_latent_config(hf_config) if hf_config.mla else {}),
         **(fp8.megatron_config() if fp8 else {}),
@@ -110,15 +118,26 @@ def _layout_config(layout: Layout) -> dict[str, Any]:
         batch_p2p_comm=layout.vpp == 1,
         # Unbatched and unoverlapped, two stages that exchange the lengths of their micro-batches deadlock.
         overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_sync=False,  # True waits for the whole GPU after each message, which only old torch versions need
     )
 
 
-def _fusions_config(hf_config: HfConfig, fused: bool) -> dict[str, Any]:
+def fuses_rope(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
+    """Whether Transformer Engine rotates queries and keys. Its kernel cannot apply an attention factor."""
+    wanted = "rope" in fusions and device.has_transformer_engine()
+    return wanted and hf_config.rope_type not in ("yarn", "longrope") and not hf_config.mla
+
+
+def _fuses_activation(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
+    """Whether one kernel adds the bias and computes the activation function. Without it Megatron's grouped experts drop their bias."""
+    return "bias_activation" in fusions or (hf_config.experts is not None and hf_config.linear_bias)
+
+
+def _fusions_config(hf_config: HfConfig, fused: bool, fusions: Sequence[str]) -> dict[str, Any]:
     """The fields of Megatron's configuration for fused kernels, which exist on GPUs only."""
     return dict(
-        # The fused rotation cannot apply an attention factor.
-        apply_rope_fusion=fused and hf_config.rope_type not in ("yarn", "longrope") and not hf_config.mla,
-        bias_activation_fusion=fused,  # the fused gelu is the tanh approximation
+        apply_rope_fusion=fuses_rope(hf_config, fusions),
+        bias_activation_fusion=fused and _fuses_activation(hf_config, fusions),
         bias_dropout_fusion=fused and not hf_config.linear_bias,  # Megatron's grouped experts reject this fusion together with biases
     )
 
@@ -139,12 +158,18 @@ def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
     )
 
 
-def _activation(hf_config: HfConfig, fused: bool) -> dict[str, Any]:
+def _tanh_gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _activation(hf_config: HfConfig, fused: bool, fused_activation: bool) -> dict[str, Any]:
     """The fields of Megatron's configuration for the activation function between an MLP's two linears."""
     if hf_config.experts is not None and hf_config.experts.clamp is not None:
         return dict(activation_func=quick_gelu, activation_func_clamp_value=hf_config.experts.clamp, glu_linear_offset=1.0)
     # True selects the spec's activation module; without Transformer Engine that module is specs.GatedActivation.
-    return dict(activation_func={"silu": F.silu, "gelu": F.gelu}[hf_config.activation], use_te_activation_func=not fused)
+    # The fused gelu is the tanh approximation. Megatron and GatedActivation know it by the name F.gelu.
+    gelu = _tanh_gelu if fused and not fused_activation else F.gelu
+    return dict(activation_func={"silu": F.silu, "gelu": gelu}[hf_config.activation], use_te_activation_func=not fused)
 
 
 def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
@@ -176,6 +201,13 @@ def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="none",
         moe_grouped_gemm=device.has_transformer_engine(),
+        **_routing_kernels(experts.groups),
         expert_model_parallel_size=layout.ep_size,
         expert_tensor_parallel_size=layout.etp_size,
     )
+
+
+def _routing_kernels(groups: int) -> dict[str, Any]:
+    """The fields of Megatron's configuration for fused kernels of routing. The fused router cannot replace how groups are chosen."""
+    here = device.has_gpu() and device.has_transformer_engine()
+    return dict(moe_permute_fusion=here, moe_router_fusion=here and groups == 1)

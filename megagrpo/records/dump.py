@@ -205,10 +205,9 @@ def detached(inputs: LossInputs) -> LossInputs:
 def loss_tokens(inputs: LossInputs) -> Rows:
     """Return one row per loss token of a micro-batch, in order: tensors [N] on the CPU, in the dtypes of the inputs."""
     batch = inputs.micro_batch
-    chosen = batch.loss_mask.nonzero()[:, 0]
-    sample = batch.samples.repeat_interleave(batch.cu_seqlens.diff().long())
+    chosen = batch.loss_mask.cpu().nonzero()[:, 0]
     rows = {
-        "sample": sample,
+        "sample": batch.samples[batch.sequence_index.cpu()],
         "token": batch.position_ids + 1,
         "token_id": batch.labels,
         "advantage": batch.advantages,
@@ -219,7 +218,7 @@ def loss_tokens(inputs: LossInputs) -> Rows:
         "entropy": inputs.entropy,
         "full_kl": inputs.full_kl,
     }
-    return {name: row.index_select(0, chosen).cpu() for name, row in rows.items() if row is not None}
+    return {name: row.cpu().index_select(0, chosen) for name, row in rows.items() if row is not None}
 
 
 def merge(parts: Sequence[Rows]) -> Rows:

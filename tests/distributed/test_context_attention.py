@@ -8,7 +8,7 @@ import torch
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.parallel.context import gather_rows, own_tokens
+from megagrpo.parallel.context import gather_rows, gathered_places, own_tokens
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.attention import context_parallel
 from megagrpo.policy.attention.packed import Rotary, TorchAttention, pack_params
@@ -119,7 +119,8 @@ def _gather(cp_size: int) -> tuple:
     whole = torch.arange(48.0).view(2, 24)
     own = own_tokens(cu_seqlens, cp_size, layout.cp_rank)
     mine = whole[:, own].requires_grad_()
-    gathered = gather_rows(mine, cu_seqlens, layout.cp_group)
+    places = gathered_places(cu_seqlens, cp_size) if cp_size > 1 else None
+    gathered = gather_rows(mine, own, places, layout.cp_group)
     (gathered**3).sum().backward()
     equal = torch.equal(gathered, whole), torch.equal(mine.grad, 3 * whole[:, own] ** 2)
     layout.close()

@@ -60,7 +60,7 @@ def _resume_and_go_on(model, folder, with_extra_state):
 
 def after_a_step(policy, saver) -> list:
     step_once(policy, saver.layout)
-    return [w.detach().numpy().copy() for w in (*saver.reference.weights, *(p for c in policy.chunks for p in c.parameters()))]
+    return [w.detach().cpu().numpy().copy() for w in (*saver.reference.weights, *(p for c in policy.chunks for p in c.parameters()))]
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def _weights(folder: Path, with_extra_state: bool, save: bool) -> list:
         with torch.no_grad():
             [parameter.zero_() for chunk in chunks for parameter in chunk.parameters()]
         load_model(chunks, folder, layout)
-    return [p.detach().numpy().copy() for chunk in chunks for p in chunk.parameters()]
+    return [p.detach().cpu().numpy().copy() for chunk in chunks for p in chunk.parameters()]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["from_such_a_model", "into_such_a_model"])

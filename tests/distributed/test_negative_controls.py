@@ -57,10 +57,10 @@ def labels_rolled_after_the_split(patch):
     """The label of a chunk's last token belongs to another rank."""
     stock = MegatronPolicy._loss_inputs
 
-    def loss_inputs(self, hidden, micro_batch, *args):
-        own = self._own_tokens(micro_batch)
+    def loss_inputs(self, hidden, item, *args):
+        micro_batch, own = item.micro_batch, item.own
         rolled = micro_batch.labels.index_copy(0, own, micro_batch.token_ids[own].roll(-1))
-        return stock(self, hidden, replace(micro_batch, labels=rolled), *args)
+        return stock(self, hidden, replace(item, micro_batch=replace(micro_batch, labels=rolled)), *args)
 
     patch.setattr(MegatronPolicy, "_loss_inputs", loss_inputs)
 

@@ -74,7 +74,7 @@ class BytesTo(TorchDispatchMode):
 
     @property
     def total(self) -> int:
-        host = storages(pieces_of(self.offload))
+        host = {piece.untyped_storage()._cdata for piece in pieces_of(self.offload)}
         return sum(copy.nbytes for copy in self.copies if copy.untyped_storage()._cdata in host)
 
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from host_waits import HostWaits
 from ranks import run_ranks
 from tiny_policy import tiny_model
 
@@ -16,11 +17,14 @@ from megagrpo.families.blocks import Local, same
 from megagrpo.families.boxes import size
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
+from megagrpo.transfer import checksums
 from megagrpo.transfer.ledger import Ledgers
-from megagrpo.transfer.manifest import Manifest, SharedFiles
+from megagrpo.transfer.manifest import Manifest, SharedFiles, WeightSyncError
 from megagrpo.verify.shrink import random_tensor
 from megagrpo.verify.step import fill_weights
+from megagrpo.vllm_plugin import reader
 from megagrpo.vllm_plugin.reader import MappedBlocks, ShardReader
+from megagrpo.weight_sync import slots
 from megagrpo.weight_sync.shared_memory import FileUpdate, SharedMemory
 from megagrpo.weight_sync.sync import WeightSync
 
@@ -31,14 +35,14 @@ class OneReader:
     def load_weights(self, update: FileUpdate, only: None = None) -> list[dict]:
         told = update.request("here")
         found = Manifest.load(told["manifest"], told["version"])
-        reader = ShardReader(found, MappedBlocks(found, 0, SharedFiles(), Ledgers(update.folder, found.version)))
-        self.tensors = {name: reader.fetch(name, lazy).clone() for name, lazy in reader.tensors()}
+        shards = ShardReader(found, MappedBlocks(found, 0, SharedFiles(), Ledgers(update.folder, found.version)))
+        self.tensors = {name: shards.fetch(name, lazy).clone() for name, lazy in shards.tensors()}
         self.sent = Counter()
         for tensor in found.tensors.values():
             for block in tensor.blocks:
                 self.sent[block.rank] += size(block.box)
-        reads = [(name, index, part, total) for (name, index, part), total in reader.reads.items()]
-        return [{"server": "here", "worker": 0, "version": found.version, "bytes": reader.bytes, "checksum_seconds": 0.0, "reads": reads}]
+        reads = [(name, index, part, total) for (name, index, part), total in shards.reads.items()]
+        return [{"server": "here", "worker": 0, "version": found.version, "bytes": shards.bytes, "checksum_seconds": 0.0, "reads": reads}]
 
     def resume(self, update, only: None = None) -> None:
         self.version = update.manifest.version
@@ -80,3 +84,34 @@ def test_what_an_engine_in_bfloat16_keeps_in_float32_arrives_to_the_last_bit(tmp
         with WeightSync(engine, alone, dtype, SharedMemory(alone, dtype, tmp_path)) as sync:
             sync.push([("router.expert_bias", bias, [block])], 1)
         assert engine.tensors[name].dtype == torch.float32 and torch.equal(engine.tensors[name], bias)
+
+
+def test_weights_on_a_gpu_cost_a_few_transfers_per_layer_and_none_per_slice(tmp_path, monkeypatch):
+    """Every tensor counts as a GPU's, so trainer and worker take the paths of GPUs."""
+    for module in (checksums, slots, reader):
+        monkeypatch.setattr(module, "is_host", lambda values: False)
+    layers, per_layer, mode, by_worker, stock = 5, 7, HostWaits(), [], reader.on_host
+    monkeypatch.setattr(reader, "on_host", lambda sums: by_worker.append(len(sums)) or stock(sums))  # runs in a thread without the mode
+    names = [f"model.layers.{layer}.tensor{i}" for layer in range(layers) for i in range(per_layer)]
+    held = [(name, torch.randn(8, 3)) for name in names]
+    engine, alone = OneReader(), SimpleNamespace(world_rank=0, all_gather_objects=lambda held: [held])
+    with mode, WeightSync(engine, alone, "bfloat16", SharedMemory(alone, "bfloat16", tmp_path)) as sync:
+        mode.mark([values for _, values in held])
+        with mode.counting("sync"):
+            sync.push([(name, values, list(same(name).blocks(Local(values, 1, 0, None)))) for name, values in held], 1)
+    assert all(torch.equal(engine.tensors[name], values.bfloat16()) for name, values in held)
+    assert {wait.split(" at ")[0] for wait in mode.waits["sync"]} == {"tolist"}
+    assert mode.waits["sync"].total() == 1 + layers  # the check for NaN, and the sums of each layer
+    assert [count for count in by_worker if count] == [per_layer] * layers
+
+
+def test_a_wrong_checksum_on_a_gpu_names_the_tensor_after_its_layer(tmp_path, monkeypatch):
+    for module in (checksums, slots, reader):
+        monkeypatch.setattr(module, "is_host", lambda values: False)
+    name, stock = "model.layers.3.tensor", reader.device_checksum
+    monkeypatch.setattr(reader, "device_checksum", lambda values, column=0: stock(values, column) + 1)
+    values = torch.randn(8, 3)
+    alone = SimpleNamespace(world_rank=0, all_gather_objects=lambda held: [held])
+    with WeightSync(OneReader(), alone, "bfloat16", SharedMemory(alone, "bfloat16", tmp_path)) as sync:
+        with pytest.raises(WeightSyncError, match=f"rank 0, {name}.*checksum .* was read; .* was written"):
+            sync.push([(name, values, list(same(name).blocks(Local(values, 1, 0, None))))], 1)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megagrpo.parallel.context import gathered_places
 from megagrpo.policy.attention.causal import causal_bias, masked_attention
+from megagrpo.types import moved
 
 # A batch accepts chunks that see at least this share of the keys that its first chunk sees.
 MIN_FILL = 0.7
@@ -31,11 +32,12 @@ class ChunkBatch:
     queries: Tensor  # [N, Lq] int64, positions in this rank's slice
     keys: Tensor  # [N, Lk] int64, positions in gathered order; a prefix precedes the tokens that continue it
     first: Tensor  # [N] int64, index of a chunk's first query among its keys; the query sees the keys up to and including it
+    earliest: int  # the smallest of `first`
 
     def within(self, window: int | None) -> ChunkBatch:
         """Return the batch without the keys that no query sees through the window."""
-        skipped = 0 if window is None else max(0, int(self.first.min()) - window + 1)
-        return ChunkBatch(self.queries, self.keys[:, skipped:], self.first - skipped)
+        skipped = 0 if window is None else max(0, self.earliest - window + 1)
+        return ChunkBatch(self.queries, self.keys[:, skipped:], self.first - skipped, self.earliest - skipped)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         """Return [N, Lq, Lk] in `dtype`: 0 where a query sees a key, minus infinity elsewhere."""
@@ -82,8 +84,8 @@ def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup) -> tuple[list
     """Return a pack's batches and `back` of `batch_chunks`. The first layer that asks computes them; they stay on the pack for the
     others."""
     if not hasattr(packed, "chunks"):
-        prefixes = None if packed.prefixes is None else packed.prefixes.tolist()
-        packed.chunks = batch_chunks(packed.cu_seqlens_q, prefixes, dist.get_world_size(group), dist.get_rank(group))
+        ranks = dist.get_world_size(group), dist.get_rank(group)
+        packed.chunks = batch_chunks(packed.host_borders, packed.prefixes, *ranks, packed.positions.device)
         packed.masked = {}
     return packed.chunks
 
@@ -96,11 +98,13 @@ def _masked(packed: PackedSeqParams, batches: list[ChunkBatch], window: int | No
     return packed.masked[window]
 
 
-def batch_chunks(cu_seqlens: Tensor, prefixes: list[int] | None, cp_size: int, cp_rank: int) -> tuple[list[ChunkBatch], Tensor]:
-    """Return the chunks of rank `cp_rank` in batches, and `back` [T/cp] int64.
+def batch_chunks(
+    cu_seqlens: Tensor, prefixes: list[int] | None, cp_size: int, cp_rank: int, device: torch.device
+) -> tuple[list[ChunkBatch], Tensor]:
+    """Return the chunks of rank `cp_rank` in batches, and `back` [T/cp] int64, both on `device`.
 
-    `back` holds the index of each of the rank's tokens among the queries of all batches, concatenated. `cu_seqlens` is [S + 1].
-    `prefixes` [S] holds the index of the sequence that each sequence continues, or -1.
+    `back` holds the index of each of the rank's tokens among the queries of all batches, concatenated. `cu_seqlens` [S + 1] is on the
+    host. `prefixes` [S] holds the index of the sequence that each sequence continues, or -1.
     """
     chunks = sorted(_own_chunks(cu_seqlens.tolist(), prefixes, cp_size, cp_rank), key=lambda c: (-c.seen, -c.count, c.position))
     groups: list[list[_Chunk]] = []
@@ -108,7 +112,7 @@ def batch_chunks(cu_seqlens: Tensor, prefixes: list[int] | None, cp_size: int, c
         if not groups or chunk.seen < MIN_FILL * groups[-1][0].seen:
             groups.append([])
         groups[-1].append(chunk)
-    device, gathered = cu_seqlens.device, gathered_places(cu_seqlens, cp_size).cpu()
+    gathered = gathered_places(cu_seqlens, cp_size)
     batches, back, offset = [], torch.empty(gathered.numel() // cp_size, dtype=torch.int64), 0
     for group in groups:
         fields = zip(*((c.seen, c.count, c.position, c.start, *c.prefix) for c in group), strict=True)
@@ -121,8 +125,9 @@ def batch_chunks(cu_seqlens: Tensor, prefixes: list[int] | None, cp_size: int, c
         keys = torch.where(column < shared, before + column, start + column - shared)
         keys = gathered[torch.where(column < seen, keys, 0)]
         first = (seen - count)[:, 0]
-        batches.append(ChunkBatch(torch.where(real, queries, 0).to(device), keys.to(device), first.to(device)))
-    return batches, back.to(device)
+        rows = torch.where(real, queries, 0)
+        batches.append(ChunkBatch(moved(rows, device), moved(keys, device), moved(first, device), int(first.min())))
+    return batches, moved(back, device)
 
 
 def _own_chunks(borders: list[int], prefixes: list[int] | None, cp_size: int, cp_rank: int) -> list[_Chunk]:

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules, MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.elementwise import rotate
@@ -50,6 +51,8 @@ class LatentAttention(MultiLatentAttention):
     def __init__(self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, layer_number: int, **options: Any):
         super().__init__(config, submodules, layer_number, attention_type="self", **options)
         self.rotary_pos_emb = None  # Megatron's own rotary embedding is unused
+        # Megatron's own recomputation of the up projections is part of a method that this class replaces.
+        self.recompute_up_proj, self._recomputes_up = False, self.recompute_up_proj
         hidden, heads = config.hidden_size, config.num_attention_heads
         norm = dict(config=config, eps=LATENT_EPS)
         if config.q_lora_rank is None:
@@ -85,14 +88,20 @@ class LatentAttention(MultiLatentAttention):
         assert c.sequence_parallel or c.tensor_model_parallel_size == 1, "the gradient of what is whole on every rank would be of its heads"
         if packed_seq_params is not None:
             hidden_states = hidden_states.flatten(0, 1)
-        if c.q_lora_rank is None:
-            q_latent = hidden_states
-            query, _ = self.linear_q_proj(q_latent)
-        else:
-            q_latent = self.q_layernorm(self.linear_q_down_proj(hidden_states))
-            query, _ = self.linear_q_up_proj(q_latent)
+        q_latent = hidden_states if c.q_lora_rank is None else self.q_layernorm(self.linear_q_down_proj(hidden_states))
         kv_latent, rotated_key = self.linear_kv_down_proj(hidden_states).split([c.kv_lora_rank, c.qk_pos_emb_head_dim], dim=-1)
         kv_latent = self.kv_layernorm(kv_latent)
+        inputs = q_latent, kv_latent, rotated_key, packed_seq_params
+        if self._recomputes_up:
+            return *checkpoint(self._heads, *inputs, use_reentrant=False, preserve_rng_state=False), q_latent, kv_latent
+        return *self._heads(*inputs), q_latent, kv_latent
+
+    def _heads(
+        self, q_latent: Tensor, kv_latent: Tensor, rotated_key: Tensor, packed: PackedSeqParams | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return query, key and value of this rank's heads, projected from the latents and rotated."""
+        c = self.config
+        query, _ = (self.linear_q_proj if c.q_lora_rank is None else self.linear_q_up_proj)(q_latent)
         keys_and_values, _ = self.linear_kv_up_proj(kv_latent)
         # All heads share this key: backward sums its gradient over the ranks, as the linears over heads do for the latents.
         rotated_key = gather_from_sequence_parallel_region(rotated_key, group=self.pg_collection.tp)
@@ -100,10 +109,10 @@ class LatentAttention(MultiLatentAttention):
         query, keys_and_values = (t.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for t in (query, keys_and_values))
         query, rotated_query = query.split([c.qk_head_dim, c.qk_pos_emb_head_dim], dim=-1)
         key, value = keys_and_values.split([c.qk_head_dim, c.v_head_dim], dim=-1)
-        cos, sin = self._rotation(query, packed_seq_params)
+        cos, sin = self._rotation(query, packed)
         rotated_query = rotate(rotated_query, cos, sin, interleaved=True)
         rotated_key = rotate(rotated_key[..., None, :], cos, sin, interleaved=True).expand_as(rotated_query)
-        return torch.cat([query, rotated_query], -1), torch.cat([key, rotated_key], -1), value, q_latent, kv_latent
+        return torch.cat([query, rotated_query], -1), torch.cat([key, rotated_key], -1), value
 
     def _rotation(self, query: Tensor, packed: PackedSeqParams | None) -> tuple[Tensor, Tensor]:
         assert self.rotary is not None

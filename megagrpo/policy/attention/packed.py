@@ -23,13 +23,19 @@ from torch import Tensor
 from megagrpo.policy.attention.causal import causal_attention
 from megagrpo.policy.attention.context_parallel import context_attention
 from megagrpo.policy.elementwise import rotate
+from megagrpo.types import moved
 
 # A batch accepts sequences of at least this share of its longest, so at most 30 % of its rows are padding.
 MIN_FILL = 0.7
 
 
-def pack_params(cu_seqlens: Tensor, prefixes: Tensor | None = None, own: Tensor | None = None) -> PackedSeqParams:
+def pack_params(
+    cu_seqlens: Tensor, prefixes: Tensor | None = None, own: Tensor | None = None, positions: Tensor | None = None
+) -> PackedSeqParams:
     """Return Megatron's description of a pack with borders `cu_seqlens` [S + 1] int32, for a model forward of batch size 1.
+
+    `cu_seqlens` and `prefixes` are on the host; the layers' device is that of `positions`. `positions` [T/cp] int64 holds the position of
+    each of this rank's tokens in its sample. None: computed from the borders, for layers on the host.
 
     `prefixes` [S] int64 holds the index of the sequence that each sequence continues, or -1. A sequence sees its prefix's tokens before
     its own, and its positions continue the prefix's. A prefix has no prefix of its own. Only `TorchAttention` supports prefixes. `own`
@@ -38,12 +44,15 @@ def pack_params(cu_seqlens: Tensor, prefixes: Tensor | None = None, own: Tensor 
     lengths = cu_seqlens.diff()
     before = prefix_lengths(lengths, prefixes)
     longest = int((lengths + before).max())
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=cu_seqlens, cu_seqlens_kv=cu_seqlens, max_seqlen_q=longest, max_seqlen_kv=longest
-    )
+    if positions is None:
+        positions = torch.arange(int(cu_seqlens[-1])) + (before - cu_seqlens[:-1]).repeat_interleave(lengths)
+        positions = positions if own is None else positions[own]
+    borders = moved(cu_seqlens, positions.device)
+    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest, max_seqlen_kv=longest)
     if own is not None:  # Transformer Engine needs these too; padding belongs to the sequence before it, and no token sees it
-        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = cu_seqlens
-    packed.prefixes, packed.positions_before, packed.own = prefixes, before, own
+        packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = borders
+    packed.positions, packed.host_borders = positions, cu_seqlens
+    packed.prefixes = None if prefixes is None else prefixes.tolist()
     return packed
 
 
@@ -85,16 +94,15 @@ def batch_sequences(borders: list[int], device: torch.device, prefixes: list[int
         index = torch.where(column < seen, index, 0)
         itself = (column >= prefix_sizes) & (column < seen)
         back[index[itself]] = offset + torch.arange(index.numel()).view_as(index)[itself]
-        rows.append(index.to(device))
+        rows.append(moved(index, device))
         offset += index.numel()
-    return Batches(tuple(rows), back.to(device))
+    return Batches(tuple(rows), moved(back, device))
 
 
 def _batches_of(packed: PackedSeqParams) -> Batches:
     """Return the batches of a pack. The first layer that asks computes them; they stay on the pack for the others."""
     if not hasattr(packed, "batches"):
-        prefixes = None if packed.prefixes is None else packed.prefixes.tolist()
-        packed.batches = batch_sequences(packed.cu_seqlens_q.tolist(), packed.cu_seqlens_q.device, prefixes)
+        packed.batches = batch_sequences(packed.host_borders.tolist(), packed.positions.device, packed.prefixes)
     return packed.batches
 
 
@@ -120,11 +128,7 @@ class Rotary:
         them."""
         rotations = vars(packed).setdefault("rotations", {})
         if self not in rotations:
-            borders = packed.cu_seqlens_q
-            first = packed.positions_before - borders[:-1]
-            positions = torch.arange(int(borders[-1]), device=borders.device) + first.repeat_interleave(borders.diff())
-            own = positions if packed.own is None else positions[packed.own]
-            rotations[self] = self.at(own[:, None], dtype)
+            rotations[self] = self.at(packed.positions[:, None], dtype)
         return rotations[self]
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

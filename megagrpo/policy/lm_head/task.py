@@ -30,6 +30,7 @@ class HeadTask:
     reverse: bool = False  # the direction of the KL
     fused: bool = False
     fp8: str | None = None
+    early_differs: Tensor | None = None  # [1] bool on the device: set where upstream's gradients differ from the actual ones
 
     @property
     def num_outputs(self) -> int:

@@ -32,6 +32,7 @@ def vocab_logprobs(
     chunk: int = 256,
     entropy_gradient: bool = False,
     upstream: Upstream | None = None,
+    early_differs: Tensor | None = None,
     fused: bool = False,
     fp8: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -48,7 +49,9 @@ def vocab_logprobs(
     `upstream(rows, logprobs)` may compute, ahead of the backward pass, the gradient ([n],) of the log-probs [n] of tokens `rows`. With
     `entropy_gradient`, `upstream(rows, logprobs, entropy)` returns two. Each chunk's logits then become gradients while they exist, in
     three matrix products, as many as with all logits kept. Without it the backward pass recomputes the logits, a fourth product. It does
-    so too when the actual gradients differ from upstream's, with the same result.
+    so too when the actual gradients differ from upstream's, with the same result. That comparison makes a GPU's host wait. With
+    `early_differs`, a [1] bool tensor on the device, the backward pass always takes upstream's gradients and sets `early_differs` where
+    they are wrong. The caller reads it later and repeats the pass without upstream.
 
     With `fused` Triton kernels compute the same. They write no logits, or write them to scratch of a bounded size, and round none of the
     logits behind the results (`megagrpo/policy/lm_head/fused_logprobs.py`). They choose their own chunk. `fp8`, "tensorwise" or
@@ -68,6 +71,7 @@ def vocab_logprobs(
         upstream=upstream if torch.is_grad_enabled() else None,
         fused=fused,
         fp8=fp8,
+        early_differs=early_differs,
     )
     return _VocabHead.apply(hidden, weight, task)
 
@@ -87,6 +91,7 @@ def vocab_logprobs_and_kl(
     chunk: int = 256,
     entropy_gradient: bool = False,
     upstream: Upstream | None = None,
+    early_differs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (logprobs [N], entropy [N], kl [N]): the results of `vocab_logprobs` for the policy, and each token's exact KL to the
     reference.
@@ -111,6 +116,7 @@ def vocab_logprobs_and_kl(
         upstream=upstream if torch.is_grad_enabled() else None,
         ref=(ref_hidden, ref_weight),
         reverse=direction == "reverse",
+        early_differs=early_differs,
     )
     return _VocabHead.apply(hidden, weight, task)
 
@@ -150,7 +156,7 @@ class _VocabHead(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, results, early_gradients = ctx.saved_tensors
         upstream = torch.stack([grads[index] for index in ctx.task.differentiable])
-        if ctx.gradients is not None and torch.equal(early_gradients, upstream):
+        if ctx.gradients is not None and _taken(early_gradients, upstream, ctx.task.early_differs):
             return *ctx.gradients, None
         passing = _begin(ctx.task, hidden, weight, gradients=True)
         gradients = HeadGradients(hidden, weight, ctx.task.shard, ctx.needs_input_grad[:2])
@@ -158,6 +164,14 @@ class _VocabHead(torch.autograd.Function):
             passing.compute_logits_again(rows, results[:, rows])
             gradients.add(rows, passing.grad_logits(rows, results[:, rows], upstream[:, rows]))
         return *gradients.result(), None
+
+
+def _taken(early: Tensor, actual: Tensor, differs: Tensor | None) -> bool:
+    """Return whether the backward pass takes the early gradients [1 to 3, N]: if they equal the actual ones, or the caller checks later."""
+    if differs is None:
+        return torch.equal(early, actual)
+    differs |= ((early != actual) & ~(early.isnan() & actual.isnan())).any()
+    return True
 
 
 class _Pass:

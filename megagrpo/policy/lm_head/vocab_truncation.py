@@ -63,10 +63,11 @@ def _nucleus(logits: Tensor, shard: VocabShard, p: float, maximum: Tensor, lowes
     and all-reduces n numbers.
     """
     weights = (logits - maximum[:, None]).exp_().masked_fill_(logits < lowest[:, None], 0.0)
-    one = torch.ones_like(maximum).view(torch.int64 if weights.dtype == torch.float64 else torch.int32)
-    low, high = torch.zeros_like(one), one  # the weights above `low` sum to p or more, those above `high` to less
+    as_integers = torch.int64 if weights.dtype == torch.float64 else torch.int32
+    high = torch.ones_like(maximum).view(as_integers)
+    low = torch.zeros_like(high)  # the weights above `low` sum to p or more, those above `high` to less
     enough = p * _sum_above(weights, low.view(weights.dtype), shard)
-    for _ in range(int(one[0]).bit_length()):
+    for _ in range(int(torch.ones((), dtype=weights.dtype).view(as_integers)).bit_length()):  # on the host
         middle = low + (high - low) // 2
         less = _sum_above(weights, middle.view(weights.dtype), shard) < enough
         low, high = torch.where(less, low, middle), torch.where(less, middle, high)

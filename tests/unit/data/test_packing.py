@@ -239,8 +239,14 @@ def test_a_batch_gets_each_term_per_micro_batch_and_its_other_terms_stay():
         batch.with_terms(old_logprobs=old[1:])
 
 
-def test_a_micro_batch_moves_to_a_device_with_its_terms():
+def test_a_micro_batch_moves_to_a_device_with_its_terms_and_leaves_the_rows_of_sequences_on_the_host():
     batch = build_micro_batch([sample()]).with_terms(old_logprobs=torch.zeros(5), high_entropy=torch.ones(5).bool())
     moved = batch.to(torch.device("meta"))
-    tensors = [row for of in (moved, moved.terms) for row in vars(of).values() if isinstance(row, torch.Tensor)]
-    assert len(tensors) == 8 + 2 and {row.device.type for row in tensors} == {"meta"}
+    rows = {name: row.device.type for of in (moved, moved.terms) for name, row in vars(of).items() if isinstance(row, torch.Tensor)}
+    assert {name for name, place in rows.items() if place == "cpu"} == {"cu_seqlens", "samples"}
+    assert list(rows.values()).count("meta") == 7 + 2
+
+
+def test_every_token_has_the_index_of_its_sequence():
+    batch = build_micro_batch([sample(), sample()])
+    assert batch.sequence_index.tolist() == [0] * 5 + [1] * 5 and batch.num_sequences == 2

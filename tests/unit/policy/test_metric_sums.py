@@ -32,15 +32,21 @@ def of(tokens):
 def test_every_metric_is_reduced_as_it_says_and_its_name_says_nothing(seed):
     batches = parts(seed)
     everyone = [token for tokens in batches for token in tokens]
-    ranks = [merged([on_host(of(tokens)) for tokens in rank]) for rank in (batches[:2], batches[2:])]
+    ranks = [merged(on_host([of(tokens) for tokens in rank])[0]) for rank in (batches[:2], batches[2:])]
     found = values_of(merged(ranks))
     assert found["average"] == pytest.approx(statistics.fmean(everyone), rel=1e-6, abs=1e-6)
     assert found["a name that says min/max"] == pytest.approx(max(everyone)) and found["largest/max"] == pytest.approx(min(everyone))
 
 
 def test_the_counts_of_all_parts_add_up_so_that_a_metric_without_tokens_shows():
-    assert merged([on_host(of([])), on_host(of([]))])["average"].count == 0
-    assert merged([on_host(of([1.0])), on_host(of([]))])["average"].count == 1
+    assert merged(on_host([of([]), of([])])[0])["average"].count == 0
+    assert merged(on_host([of([1.0]), of([])])[0])["average"].count == 1
+
+
+def test_flags_come_to_the_host_with_the_metrics():
+    metrics, flags = on_host([{"one": Metric(torch.tensor(2.5))}, {}], torch.tensor([True, False]), torch.tensor([], dtype=torch.bool))
+    assert metrics == [{"one": Metric(2.5, 1.0)}, {}] and flags == [[True, False], []]
+    assert on_host([], torch.tensor([False])) == ([], [[False]])
 
 
 def test_optimizer_steps_combine_as_each_metric_says_over_those_that_report_it():

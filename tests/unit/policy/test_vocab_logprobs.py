@@ -119,6 +119,23 @@ def test_an_early_gradient_saves_a_product_and_a_wrong_one_costs_time_only(early
         torch.testing.assert_close(grad, oracle, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_with_a_flag_the_early_gradients_are_taken_and_the_flag_tells_whether_they_were_wrong(right):
+    hidden, weight, labels, upstream = problem()
+    differs, early = torch.zeros(1, dtype=torch.bool), upstream if right else upstream.roll(1)
+    logprobs, _ = vocab_logprobs(hidden, weight, labels, chunk=4, upstream=lambda rows, _: (early[rows],), early_differs=differs)
+    assert products(lambda: torch.autograd.grad(logprobs, (hidden, weight), upstream)) == 0
+    assert differs.item() is not right
+
+
+def test_a_gradient_that_is_nan_early_and_later_is_not_wrong():
+    hidden, weight, labels, upstream = problem()
+    differs, early = torch.zeros(1, dtype=torch.bool), upstream.clone().index_fill(0, torch.tensor([2]), torch.nan)
+    logprobs, _ = vocab_logprobs(hidden, weight, labels, upstream=lambda rows, _: (early[rows],), early_differs=differs)
+    torch.autograd.grad(logprobs, (hidden, weight), early)
+    assert not differs
+
+
 def test_early_gradients_may_depend_on_the_logprobs():
     hidden, weight, labels, _ = problem()
     seen = []

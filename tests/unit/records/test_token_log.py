@@ -17,7 +17,8 @@ def micro_batch(samples: list[int], lengths: list[int], prompt: int = 2) -> Micr
     total = int(borders[-1])
     mask = torch.tensor([sample >= 0 and i >= prompt for sample, n in zip(samples, lengths, strict=True) for i in range(n)])
     row = torch.zeros(total)
-    return MicroBatch(row.long(), row.long(), row.long(), borders, mask, row, row, torch.tensor(samples))
+    index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    return MicroBatch(row.long(), row.long(), row.long(), borders, mask, row, row, torch.tensor(samples), index)
 
 
 def inputs(batch: MicroBatch, first: float = 0.0) -> LossInputs:
