@@ -60,6 +60,9 @@ class WeightUpdate(Protocol):
         """The workers' reports so far. Each has `worker` and either `error`, or `version`, `bytes`, `checksum_seconds` and what the
         update's transport needs as proof."""
 
+    def reports_by_http(self, server: str) -> bool:
+        """Whether this process cannot read the reports of this server's workers, which it asks the server for instead."""
+
     def activity(self, server: str) -> dict[str, str]:
         """Worker -> the operation it is in, for workers that have not reported yet, as far as known."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
@@ -168,12 +169,12 @@ class Updates(Servers):
             await self._post(client, url, "/start_weight_update", seconds=seconds)
             phase = "update"
             await self._post(client, url, "/update_weights", {"update_info": info}, seconds)
-            _raise_worker_errors(update.replies(url), url)
+            _raise_worker_errors(await self._reports(client, url, update), url)
             phase = "finish"
             await self._post(client, url, "/finish_weight_update", seconds=seconds)
-            _raise_worker_errors(update.replies(url), url)
+            reports = await self._reports(client, url, update)
+            _raise_worker_errors(reports, url)
             world = await self._world_size(client, url)
-            reports = update.replies(url)
             if len(reports) != world:
                 errors = (await self._post(client, url, "/collective_rpc", {"method": "weight_update_error"}, seconds))["results"]
                 counted = f"{self.name(url)}: {len(reports)} of {world} workers reported on weight version {update.manifest.version}"
@@ -186,6 +187,13 @@ class Updates(Servers):
             raise type(error)(f"phase {phase}: {error}") from error
         self.fleet.loaded(url, update.manifest.version)
         return [report | {"server": url} for report in reports]
+
+    async def _reports(self, client: httpx.AsyncClient, url: str, update: WeightUpdate) -> list[dict[str, Any]]:
+        """Return the reports of the workers on `update` so far."""
+        if not update.reports_by_http(url):
+            return update.replies(url)
+        answer = await self._post(client, url, "/collective_rpc", {"method": "weight_update_report"}, self.sync_timeout)
+        return [json.loads(report) for report in answer["results"] if report]
 
     async def _end_update(self, client: httpx.AsyncClient, url: str) -> None:
         """End an update that is still open on any worker.

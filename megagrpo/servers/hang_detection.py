@@ -10,7 +10,7 @@ import httpx
 
 from megagrpo.engine.access import headers
 from megagrpo.engine.http import CERTIFICATES, HEALTH_SECONDS, answers
-from megagrpo.servers.launcher import Launcher, Server
+from megagrpo.servers.launched import Launched, LaunchedServer
 
 CHECK_SECONDS = 2.0  # between two checks
 HANG_SECONDS = 60.0  # without a passed health check, after which a server counts as hung; at least as long is allowed for its engine
@@ -48,10 +48,10 @@ class HangDetector:
     weight load, and never before HANG_SECONDS.
     """
 
-    def __init__(self, launcher: Launcher, engine_seconds: float):
+    def __init__(self, launcher: Launched, engine_seconds: float):
         self._launcher, self._engine_seconds = launcher, max(engine_seconds, HANG_SECONDS)
         self._servers, self._engines = Silence(), Silence()
-        self._have_responded = {server.supervisor.pid for server in launcher.servers}  # process ids of the supervisors
+        self._have_responded = {server.process for server in launcher.servers}
         self._checked = 0.0  # monotonic clock
 
     def end_hung(self, say: Callable[[str], None]) -> None:
@@ -60,7 +60,7 @@ class HangDetector:
             say(f"vLLM server {server.url} {reason}; killing it")
             server.end()
 
-    def _hung(self) -> list[tuple[Server, str]]:
+    def _hung(self) -> list[tuple[LaunchedServer, str]]:
         """Return the servers that hang, each with a description of why."""
         if time.monotonic() - self._checked < CHECK_SECONDS:
             return []
@@ -79,9 +79,9 @@ class HangDetector:
             both = [asyncio.gather(answers(client, url), _engine_responds(client, url)) for url in urls]
             return await asyncio.gather(*both)
 
-    def _judge(self, server: Server, healthy: bool, engine_healthy: bool) -> str:
+    def _judge(self, server: LaunchedServer, healthy: bool, engine_healthy: bool) -> str:
         """Record the result of one check. Return why the server counts as hung; empty when it does not."""
-        pid = server.supervisor.pid  # a restarted server has a new supervisor
+        pid = server.process
         if not healthy:
             limit = HANG_SECONDS if pid in self._have_responded else self._launcher.startup_timeout
             return f"has not passed a health check for {limit:g} s" if self._servers.goes_on(pid) > limit else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib.util
 import json
 import math
@@ -30,6 +31,7 @@ from megagrpo.engine.http import CERTIFICATES, MovedServers
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.process.progress import SILENT, Progress, Task
 from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from megagrpo.servers.launched import LaunchedServer
 from megagrpo.servers.ports import check_port, free_ports, is_free
 from megagrpo.transfer.shm_names import remove_stale
 
@@ -42,6 +44,12 @@ LOG_LINES = 30  # log lines shown when a server does not start and no process lo
 ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")  # prefix of each line that one of vLLM's processes logs as an error
 KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number)}  # exit code -> signal
 TRACEBACK = "Traceback (most recent call last):"
+
+
+# Free more GPU memory while a server sleeps: the pools of CUDA graphs, and NCCL's buffers. New in vLLM 0.32.
+SLEEP_FLAGS = ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend")
+# Variables of the trainer's GPUs that would slow vLLM down, or select algorithms that its collectives lack.
+TRAINER_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,11 @@ class Server:
 
     def __post_init__(self) -> None:
         self.address = self.address or self.url
+
+    @property
+    def process(self) -> int:
+        """Identity of the server's process: a restarted server has another one."""
+        return self.supervisor.pid
 
     @property
     def alive(self) -> bool:
@@ -134,7 +147,8 @@ class Launcher:
     `start` returns at once, so the trainer can build its model while vLLM starts. `port` is the first server's port, the others take the
     next ones; 0 picks free ports. `devices` are GPU ids, `options.tp` for each server; None runs vLLM for CPU.
 
-    Servers listen only on the address `host`, and require `token` if given. Each server logs to `log_dir/vllm_N.log`. A server that has
+    Servers listen only on the address `host`, and require `token` if given. Server N, counted from `first`, logs to
+    `log_dir/vllm_N.log`. A server that has
     ended may be restarted up to `max_restarts` times (`may_restart`). With `moved`, a server whose port was taken by another process
     restarts on another port, and clients learn the new address from `moved`. Raises ValueError when there are too few devices.
     """
@@ -152,6 +166,7 @@ class Launcher:
         token: str | None = None,
         max_restarts: int = 0,
         moved: MovedServers | None = None,
+        first: int = 0,
     ):
         if devices is not None and len(devices) < num_servers * options.tp:
             raise ValueError(
@@ -161,7 +176,7 @@ class Launcher:
         self.options, self.log_dir, self.num_servers, self.port = options, Path(log_dir), num_servers, port
         self.devices, self.startup_timeout = devices, startup_timeout
         self.host, self.token = host, token
-        self.max_restarts, self._moved = max_restarts, moved
+        self.max_restarts, self._moved, self._first = max_restarts, moved, first
         self.restarts: Counter[str] = Counter()  # URL -> number of restarts
         self.servers: list[Server] = []
         self.progress: Progress = SILENT  # shows the wait for servers; set by the caller
@@ -248,7 +263,7 @@ class Launcher:
         self.servers.clear()
         atexit.unregister(self.stop)
 
-    def may_restart(self, server: Server) -> bool:
+    def may_restart(self, server: LaunchedServer) -> bool:
         """Whether the server has been restarted fewer than `max_restarts` times."""
         return self.restarts[server.url] < self.max_restarts
 
@@ -277,7 +292,7 @@ class Launcher:
         server.url = server.address
 
     def _launch(self, index: int, port: int, how: str = "wb", url: str | None = None) -> Server:
-        log = self.log_dir / f"vllm_{index}.log"
+        log = self.log_dir / f"vllm_{self._first + index}.log"
         supervise = [sys.executable, "-I", "-S", str(HERE / "supervisor.py"), str(os.getpid()), str(GRACE_SECONDS)]
         with log.open(how) as out:
             supervisor = subprocess.Popen(
@@ -331,6 +346,8 @@ class Launcher:
             switches.append("--no-enable-chunked-prefill")
             flags["--block-size"] = 32  # responses to one prompt share only full blocks; vLLM's default of 128 exceeds most short prompts
             flags["--max-num-batched-tokens"] = max(o.max_model_len, MAX_BATCHED_TOKENS)
+        if self.devices is not None and o.sleep_mode:
+            switches += [flag for flag in SLEEP_FLAGS if _vllm_knows(flag)]
         if self.token is not None:
             flags["--middleware"] = GUARD
         if o.enforce_eager or self.devices is None:  # compiling on a CPU takes longer than it saves
@@ -339,17 +356,8 @@ class Launcher:
 
     def _environment(self, index: int) -> dict[str, str]:
         # vLLM forms process groups of its own, so torchrun's variables for the trainer's ranks must not reach it.
-        ours = (
-            "RANK",
-            "LOCAL_RANK",
-            "WORLD_SIZE",
-            "LOCAL_WORLD_SIZE",
-            "GROUP_RANK",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-            TOKEN_VARIABLE,
-            TOKEN_FILE_VARIABLE,
-        )
+        ranks = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
+        ours = (*ranks, TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, *TRAINER_VARIABLES)
         env = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("TORCHELASTIC_")}
         env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
         env["VLLM_PLUGINS"] = "megagrpo"
@@ -363,6 +371,7 @@ class Launcher:
             env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
         env.pop("PYTHONDONTWRITEBYTECODE", None)  # without compiled bytecode of vLLM every start takes twice as long
         if self.devices is not None:
+            env.pop("OMP_NUM_THREADS", None)  # the launcher of the ranks sets it to a rank's share of the cores
             if self.options.deterministic:
                 env["VLLM_BATCH_INVARIANT"] = "1"
             first = index * self.options.tp
@@ -385,6 +394,15 @@ class Launcher:
         self.stop()
         reason = f": {cause}. Its log: {server.log}" if cause else f". The end of its log {server.log}:\n{tail}"
         raise EngineStartError(f"vLLM server {server.url} {what}{reason}")
+
+
+@functools.cache
+def _vllm_knows(flag: str) -> bool:
+    """Whether the installed vLLM has this command line flag. Reads vLLM's source, because importing vLLM takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    folders = spec.submodule_search_locations if spec is not None else None
+    source = Path(next(iter(folders)), "engine", "arg_utils.py") if folders else None
+    return source is not None and source.exists() and f'"{flag}"' in source.read_text()
 
 
 def healthy(url: str) -> bool:

@@ -10,7 +10,8 @@ from typing import Self
 from megagrpo.engine.fleet import State
 from megagrpo.engine.updates import Updates
 from megagrpo.servers.hang_detection import HangDetector, Silence
-from megagrpo.servers.launcher import Launcher, Server, healthy
+from megagrpo.servers.launched import Launched, LaunchedServer
+from megagrpo.servers.launcher import healthy
 
 RESTART_LOOP_SECONDS = 0.3  # between two looks at the servers
 KILL_SILENT_SECONDS = 30.0  # without a passed health check, after which the live process of a server that does not serve is killed
@@ -94,7 +95,7 @@ class Restarter(Reconnector):
     With `Fleet.leaving` a server that does not serve and fails its health check is killed at once.
     """
 
-    def __init__(self, launcher: Launcher, engine: Updates, refill: Refill, say: Callable[[str], None] = print):
+    def __init__(self, launcher: Launched, engine: Updates, refill: Refill, say: Callable[[str], None] = print):
         super().__init__(engine, refill, say)
         self.launcher = launcher
         self._hang_detector = HangDetector(launcher, engine.sync_timeout)
@@ -118,7 +119,7 @@ class Restarter(Reconnector):
         for index, server in enumerate(self.launcher.servers):
             self._look_at(index, server)
 
-    def _look_at(self, index: int, server: Server) -> None:
+    def _look_at(self, index: int, server: LaunchedServer) -> None:
         url, state = server.url, self.fleet.state(server.url)
         if state is State.GONE:
             return
@@ -143,7 +144,7 @@ class Restarter(Reconnector):
         if self.fleet.state(url) in (State.SERVING, State.NEEDS_WEIGHTS):
             self._silence.heard(url)
 
-    def _restart(self, index: int, server: Server) -> None:
+    def _restart(self, index: int, server: LaunchedServer) -> None:
         url = server.url
         if not self.launcher.may_restart(server):
             self.fleet.gone(url)

@@ -61,13 +61,15 @@ def make_launcher(
     host: str | None = None,
     token: str | None = None,
     moved: MovedServers | None = None,
+    first: int = 0,
+    num_servers: int | None = None,
 ) -> Launcher:
     """Build the launcher of the servers that `rollout` describes, on `model_folder`; nothing is started.
 
     The servers log to `log_folder` and require `token`; None generates one. With the PEFT folder `adapter` they also serve it as the model
     ADAPTER. `max_model_len` None means the longest sequence of the run and its evaluation. `num_ranks` trainer ranks on this host use the
     first GPUs; dedicated servers get the other GPUs. `host` is the address to listen on; None means the address of `rollout.interface`.
-    `moved` is passed to the Launcher.
+    `moved` and `first` are passed to the Launcher. `num_servers` None means all servers of the run.
 
     Raises ValueError when `adapter` is invalid, GPUs are missing, `rollout.quantization` of this model needs a GPU, or the interface does
     not exist.
@@ -99,7 +101,7 @@ def make_launcher(
     return Launcher(
         options,
         log_folder,
-        num_servers=r.servers,
+        num_servers=r.servers if num_servers is None else num_servers,
         port=r.port,
         devices=gpus,
         startup_timeout=r.startup_timeout,
@@ -107,6 +109,7 @@ def make_launcher(
         token=token or secrets.token_urlsafe(32),
         max_restarts=r.max_restarts,
         moved=moved,
+        first=first,
     )
 
 

@@ -22,11 +22,14 @@ from megagrpo.parallel.agree import RankError, on_first_rank, run_own_and_agree
 from megagrpo.parallel.layout import Layout
 from megagrpo.process.progress import Progress
 from megagrpo.servers.launcher import Launcher
+from megagrpo.servers.node_agent import NodeLaunchers
 from megagrpo.servers.restarts import Reconnector, Restarter
 from megagrpo.servers.serving import engine_dtype, make_launcher, servers_sleep
 from megagrpo.trainer.gpu_turns import start_asleep
+from megagrpo.trainer.node_servers import NodeServers, await_all, launch_on_each_node, node_of_each_rank
 from megagrpo.transfer.exchange import is_here
 from megagrpo.weight_sync.adapters import AdapterSync
+from megagrpo.weight_sync.node_shares import Nodes
 from megagrpo.weight_sync.sync import WeightSync, make_transport
 
 
@@ -42,13 +45,15 @@ def as_config_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Servers:
-    """The servers of a run: named by `rollout.urls` (`urls`; no launcher), or started here (`launcher`, on rank 0; no URLs)."""
+    """The servers of a run: named by `rollout.urls` (`urls`; no launcher), or started here (`launcher`, on rank 0; no URLs), or on every
+    node of the ranks (`on_nodes`; `launcher` on the first rank of each)."""
 
     urls: list[str]
     token: str | None
     moved: MovedServers | None
     launcher: Launcher | None
     sleep: bool  # they release their GPU memory while the policy trains
+    on_nodes: NodeServers | None = None
 
 
 def check_servers(config: RunConfig) -> tuple[str | None, list[str]]:
@@ -75,21 +80,27 @@ def start_servers(
 ) -> Servers:
     """Start the run's servers, unless `rollout.urls` names them. Servers that share the trainer's GPUs are awaited here and put to sleep,
     the others load while the policy is built. Collective. Raises ConfigError when they cannot start."""
-    launcher, first = None, layout.world_rank == 0
+    launcher, first, on_nodes = None, layout.world_rank == 0, None
     moved = None if config.rollout.urls else MovedServers(run_folder / "moved_servers.json")
     sleep = servers_sleep(config)
-    if first and not config.rollout.urls:
+    of_ranks = node_of_each_rank(config, layout)
+    if len(set(of_ranks)) > 1:
+        with as_config_errors():
+            on_nodes = launch_on_each_node(config, model_folder, run_folder, layout, of_ranks, token)
+        launcher, moved = on_nodes.launcher, None  # a server on several nodes keeps its port when it restarts
+    elif first and not config.rollout.urls:
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         with as_config_errors():
             dtype = engine_dtype(config)
             launcher = make_launcher(config, model_folder, run_folder, dtype, num_ranks=num_ranks, token=token, moved=moved)
+    if launcher is not None:
         launcher.progress = progress
         resources.callback(launcher.stop)
     with as_config_errors():
         run_own_and_agree(layout, launcher.start if launcher else lambda: None)
         if sleep:  # vLLM measures free GPU memory as it starts, and would count the trainer's allocations as its own
             run_own_and_agree(layout, lambda: start_asleep(config, launcher, say) if launcher else None)
-    return Servers(urls, token, moved, launcher, sleep)
+    return Servers(urls, token, moved, launcher, sleep, on_nodes)
 
 
 def connect(
@@ -99,11 +110,17 @@ def connect(
 
     Servers that end are restarted or brought back until `resources` closes. Raises ConfigError when the servers cannot be reached.
     """
-    launcher, first = servers.launcher, layout.world_rank == 0
-    wait = partial(launcher.wait, say) if launcher else lambda: servers.urls
-    urls, token = on_first_rank(layout, lambda: (wait(), launcher.token if launcher else servers.token))
+    launcher, first, nodes = servers.launcher, layout.world_rank == 0, None
+    launched: Launcher | NodeLaunchers | None = launcher
+    if servers.on_nodes is not None:
+        with as_config_errors():
+            nodes, launched, urls = await_all(servers.on_nodes, config, layout, say, resources)
+        token: str | None = servers.on_nodes.token
+    else:
+        wait = partial(launcher.wait, say) if launcher else lambda: servers.urls
+        urls, token = on_first_rank(layout, lambda: (wait(), launcher.token if launcher else servers.token))
     with as_config_errors():
-        transport, reason = choose_transport(config, layout, urls)
+        transport, reason = choose_transport(config, layout, urls, nodes)
     quantization = config.rollout.quantization
     quantized = f"; vLLM quantizes to {quantization}" if quantization != "none" else ""
     say(f"weight sync: {transport} ({reason}){quantized}")
@@ -112,7 +129,7 @@ def connect(
         engine = VllmEngine(
             urls,
             decode,
-            logs=launcher.logs if launcher else [],
+            logs=launched.logs if launched else [],
             token=token,
             moved=servers.moved,
             lora=config.lora.syncs_adapters,
@@ -124,10 +141,10 @@ def connect(
         if engine.sleeps:
             engine.fleet.begin_sleep()
     with as_config_errors():
-        weight_sync = make_weight_sync(config, engine if first else None, layout, engine_dtype(config), transport, say)
+        weight_sync = make_weight_sync(config, engine if first else None, layout, engine_dtype(config), transport, say, nodes)
     resources.enter_context(weight_sync)
-    if launcher is not None and launcher.max_restarts and engine is not None:
-        resources.enter_context(Restarter(launcher, engine, weight_sync.load_last, say))
+    if launched is not None and launched.max_restarts and engine is not None:
+        resources.enter_context(Restarter(launched, engine, weight_sync.load_last, say))
     elif first and config.rollout.urls and engine is not None:
         resources.enter_context(Reconnector(engine, weight_sync.load_last, say))
     return engine, weight_sync
@@ -143,9 +160,11 @@ def engine_limits(rollout: RolloutSection) -> dict[str, Any]:
     return dict(max_num_seqs=rollout.max_num_seqs, patience=patience, urls_file=urls_file, **timeouts)
 
 
-def choose_transport(config: RunConfig, layout: Layout, urls: Sequence[str]) -> tuple[str, str]:
-    """Choose how weights get to all `urls`. Returns the transport and the reason for the choice. Raises ValueError when ranks on other
-    hosts cannot reach the run's servers. Collective."""
+def choose_transport(config: RunConfig, layout: Layout, urls: Sequence[str], nodes: Nodes | None = None) -> tuple[str, str]:
+    """Choose how weights get to all `urls`. `nodes` are the nodes of the ranks if each has its own servers. Returns the transport and the
+    reason for the choice. Raises ValueError when ranks on other hosts cannot reach the run's servers. Collective."""
+    if nodes is not None:
+        return weight_path(config, device.has_gpu(), one_host=False)
     hosts = layout.all_gather_objects((socket.gethostname(), all(map(is_here, urls))))
     names = sorted({name for name, _ in hosts})
     if len(names) > 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
@@ -157,10 +176,18 @@ def choose_transport(config: RunConfig, layout: Layout, urls: Sequence[str]) -> 
 
 
 def make_weight_sync(
-    config: RunConfig, engine: VllmEngine | None, layout: Layout, dtype: str, transport: str, say: Callable[[str], None]
+    config: RunConfig,
+    engine: VllmEngine | None,
+    layout: Layout,
+    dtype: str,
+    transport: str,
+    say: Callable[[str], None],
+    nodes: Nodes | None = None,
 ) -> WeightSync:
-    """Build the run's weight sync over `transport`, for an engine that computes in `dtype`. Collective."""
+    """Build the run's weight sync over `transport`, for an engine that computes in `dtype`. `nodes` are the nodes of the ranks if each has
+    its own servers. Collective."""
     if config.lora.syncs_adapters:
         return AdapterSync(engine, layout, dtype, config.lora, config.model.path)
     limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
-    return WeightSync(engine, layout, dtype, make_transport(transport, layout, dtype, device.device(), **limits), say)
+    made = make_transport(transport, layout, dtype, device.device(), nodes=nodes, **limits)
+    return WeightSync(engine, layout, dtype, made, say)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,9 +26,12 @@ class NotFinite(ValueError):
 
 
 class Checked(NamedTuple):
-    """The result of a checked copy: the checksum of the copied elements, and the seconds spent on the checksum."""
+    """The result of a checked copy: the checksum of the copied elements, and the seconds spent on the checksum.
 
-    checksum: int
+    On a GPU the checksum is a [] int64 tensor there (`on_host` transfers many at once), and the copy may still run.
+    """
+
+    checksum: int | Tensor
     seconds: float
 
 
@@ -41,29 +44,51 @@ def checksum(values: Tensor, column: int = 0) -> int:
     and swapped neighbours. It does not detect other swaps, such as two swapped rows.
     """
     values = values.detach() if values.dim() else values.detach()[None]
-    lanes = 8 // values.element_size()
-    if values.is_contiguous() and not (values.shape[-1] % lanes or column % lanes or values.storage_offset() % lanes):
-        words = values.view(-1).view(torch.int64)
-        return int(words.numpy().sum() if words.device.type == "cpu" else words.sum()) % 2**64
-    width = 8 * values.element_size()
+    if is_host(values) and _whole_words(values, column):
+        return int(values.view(-1).view(torch.int64).numpy().sum()) % 2**64
+    return int(device_checksum(values, column)) % 2**64
+
+
+def device_checksum(values: Tensor, column: int = 0) -> Tensor:
+    """Return `checksum` as a [] int64 tensor on the device of `values`, without waiting for it. Sums above 2**63 are negative."""
+    values = values.detach() if values.dim() else values.detach()[None]
+    if _whole_words(values, column):
+        return values.view(-1).view(torch.int64).sum()
+    lanes, width = 8 // values.element_size(), 8 * values.element_size()
     integers = values.view(_INTEGERS[values.element_size()]).to(torch.int64) & (2**width - 1)
     columns = range(min(lanes, values.shape[-1]))
-    return sum(int(integers[..., lane::lanes].sum()) << width * ((column + lane) % lanes) for lane in columns) % 2**64
+    sums = [integers[..., lane::lanes].sum() << width * ((column + lane) % lanes) for lane in columns]
+    return torch.stack(sums).sum() if sums else values.new_zeros((), dtype=torch.int64)
+
+
+def on_host(sums: Sequence[int | Tensor]) -> list[int]:
+    """Return checksums as integers, modulo 2**64, with one transfer for all that are on a device."""
+    there = [total for total in sums if isinstance(total, Tensor)]
+    numbers = iter(torch.stack(there).tolist() if there else ())
+    return [(next(numbers) if isinstance(total, Tensor) else total) % 2**64 for total in sums]
+
+
+def is_host(values: Tensor) -> bool:
+    """Return whether the host can read the values without waiting for a GPU."""
+    return values.device.type == "cpu"
+
+
+def _whole_words(values: Tensor, column: int) -> bool:
+    lanes = 8 // values.element_size()
+    return values.is_contiguous() and not (values.shape[-1] % lanes or column % lanes or values.storage_offset() % lanes)
 
 
 def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
     """Copy `source` to `target`, cast to the dtype of `target`, and return the checksum of the copy.
 
     `target` [...] is contiguous and holds the part `box` of a tensor in its order. `source` [...] has as many elements, in any shape that
-    the order allows, and any strides. Dtypes are float32, bfloat16 or float16, and may differ. The copy is complete when this function
-    returns, on a GPU too.
+    the order allows, and any strides. Dtypes are float32, bfloat16 or float16, and may differ. On a GPU the host does not wait.
     """
     shape = extent(box) or (1,)
     column = box[0][-1] if box[0] else 0
-    if target.device.type != "cpu":
+    if not is_host(target):
         target.view(source.shape).copy_(source)
-        started = time.perf_counter()
-        return Checked(checksum(target.view(shape), column), time.perf_counter() - started)
+        return Checked(device_checksum(target.view(shape), column), 0.0)
     lanes = 8 // target.element_size()
     whole_words = not (shape[-1] % lanes or column % lanes or target.storage_offset() % lanes)
     flat = target.view(-1)
@@ -91,15 +116,25 @@ def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
 def check_finite(values: Tensor, dtype: torch.dtype) -> None:
     """Raises NotFinite when a value is NaN or infinite, or becomes infinite when cast to `dtype`.
 
-    `values` is [...] float32, bfloat16 or float16, with any strides. On a GPU the cast is not checked.
+    `values` is [...] float32, bfloat16 or float16, with any strides, on the host.
     """
-    if values.device.type != "cpu":
-        if values.numel() and not all(map(torch.isfinite, values.aminmax())):  # aminmax returns NaN if any value is NaN
-            raise NotFinite
-        return
     limit = _TOO_LARGE if (values.dtype, dtype) == (torch.float32, torch.bfloat16) else _INFINITY[values.dtype]
     for piece in _pieces(_bits(values), CHUNK // values.element_size()):
         _check_below(piece, limit)
+
+
+def finite_on_device(values: Tensor) -> Tensor:
+    """Return [] bool, on the device of `values` [...]: whether all of them are finite. The host does not wait."""
+    if not values.numel():
+        return torch.ones((), dtype=torch.bool, device=values.device)
+    low, high = values.aminmax()  # NaN if any value is NaN
+    return low.isfinite() & high.isfinite()
+
+
+def first_false(flags: Sequence[Tensor]) -> int | None:
+    """Return the index of the first [] bool tensor that is False, or None. The flags are on one device; one transfer brings them."""
+    numbers = torch.stack(list(flags)).tolist() if flags else []
+    return next((index for index, fine in enumerate(numbers) if not fine), None)
 
 
 def _pieces[T: (Tensor, np.ndarray)](source: T, limit: int) -> Iterator[T]:

@@ -32,7 +32,15 @@ def export(buffer: Tensor) -> dict[str, Any]:
     """Return a handle of `buffer` [n] uint8, a flat tensor on a GPU, for one other process. The tensor must live until that process has
     mapped and released it."""
     assert buffer.is_cuda and buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.storage_offset() == 0
-    return pack(buffer.numel(), reduce_tensor(buffer)[1][-len(FIELDS) :])
+    # The ledger orders reads after writes. An event would need a GPU that the other process sees, so no event is waited for.
+    return pack(buffer.numel(), (*reduce_tensor(buffer)[1][-len(FIELDS) : -1], False))
+
+
+def release(handle: dict[str, Any]) -> None:
+    """Count down the reference of a handle of this process that no other process will release."""
+    _, values = unpack(handle)
+    fields = dict(zip(FIELDS, values, strict=True))
+    torch.UntypedStorage._release_ipc_counter_cuda(fields["ref_counter_handle"], fields["ref_counter_offset"])
 
 
 def pack(count: int, values: tuple[Any, ...]) -> dict[str, Any]:

@@ -103,6 +103,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.request: DirectRequest | None = None  # from `info.direct`
         self.bookmark: Bookmark | None = None
         self.error = ""  # error of the current update
+        self.report = ""  # JSON of the report on the current update
 
     @property
     def worker(self) -> int:
@@ -129,7 +130,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.reader = None
         self.started = time.perf_counter()
         self.open = self.reloading = True
-        self.error = ""
+        self.error = self.report = ""
         self._begin("start")
         initialize_layerwise_reload(self.model)
 
@@ -149,6 +150,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.reader = ShardReader(manifest, source, *([self.bookmark.note] if self.bookmark else []))
         self.loading.load(self.reader)
         source.drain()
+        self.reader.check_reads()
 
     def _open(self, info: UpdateInfo) -> tuple[Manifest, BlockSource]:
         if info.direct is not None:
@@ -221,13 +223,14 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _reply(self, **report: Any) -> None:
         """Send a report to the trainer. If the trainer is gone, only log a warning."""
         report = {"worker": self.worker, **report}
+        self.report = json.dumps(report)
         try:
             if self.request is not None:
                 self.receiver.report(self.request, self.worker, report)
             if self.info.replies:
                 path = Path(self.info.replies) / f"worker{self.worker}.json"
                 draft = path.with_suffix(".part")
-                draft.write_text(json.dumps(report))
+                draft.write_text(self.report)
                 os.replace(draft, path)
         except (OSError, RuntimeError) as error:
             logger.warning("weight version %s: cannot send the report to the trainer: %s", self.info.version, error)

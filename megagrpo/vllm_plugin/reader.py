@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from megagrpo.families.boxes import Box, brackets, extent, size
-from megagrpo.transfer.checksums import checksum, copy_checked
+from megagrpo.transfer.checksums import checksum, copy_checked, device_checksum, is_host, on_host
 from megagrpo.transfer.ledger import Ledgers
 from megagrpo.transfer.manifest import DTYPES, Manifest, WeightSyncError, in_addends
+from megagrpo.transfer.plan import layer_of
 from megagrpo.transfer.slices import cover
 from megagrpo.vllm_plugin.lazy_tensors import LazyTensor, box_of, restride
 
@@ -140,7 +141,7 @@ class ShardReader:
     """The source of lazy tensors for one weight update. It records what the loaders do, for checks that every parameter was filled.
 
     - `wanted`: the boxes that loaders announced; `fetched`: how often each box was fetched.
-    - `reads`: the slices that were read, with their checksums.
+    - `reads`: the slices that were read, with their checksums. Checksums on a GPU are transferred and checked one layer at a time.
     - `arrivals`: how many elements each destination is to receive; `copies`: the last lazy tensor copied to each destination.
     - `blank`: return zeros, because `source` has no data. `note` receives a description of each fetch before it starts.
     """
@@ -152,7 +153,8 @@ class ShardReader:
         self.seconds = self.checksum_seconds = 0.0  # spent on copies, and on their checksums
         self.wanted: set[tuple[str, Box]] = set()
         self.fetched: Counter[tuple[str, Box]] = Counter()
-        self.reads: dict[tuple[str, int, Box], int] = {}  # (tensor, block index, part) -> checksum
+        self._reads: dict[tuple[str, int, Box], int] = {}  # (tensor, block index, part) -> checksum
+        self._unchecked: list[tuple[str, int, Box, int | Tensor]] = []  # reads of one layer whose checksums are on the device
         self.arrivals: dict[int, dict[tuple[Any, ...], int]] = {}  # storage -> (offset, size, stride) -> elements
         self.copies: dict[int, LazyTensor] = {}  # storage -> the last lazy tensor that was copied to it
 
@@ -261,14 +263,30 @@ class ShardReader:
         return values
 
     def _checksum_read(self, name: str, index: int, part: Box, values: Tensor) -> None:
-        started = time.perf_counter()
-        total = checksum(values, part[0][-1] if part[0] else 0)
+        started, column = time.perf_counter(), part[0][-1] if part[0] else 0
+        total = checksum(values, column) if is_host(values) else device_checksum(values, column)
         self.checksum_seconds += time.perf_counter() - started
         self._check_and_record(name, index, part, total)
 
-    def _check_and_record(self, name: str, index: int, part: Box, total: int) -> None:
-        self.source.check(name, index, part, total)
-        self.reads[name, index, part] = total
+    def _check_and_record(self, name: str, index: int, part: Box, total: int | Tensor) -> None:
+        if self._unchecked and layer_of(self._unchecked[-1][0]) != layer_of(name):
+            self.check_reads()
+        self._unchecked.append((name, index, part, total))
+        if isinstance(total, int):
+            self.check_reads()
+
+    def check_reads(self) -> None:
+        """Check and record the reads whose checksums are still on the device. Raises WeightSyncError when one is wrong."""
+        unchecked, self._unchecked = self._unchecked, []
+        for (name, index, part, _), total in zip(unchecked, on_host([total for *_, total in unchecked]), strict=True):
+            self.source.check(name, index, part, total)
+            self._reads[name, index, part] = total
+
+    @property
+    def reads(self) -> dict[tuple[str, int, Box], int]:
+        """(tensor, block index, part) -> checksum of every read so far."""
+        self.check_reads()
+        return self._reads
 
     def _copy(self, name: str, index: int, part: Box, target: Tensor) -> None:
         values = self.source.values(name, index, part)

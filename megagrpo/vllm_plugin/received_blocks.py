@@ -65,7 +65,8 @@ class ReceivedBlocks:
         self.to_come = deque(plan.rounds.items())
         self.in_flight: deque[_RoundInFlight] = deque()
         self.arrived: dict[tuple[str, Box], Tensor] = {}  # (tensor, part) -> its elements
-        self.sums: dict[tuple[str, Box], tuple[int, int]] = {}  # (tensor, part) -> sending rank, and its checksum
+        self._sums: dict[tuple[str, Box], tuple[int, int]] = {}  # (tensor, part) -> sending rank, and its checksum
+        self._arrived_sums: list[tuple[Message, Tensor]] = []  # messages whose checksums [slices] int64 are not in `_sums` yet
         self.copies_left = Counter(plan.copies)
         self.bytes = 0
         self._post()
@@ -89,7 +90,7 @@ class ReceivedBlocks:
 
     def check(self, name: str, index: int, part: Box, total: int) -> None:
         """Raises WeightSyncError, naming rank and tensor, when `total` differs from the checksum that the rank sent."""
-        rank, written = self.sums[name, part]
+        rank, written = self.sums()[name, part]
         if total != written:
             raise WeightSyncError(wrong_checksum(rank, name, part, total, written))
 
@@ -98,9 +99,9 @@ class ReceivedBlocks:
 
         Every part was already checked against the sender's checksum. Raises WeightSyncError when a part arrived and was not read.
         """
-        if unread := self.sums.keys() - {(name, part) for name, _, part in reads}:
+        if unread := self.sums().keys() - {(name, part) for name, _, part in reads}:
             name, part = min(unread)
-            raise WeightSyncError(f"{name}{brackets(part)} arrived from rank {self.sums[name, part][0]} and was not read")
+            raise WeightSyncError(f"{name}{brackets(part)} arrived from rank {self._sums[name, part][0]} and was not read")
         layers: Counter[int] = Counter()
         for (name, _, _), total in reads.items():
             layers[layer_of(name)] += total
@@ -116,7 +117,8 @@ class ReceivedBlocks:
         self.to_come.clear()
         self.in_flight.clear()
         self.arrived.clear()
-        self.sums.clear()
+        self._sums.clear()
+        self._arrived_sums.clear()
 
     def _post(self) -> None:
         """Start to receive the next rounds, up to IN_FLIGHT."""
@@ -136,10 +138,19 @@ class ReceivedBlocks:
         for message, buffer in zip(oldest.messages, oldest.buffers, strict=True):
             elements, sums = message_views(buffer, message, self.dtype)
             self.bytes += elements.nbytes
-            for item, total in zip(message.slices, sums.tolist(), strict=True):
+            for item in message.slices:
                 self.arrived[item.tensor, item.box] = elements[item.offset : item.offset + size(item.box)].view(extent(item.box))
-                self.sums[item.tensor, item.box] = message.source, total % 2**64
+            self._arrived_sums.append((message, sums.clone()))  # a view would keep the whole message
         self._post()
+
+    def sums(self) -> dict[tuple[str, Box], tuple[int, int]]:
+        """(tensor, part) -> sending rank and checksum of all parts that arrived. One transfer serves all messages since the last call."""
+        if self._arrived_sums:
+            totals = iter(torch.cat([sums for _, sums in self._arrived_sums]).tolist())
+            for message, _ in self._arrived_sums:
+                self._sums |= {(item.tensor, item.box): (message.source, next(totals) % 2**64) for item in message.slices}
+            self._arrived_sums = []
+        return self._sums
 
 
 def parts_of(box: Box, blocks: tuple[Box, ...], limit: int) -> list[tuple[int, Box]]:

@@ -29,6 +29,10 @@ class WorkerVerbs:
         """Return the error of the last weight update on this worker, or ""; for a trainer that received no report."""
         return self.weight_transfer_engine.error
 
+    def weight_update_report(self) -> str:
+        """Return this worker's report on the last weight update as JSON, or "" without one; for a trainer on another node."""
+        return self.weight_transfer_engine.report
+
     def quantization(self) -> str:
         """Return the quantization that is applied to loaded weights, as a value of `rollout.quantization`."""
         return self.vllm_config.model_config.quantization or "none"

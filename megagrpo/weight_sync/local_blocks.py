@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import Box, intersect
+from megagrpo.transfer.checksums import finite_on_device, first_false
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.transfer.roster import Roster
 from megagrpo.weight_sync.transport import BlockKey, Parameter, Weight, key_of
@@ -36,9 +36,10 @@ class LocalBlocks:
 
     def check(self, roster: Roster | None, rank: int) -> None:
         """Raises WeightSyncError when a weight is NaN or infinite, or a block of the roster is missing."""
-        for name, param, blocks in self.parameters:
-            if blocks and not all(map(torch.isfinite, param.detach().aminmax())):  # aminmax returns NaN if any value is NaN
-                raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {blocks[0].name}")
+        sent = [(name, param, blocks[0].name) for name, param, blocks in self.parameters if blocks]
+        if (bad := first_false([finite_on_device(param.detach()) for _, param, _ in sent])) is not None:
+            name, _, tensor = sent[bad]
+            raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {tensor}")
         if roster is None:
             return
         for name, (_, boxes) in roster.tensors.items():

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megagrpo.engine.protocol import Engine
 from megagrpo.families.boxes import Box, brackets, missing, size, whole
 from megagrpo.process.progress import SILENT_TASK, Task
-from megagrpo.transfer.checksums import copy_checked
+from megagrpo.transfer.checksums import Checked, copy_checked
 from megagrpo.transfer.exchange import Board, Deadline, Exchange, Parcel, Pending, clear_frames, own_address, wait
 from megagrpo.transfer.manifest import DTYPES, Manifest, WeightSyncError
 from megagrpo.transfer.message_bytes import describe, empty_message, layer_text, message_views
@@ -238,6 +239,13 @@ class DirectUpdate:
         )
         return {"version": self.manifest.version, "direct": asdict(direct)}
 
+    def reports_by_http(self, server: str) -> bool:
+        """False: workers report to the board."""
+        return False
+
+    def all_sent(self, reports: Sequence[SendReport]) -> None:
+        """Does nothing: workers compare checksums with the messages."""
+
     def activity(self, server: str) -> dict[str, str]:
         """Always empty. The errors of the sending ranks name workers that hang."""
         return {}
@@ -353,15 +361,15 @@ class DirectUpdate:
 
     def _parcel(self, message: Message) -> Parcel:
         """Pack a message: its elements, and a checksum of each slice."""
-        dtype, totals = DTYPES[self.manifest.dtype], []
+        dtype, totals = DTYPES[self.manifest.dtype], list[Checked]()
         buffer = empty_message(message, dtype, self.transport.device)
         elements, sums = message_views(buffer, message, dtype)
         for item in message.slices:
             target = elements[item.offset : item.offset + size(item.box)]
-            total, seconds = copy_checked(target, self.blocks.read(item.tensor, item.box), item.box)
-            totals.append(total - 2**64 * (total >= 2**63))
-            self.checksum_seconds += seconds
-        sums.copy_(torch.tensor(totals, dtype=torch.int64))
+            totals.append(copy_checked(target, self.blocks.read(item.tensor, item.box), item.box))
+        self.checksum_seconds += sum(seconds for _, seconds in totals)
+        # A GPU's checksums stay there: a wait per slice would cost more than the copies.
+        sums.copy_(torch.stack([_word(total) for total, _ in totals]))
         peer, what = self.num_ranks + message.destination, f"sending {describe(message)} to {self._name(message.destination)}"
         return Parcel(buffer, peer, message.tag, what)
 
@@ -398,3 +406,8 @@ def _name_of_this_host() -> str:
 
 def _has_ranks_elsewhere() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
+
+
+def _word(total: int | Tensor) -> Tensor:
+    """Return a checksum as a [] int64 tensor."""
+    return total if isinstance(total, Tensor) else torch.tensor(total - 2**64 * (total >= 2**63), dtype=torch.int64)

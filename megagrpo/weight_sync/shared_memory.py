@@ -1,44 +1,35 @@
-"""The shared_memory transport, for trainer ranks and servers on one host.
+"""The shared_memory transport, for servers on the hosts of the trainer's ranks.
 
 Every trainer rank writes the blocks it owns to a file, layer by layer: of the replicas of a block, one rank owns it. Every worker of the
 engine reads only the slices that its loaders copy, each as soon as it is written. The rank's ledger records its progress
 (`transfer/ledger.py`). Two slots alternate, so the next version never overwrites slices that a worker still reads.
+
+On several nodes each node has its own files, with the whole model, for its own servers (`weight_sync/node_shares.py`).
 """
 
 from __future__ import annotations
 
 import atexit
-import errno
 import json
-import math
 import os
 import shutil
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from megagrpo.engine.protocol import Engine
-from megagrpo.families.blocks import Block
-from megagrpo.families.boxes import Box
+from megagrpo.families.boxes import brackets
 from megagrpo.process.progress import SILENT_TASK, Task
-from megagrpo.transfer.checksums import NotFinite, check_finite, copy_checked
-from megagrpo.transfer.ledger import HEADER, NUM_SLOTS, Ledger, Ledgers, ledger_path
-from megagrpo.transfer.manifest import ALIGNMENT, DTYPES, Bookmark, Manifest, SharedBlock, SharedTensor, WeightSyncError
-from megagrpo.transfer.plan import layer_of
+from megagrpo.transfer.ledger import NUM_SLOTS, Ledgers
+from megagrpo.transfer.manifest import Bookmark, Manifest, SharedBlock, SharedTensor, WeightSyncError
 from megagrpo.transfer.shm_names import SHARED_MEMORY, WEIGHTS, owned, remove_stale
-from megagrpo.transfer.slices import owners
+from megagrpo.weight_sync.node_shares import NodeFiles, Nodes, Transfer
 from megagrpo.weight_sync.orphaned_files import remove_when_orphaned
-from megagrpo.weight_sync.transport import BlockKey, Parameter, Ranks, SendReport, Weight, key_of
+from megagrpo.weight_sync.slots import BlockInFile, BlockToWrite, Slots, by_layer
+from megagrpo.weight_sync.transport import Ranks, SendReport, Weight
 from megagrpo.weight_sync.verification import verify
-
-BlockInFile = tuple[BlockKey, int]  # a block, and its offset in bytes
-BlockToWrite = tuple[str, Parameter, Block]  # parameter name, parameter, and one block of it
 
 
 class _Readiness(NamedTuple):
@@ -50,27 +41,33 @@ class _Readiness(NamedTuple):
 
 
 class SharedMemory:
-    """The transport for ranks and servers on one host. Construction is collective; `close` removes its files.
+    """The transport for servers on the hosts of the ranks. Construction is collective; `close` removes its files.
 
-    Raises ValueError when the ranks are on several hosts. With `seconds`, a rank that has not written its weights this long after another
+    With `nodes` the ranks are on several hosts, each with servers of its own; without it, ranks on several hosts are a ValueError. With
+    `seconds`, a rank that has not written its weights this long after another
     rank is an error, which names the rank and the tensor.
     """
 
-    def __init__(self, ranks: Ranks, dtype: str, folder: Path = SHARED_MEMORY, seconds: float | None = None):
+    def __init__(self, ranks: Ranks, dtype: str, folder: Path = SHARED_MEMORY, seconds: float | None = None, nodes: Nodes | None = None):
         self.ranks, self.dtype, self.seconds = ranks, dtype, seconds
         self._published: Slots | None = None
         self._blocks: list[list[BlockInFile]] = []  # per rank
-        self._tensors: dict[int, dict[str, SharedTensor]] = {}  # slot -> tensors and their blocks
+        self._tensors: dict[tuple[int, int], dict[str, SharedTensor]] = {}  # (slot, node) -> tensors and their blocks
         remove_stale(folder)
         proposed = str(folder / owned(WEIGHTS))  # rank 0's folder is used
         everyone = ranks.all_gather_objects((socket.gethostname(), proposed))
-        if len(hosts := sorted({host for host, _ in everyone})) > 1:
+        if nodes is None and len(hosts := sorted({host for host, _ in everyone})) > 1:
             raise ValueError(
                 f"rollout.weight_sync_transport: shared_memory needs all ranks on one host; they are on {', '.join(hosts)}; use p2p"
             )
-        self.folder = Path(everyone[0][1])
+        self.nodes = nodes or Nodes((0,) * len(everyone))
+        of_ranks = self.nodes.of_ranks
+        self.node = of_ranks[ranks.world_rank]
+        self.folders = {node: Path(everyone[of_ranks.index(node)][1]) for node in set(of_ranks)}  # its first rank's proposal
+        self.folder = self.folders[self.node]
         self._pid = os.getpid()
-        self._remover = remove_when_orphaned(self.folder) if ranks.world_rank == 0 else None
+        self._leads = of_ranks.index(self.node) == ranks.world_rank
+        self._remover = remove_when_orphaned(self.folder) if self._leads else None
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -103,8 +100,26 @@ class SharedMemory:
         if problems := [rank.problem for rank in everyone if rank.problem]:
             raise WeightSyncError("; ".join(problems))
         self._blocks = self._blocks or [rank.blocks or [] for rank in everyone]
-        manifest = self._manifest([rank.file or "" for rank in everyone], version)
-        return FileUpdate(manifest, self.folder, self.seconds, slots, to_write)
+        return self._update([rank.file or "" for rank in everyone], version, slots, to_write)
+
+    def _update(self, files: list[str], version: int, slots: Slots, to_write: list[BlockToWrite]) -> FileUpdate:
+        """Return the update of `version`. On several nodes the first rank of each writes what its servers need."""
+        update = FileUpdate(self._manifest(files, version, self.node), self.folder, self.seconds, slots, to_write)
+        if not self.nodes.many:
+            return update
+        if self._leads:
+            for server in self.nodes.servers_of(self.node):
+                FileUpdate.request(update, server)
+        self.all_gather(None)  # rank 0 sends requests to all servers next
+        if self.ranks.world_rank == 0:
+            numbers = [{key: number for number, (key, _) in enumerate(blocks)} for blocks in self._blocks]
+            update.crossings = [(one, numbers[one.sender][one.key], numbers[one.receiver][one.key]) for one in slots.shares.transfers]
+            update.elsewhere = {
+                node: NodeFiles(self._manifest(files, version, node), folder, self.nodes.servers_of(node))
+                for node, folder in self.folders.items()
+                if node != self.node
+            }
+        return update
 
     def all_gather(self, value: Any) -> list[Any]:
         """Gather `value` from every rank, in rank order. Raises WeightSyncError naming late ranks, and the parameter each of them is at."""
@@ -117,19 +132,21 @@ class SharedMemory:
             stuck_in = "".join(f"; rank {rank} is stuck in: {Bookmark.read(path)}" for rank, path in bookmarks.items() if path.exists())
             raise WeightSyncError(f"phase publish: {error} (rollout.weight_sync_timeout){stuck_in}") from error
 
-    def _manifest(self, files: list[str], version: int) -> Manifest:
-        """Return the manifest of `version`; its tensors are built once per slot."""
-        slot = version % NUM_SLOTS
+    def _manifest(self, files: list[str], version: int, node: int) -> Manifest:
+        """Return the manifest of `version` for the servers of `node`; its tensors are built once per slot."""
+        slot = version % NUM_SLOTS, node
         if slot not in self._tensors:
             parts: dict[str, tuple[tuple[int, ...], list[SharedBlock]]] = {}
             for rank, blocks in enumerate(self._blocks):
+                if self.nodes.of_ranks[rank] != node:
+                    continue
                 for number, ((name, shape, box), offset) in enumerate(blocks):
                     parts.setdefault(name, (shape, []))[1].append(SharedBlock(rank, files[rank], offset, box, number))
-            self._tensors[slot] = {name: SharedTensor(parts[name][0], tuple(parts[name][1])) for name in sorted(parts, key=_by_layer)}
+            self._tensors[slot] = {name: SharedTensor(parts[name][0], tuple(parts[name][1])) for name in sorted(parts, key=by_layer)}
         return Manifest(version, self.dtype, self._tensors[slot])
 
     def _slots(self, parameters: Sequence[Weight]) -> Slots:
-        return Slots(parameters, self.ranks, self.dtype, self.folder)
+        return Slots(parameters, self.ranks, self.dtype, self.folder, self.nodes)
 
 
 @dataclass
@@ -144,6 +161,9 @@ class FileUpdate:
     seconds: float | None
     slots: Slots
     to_write: list[BlockToWrite]
+    elsewhere: dict[int, NodeFiles] = field(default_factory=dict, kw_only=True)  # rank 0: node -> its files, for all other nodes
+    crossings: list[tuple[Transfer, int, int]] = field(default_factory=list, kw_only=True)  # rank 0: with its numbers at both ends
+    written: list[tuple[int, ...]] = field(default_factory=list, kw_only=True)  # rank 0, on several nodes: rank -> checksums of its blocks
     servers: dict[str, int] | None = None  # `cuda_ipc`: url -> number of workers, all of which must take part. None: any server, any time
 
     @property
@@ -154,26 +174,46 @@ class FileUpdate:
     def request(self, server: str) -> dict[str, Any]:
         """Return the request for the workers of `server`. Writes the manifest if it does not exist, and empties the server's folder of
         reports."""
-        replies = self._replies(server)
+        for _, folder, servers in self.elsewhere.values():
+            if server in servers:
+                return self._order(folder / self.path.name, replies_of(folder, server))
+        replies = replies_of(self.folder, server)
         shutil.rmtree(replies, ignore_errors=True)
         replies.mkdir(parents=True)
         if not self.path.exists():
             self.manifest.save(self.path)
-        return {"manifest": str(self.path), "version": self.manifest.version, "replies": str(replies), "seconds": self.seconds}
+        return self._order(self.path, replies)
+
+    def _order(self, manifest: Path, replies: Path) -> dict[str, Any]:
+        return {"manifest": str(manifest), "version": self.manifest.version, "replies": str(replies), "seconds": self.seconds}
+
+    def reports_by_http(self, server: str) -> bool:
+        """Whether the reports of the workers of `server` are on another node."""
+        return any(server in files.servers for files in self.elsewhere.values())
 
     def replies(self, server: str) -> list[dict[str, Any]]:
         """Return the reports of the workers of `server` so far."""
-        return [json.loads(path.read_text()) for path in sorted(self._replies(server).glob("worker*.json"))]
+        return [json.loads(path.read_text()) for path in sorted(replies_of(self.folder, server).glob("worker*.json"))]
 
     def activity(self, server: str) -> dict[str, str]:
         """Return worker -> the operation it is in, for workers without a report. Workers that have never seen an update are missing."""
-        folder = self._replies(server)
+        folder = replies_of(self.folder, server)
         workers = {path.stem.removeprefix("worker"): path for path in sorted(folder.glob("worker*.at"))}
         return {worker: Bookmark.read(path) for worker, path in workers.items() if not (folder / f"worker{worker}.json").exists()}
 
     def send(self, task: Task = SILENT_TASK) -> SendReport:
         """Write this rank's blocks, layer by layer as workers want them."""
         return self.slots.write(self.to_write, self.manifest.version, task)
+
+    def all_sent(self, reports: Sequence[SendReport]) -> None:
+        """Keep the checksums of all ranks for `verify`. Raises WeightSyncError when a block changed on its way to another node."""
+        if not self.elsewhere:
+            return
+        self.written = [report.checksums for report in reports]
+        for one, sent, got in self.crossings:
+            if self.written[one.sender][sent] != self.written[one.receiver][got]:
+                what = f"{one.key[0]}{brackets(one.key[2])}"
+                raise WeightSyncError(f"{what} changed on its way from rank {one.sender} to rank {one.receiver} of another node")
 
     def give_up(self, why: str) -> None:
         """Does nothing: no rank waits for a server here."""
@@ -186,155 +226,19 @@ class FileUpdate:
         """Compare the slices in the workers' reports with the manifest and the ledgers' checksums. Raises WeightSyncError."""
         ledgers = Ledgers(self.folder, self.manifest.version)
         try:
-            verify(self.manifest, ledgers.checksums(self.manifest), reports)
+            remote = {url for files in self.elsewhere.values() for url in files.servers}
+            verify(self.manifest, ledgers.checksums(self.manifest), [report for report in reports if report["server"] not in remote])
         finally:
             ledgers.close()
+        for manifest, _, servers in self.elsewhere.values():
+            blocks = ((name, index, block) for name, tensor in manifest.tensors.items() for index, block in enumerate(tensor.blocks))
+            written = {(name, index): self.written[block.rank][block.number] for name, index, block in blocks}
+            verify(manifest, written, [report for report in reports if report["server"] in servers])
 
     def verify_bytes(self, sent: int, received: int) -> None:
         """Does nothing: the number of bytes read depends on the slices that the workers keep. `verify` checks that they read everything."""
 
-    def _replies(self, server: str) -> Path:
-        return self.folder / "replies" / server.replace("/", "_")
 
-
-class Slots:
-    """This rank's files in shared memory, and the blocks that this rank publishes. Construction is collective.
-
-    Blocks lie in the files in the order in which they are written: parameter by parameter, as the engine asks for them.
-    """
-
-    def __init__(self, parameters: Sequence[Weight], ranks: Ranks, dtype: str, folder: Path):
-        self.rank, self.dtype, self.folder = ranks.world_rank, DTYPES[dtype], folder
-        elements = {key_of(block): math.prod(block.block_shape) for _, _, blocks in parameters for block in blocks}
-        owner = owners(ranks.all_gather_objects(list(elements.items())))
-        owned_keys = [{key_of(block): None for block in blocks if owner[key_of(block)] == self.rank} for _, _, blocks in parameters]
-        by_parameter = sorted((sorted(keys, key=_position) for keys in owned_keys if keys), key=lambda keys: _position(keys[0]))
-        self.blocks: list[BlockInFile] = []
-        self.numbers: dict[BlockKey, int] = {}  # key of a block -> its index in `blocks`
-        self.size = 0
-        for key in (key for keys in by_parameter for key in keys):
-            if key not in self.numbers:
-                self.numbers[key] = len(self.blocks)
-                self.blocks.append((key, self.size))
-                self.size += _aligned(elements[key] * self.dtype.itemsize)
-        self.buffers: dict[str, Tensor] = {}  # name of a slot's memory in blocks -> its bytes [size] uint8
-        self.ledgers: dict[Path, Ledger] = {}
-        self.bookmark: Bookmark | None = None
-
-    def close(self) -> None:
-        """Close the ledgers."""
-        while self.ledgers:
-            self.ledgers.popitem()[1].close()
-
-    def checked(self, parameters: Sequence[Weight]) -> list[BlockToWrite]:
-        """Check `parameters`, and return the blocks of them that this rank publishes, in the order of its file.
-
-        Raises WeightSyncError when a value is NaN or infinity in the engine's dtype, or when a block is missing.
-        """
-        to_write: dict[int, BlockToWrite] = {}
-        for name, param, blocks in parameters:
-            self._note(f"parameter {name}")
-            by_number = {self.numbers[key]: block for block in blocks if (key := key_of(block)) in self.numbers}
-            by_number = {number: block for number, block in by_number.items() if number not in to_write}
-            if not by_number:
-                continue
-            values = param.detach()  # may be computed on each call, as for merged adapters
-            for number, block in by_number.items():
-                try:
-                    check_finite(block.view(values), self.dtype)
-                except NotFinite:
-                    raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {block.name}") from None
-                to_write[number] = name, param, block
-        if absent := self.numbers.values() - to_write.keys():
-            (name, *_), _ = self.blocks[min(absent)]
-            raise WeightSyncError(f"{name} was present in the first sync and is missing now")
-        return [to_write[number] for number in range(len(self.blocks))]
-
-    def open(self, weight_version: int) -> str:
-        """Reserve memory for a version, reset its ledger, and return the name that blocks use for the memory ("" without blocks)."""
-        if not self.blocks:
-            return ""
-        path = ledger_path(self.folder, self.rank, weight_version)
-        if path not in self.ledgers or not path.exists():
-            words = _allocate(path, 8 * (HEADER + len(self.blocks))).view(torch.int64).numpy().view(np.uint64)
-            self.ledgers[path] = Ledger(path, words)
-        self.ledgers[path].begin(weight_version)
-        return self.buffer(weight_version % NUM_SLOTS)[0]
-
-    def buffer(self, slot: int) -> tuple[str, Tensor]:
-        """Return the path of this slot's file, which is `SharedBlock.file`, and its bytes [size] uint8."""
-        path = self.folder / f"rank{self.rank}.slot{slot}"
-        if str(path) not in self.buffers or not path.exists():
-            self.buffers[str(path)] = _allocate(path, self.size)
-        return str(path), self.buffers[str(path)]
-
-    def write(self, to_write: Sequence[BlockToWrite], weight_version: int, task: Task = SILENT_TASK) -> SendReport:
-        """Cast and copy every block; workers may read a block as soon as it is written. On an error the ledger withdraws the version."""
-        if not to_write:
-            return SendReport(0)
-        ledger = self.ledgers[ledger_path(self.folder, self.rank, weight_version)]
-        buffer = self.buffer(weight_version % NUM_SLOTS)[1]
-        source, num_bytes, checksum_seconds = None, 0, 0.0
-        task.expect(self.size, "B")
-        try:
-            for number, (name, param, block) in enumerate(to_write):
-                if param is not source:
-                    self._note(f"parameter {name}")
-                    source, values = param, param.detach()
-                view, offset = block.view(values), self.blocks[number][1]
-                end = offset + view.numel() * self.dtype.itemsize
-                total, seconds = copy_checked(buffer[offset:end].view(self.dtype), view, block.box)
-                ledger.note(weight_version, number, total, end)
-                num_bytes += end - offset
-                task.advance(end - offset)
-                checksum_seconds += seconds
-        except BaseException:
-            ledger.withdraw()
-            raise
-        return SendReport(num_bytes, checksum_seconds)
-
-    def _note(self, activity: str) -> None:
-        """Write what this rank does to its bookmark, which the other ranks read when this rank is late."""
-        if self.bookmark is None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.bookmark = Bookmark(self.folder / f"rank{self.rank}.at")
-        self.bookmark.note(activity)
-
-
-def _allocate(path: Path, count: int) -> Tensor:
-    """Create and map a file of `count` bytes in shared memory, [count] uint8.
-
-    Space is reserved now, because a write to full shared memory would kill the process. Raises WeightSyncError when shared memory is full.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
-    try:
-        os.posix_fallocate(descriptor, 0, count)
-    except OSError as error:
-        path.unlink(missing_ok=True)
-        if error.errno != errno.ENOSPC:
-            raise
-        free = shutil.disk_usage(path.parent).free
-        raise WeightSyncError(
-            f"{path.parent.parent} is full: a slot of this rank's weights takes {count / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are "
-            "free; enlarge it (docker run --shm-size, mount -o remount,size=) or free some"
-        ) from error
-    finally:
-        os.close(descriptor)
-    return torch.from_file(str(path), shared=True, size=count, dtype=torch.uint8)
-
-
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-def _position(key: BlockKey) -> tuple[int, str, Box]:
-    """Sort key of a block: its tensor, then its position in the tensor."""
-    tensor, _, box = key
-    return *_by_layer(tensor), box
-
-
-def _by_layer(tensor: str) -> tuple[int, str]:
-    """Sort key that keeps the tensors of a layer together: vLLM buffers every layer that has begun to load until it is complete."""
-    return layer_of(tensor), tensor
+def replies_of(folder: Path, server: str) -> Path:
+    """Return the folder of the reports of the workers of `server`: worker0.json and so on."""
+    return folder / "replies" / server.replace("/", "_")

@@ -23,6 +23,7 @@ from megagrpo.families.blocks import Block, with_last_dim
 from megagrpo.process.progress import SILENT_TASK, Task
 from megagrpo.transfer.manifest import DTYPES, WeightSyncError, addends, in_addends
 from megagrpo.weight_sync.cuda_ipc import CudaIpc
+from megagrpo.weight_sync.node_shares import Nodes
 from megagrpo.weight_sync.point_to_point import PointToPoint
 from megagrpo.weight_sync.shared_memory import SharedMemory
 from megagrpo.weight_sync.transport import NO_HANDOVER, Handover, Parameter, Ranks, SendReport, Transport, TransportUpdate, Weight
@@ -174,6 +175,7 @@ class WeightSync:
             if problems:
                 problems += [_text(failure)] if failure is not None else []
                 raise _kind(failure)("; ".join(problems))
+            update.all_sent([rank.report for rank in everyone])
             self._delivered = update  # set before the result is known: a server that died during this update gets it from `load_last`
             reports = loading.result()
             update.verify(reports)
@@ -206,12 +208,16 @@ class WeightSync:
             update.give_up(why)
 
 
-def make_transport(name: str, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float, megabytes: float) -> Transport:
+def make_transport(
+    name: str, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float, megabytes: float, nodes: Nodes | None = None
+) -> Transport:
     """Construct the transport `name`: shared_memory, p2p or cuda_ipc. Collective. `seconds` and `megabytes` are described in
-    `PointToPoint`."""
+    `PointToPoint`. `nodes` are the nodes of servers that the ranks' hosts share; None for one node, and for p2p."""
     if name == "p2p":
         return PointToPoint(ranks, dtype, device, seconds=seconds, megabytes=megabytes)
-    return CudaIpc(ranks, dtype, device, seconds=seconds) if name == "cuda_ipc" else SharedMemory(ranks, dtype, seconds=seconds)
+    if name == "cuda_ipc":
+        return CudaIpc(ranks, dtype, device, seconds=seconds, nodes=nodes)
+    return SharedMemory(ranks, dtype, seconds=seconds, nodes=nodes)
 
 
 def _kind(error: BaseException | None) -> type[WeightSyncError]:

@@ -52,10 +52,11 @@ NO_HANDOVER = Handover()
 
 @dataclass(frozen=True)
 class SendReport:
-    """The bytes that one rank sent in one update, and the seconds it spent on checksums."""
+    """The bytes that one rank sent in one update, the seconds it spent on checksums, and the checksums that other nodes need."""
 
     num_bytes: int
     checksum_seconds: float = 0.0
+    checksums: tuple[int, ...] = ()  # of the blocks in this rank's files, in order; only for servers on several nodes
 
 
 class TransportUpdate(WeightUpdate, Protocol):
@@ -63,6 +64,9 @@ class TransportUpdate(WeightUpdate, Protocol):
 
     def send(self, task: Task = SILENT_TASK) -> SendReport:
         """Send this rank's part, while the engine loads it. Every rank calls it. `task` counts the bytes. Raises when sending fails."""
+
+    def all_sent(self, reports: Sequence[SendReport]) -> None:
+        """Rank 0: every rank has sent; `reports` has one report per rank. Raises WeightSyncError when two reports contradict each other."""
 
     def verify(self, reports: Sequence[dict[str, Any]]) -> None:
         """Check the workers' reports, on rank 0: every server received everything unchanged.

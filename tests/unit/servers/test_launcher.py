@@ -388,3 +388,24 @@ def test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key(tmp_p
         with pytest.raises(EngineStartError, match=r"did not respond within 0 s \(rollout\.startup_timeout\)"):
             launcher.wait()
         assert launcher.servers == []
+
+
+def test_variables_of_the_trainers_gpus_do_not_reach_a_server(tmp_path, monkeypatch):
+    for name in (*launcher_module.TRAINER_VARIABLES, "OMP_NUM_THREADS", "NCCL_DEBUG"):
+        monkeypatch.setenv(name, "1")
+    environment = Launcher(ServerOptions(str(tmp_path), "bfloat16", 64), tmp_path, devices=["0"])._environment(0)
+    assert not environment.keys() & {*launcher_module.TRAINER_VARIABLES, "OMP_NUM_THREADS"} and environment["NCCL_DEBUG"] == "1"
+
+
+def test_a_server_that_sleeps_on_a_gpu_gets_the_flags_that_its_vllm_knows(tmp_path, monkeypatch):
+    commands = {}
+    for known in (True, False):
+        monkeypatch.setattr(launcher_module, "_vllm_knows", lambda flag, known=known: known)
+        for devices, sleep in ((["0"], True), (["0"], False), (None, True)):
+            command = Launcher(ServerOptions(str(tmp_path), "bfloat16", 64, sleep_mode=sleep), tmp_path, devices=devices)._command(8000)
+            commands[known, bool(devices), sleep] = [word for word in command if word in launcher_module.SLEEP_FLAGS]
+    assert commands.pop((True, True, True)) == list(launcher_module.SLEEP_FLAGS) and not any(commands.values())
+
+
+def test_flags_are_looked_up_in_the_installed_vllm():
+    assert launcher_module._vllm_knows("--enable-sleep-mode") and not launcher_module._vllm_knows("--no-such-flag")

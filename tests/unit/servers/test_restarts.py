@@ -16,7 +16,9 @@ from megagrpo.engine.protocol import EngineDeadError
 from megagrpo.servers import hang_detection
 from megagrpo.servers import launcher as launcher_module
 from megagrpo.servers.launcher import Launcher, ServerOptions
+from megagrpo.servers.node_agent import NodeAgent, NodeLaunchers
 from megagrpo.servers.restarts import Restarter
+from megagrpo.transfer.exchange import Board, Deadline
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import Prompt, SamplingParams
 
@@ -227,3 +229,36 @@ def test_who_has_servers_sleep_waits_until_a_silent_one_has_ended(stand, monkeyp
         assert engine.fleet.unsettled() == stand.urls
         engine.sleep()
         assert updates == [False] and len(said) == 1 and "no response for 0.5 s; killing it" in said[0]
+
+
+@pytest.fixture
+def two_nodes(stand, tmp_path):
+    """Rank 0's view of two nodes with one server each, and the launcher of the second."""
+    board = Board("127.0.0.1", 0, Deadline(20), "secret", serve=True)
+    with Stand(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1, first=1) as other:
+        other.start()
+        other.wait()
+        with NodeAgent(1, other, Board("127.0.0.1", board.port, Deadline(20), "secret")):
+            yield NodeLaunchers(stand, board, [1], 1), other
+
+
+def test_a_server_of_another_node_is_restarted_from_rank_0_up_to_the_limit(two_nodes, tmp_path):
+    nodes, other = two_nodes
+    assert nodes.urls[1] == other.urls[0] and [log.name for log in nodes.logs] == ["vllm_0.log", "vllm_1.log"]
+    engine, said = VllmEngine(nodes.urls, str, patience=5.0), []
+    with Restarter(nodes, engine, lambda url: 0, said.append):
+        kill(other.servers[0])
+        wait_until(lambda: len(said) == 2)
+        assert "was killed by SIGKILL; restarting it, 1 of 1 times (rollout.max_restarts); log: " in said[0]
+        assert said[1] == f"vLLM server {nodes.urls[1]} is back, with weight version 0"
+        nodes.servers[1].end()
+        wait_until(lambda: len(said) == 3)
+    assert "restart limit 1 reached (rollout.max_restarts)" in said[2] and nodes.restarts[nodes.urls[1]] == 1
+    assert engine.fleet.states() == {nodes.urls[0]: State.SERVING, nodes.urls[1]: State.GONE}
+
+
+def test_an_order_that_fails_on_another_node_says_so_and_the_agent_goes_on(two_nodes):
+    nodes, other = two_nodes
+    assert nodes.restart(1).startswith("restart of a vLLM server failed: AssertionError")  # it is alive
+    nodes.servers[1].end()
+    assert not nodes.servers[1].alive and nodes.restart(1).endswith(f"log: {other.logs[0]}")

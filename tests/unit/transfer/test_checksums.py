@@ -8,7 +8,16 @@ import torch
 
 from megagrpo.families.boxes import cut, extent, whole
 from megagrpo.transfer import checksums
-from megagrpo.transfer.checksums import NotFinite, check_finite, checksum, copy_checked
+from megagrpo.transfer.checksums import (
+    NotFinite,
+    check_finite,
+    checksum,
+    copy_checked,
+    device_checksum,
+    finite_on_device,
+    first_false,
+    on_host,
+)
 
 DTYPES = [torch.bfloat16, torch.float32]
 
@@ -105,3 +114,19 @@ def test_what_the_cast_makes_infinite_is_refused(sign):
     check_finite(rounded, torch.float32)
     with pytest.raises(NotFinite):
         check_finite(rounded, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("column", [0, 1, 5])
+@pytest.mark.parametrize("width", [0, 3, 8, 1001])
+def test_a_gpus_checksum_is_the_hosts(dtype, column, width):
+    values = -torch.rand(7, width, generator=torch.Generator().manual_seed(width)).to(dtype)  # sign bits make large sums
+    sums = [device_checksum(part, column) for part in (values, values[:, 1:], values.t())]
+    assert on_host([*sums, 5]) == [checksum(part, column) for part in (values, values[:, 1:], values.t())] + [5]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_the_first_tensor_that_is_not_finite_is_found_with_one_transfer(value):
+    good, bad, empty = torch.ones(5), torch.tensor([1.0, value]), torch.ones(0, 3)
+    assert first_false([finite_on_device(tensor) for tensor in (good, empty, bad, bad)]) == 2
+    assert first_false([finite_on_device(good)]) is None and first_false([]) is None

@@ -16,7 +16,8 @@ from megagrpo.transfer.ledger import Ledgers
 from megagrpo.transfer.manifest import Manifest, SharedBlock, SharedTensor, WeightSyncError
 from megagrpo.transfer.shm_names import remove_stale
 from megagrpo.weight_sync import adapters
-from megagrpo.weight_sync.shared_memory import SharedMemory, _allocate
+from megagrpo.weight_sync.shared_memory import SharedMemory
+from megagrpo.weight_sync.slots import allocate
 from megagrpo.weight_sync.sync import WeightSync
 from megagrpo.weight_sync.transport import Handover
 from megagrpo.weight_sync.verification import verify
@@ -204,7 +205,7 @@ def test_shared_memory_that_is_too_small_is_a_clear_error():
         with pytest.raises(
             WeightSyncError, match=r"/dev/shm is full: a slot of this rank's weights takes \d+ MiB, \d+ MiB are free; enlarge"
         ):
-            _allocate(folder / "slot", held.f_blocks * held.f_frsize + 4096)
+            allocate(folder / "slot", held.f_blocks * held.f_frsize + 4096)
         assert list(folder.iterdir()) == []
     finally:
         folder.rmdir()

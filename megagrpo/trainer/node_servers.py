@@ -1,0 +1,88 @@
+"""Servers on the hosts of all ranks: with `rollout.placement: colocated` on several nodes each node launches its own servers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from megagrpo.config import LOOPBACK, RunConfig
+from megagrpo.engine.access import address_of
+from megagrpo.parallel.agree import on_first_rank, run_and_agree, run_own_and_agree
+from megagrpo.parallel.layout import Layout
+from megagrpo.servers.launcher import Launcher
+from megagrpo.servers.node_agent import NodeAgent, NodeLaunchers
+from megagrpo.servers.serving import engine_dtype, make_launcher
+from megagrpo.transfer.exchange import Board, Deadline, own_address
+from megagrpo.weight_sync.node_shares import Nodes
+
+
+@dataclass(frozen=True)
+class NodeServers:
+    """The servers of all nodes: every rank's node, and this node's launcher on the first rank of the node (None on other ranks)."""
+
+    of_ranks: tuple[int, ...]
+    launcher: Launcher | None
+    token: str
+
+
+def node_of_each_rank(config: RunConfig, layout: Layout) -> tuple[int, ...]:
+    """Return the index of every rank's node, from the launcher's GROUP_RANK or LOCAL_WORLD_SIZE; all are 0 unless the run's servers share
+    the hosts of several nodes. Collective."""
+    if config.rollout.placed != "colocated" or config.run.nodes == 1:
+        return (0,) * layout.world_size
+    by_size = layout.world_rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return tuple(layout.all_gather_objects(int(os.environ.get("GROUP_RANK", by_size))))
+
+
+def launch_on_each_node(
+    config: RunConfig, model_folder: Path, run_folder: Path, layout: Layout, of_ranks: tuple[int, ...], token: str | None
+) -> NodeServers:
+    """Build the launcher of each node, on its first rank; nothing is started. Collective. Raises ValueError or RankError."""
+    nodes, node = sorted(set(of_ranks)), of_ranks[layout.world_rank]
+    share, rest = divmod(config.rollout.servers, len(nodes))
+    if rest or not share:
+        raise ValueError(f"rollout.servers: {config.rollout.servers} is not a multiple of the run's {len(nodes)} nodes; use a multiple")
+    token = on_first_rank(layout, lambda: token or secrets.token_urlsafe(32))
+    make = partial(make_launcher, config, model_folder, run_folder, engine_dtype(config), token=token, num_servers=share)
+    launcher = run_own_and_agree(
+        layout,
+        lambda: make(num_ranks=of_ranks.count(node), host=_own_host(config), first=share * nodes.index(node)),
+        here=of_ranks.index(node) == layout.world_rank,
+    )
+    return NodeServers(of_ranks, launcher, token)
+
+
+def _own_host(config: RunConfig) -> str:
+    """Return this node's address for servers: of `rollout.interface`, or by default on the route to the first node."""
+    if config.rollout.interface != LOOPBACK:
+        return address_of(config.rollout.interface)
+    return own_address(f"http://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+
+
+def await_all(
+    servers: NodeServers, config: RunConfig, layout: Layout, say: Callable[[str], None], resources: ExitStack
+) -> tuple[Nodes, NodeLaunchers | None, list[str]]:
+    """Wait for the servers of every node. Return the nodes with their servers, rank 0's view of all launchers (None on other ranks), and
+    the servers' URLs. Collective. Raises EngineStartError or RankError."""
+    launcher, of_ranks = servers.launcher, servers.of_ranks
+    everyone = run_and_agree(layout, lambda: launcher.wait(say) if launcher else [])
+    by_node = {node: everyone[of_ranks.index(node)] for node in sorted(set(of_ranks))}
+    nodes = Nodes(of_ranks, {url: node for node, urls in by_node.items() for url in urls})
+    first, seconds = layout.world_rank == 0, config.rollout.startup_timeout
+    secret = on_first_rank(layout, lambda: secrets.token_hex(32))
+    board = Board(_own_host(config), 0, Deadline(seconds), secret, serve=True) if first else None
+    place = on_first_rank(layout, lambda: (board.host, board.port) if board else ("", 0))
+    if launcher is not None and not first:
+        agent = NodeAgent(of_ranks[layout.world_rank], launcher, Board(*place, Deadline(seconds), secret))
+        resources.enter_context(agent)
+    layout.barrier()  # every agent has published its servers
+    all_launchers = None
+    if board is not None and launcher is not None:
+        others = [node for node in by_node if node != of_ranks[0]]
+        all_launchers = NodeLaunchers(launcher, board, others, len(by_node[of_ranks[0]]))
+    return nodes, all_launchers, [url for urls in by_node.values() for url in urls]
