@@ -7,7 +7,8 @@ from megagrpo.parallel.spawn import run_ranks
 from megagrpo.policy import activation_offload
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import Outcome, relative_error, take_step
-from tests.gpu.places import PLACES, need
+from tests.gpu.places import PLACES
+from tests.gpu.test_gpu_fp8 import need_recipe
 from tests.gpu.test_gpu_parity import small
 
 
@@ -20,7 +21,7 @@ def _step(settings, hf_config) -> Outcome | None:
 @pytest.mark.parametrize("keys", [{}, dict(recompute="full"), dict(fp8_recipe="tensorwise")], ids=str)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_step_is_the_same_whether_activations_leave_or_stay(place, keys):
-    need(place)
+    need_recipe(place, keys.get("fp8_recipe"))
     found = {}
     for leave in (False, True):
         settings = tiny_run({}, model=dict(precision="bf16", offload_activations=float(leave), **keys), train=dict(share_prompts=False))
