@@ -2,7 +2,7 @@
 
 
 class NumberGame:
-    """Find a number from 1 to 4."""
+    """Find a number from 1 to 3."""
 
     def reset(self, secret, **columns):
         """Begin a game. `secret` is a column of games.jsonl."""
@@ -12,7 +12,7 @@ class NumberGame:
         """Tries a number.
 
         Args:
-            number: The guess, from 1 to 4.
+            number: The guess, from 1 to 3.
         """
         self.guesses += 1
         self.found = self.found or number == self.secret

@@ -100,7 +100,7 @@ def test_every_task_of_the_code_example_can_be_solved():
     }  # fmt: skip
     rows = [json.loads(line) for line in (FOLDERS[NAMES.index("code")] / "tasks.jsonl").read_text().splitlines()]
     for row in rows:
-        name, arguments = re.search(r"function (\w+)(\(.*?\))", row["prompt"]).groups()
+        name, arguments = re.search(r"function (\w+)(\(.*?\))", row["prompt"][-1]["content"]).groups()
         scope: dict = {}
         exec(f"def {name}{arguments}:\n    return {known[name]}\n" + "\n".join(row["tests"]), scope)
     assert len(rows) == len(known)
@@ -112,9 +112,9 @@ def test_the_game_of_the_environment_example_answers_each_guess():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     game = module.NumberGame()
-    game.reset(secret=4, prompt="")
+    game.reset(secret=3, prompt="")
     assert game.get_reward() == 0
-    assert [game.guess(3), game.guess(6), game.get_reward(), game.guess(4), game.get_reward()] == ["higher", "lower", 0.25, "correct", 1]
+    assert [game.guess(2), game.guess(6), game.get_reward(), game.guess(3), game.get_reward()] == ["higher", "lower", 0.25, "correct", 1]
     assert game.guess(1) == "higher" and game.get_reward() == 1
     game.reset(secret=2)
     assert game.get_reward() == 0
