@@ -45,7 +45,14 @@ class ModelSection(Section):
     """With LoRA: store the frozen weights of the blocks' linears in 8 bits (e4m3) or 4 bits (QLoRA's NF4) with a scale per 64 elements, and
     dequantize them for each use. Training uses the rounded weights, and vLLM gets them."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass: `selective` the core attention, `full` every layer."""
+    """Recompute activations in the backward pass: `selective` the modules of `recompute_modules`, `full` every layer."""
+    recompute_modules: list[Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]] = ["core_attn"]
+    """With `recompute: selective`: the modules to recompute, by Megatron's names: core attention, the norms before attention and MLP, the
+    up projections of latent attention, dense MLPs, layers with experts, the experts' activation function, shared experts. Without
+    Transformer Engine `layernorm` and `moe_act` change nothing."""
+    fusions: list[Literal["rope", "bias_activation"]] = []
+    """Fused GPU kernels that round differently from vLLM's: rotary positions, and the MLP's bias and activation. They save time and memory
+    and raise the difference between the trainer's and vLLM's log-probs. They need Transformer Engine; elsewhere nothing changes."""
     offload_activations: Share = 0.0
     """Share of the decoder layers whose activations (after `recompute`) are offloaded to host memory until the backward pass. Copies
     overlap with computation; `megagrpo plan --gpu` predicts when they take longer."""

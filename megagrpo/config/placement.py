@@ -41,6 +41,16 @@ def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]
         return "shared_memory", "lora.sync adapter sends files"
     if configured == "cuda_ipc" and not gpu:
         raise ValueError("rollout.weight_sync_transport: cuda_ipc needs GPUs, but this host has no GPU; set it to auto")
+    if configured == "p2p" and gpu and placed == "colocated":
+        raise ValueError(
+            "rollout.weight_sync_transport: p2p uses NCCL, which refuses two processes on one GPU, but rollout.placement is "
+            "colocated; set the transport to auto"
+        )
+    if placed == "colocated" and config.run.nodes > 1 and not one_host:
+        if configured == "p2p":
+            return "p2p", "set by rollout.weight_sync_transport"
+        transport = "cuda_ipc" if gpu and configured != "shared_memory" else "shared_memory"
+        return transport, "each node's servers get weights from its ranks"
     if configured == "shared_memory" and not one_host:
         raise ValueError("rollout.weight_sync_transport: shared_memory needs all ranks and servers on one host; set it to auto or p2p")
     if configured != "auto":
@@ -65,9 +75,12 @@ def placement_problems(config: RunConfig) -> list[Problem]:
     if config.train.offload and r.placed == "dedicated":
         said = "true frees GPU memory for colocated servers, but rollout.placement is dedicated; leave it empty"
         problems.append(Problem(("train.offload", placement), said))
-    if config.run.nodes > 1 and r.placed == "colocated":
-        said = f"{r.placed} servers must share one node with the trainer, but run.nodes is {config.run.nodes}; choose dedicated, or "
-        problems.append(Problem((placement, "run.nodes", urls), f"{said}external with rollout.urls"))
+    if r.placed == "colocated" and r.servers % config.run.nodes:
+        said = f"{r.servers} servers cannot be spread over run.nodes {config.run.nodes} nodes evenly; use a multiple"
+        problems.append(Problem(("rollout.servers", "run.nodes", placement), said))
+    if r.placed == "colocated" and config.run.nodes > 1 and config.lora.syncs_adapters:
+        said = f"adapter sends files to servers on the first node only, but run.nodes is {config.run.nodes}; set it to merged"
+        problems.append(Problem(("lora.sync", "run.nodes", placement), said))
     if r.weight_sync_transport == "cuda_ipc" and r.placed != "colocated":
         said = f"cuda_ipc only reaches servers on the trainer's GPUs, but rollout.placement is {r.placed}; choose p2p or auto"
         problems.append(Problem(("rollout.weight_sync_transport", placement, urls), said))

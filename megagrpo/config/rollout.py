@@ -41,7 +41,7 @@ class RolloutSection(Section):
     """Warn when a step's `token_mult_prob_error` is above this. Empty: warn when the error is three times as far from 1 as in the run's
     first 5 steps and above the normal range, 1.01 in fp32 and 1.1 in bf16. With max_staleness above 0 empty never warns."""
     servers: Count = 1
-    """vLLM servers to start, each with `tp` devices."""
+    """vLLM servers to start, each with `tp` devices. Colocated servers are spread evenly over `run.nodes`."""
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM server."""
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"] = "none"
@@ -50,9 +50,9 @@ class RolloutSection(Section):
     enable_expert_parallel: bool = False
     """Distribute whole experts over the `tp` workers of each vLLM server, instead of sharding every expert."""
     placement: Placement = "auto"
-    """Where the servers run. colocated: started by the run on the trainer's GPUs; they sleep during training. dedicated: started by the run
-    on GPUs without ranks. external: the servers in `urls`. auto: external with `urls`, else colocated. Without GPUs colocated and dedicated
-    are the same."""
+    """Where the servers run. colocated: started by the run on the trainer's GPUs, on every node; they sleep during training. dedicated:
+    started by the run on GPUs without ranks. external: the servers in `urls`. auto: external with `urls`, else colocated. On one node
+    without GPUs colocated and dedicated are the same."""
     urls: list[str] = []
     """Addresses of running servers with the plug-in. Trainer and servers must reach each other. With `urls` the run starts no servers."""
     urls_file: str | None = None
@@ -67,7 +67,8 @@ class RolloutSection(Section):
     """The only network interface that launched servers listen on; lo is the loopback interface."""
     weight_sync_transport: Transport = "auto"
     """Transport of weights. shared_memory: files in this host's memory. p2p: from rank to worker over NCCL, or gloo without GPUs. cuda_ipc:
-    servers map the trainer's GPU memory. auto: cuda_ipc for colocated servers on GPUs, shared_memory on one host without GPUs, else p2p."""
+    servers map the GPU memory of their host's ranks. auto: cuda_ipc for colocated servers on GPUs, shared_memory for those and on one host
+    without GPUs, else p2p."""
     weight_sync_bucket_megabytes: PositiveFloat = 64.0
     """Largest message of the transport p2p, in MiB; a rank has two in flight per worker."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0

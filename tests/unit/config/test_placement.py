@@ -9,10 +9,11 @@ import pytest
 from megagrpo.config import ConfigError, load_config, weight_path
 from megagrpo.plan import plan
 from megagrpo.servers import serving
-from megagrpo.trainer import engine_side
+from megagrpo.trainer import engine_side, node_servers
 from megagrpo.weight_sync.point_to_point import PointToPoint
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
+NODES = "run.nodes=2"
 URLS = "rollout.urls=[http://10.0.0.7:8000]"
 
 
@@ -25,8 +26,19 @@ def config(*overrides):
     [
         ([], False, True, "shared_memory", "single host"),
         ([], False, False, "p2p", "several hosts"),
+        ([NODES, "rollout.servers=2"], False, False, "shared_memory", "each node's servers get weights from its ranks"),
         ([], True, True, "cuda_ipc", "the servers share the trainer's GPUs"),
         ([], True, False, "p2p", "rollout.placement is colocated, several hosts"),
+        ([NODES, "rollout.servers=2"], True, False, "cuda_ipc", "each node's servers get weights from its ranks"),
+        (
+            [NODES, "rollout.servers=2", "rollout.weight_sync_transport=shared_memory"],
+            True,
+            False,
+            "shared_memory",
+            "each node's servers get weights from its ranks",
+        ),
+        (["rollout.weight_sync_transport=p2p"], False, False, "p2p", "set by rollout.weight_sync_transport"),
+        (["rollout.placement=dedicated"], True, False, "p2p", "rollout.placement is dedicated, several hosts"),
         (["rollout.placement=dedicated"], True, True, "p2p", "rollout.placement is dedicated"),
         (["rollout.placement=dedicated"], False, True, "shared_memory", "single host"),
         ([URLS], True, False, "p2p", "rollout.placement is external, several hosts"),
@@ -44,7 +56,16 @@ def test_a_transport_is_chosen_for_a_reason(overrides, gpu, one_host, transport,
     ("overrides", "gpu", "one_host", "message"),
     [
         (["rollout.weight_sync_transport=cuda_ipc"], False, True, "cuda_ipc needs GPUs, but this host has no GPU; set it to auto"),
-        (["rollout.weight_sync_transport=shared_memory"], True, False, "shared_memory needs all ranks and servers on one host; set it to"),
+        (
+            ["rollout.weight_sync_transport=shared_memory", "rollout.placement=dedicated"],
+            *(True, False, "shared_memory needs all ranks and servers on one host; set it to"),
+        ),
+        (
+            ["rollout.weight_sync_transport=p2p"],
+            True,
+            True,
+            "p2p uses NCCL, which refuses two processes on one GPU, .* set the transport to",
+        ),
         (["lora.rank=8", "lora.sync=adapter"], True, False, "lora.sync: adapter sends files, .* set it to merged"),
     ],
 )
@@ -72,6 +93,10 @@ def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, 
             "train.offload: true frees GPU memory .* but rollout.placement is dedicated",
         ),
         ([URLS, "rollout.max_staleness=1", "train.offload=true"], "train.offload: true offloads the trainer while servers generate"),
+        (
+            ["lora.rank=8", "lora.sync=adapter", "run.nodes=2", "rollout.servers=2"],
+            "lora.sync: adapter sends files .* first node only, but",
+        ),
         (["lora.rank=8", "lora.sync=adapter", "rollout.weight_sync_transport=p2p"], "p2p sends weights, but lora.sync adapter sends"),
     ],
 )
@@ -82,6 +107,9 @@ def test_contradictions_are_refused_with_a_fix(overrides, message):
 
 def test_the_plan_says_which_way_weights_take_and_why():
     both = dict(plan(config(), 1).rows)["weights"]
+    refused = "rollout.weight_sync_transport: p2p uses NCCL, which refuses two processes on one GPU, but rollout.placement is"
+    assert [str(problem).startswith(refused) for problem in plan(config("rollout.weight_sync_transport=p2p"), 1, 80).problems] == [True]
+    assert plan(config("rollout.weight_sync_transport=p2p"), 1).problems == []
     assert both == "on GPUs cuda_ipc (the servers share the trainer's GPUs), without GPUs shared_memory (single host)"
     assert dict(plan(config("rollout.placement=dedicated"), 1, gpu_memory_gb=80).rows)["weights"] == "p2p (rollout.placement is dedicated)"
     named = dict(plan(config("rollout.weight_sync_transport=cuda_ipc"), 1).rows)["weights"]
@@ -131,3 +159,27 @@ def test_ranks_on_several_hosts_need_servers_that_all_of_them_reach():
 
 def test_a_server_on_another_host_is_sent_to():
     assert engine_side.choose_transport(config(URLS), TwoRanks(socket.gethostname()), ["http://192.0.2.1:80"]) == ("p2p", "several hosts")
+
+
+@pytest.mark.parametrize(
+    ("environment", "overrides", "nodes"),
+    [
+        ({"GROUP_RANK": "1"}, ["run.nodes=2", "rollout.servers=2"], (1,)),
+        ({"LOCAL_WORLD_SIZE": "2"}, ["run.nodes=2", "rollout.servers=2"], (1,)),  # a launcher without torchrun's agent
+        ({"GROUP_RANK": "1"}, [], (0,)),
+        ({"GROUP_RANK": "1"}, ["run.nodes=2", "rollout.placement=dedicated"], (0,)),
+    ],
+)
+def test_a_rank_knows_its_node_where_each_node_has_servers(environment, overrides, nodes, monkeypatch):
+    @dataclass
+    class ThirdRank:
+        world_rank, world_size = 2, 1
+
+        def all_gather_objects(self, obj):
+            return [obj]
+
+    for name in ("GROUP_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert node_servers.node_of_each_rank(config(*overrides), ThirdRank()) == nodes
