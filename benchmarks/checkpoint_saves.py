@@ -43,10 +43,15 @@ LLAMA = dict(
 )
 
 
-def timed(action: Callable[[], object]) -> float:
+def timed(action: Callable[..., object], *inputs: object) -> float:
     began = time.perf_counter()
-    action()
+    action(*inputs)
     return time.perf_counter() - began
+
+
+def verify(path: Path) -> None:
+    verify_others(path)
+    verify_tensors(path)
 
 
 def measure(folder: Path) -> dict[str, list[float]]:
@@ -63,7 +68,7 @@ def measure(folder: Path) -> dict[str, list[float]]:
     policy = MegatronPolicy(config, layout, parse_hf_config(LLAMA))
     for chunk in policy.chunks:
         for parameter in chunk.parameters():
-            parameter.main_grad = torch.randn(parameter.shape)
+            parameter.main_grad = torch.randn(parameter.shape)  # type: ignore[attr-defined]  # as Megatron's buffers do
     policy.update()  # creates the moments
     saver = Checkpointer(folder / "checkpoints", layout, policy, 1, model)
     found: dict[str, list[float]] = {}
@@ -72,16 +77,16 @@ def measure(folder: Path) -> dict[str, list[float]]:
         found.setdefault(name, []).append(seconds)
 
     for step in range(1, 4, 2):
-        note("foreground: training stops for", timed(lambda step=step: saver.save(TrainState(step=step))))
+        note("foreground: training stops for", timed(saver.save, TrainState(step=step)))
         began = time.perf_counter()
         saver.start(TrainState(step=step + 1), background=True)
         note("background: training stops for", time.perf_counter() - began)
         saver.finish(wait=True)
         note("background: complete after", time.perf_counter() - began)
         path = saver.latest()
-        note("load and verify", timed(lambda path=path: saver.load(path)))
-        note("verify", timed(lambda path=path: (verify_others(path), verify_tensors(path))))
-    found["GB"] = [sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e9]
+        note("load and verify", timed(saver.load, path))
+        note("verify", timed(verify, path))
+    found["GB"] = [sum(file.stat().st_size for file in filter(Path.is_file, path.rglob("*"))) / 1e9]
     layout.close()
     return found
 

@@ -42,7 +42,7 @@ from megagrpo.config import ParallelSection
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 
-Gradients = tuple[Tensor, Tensor]
+Gradients = tuple[Tensor, ...]  # of hidden states and of the head's weight
 Contender = Callable[[Tensor, Tensor, Tensor, Tensor], Gradients]
 
 
@@ -107,7 +107,9 @@ def measure_time(args: argparse.Namespace) -> dict[str, tuple[float, float, floa
     """(median wall seconds, median CPU seconds, largest relative gradient difference) of each contender; the order rotates."""
     given = inputs(args)
     exact = [g.float() for g in plain(*(t.detach().float().requires_grad_() if t.is_floating_point() else t for t in given))]
-    names, times, differences = list(contenders(args).items()), {}, {}
+    names = list(contenders(args).items())
+    times: dict[str, list[tuple[float, float]]] = {}
+    differences: dict[str, float] = {}
     for repeat in range(args.repeats):
         for name, contender in names[repeat % len(names) :] + names[: repeat % len(names)]:
             wall, cpu = time.perf_counter(), time.process_time()

@@ -32,8 +32,10 @@ def answer(seed: int) -> list[int]:
 
 def stand_in(told: Connection, seconds: float, failing: float) -> None:
     """Serve until killed; prints its port."""
+    served = 0
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal served
         try:
             head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.IncompleteReadError:  # an aborted health check
@@ -44,12 +46,13 @@ def stand_in(told: Connection, seconds: float, failing: float) -> None:
         if body is not None:
             await asyncio.sleep(seconds)
             ids = answer(body["sampling_params"]["seed"])
-            content = [{"token": "", "token_id": i, "logprob": -0.5, "bytes": None, "top_logprobs": []} for i in ids]
+            token: dict[str, object] = {"token": "", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+            content = [token | {"token_id": i} for i in ids]
             choice = {"index": 0, "token_ids": ids, "finish_reason": "length", "logprobs": {"content": content}}
             text = json.dumps({"choices": [choice]}).encode()
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(text))
-        handle.served += body is not None
-        writer.write(text[: len(text) // 2] if body is not None and failing and handle.served % int(1 / failing) == 0 else text)
+        served += body is not None
+        writer.write(text[: len(text) // 2] if body is not None and failing and served % int(1 / failing) == 0 else text)
         writer.close()
 
     async def serve() -> None:
@@ -57,7 +60,6 @@ def stand_in(told: Connection, seconds: float, failing: float) -> None:
         told.send(server.sockets[0].getsockname()[1])
         await server.serve_forever()
 
-    handle.served = 0
     _many_files()
     asyncio.run(serve())
 

@@ -127,7 +127,7 @@ def difference(chunks: list[nn.Module], engine: VllmEngine, seed: int) -> float:
     ids, positions = torch.tensor([i for row in rows for i in row]), torch.cat([torch.arange(len(row)) for row in rows])
     ids, positions = ids.to(device.device()), positions.to(device.device())
     with hidden_states(chunks):
-        packed = pack_params(cu_seqlens.to(device.device()))
+        packed = pack_params(cu_seqlens, positions=positions)
         hidden = chunks[0](input_ids=ids[None], position_ids=positions[None], attention_mask=None, packed_seq_params=packed)
     logprobs = (head_input(chunks[0], hidden) @ lm_head(chunks[0]).T).float().log_softmax(-1).cpu()
     worst = 0.0

@@ -82,10 +82,10 @@ def run_megagrpo(args: argparse.Namespace) -> list[Step]:
         trainer = build(config, QUICKSTART.parent, layout, resources)
         trainer.sync()
         for _ in range(1 + args.steps):
-            trainer.timer.collect()
+            trainer.phases.collect()
             cpu = cpu_seconds()
             metrics = trainer.step()
-            times = trainer.timer.collect()
+            times = trainer.phases.collect()
             responses = metrics["completions/mean_length"] * PROMPTS * GENERATIONS
             seconds = {phase: times.get(f"time/{phase}", 0.0) for phase in (*PHASES, "step")}
             tokens = {"prompt_tokens": metrics["num_tokens"] - responses, "response_tokens": responses}

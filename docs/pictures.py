@@ -1,9 +1,14 @@
-"""Draws docs/images: python docs/pictures.py [RUN]. RUN is the folder of a finished quickstart; without it only the layout is drawn."""
+"""Draws docs/images: python docs/pictures.py [RUN]. RUN is the folder of a finished quickstart; without it only the layout is drawn.
+
+The picture of the report needs RUN/report.html, as `megagrpo report` writes it, and Debian's chromium with its driver.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import time
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -132,13 +137,33 @@ def layout() -> Picture:
     return picture
 
 
+def report(page: Path, picture: Path) -> None:
+    """Take a screenshot of the first sections of a report."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    for flag in ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1360,1553"):
+        options.add_argument(flag)
+    options.binary_location = shutil.which("chromium") or "chromium"
+    driver = webdriver.Chrome(options, Service(shutil.which("chromedriver") or "chromedriver"))
+    try:
+        driver.get(page.resolve().as_uri())
+        while not driver.execute_script("return document.documentElement.dataset.ready === 'true'"):
+            time.sleep(0.1)
+        driver.save_screenshot(picture)
+    finally:
+        driver.quit()
+
+
 def main() -> None:
-    """Draw the layout, and the curve of the run that the command line names."""
+    """Draw the layout, and the curve and the report of the run that the command line names."""
     IMAGES.mkdir(exist_ok=True)
     layout().write(IMAGES / "layout.svg")
     if len(sys.argv) > 1:
         lines = (Path(sys.argv[1]) / "metrics.jsonl").read_text().splitlines()
         curve([json.loads(line) for line in lines]).write(IMAGES / "quickstart.svg")
+        report(Path(sys.argv[1]) / "report.html", IMAGES / "report.png")
 
 
 if __name__ == "__main__":

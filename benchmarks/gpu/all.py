@@ -5,14 +5,17 @@
     python -m benchmarks.gpu.all --only train_7b sleep_wake
     python -m benchmarks.gpu.all --dry-run
 
-The output of each part goes to runs/gpu/NAME.txt at once, and all outputs to runs/gpu/results.txt after each part. A part that fails or
-reaches its limit keeps its output and does not stop the others. The exit code is the number of parts without success.
+It begins with the checks of `megagrpo doctor`. The output of each part goes to runs/gpu/NAME.txt at once, and all outputs to
+runs/gpu/results.txt after each part. runs/gpu/report.json is the one file to send: findings, outputs and exit codes of all parts, without
+secrets. A part that fails or reaches its limit keeps its output and does not stop the others. The exit code is the number of parts without
+success.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,8 +23,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.gpu.setting import ROOT
+from megagrpo.commands.doctor import lines
+from megagrpo.doctor.checkup import check_up
+from megagrpo.doctor.machine import Finding, Machine
+from megagrpo.doctor.needs import Needs
+from megagrpo.doctor.report import report, write_report
 
 MINUTES = 25.0
 GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL, for servers to end
@@ -107,10 +116,23 @@ def is_done(part: Part, folder: Path) -> bool:
     return file.exists() and f"=== {part.name}: exit code 0 " in file.read_text(errors="replace")
 
 
-def gather(folder: Path, parts: Sequence[Part]) -> None:
-    """Write results.txt: the output of all parts so far, in their order."""
-    texts = [(folder / f"{part.name}.txt").read_text(errors="replace") for part in parts if (folder / f"{part.name}.txt").exists()]
-    (folder / "results.txt").write_text("\n".join(texts))
+def gather(folder: Path, parts: Sequence[Part], machine: Machine, findings: Sequence[Finding]) -> None:
+    """Write results.txt, the output of all parts so far in their order, and report.json with their exit codes and the findings."""
+    files = {part.name: folder / f"{part.name}.txt" for part in parts}
+    texts = {name: file.read_text(errors="replace") for name, file in files.items() if file.exists()}
+    (folder / "results.txt").write_text("\n".join(texts.values()))
+    content = report(machine, findings, parts={part.name: outcome(part, texts.get(part.name)) for part in parts})
+    write_report(folder / "report.json", content, machine.environment)
+
+
+def outcome(part: Part, text: str | None) -> dict[str, Any]:
+    """Return command, exit code and output of a part. Without an exit code it did not run, or reached its limit."""
+    made: dict[str, Any] = {"command": " ".join(("python", *part.words)), "limit_seconds": part.limit}
+    if text is None:
+        return made | {"result": "not run", "exit_code": None}
+    ends = re.findall(rf"^=== {re.escape(part.name)}: (.*)$", text, re.MULTILINE)
+    code = re.match(r"exit code (-?\d+)", ends[-1]) if ends else None
+    return made | {"result": ends[-1] if ends else "unfinished", "exit_code": int(code[1]) if code else None, "output": text}
 
 
 def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
@@ -129,7 +151,9 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
         if args.only
         else [p for p in parts if args.dry_run or not is_done(p, args.folder)]
     )
-    bad = 0
+    machine, bad = Machine(), 0
+    findings = check_up(machine, Needs())
+    print("\n".join(lines(findings)), flush=True)
     for part in chosen:
         if args.dry_run:
             print(f"\n=== {part.name}, {part.limit:.0f} s at most: python {' '.join(part.words)}", flush=True)
@@ -143,7 +167,7 @@ def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) 
         line = run(part, args.folder, min(part.limit, left))
         bad += "exit code 0 " not in line
         print((args.folder / f"{part.name}.txt").read_text(errors="replace"), flush=True)
-        gather(args.folder, parts)
+        gather(args.folder, parts, machine, findings)
     return bad
 
 

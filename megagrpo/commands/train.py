@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 def _ranks_to_start(config: RunConfig) -> int:
     """Return the number of ranks to start on this machine, and set the environment of their threads. Raises ConfigError with the problems
     of the plan before any rank starts."""
-    from megagrpo.launch.local import num_ranks, set_thread_environment
+    from megagrpo.launch.local import num_ranks, set_connections, set_thread_environment
     from megagrpo.plan import plan
 
     nodes = config.run.nodes
@@ -55,4 +55,5 @@ def _ranks_to_start(config: RunConfig) -> int:
     if ranks > 1 and (problems := plan(config, ranks).problems):
         raise ConfigError("\n".join(map(str, problems)))
     set_thread_environment(ranks)
+    set_connections(config.parallel)
     return ranks

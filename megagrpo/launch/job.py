@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,7 +47,7 @@ class Cluster:
     and gloo."""
 
     gpus_per_node: int = 8
-    ranks_per_node: int = 1  # without GPUs
+    ranks_per_node: int | None = None  # None: one for each GPU that no server uses; without GPUs 1. Fewer leave GPUs spare
     gpu_memory_gb: float | None = None  # GiB of a GPU, for the plan
     python: str = field(default_factory=job_python)  # relative to the job's working folder
     sbatch: dict[str, Any] = field(default_factory=dict)
@@ -136,8 +136,8 @@ def _fits(value: Any, kind: str) -> bool:
 @dataclass(frozen=True)
 class Placement:
     """The nodes of ranks and servers. The first `trainer_nodes` nodes run ranks, the last `server_nodes` run servers; both may overlap. A
-    node without ranks gives servers all its GPUs, a shared node those from `first_server_gpu` on. With `server_nodes` 0 the job starts no
-    servers: the trainer does, or they are external."""
+    node without ranks gives servers its first GPUs, a shared node those from `first_server_gpu` on. GPUs may be left spare. With
+    `server_nodes` 0 the job starts no servers: the trainer does, or they are external."""
 
     nodes: int
     trainer_nodes: int
@@ -153,11 +153,31 @@ class Placement:
 
 
 def place(config: RunConfig, cluster: Cluster) -> Placement:
-    """Return the nodes of ranks and servers. Raises ConfigError when servers do not fill nodes evenly, or leave no GPU to the trainer."""
+    """Return the nodes of ranks and servers, with `ranks_per_node` ranks on each node if the cluster names it.
+
+    Raises ConfigError when servers cannot be spread evenly, leave no GPU to the trainer, or leave fewer than `ranks_per_node`.
+    """
+    placed, wanted = _place(config, cluster), cluster.ranks_per_node
+    if wanted is None or not cluster.gpus_per_node:
+        return placed
+    if wanted > placed.ranks_per_node:
+        said = f"{wanted} ranks need a GPU each, but rollout.servers leaves {placed.ranks_per_node} of {cluster.gpus_per_node}; lower one"
+        raise ConfigError(f"ranks_per_node: {said}")
+    return replace(placed, ranks_per_node=wanted)
+
+
+def _place(config: RunConfig, cluster: Cluster) -> Placement:
+    """Return the nodes of ranks and servers, with a rank for each GPU that no server uses."""
+    ranks_without_gpus = cluster.ranks_per_node or 1
     nodes, gpus, r = config.run.nodes, cluster.gpus_per_node, config.rollout
     needed = r.servers * r.tp
     if r.placed == "external":
-        return Placement(nodes, nodes, gpus or cluster.ranks_per_node)
+        return Placement(nodes, nodes, gpus or ranks_without_gpus)
+    if r.placed == "colocated" and nodes > 1:
+        if gpus and r.servers // nodes * r.tp > gpus:
+            said = f"{r.servers} x rollout.tp {r.tp} on {nodes} nodes need {r.servers // nodes * r.tp} GPUs of each, which has {gpus}"
+            raise ConfigError(f"rollout.servers: {said}; lower one")
+        return Placement(nodes, nodes, gpus or ranks_without_gpus)
     if nodes == 1:
         own = needed if gpus and r.placed == "dedicated" else 0
         if gpus and needed > gpus:
@@ -166,12 +186,12 @@ def place(config: RunConfig, cluster: Cluster) -> Placement:
             raise ConfigError(
                 f"rollout.servers: {r.servers} x rollout.tp {r.tp} take all {gpus} GPUs of the node; leave one to the trainer"
             )
-        return Placement(1, 1, gpus - own if gpus else cluster.ranks_per_node)
+        return Placement(1, 1, gpus - own if gpus else ranks_without_gpus)
     if not gpus:
         if r.servers > nodes and r.servers % nodes:
             raise ConfigError(f"rollout.servers: {r.servers} is not a multiple of run.nodes {nodes}; use a multiple")
         hosts = min(r.servers, nodes)
-        return Placement(nodes, nodes, cluster.ranks_per_node, hosts, r.servers // hosts)
+        return Placement(nodes, nodes, ranks_without_gpus, hosts, r.servers // hosts)
     if r.tp > gpus:
         raise ConfigError(f"rollout.tp: a server of {r.tp} GPUs does not fit on a node of {gpus}; set it to {gpus} or less")
     hosts, rest = divmod(r.servers, gpus // r.tp)
@@ -180,10 +200,14 @@ def place(config: RunConfig, cluster: Cluster) -> Placement:
     each, rest = divmod(r.servers, nodes)
     if rest == 0 and each * r.tp < gpus:
         return Placement(nodes, nodes, gpus - each * r.tp, nodes, each, first_server_gpu=gpus - each * r.tp)
-    whole = [n * (gpus // r.tp) for n in range(1, nodes)] if gpus % r.tp == 0 else []
+    for hosts in range(1, nodes):  # whole nodes of servers, with spare GPUs
+        each, rest = divmod(r.servers, hosts)
+        if rest == 0 and each * r.tp <= gpus:
+            return Placement(nodes, nodes - hosts, gpus, hosts, each)
+    whole = [n * each for n in range(1, nodes) for each in range(1, gpus // r.tp + 1)]
     shared = [n * nodes for n in range(1, (gpus - 1) // r.tp + 1)]
     fitting = ", ".join(str(n) for n in sorted({*whole, *shared}, key=lambda n: (abs(n - r.servers), n))[:2]) or "none"
     raise ConfigError(
-        f"rollout.servers: {r.servers} x rollout.tp {r.tp} GPUs must fill whole nodes of {gpus} GPUs and leave a node to the trainer, or "
-        f"use equally many GPUs on each of run.nodes {nodes}; nearest: {fitting}"
+        f"rollout.servers: {r.servers} x rollout.tp {r.tp} GPUs cannot be spread evenly over nodes of {gpus} GPUs that leave a node to the "
+        f"trainer, or over all of run.nodes {nodes}; nearest: {fitting}"
     )

@@ -7,7 +7,8 @@ import signal
 import subprocess
 from typing import TYPE_CHECKING, NamedTuple
 
-from megagrpo.config import ConfigError, RunConfig
+from megagrpo.config import ConfigError, ParallelSection, RunConfig
+from megagrpo.launch.preflight import needs_one_connection, visible_gpus
 from megagrpo.process.parent_death import LAUNCHER_VARIABLE
 from megagrpo.process.scratch import temporary_files
 from megagrpo.process.terminal import warn
@@ -69,6 +70,13 @@ def set_thread_environment(ranks: int) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
+
+
+def set_connections(parallel: ParallelSection) -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 for ranks that overlap messages with products on GPUs before Blackwell, unless it is set. The
+    launcher of the servers does not pass it on."""
+    if max(parallel.tp, parallel.cp) > 1 and needs_one_connection(visible_gpus(dict(os.environ))):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 @temporary_files()  # torchrun leaves an empty folder for logs

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -41,15 +42,16 @@ def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[s
     """Return the problems of this node."""
     missing = [name for name in NEEDED if not _is_installed(name)]
     lines = [f"{name}: not installed for {sys.executable}; run `megagrpo install` with it, or name the container" for name in missing]
-    if len(visible := _gpus(environment)) < gpus:
+    if len(visible := visible_gpus(environment)) < gpus:
         lines.append(f"GPUs: {len(visible)} are visible, but the job uses {gpus}; check nvidia-smi and the cluster's gpus_per_node")
     for name in interfaces:
         if not Path("/sys/class/net", name).exists():
             known = ", ".join(sorted(path.name for path in Path("/sys/class/net").iterdir()))
             lines.append(f"interface: {name} does not exist on this node, which has {known}; correct the cluster's `interface`")
-    if "expandable_segments:True" in environment.get("PYTORCH_ALLOC_CONF", ""):
-        lines.append("PYTORCH_ALLOC_CONF: vLLM's sleep mode only reads PYTORCH_CUDA_ALLOC_CONF; set that variable instead")
-    if one_connection and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1" and any(not BLACKWELL.search(gpu) for gpu in visible):
+    older, newer = environment.get("PYTORCH_CUDA_ALLOC_CONF"), environment.get("PYTORCH_ALLOC_CONF")
+    if older and newer and older != newer:
+        lines.append("PYTORCH_CUDA_ALLOC_CONF: torch and vLLM read PYTORCH_ALLOC_CONF first, which has another value; unset one of them")
+    if one_connection and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1" and needs_one_connection(visible):
         lines.append(
             "CUDA_DEVICE_MAX_CONNECTIONS: must be 1 with tensor or context parallelism on GPUs before Blackwell, or communication and "
             'computation overlap in the wrong order; set env: {CUDA_DEVICE_MAX_CONNECTIONS: "1"} of the cluster'
@@ -66,6 +68,11 @@ def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[s
     except OSError as error:
         lines.append(f"run.output_dir: {folder} cannot be written to: {error}; name a folder that all nodes share")
     return lines
+
+
+def needs_one_connection(gpus: Sequence[str]) -> bool:
+    """Whether tensor and context parallelism need CUDA_DEVICE_MAX_CONNECTIONS=1 on these GPUs, which are before Blackwell."""
+    return any(not BLACKWELL.search(gpu) for gpu in gpus)
 
 
 def differences(reports: dict[str, dict[str, str]]) -> list[str]:
@@ -183,7 +190,7 @@ def _driver() -> str:
     return next(iter(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), "")
 
 
-def _gpus(environment: dict[str, str]) -> list[str]:
+def visible_gpus(environment: dict[str, str]) -> list[str]:
     gpus = [line for line in _nvidia_smi("-L") if line.startswith("GPU ")]
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return gpus if visible is None else gpus[: len([device for device in visible.split(",") if device.strip()])]

@@ -74,7 +74,7 @@ def plainly(config: RunConfig) -> RunConfig:
     return config.model_copy(
         update=dict(
             parallel=ParallelSection(timeout_minutes=config.parallel.timeout_minutes),
-            model=config.model.model_copy(update=dict(recompute="none", offload_activations=0.0)),
+            model=config.model.model_copy(update=dict(recompute="none", fusions=[], offload_activations=0.0)),
             train=config.train.model_copy(update=in_chunks | dict(share_prompts=False, distributed_optimizer=config.model.fp8_param)),
         )
     )

@@ -102,7 +102,9 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "lora.target_modules": "distributed/test_lora_layouts.py::test_a_step_of_adapters_equals_that_of_one_process",
     "model.path": "e2e/test_bad_input.py::test_damaged_weights_are_named_before_a_run_replaces_another",
     "model.precision": "e2e/test_options.py::test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine",
+    "model.fusions": "unit/policy/test_transformer_config.py::test_fusions_that_change_log_probs_are_off_until_they_are_asked_for",
     "model.recompute": "distributed/test_recompute.py::test_layers_are_computed_again_in_the_backward_pass",
+    "model.recompute_modules": "distributed/test_recompute.py::test_the_chosen_modules_and_no_others_are_computed_again",
     "model.tokenizer": "e2e/test_bad_input.py::test_a_mistake_in_the_config_is_named",
     "multi_turn.environment": "unit/multi_turn/test_dialogues.py::test_what_reset_says_is_at_the_end_of_the_prompt",
     "multi_turn.max_tool_calling_iterations": (

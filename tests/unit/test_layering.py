@@ -21,6 +21,7 @@ LEVELS = [
     {"verify"},
     {"trainer", "report"},
     {"launch"},
+    {"doctor"},
     {"commands"},
     {"api"},
     {"__main__"},

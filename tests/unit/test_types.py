@@ -1,4 +1,4 @@
-"""Types: mypy checks the package and the scripts beside it, with the settings of pyproject.toml."""
+"""Types: mypy checks the package and the benchmarks with the settings of pyproject.toml."""
 
 import subprocess
 import sys

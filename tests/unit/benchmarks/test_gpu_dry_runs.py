@@ -1,5 +1,6 @@
 """Dry runs of the GPU benchmarks without a GPU: their numbers add up, and parts that fail or hang do not stop the others."""
 
+import json
 import re
 import subprocess
 import sys
@@ -148,6 +149,13 @@ def test_parts_that_fail_or_hang_do_not_stop_the_others_and_what_is_done_is_not_
         "last",
     ):
         assert line in results
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert {name: part["exit_code"] for name, part in report["parts"].items()} == {"well": 0, "fails": 3, "hangs": None, "last": 0}
+    assert (
+        "half" in report["parts"]["fails"]["output"]
+        and report["findings"]
+        and report["parts"]["hangs"]["result"].startswith("ended at its")
+    )
     assert run_all(["--folder", str(tmp_path), "--only", "last"], parts) == 0
     assert run_all(["--folder", str(tmp_path), "--minutes", "0.1"], parts) == 2  # those two are left, and no time
     assert (tmp_path / "times").read_text() == "x" and "fails: no time left" in capsys.readouterr().out

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed.run  # noqa: F401  # once for all launchers, which are forks
 
 from megagrpo.__main__ import main
-from megagrpo.config import load_config
+from megagrpo.config import ParallelSection, load_config
 from megagrpo.launch import local as module
 
 REPOSITORY = Path(__file__).parents[3]
@@ -118,6 +118,17 @@ def test_cores_are_shared_out_and_what_the_user_set_stays(local, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS")
     local.set_thread_environment(100)
     assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("gpu", "parallel", "value"),
+    [("H100", dict(tp=2), "1"), ("H100", dict(cp=2), "1"), ("H100", dict(pp=2), None), ("B200", dict(tp=2), None)],
+)
+def test_ranks_that_overlap_messages_with_products_get_one_connection(gpu, parallel, value, local, monkeypatch):
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    monkeypatch.setattr(local, "visible_gpus", lambda environment: [f"GPU 0: NVIDIA {gpu}"])
+    local.set_connections(ParallelSection(**parallel))
+    assert os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None) == value
 
 
 def start(folder: Path, what: str) -> ForkProcess:

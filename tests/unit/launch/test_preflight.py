@@ -31,12 +31,13 @@ def test_every_problem_of_a_node_is_told_at_once(tmp_path):
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         words = ["--gpus", "8", "--interface", "lo,nosuch0", "--master", f"127.0.0.1:{busy.getsockname()[1]}"]
-        ended = check(tmp_path, *words, CUDA_VISIBLE_DEVICES="", PYTORCH_ALLOC_CONF="expandable_segments:True", SLURMD_NODENAME="n1")
+        settings = dict(PYTORCH_ALLOC_CONF="expandable_segments:True", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False")
+        ended = check(tmp_path, *words, CUDA_VISIBLE_DEVICES="", SLURMD_NODENAME="n1", **settings)
     assert ended.returncode == 1
     for problem in (
         "preflight: n1: GPUs: 0 are visible, but the job uses 8; check nvidia-smi",
         "preflight: n1: interface: nosuch0 does not exist on this node",
-        "preflight: n1: PYTORCH_ALLOC_CONF: vLLM's sleep mode only reads PYTORCH_CUDA_ALLOC_CONF",
+        "preflight: n1: PYTORCH_CUDA_ALLOC_CONF: torch and vLLM read PYTORCH_ALLOC_CONF first, which has another value",
         "preflight: n1: run.output_dir:",
         "(Address already in use); another job may use the port",
     ):
@@ -93,7 +94,7 @@ def test_nodes_that_do_not_share_the_folder_are_told(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("visible", "count"), [(None, 2), ("0", 1), ("", 0)])
 def test_gpus_are_those_that_are_visible(visible, count, monkeypatch):
     monkeypatch.setattr(preflight, "_nvidia_smi", lambda *words: ["GPU 0: X (UUID: a)", "GPU 1: X (UUID: b)"])
-    assert len(preflight._gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})) == count
+    assert len(preflight.visible_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})) == count
 
 
 def test_every_node_tries_to_reach_the_first(tmp_path, monkeypatch, capsys):

@@ -165,6 +165,8 @@ def test_a_job_that_would_be_told_to_stop_before_it_begins_is_refused(limit):
         (["rollout.placement=dedicated", "run.nodes=3", "rollout.servers=8"], 8, (3, 2, 8, 1, 8, 0)),
         (["rollout.placement=dedicated", "run.nodes=3", "rollout.servers=4", "rollout.tp=4"], 8, (3, 1, 8, 2, 2, 0)),
         (["rollout.placement=dedicated", "run.nodes=3", "rollout.servers=3", "rollout.tp=2"], 8, (3, 3, 6, 3, 1, 6)),
+        (["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=5"], 8, (2, 1, 8, 1, 5, 0)),  # three spare GPUs
+        (["rollout.placement=dedicated", "run.nodes=4", "rollout.servers=2", "rollout.tp=6"], 8, (4, 2, 8, 2, 1, 0)),
         ([], 0, (1, 1, 1, 0, 0, 0)),
         (["rollout.placement=dedicated", "run.nodes=3"], 0, (3, 3, 1, 1, 1, 0)),
         (["rollout.placement=dedicated", "run.nodes=3", "rollout.servers=6"], 0, (3, 3, 1, 3, 2, 0)),
@@ -178,7 +180,7 @@ def test_ranks_and_servers_get_their_nodes(overrides, gpus, expected):
     ("overrides", "gpus", "message"),
     [
         (["rollout.placement=dedicated", "rollout.servers=8"], 8, r"rollout.servers: 8 x rollout.tp 1 take all 8 GPUs of the node"),
-        (["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=5"], 8, r"rollout.servers: 5 x .* nearest: 4, 6"),
+        (["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=17"], 8, r"rollout.servers: 17 x .* nearest: 14, 12"),
         (["rollout.servers=9"], 8, r"rollout.servers: 9 x rollout.tp 1 need 9 GPUs, but the node has 8; lower one"),
         (
             ["rollout.placement=dedicated", "run.nodes=2", "rollout.tp=9"],
@@ -193,11 +195,22 @@ def test_servers_that_do_not_fit_nodes_are_refused(overrides, gpus, message):
         place(config(*overrides), Cluster(gpus_per_node=gpus))
 
 
-def test_colocated_servers_on_several_nodes_are_refused():
-    with pytest.raises(
-        ConfigError, match=r"rollout.placement: colocated servers must share one node with the trainer, but run.nodes is 2; choose"
-    ):
-        config("run.nodes=2")
+def test_a_node_may_have_spare_gpus():
+    beside = ["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=2"]
+    assert place(config(), Cluster(ranks_per_node=6)) == Placement(1, 1, 6)
+    assert place(config(*beside), Cluster(ranks_per_node=4)) == Placement(2, 2, 4, 2, 1, first_server_gpu=7)
+    with pytest.raises(ConfigError, match=r"ranks_per_node: 8 ranks need a GPU each, but rollout.servers leaves 7 of 8; lower one"):
+        place(config(*beside), Cluster(ranks_per_node=8))
+    assert values(script_of(Cluster(ranks_per_node=6)), "RANKS_PER_NODE") == ["6"]
+
+
+def test_colocated_servers_are_spread_over_all_nodes_and_the_trainer_starts_them():
+    shared = place(config("run.nodes=2", "rollout.servers=4", "rollout.tp=4"), Cluster(gpus_per_node=8))
+    assert shared == Placement(2, 2, 8) and place(config("run.nodes=2", "rollout.servers=2"), Cluster(gpus_per_node=0)).server_nodes == 0
+    with pytest.raises(ConfigError, match=r"rollout.servers: 3 servers cannot be spread over run.nodes 2 nodes evenly; use a multiple"):
+        config("run.nodes=2", "rollout.servers=3")
+    with pytest.raises(ConfigError, match=r"rollout.servers: 4 x rollout.tp 6 on 2 nodes need 12 GPUs of each, which has 8; lower one"):
+        place(config("run.nodes=2", "rollout.servers=4", "rollout.tp=6"), Cluster(gpus_per_node=8))
 
 
 # ---------------------------------------------------------------------------------------------------------------- hostile values

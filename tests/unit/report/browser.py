@@ -69,9 +69,10 @@ class Page:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:
-        """Addresses that the page has asked for since the last call."""
+        """Addresses that the page has asked for since the last call, without those of Chromium's own pages."""
         entries = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return [e["params"]["request"]["url"] for e in entries if e["method"] == "Network.requestWillBeSent"]
+        urls = [e["params"]["request"]["url"] for e in entries if e["method"] == "Network.requestWillBeSent"]
+        return [url for url in urls if not url.startswith(("chrome://", "chrome-untrusted://"))]
 
 
 @contextmanager
