@@ -4,7 +4,7 @@
 # make test-gpu: the tests that need a GPU, on a machine that has one. There CUDA_VISIBLE_DEVICES= make test runs the others.
 # make test-te: Transformer Engine's layers on a machine without a GPU, its kernels in torch; sets everything up as for GPUs, which compiles.
 # make test-fake-gpu: the code for GPUs on a CUDA runtime without a GPU, whose folder MEGAGRPO_FAKE_GPU names (docs/gpu.md); PYTHON names
-# an interpreter with torch's build for CUDA.
+# an interpreter with torch's build for CUDA, ARGS="-m fake_gpu" adds the long tests.
 # make lock: writes the versions that are tested together, for CPU and GPU; ARGS=--upgrade takes the newest that fit pyproject.toml.
 # make test-slurm: jobs on a real Slurm with pretend nodes; installs Debian's slurm-wlm, munge and iproute2 where they are missing, and needs root.
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -44,7 +44,7 @@ test-te:
 	@OMP_NUM_THREADS=1 CUDA_VISIBLE_DEVICES= LD_LIBRARY_PATH=$$(printf '%s:' .venv/lib/python3.12/site-packages/nvidia/*/lib)$$LD_LIBRARY_PATH .venv/bin/python -m pytest -q -m te -rs $(ARGS) tests/te
 
 test-fake-gpu:
-	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(or $(PYTHON),.venv/bin/python) -m pytest -q -m fake_gpu -rs $(ARGS) tests/fake_gpu
+	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(or $(PYTHON),.venv/bin/python) -m pytest -q -m "fake_gpu and not full" -rs $(ARGS) tests/fake_gpu
 
 test-slurm: setup-dev
 	@command -v slurmctld >/dev/null && command -v ip >/dev/null || apt-get install -y --no-install-recommends slurm-wlm munge iproute2

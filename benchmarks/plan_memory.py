@@ -1,12 +1,12 @@
-"""The memory that `megagrpo plan` predicts, compared with the measured peak of ranks on a CPU, by phase and layout.
+"""The memory that `megagrpo plan` predicts, compared with the measured peak of ranks, by phase and layout.
 
     python benchmarks/plan_memory.py [LAYOUT ...]
 
-Every rank counts the bytes of all living tensor storages, starting before it builds the model: each storage that an operation returns, in
-backward passes too, until it is freed. Temporary memory inside an operation is not counted. Random weights, full micro-batches of sequences
-longer than those whose scores CPU attention keeps. The comparison uses the fullest rank. For a checkpoint (`saving`: the peak of collecting
-it, `writing`: memory until it is written) and for `offload` (memory offloaded while vLLM generates) it uses the sum of all ranks, which
-share the host's memory.
+On GPUs torch's allocator reports the peak of each rank. On a CPU every rank counts the bytes of all living tensor storages, starting before
+it builds the model: each storage that an operation returns, in backward passes too, until it is freed. Temporary memory inside an operation
+is not counted there. Weights are random. Micro-batches are full, of sequences longer than those whose scores CPU attention keeps. The
+comparison uses the fullest rank. For a checkpoint (`saving`: the peak of collecting it, `writing`: memory until it is written) and for
+`offload` (memory offloaded while vLLM generates) it uses the sum of all ranks, which share the host's memory.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megagrpo import device
 from megagrpo.bridge import sharded_write
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
@@ -98,6 +99,27 @@ class Bytes(TorchDispatchMode):
         peaks[name] = self.peak / MIB
 
 
+class Allocated:
+    """The same of a GPU, as torch's allocator reports it."""
+
+    def __enter__(self) -> Allocated:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    @property
+    def alive(self) -> int:
+        return torch.cuda.memory_allocated()
+
+    @contextmanager
+    def phase(self, peaks: dict[str, float], name: str) -> Iterator[None]:
+        """Record the peak inside, in MiB."""
+        torch.cuda.reset_peak_memory_stats()
+        yield
+        peaks[name] = torch.cuda.max_memory_allocated() / MIB
+
+
 def config_of(sections: dict[str, dict]) -> RunConfig:
     base: dict[str, dict] = {
         "model": {"path": "random", "precision": "fp32"},
@@ -117,7 +139,7 @@ def measured(raw: dict, config: RunConfig, folder: Path, steps: int = 2) -> dict
     torch.manual_seed(0)
     torch.set_num_threads(1)
     peaks: dict[str, float] = {}
-    with Bytes() as count:
+    with Allocated() if device.has_gpu() else Bytes() as count:
         with count.phase(peaks, "load"):
             layout = init_layout(config.parallel)
             policy = MegatronPolicy(config, layout, parse_hf_config(raw))
@@ -169,7 +191,7 @@ def policy_gradient(inputs: LossInputs) -> LossOutput:
 
 def predicted(model: HfConfig, config: RunConfig, ranks: int) -> dict[str, float]:
     """Phase -> MiB in the plan."""
-    memory = trainer_memory(config, model, ranks // config.parallel.model_parallel_size, gpu=False)
+    memory = trainer_memory(config, model, ranks // config.parallel.model_parallel_size, gpu=device.has_gpu())
     phases = {phase: sum(parts.values()) for phase, parts in memory.items()}
     host = host_memory(config, model, ranks) | {"offload": host_memory(config, model, ranks, gpu=True)["offload"]}
     return {phase: size * GIB / MIB for phase, size in (phases | host).items()}

@@ -21,6 +21,8 @@ from torch._decomp import decomposition_table
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from tests.fake_gpu.attention import FUSED
+
 aten = torch.ops.aten
 # These launch no kernel: they allocate, or change a tensor's shape, storage or owner.
 NO_KERNEL = frozenset(
@@ -42,6 +44,7 @@ TAKE_SCALARS = frozenset(
     ).split()
 )
 TAKE_INDICES = frozenset("aten::" + name for name in "index.Tensor index_put index_put_ _index_put_impl_ _unsafe_index.Tensor".split())
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 INDEX_TYPES = (torch.int64, torch.int32, torch.bool, torch.uint8)
 # The size of their result, or a number of the host, depends on the device.
 WAIT = frozenset(
@@ -51,8 +54,9 @@ WAIT = frozenset(
 
 class Kernels(TorchDispatchMode):
     """The CPU's kernels for tensors on `cuda`. `calls` counts functions by name. `waits` counts the functions that make the host wait, by
-    name and line of this project. `on_copy`, if set, is called with each copy_(target, source, non_blocking) and returns whether it has
-    done the copy itself; `on_use` with the tensors of all functions."""
+    name and line of this project; `on_wait`, if set, is called before each. `on_copy`, if set, is called with each copy_(target, source,
+    non_blocking) and returns whether it has done the copy itself; `on_use` with the tensors of all functions. With `skips_products` matrix
+    products are zeros, for measurements of memory."""
 
     active: Kernels | None = None  # of this process
 
@@ -62,6 +66,8 @@ class Kernels(TorchDispatchMode):
         self.waits: collections.Counter[tuple[str, str]] = collections.Counter()
         self.on_copy: Callable[[Tensor, Tensor, bool], bool] | None = None
         self.on_use: Callable[[list[Tensor]], None] | None = None
+        self.on_wait: Callable[[], None] | None = None
+        self.skips_products = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Compute one function on the CPU if a tensor or the requested device is on `cuda`."""
@@ -74,6 +80,12 @@ class Kernels(TorchDispatchMode):
         if not owners and (wanted is None or wanted.type != "cuda"):
             return func(*args, **kwargs)
         name = func.name()
+        if func.namespace == "c10d":  # messages; this code calls functions of aten
+            with self:
+                return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):  # made of other functions
+            with self:
+                return func.decompose(*args, **kwargs)
         if func.namespace not in ("aten", "prims") or func.is_view or name in NO_KERNEL or (wanted and wanted.type == "meta"):
             return func(*args, **kwargs)
         check_devices(func, name, leaves)
@@ -118,13 +130,14 @@ class Kernels(TorchDispatchMode):
             waits = leaves[0].device.type != leaves[1].device.type and leaves[-1] is not True
         if waits:
             self.waits[name, project_line()] += 1
+            if self.on_wait is not None:
+                self.on_wait()
 
 
 def replace_everywhere() -> Kernels:
     """Compute by `Kernels` in this thread, in autograd's threads, which inherit it, and in all threads that Python starts from now on."""
     mode = Kernels.active = Kernels()
-    torch.backends.cuda.enable_flash_sdp(False)  # the fused attentions are single kernels; the unfused one is made of aten functions
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_mem_efficient_sdp(False)  # attention.py has flash; torch's unfused attention is made of aten functions
     torch.backends.cuda.enable_cudnn_sdp(False)
     text, begin = torch._tensor_str._str, threading.Thread._bootstrap_inner
 
@@ -188,8 +201,12 @@ def seed_from(home: torch.device, func: Any, kwargs: dict) -> None:
 
 def on_cpu(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
     """Call the CPU's kernel of a function; for what the CPU lacks, the same numbers in other functions."""
+    if name in FUSED:
+        return FUSED[name](*args, **kwargs)
     base, _, overload = name.removeprefix("aten::").partition(".")
-    if base in ("mm", "bmm", "addmm", "baddbmm") and overload.startswith("dtype"):
+    if base in PRODUCTS and Kernels.active is not None and Kernels.active.skips_products:
+        return zeros(func, args, kwargs)
+    if base in PRODUCTS and overload.startswith("dtype"):
         return wide_product(base, args, kwargs)
     if base in ("_softmax", "_log_softmax") and args[2]:  # bf16 to float32 within one kernel
         return func(args[0].float(), args[1], False)
@@ -199,6 +216,14 @@ def on_cpu(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
         if func not in decomposition_table:
             raise
         return decomposition_table[func](*args, **kwargs)
+
+
+def zeros(func: Any, args: tuple, kwargs: dict) -> Tensor:
+    """A result of a function's shape and dtype, without its numbers."""
+    if "out" in kwargs:
+        return kwargs["out"].zero_()
+    shapes = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
+    return torch.zeros_like(func(*shapes[0], **shapes[1]), device="cpu")
 
 
 def wide_product(base: str, args: tuple, kwargs: dict) -> Tensor:

@@ -10,6 +10,8 @@ from megagrpo.device.host_copies import HostCopies
 from megagrpo.device.offload import OffloadedStorages
 from megagrpo.policy import activation_offload, megatron_policy
 from megagrpo.policy.attention import causal
+from megagrpo.weight_sync import cuda_ipc, slots
+from tests.fake_gpu.kernels import host_view
 
 Patch = pytest.MonkeyPatch
 
@@ -98,3 +100,13 @@ def state_of_the_wrong_place(patch: Patch) -> None:
         stock(self)
 
     patch.setattr(OffloadedStorages, "bring_back", bring_back)
+
+
+def an_unreleased_handle(patch: Patch) -> None:
+    """After a failed sync no process counts down the handle of the server that died."""
+    patch.setattr(cuda_ipc, "release", lambda handle: None)
+
+
+def a_block_announced_early(patch: Patch) -> None:
+    """The trainer announces a block without waiting for the copy into its memory."""
+    patch.setattr(slots, "on_host", lambda sums: [host_view(total).item() % 2**64 for total in sums])

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,9 +91,33 @@ def on_gpus(function: Callable[..., Any], count: int, *args: Any, timeout: float
         return run_ranks(function, count, *args, timeout=timeout, env=variables, start="spawn")
 
 
-def run_tests(words: list[str], count: int, timeout: float = 3000.0) -> subprocess.CompletedProcess[str]:
+@dataclass
+class TestRun:
+    """Outcomes of a run of pytest, by test. `output` is what pytest has printed."""
+
+    __test__ = False  # no test, in spite of its name
+    passed: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)  # test -> reason
+    failed: dict[str, str] = field(default_factory=dict)  # test -> message
+    output: str = ""
+
+
+def run_tests(words: list[str], count: int, timeout: float = 3000.0) -> TestRun:
     """Run pytest with these arguments in a process that sees `count` fake GPUs."""
-    with fake_gpus(count) as variables:
-        command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *words]
+    with fake_gpus(count) as variables, tempfile.TemporaryDirectory(prefix="fake_gpu_") as place:
+        report = Path(place, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", *words]
         options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
-        return subprocess.run(command, cwd=ROOT, env=os.environ | variables, timeout=timeout, **options)
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, timeout=timeout, **options)
+        found = TestRun(output=done.stdout)
+        for case in ElementTree.parse(report).iter("testcase") if report.exists() else ():
+            name, results = case.get("name", ""), {child.tag: child.get("message", "") for child in case}
+            if "skipped" in results:
+                found.skipped[name] = results["skipped"]
+            elif problem := results.get("failure") or results.get("error"):
+                found.failed[name] = problem
+            else:
+                found.passed.append(name)
+    if done.returncode and not found.failed:
+        found.failed["pytest"] = f"exit code {done.returncode}"
+    return found

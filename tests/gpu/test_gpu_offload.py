@@ -12,7 +12,7 @@ MODELS = {"gpu": "0.5b", "cpu": "tiny"}
 LEFT_GIB = 0.5  # cuBLAS' workspaces, and memory that the allocator cannot free
 
 
-def leave_and_come_back(folder: Path, place: str, in_fp8: bool) -> tuple[float, float, bool, float]:
+def leave_and_come_back(folder: Path, model: str, precision: str, in_fp8: bool) -> tuple[float, float, bool, float]:
     """(GiB before and after leaving, whether all numbers are the same bit for bit, gradient norm of a step after that)."""
     import torch
 
@@ -29,10 +29,9 @@ def leave_and_come_back(folder: Path, place: str, in_fp8: bool) -> tuple[float, 
     from megagrpo.policy.reference import Reference
     from megagrpo.trainer.offload import Offload
 
-    precision = "bf16" if place == "gpu" or in_fp8 else "fp32"
     overrides = [f"model.precision={precision}", "algorithm.beta=0.1", "rollout.max_prompt_length=64", "rollout.max_completion_length=64"]
     overrides += ["model.fp8_recipe=blockwise", "model.fp8_param=true"] * in_fp8
-    config = run_config(write_shape(shape(MODELS[place]), folder), *overrides)
+    config = run_config(write_shape(shape(model), folder), *overrides)
     layout = init_layout(config.parallel, config.run.seed)
     hf_config = load_hf_config(folder)
     torch.manual_seed(0)
@@ -67,7 +66,8 @@ def leave_and_come_back(folder: Path, place: str, in_fp8: bool) -> tuple[float, 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_trainer_leaves_its_gpu_and_comes_back_the_same(place, in_fp8, tmp_path):
     need(place)
-    before, left, same, norm = run_ranks(leave_and_come_back, 1, tmp_path, place, in_fp8, timeout=300)[0]
+    precision = "bf16" if place == "gpu" or in_fp8 else "fp32"
+    before, left, same, norm = run_ranks(leave_and_come_back, 1, tmp_path, MODELS[place], precision, in_fp8, timeout=300)[0]
     assert same and 0 < norm < float("inf")
     if place == "gpu":
         assert left < LEFT_GIB < before / 10

@@ -1,4 +1,5 @@
-"""Python runs this file first in each process on fake GPUs: as soon as the process has imported torch, it computes by kernels.py.
+"""Python runs this file first in each process on fake GPUs: as soon as the process has imported torch, it computes by kernels.py and
+exports memory by ipc.py.
 
 The preloaded runtime does not read CUDA_VISIBLE_DEVICES. Its number of entries becomes the number of GPUs here. With no entry the process
 starts again without the runtime.
@@ -31,9 +32,10 @@ class KernelsAfterTorch(importlib.abc.MetaPathFinder):
         def execute_and_replace(module):
             execute(module)
             if module.cuda.is_available():
-                from tests.fake_gpu import kernels
+                from tests.fake_gpu import ipc, kernels
 
                 kernels.replace_everywhere()
+                ipc.share_between_processes()
 
         spec.loader.exec_module = execute_and_replace
         return spec
