@@ -3,9 +3,20 @@ transformers, servers) and process groups in a rank, never in pytest's process."
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from megagrpo import device
+from megagrpo.parallel import spawn
 from megagrpo.parallel.spawn import RankFailed as RankFailed
-from megagrpo.parallel.spawn import run_ranks as run_ranks
+
+SLOW_START = 5  # where a GPU is seen ranks are fresh interpreters, which start slowly
 
 torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool, so the parent must have none
+
+
+def run_ranks(function: Callable[..., Any], n: int, *args: Any, timeout: float = 120.0, **options: Any) -> list[Any]:
+    """`megagrpo.parallel.spawn.run_ranks`, with more time where a GPU is seen."""
+    return spawn.run_ranks(function, n, *args, timeout=timeout * (SLOW_START if device.has_gpu() else 1), **options)

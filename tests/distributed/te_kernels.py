@@ -24,11 +24,9 @@ MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 def replace_kernels() -> None:
     """Have this process build and run Transformer Engine's layers on its CPU, which they treat as a Hopper GPU."""
-    import transformer_engine_torch as kernels
     from megatron.core.optimizer import clip_grads
-    from transformer_engine.pytorch import DotProductAttention, quantization
+    from transformer_engine.pytorch import quantization
     from transformer_engine.pytorch.cpp_extensions import gemm
-    from transformer_engine.pytorch.tensor import float8_tensor, utils
 
     _pretend()
     device.has_transformer_engine, device.has_gpu = lambda: True, lambda: False
@@ -36,36 +34,31 @@ def replace_kernels() -> None:
     quantization.check_recipe_support = lambda recipe: None
     quantization.FP8GlobalStateManager.is_fp8_available = classmethod(lambda cls: (True, ""))
     gemm.get_cublas_workspace_size_bytes = lambda: 1
-    were = dict(vars(kernels))
-    for kernel in (
-        *(
-            quantize,
-            create_empty_quantized_tensor,
-            split_quantize,
-            bgrad_quantize,
-            dequantize,
-            fp8_transpose,
-            compute_amax,
-            generic_gemm,
-            te_general_grouped_gemm,
-        ),
-        *(rmsnorm_fwd, rmsnorm_bwd, fused_rope_forward, fused_rope_backward, fused_multi_row_padding, fused_multi_row_unpadding),
-        *(fp8_block_scaling_compute_partial_amax, fp8_block_scaling_partial_cast),
-    ):
-        setattr(kernels, kernel.__name__, kernel)
-    kernels.get_num_cublas_streams = lambda: 1
-    for name, module in list(sys.modules.items()):  # some modules have imported their names already
-        if name.startswith("transformer_engine"):
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformer_engine") and hasattr(module, "is_non_tn_fp8_gemm_supported"):
+            module.is_non_tn_fp8_gemm_supported = lambda *args: False  # as on Hopper
+    put_kernels()
+    clip_grads.multi_tensor_applier = _clip
+
+
+def put_kernels(*more: Callable) -> None:
+    """Put these functions, and those of `more`, in place of Transformer Engine's kernels of the same names, wherever they are imported."""
+    import transformer_engine_torch as kernels
+    from transformer_engine.pytorch import DotProductAttention
+    from transformer_engine.pytorch.tensor import float8_tensor, utils
+
+    ours = {kernel.__name__: kernel for kernel in (*KERNELS, *more)} | {"get_num_cublas_streams": lambda: 1}
+    theirs = {id(getattr(kernels, name)): kernel for name, kernel in ours.items()}
+    for name, module in list(sys.modules.items()):
+        if name.startswith(("transformer_engine", "megatron.core.optimizer")):
             for key, value in list(vars(module).items()):
-                if key in were and value is were[key]:
-                    setattr(module, key, getattr(kernels, key))
-                if key == "is_non_tn_fp8_gemm_supported":
-                    setattr(module, key, lambda *args: False)  # as on Hopper
+                if id(value) in theirs:
+                    setattr(module, key, theirs[id(value)])
     for name in ("inner_tensor_specs", "storage_metadata"):  # only one of the two can return them in Python
         setattr(float8_tensor.Float8Quantizer, name, getattr(float8_tensor.Float8CurrentScalingQuantizer, name))
     DotProductAttention.forward = attention
     utils.multi_tensor_applier = scales_and_inverses
-    clip_grads.multi_tensor_applier = _clip
+    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # delayed scales in torch
 
 
 def _pretend() -> None:
@@ -78,7 +71,6 @@ def _pretend() -> None:
     cuda.device = lambda *args: contextlib.nullcontext()
     torch.Tensor.is_cuda = property(lambda self: True)
     torch.compiler.set_stance("force_eager")
-    os.environ["NVTE_UNFUSED_FP8_UPDATE"] = "1"  # delayed scales in torch
 
 
 def _clip(operation: Callable, overflow: Tensor, lists: list[list[Tensor]], *args: Any) -> Any:
@@ -306,7 +298,7 @@ def fused_rope_forward(x: Tensor, angles: Tensor, starts, form, neighbours: bool
         half = (last - first) // 2
         front, back = rank * half, (2 * size - 1 - rank) * half
         positions += list(range(last - first)) if size == 1 else [*range(front, front + half), *range(back, back + half)]
-    angle = angles.view(len(angles), -1)[torch.tensor(positions)][:, None]
+    angle = angles.view(len(angles), -1)[torch.tensor(positions, device=angles.device)][:, None]
     width = angle.shape[-1]
     turned, rest = x[..., :width].float(), x[..., width:]
     if neighbours:
@@ -334,7 +326,8 @@ def attention(
     for first, size, end in zip(places, sizes, [*places[1:-1], len(query)], strict=False):
         q, k, v = (each[first : first + size].float() for each in (query, key, value))
         k, v = (each.repeat_interleave(groups, 1) for each in (k, v))
-        back = torch.arange(size)[:, None] - torch.arange(size)
+        index = torch.arange(size, device=query.device)
+        back = index[:, None] - index
         seen = (back >= 0) & ((back <= left) | (left < 0))
         scores = (torch.einsum("qhd,khd->hqk", q, k) * self.softmax_scale).masked_fill(~seen, -torch.inf)
         if self.softmax_type == "learnable":
@@ -354,3 +347,10 @@ def fused_multi_row_padding(x: Tensor, out: Tensor, sizes: list[int], padded: li
 def fused_multi_row_unpadding(x: Tensor, out: Tensor, padded: list[int], sizes: list[int]) -> None:
     """Remove the padding."""
     out.copy_(torch.cat([part[:size] for part, size in zip(x.split(padded), sizes, strict=True)]))
+
+
+KERNELS = (
+    *(quantize, create_empty_quantized_tensor, split_quantize, bgrad_quantize, dequantize, fp8_transpose, compute_amax),
+    *(generic_gemm, te_general_grouped_gemm, rmsnorm_fwd, rmsnorm_bwd, fused_rope_forward, fused_rope_backward),
+    *(fused_multi_row_padding, fused_multi_row_unpadding, fp8_block_scaling_compute_partial_amax, fp8_block_scaling_partial_cast),
+)

@@ -85,7 +85,7 @@ def environment(folder: Path, socket: str, count: int) -> dict[str, str]:
     }
 
 
-def on_gpus(function: Callable[..., Any], count: int, *args: Any, timeout: float = 240.0, **more: str) -> list[Any]:
+def on_gpus(function: Callable[..., Any], count: int, *args: Any, timeout: float = 600.0, **more: str) -> list[Any]:
     """Run `function(*args)` on `count` ranks with a fake GPU each, over ProcessGroupNCCL; return their results. See `run_ranks`."""
     with fake_gpus(count, **more) as variables:
         return run_ranks(function, count, *args, timeout=timeout, env=variables, start="spawn")

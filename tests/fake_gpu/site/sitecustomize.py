@@ -1,6 +1,8 @@
 """Python runs this file first in each process on fake GPUs: as soon as the process has imported torch, it computes by kernels.py and
 exports memory by ipc.py.
 
+Transformer Engine is hidden unless MEGAGRPO_FAKE_GPU_TE is set, because only test_te.py replaces its kernels.
+
 The preloaded runtime does not read CUDA_VISIBLE_DEVICES. Its number of entries becomes the number of GPUs here. With no entry the process
 starts again without the runtime.
 """
@@ -41,4 +43,6 @@ class KernelsAfterTorch(importlib.abc.MetaPathFinder):
         return spec
 
 
+if "MEGAGRPO_FAKE_GPU_TE" not in os.environ:
+    sys.modules["transformer_engine"] = None  # looks like a package that is not installed
 sys.meta_path.insert(0, KernelsAfterTorch())
