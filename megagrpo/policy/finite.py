@@ -55,9 +55,7 @@ class GradientCheck:
         """Check the gradients now. `summed`: after the reduction over ranks, which spreads a NaN to every replica and can itself
         overflow."""
         named = [(place, p.main_grad) for place, p in _named(chunks) if p.requires_grad]
-        largest = [norm[None] for norm in torch._foreach_norm([gradient for _, gradient in named], ord=math.inf)] if named else []
-        finite = torch.cat(largest).isfinite() if largest else torch.ones(0, dtype=torch.bool, device=device.device())
-        return cls(KINDS[2 if summed else 1], [place for place, _ in named], finite)
+        return cls(KINDS[2 if summed else 1], [place for place, _ in named], _finite([gradient for _, gradient in named]))
 
     def first_bad(self, finite: Sequence[bool], pp_rank: int, rank: int) -> BadTensor | None:
         """Return the first non-finite gradient of the backward pass on this rank, or None. `finite` is the check's on the host."""
@@ -83,6 +81,16 @@ def first_cause(tensors: Iterable[BadTensor | None]) -> BadTensor | None:
     if KINDS[kind] == "weight":
         return min(alike, key=lambda tensor: (tensor.order, tensor.rank), default=None)
     return max(alike, key=lambda tensor: (tensor.order, -tensor.rank))
+
+
+def _finite(tensors: list[Tensor]) -> Tensor:
+    """Return which of the tensors have neither NaN nor infinity, [tensors] bool on their device."""
+    if not tensors:
+        return torch.ones(0, dtype=torch.bool, device=device.device())
+    if device.has_gpu():
+        return torch.stack(torch._foreach_norm(tensors, ord=math.inf)).isfinite()
+    extremes = [torch.stack(torch.aminmax(tensor)) for tensor in tensors]  # a CPU takes 13 times as long for the norm
+    return torch.stack(extremes).isfinite().all(1)
 
 
 def _named(chunks: Sequence[nn.Module]) -> list[tuple[tuple[int, int, str], Any]]:

@@ -1,14 +1,17 @@
 """The CPU platform: it leaves global state alone, and gives megatron-core an Adam."""
 
+import resource
 import subprocess
 import sys
 
 import pytest
 import torch
+from ranks import run_ranks
 
 from megagrpo import device
 from megagrpo.device import cpu
 from megagrpo.device.adam import FusedAdam
+from megagrpo.device.memory import resident_gb
 
 cpu_only = pytest.mark.skipif(device.has_gpu(), reason="nothing is patched on a GPU")
 
@@ -42,6 +45,34 @@ def test_a_fresh_process_imports_the_platform_before_megatron():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+def page_faults_and_returned_gb():
+    """Page faults of one layer's tensors after another, by default and with freed memory kept; then the memory that `release_memory`
+    returns to the system."""
+
+    def faults():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(5):
+            layers = [torch.ones(3 * 2**20) for _ in range(20)]
+            while layers:
+                torch.ones(3 * 2**20)
+                layers.pop()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    faults()
+    by_default = faults()
+    device.reuse_freed_memory()
+    faults()
+    reused, kept = faults(), resident_gb()
+    device.release_memory()
+    return by_default, reused, kept - resident_gb()
+
+
+@cpu_only
+def test_the_memory_of_freed_tensors_is_used_again_until_it_is_released():
+    ((by_default, reused, returned_gb),) = run_ranks(page_faults_and_returned_gb, 1)
+    assert reused < by_default / 10 and returned_gb > 0.2, (by_default, reused, returned_gb)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])
