@@ -53,9 +53,9 @@ def _hurts(environment: dict[str, str], name: str) -> Finding | None:
 def _one_connection(environment: dict[str, str], needs: Needs, gpus: Sequence[GpuState]) -> Finding | None:
     name, older = "CUDA_DEVICE_MAX_CONNECTIONS", any(not BLACKWELL.search(gpu.name) for gpu in gpus)
     value = environment.get(name)
-    if needs.one_connection and older and value != "1":
-        found = f"{value or 'not set'}, but {needs.source} uses tensor or context parallelism on GPUs before Blackwell"
-        return Finding(name, found, "warn", f"export {name}=1")
+    if needs.one_connection and older and value not in (None, "1"):
+        found = f"{value}, but {needs.source} uses tensor or context parallelism on GPUs before Blackwell"
+        return Finding(name, found, "warn", "unset it: the ranks' launcher sets it to 1")
     if value == "1" and not (needs.one_connection and older):
         found = "1; only tensor and context parallelism before Blackwell need it"
         return Finding(name, found, "warn" if needs.source != "any run" else "ok", "unset it" if needs.source != "any run" else "")

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
-from megagrpo.launch.local import Nodes, run_ranks, set_thread_environment
+from megagrpo.config import ConfigError, load_config
+from megagrpo.launch.local import Nodes, run_ranks, set_connections, set_thread_environment
 from megagrpo.process.terminal import warn
 
 NODE_INDICES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # variables with the index of this node in the step or the job
@@ -78,6 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
     address, _, port = options.master.rpartition(":")
     index = next((os.environ[name] for name in NODE_INDICES if name in os.environ), "0")
     set_thread_environment(options.ranks)
+    try:
+        set_connections(load_config(trainer[0], trainer[1:]).parallel)
+    except ConfigError as error:
+        warn(str(error))
+        return 2
     nodes = Nodes(int(index), options.nodes, address, int(port))
     return run_ranks(options.ranks, nodes, ["megagrpo", "train", *trainer], RankLogs(options.logs) if options.logs else None)
 

@@ -51,10 +51,11 @@ def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[s
     older, newer = environment.get("PYTORCH_CUDA_ALLOC_CONF"), environment.get("PYTORCH_ALLOC_CONF")
     if older and newer and older != newer:
         lines.append("PYTORCH_CUDA_ALLOC_CONF: torch and vLLM read PYTORCH_ALLOC_CONF first, which has another value; unset one of them")
-    if one_connection and environment.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1" and needs_one_connection(visible):
+    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # the node sets it for its ranks
+    if one_connection and connections != "1" and needs_one_connection(visible):
         lines.append(
-            "CUDA_DEVICE_MAX_CONNECTIONS: must be 1 with tensor or context parallelism on GPUs before Blackwell, or communication and "
-            'computation overlap in the wrong order; set env: {CUDA_DEVICE_MAX_CONNECTIONS: "1"} of the cluster'
+            f"CUDA_DEVICE_MAX_CONNECTIONS: {connections}, but must be 1 with tensor or context parallelism on GPUs before Blackwell, or "
+            "communication and computation overlap in the wrong order; remove it from `env` and `setup` of the cluster"
         )
     if _version("apex").startswith("0.9.10"):
         lines.append("apex: the installed package is another project with this name, not NVIDIA's apex; uninstall it (docs/gpu.md)")

@@ -344,8 +344,9 @@ def test_each_variable_that_hurts_is_found_on_gpus_only(name):
 def test_one_connection_is_needed_by_tensor_parallelism_before_blackwell():
     gpus, needs, name = parse_state(XML).gpus, Needs(source="my_run", one_connection=True), "CUDA_DEVICE_MAX_CONNECTIONS"
     blackwell = [replace(gpus[0], name="NVIDIA B200")]
-    assert one(variable_checks(Machine(environment={}), needs, gpus), name).state == "warn"
-    assert states(list(variable_checks(Machine(environment={name: "1"}), needs, gpus))) == {"environment": "ok"}
+    assert one(variable_checks(Machine(environment={name: "8"}), needs, gpus), name).state == "warn"
+    for good in ({}, {name: "1"}):  # the launcher of the ranks sets it
+        assert states(list(variable_checks(Machine(environment=good), needs, gpus))) == {"environment": "ok"}
     assert states(list(variable_checks(Machine(environment={}), needs, blackwell))) == {"environment": "ok"}
     assert one(variable_checks(Machine(environment={name: "1"}), needs, blackwell), name).state == "warn"
 

@@ -1,10 +1,14 @@
 """megagrpo/launch/node.py: output of ranks, and waiting for servers. tests/slurm runs it on two nodes."""
 
 import http.server
+import os
 import socket
 import threading
+from pathlib import Path
 
-from megagrpo.launch import node
+import pytest
+
+from megagrpo.launch import local, node
 
 
 def test_every_rank_has_a_file_named_by_its_number_and_the_first_is_printed(tmp_path):
@@ -40,3 +44,23 @@ def test_servers_that_do_not_answer_in_time_are_named(capsys):
         assert node.silent_servers([up], 0.5) == [up]
     server.shutdown()
     assert capsys.readouterr().err == f"no response from {down} within 0.5 s (rollout.startup_timeout)\n"
+
+
+@pytest.mark.parametrize(("layout", "value"), [("parallel.tp=2", "1"), ("parallel.cp=2", "1"), ("parallel.pp=2", None)])
+def test_ranks_of_a_job_get_one_connection_where_the_layout_needs_it(layout, value, monkeypatch):
+    monkeypatch.setattr(os, "environ", os.environ | {"OMP_NUM_THREADS": "1"})
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    monkeypatch.setattr(local, "visible_gpus", lambda environment: ["GPU 0: NVIDIA H100"])
+    started = []
+    monkeypatch.setattr(node, "run_ranks", lambda *words: started.append((words, dict(os.environ))) or 0)
+    config = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")
+    assert node.main(["--nodes", "2", "--ranks", "8", "--master", "10.0.0.1:29400", config, layout]) == 0
+    ((_, nodes, command, _), environment) = started[0]
+    assert nodes.num_nodes == 2 and command == ["megagrpo", "train", config, layout]
+    assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == value
+
+
+def test_a_job_whose_config_is_invalid_ends_with_its_problem(capsys):
+    config = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")
+    assert node.main(["--nodes", "1", "--ranks", "1", "--master", "10.0.0.1:29400", config, "parallel.tq=2"]) == 2
+    assert "parallel.tq" in capsys.readouterr().err

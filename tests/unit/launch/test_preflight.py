@@ -53,10 +53,10 @@ def test_a_python_without_the_packages_is_told(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("gpu", "environment", "told"),
     [
-        ("GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)", {}, True),
+        ("GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)", {}, False),
         ("GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, True),
         ("GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-1)", {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, False),
-        ("GPU 0: NVIDIA B200 (UUID: GPU-1)", {}, False),
+        ("GPU 0: NVIDIA B200 (UUID: GPU-1)", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, False),
     ],
 )
 def test_one_connection_is_asked_for_where_messages_and_products_overlap(gpu, environment, told, tmp_path, monkeypatch):
