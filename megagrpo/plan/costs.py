@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 PHASES = ("forward", "head", "backward", "reduce", "optimizer")
-KINDS = ("products", "attention", "elementwise")
+KINDS = ("products", "experts", "attention", "elementwise")
 
 
 @dataclass(frozen=True)

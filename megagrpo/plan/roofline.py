@@ -12,12 +12,13 @@ from megagrpo.plan.flops import model_flops
 from megagrpo.plan.gpus import Gpu
 from megagrpo.plan.links import Links
 from megagrpo.plan.memory import GIB, stage_memory
-from megagrpo.plan.passes import ATTENTION_EFFICIENCY, BANDWIDTH, DENSE_EFFICIENCY
+from megagrpo.plan.passes import ATTENTION_EFFICIENCY, BANDWIDTH, DENSE_EFFICIENCY, EXPERT_EFFICIENCY
 from megagrpo.plan.workload import Lengths
 
 LAUNCH_SECONDS = 5e-6  # the host's time for one operation, launched from Python
+EXPERT_LAUNCH_SECONDS = 2e-6  # the same for one expert's part of a grouped product, launched from C++
 KERNEL_SECONDS = 2e-6  # the shortest kernel
-EFFICIENCIES = {"products": DENSE_EFFICIENCY, "attention": ATTENTION_EFFICIENCY, "elementwise": 1.0}
+EFFICIENCIES = {"products": DENSE_EFFICIENCY, "experts": EXPERT_EFFICIENCY, "attention": ATTENTION_EFFICIENCY, "elementwise": 1.0}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ def kernel_seconds(kernel: Kernel, gpu: Gpu) -> float:
     """Return the seconds of one kernel: by its FLOPs or by its bytes, whichever takes longer."""
     computing = kernel.flops / (gpu.bf16_tflops * 1e12 * EFFICIENCIES[kernel.kind])
     return max(computing, kernel.bytes / (gpu.memory_gb_per_s * 1e9 * BANDWIDTH), KERNEL_SECONDS)
+
+
+def launch_seconds(kernel: Kernel) -> float:
+    """Return the host's seconds to launch one kernel."""
+    return EXPERT_LAUNCH_SECONDS if kernel.kind == "experts" else LAUNCH_SECONDS
 
 
 def message_seconds(message: Message, gpu: Gpu) -> float:
@@ -62,7 +68,7 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
     count = micro_batches(config, trace, world_size, lengths)
     costs = trace.step(count)
     device = {phase: sum(n * kernel_seconds(k, gpu) for k, n in costs.kernels.items() if k.phase == phase) for phase in PHASES}
-    host = {phase: costs.total("launches", phase) * LAUNCH_SECONDS for phase in PHASES}
+    host = {phase: sum(n * launch_seconds(k) for k, n in costs.kernels.items() if k.phase == phase) for phase in PHASES}
     messages = {phase: sum(n * message_seconds(m, gpu) for m, n in costs.messages.items() if m.phase == phase) for phase in PHASES}
     seconds = {phase: max(device[phase], host[phase]) + messages[phase] for phase in PHASES}
     passes = sum(seconds[phase] for phase in ("forward", "head", "backward"))
@@ -85,7 +91,7 @@ def _device_losses(costs: Costs, gpu: Gpu) -> dict[str, float]:
     """Return the device seconds that are not FLOPs at the peak rate, by what takes them."""
     lost: dict[str, float] = {}
     for kernel, count in costs.kernels.items():
-        name = {"products": "products below the peak rate", "attention": "attention below the peak rate"}.get(kernel.kind)
+        name = None if kernel.kind == "elementwise" else f"{kernel.kind} below the peak rate"
         if name is None:
             outer = "optimizer and gradients" if kernel.phase in ("reduce", "optimizer") else "layers"
             name = f"elementwise work of the {'LM head' if kernel.phase == 'head' else outer}"

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from host_waits import HostWaits
 from ranks import run_ranks
 from tiny_policy import tiny_model
 
@@ -16,6 +15,7 @@ from megagrpo.config import ParallelSection
 from megagrpo.families.blocks import Local, same
 from megagrpo.families.boxes import size
 from megagrpo.parallel.layout import init_layout
+from megagrpo.plan.tracing.host_waits import HostWaits
 from megagrpo.policy.build import build_model
 from megagrpo.transfer import checksums
 from megagrpo.transfer.ledger import Ledgers

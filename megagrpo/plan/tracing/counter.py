@@ -29,13 +29,6 @@ FREE = {
     aten.resize_.default,
     aten.record_stream.default,
 }
-WAITS = {
-    aten._local_scalar_dense.default,
-    aten.equal.default,
-    aten.nonzero.default,
-    aten.repeat_interleave.Tensor,
-    aten.masked_select.default,
-}
 
 
 def size_of(tensor: Tensor) -> int:
@@ -75,8 +68,6 @@ class StepCounter:
         read = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if self.phase not in PHASES:
             return  # the host builds the model or a batch
-        if func in WAITS:
-            self.costs.waits[self.now] += 1
         if func.namespace == "c10d":
             self._message(func, inputs, read)
         elif func not in FREE and not func.is_view and (read or produced):
@@ -88,6 +79,11 @@ class StepCounter:
         once = {id(tensor): tensor for tensor in (*read, *produced)}  # an output in place is an input too
         size = sum(map(size_of, once.values()))
         self.add("elementwise" if formula is None else "products", flops, size)
+
+    def wait(self) -> None:
+        """Count one wait of the host for the device."""
+        if self.phase in PHASES:
+            self.costs.waits[self.now] += 1
 
     def add(self, kind: str, flops: float, size: float) -> None:
         """Count one launch of the current phase."""

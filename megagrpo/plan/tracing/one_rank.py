@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,9 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megagrpo import device
 from megagrpo.config import ParallelSection
+from megagrpo.device import norms
 from megagrpo.device.cpu import VARIABLE
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.plan.tracing.counter import StepCounter, size_of
+from megagrpo.plan.tracing.grouped_experts import counts_on_host, grouped_experts
 from megagrpo.plan.tracing.without_floats import without_data
 from megagrpo.policy.balance import BalancedRouter
 
@@ -49,8 +51,11 @@ def one_rank(parallel: ParallelSection, world_size: int, rank: int, counter: Ste
         mock.patch.object(dist, "batch_isend_irecv", _send_one_by_one),
         mock.patch.object(device, "block_elements", lambda: GPU_BLOCK_ELEMENTS),
         mock.patch.object(F, "scaled_dot_product_attention", _attention_of(counter)),
-        mock.patch.object(torch.Tensor, "tolist", _tolist_of(torch.Tensor.tolist, counter)),
+        mock.patch.object(torch.Tensor, "tolist", _tolist_of(torch.Tensor.tolist)),
         mock.patch.object(BalancedRouter, "routing", _even_routing(BalancedRouter.routing)),
+        mock.patch.object(norms, "l2_norm", _norm_of(counter)),
+        grouped_experts(counter),
+        counts_on_host(counter),
     ]
     with contextlib.ExitStack() as stack:
         for patch in patches:
@@ -73,17 +78,27 @@ def _send_one_by_one(messages: list[Any]) -> list[Any]:
     return [message.op(message.tensor, message.peer, message.group) for message in messages]
 
 
-def _tolist_of(tolist: Any, counter: StepCounter) -> Any:
-    """Return a `tolist` that gives ones for tensors without data, and counts a wait of the host for them."""
+def _tolist_of(tolist: Any) -> Any:
+    """Return a `tolist` that gives ones for tensors without data."""
 
     def patched(tensor: Tensor) -> Any:
         if not without_data(tensor):
             return tolist(tensor)
-        counter.costs.waits[counter.now] += 1
         number: Any = True if tensor.dtype == torch.bool else 1.0
         for size in reversed(tensor.shape):
             number = [number] * size
         return number
+
+    return patched
+
+
+def _norm_of(counter: StepCounter) -> Any:
+    """Return `l2_norm` as one kernel that reads all tensors, and the host's wait for the norm in Megatron's `get_grad_norm_fp32`."""
+
+    def patched(tensors: Sequence[Tensor]) -> float:
+        counter.add("elementwise", 0, sum(map(size_of, tensors)))
+        counter.wait()
+        return 1.0
 
     return patched
 
@@ -96,7 +111,7 @@ def _even_routing(routing: Any) -> Any:
         tokens, experts = routing_map.shape
         first = router.topk * torch.arange(tokens)[:, None]
         even = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, (first + torch.arange(router.topk)) % experts, True)
-        return probs, even
+        return probs, even.to(device.device(), non_blocking=True)  # not a tensor of the host
 
     return patched
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,24 +19,28 @@ from megagrpo.plan.gpus import Gpu
 from megagrpo.plan.memory import stage_memory
 from megagrpo.plan.roofline import trace_rows
 from megagrpo.plan.tracing.counter import StepCounter
+from megagrpo.plan.tracing.host_waits import HostWaits
 from megagrpo.plan.tracing.one_rank import one_rank
 from megagrpo.plan.tracing.without_floats import WithoutFloats
 from megagrpo.plan.workload import Lengths
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.types import TrainBatch, TrainSample
+from megagrpo.types import Metric, TrainBatch, TrainSample
 
 
 def trace_step(config: RunConfig, model: HfConfig, world_size: int, rank: int, prompt: int, response: int, extra: int = 1) -> Trace:
     """Trace steps of `rank` whose samples have `prompt` and `response` tokens.
 
-    A first step creates the optimizer's moments. Two more, with pp and with pp + `extra` micro-batches, give the costs that a micro-batch
-    adds and the memory at the peak. Raises ConfigError on a machine with a GPU, because the model would be built for its kernels.
+    A first step creates the optimizer's moments. Two more give the costs that a micro-batch adds: one with as few micro-batches as the
+    schedule takes, one with `extra` times as many more. The second has pp micro-batches or more, so it has the memory at the peak. Raises
+    ConfigError on a machine with a GPU, because the model would be built for its kernels.
     """
     if device.has_gpu():
         raise ConfigError("--trace: counts operations without a GPU, but this machine has one; set CUDA_VISIBLE_DEVICES= to hide it")
-    counter, first = StepCounter(), config.parallel.pp
+    p, counter = config.parallel, StepCounter()
+    few = p.pp if p.vpp > 1 else 1  # the interleaved schedule takes multiples of pp
+    many = max((1 + extra) * few, p.pp)
     shape = _message_shape(config, model, prompt, response)
-    with one_rank(config.parallel, world_size, rank, counter) as layout, WithoutFloats(counter, shape):
+    with one_rank(config.parallel, world_size, rank, counter) as layout, WithoutFloats(counter, shape), HostWaits(counter.wait):
         policy = MegatronPolicy(config, layout, model)
         _mark(policy, counter)
         loss = make_loss(config)
@@ -46,13 +51,12 @@ def trace_step(config: RunConfig, model: HfConfig, world_size: int, rank: int, p
             policy.train_step(batch, loss, 1)
             return counter.costs
 
-        step(first)
-        few = step(first)
-        many = step(first + extra)
+        step(few)
+        small, large = step(few), step(many)
         peak = dict(counter.peak)
-    each = Costs().plus(many, 1 / extra).plus(few, -1 / extra)
+    each = Costs().plus(large, 1 / (many - few)).plus(small, -1 / (many - few))
     per = _samples_per_micro_batch(config, prompt + response)
-    return Trace(few.plus(each, -first), each, peak, per * (prompt + response), per * response)
+    return Trace(small.plus(each, -few), each, peak, per * (prompt + response), per * response)
 
 
 def fullest_stage(config: RunConfig, model: HfConfig, world_size: int) -> int:
@@ -81,14 +85,18 @@ def _message_shape(config: RunConfig, model: HfConfig, prompt: int, response: in
 
 
 def batch_of(config: RunConfig, model: HfConfig, shares: bool, prompt: int, response: int, micro_batches: int) -> TrainBatch:
-    """Return a batch with this many micro-batches of equal samples. No two samples share a prompt."""
+    """Return a batch with this many micro-batches of equal samples. No two samples share a prompt.
+
+    Packing spreads samples over as many micro-batches as there are pipeline stages, so it gets samples for these, and the rest is cut off.
+    """
     samples, length = [], prompt + response
-    for index in range(micro_batches * _samples_per_micro_batch(config, length)):
+    for index in range(max(micro_batches, config.parallel.pp) * _samples_per_micro_batch(config, length)):
         ids, mask = torch.randint(0, model.vocab_size, (length,)), torch.arange(length) >= prompt
         ids[0] = index
         advantage = 1.0 - 2.0 * (index % 2)
         samples.append(TrainSample(ids, mask, torch.where(mask, -12.0, 0.0), advantage, index=index))
-    return pack(samples, packing_rules(config, shares))
+    batch = pack(samples, packing_rules(config, shares))
+    return replace(batch, micro_batches=batch.micro_batches[:micro_batches])
 
 
 def _mark(policy: Any, counter: StepCounter) -> None:
@@ -112,9 +120,16 @@ def _mark(policy: Any, counter: StepCounter) -> None:
     reduce_metrics = policy._reduce_metrics
 
     def reduced(per_micro_batch: list[Any]) -> Any:
-        """Return the metrics, with the flag off that repeats a pass whose early gradients were wrong: without data it has no value."""
-        metrics, bad, _ = reduce_metrics(per_micro_batch)
-        return metrics, bad, False
+        """Return the metrics, with the flag off that repeats a pass whose early gradients were wrong: without data it has no value.
+
+        The transfer to the host counts as one wait. Here numbers with data and without would need one each. Stages without the head get
+        the loss of the last stage in a real run.
+        """
+        waits = counter.costs.waits.copy()
+        metrics, _, _ = reduce_metrics(per_micro_batch)
+        counter.costs.waits = waits
+        counter.wait()
+        return {"loss": Metric(0.0)} | metrics, None, False
 
     policy._reduce_metrics = reduced
     policy._loss_inputs = wrapped(policy._loss_inputs, "head")

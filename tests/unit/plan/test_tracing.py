@@ -20,6 +20,15 @@ ROOT = Path(__file__).parents[3]
 TINY = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=256, intermediate_size=768, num_hidden_layers=3)
 TINY |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=32, vocab_size=4096, max_position_embeddings=4096, rms_norm_eps=1e-6)
 TINY |= dict(tie_word_embeddings=False, torch_dtype="bfloat16", rope_theta=10000.0)
+MIXTURE = TINY | dict(
+    model_type="qwen3_moe",
+    architectures=["Qwen3MoeForCausalLM"],
+    num_hidden_layers=4,
+    norm_topk_prob=True,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=384,
+)
 PROMPT, RESPONSE = 256, 768
 SCRIPT = """
 import json, sys
@@ -34,29 +43,40 @@ for extra in (1, 3):
     trace = trace_step(config, model, int(sys.argv[2]), 0, 256, 768, extra)
     each = trace.each
     phases = ("forward", "head", "backward")
-    flops = {f"{phase}/{kind}": each.total("flops", phase, kind) for phase in phases for kind in ("products", "attention")}
+    flops = {f"{phase}/{kind}": each.total("flops", phase, kind) for phase in phases for kind in ("products", "experts", "attention")}
+    waits = {phase: each.waits[phase] for phase in phases}
     launches = [each.total("launches", phase) for phase in phases]
     messages = [(m.phase, m.operation, m.bytes, m.ranks) for m in trace.fixed.messages]
-    print(json.dumps(dict(flops=flops, launches=launches, messages=messages, peak=trace.peak, tokens=trace.tokens)))
+    found = dict(flops=flops, launches=launches, waits=waits, fixed_waits=trace.fixed.waits, messages=messages)
+    print(json.dumps(found | dict(peak=trace.peak, tokens=trace.tokens)))
 """
 
 
-def settings(folder: Path) -> list[str]:
-    (folder / "config.json").write_text(json.dumps(TINY))
+def settings(folder: Path, model: dict = TINY) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(model))
     words = ["rollout.max_prompt_length=256", "rollout.max_completion_length=768", "train.max_tokens_per_micro_batch=2048"]
     return [f"model.path={folder}", *words, "train.logprob_chunk=512"]
 
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory):
+    return traces(tmp_path_factory.mktemp("tiny"), TINY)
+
+
+@pytest.fixture(scope="module")
+def traced_with_experts(tmp_path_factory):
+    """The first of two stages, which share experts over two ranks each."""
+    return traces(tmp_path_factory.mktemp("mixture"), MIXTURE, "parallel.pp=2", "parallel.ep=2")
+
+
+def traces(folder: Path, model: dict, *layout: str):
     """Two traces of one rank of four, in a process of its own: it joins a world that does not exist."""
-    folder = tmp_path_factory.mktemp("tiny")
-    words = settings(folder)
+    words = [*settings(folder, model), *layout]
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(ROOT / "configs" / "qwen2.5_7b_1node.yaml"), "4", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     config = load_config(ROOT / "configs" / "qwen2.5_7b_1node.yaml", words)
-    return config, parse_hf_config(TINY), [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return config, parse_hf_config(model), [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
 def test_traced_flops_are_those_of_the_formula(traced):
@@ -79,6 +99,25 @@ def test_what_a_micro_batch_adds_does_not_depend_on_their_number(traced):
 def test_traced_memory_is_the_plans(traced):
     config, model, (found, _) = traced
     planned = stage_memory(config, model, 4, gpu=False)[0]["train"]
+    assert sum(found["peak"].values()) / GIB == pytest.approx(sum(planned.values()), rel=0.1)
+
+
+def test_the_host_waits_once_a_step_for_its_metrics_and_once_for_the_norm_of_the_gradient(traced):
+    _, _, (found, _) = traced
+    assert not any(found["waits"].values()) and found["fixed_waits"] == {"forward": 1, "optimizer": 1}
+
+
+def test_experts_are_grouped_products_with_the_formulas_flops_and_one_wait_of_the_host_a_layer(traced_with_experts):
+    _, model, (found, _) = traced_with_experts
+    layers, tokens = model.num_layers // 2, 2 * (PROMPT + RESPONSE)
+    expected = layers * tokens * 2 * 2 * 3 * model.hidden_size * model.mixture.intermediate_size
+    assert found["flops"]["forward/experts"] == expected and found["flops"]["backward/experts"] == 2 * expected
+    assert found["flops"]["head/products"] == 0 and found["waits"] == {"forward": layers, "head": 0, "backward": 0}
+
+
+def test_traced_memory_of_a_stage_with_experts_is_the_plans(traced_with_experts):
+    config, model, (found, _) = traced_with_experts
+    planned = stage_memory(config, model, 2, gpu=False)[0]["train"]
     assert sum(found["peak"].values()) / GIB == pytest.approx(sum(planned.values()), rel=0.1)
 
 

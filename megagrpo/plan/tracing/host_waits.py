@@ -1,7 +1,8 @@
 """Finds the places where a GPU's host would wait for the device, in a step on a CPU.
 
 On a CPU host and device tensors look the same. `HostWaits` tells them apart by their origin. A device tensor is a parameter, a tensor that
-the code moved with `.to(device)`, or the result of an operation on a device tensor. All other tensors are the host's.
+the code moved with `.to(device)`, or the result of an operation on a device tensor. All other tensors are the host's. A tensor without data
+(torch's meta device) always counts as a device tensor.
 
 The host waits when it needs a device tensor's numbers (`item`, `tolist`, `cpu`, `if tensor`), or a shape that depends on them (`nonzero`,
 selection by a mask, `repeat_interleave` without `output_size`), and when it copies to the device without `non_blocking`.
@@ -28,10 +29,14 @@ METHODS = ("to", "cpu", "tolist", "numpy")  # a dispatch mode does not see them 
 
 
 class HostWaits(TorchDispatchMode):
-    """Counts the waits inside `counting`, by name, then by operation and innermost line of the package or of Megatron."""
+    """Counts the waits inside `counting`, by name, then by operation and innermost line of the package or of Megatron.
 
-    def __init__(self) -> None:
+    `on_wait()` is called at each wait, inside `counting` and outside.
+    """
+
+    def __init__(self, on_wait: Callable[[], None] = lambda: None) -> None:
         super().__init__()
+        self._on_wait = on_wait
         self.waits: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self._name: str | None = None
         self._device: dict[int, StorageWeakRef] = {}  # the reference keeps the address of a storage from being used again
@@ -73,10 +78,11 @@ class HostWaits(TorchDispatchMode):
         return tensors
 
     def _on_device(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and x.untyped_storage()._cdata in self._device
+        return isinstance(x, Tensor) and (x.device.type == "meta" or x.untyped_storage()._cdata in self._device)
 
     def _note(self, operation: str) -> None:
-        if self._name:
+        self._on_wait()
+        if self._name is not None:
             self.waits[self._name][f"{operation} at {place()}"] += 1
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,6 +119,8 @@ class HostWaits(TorchDispatchMode):
 def place() -> str:
     """Return the innermost line of the package or of Megatron, as room/file.py:line."""
     for frame in reversed(traceback.extract_stack()):
+        if "/plan/tracing/" in frame.filename:
+            continue
         for package, prefix in (("/megagrpo/", ""), ("/megatron/core/", "megatron/core/")):
             if package in frame.filename:
                 return f"{prefix}{frame.filename.rpartition(package)[2]}:{frame.lineno}"
