@@ -70,6 +70,7 @@ def config_of(row: Row) -> RunConfig:
     keys = {
         "model.precision": "bf16",
         "model.recompute": row.recompute,
+        "model.fusions": "[rope, bias_activation]",  # Megatron's defaults
         "parallel.tp": tp,
         "parallel.pp": pp,
         "parallel.ep": ep,

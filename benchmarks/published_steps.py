@@ -1,6 +1,9 @@
 """The seconds that `megagrpo plan` predicts, compared with GRPO steps published by NeMo-RL.
 
     python benchmarks/published_steps.py
+    python benchmarks/published_steps.py --trace Llama-3.1-8B Llama-3.1-70B
+
+With `--trace` the log-probs and the train step of the named models come from a trace of the last pipeline stage (`megagrpo plan --trace`).
 
 Whole steps: docs/about/performance-summary.md of NeMo-RL 0.4, 0.5 and 0.6, GRPO on OpenMathInstruct-2, DGX H100, bf16, Megatron and vLLM.
 Their settings: the recipes of the same versions (examples/configs/recipes/llm/performance) and grpo_math_1B.yaml below them. Phases of 0.3:
@@ -18,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from megagrpo.config import load_config
+from megagrpo.config import RunConfig, load_config
 from megagrpo.families.config import HfConfig, nearly_even, parse_hf_config
 from megagrpo.plan.gpus import GPUS
 from megagrpo.plan.links import Links
@@ -108,12 +111,14 @@ PHASES = (  # published seconds of generate, logprobs, train and refit
 )
 
 
-def predicted(row: Row) -> StepTimes:
+def setting(row: Row) -> tuple[RunConfig, HfConfig, Lengths]:
+    """Config, model and lengths of a row."""
     model, job = parse_hf_config(row.job.model), row.job
     tp, cp, pp, ep = row.layout
     keys = {
         "model.precision": "bf16",
         "model.recompute": job.recompute,
+        "model.fusions": "[rope, bias_activation]",
         "parallel.tp": tp,
         "parallel.cp": cp,
         "parallel.pp": pp,
@@ -139,11 +144,31 @@ def predicted(row: Row) -> StepTimes:
     if model.num_layers % pp:
         keys["parallel.pipeline_layers"] = nearly_even(model.num_layers, pp)
     config = load_config(REPOSITORY / "configs" / "quickstart.yaml", [f"{key}={value}" for key, value in keys.items()])
-    lengths = Lengths(PROMPT, row.mean - PROMPT, job.longest - PROMPT)
+    return config, model, Lengths(PROMPT, row.mean - PROMPT, job.longest - PROMPT)
+
+
+def predicted(row: Row) -> StepTimes:
+    config, model, lengths = setting(row)
     made = step_times(config, model, row.gpus, H100, lengths)
     # Ours computes no old log-probs for a single optimizer step.
     again = made.seconds["logprobs"] if config.algorithm.updates_per_step == 1 else 0
     return replace(made, seconds=made.seconds | {"logprobs": made.seconds["logprobs"] + again, "sync": refit_seconds(row, model)})
+
+
+def traced(row: Row) -> StepTimes:
+    """Like `predicted`, with the seconds of log-probs and train step of a trace. Imports torch."""
+    from megagrpo.plan.roofline import roofline
+    from megagrpo.plan.tracing.step import trace_step
+
+    config, model, lengths = setting(row)
+    rank = row.gpus - row.gpus // config.parallel.pp  # the first rank of the last stage, which has the LM head
+    trace = trace_step(config, model, row.gpus, rank, round(lengths.prompt), round(lengths.response))
+    seconds, updates = roofline(config, model, trace, row.gpus, H100, lengths).seconds, row.job.updates
+    once = seconds["reduce"] + seconds["optimizer"] + seconds.get("bubble", 0.0)  # per update, which has its own pipeline bubble
+    train = sum(seconds[phase] for phase in ("forward", "head", "backward")) + updates * once
+    passes = 2 * (seconds["forward"] + seconds["head"] / 3)  # of policy and reference; the head's gradients are two of three products
+    made = predicted(row)
+    return replace(made, seconds=made.seconds | {"logprobs": passes, "train": train})
 
 
 def refit_seconds(row: Row, model: HfConfig) -> float:
@@ -153,8 +178,29 @@ def refit_seconds(row: Row, model: HfConfig) -> float:
     return gathered + moved
 
 
+def print_traced(names: list[str]) -> None:
+    """Print the rows of these models with traced seconds; of rows with the same setting in several versions only the first."""
+    print("| model | version | GPUs | published s | traced s | | generate | logprobs | train | refit |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    seen = set()
+    for row, phases in (*PHASES, *((row, None) for row in ROWS)):
+        key = row.job.name, row.job.recompute, row.gpus, row.layout, row.server_gpus
+        if row.job.name not in names or key in seen:
+            continue
+        seen.add(key)
+        made = traced(row)
+        texts = [f"{made.seconds[name]:.1f}" for name in ("generate", "logprobs", "train", "sync")]
+        if phases:
+            texts = [f"{text} of {published}" for text, published in zip(texts, phases, strict=True)]
+        head = f"| {row.job.name} | {row.version} | {row.gpus + row.server_gpus} | {row.seconds:g} | {made.step:.0f} |"
+        print(f"{head} {made.step / row.seconds - 1:+.0%} | {' | '.join(texts)} |", flush=True)
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", nargs="+", metavar="MODEL", help="trace the rows of these models, and print no others")
+    if names := parser.parse_args().trace:
+        return print_traced(names)
     print("| model | version | GPUs | published s | predicted s | | | generate | logprobs | train | refit |")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     errors: dict[bool, list[float]] = {False: [], True: []}

@@ -46,7 +46,8 @@ from megagrpo.families.sources import resolve_model
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
-from megagrpo.servers.launcher import Launcher, ServerOptions
+from megagrpo.servers.launcher import Launcher
+from megagrpo.servers.options import ServerOptions
 from megagrpo.types import Prompt, SamplingParams
 from megagrpo.weight_sync.sync import WeightSync
 

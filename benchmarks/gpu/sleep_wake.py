@@ -25,7 +25,7 @@ from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parse, pars
 from benchmarks.gpu.train_step import USABLE, Case, memory_here, planned_gib, samples_of, sizes_of
 from megagrpo.families.config import parse_hf_config
 from megagrpo.plan.host import moved_bytes
-from megagrpo.plan.memory import engine_memory, on_shared_gpu, takes_turns, trainer_memory
+from megagrpo.plan.memory import engine_memory, on_shared_gpu, reload_bytes, takes_turns, trainer_memory
 
 TARGET = "target on one H200: trainer while vLLM generates <= 5 GiB"
 MOMENTS = ("generating", "vLLM asleep", "trainer back", "after the train step", "after the sync")
@@ -45,7 +45,8 @@ def make_case(name: str, gib: float, folder: Path, overrides: Sequence[str]) -> 
 def describe(case: Case, gib: float) -> str:
     """Print the plan: the GPU's memory by phase, vLLM's share, and the bytes that move to the host."""
     engine, share = engine_memory(case.config, case.model, gib), case.config.rollout.gpu_memory_utilization
-    memory = on_shared_gpu(case.config, trainer_memory(case.config, case.model, dp=1), engine)
+    reload = reload_bytes(case.config, case.model) / 2**30
+    memory = on_shared_gpu(case.config, trainer_memory(case.config, case.model, dp=1), engine, reload)
     lines = [f"{case.name}: {case.model.num_layers} layers; vLLM's share {share:g} x {gib:g} = {share * gib:.1f} GiB"]
     for phase in ("generate", "train", "sync"):
         parts = ", ".join(f"{part} {size:.1f}" for part, size in memory[phase].items() if size > 0.05)

@@ -41,14 +41,19 @@ class RolloutSection(Section):
     """Warn when a step's `token_mult_prob_error` is above this. Empty: warn when the error is three times as far from 1 as in the run's
     first 5 steps and above the normal range, 1.01 in fp32 and 1.1 in bf16. With max_staleness above 0 empty never warns."""
     servers: Count = 1
-    """vLLM servers to start, each with `tp` devices. Colocated servers are spread evenly over `run.nodes`."""
+    """vLLM servers to start, each with `tp` x `pp` x `dp` devices. Colocated servers are spread evenly over `run.nodes`."""
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM server."""
+    pp: PositiveInt = 1
+    """Pipeline-parallel size of each vLLM server: the number of stages that share its layers."""
+    dp: PositiveInt = 1
+    """Data-parallel size of each vLLM server: copies of its attention, which share its experts. Above 1 it needs enable_expert_parallel;
+    models without experts use more `servers`."""
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"] = "none"
     """Format in which vLLM computes its linear layers. none: the dtype of the weights. fp8_...: FP8, with one scale per tensor, per block
     of 128 x 128 or per output channel; every weight sync quantizes the new weights. docs/weight_sync.md."""
     enable_expert_parallel: bool = False
-    """Distribute whole experts over the `tp` workers of each vLLM server, instead of sharding every expert."""
+    """Distribute whole experts over the `tp` x `dp` workers of each stage of a vLLM server, instead of sharding every expert."""
     placement: Placement = "auto"
     """Where the servers run. colocated: started by the run on the trainer's GPUs, on every node; they sleep during training. dedicated:
     started by the run on GPUs without ranks. external: the servers in `urls`. auto: external with `urls`, else colocated. On one node
@@ -99,6 +104,17 @@ class RolloutSection(Section):
     def placed(self) -> str:
         """`placement` with auto resolved."""
         return self.placement if self.placement != "auto" else ("external" if self.urls else "colocated")
+
+    @property
+    def devices_per_server(self) -> int:
+        """Devices of one vLLM server."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def server_text(self) -> str:
+        """The sizes of a server as a product of keys, for messages."""
+        sizes = {"rollout.tp": self.tp} | {f"rollout.{name}": size for name, size in (("pp", self.pp), ("dp", self.dp)) if size > 1}
+        return " x ".join(f"{key} {size}" for key, size in sizes.items())
 
     @property
     def truncates(self) -> bool:

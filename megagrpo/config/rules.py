@@ -51,9 +51,24 @@ def layout_problems(config: RunConfig) -> list[Problem]:
                 rule=5,
             )
         )
-    if config.rollout.enable_expert_parallel and config.rollout.tp == 1:
-        keys = ("rollout.enable_expert_parallel", "rollout.tp")
-        problems.append(Problem(keys, "true needs several workers per server, but rollout.tp is 1; set it to false, or raise tp"))
+    return problems + server_layout_problems(config)
+
+
+def server_layout_problems(config: RunConfig) -> list[Problem]:
+    """Return sizes of a vLLM server that contradict each other."""
+    r, problems, experts = config.rollout, [], "rollout.enable_expert_parallel"
+    if r.enable_expert_parallel and r.tp * r.dp == 1:
+        said = "true needs several workers per server, but rollout.tp is 1; set it to false, or raise tp"
+        problems.append(Problem((experts, "rollout.tp"), said))
+    if r.dp > 1 and not r.enable_expert_parallel:
+        said = f"{r.dp} copies of the attention share experts, but {experts} is false; set it to true, or use more rollout.servers"
+        problems.append(Problem(("rollout.dp", experts), said))
+    if r.dp > 1 and r.placed == "colocated" and config.run.nodes > 1:  # vLLM passes on the reports of the first copy only
+        said = f"{r.dp} needs servers whose reports the trainer can read, but colocated servers are on {config.run.nodes} nodes; choose "
+        problems.append(Problem(("rollout.dp", "rollout.placement", "run.nodes"), f"{said}dedicated, or set dp to 1"))
+    if r.dp * r.pp > 1 and config.lora.syncs_adapters:
+        said = f"{r.server_text}, but lora.sync adapter supports tensor parallelism only; set pp and dp to 1, or lora.sync to merged"
+        problems.append(Problem(("rollout.pp", "rollout.dp", "lora.sync"), said))
     return problems
 
 

@@ -41,7 +41,7 @@ def needs_of(config: RunConfig, name: str, gpu: bool, world_size: int | None = N
     nodes = max(config.run.nodes, -(-world // GPUS_PER_NODE) if gpu else 1)
     transport = _transport(config, gpu, nodes == 1)
     copies = 2 * weight_bytes(config) * parameters / 2**30 if transport == "shared_memory" else 0.0
-    servers = rollout.servers * rollout.tp if rollout.placed == "dedicated" else 0
+    servers = rollout.servers * rollout.devices_per_server if rollout.placed == "dedicated" else 0
     checkpoint = parameters * (weight_bytes(config) + 12) / 2**30
     in_ram = sum(made.host.get(purpose, 0.0) for purpose in ("saving", "moments", "offload", "activations"))
     ranks = 0.0 if gpu or not made.memory else world * max(parts["total"] for parts in made.memory.values())

@@ -170,44 +170,43 @@ def _place(config: RunConfig, cluster: Cluster) -> Placement:
     """Return the nodes of ranks and servers, with a rank for each GPU that no server uses."""
     ranks_without_gpus = cluster.ranks_per_node or 1
     nodes, gpus, r = config.run.nodes, cluster.gpus_per_node, config.rollout
-    needed = r.servers * r.tp
+    size = r.devices_per_server
+    needed = r.servers * size
     if r.placed == "external":
         return Placement(nodes, nodes, gpus or ranks_without_gpus)
     if r.placed == "colocated" and nodes > 1:
-        if gpus and r.servers // nodes * r.tp > gpus:
-            said = f"{r.servers} x rollout.tp {r.tp} on {nodes} nodes need {r.servers // nodes * r.tp} GPUs of each, which has {gpus}"
+        if gpus and r.servers // nodes * size > gpus:
+            said = f"{r.servers} x {r.server_text} on {nodes} nodes need {r.servers // nodes * size} GPUs of each, which has {gpus}"
             raise ConfigError(f"rollout.servers: {said}; lower one")
         return Placement(nodes, nodes, gpus or ranks_without_gpus)
     if nodes == 1:
         own = needed if gpus and r.placed == "dedicated" else 0
         if gpus and needed > gpus:
-            raise ConfigError(f"rollout.servers: {r.servers} x rollout.tp {r.tp} need {needed} GPUs, but the node has {gpus}; lower one")
+            raise ConfigError(f"rollout.servers: {r.servers} x {r.server_text} need {needed} GPUs, but the node has {gpus}; lower one")
         if gpus and own >= gpus:
-            raise ConfigError(
-                f"rollout.servers: {r.servers} x rollout.tp {r.tp} take all {gpus} GPUs of the node; leave one to the trainer"
-            )
+            raise ConfigError(f"rollout.servers: {r.servers} x {r.server_text} take all {gpus} GPUs of the node; leave one to the trainer")
         return Placement(1, 1, gpus - own if gpus else ranks_without_gpus)
     if not gpus:
         if r.servers > nodes and r.servers % nodes:
             raise ConfigError(f"rollout.servers: {r.servers} is not a multiple of run.nodes {nodes}; use a multiple")
         hosts = min(r.servers, nodes)
         return Placement(nodes, nodes, ranks_without_gpus, hosts, r.servers // hosts)
-    if r.tp > gpus:
-        raise ConfigError(f"rollout.tp: a server of {r.tp} GPUs does not fit on a node of {gpus}; set it to {gpus} or less")
-    hosts, rest = divmod(r.servers, gpus // r.tp)
-    if gpus % r.tp == 0 and rest == 0 and hosts < nodes:
-        return Placement(nodes, nodes - hosts, gpus, hosts, gpus // r.tp)
+    if size > gpus:
+        raise ConfigError(f"rollout.tp: a server of {size} GPUs ({r.server_text}) does not fit on a node of {gpus}; lower one")
+    hosts, rest = divmod(r.servers, gpus // size)
+    if gpus % size == 0 and rest == 0 and hosts < nodes:
+        return Placement(nodes, nodes - hosts, gpus, hosts, gpus // size)
     each, rest = divmod(r.servers, nodes)
-    if rest == 0 and each * r.tp < gpus:
-        return Placement(nodes, nodes, gpus - each * r.tp, nodes, each, first_server_gpu=gpus - each * r.tp)
+    if rest == 0 and each * size < gpus:
+        return Placement(nodes, nodes, gpus - each * size, nodes, each, first_server_gpu=gpus - each * size)
     for hosts in range(1, nodes):  # whole nodes of servers, with spare GPUs
         each, rest = divmod(r.servers, hosts)
-        if rest == 0 and each * r.tp <= gpus:
+        if rest == 0 and each * size <= gpus:
             return Placement(nodes, nodes - hosts, gpus, hosts, each)
-    whole = [n * each for n in range(1, nodes) for each in range(1, gpus // r.tp + 1)]
-    shared = [n * nodes for n in range(1, (gpus - 1) // r.tp + 1)]
+    whole = [n * each for n in range(1, nodes) for each in range(1, gpus // size + 1)]
+    shared = [n * nodes for n in range(1, (gpus - 1) // size + 1)]
     fitting = ", ".join(str(n) for n in sorted({*whole, *shared}, key=lambda n: (abs(n - r.servers), n))[:2]) or "none"
     raise ConfigError(
-        f"rollout.servers: {r.servers} x rollout.tp {r.tp} GPUs cannot be spread evenly over nodes of {gpus} GPUs that leave a node to the "
+        f"rollout.servers: {r.servers} x {r.server_text} GPUs cannot be spread evenly over nodes of {gpus} GPUs that leave a node to the "
         f"trainer, or over all of run.nodes {nodes}; nearest: {fitting}"
     )

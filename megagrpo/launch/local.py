@@ -49,12 +49,12 @@ def num_ranks(config: RunConfig) -> int:
     """Return the number of ranks to start: `NPROC` if set. Dedicated servers use the GPUs after the ranks' GPUs. Raises ConfigError."""
     wanted = os.environ.get("NPROC", "")
     if not wanted:
-        set_aside = config.rollout.servers * config.rollout.tp if config.rollout.placed == "dedicated" else 0
+        set_aside = config.rollout.servers * config.rollout.devices_per_server if config.rollout.placed == "dedicated" else 0
         gpus = num_gpus()
         if gpus and gpus <= set_aside:
             raise ConfigError(
-                f"rollout.placement: dedicated servers need {set_aside} GPUs, rollout.servers {config.rollout.servers} x rollout.tp "
-                f"{config.rollout.tp}, but this machine has {gpus}; leave some to the trainer, or choose colocated"
+                f"rollout.placement: dedicated servers need {set_aside} GPUs, rollout.servers {config.rollout.servers} x "
+                f"{config.rollout.server_text}, but this machine has {gpus}; leave some to the trainer, or choose colocated"
             )
         return gpus - set_aside if gpus else config.parallel.smallest_world
     if not wanted.isdigit() or int(wanted) == 0:

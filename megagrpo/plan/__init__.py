@@ -16,7 +16,7 @@ from megagrpo.families.config import MODEL, HfConfig, model_problems, parse_hf_c
 from megagrpo.plan.files import data_notes, data_problems, output_problems, tokenizer_notes
 from megagrpo.plan.gpus import Gpu
 from megagrpo.plan.host import host_memory
-from megagrpo.plan.memory import engine_memory, on_shared_gpu, smallest_gpu, trainer_memory
+from megagrpo.plan.memory import GIB, engine_memory, on_shared_gpu, reload_bytes, smallest_gpu, trainer_memory
 from megagrpo.plan.problems import (
     adapter_problems,
     cache_problems,
@@ -192,7 +192,7 @@ def with_memory(made: Plan, config: RunConfig, world_size: int, gpu_memory_gb: f
     if config.rollout.placed == "colocated" and not has_gpu:  # on CPUs vLLM does not sleep, and offloading frees no RAM
         memory["generate"] = memory["generate"] | engine
     elif config.rollout.placed == "colocated":
-        memory = on_shared_gpu(config, memory, engine)
+        memory = on_shared_gpu(config, memory, engine, reload_bytes(config, model) / GIB)
     for parts in memory.values():
         parts["total"] = sum(parts.values())
     return replace(made, problems=problems, rows=rows, memory=memory, host=host, smallest_gpu=smallest)

@@ -7,11 +7,13 @@ workspaces are not counted.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil
 
 from megagrpo.config import RunConfig
 from megagrpo.config.train import FUSED_SCRATCH_BYTES
 from megagrpo.families.config import HfConfig
 from megagrpo.plan.shapes import (
+    expert_parameters,
     largest_chunks,
     layers_of_ranks,
     num_parameters,
@@ -147,11 +149,14 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
     through its MLP.
 
     Attention and MLP each keep the residual and the normed input, and their output if it is normalised too. Attention keeps q, k and v
-    as one tensor, q and k again after rotation, and its output. The MLP keeps gate, up and silu(gate) up. Our CPU attention, for
-    sequences above 128 tokens, keeps copies of q, and of k and v for every query head, and the output twice; it keeps q, k and v
-    themselves only if they are normalised. Latents are kept before and after their norm. A token that uses k experts has k MLPs, each
-    with a copy of its input and output, spread evenly over the ranks. With an adapter the outputs of the projection, of the adapter and
-    their sum exist at once.
+    as one tensor, q and k again after rotation, and its output. Our CPU attention, for sequences above 128 tokens, keeps copies of q, and
+    of k and v for every query head, and the output twice; it keeps q, k and v themselves only if they are normalised. Latents are kept
+    before and after their norm.
+
+    The MLP keeps gate, up and silu(gate) up. On a GPU without the fusion `bias_activation` of `model.fusions` it also keeps silu(gate) and
+    a copy of up. A token that uses k experts has k MLPs, each with a copy of its input, spread evenly over the ranks. An expert also keeps
+    its activation before it is weighted, unless both are fused. The experts' outputs exist at once in the pass only. With an adapter the
+    outputs of the projection, of the adapter and their sum exist at once.
     """
     tp = config.parallel.tp
     shards = tp if config.parallel.sequence_parallel else 1
@@ -163,16 +168,26 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
         attention = 3 * queries + 3 * keys
     else:
         attention = 5 * queries + (queries + 2 * keys if model.qk_norm else 0)
-    mlp = 3 * model.intermediate_size / tp
+    unfused = gpu and "bias_activation" not in config.model.fusions
+    inside = 5 if unfused else 3
+    mlp = inside * model.intermediate_size / tp
     if model.experts:
-        sent = model.experts.per_token / tp * (3 * model.experts.intermediate_size + 2 * model.hidden_size)
-        sent += 3 * model.experts.shared_size / tp
+        routed = 6 if unfused else 3 if gpu else 4
+        sent = model.experts.per_token / tp * (routed * model.experts.intermediate_size + model.hidden_size)
+        sent += inside * model.experts.shared_size / tp
         mixed = len(model.experts.blocks) / model.num_layers
         mlp = mixed * sent + (1 - mixed) * mlp
     everything = (6 if model.post_norms else 4) * model.hidden_size / shards + attention + mlp
     stored = model.hidden_size / shards if config.model.recompute == "full" else everything
     beside = 4 * model.intermediate_size / tp if config.lora.enabled else 0
-    return everything, stored, 2 * model.hidden_size / shards + mlp + beside
+    return everything, stored, 2 * model.hidden_size / shards + mlp + expert_output_elements(model, tp) + beside
+
+
+def expert_output_elements(model: HfConfig, tp: int) -> float:
+    """Return the elements per token of the experts' outputs before their sum, averaged over all layers; 0 without experts."""
+    if model.experts is None:
+        return 0.0
+    return len(model.experts.blocks) / model.num_layers * model.experts.per_token / tp * model.hidden_size
 
 
 def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = None) -> int:
@@ -189,8 +204,10 @@ def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = Non
 
 
 def kv_bytes(config: RunConfig, model: HfConfig, tokens: int, prefill: int | None = None) -> int:
-    """Return the KV cache bytes of one sequence on one of the run's vLLM devices: `kv_elements` in vLLM's compute dtype."""
-    return engine_element(config) * kv_elements(model, config.rollout.tp, tokens, prefill)
+    """Return the KV cache bytes of one sequence on one of the run's vLLM devices: `kv_elements` in vLLM's compute dtype, of the layers of
+    the largest pipeline stage."""
+    whole = engine_element(config) * kv_elements(model, config.rollout.tp, tokens, prefill)
+    return ceil(whole * ceil(model.num_layers / config.rollout.pp) / model.num_layers)
 
 
 def engine_element(config: RunConfig) -> int:
@@ -209,14 +226,41 @@ def engine_bytes(config: RunConfig, model: HfConfig) -> int:
     return engine_element(config) * outer + block_bytes(config) * (num_parameters(model) - outer)
 
 
+def device_bytes(config: RunConfig, model: HfConfig) -> float:
+    """Return the bytes of the weights on the fullest device of a vLLM server.
+
+    The first and the last pipeline stage hold the embedding and the output layer besides their blocks. Data-parallel copies share the
+    experts only.
+    """
+    r = config.rollout
+    experts, every = float(block_bytes(config) * expert_parameters(model)), float(engine_bytes(config, model))
+    outer = engine_element(config) * model.vocab_size * model.hidden_size
+    if r.pp > 1:
+        share = ceil(model.num_layers / r.pp) / model.num_layers
+        experts = experts * share
+        every = outer + (every - outer * (1 if model.tied_embeddings else 2)) * share
+    return (every - experts + experts / r.dp) / r.tp
+
+
+def reload_bytes(config: RunConfig, model: HfConfig) -> float:
+    """Return the bytes that a weight sync needs on each of a server's GPUs beside vLLM's weights and cache.
+
+    vLLM's reload allocates one module at a time in the compute dtype, fills it, quantizes it to a further tensor, and copies the result
+    to the weights. The largest module is an embedding, an MLP's gate and up, or all experts of a layer.
+    """
+    tp, hidden, element = config.rollout.tp, model.hidden_size, engine_element(config)
+    quantized = element if config.rollout.quantization == "none" else element + block_bytes(config)
+    experts = 3 * model.experts.intermediate_size * model.experts.count if model.experts else 0
+    return max(model.vocab_size * element, 2 * model.intermediate_size * quantized, experts / config.rollout.dp * quantized) * hidden / tp
+
+
 def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) -> dict[str, float]:
     """Return the GiB of weights and KV cache of a vLLM server on each of its GPUs.
 
     The cache gets the rest of the server's share of a GPU of `gpu` GiB. With `gpu` None it is the minimum: one sequence of the greatest
     length.
     """
-    tp = config.rollout.tp
-    weights = engine_bytes(config, model) / tp / GIB
+    weights = device_bytes(config, model) / GIB
     least = kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS) / GIB
     rest = least if gpu is None else config.rollout.gpu_memory_utilization * gpu - weights
     return {"vllm_weights": weights, "kv_cache": max(0.0, rest)}
@@ -228,27 +272,36 @@ def takes_turns(config: RunConfig) -> bool:
     return config.rollout.placed == "colocated" and config.train.offload is not False
 
 
-def on_shared_gpu(config: RunConfig, memory: dict[str, dict[str, float]], engine: dict[str, float]) -> dict[str, dict[str, float]]:
+def on_shared_gpu(
+    config: RunConfig, memory: dict[str, dict[str, float]], engine: dict[str, float], reload: float
+) -> dict[str, dict[str, float]]:
     """Return the phases of a GPU that a trainer rank shares with a server, which holds `engine` while it generates.
 
-    If they take turns, the trainer is offloaded by then. While vLLM loads weights, only the trainer's weights are on the GPU.
+    If they take turns, the trainer is offloaded by then. While vLLM loads weights, only the trainer's weights are on the GPU. The staging
+    of a weight sync includes the module that vLLM reloads, `reload` GiB.
     """
+    staging = {"staging": memory["sync"]["staging"] + reload}
     if not takes_turns(config):
-        return memory | {"generate": memory["generate"] | engine}
-    trainer = {part: memory["sync"][part] for part in ("weights", "staging")}
+        return memory | {"generate": memory["generate"] | engine, "sync": memory["sync"] | staging}
+    trainer = {"weights": memory["sync"]["weights"]} | staging
     return memory | {"generate": engine, "sync": trainer | {"vllm_weights": engine["vllm_weights"]}}
 
 
 def smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]]) -> float:
     """Return the GiB that a GPU needs for the trainer and vLLM.
 
-    A shared GPU without turns holds both at once. The share of a server that the run starts must hold vLLM's weights and one sequence.
+    A shared GPU without turns holds both at once. The share of a server that the run starts must hold vLLM's weights and one sequence, and
+    the rest of the GPU a module that vLLM reloads, if weights arrive while the server has its cache.
     """
     rollout, engine = config.rollout, engine_memory(config, model)
-    share, turns = rollout.gpu_memory_utilization, takes_turns(config)
-    trainer = max(sum(parts.values()) for parts in (on_shared_gpu(config, memory, engine) if turns else memory).values())
+    share, turns, reload = rollout.gpu_memory_utilization, takes_turns(config), reload_bytes(config, model) / GIB
+    beside = on_shared_gpu(config, memory, engine, reload) if turns else memory
+    if rollout.placed == "colocated" and not turns:
+        beside = memory | {"sync": memory["sync"] | {"staging": memory["sync"]["staging"] + reload}}
+    trainer = max(sum(parts.values()) for parts in beside.values())
     if rollout.placed == "external":
         return trainer
     if rollout.placed == "colocated" and not turns:
         trainer = trainer / (1 - share) if share < 1 else float("inf")
-    return max(trainer, sum(engine.values()) / share)
+    rest = reload / (1 - share) if rollout.placed == "dedicated" and share < 1 else 0.0
+    return max(trainer, sum(engine.values()) / share, rest)

@@ -11,7 +11,7 @@ from megagrpo.families.config import HfConfig
 from megagrpo.plan.flops import attention_flops, token_flops
 from megagrpo.plan.gpus import Gpu
 from megagrpo.plan.links import HOST_GB_PER_S, Links, layer_seconds
-from megagrpo.plan.memory import activation_elements, weight_bytes
+from megagrpo.plan.memory import activation_elements, expert_output_elements, weight_bytes
 from megagrpo.plan.workload import Lengths
 
 DENSE_EFFICIENCY = 0.6  # share of the peak that products of large matrices reach
@@ -88,7 +88,8 @@ class _Layers:
         self.products = tokens / p.tp / self.peak * (flops.dense / DENSE_EFFICIENCY + uneven * flops.experts / EXPERT_EFFICIENCY)
         self.products *= fp8_time(config, model, gpu)
         self.attention = tokens / p.tp / self.peak * scores / ATTENTION_EFFICIENCY
-        touched = TOUCHES * activation_elements(config, model, gpu=True)[0] * element * model.num_layers
+        touched = activation_elements(config, model, gpu=True)[0] + expert_output_elements(model, p.tp)
+        touched *= TOUCHES * element * model.num_layers
         self.traffic = tokens * touched / (gpu.memory_gb_per_s * 1e9 * BANDWIDTH)
         recomputed = activation_elements(config, model, gpu=True)[1] * config.model.offload_activations
         self.copies = tokens * recomputed * element * model.num_layers / (HOST_GB_PER_S * 1e9)

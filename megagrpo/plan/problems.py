@@ -12,7 +12,7 @@ from megagrpo.config.trackers import PACKAGES
 from megagrpo.families.config import HfConfig, projections
 from megagrpo.multi_turn.registry import targets
 from megagrpo.plan.gpus import Gpu
-from megagrpo.plan.memory import GIB, kv_bytes, takes_turns
+from megagrpo.plan.memory import GIB, kv_bytes, reload_bytes, takes_turns
 from megagrpo.rewards import registry
 from megagrpo.rewards.target import Target, did_you_mean
 
@@ -284,6 +284,12 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
         problems.append(Problem(("rollout.tp", "model.path"), said))
     if not r.urls and shared_out and not model.experts:
         problems.append(Problem(("rollout.enable_expert_parallel",), f"{model.family} has no experts; set it to false"))
+    if not r.urls and shared_out and model.experts and model.experts.count < r.tp * r.dp:
+        said = f"{r.tp} x rollout.dp {r.dp} workers share {model.experts.count} experts, which leaves workers without any; lower one"
+        problems.append(Problem(("rollout.tp", "rollout.dp", "rollout.enable_expert_parallel"), said))
+    if not r.urls and r.pp > model.num_layers:
+        said = f"{r.pp} stages share {model.num_layers} layers, which leaves stages without any; set it to {model.num_layers} or less"
+        problems.append(Problem(("rollout.pp", "model.path"), said))
     if config.max_model_len > model.max_positions:
         said = (
             f"max_prompt_length {r.max_prompt_length} + {config.response_limit} = {config.max_model_len} tokens, but the model's limit is "
@@ -355,6 +361,13 @@ def too_big(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, floa
     trainer = max(sum(parts.values()) for parts in memory.values())
     cuts = "parallel.tp, parallel.ep, parallel.pp or parallel.cp" if model.experts else "parallel.tp, parallel.pp or parallel.cp"
     less = f"raise {cuts}, lower train.max_tokens_per_micro_batch, or set model.recompute=full"
+    reload, left = reload_bytes(config, model) / GIB, (1 - r.gpu_memory_utilization) * gpu
+    if r.placed == "dedicated" and trainer < gpu and left < reload:
+        said = (
+            f"vLLM's {r.gpu_memory_utilization:g} of a GPU leaves {left:.1f} GiB, but a weight sync reloads a module of {reload:.1f} GiB "
+            f"beside it; lower rollout.gpu_memory_utilization to {int((1 - reload / gpu) * 100) / 100:g}, or raise rollout.tp"
+        )
+        return Problem(("rollout.gpu_memory_utilization", "rollout.tp"), said, rule=20)
     if (r.placed != "colocated" or takes_turns(config)) and trainer < gpu:
         said = (
             f"vLLM's {r.gpu_memory_utilization:g} of a GPU must hold its part of the weights and the longest sequence, which needs "

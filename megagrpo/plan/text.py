@@ -28,7 +28,7 @@ def machine_text(config: RunConfig, world_size: int, gpu: float | None) -> str:
         return f"no GPUs: {world_size} rank(s) share the RAM of a host; gpu_memory_gb=80 or --gpu h100 plans for GPUs"
     r, servers = config.rollout, ""
     if r.placed == "dedicated":
-        servers = f", and {r.servers * r.tp} more for vLLM"
+        servers = f", and {r.servers * r.devices_per_server} more for vLLM"
     return f"{world_size} GPU(s) of {gpu:g} GiB, one for each rank{servers}"
 
 
@@ -70,7 +70,7 @@ def rollout_text(config: RunConfig) -> str:
     if r.urls:
         return f"{len(r.urls)} external vLLM server(s), up to {config.max_model_len} tokens a sequence"
     return (
-        f"{r.servers} vLLM server(s) x tp {r.tp}, up to {config.max_model_len} tokens a sequence; each takes "
+        f"{r.servers} vLLM server(s) x {r.server_text.replace('rollout.', '')}, up to {config.max_model_len} tokens a sequence; each takes "
         f"{r.gpu_memory_utilization:.0%} of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
         + f"; linear layers in {r.quantization}"
         * (r.quantization != "none")

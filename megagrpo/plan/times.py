@@ -14,7 +14,7 @@ from megagrpo.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.plan.gpus import GPUS_PER_NODE, Gpu
 from megagrpo.plan.host import copied_bytes
 from megagrpo.plan.links import HOST_GB_PER_S, Links
-from megagrpo.plan.memory import GIB, block_bytes, engine_bytes, kv_bytes, takes_turns, weight_bytes
+from megagrpo.plan.memory import GIB, block_bytes, device_bytes, engine_bytes, kv_bytes, takes_turns, weight_bytes
 from megagrpo.plan.passes import pass_seconds
 from megagrpo.plan.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
 from megagrpo.plan.workload import Lengths
@@ -62,7 +62,7 @@ class StepTimes:
 
 def server_gpus(config: RunConfig) -> int:
     """Return the number of GPUs that generate."""
-    return (len(config.rollout.urls) or config.rollout.servers) * config.rollout.tp
+    return (len(config.rollout.urls) or config.rollout.servers) * config.rollout.devices_per_server
 
 
 def step_times(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, generate: float | None = None) -> StepTimes:
@@ -114,9 +114,9 @@ def generate_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Leng
     servers = len(r.urls) or r.servers
     each = ceil(r.prompts_per_step * r.num_generations / servers)
     prompts = ceil(each / r.num_generations)  # the responses of a group share their prompt's cache
-    flops, peak = token_flops(model), gpu.bf16_tflops * 1e12 * r.tp
+    flops, peak = token_flops(model), gpu.bf16_tflops * 1e12 * r.devices_per_server
     prefill = prompts * (lengths.prompt * flops.blocks + attention_flops(model, lengths.prompt)) / (peak * PREFILL_EFFICIENCY)
-    slots = min(r.max_num_seqs, _cached_sequences(config, model, gpu, lengths))
+    slots = r.dp * min(r.max_num_seqs, _cached_sequences(config, model, gpu, lengths))
     if r.max_staleness and r.in_flight != "wait":
         return prefill + _steady_seconds(config, model, gpu, lengths, each, min(slots, each * (1 + r.max_staleness)))
     sleep = SLEEP_SECONDS if r.placed == "colocated" else 0
@@ -166,24 +166,33 @@ def exponential_mean(mean: float, longest: float) -> float:
 
 
 def _cached_sequences(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> int:
-    """Return the number of average sequences that a server's KV cache holds at once, at least one."""
+    """Return the number of average sequences that the KV cache of one data-parallel copy of a server holds at once, at least one."""
     r = config.rollout
-    room = r.gpu_memory_utilization * gpu.memory_gib * GIB - engine_bytes(config, model) / r.tp
+    room = r.gpu_memory_utilization * gpu.memory_gib * GIB - device_bytes(config, model)
     return max(1, int(room / max(1, kv_bytes(config, model, int(lengths.sample)))))
 
 
 def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, context: float) -> float:
-    """Return the seconds of one decoding step of a server for `batch` sequences of `context` tokens."""
-    tp, experts = config.rollout.tp, model.experts
+    """Return the seconds in which a server decodes one token for each of `batch` sequences of `context` tokens.
+
+    Pipeline stages work on parts of the batch at the same time. Each stage reads its weights once for each part, so stages make room and
+    save products, but no reading of weights. Data-parallel copies share the batch and the experts; each reads all other weights.
+    """
+    r, experts, links = config.rollout, model.experts, Links(gpu)
+    own = batch / r.dp  # sequences of a copy
     of_experts = block_bytes(config) * expert_parameters(model)
-    read = (engine_bytes(config, model) - of_experts) / tp + batch * kv_bytes(config, model, int(context))
+    read = (engine_bytes(config, model) - of_experts) / r.tp + own * kv_bytes(config, model, int(context))
     reading = read / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH)
-    if experts:  # a batch touches this share of the experts
-        touched = of_experts * (1 - (1 - experts.per_token / experts.count) ** batch)
-        reading += touched / tp / (gpu.memory_gb_per_s * 1e9 * EXPERT_DECODE_BANDWIDTH)
+    if experts:  # a part of the batch touches this share of the experts
+        touched = of_experts * (1 - (1 - experts.per_token / experts.count) ** (batch / r.pp))
+        reading += touched / (r.tp * r.dp) / (gpu.memory_gb_per_s * 1e9 * EXPERT_DECODE_BANDWIDTH)
     flops = token_flops(model)
-    computing = batch * (flops.blocks + flops.head) / (tp * gpu.bf16_tflops * 1e12 * PREFILL_EFFICIENCY)
-    talking = model.num_layers * 2 * Links(gpu).all_reduce(batch * model.hidden_size * 2, tp)
+    computing = batch * (flops.blocks + flops.head) / (r.devices_per_server * gpu.bf16_tflops * 1e12 * PREFILL_EFFICIENCY)
+    talking = model.num_layers * 2 * links.all_reduce(own * model.hidden_size * 2, r.tp)
+    if experts and r.dp > 1:  # every copy's tokens go to all workers, and the sums come back
+        talking += 2 * len(experts.blocks) * links.reduce_scatter(batch * model.hidden_size * 2, r.dp, r.tp)
+    if r.pp > 1:
+        talking += r.pp * (links.latency(1) + links.seconds(own / r.pp * model.hidden_size * 2, r.tp * r.dp + 1))
     return max(reading, computing) + talking + DECODE_STEP_SECONDS + model.num_layers * LAYER_SECONDS
 
 
@@ -195,7 +204,8 @@ def sync_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) 
     """
     r = config.rollout
     size = num_parameters(model) * weight_bytes(config)
-    received = size / r.tp
+    experts = expert_parameters(model) * weight_bytes(config)
+    received = (size - experts + experts / r.dp) / (r.tp * r.pp)
     sent = received * server_gpus(config) / world_size
     span = 1 if r.placed == "colocated" else 10**9
     offload = max(copied_bytes(config, model, world_size)) / (HOST_GB_PER_S * 1e9) if takes_turns(config) else 0

@@ -64,7 +64,7 @@ def plan_sync(model: HfConfig, parallel: ParallelSection, world_size: int, engin
 def rows_of(config: RunConfig, world_size: int, link_gb_per_s: float | None = None) -> list[tuple[str, str]]:
     """Return the rows that `megagrpo plan` shows. Raises ValueError when vLLM cannot shard the model as the section `rollout` requires."""
     r = config.rollout
-    engine = EngineLayout(tp=r.tp, ep=r.tp if r.enable_expert_parallel else 1, servers=r.servers)
+    engine = EngineLayout(tp=r.tp, pp=r.pp, ep=r.tp * r.dp if r.enable_expert_parallel else 1, servers=r.servers)
     element_bytes = 4 if config.model.precision == "fp32" else 2
     made = plan_sync(parse_hf_config(model_shape(config.model.path)), config.parallel, world_size, engine, element_bytes)
     return sync_rows(made, link_gb_per_s or LINK_GB_PER_S)

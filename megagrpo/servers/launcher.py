@@ -32,6 +32,7 @@ from megagrpo.engine.protocol import EngineStartError
 from megagrpo.process.progress import SILENT, Progress, Task
 from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from megagrpo.servers.launched import LaunchedServer
+from megagrpo.servers.options import ServerOptions
 from megagrpo.servers.ports import check_port, free_ports, is_free
 from megagrpo.transfer.shm_names import remove_stale
 
@@ -50,29 +51,6 @@ TRACEBACK = "Traceback (most recent call last):"
 SLEEP_FLAGS = ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend")
 # Variables of the trainer's GPUs that would slow vLLM down, or select algorithms that its collectives lack.
 TRAINER_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """Options that all servers of a run share. `dtype` is vLLM's compute dtype, float32 or bfloat16."""
-
-    model: str
-    dtype: str
-    max_model_len: int
-    tp: int = 1
-    max_num_seqs: int = 256
-    kv_cache_gb: float = 2.0  # KV cache size, on a machine without a GPU
-    expert_parallel: bool = False  # distribute whole experts over the tp workers
-    gpu_memory_utilization: float = 0.4
-    quantization: str | None = None  # vLLM quantizes the weights to this when it loads them
-    enforce_eager: bool = False
-    deterministic: bool = False  # batch-invariant: results do not depend on which requests are batched together; needs a GPU
-    sleep_mode: bool = False  # allow the server to release its GPU memory between rollouts
-    lora_rank: int = 0  # largest rank of the adapters to load; 0 when weight syncs send full weights
-    omp_threads: int | None = None  # threads per worker without a GPU; None divides all cores among the workers
-    tool_parser: str | None = None  # vLLM's tool parser, for `VllmEngine.read_tool_calls`
-    tokenizer: str | None = None  # tokenizer of the tool parser; None means the model's own
-    extra_args: tuple[str, ...] = ()
 
 
 @dataclass
@@ -145,7 +123,7 @@ class Launcher:
     """`num_servers` servers on this host: call `start`, then `wait`, then `stop`. A context manager that stops them on exit.
 
     `start` returns at once, so the trainer can build its model while vLLM starts. `port` is the first server's port, the others take the
-    next ones; 0 picks free ports. `devices` are GPU ids, `options.tp` for each server; None runs vLLM for CPU.
+    next ones; 0 picks free ports. `devices` are GPU ids, `options.devices` for each server; None runs vLLM for CPU.
 
     Servers listen only on the address `host`, and require `token` if given. Server N, counted from `first`, logs to
     `log_dir/vllm_N.log`. A server that has
@@ -168,11 +146,9 @@ class Launcher:
         moved: MovedServers | None = None,
         first: int = 0,
     ):
-        if devices is not None and len(devices) < num_servers * options.tp:
-            raise ValueError(
-                f"rollout.servers {num_servers} x rollout.tp {options.tp} need {num_servers * options.tp} GPUs; {len(devices)} were given: "
-                "lower one of them"
-            )
+        if devices is not None and len(devices) < num_servers * options.devices:
+            wanted = f"rollout.servers {num_servers} x {options.sizes} need {num_servers * options.devices} GPUs"
+            raise ValueError(f"{wanted}; {len(devices)} were given: lower one of them")
         self.options, self.log_dir, self.num_servers, self.port = options, Path(log_dir), num_servers, port
         self.devices, self.startup_timeout = devices, startup_timeout
         self.host, self.token = host, token
@@ -321,6 +297,8 @@ class Launcher:
             "--max-model-len": o.max_model_len,
             "--max-num-seqs": o.max_num_seqs,
             "--tensor-parallel-size": o.tp,
+            "--pipeline-parallel-size": o.pp,
+            "--data-parallel-size": o.dp,
             "--logprobs-mode": "processed_logprobs",  # log-probs of the distribution that is sampled from, temperature included
             "--uvicorn-log-level": "warning",
             "--worker-extension-cls": "megagrpo.vllm_plugin.worker_verbs.WorkerVerbs",
@@ -374,9 +352,9 @@ class Launcher:
             env.pop("OMP_NUM_THREADS", None)  # the launcher of the ranks sets it to a rank's share of the cores
             if self.options.deterministic:
                 env["VLLM_BATCH_INVARIANT"] = "1"
-            first = index * self.options.tp
-            return env | {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[first : first + self.options.tp])}
-        workers = self.num_servers * self.options.tp
+            first = index * self.options.devices
+            return env | {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[first : first + self.options.devices])}
+        workers = self.num_servers * self.options.devices
         threads = self.options.omp_threads or max(1, len(os.sched_getaffinity(0)) // workers)
         # A sync allocates new memory for every weight. In the kernel's default pages of 4 KiB that takes longer than the copy itself.
         env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")

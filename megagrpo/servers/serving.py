@@ -30,7 +30,8 @@ from megagrpo.parallel.spawn import RankFailed, run_ranks
 from megagrpo.process.terminal import warn
 from megagrpo.records.checkpoint import BEST, STATE_FILE, newest_checkpoint
 from megagrpo.records.progress import conversion_progress, run_progress
-from megagrpo.servers.launcher import LORA_RANKS, Launcher, ServerOptions
+from megagrpo.servers.launcher import LORA_RANKS, Launcher
+from megagrpo.servers.options import ServerOptions
 
 ADAPTER = "adapter"  # name of the LoRA adapter that a server was started with
 LATEST = "latest"
@@ -71,8 +72,8 @@ def make_launcher(
     first GPUs; dedicated servers get the other GPUs. `host` is the address to listen on; None means the address of `rollout.interface`.
     `moved` and `first` are passed to the Launcher. `num_servers` None means all servers of the run.
 
-    Raises ValueError when `adapter` is invalid, GPUs are missing, `rollout.quantization` of this model needs a GPU, or the interface does
-    not exist.
+    Raises ValueError when `adapter` is invalid, GPUs are missing, `rollout.quantization` of this model or `rollout.dp` needs a GPU, or the
+    interface does not exist.
     """
     r = config.rollout
     gpus = device.visible_gpus()
@@ -80,12 +81,16 @@ def make_launcher(
         gpus = gpus[num_ranks:]
     if gpus is None and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)
+    if gpus is None and r.dp > 1:  # its communicator has no all_gatherv, so the first request ends a server (seen in 0.32)
+        raise ValueError(f"rollout.dp: {r.dp} copies need GPUs in vLLM, and this machine has none; set it to 1, or raise rollout.tp")
     options = ServerOptions(
         model=str(model_folder.resolve()),
         dtype=dtype,
         quantization=None if r.quantization == "none" else r.quantization,
         max_model_len=max_model_len or config.longest_sequence,
         tp=r.tp,
+        pp=r.pp,
+        dp=r.dp,
         expert_parallel=r.enable_expert_parallel,
         max_num_seqs=r.max_num_seqs,
         kv_cache_gb=r.kv_cache_gb,

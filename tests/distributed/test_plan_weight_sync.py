@@ -62,6 +62,19 @@ def test_experts_that_workers_share_out_are_planned_whole(folder):
         assert experts_sent < slices < experts_sent + 30 * 20
 
 
+def test_stages_and_copies_of_a_server_are_planned(folder):
+    experts = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=64)
+    (folder / "config.json").write_text(json.dumps(LLAMA | experts | dict(num_attention_heads=18, vocab_size=1024)))
+    whole = num_parameters(parse_hf_config(model_shape(str(folder))))
+    shared = 30 * 8 * 3 * 576 * 64
+    for words, workers, moved in (
+        (["rollout.pp=2"], "2 worker(s), tp 1 x pp 2", whole + 1024 * 576),  # both stages need the tied embedding
+        (["rollout.dp=2", "rollout.enable_expert_parallel=true"], "2 worker(s), tp 1 x ep 2", 2 * whole - shared),
+    ):
+        told = run_ranks(rows_in_a_rank, 1, folder, *words, "model.precision=bf16", 1)[0]
+        assert told["sync"].endswith(workers) and told["moved"].startswith(f"{2 * moved / 1e6:.3g} MB")
+
+
 def rows_in_a_rank(folder, *arguments):
     *overrides, world_size = arguments
     return rows(f"model.path={folder}", *overrides, world_size=world_size)

@@ -14,7 +14,8 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineError
 from megagrpo.families.sources import resolve_model
 from megagrpo.multi_turn.tool_calls import hermes, named_call
-from megagrpo.servers.launcher import Launcher, ServerOptions
+from megagrpo.servers.launcher import Launcher
+from megagrpo.servers.options import ServerOptions
 from tests.e2e import world
 
 SCHEDULERS = '''

@@ -33,7 +33,8 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.families.config import load_hf_config
 from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.servers.launcher import Launcher, ServerOptions
+from megagrpo.servers.launcher import Launcher
+from megagrpo.servers.options import ServerOptions
 from megagrpo.types import Prompt, SamplingParams
 from megagrpo.weight_sync.sync import WeightSync
 

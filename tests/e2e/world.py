@@ -33,7 +33,8 @@ from ranks import run_ranks
 
 from megagrpo.__main__ import main
 from megagrpo.records.checkpoint import checkpoints
-from megagrpo.servers.launcher import Launcher, ServerOptions
+from megagrpo.servers.launcher import Launcher
+from megagrpo.servers.options import ServerOptions
 
 # Modules that a run imports, imported here once for all forks.
 for module in (

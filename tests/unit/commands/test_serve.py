@@ -11,7 +11,8 @@ from megagrpo.commands.parser import parse
 from megagrpo.config import load_config
 from megagrpo.servers import hang_detection
 from megagrpo.servers import remote as serve
-from megagrpo.servers.launcher import ServerOptions, healthy
+from megagrpo.servers.launcher import healthy
+from megagrpo.servers.options import ServerOptions
 from tests.unit.config.test_placement import QUICKSTART
 from tests.unit.servers.test_restarts import Stand, Wedged, impatient, kill, stop, wait_until
 

@@ -233,6 +233,25 @@ def test_experts_cannot_be_shared_out_over_one_worker(tmp_path):
     assert load_config(path, ["rollout.enable_expert_parallel=true", "rollout.tp=2"]).rollout.enable_expert_parallel
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["rollout.dp=2"],
+            "rollout.dp: 2 copies of the attention share experts, but rollout.enable_expert_parallel is false; set it to true",
+        ),
+        (
+            ["rollout.dp=2", "rollout.enable_expert_parallel=true", "run.nodes=2", "rollout.servers=2"],
+            "rollout.dp: 2 needs servers whose reports the trainer can read, but colocated servers are on 2 nodes; choose dedicated",
+        ),
+        (["rollout.pp=2", "lora.rank=8", "lora.sync=adapter"], "rollout.pp: rollout.tp 1 x rollout.pp 2, but lora.sync adapter supports"),
+    ],
+)
+def test_sizes_of_a_server_that_contradict_each_other_are_refused(overrides, said, tmp_path):
+    _, found = problems(write(tmp_path, SMALLEST), *overrides)
+    assert found.startswith(said)
+
+
 MULTI_TURN = {
     "multi_turn.max_turns=3": "multi_turn.max_turns: has no effect without a scheduler, tools or an environment; name one",
     "multi_turn={tools: [calculator], scheduler_args: {attempts: 3}}": "multi_turn.scheduler_args: needs a scheduler; set",

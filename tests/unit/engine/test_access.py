@@ -14,7 +14,8 @@ from megagrpo.config import ConfigError, load_config
 from megagrpo.engine.access import TokenGuard, address_of, headers, read_token
 from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from megagrpo.servers import serving
-from megagrpo.servers.launcher import Launcher, ServerOptions
+from megagrpo.servers.launcher import Launcher
+from megagrpo.servers.options import ServerOptions
 from megagrpo.trainer import engine_side
 from megagrpo.transfer.exchange import Board, Deadline
 from megagrpo.transfer.manifest import WeightSyncError

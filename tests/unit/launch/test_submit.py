@@ -185,7 +185,7 @@ def test_ranks_and_servers_get_their_nodes(overrides, gpus, expected):
         (
             ["rollout.placement=dedicated", "run.nodes=2", "rollout.tp=9"],
             8,
-            r"rollout.tp: a server of 9 GPUs does not fit on a node of 8; set it to 8 or less",
+            r"rollout.tp: a server of 9 GPUs \(rollout.tp 9\) does not fit on a node of 8; lower one",
         ),
         (["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=3"], 0, r"rollout.servers: 3 is not a multiple of run.nodes 2"),
     ],

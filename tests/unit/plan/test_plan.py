@@ -11,7 +11,15 @@ from megagrpo.config import ParallelSection, load_config
 from megagrpo.families.config import parse_hf_config
 from megagrpo.plan import Plan, plan
 from megagrpo.plan.host import host_memory
-from megagrpo.plan.memory import PREFILL_TOKENS, engine_memory, kv_bytes, kv_elements, stage_memory, trainer_memory
+from megagrpo.plan.memory import (
+    PREFILL_TOKENS,
+    activation_elements,
+    engine_memory,
+    kv_bytes,
+    kv_elements,
+    stage_memory,
+    trainer_memory,
+)
 from megagrpo.plan.problems import vllm_can_split
 from megagrpo.plan.shapes import (
     layer_parameters,
@@ -425,7 +433,7 @@ def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
     assert "raise parallel.tp, parallel.pp or parallel.cp" in problem
     assert problems(64) == problems(64, "rollout.gpu_memory_utilization=0.9") == []  # trainer and servers take turns
     (problem,) = problems(38)
-    assert problem.startswith("parallel.tp: a trainer rank needs 39.6 GiB, but a GPU has 38; raise parallel.tp")
+    assert problem.startswith("parallel.tp: a trainer rank needs 48.0 GiB, but a GPU has 38; raise parallel.tp")
     (problem,) = problems(64, "rollout.gpu_memory_utilization=0.2")
     assert problem.startswith("rollout.tp: vLLM's 0.2 of a GPU must hold")
     (mixed,) = told(plan(load_config(REPOSITORY / "configs" / "qwen3_30b_a3b_4nodes.yaml"), 16, 40))
@@ -490,6 +498,10 @@ def test_a_server_counts_where_it_shares_the_gpu(folder):
     turns, beside = (made("rollout.gpu_memory_utilization=0.3", f"train.offload={on}", gpu=80.0).memory for on in ("true", "false"))
     assert {part for part, size in turns["generate"].items() if size} == {"vllm_weights", "kv_cache", "total"}
     assert {part for part, size in turns["sync"].items() if size} == {"weights", "staging", "vllm_weights", "total"}
+    own = made("rollout.placement=dedicated", gpu=80.0).memory["sync"]["staging"]
+    assert (
+        turns["sync"]["staging"] == beside["sync"]["staging"] == pytest.approx(own + 2 * 49152 * 576 / 2**30)
+    )  # vLLM reloads the embedding
     assert turns["train"] == beside["train"] and beside["generate"]["total"] == pytest.approx(24.0 + trainer)
     share = made("rollout.placement=dedicated", "rollout.gpu_memory_utilization=0.01")
     assert share.smallest_gpu == pytest.approx(engine / 0.01) and "or its share of a vLLM server" in str(share)
@@ -682,3 +694,50 @@ def test_weights_in_fewer_bits_take_less_room_and_must_be_cut_into_blocks(folder
     (folder / "config.json").write_text(json.dumps(MIXED))
     (problem,) = told(plan(config(folder, "lora.rank=4", "model.base_storage=fp8"), 1))
     assert problem == "model.base_storage: fp8 does not support experts, which qwen3_moe has; choose none"
+
+
+def test_a_weight_sync_needs_room_for_the_module_that_vllm_reloads(folder):
+    """Of DeepSeek-V3 in FP8 the experts of a layer: 256 x 3 x 7168 x 2048 weights over tp 8, in bf16 and in FP8."""
+    path = Path(__file__).parents[3] / "configs" / "deepseek_v3_32nodes.yaml"
+
+    def made(share: float):
+        return plan(load_config(path, [f"rollout.gpu_memory_utilization={share}"]), 128, 178.0)
+
+    assert not [problem for problem in made(0.9).problems if problem.rule == 20]
+    (problem,) = [problem for problem in made(0.99).problems if problem.rule == 20]
+    size = 256 * 3 * 7168 * 2048 / 8 * 3 / 2**30
+    assert f"leaves 1.8 GiB, but a weight sync reloads a module of {size:.1f} GiB beside it; lower rollout.gpu_memory_utilization" in str(
+        problem
+    )
+    assert made(0.99).smallest_gpu == pytest.approx(size / 0.01)
+
+
+def test_activations_without_fusions_stay_as_separate_tensors(folder):
+    kept = {
+        text: activation_elements(config(folder, f"model.fusions={text}"), parse_hf_config(LLAMA), gpu=True)[0]
+        for text in ("[]", "[rope]", "[bias_activation]")
+    }
+    assert kept["[]"] == kept["[rope]"] == kept["[bias_activation]"] + 2 * 1536
+    assert len({activation_elements(config(folder, f"model.fusions={text}"), parse_hf_config(LLAMA), gpu=False)[0] for text in kept}) == 1
+
+
+def test_stages_share_the_layers_of_a_server_and_copies_its_experts(folder):
+    def memory(model: dict, *overrides: str) -> dict[str, float]:
+        return engine_memory(config(folder, "model.precision=bf16", *overrides), parse_hf_config(model))
+
+    untied = LLAMA | {"tie_word_embeddings": False}
+    whole, half = memory(untied), memory(untied, "rollout.pp=2")
+    assert half["kv_cache"] == pytest.approx(whole["kv_cache"] / 2)
+    assert half["vllm_weights"] == pytest.approx(whole["vllm_weights"] / 2, rel=1e-4)  # an embedding on each stage
+    assert memory(untied, "rollout.pp=4")["kv_cache"] == pytest.approx(whole["kv_cache"] * 8 / 30)  # eight layers on the largest stage
+    experts = 2 * 30 * 12 * 3 * 576 * 192 / 2**30
+    plain, shared = memory(MIXED), memory(MIXED, "rollout.dp=3", "rollout.enable_expert_parallel=true")
+    assert plain["vllm_weights"] - shared["vllm_weights"] == pytest.approx(experts * 2 / 3)
+
+
+def test_a_server_needs_a_layer_for_each_stage_and_an_expert_for_each_worker(folder):
+    (folder / "config.json").write_text(json.dumps(MIXED))
+    (problem,) = told(plan(config(folder, "rollout.pp=31"), 1))
+    assert problem == "rollout.pp: 31 stages share 30 layers, which leaves stages without any; set it to 30 or less"
+    (problem,) = told(plan(config(folder, "rollout.dp=13", "rollout.enable_expert_parallel=true"), 1))
+    assert problem.startswith("rollout.tp: 1 x rollout.dp 13 workers share 12 experts, which leaves workers without any; lower one")

@@ -158,6 +158,12 @@ def test_decoding_reads_weights_and_cache_until_the_longest_is_done():
     assert small == pytest.approx(naive + 1600 * (DECODE_STEP_SECONDS + 32 * LAYER_SECONDS), rel=0.01)
 
 
+def test_stages_of_a_server_make_room_and_tensor_parallelism_also_saves_reading():
+    one, tensors, stages = (seconds(*words)["generate"] for words in ([], ["rollout.tp=2"], ["rollout.pp=2"]))
+    assert tensors < stages < one
+    assert seconds("rollout.pp=2")["sync"] < seconds()["sync"]  # a worker receives half of the weights
+
+
 def test_stragglers_make_generation_longer_than_the_average_response():
     same, spread = (seconds("rollout.servers=8", lengths=Lengths(200, 800, longest))["generate"] for longest in (800, 3200))
     assert spread > 1.5 * same

@@ -17,7 +17,8 @@ import megagrpo.servers.launcher as launcher_module
 from megagrpo.config import load_config
 from megagrpo.engine.http import MovedServers, Servers, answers
 from megagrpo.engine.protocol import EngineStartError, derive_seed
-from megagrpo.servers.launcher import Launcher, Server, ServerOptions
+from megagrpo.servers.launcher import Launcher, Server
+from megagrpo.servers.options import ServerOptions
 from megagrpo.servers.serving import make_launcher
 from megagrpo.transfer.shm_names import CPU_WORKERS, owner, remove_stale
 

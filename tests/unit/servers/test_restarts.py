@@ -15,8 +15,9 @@ from megagrpo.engine.fleet import State
 from megagrpo.engine.protocol import EngineDeadError
 from megagrpo.servers import hang_detection
 from megagrpo.servers import launcher as launcher_module
-from megagrpo.servers.launcher import Launcher, ServerOptions
+from megagrpo.servers.launcher import Launcher
 from megagrpo.servers.node_agent import NodeAgent, NodeLaunchers
+from megagrpo.servers.options import ServerOptions
 from megagrpo.servers.restarts import Restarter
 from megagrpo.transfer.exchange import Board, Deadline
 from megagrpo.transfer.manifest import WeightSyncError

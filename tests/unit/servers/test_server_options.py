@@ -17,6 +17,7 @@ from tests.unit.engine.stand_ins import StandIn, noting
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 VALUES = {  # override -> the arguments that must be on the command line
     "rollout.tp=2": ["--tensor-parallel-size", "2"],
+    "rollout.pp=2": ["--pipeline-parallel-size", "2"],
     "rollout.max_num_seqs=7": ["--max-num-seqs", "7"],
     "rollout.gpu_memory_utilization=0.3": ["--gpu-memory-utilization", "0.3"],
     "rollout.enforce_eager=true": ["--enforce-eager"],
@@ -46,6 +47,22 @@ def two_gpus(monkeypatch):
 def test_a_key_of_the_rollout_is_an_argument_of_vllm(override, two_gpus, tmp_path):
     command, plain = (launcher(tmp_path, *words)._command(8000) for words in ([override], []))
     assert holds(command, VALUES[override]) and not holds(plain, VALUES[override])
+
+
+def test_copies_that_share_experts_get_a_device_each(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving.device, "visible_gpus", lambda: list("01234567"))
+    made = launcher(tmp_path, "rollout.dp=2", "rollout.pp=2", "rollout.enable_expert_parallel=true", "rollout.servers=2")
+    command = made._command(8000)
+    assert holds(command, ["--data-parallel-size", "2"]) and "--enable-expert-parallel" in command
+    assert [made._environment(index)["CUDA_VISIBLE_DEVICES"] for index in (0, 1)] == ["0,1,2,3", "4,5,6,7"]
+    with pytest.raises(ValueError, match=r"rollout\.servers 3 x rollout\.tp 1 x rollout\.pp 2 x rollout\.dp 2 need 12 GPUs; 8 were given"):
+        launcher(tmp_path, "rollout.dp=2", "rollout.pp=2", "rollout.enable_expert_parallel=true", "rollout.servers=3")
+
+
+def test_copies_that_share_experts_need_gpus(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving.device, "visible_gpus", lambda: None)
+    with pytest.raises(ValueError, match=r"^rollout\.dp: 2 copies need GPUs in vLLM, and this machine has none; set it to 1, or raise"):
+        launcher(tmp_path, "rollout.dp=2", "rollout.enable_expert_parallel=true")
 
 
 def test_a_server_holds_the_longest_prompt_with_the_longest_response(tmp_path):

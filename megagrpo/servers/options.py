@@ -1,0 +1,41 @@
+"""The options that all vLLM servers of a run share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options that all servers of a run share. `dtype` is vLLM's compute dtype, float32 or bfloat16."""
+
+    model: str
+    dtype: str
+    max_model_len: int
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    max_num_seqs: int = 256
+    kv_cache_gb: float = 2.0  # KV cache size, on a machine without a GPU
+    expert_parallel: bool = False  # distribute whole experts over the tp x dp workers of a stage
+    gpu_memory_utilization: float = 0.4
+    quantization: str | None = None  # vLLM quantizes the weights to this when it loads them
+    enforce_eager: bool = False
+    deterministic: bool = False  # batch-invariant: results do not depend on which requests are batched together; needs a GPU
+    sleep_mode: bool = False  # allow the server to release its GPU memory between rollouts
+    lora_rank: int = 0  # largest rank of the adapters to load; 0 when weight syncs send full weights
+    omp_threads: int | None = None  # threads per worker without a GPU; None divides all cores among the workers
+    tool_parser: str | None = None  # vLLM's tool parser, for `VllmEngine.read_tool_calls`
+    tokenizer: str | None = None  # tokenizer of the tool parser; None means the model's own
+    extra_args: tuple[str, ...] = ()
+
+    @property
+    def sizes(self) -> str:
+        """The parallel sizes as a product of keys, for messages."""
+        sizes = {"tp": self.tp} | {name: size for name, size in (("pp", self.pp), ("dp", self.dp)) if size > 1}
+        return " x ".join(f"rollout.{name} {size}" for name, size in sizes.items())
+
+    @property
+    def devices(self) -> int:
+        """Workers of a server, one per device."""
+        return self.tp * self.pp * self.dp

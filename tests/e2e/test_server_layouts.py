@@ -1,0 +1,25 @@
+"""vLLM servers of pipeline stages get from a weight sync exactly the weights of their workers."""
+
+from tests.e2e.test_two_workers import assert_log_probs, there_and_back
+from tests.e2e.tiny_servers import Running, connect, launch, model_folder, weights
+
+
+def bytes_of(running: Running, part: str = "") -> int:
+    """Bytes of the model's tensors whose name contains `part`."""
+    return sum(tensor.nbytes for name, tensor in weights(running.folder).items() if part in name)
+
+
+def running_on(kind: str, **sizes) -> Running:
+    folder = model_folder(kind, 0)
+    return connect(launch(folder, f"{kind}_{'_'.join(sizes)}", **sizes), folder)
+
+
+def test_stages_get_their_layers(tmp_path):
+    running = running_on("llama", pp=2)
+    try:
+        assert_log_probs(running)
+        (read,) = there_and_back(running, [(2, dict(tp=2))], tmp_path)[:1]
+        assert read == bytes_of(running) + bytes_of(running, "embed_tokens")  # tied: the last stage has the embedding as its head
+        assert_log_probs(running)
+    finally:
+        running.launcher.stop()
