@@ -7,6 +7,7 @@ It changes nothing outside one folder: it has its own munge key, socket and port
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
@@ -64,15 +65,18 @@ def missing(*commands: str) -> str:
 
 class Networks:
     """Hosts with separate networks: each is a namespace with a loopback and an `eth0`, 10.213.77.1 and following, on one bridge. This
-    machine is on the bridge as 10.213.77.254."""
+    machine is on the bridge as 10.213.77.254. Names and addresses are fixed, so a lock makes a second user wait for the first."""
 
     BRIDGE, SUBNET, CONTROLLER = "grpo0", "10.213.77", "10.213.77.254"
+    LOCK = "/run/lock/megagrpo_networks"
 
     def __init__(self, names: Sequence[str]):
         self.names = list(names)
 
     def __enter__(self) -> Networks:
-        self.__exit__()  # of killed tests
+        self._lock = open(self.LOCK, "w")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._remove()  # of killed tests
         _ip(f"link add {self.BRIDGE} type bridge", f"addr add {self.CONTROLLER}/24 dev {self.BRIDGE}", f"link set {self.BRIDGE} up")
         for name in self.names:
             _ip(f"netns add grpo-{name}", f"link add grpo-{name} type veth peer name eth0 netns grpo-{name}")
@@ -81,6 +85,10 @@ class Networks:
         return self
 
     def __exit__(self, *raised: object) -> None:
+        self._remove()
+        self._lock.close()
+
+    def _remove(self) -> None:
         for what in [*(f"netns del grpo-{name}" for name in self.names), f"link del {self.BRIDGE}"]:
             subprocess.run(["ip", *what.split()], capture_output=True)
 
