@@ -25,7 +25,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is imported
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
@@ -42,7 +42,7 @@ from megagrpo.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.types import LossInputs, LossOutput, TrainSample
 
-SMOLLM2_135M = dict(
+SMOLLM2_135M: dict[str, Any] = dict(
     model_type="llama",
     hidden_size=576,
     num_hidden_layers=30,
@@ -72,7 +72,7 @@ class Contender(Protocol):
 class Megagrpo:
     name = "megagrpo"
 
-    def __init__(self, precision: str, max_tokens: int):
+    def __init__(self, precision: str, max_tokens: int, hf_config: dict[str, Any] = SMOLLM2_135M, **train: object):
         config = RunConfig.model_validate(
             {
                 "model": {"path": "random", "precision": precision},
@@ -84,10 +84,11 @@ class Megagrpo:
                     "adam_epsilon": EPSILON,
                     "max_grad_norm": MAX_NORM,
                     "distributed_optimizer": False,
+                    **train,
                 },
             }
         )
-        self.policy = MegatronPolicy(config, init_layout(config.parallel), parse_hf_config(SMOLLM2_135M))
+        self.policy = MegatronPolicy(config, init_layout(config.parallel), parse_hf_config(hf_config))
         self.rules = PackingRules(max_tokens=max_tokens, share_prompts=True)
 
     def step(self, samples: Sequence[TrainSample]) -> float:
