@@ -150,8 +150,9 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
 
     Attention and MLP each keep the residual and the normed input, and their output if it is normalised too. Attention keeps q, k and v
     as one tensor, q and k again after rotation, and its output. Our CPU attention, for sequences above 128 tokens, keeps copies of q, and
-    of k and v for every query head, and the output twice; it keeps q, k and v themselves only if they are normalised. Latents are kept
-    before and after their norm.
+    of k and v for every query head, and the output twice; it keeps q, k and v themselves only if they are normalised. Our attention
+    on a GPU keeps q, k and v as the kernel takes them, and the output twice; with normalised q and k also q, k and v as one tensor, and a
+    copy of q. Latents are kept before and after their norm.
 
     The MLP keeps gate, up and silu(gate) up. On a GPU without the fusion `bias_activation` of `model.fusions` it also keeps silu(gate) and
     a copy of up. A token that uses k experts has k MLPs, each with a copy of its input, spread evenly over the ranks. An expert also keeps
@@ -164,6 +165,8 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
     if model.mla:
         attention = (model.head_dim + model.value_dim) * (model.num_heads + model.num_kv_heads) / tp
         attention += (2 * ((model.mla.query_rank or 0) + model.mla.kv_rank) + model.mla.rope_dim) / shards
+    elif gpu and own_attention(config, model):
+        attention = 3 * queries + 2 * keys + (2 * queries + 2 * keys if model.qk_norm else 0)
     elif gpu:
         attention = 3 * queries + 3 * keys
     else:
@@ -188,6 +191,11 @@ def expert_output_elements(model: HfConfig, tp: int) -> float:
     if model.experts is None:
         return 0.0
     return len(model.experts.blocks) / model.num_layers * model.experts.per_token / tp * model.hidden_size
+
+
+def own_attention(config: RunConfig, model: HfConfig) -> bool:
+    """Whether attention on a Hopper GPU is ours instead of Transformer Engine's: in deterministic runs, and with capped scores."""
+    return config.run.deterministic or model.score_cap is not None
 
 
 def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = None) -> int:

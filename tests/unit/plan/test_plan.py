@@ -385,6 +385,17 @@ def test_values_of_latent_attention_count_with_a_width_of_their_own(folder):
     assert wider > 0 and wider == pytest.approx(activations(qk_nope_head_dim=8) - activations())
 
 
+def test_our_attention_on_a_gpu_keeps_copies_of_normalised_queries_keys_and_values(folder):
+    raw = {**LLAMA, "model_type": "qwen3", "head_dim": 64}
+    model = parse_hf_config(raw)
+    queries, keys = 64 * model.num_heads, 64 * model.num_kv_heads
+
+    def elements(*overrides: str) -> float:
+        return activation_elements(config(folder, *overrides), model, gpu=True)[0]
+
+    assert elements("run.deterministic=true") - elements() == 2 * queries + keys
+
+
 def test_context_parallelism_shares_the_activations_and_the_sharded_optimizer(folder):
     def memory(*overrides: str) -> dict[str, float]:
         made = config(folder, "train.distributed_optimizer=true", *overrides)
