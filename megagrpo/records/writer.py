@@ -20,17 +20,21 @@ from megagrpo.records.sinks.trackers import make_sink
 from megagrpo.types import ScoredRollout
 
 
+CONSOLE, JSONL = "console", "metrics.jsonl and completions.jsonl"
+RETRIED = (CONSOLE, JSONL, "tensorboard")  # sinks of local files: a write that fails on a full disk may succeed later
+
+
 class MetricsWriter:
-    """Passes every call to each sink. A sink that raises is reported once on stderr. A file is tried again at the next call, a service is
-    dropped."""
+    """Passes every call to each sink. A sink that raises is reported once on stderr. It is no longer called then, but for a sink in RETRIED
+    that raised OSError: the next call tries it again."""
 
     def __init__(self, run_folder: str | Path, config: RunConfig, restored_step: int = 0):
         """A resumed run continues after `restored_step`: lines of later steps are removed, because these steps are repeated."""
         run = TrackedRun(Path(run_folder), config, restored_step)
         self._sinks: dict[str, Sink] = {}
         self._failed: set[str] = set()
-        self._add("console", lambda: ConsoleSink(config))
-        self._add("metrics.jsonl and completions.jsonl", lambda: JsonlSink(run))
+        self._add(CONSOLE, lambda: ConsoleSink(config))
+        self._add(JSONL, lambda: JsonlSink(run))
         for name in config.run.trackers:
             self._add(name, partial(make_sink, name, run))
 
@@ -75,7 +79,7 @@ class MetricsWriter:
                 getattr(sink, method)(*arguments)
             except Exception as error:
                 self._warn(name, error)
-                if not isinstance(error, OSError):
+                if not (isinstance(error, OSError) and name in RETRIED):
                     del self._sinks[name]
 
     def _warn(self, name: str, error: Exception) -> None:

@@ -88,8 +88,15 @@ def test_a_resumed_run_drops_what_came_after_the_checkpoint_and_a_line_cut_short
     assert [row["step"] for row in lines(tmp_path / "completions.jsonl")] == [1, 2]
 
 
-@pytest.mark.parametrize(("error", "calls"), [(RuntimeError("no connection"), 1), (OSError("disk full"), 3)])
-def test_a_sink_that_fails_is_named_once_the_others_go_on_and_only_files_are_tried_again(tmp_path, capsys, error, calls):
+@pytest.mark.parametrize(
+    ("name", "error", "calls"),
+    [
+        ("tensorboard", RuntimeError("no connection"), 1),
+        ("tensorboard", OSError("disk full"), 3),
+        ("wandb", OSError("no route to host"), 1),
+    ],
+)
+def test_a_sink_that_fails_is_named_once_the_others_go_on_and_only_files_are_tried_again(tmp_path, capsys, name, error, calls):
     called = []
 
     class Broken:
@@ -98,10 +105,10 @@ def test_a_sink_that_fails_is_named_once_the_others_go_on_and_only_files_are_tri
             raise error
 
     writer = MetricsWriter(tmp_path, config())
-    writer._sinks = {"service": Broken(), **writer._sinks}
+    writer._sinks = {name: Broken(), **writer._sinks}
     for step in (1, 2, 3):
         writer.step(step, STEP)
-    message = f"warning: service failed and may be incomplete; training continues. {type(error).__name__}: {error}\n"
+    message = f"warning: {name} failed and may be incomplete; training continues. {type(error).__name__}: {error}\n"
     assert capsys.readouterr().err == message and len(called) == calls
     assert len(lines(tmp_path / "metrics.jsonl")) == 3
 

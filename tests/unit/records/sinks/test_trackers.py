@@ -34,6 +34,11 @@ class Breaks:
         self.file.write_text(str(step))
         raise RuntimeError("no route to the dashboard")
 
+class NoSpace(Breaks):
+    def step(self, step, metrics):
+        self.file.write_text(str(step))
+        raise OSError(28, "No space left on device")
+
 def function(run): ...
 """
 
@@ -76,12 +81,14 @@ def test_a_sink_that_cannot_be_used_is_named_with_its_key_and_its_file(name, sai
     assert str(raised.value).startswith(f"run.trackers.1: `{name.format(tmp_path)}` ")
 
 
-def test_a_sink_that_raises_is_reported_once_and_not_called_again(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("Breaks", "RuntimeError: no route to the dashboard"), ("NoSpace", "OSError: [Errno 28] No space left on device")],
+)
+def test_a_sink_that_raises_is_reported_once_and_not_called_again(name, error, tmp_path, capsys):
     (tmp_path / "sinks.py").write_text(SINKS)
-    write(tmp_path / "mine", f"run.trackers=[{tmp_path}/sinks.py:Breaks]")
-    said = (
-        f"warning: {tmp_path}/sinks.py:Breaks failed and may be incomplete; training continues. RuntimeError: no route to the dashboard\n"
-    )
+    write(tmp_path / "mine", f"run.trackers=[{tmp_path}/sinks.py:{name}]")
+    said = f"warning: {tmp_path}/sinks.py:{name} failed and may be incomplete; training continues. {error}\n"
     assert capsys.readouterr().err == said and (tmp_path / "mine" / "steps").read_text() == "1"
     assert len((tmp_path / "mine" / "metrics.jsonl").read_text().splitlines()) == 3
 
