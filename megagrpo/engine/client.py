@@ -49,7 +49,6 @@ class VllmEngine(Updates):
         super().__init__(urls, **options)
         self.decode, self.max_num_seqs, self.model, self.any_version = decode, max_num_seqs, model, any_version
         self._deadlines = Deadlines(self.timeout)
-        self._interrupted = False
         # (event loop, task) of each `generate`, for `interrupt`
         self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = set()
         self._in_flight_places: dict[str, int | None] = {}  # request id of each request in flight -> `Prompt.place`

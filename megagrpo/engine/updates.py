@@ -59,6 +59,7 @@ class Updates(Servers):
     ):
         super().__init__(urls, **connection)
         self.sync_timeout, self.lora, self.sleeps, self.refills, self.in_flight = sync_timeout, lora, sleeps, refills, in_flight
+        self._interrupted = False  # `interrupt` was called
 
     @property
     def weight_version(self) -> int:
@@ -75,7 +76,8 @@ class Updates(Servers):
         """Return the address of each server that gets updates and its number of workers. Without a server, wait up to the fleet's
         `patience` seconds for one.
 
-        Raises WeightSyncError when a server does not report its workers, EngineDeadError when no server is left.
+        Raises WeightSyncError when a server does not report its workers, and when the run stops while it waits; EngineDeadError when no
+        server is left.
         """
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[tuple[str, int]]:
@@ -88,6 +90,8 @@ class Updates(Servers):
             if num_workers := dict(self._update(verbs)):
                 return num_workers
             self.fleet.end_sleep()  # a restarted server is awake, and needs the GPU memory to be free
+            if self._interrupted:
+                raise WeightSyncError("no vLLM server responds, and the run was asked to stop")
             if time.monotonic() - silent_since >= self.fleet.patience:
                 self.serving()  # raises EngineDeadError
             time.sleep(LOOK_SECONDS)

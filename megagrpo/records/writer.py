@@ -19,7 +19,6 @@ from megagrpo.records.sinks.sink import Sink, TrackedRun
 from megagrpo.records.sinks.trackers import make_sink
 from megagrpo.types import ScoredRollout
 
-
 CONSOLE, JSONL = "console", "metrics.jsonl and completions.jsonl"
 RETRIED = (CONSOLE, JSONL, "tensorboard")  # sinks of local files: a write that fails on a full disk may succeed later
 

@@ -54,6 +54,7 @@ class Collector:
 
         Raises StopRequested on every rank when any rank was asked to stop, NoRollouts when a rank's engine fails.
         """
+        self.stop_if_requested()  # the engine may lack the current weights: `Trainer.sync` skips the push then
         prompts = numbered(prompts)  # before prompts are split over the replicas, so that no two replicas sample the same group
         ahead = self.pool is not None and all(prompt.place is not None for prompt in prompts)
 

@@ -34,6 +34,7 @@ from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from megagrpo.servers.launched import LaunchedServer
 from megagrpo.servers.options import ServerOptions
 from megagrpo.servers.ports import check_port, free_ports, is_free
+from megagrpo.servers.supervisor import ENGINE_ENDED
 from megagrpo.transfer.shm_names import remove_stale
 
 HOST = "127.0.0.1"
@@ -86,6 +87,8 @@ class Server:
     def exit_description(self) -> str:
         """How the server ended, as text for a message."""
         code = self.supervisor.returncode
+        if code == ENGINE_ENDED:
+            return "was killed because its engine had ended"
         return f"was killed by {KILLED[code].name}" if self.killed else f"ended with exit code {code}"
 
     def end(self) -> None:

@@ -27,12 +27,13 @@ VLLM_FILES = ("psm_", "vllm_")
 SCRATCH = "megagrpo_tmp_"  # prefix of a trainer's temporary folder (process/scratch.py)
 LONGEST = 107 - len("/vllm-12345678/") - 36  # longest path for the temporary folder: vLLM makes sockets in it, with names of 36 characters
 ENGINE = b"::EngineCore"  # part of the title of vLLM's engine process
+ENGINE_ENDED = 70  # exit code for a server that was killed because its engine had ended
 ENGINE_SECONDS = 15.0  # without an engine process, after which a server that had one is killed; a healthy API server exits sooner
 
 
 def main() -> int:
-    """Return the server's exit status: 128 + the signal's number when it was killed, 0 when this process ended it on a signal or because
-    the trainer is gone."""
+    """Return the server's exit status: 128 + the signal's number when it was killed, ENGINE_ENDED when this process killed it without an
+    engine, 0 when this process ended it on a signal or because the trainer is gone."""
     sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file is run by its path, so the package is not importable
     from megagrpo.process.scratch import remove_tree
 
@@ -61,7 +62,7 @@ def main() -> int:
         time.sleep(0.1)
         now = time.monotonic()
         # record mapped files regularly: once a server has died, its files are no longer mapped by any process
-        if now - scanned > (1 if now - begun < 60 else 5):
+        if now - scanned > (5 if engine_seen and now - begun > 60 else 1):  # an engine may end soon after its start
             below = descendants()
             files |= shared_files(below)
             scanned = now
@@ -70,7 +71,7 @@ def main() -> int:
     status = server.poll()
     if stuck and status is None:
         print(f"the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it", flush=True)
-        status = -signal.SIGKILL
+        status = ENGINE_ENDED
     files |= shared_files(descendants())
     end(server, grace)
     for file in files:

@@ -234,7 +234,10 @@ class Trainer:
             self.reference.mix_in(algorithm.ref_model_mixup_alpha)
 
     def sync(self) -> None:
-        """Push the policy's weights to the engine. They are verified there before this returns."""
+        """Push the policy's weights to the engine. They are verified there before this returns. A run that was asked to stop pushes
+        nothing: it generates no more, and a resumed run pushes these weights first."""
+        if self.collector.stop_requested():
+            return
         version = self.state.weight_version + 1
         try:
             self.synced = self.push(version)

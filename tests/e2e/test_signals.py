@@ -9,8 +9,10 @@ import pytest
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineInterrupted
 from megagrpo.trainer import time_limit
+from megagrpo.trainer.trainer import Trainer
 from megagrpo.types import Prompt, SamplingParams
 from tests.e2e import world
+from tests.e2e.test_server_dies import kill_server
 
 LONG = ["run.max_steps=1000", "run.save_steps=2", "run.save_total_limit=1", "run.async_save=true"]
 
@@ -61,6 +63,30 @@ def test_a_signal_to_servers_and_trainer_at_once_saves_after_the_last_finished_s
         run = trainer.wait()
     assert run.code == 143, run.err
     assert run.saved == [f"step_{len(run.metrics):06d}"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("transport", ["shared_memory", "p2p"])
+def test_a_run_that_is_stopped_without_a_server_does_not_wait_for_a_new_one(transport, tmp_path):
+    asked = tmp_path / "asked"
+
+    def prepare():
+        move = Trainer.move_reference
+
+        def moved(self):  # the last part of a step before its weight sync
+            move(self)
+            if self.state.step == 1:
+                kill_server(os.getpid())
+                asked.write_text(str(time.time()))
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        Trainer.move_reference = moved
+
+    options = ["run.max_steps=1000", f"rollout.weight_sync_transport={transport}"]
+    run = world.train(tmp_path, *options, prepare=prepare, launched=True)
+    assert time.time() - float(asked.read_text()) < 15  # a new server takes longer
+    assert run.code == 143, run.err
+    assert run.saved == ["step_000002"] and [line["step"] for line in run.metrics] == [1, 2]
 
 
 def test_a_signal_does_not_wait_for_a_long_generation(tmp_path):

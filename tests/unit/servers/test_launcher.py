@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import megagrpo.servers.launcher as launcher_module
+import megagrpo.servers.supervisor as supervisor_module
 from megagrpo.config import load_config
 from megagrpo.engine.http import MovedServers, Servers, answers
 from megagrpo.engine.protocol import EngineStartError, derive_seed
@@ -103,13 +104,13 @@ def test_a_supervisor_says_by_which_signal_its_server_was_killed():
     assert subprocess.run(command, timeout=20).returncode == 128 + signal.SIGKILL
 
 
-def test_a_server_that_outlives_its_engine_is_ended_as_if_it_had_been_killed(tmp_path):
+def test_a_server_that_outlives_its_engine_is_killed(tmp_path):
     impatient = "import sys; from megagrpo.servers import supervisor; supervisor.ENGINE_SECONDS = 1.0; sys.exit(supervisor.main())"
     (tmp_path / "engine.sh").write_text("exec -a vllm::EngineCore sleep 1.5")
     server = f"bash {tmp_path}/engine.sh & sleep 60"
     command = [sys.executable, "-c", impatient, str(os.getpid()), "1", "bash", "-c", server]
     ended = subprocess.run(command, timeout=20, capture_output=True, text=True)
-    assert ended.returncode == 128 + signal.SIGKILL and "the engine has ended and the API server has not exited" in ended.stdout
+    assert ended.returncode == supervisor_module.ENGINE_ENDED and "the engine has ended and the API server has not exited" in ended.stdout
 
 
 SAYS_WHERE = "import os, tempfile, time; open(tempfile.mkstemp()[1]).close(); print(tempfile.gettempdir(), flush=True); time.sleep({})"
@@ -326,7 +327,17 @@ def test_a_server_whose_port_was_taken_restarts_at_a_fresh_port_and_clients_foll
 
 
 @pytest.mark.parametrize(
-    ("first", "restarts", "ending"), [("kill -KILL $$", 2, "was killed by SIGKILL after"), ("exit 3", 0, "ended with exit code 3 after")]
+    ("first", "restarts", "ending"),
+    [
+        ("kill -KILL $$", 2, "was killed by SIGKILL after"),
+        ("exit 3", 0, "ended with exit code 3 after"),
+        pytest.param(
+            'name=Core; bash -c "exec -a vllm::Engine$name sleep 2" & sleep 60',
+            0,
+            "was killed because its engine had ended after",
+            marks=pytest.mark.full,
+        ),
+    ],
 )
 def test_a_server_that_is_killed_too_often_or_ends_by_itself_while_it_starts_is_given_up(first, restarts, ending, options, tmp_path):
     with Starting(options, tmp_path, max_restarts=2) as launcher:
