@@ -67,7 +67,7 @@ def test_a_request_to_stop_comes_first(collector):
     collector.stop(15)
     with pytest.raises(StopRequested):
         collector.collect(PROMPTS, 4, SamplingParams(1.0, 8), seed=5)
-    assert len(collector.engine.asked) == 1
+    assert collector.engine.asked == []  # the engine may lack the current weights
 
 
 @pytest.mark.parametrize(("rank", "told"), [(0, "^nobody answers$"), (1, "^rank 1: nobody answers$")])
