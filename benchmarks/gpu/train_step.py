@@ -6,7 +6,7 @@
 
 Random weights in the shapes of Qwen2.5-0.5B, -1.5B, -7B and Qwen3-30B-A3B, packed samples of mixed lengths with prompts shared by groups. A
 model that does not fit with optimizer and activations gets as many layers as `megagrpo plan` fits, because its widths matter. `--layers 28
-train.optimizer_state_dtype=fp8` is all of 7B on 141 GB.
+train.optimizer_state_dtype=fp8 train.max_tokens_per_micro_batch=6144` is all of 7B on 141 GB.
 
 - tokens/s: of all samples, prompts included, padding not.
 - TFLOP/s: model FLOPs (`megagrpo/plan/flops.py`: forward and two forwards' worth backward, LM head for response tokens alone, nothing

@@ -62,6 +62,7 @@ def test_a_small_gpu_gets_fewer_layers_and_those_that_are_asked_for_are_there(ca
     }
     assert 1 < layers["h100"] < layers["h200"] < 28
     words = ["--models", "7b", "--recipes", "none", "--layers", "28", "train.optimizer_state_dtype=fp8"]
+    words.append("train.max_tokens_per_micro_batch=6144")
     said = dry(train_step, capsys, *words)
     assert CASE.search(said)["layers"] == "28" and float(CASE.search(said)["gib"]) < 139
 
