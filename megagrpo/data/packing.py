@@ -223,8 +223,8 @@ def _lengthened(sample: TrainSample, length: int) -> TrainSample:
 
 def _padding(length: int) -> TrainSample:
     """Return `length` padding tokens. They have no loss tokens and belong to no sample."""
-    zeros = torch.zeros(length)
-    return TrainSample(zeros.long(), zeros.bool(), zeros, 0.0)
+    zeros = torch.zeros(length, dtype=torch.long)  # integers first: in a trace, floating-point tensors have no data
+    return TrainSample(zeros, zeros.bool(), zeros.float(), 0.0)
 
 
 def is_masked(sample: TrainSample, rules: PackingRules) -> bool:

@@ -72,8 +72,8 @@ def make_launcher(
     first GPUs; dedicated servers get the other GPUs. `host` is the address to listen on; None means the address of `rollout.interface`.
     `moved` and `first` are passed to the Launcher. `num_servers` None means all servers of the run.
 
-    Raises ValueError when `adapter` is invalid, GPUs are missing, `rollout.quantization` of this model or `rollout.dp` needs a GPU, or the
-    interface does not exist.
+    Raises ValueError when `adapter` is invalid, GPUs are missing, `rollout.quantization` of this model needs a GPU, or the interface does
+    not exist.
     """
     r = config.rollout
     gpus = device.visible_gpus()
@@ -81,8 +81,6 @@ def make_launcher(
         gpus = gpus[num_ranks:]
     if gpus is None and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)
-    if gpus is None and r.dp > 1:  # its communicator has no all_gatherv, so the first request ends a server (seen in 0.32)
-        raise ValueError(f"rollout.dp: {r.dp} copies need GPUs in vLLM, and this machine has none; set it to 1, or raise rollout.tp")
     options = ServerOptions(
         model=str(model_folder.resolve()),
         dtype=dtype,

@@ -1,10 +1,14 @@
-"""Expert parallelism in vLLM for CPU: a patch that gives the kernel a worker's local expert indices."""
+"""Expert parallelism in vLLM for CPU: patches that give the kernel a worker's local expert indices, and exchange tokens between copies."""
 
 from __future__ import annotations
 
 import functools
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
 
@@ -30,3 +34,33 @@ def use_expert_map() -> None:
         original(self, **arguments)
 
     CPUUnquantizedExperts.apply = apply
+
+
+def exchange_tokens() -> None:
+    """Let data-parallel copies gather each other's tokens, and add up their experts' outputs.
+
+    vLLM for CPU (seen in 0.32) has an all-to-all manager, but its communicator lacks the two collectives that the manager calls. The first
+    request then ends the server with a NotImplementedError. Remove this patch when a server with `--data-parallel-size 2` and
+    `--enable-expert-parallel` responds without it; the tests check that.
+    """
+    if "all_gatherv" in vars(CpuCommunicator):
+        return
+
+    def all_gatherv(self: CpuCommunicator, tensors: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None) -> Any:
+        """Concatenate the tensors [size of the rank, ...] of all ranks. gloo gathers equal sizes only, so rows are padded."""
+        if isinstance(tensors, list):
+            return [all_gatherv(self, tensor, dim, sizes) for tensor in tensors]
+        sizes = sizes or [tensors.shape[0]] * self.world_size
+        padded = tensors.new_zeros(max(sizes), *tensors.shape[1:])
+        padded[: tensors.shape[0]] = tensors
+        gathered = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(gathered, padded, group=self.device_group)
+        return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
+
+    def reduce_scatterv(self: CpuCommunicator, rows: Tensor, dim: int = 0, sizes: list[int] | None = None) -> Tensor:
+        """Return this rank's part of the sum of the tensors [all rows, ...] of all ranks."""
+        total = rows.clone()
+        dist.all_reduce(total, group=self.device_group)
+        return total.split(sizes or rows.shape[0] // self.world_size)[self.rank_in_group].contiguous()
+
+    CpuCommunicator.all_gatherv, CpuCommunicator.reduce_scatterv = all_gatherv, reduce_scatterv

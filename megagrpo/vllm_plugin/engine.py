@@ -31,7 +31,7 @@ from megagrpo.transfer.ledger import Ledgers
 from megagrpo.transfer.manifest import Bookmark, Manifest, SharedFiles, WeightSyncError
 from megagrpo.transfer.notes import DirectRequest
 from megagrpo.transfer.shm_names import CPU_WORKERS, name_segments_by_owner, owned
-from megagrpo.vllm_plugin.cpu_experts import use_expert_map
+from megagrpo.vllm_plugin.cpu_experts import exchange_tokens, use_expert_map
 from megagrpo.vllm_plugin.cpu_stages import make_stage_buffers
 from megagrpo.vllm_plugin.loading import Loading, first_names
 from megagrpo.vllm_plugin.reader import BlockSource, MappedBlocks, Maps, ShardReader
@@ -48,6 +48,7 @@ def register() -> None:
     name_segments_by_owner()
     if current_platform.is_cpu():
         use_expert_map()
+        exchange_tokens()
         make_stage_buffers()
         name_worker_files_by_owner()
     if BACKEND not in WeightTransferEngineFactory._registry:

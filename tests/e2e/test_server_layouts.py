@@ -1,4 +1,6 @@
-"""vLLM servers of pipeline stages get from a weight sync exactly the weights of their workers."""
+"""vLLM servers of pipeline stages, and of copies that share experts, get from a weight sync exactly the weights of their workers."""
+
+import pytest
 
 from tests.e2e.test_two_workers import assert_log_probs, there_and_back
 from tests.e2e.tiny_servers import Running, connect, launch, model_folder, weights
@@ -20,6 +22,18 @@ def test_stages_get_their_layers(tmp_path):
         assert_log_probs(running)
         (read,) = there_and_back(running, [(2, dict(tp=2))], tmp_path)[:1]
         assert read == bytes_of(running) + bytes_of(running, "embed_tokens")  # tied: the last stage has the embedding as its head
+        assert_log_probs(running)
+    finally:
+        running.launcher.stop()
+
+
+@pytest.mark.full
+def test_copies_get_the_attention_and_their_experts(tmp_path):
+    running = running_on("qwen3_moe", dp=2, expert_parallel=True)
+    try:
+        assert_log_probs(running)
+        (read,) = there_and_back(running, [(2, dict(ep=2))], tmp_path)[:1]
+        assert read == 2 * bytes_of(running) - bytes_of(running, ".experts.")
         assert_log_probs(running)
     finally:
         running.launcher.stop()

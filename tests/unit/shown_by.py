@@ -166,7 +166,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     ),
     "rollout.tp": "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
     "rollout.pp": "e2e/test_server_layouts.py::test_stages_get_their_layers",
-    "rollout.dp": "unit/servers/test_server_options.py::test_copies_that_share_experts_get_a_device_each",
+    "rollout.dp": "e2e/test_server_layouts.py::test_copies_get_the_attention_and_their_experts",
     "rollout.urls": "e2e/test_bad_input.py::test_a_mistake_in_the_config_is_named",
     "run.callbacks": "unit/trainer/test_callbacks.py::test_every_rank_obeys_what_rank_0_was_asked_and_ends_when_a_callback_raises",
     "run.log_completions_steps": "unit/records/test_metrics.py::test_samples_are_shown_every_k_steps",

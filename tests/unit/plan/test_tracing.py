@@ -91,6 +91,18 @@ def test_traced_flops_are_those_of_the_formula(traced):
     assert found["flops"]["backward/attention"] == 2.5 * found["flops"]["forward/attention"]
 
 
+def test_the_mask_of_a_padded_micro_batch_has_its_values(tmp_path):
+    from megagrpo.plan.tracing.step import batch_of
+    from megagrpo.plan.tracing.without_floats import WithoutFloats
+
+    words = [*settings(tmp_path), "parallel.tp=4", "parallel.sequence_parallel=true"]
+    config = load_config(ROOT / "configs" / "qwen2.5_7b_1node.yaml", words)
+    with WithoutFloats(lambda *operation: None):
+        (micro_batch,) = batch_of(config, parse_hf_config(TINY), False, PROMPT, RESPONSE - 1, 1).micro_batches
+    per = 2048 // (PROMPT + RESPONSE - 1)
+    assert micro_batch.num_tokens % 4 == 0 < per * (PROMPT + RESPONSE - 1) % 4 and int(micro_batch.loss_mask.sum()) == per * (RESPONSE - 1)
+
+
 def test_what_a_micro_batch_adds_does_not_depend_on_their_number(traced):
     _, _, (one, three) = traced
     assert one["flops"] == three["flops"] and one["launches"] == pytest.approx(three["launches"])

@@ -59,12 +59,6 @@ def test_copies_that_share_experts_get_a_device_each(monkeypatch, tmp_path):
         launcher(tmp_path, "rollout.dp=2", "rollout.pp=2", "rollout.enable_expert_parallel=true", "rollout.servers=3")
 
 
-def test_copies_that_share_experts_need_gpus(monkeypatch, tmp_path):
-    monkeypatch.setattr(serving.device, "visible_gpus", lambda: None)
-    with pytest.raises(ValueError, match=r"^rollout\.dp: 2 copies need GPUs in vLLM, and this machine has none; set it to 1, or raise"):
-        launcher(tmp_path, "rollout.dp=2", "rollout.enable_expert_parallel=true")
-
-
 def test_a_server_holds_the_longest_prompt_with_the_longest_response(tmp_path):
     command = launcher(tmp_path, "rollout.max_prompt_length=100", "rollout.max_completion_length=28")._command(8000)
     assert holds(command, ["--max-model-len", "128"])
