@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from math import ceil
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ def _samples_per_micro_batch(config: RunConfig, length: int) -> int:
 
 def _message_shape(config: RunConfig, model: HfConfig, prompt: int, response: int) -> tuple[int, int, int]:
     """Return the shape of the hidden states that pipeline stages exchange, [T / cp / tp with sequence parallelism, 1, H]."""
-    p = config.parallel
-    tokens = _samples_per_micro_batch(config, prompt + response) * (prompt + response) // p.cp
+    p, align = config.parallel, config.micro_batch_align
+    tokens = ceil(_samples_per_micro_batch(config, prompt + response) * (prompt + response) / align) * align // p.cp
     return tokens // (p.tp if p.sequence_parallel else 1), 1, model.hidden_size
 
 

@@ -91,14 +91,15 @@ def test_traced_flops_are_those_of_the_formula(traced):
     assert found["flops"]["backward/attention"] == 2.5 * found["flops"]["forward/attention"]
 
 
-def test_the_mask_of_a_padded_micro_batch_has_its_values(tmp_path):
-    from megagrpo.plan.tracing.step import batch_of
+def test_a_padded_micro_batch_has_its_mask_and_the_shape_that_stages_exchange(tmp_path):
+    from megagrpo.plan.tracing.step import _message_shape, batch_of
     from megagrpo.plan.tracing.without_floats import WithoutFloats
 
     words = [*settings(tmp_path), "parallel.tp=4", "parallel.sequence_parallel=true"]
     config = load_config(ROOT / "configs" / "qwen2.5_7b_1node.yaml", words)
     with WithoutFloats(lambda *operation: None):
         (micro_batch,) = batch_of(config, parse_hf_config(TINY), False, PROMPT, RESPONSE - 1, 1).micro_batches
+    assert _message_shape(config, parse_hf_config(TINY), PROMPT, RESPONSE - 1) == (micro_batch.num_tokens // 4, 1, TINY["hidden_size"])
     per = 2048 // (PROMPT + RESPONSE - 1)
     assert micro_batch.num_tokens % 4 == 0 < per * (PROMPT + RESPONSE - 1) % 4 and int(micro_batch.loss_mask.sum()) == per * (RESPONSE - 1)
 
