@@ -102,7 +102,7 @@ def layout(run: RunFiles) -> dict[str, Any]:
         "ranks": number(run.last_start.get("ranks")),
         "vpp": number(run.setting("parallel.vpp")),
         "servers": len(urls) if isinstance(urls, list) and urls else number(run.setting("rollout.servers")),
-        "server_tp": number(run.setting("rollout.tp")),
+        **{f"server_{axis}": number(run.setting(f"rollout.{axis}")) for axis in ("tp", "pp", "dp")},
         "placed": printable(str(run.setting("rollout.placement") or "").replace("auto", "")),
     }
 

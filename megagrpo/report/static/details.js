@@ -42,7 +42,8 @@ const titled = (run, many, title) => el("h3", {}, many && el("i", { class: "dot"
 
 /** Ranks as a grid: one block per data-parallel replica, one row per pipeline stage, one cell per rank. */
 function layoutCard(run, many) {
-  const { tp, cp, pp, dp, ep, ranks, servers, server_tp: serverTp, placed } = run.layout;
+  const { tp, cp, pp, dp, ep, ranks, servers, server_tp: serverTp, server_pp: serverPp, server_dp: serverDp, placed } = run.layout;
+  const workers = { tp: serverTp || 1, pp: serverPp || 1, dp: serverDp || 1 }, serverWidth = workers.tp * workers.dp;
   const sizes = { tp: tp || 1, cp: cp || 1, pp: pp || 1 }, width = sizes.tp * sizes.cp;
   const replicas = dp || (ranks ? ranks / (width * sizes.pp) : 1), most = 8;
   const blocks = Array.from({ length: Math.min(replicas, most) }, (_, replica) => el("div", { class: "replica" }, el("span", { class: "label" }, `replica ${replica}`),
@@ -51,11 +52,15 @@ function layoutCard(run, many) {
       return el("span", { class: "rank", title: `rank ${rank}: tp ${i % sizes.tp}, cp ${Math.floor(i / sizes.tp)}, dp ${replica}, pp ${stage}` }, String(rank));
     }), width > 16 && el("span", { class: "quiet" }, `+${width - 16}`)))));
   const engines = Array.from({ length: Math.min(servers || 0, most) }, (_, server) => el("div", { class: "replica server" }, el("span", { class: "label" }, `vLLM ${server}`),
-    el("div", { class: "stage" }, Array.from({ length: Math.min(serverTp || 1, 16) }, (_, i) => el("span", { class: "rank" }, String(i))))));
+    Array.from({ length: workers.pp }, (_, stage) => el("div", { class: "stage" }, Array.from({ length: Math.min(serverWidth, 16) }, (_, i) => {
+      const copy = Math.floor(i / workers.tp), worker = (copy * workers.pp + stage) * workers.tp + (i % workers.tp);
+      return el("span", { class: "rank", title: `worker ${worker}: tp ${i % workers.tp}, dp ${copy}, pp ${stage}` }, String(worker));
+    })))));
+  const serverText = `tp ${serverTp || NONE}${workers.pp > 1 ? ` × pp ${workers.pp}` : ""}${workers.dp > 1 ? ` × dp ${workers.dp}` : ""}`;
   const more = (all) => all > most && el("span", { class: "quiet" }, `and ${all - most} more`);
   const text = `${ranks ? `${ranks} rank${ranks > 1 ? "s" : ""}` : "ranks not recorded"} = tp ${sizes.tp}${sizes.cp > 1 ? ` × cp ${sizes.cp}` : ""} × pp ${sizes.pp}${dp ? ` × dp ${dp}` : ""}${ep > 1 ? `, experts over ep ${ep}` : ""}`;
   return el("article", { class: "card" }, titled(run, many, "Layout"), el("p", { class: "note" }, text), el("div", { class: "layout" }, blocks, more(replicas)),
-    el("p", { class: "note" }, `${servers || NONE} vLLM server${servers === 1 ? "" : "s"} × tp ${serverTp || NONE}${placed ? `, ${placed}` : ""}`), el("div", { class: "layout" }, engines, more(servers || 0)));
+    el("p", { class: "note" }, `${servers || NONE} vLLM server${servers === 1 ? "" : "s"} × ${serverText}${placed ? `, ${placed}` : ""}`), el("div", { class: "layout" }, engines, more(servers || 0)));
 }
 
 const PARTS = ["weights", "fp8_weights", "gradients", "optimizer", "reference", "activations", "logits", "ref_hidden", "staging"];

@@ -193,6 +193,14 @@ def test_more_metrics_layout_plan_and_messages_are_there(one):
     calm(one)
 
 
+def test_the_workers_of_a_server_are_drawn_by_stage_and_copy(browser, tmp_path):
+    sizes = ("rollout.tp=2", "rollout.pp=2", "rollout.dp=2", "rollout.enable_expert_parallel=true")
+    show(browser, tmp_path, make_run(tmp_path / "run", steps=2, groups=1, overrides=sizes))
+    assert browser.texts(".server .rank") == ["0", "1", "4", "5", "2", "3", "6", "7"]
+    assert any("tp 2 × pp 2 × dp 2" in note for note in browser.texts("#machine .note"))
+    calm(browser)
+
+
 def test_several_runs_are_overlaid_and_their_differences_listed(browser, tmp_path):
     runs = [
         make_run(tmp_path / name, steps=4, groups=2, seed=i, evaluate=i == 0, overrides=(f"run.seed={i}",))
