@@ -52,9 +52,9 @@ def test_a_rank_that_was_killed_is_named_with_the_signal():
 
 def test_ranks_that_do_not_finish_are_named_and_ended():
     started = time.monotonic()
-    with pytest.raises(RankFailed, match=r"ranks \[1\] did not finish within 1 s"):
-        run_ranks(lambda: time.sleep(60 * dist.get_rank()), 2, timeout=1)
-    assert time.monotonic() - started < 10
+    with pytest.raises(RankFailed, match=r"ranks \[1\] did not finish within 4 s"):
+        run_ranks(lambda: time.sleep(60 * dist.get_rank()), 2, timeout=4)
+    assert time.monotonic() - started < 20
 
 
 def start_sleepers(folder: Path):
