@@ -30,6 +30,7 @@ from megagrpo.weight_sync.sync import WeightSync
 from tests.e2e.test_weight_sync import LAYER, OneRank, Tampered, halves, with_a_flipped_bit, without
 from tests.e2e.tiny_servers import (
     PROMPTS,
+    WORKERS_SHARE_MEMORY,
     Running,
     below,
     connect,
@@ -188,7 +189,8 @@ def test_a_server_that_is_killed_while_it_works_is_a_dead_engine(two_workers):
     family = below(server.supervisor.pid)
     files = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm")}
     files = {file for file in files for pid in family if file in Path(f"/proc/{pid}/maps").read_text()}
-    assert any("cpushm" in file for file in files)  # the two workers communicate through it
+    assert any("psm_megagrpo-" in file for file in files)
+    assert any("cpushm" in file for file in files) == WORKERS_SHARE_MEMORY
     for pid in family:
         os.kill(pid, signal.SIGKILL)
     engine = VllmEngine(two_workers.launcher.urls, str, logs=two_workers.launcher.logs)

@@ -85,6 +85,8 @@ CONFIGS = {
     "gpt_oss": lambda **sizes: GptOssConfig(**sizes | GPT_OSS),
 }
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % 997 + 3 for k in range(4 + i)), "") for i in range(5)]
+WORKERS_SHARE_MEMORY = torch.cpu._is_avx512_supported()
+"""Two workers of a server communicate through shared memory. vLLM's build for CPUs without AVX-512 has gloo alone."""
 
 
 @dataclass(frozen=True)
