@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import ssl
+import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
@@ -20,6 +22,7 @@ from megagrpo.transfer.manifest import WeightSyncError
 CERTIFICATES = httpx.create_ssl_context(trust_env=False)
 CONNECT_SECONDS = 30.0  # with thousands of requests, seconds may pass before this process sees that a connection is open
 POOLS = 64  # connection pools per client
+MOVED_SECONDS = 0.5  # between two looks at whether a server that has not responded yet has moved
 OF_PROXIES = (502, 503, 504)  # status codes by which a proxy reports that the server behind it did not respond
 HEALTH_SECONDS = 5.0  # timeout of a health check
 
@@ -143,7 +146,8 @@ class PooledTransport(httpx.AsyncBaseTransport):
     """An HTTP transport that distributes requests over several connection pools in turn.
 
     For each request, and at its end, a pool scans all of its connections. With thousands of connections in one pool that scan dominates the
-    client's CPU time. `limits` apply to each pool. With `moved`, requests go to the servers' current addresses.
+    client's CPU time. `limits` apply to each pool. With `moved`, requests go to the servers' current addresses, and a request to a server
+    that moves before it responds fails.
     """
 
     def __init__(self, limits: httpx.Limits, certificates: ssl.SSLContext, moved: MovedServers | None = None):
@@ -151,14 +155,14 @@ class PooledTransport(httpx.AsyncBaseTransport):
         self._pools: list[httpx.AsyncHTTPTransport] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send the request to the server's current address, through the next pool."""
-        if self._moved is not None:
-            self._moved.redirect(request)
+        """Send the request to the server's current address, through the next pool. Raises httpx.ReadError when the server moves before it
+        responds."""
         index = self._turn % POOLS
         self._turn += 1
         if index == len(self._pools):
             self._pools.append(httpx.AsyncHTTPTransport(verify=self._certificates, limits=self._limits, trust_env=False))
-        return await self._pools[index].handle_async_request(request)
+        pool = self._pools[index]
+        return await (pool.handle_async_request(request) if self._moved is None else self._moved.send(request, pool))
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -174,7 +178,7 @@ class MovedServers:
     """
 
     def __init__(self, file: Path):
-        self._file, self._seen = file, (0, 0)
+        self._file, self._seen, self._looked = file, (0, 0), -math.inf
         self._addresses: dict[str, httpx.URL] = {}
 
     def write(self, addresses: dict[str, str]) -> None:
@@ -187,18 +191,40 @@ class MovedServers:
         """Remove the file of an earlier start."""
         self._file.unlink(missing_ok=True)
 
-    def redirect(self, request: httpx.Request) -> None:
-        """Rewrite `request` to the current address of its server, if the server has moved."""
-        try:
-            status = self._file.stat()
-            if (status.st_ino, status.st_mtime_ns) != self._seen:
-                self._addresses = {url: httpx.URL(address) for url, address in json.loads(self._file.read_text()).items()}
-                self._seen = status.st_ino, status.st_mtime_ns
-        except (OSError, ValueError):  # no server has moved
-            return
-        if (address := self._addresses.get(f"{request.url.scheme}://{request.url.netloc.decode()}")) is not None:
+    async def send(self, request: httpx.Request, transport: httpx.AsyncBaseTransport) -> httpx.Response:
+        """Send `request` through `transport` to the current address of its server.
+
+        Raises httpx.ReadError when the server moves before it responds. The process that took its port may accept a connection and never
+        respond, so the request would wait for its whole timeout.
+        """
+        url = f"{request.url.scheme}://{request.url.netloc.decode()}"
+        address = self._address(url)
+        if address is not None:
             request.url = request.url.copy_with(host=address.host, port=address.port)
             request.headers["host"] = address.netloc.decode()
+        response = asyncio.ensure_future(transport.handle_async_request(request))
+        try:
+            while not (await asyncio.wait([response], timeout=MOVED_SECONDS))[0]:
+                if self._address(url, MOVED_SECONDS) != address:
+                    raise httpx.ReadError("the server was restarted on another port before it responded", request=request)
+            return response.result()
+        finally:
+            response.cancel()
+
+    def _address(self, url: str, age: float = 0.0) -> httpx.URL | None:
+        """Return the current address of the server `url` if it has moved, as of at most `age` seconds ago."""
+        if time.monotonic() - self._looked >= age:
+            self._looked = time.monotonic()
+            try:
+                status = self._file.stat()
+                if (status.st_ino, status.st_mtime_ns) != self._seen:
+                    self._addresses = {name: httpx.URL(address) for name, address in json.loads(self._file.read_text()).items()}
+                    self._seen = status.st_ino, status.st_mtime_ns
+            except FileNotFoundError:  # no server has moved
+                self._addresses, self._seen = {}, (0, 0)
+            except (OSError, ValueError):  # a shared file system may fail for a moment: keep what was read last
+                pass
+        return self._addresses.get(url)
 
 
 class ServerTimeout(WeightSyncError):

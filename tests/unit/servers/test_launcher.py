@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ import pytest
 import megagrpo.servers.launcher as launcher_module
 import megagrpo.servers.supervisor as supervisor_module
 from megagrpo.config import load_config
-from megagrpo.engine.http import MovedServers, Servers, answers
+from megagrpo.engine.http import MovedServers, NoAnswer, Servers, answers
 from megagrpo.engine.protocol import EngineStartError, derive_seed
 from megagrpo.servers.launcher import Launcher, Server
 from megagrpo.servers.options import ServerOptions
@@ -307,11 +308,15 @@ def test_a_server_whose_port_was_taken_restarts_at_a_fresh_port_and_clients_foll
         launcher.servers[0].supervisor.wait()
         port = int(url.rpartition(":")[2])
         wait_until(lambda: launcher_module.is_free(launcher.host, port))
-        with socket.socket() as taken:
+        with socket.socket() as taken, ThreadPoolExecutor(1) as side:
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             taken.bind((launcher.host, port))
             taken.listen()
-            line = launcher.restart(0)
+            sent = side.submit(lambda: asyncio.run(client._each(lambda *where: client._post(*where, "/pause", seconds=60), [url])))
+            with taken.accept()[0]:  # by a process that never responds
+                line = launcher.restart(0)
+                with pytest.raises(NoAnswer, match=r"did not respond to /pause: ReadError.*was restarted on another port"):
+                    sent.result(20)
             address = launcher.servers[0].address
             assert launcher.urls == [url] != [address]
             fresh = address.rpartition(":")[2]
