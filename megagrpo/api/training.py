@@ -73,8 +73,13 @@ def train(
     more = [*resumed, *inputs.overrides(written, validated.run.callbacks)]
     _check_plan(settings.validated(more), ranks)
     words = settings.words(lambda: _made(folder / FROM_PYTHON), more)
+    _run(words, folder, {} if ranks is None else {"NPROC": str(ranks)}, quiet)
+    return Run(folder)
+
+
+def _run(words: Sequence[str], folder: Path, environment: Mapping[str, str], quiet: bool) -> None:
+    """Run `megagrpo train` with `words` in processes of its own. Raises TrainingFailed, and KeyboardInterrupt after the run has saved."""
     log = _made(folder / FROM_PYTHON) / LOG
-    environment = {} if ranks is None else {"NPROC": str(ranks)}
     try:
         with log.open("a", encoding="utf-8") as file:
             show(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} megagrpo train {' '.join(words)}", file)
@@ -84,7 +89,6 @@ def train(
         raise
     if ended.exit_code not in (0, TO_BE_CONTINUED):
         raise TrainingFailed(ended.exit_code, ended.output, folder, log)
-    return Run(folder)
 
 
 def _check_here(ranks: int | None) -> None:
