@@ -100,7 +100,7 @@ class Bytes(TorchDispatchMode):
 
 
 class Allocated:
-    """The same of a GPU, as torch's allocator reports it."""
+    """The interface of `Bytes` for a GPU: the bytes that torch's allocator reports."""
 
     def __enter__(self) -> Allocated:
         return self

@@ -153,9 +153,9 @@ def reuse_freed_memory() -> None:
     """Make this process keep the memory of freed tensors of up to 32 MB for its next tensors, until `release_memory`. No effect with a
     GPU, whose allocator does so, or without glibc.
 
-    By default glibc returns the end of its heap to the system over and over during a backward pass. The system clears each page that it
-    hands out again, which takes 8 times as long as to write it. Larger tensors still go back when they are freed: glibc before 2.38 does
-    not find their place in its heap again.
+    By default glibc returns the end of its heap to the system many times in a backward pass. The system clears each page that it hands out
+    again, which takes 8 times as long as writing the page. Larger tensors are still returned when they are freed, because glibc before 2.38
+    does not reuse their place in its heap.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if not has_gpu() and mallopt is not None:

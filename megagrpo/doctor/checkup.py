@@ -20,7 +20,7 @@ def is_gpu_machine(machine: Machine) -> bool:
 
 
 def check_up(machine: Machine, needs: Needs) -> list[Finding]:
-    """Return the findings of all checks, in order. A check that raises is a finding of its own."""
+    """Return the findings of all checks, in order. A check that raises becomes a warning."""
     gpu, cuda = is_gpu_machine(machine), torch_cuda()
     state = nvidia_state(machine)
     gpus = visible_gpus(state.gpus, machine.environment) if state else []
@@ -42,7 +42,7 @@ def check_up(machine: Machine, needs: Needs) -> list[Finding]:
 
 
 def _guarded(part: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings of one part; what an unknown machine makes it raise must not hide the other parts."""
+    """Return the findings of one part. An exception becomes a warning, so that the other parts are still checked."""
     try:
         return list(part())
     except Exception as error:

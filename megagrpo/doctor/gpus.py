@@ -15,10 +15,10 @@ OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # CUDA major version -> its oldest 
 IN_USE_MIB = 1024  # memory of other processes that a run can spare
 FLAT_LINKS = re.compile(r"NV\d+")
 SLOWED = {  # reasons in nvidia-smi -> what it means
-    "hw_thermal_slowdown": "hot (hardware)",
-    "sw_thermal_slowdown": "hot (driver)",
-    "hw_power_brake_slowdown": "the power supply brakes",
-    "hw_slowdown": "slowed by hardware",
+    "hw_thermal_slowdown": "thermal slowdown (hardware)",
+    "sw_thermal_slowdown": "thermal slowdown (driver)",
+    "hw_power_brake_slowdown": "power brake (power supply)",
+    "hw_slowdown": "hardware slowdown",
 }
 XML = ("nvidia-smi", "-q", "-x")
 TOPOLOGY = ("nvidia-smi", "topo", "-m")
@@ -47,7 +47,7 @@ class GpuState:
 
 @dataclass(frozen=True)
 class NvidiaState:
-    """What `nvidia-smi -q -x` says."""
+    """Driver and GPUs, as `nvidia-smi -q -x` reports them."""
 
     driver: str
     cuda: str  # newest CUDA version of the driver
@@ -141,7 +141,7 @@ def driver_check(state: NvidiaState, torch_cuda: str) -> Finding:
 
 
 def visible_gpus(gpus: Sequence[GpuState], environment: dict[str, str]) -> list[GpuState]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible. Of ids that are not indices only the number counts."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible. Ids that are not indices, such as UUIDs, are only counted."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return list(gpus)
@@ -158,7 +158,7 @@ def _count(visible: Sequence[GpuState], needs: Needs) -> Finding:
         fix = "check CUDA_VISIBLE_DEVICES, the container's --gpus and nvidia-smi -L"
         return Finding("GPU count", f"{found}; {needs.source} uses {max(1, needs.gpus)}", "fail", fix)
     if len(kinds) > 1:
-        return Finding("GPU count", found, "warn", "use GPUs of one kind: the slowest sets the pace; choose by CUDA_VISIBLE_DEVICES")
+        return Finding("GPU count", found, "warn", "use GPUs of one kind, because all wait for the slowest; choose by CUDA_VISIBLE_DEVICES")
     return Finding("GPU count", found)
 
 
@@ -191,11 +191,11 @@ def _ecc(gpus: Sequence[GpuState], needs: Needs) -> Finding:
     broken = [index for index, gpu in enumerate(gpus) if gpu.uncorrectable or gpu.remap_pending]
     if broken:
         said = f"uncorrectable errors or rows to remap on GPU {', '.join(map(str, broken))}"
-        return Finding("ECC", said, "fail", "reset the GPU or restart the machine; exchange a GPU that has new errors after it")
+        return Finding("ECC", said, "fail", "reset the GPU or restart the machine; replace the GPU if errors return")
     off = sum(gpu.ecc == "Disabled" for gpu in gpus)
     if off:
         fix = "turn ECC on for long runs: as root nvidia-smi -e 1, then restart"
-        return Finding("ECC", f"off on {off} GPU(s): a flipped bit stays unnoticed", "warn", fix)
+        return Finding("ECC", f"off on {off} GPU(s): bit flips are not detected", "warn", fix)
     return Finding("ECC", "on, no uncorrectable error" if any(gpu.ecc == "Enabled" for gpu in gpus) else "not supported by the GPU")
 
 

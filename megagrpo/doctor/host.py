@@ -143,7 +143,7 @@ def take_descriptor() -> OSError | None:
 
 
 def network_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Check that servers can listen, that the host name resolves, and say what only several nodes together can check."""
+    """Check that servers can listen and that the host name resolves. Checks that need several nodes are reported as skipped."""
     try:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))

@@ -24,7 +24,7 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """Return the table in the output of `nvidia-smi topo -m`; without rows if it is not such an output."""
+    """Return the table in the output of `nvidia-smi topo -m`; a table without rows for any other text."""
     rows = [[cell.strip() for cell in ESCAPE.sub("", line).split("\t")] for line in text.splitlines()]
     header = next((row for row in rows if any(GPU.fullmatch(cell) for cell in row[1:])), [])
     between: dict[str, dict[str, str]] = {}

@@ -1,4 +1,4 @@
-"""What a run needs of a machine: of the config that the user names, or of any run."""
+"""What a run needs of a machine: the run of a config, or any run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMALLEST_DISK = 10.0  # GiB for logs and a checkpoint of a small model
 
 @dataclass(frozen=True)
 class Needs:
-    """What one node of a run needs. Sizes are in GiB. `source` says whose needs these are."""
+    """What one node of a run needs. Sizes are in GiB. `source` is the run's name, or "any run"."""
 
     source: str = "any run"
     gpus: int = 0  # GPUs of one node; 0: unknown

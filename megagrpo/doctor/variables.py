@@ -1,4 +1,4 @@
-"""Checks environment variables that make a run slow, wrong or hard to debug."""
+"""Checks environment variables that make a run slow, wrong or noisy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megagrpo.doctor.machine import Finding, Machine
 from megagrpo.doctor.needs import Needs
 from megagrpo.launch.preflight import BLACKWELL
 
-# variable -> (value that hurts, or "" for any; what it does; fix)
+# variable -> (harmful value, or "" for any; its effect; fix)
 HURTS = {
     "CUDA_LAUNCH_BLOCKING": ("1", "each kernel waits for the last one: many times slower", "unset it"),
     "NCCL_P2P_DISABLE": ("1", "GPUs of a node send through host memory", "unset it"),
@@ -39,7 +39,7 @@ def variable_checks(machine: Machine, needs: Needs, gpus: Sequence[GpuState]) ->
     wrong = [_one_connection(environment, needs, gpus), *(_hurts(environment, name) for name in HURTS)] if gpus else []
     wrong += [_threads(environment), _python_path(environment)]
     findings = [finding for finding in wrong if finding is not None]
-    yield from findings or [Finding("environment", "no variable that hurts is set")]
+    yield from findings or [Finding("environment", "no harmful variable is set")]
 
 
 def _hurts(environment: dict[str, str], name: str) -> Finding | None:

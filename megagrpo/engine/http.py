@@ -22,7 +22,7 @@ from megagrpo.transfer.manifest import WeightSyncError
 CERTIFICATES = httpx.create_ssl_context(trust_env=False)
 CONNECT_SECONDS = 30.0  # with thousands of requests, seconds may pass before this process sees that a connection is open
 POOLS = 64  # connection pools per client
-MOVED_SECONDS = 0.5  # between two looks at whether a server that has not responded yet has moved
+MOVED_SECONDS = 0.5  # while a response is pending: between two checks whether its server has moved
 OF_PROXIES = (502, 503, 504)  # status codes by which a proxy reports that the server behind it did not respond
 HEALTH_SECONDS = 5.0  # timeout of a health check
 

@@ -61,7 +61,7 @@ class WeightUpdate(Protocol):
         update's transport needs as proof."""
 
     def reports_by_http(self, server: str) -> bool:
-        """Whether this process cannot read the reports of this server's workers, which it asks the server for instead."""
+        """Whether this process must request the workers' reports from the server, because it cannot read them itself."""
 
     def activity(self, server: str) -> dict[str, str]:
         """Worker -> the operation it is in, for workers that have not reported yet, as far as known."""

@@ -192,6 +192,7 @@ def _driver() -> str:
 
 
 def visible_gpus(environment: dict[str, str]) -> list[str]:
+    """Return the lines of `nvidia-smi -L` for the first GPUs, as many as CUDA_VISIBLE_DEVICES names; all if it is unset."""
     gpus = [line for line in _nvidia_smi("-L") if line.startswith("GPU ")]
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return gpus if visible is None else gpus[: len([device for device in visible.split(",") if device.strip()])]

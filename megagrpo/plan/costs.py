@@ -58,7 +58,8 @@ def _sum[T](one: Mapping[T, float], other: Mapping[T, float], times: float) -> C
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced step of one rank: `fixed` costs of a step, costs `each` micro-batch adds, and the memory at the peak in bytes by origin.
+    """A traced step of one rank: the `fixed` costs of a step, the costs of `each` micro-batch, and the bytes at the memory peak by the
+    phase that allocated them.
 
     `tokens` is the number of tokens of a micro-batch, `loss_tokens` the number of them in the loss.
     """

@@ -156,8 +156,8 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
 
     The MLP keeps gate, up and silu(gate) up. On a GPU without the fusion `bias_activation` of `model.fusions` it also keeps silu(gate) and
     a copy of up. A token that uses k experts has k MLPs, each with a copy of its input, spread evenly over the ranks. An expert also keeps
-    its activation before it is weighted, unless both are fused. The experts' outputs exist at once in the pass only. With an adapter the
-    outputs of the projection, of the adapter and their sum exist at once.
+    its activation before it is weighted, unless both are fused. All experts' outputs exist at once during the pass and are not kept. With
+    an adapter the outputs of the projection, of the adapter and their sum exist at once.
     """
     tp = config.parallel.tp
     shards = tp if config.parallel.sequence_parallel else 1

@@ -23,7 +23,7 @@ EFFICIENCIES = {"products": DENSE_EFFICIENCY, "experts": EXPERT_EFFICIENCY, "att
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of a traced train step by phase, MFU, and the share of the step that each loss takes, largest first."""
+    """Seconds of a traced train step by phase, its MFU, and the share of the step that is lost to each cause, largest first."""
 
     seconds: dict[str, float]
     mfu: float
@@ -47,7 +47,7 @@ def launch_seconds(kernel: Kernel) -> float:
 
 
 def message_seconds(message: Message, gpu: Gpu) -> float:
-    """Return the seconds of one message, taken not to overlap with anything."""
+    """Return the seconds of one message. No overlap with computation is assumed."""
     links = Links(gpu)
     if message.operation in ("send", "recv"):
         return links.latency(1) + links.seconds(message.bytes, 1)
@@ -64,7 +64,7 @@ def micro_batches(config: RunConfig, trace: Trace, world_size: int, lengths: Len
 
 
 def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, gpu: Gpu, lengths: Lengths) -> Roofline:
-    """Return seconds and MFU of the traced rank's train step, on the slowest stage's terms: bubbles count, overlap does not."""
+    """Return seconds, MFU and lost shares of the traced rank's train step. Pipeline bubbles are added; messages overlap with nothing."""
     count = micro_batches(config, trace, world_size, lengths)
     costs = trace.step(count)
     device = {phase: sum(n * kernel_seconds(k, gpu) for k, n in costs.kernels.items() if k.phase == phase) for phase in PHASES}
@@ -88,7 +88,7 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
 
 
 def _device_losses(costs: Costs, gpu: Gpu) -> dict[str, float]:
-    """Return the device seconds that are not FLOPs at the peak rate, by what takes them."""
+    """Return the device's seconds beyond its FLOPs at the peak rate, by cause."""
     lost: dict[str, float] = {}
     for kernel, count in costs.kernels.items():
         name = None if kernel.kind == "elementwise" else f"{kernel.kind} below the peak rate"

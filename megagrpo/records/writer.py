@@ -24,8 +24,8 @@ RETRIED = (CONSOLE, JSONL, "tensorboard")  # sinks of local files: a write that 
 
 
 class MetricsWriter:
-    """Passes every call to each sink. A sink that raises is reported once on stderr. It is no longer called then, but for a sink in RETRIED
-    that raised OSError: the next call tries it again."""
+    """Passes every call to each sink. A sink that raises is reported once on stderr and no longer called. A sink in RETRIED that raised
+    OSError stays and gets the next call."""
 
     def __init__(self, run_folder: str | Path, config: RunConfig, restored_step: int = 0):
         """A resumed run continues after `restored_step`: lines of later steps are removed, because these steps are repeated."""

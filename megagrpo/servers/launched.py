@@ -1,4 +1,4 @@
-"""What the restart thread and hang detection need of servers that a run started, on this host or on another one."""
+"""The interface of servers that a run started, on this host or on another one, for the restart thread and hang detection."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code i
 TRACEBACK = "Traceback (most recent call last):"
 
 
-# Free more GPU memory while a server sleeps: the pools of CUDA graphs, and NCCL's buffers. New in vLLM 0.32.
+# Flags by which a sleeping server also frees the pools of CUDA graphs and NCCL's buffers. New in vLLM 0.32.
 SLEEP_FLAGS = ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend")
 # Variables of the trainer's GPUs that would slow vLLM down, or select algorithms that its collectives lack.
 TRAINER_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
@@ -128,10 +128,9 @@ class Launcher:
     `start` returns at once, so the trainer can build its model while vLLM starts. `port` is the first server's port, the others take the
     next ones; 0 picks free ports. `devices` are GPU ids, `options.devices` for each server; None runs vLLM for CPU.
 
-    Servers listen only on the address `host`, and require `token` if given. Server N, counted from `first`, logs to
-    `log_dir/vllm_N.log`. A server that has
-    ended may be restarted up to `max_restarts` times (`may_restart`). With `moved`, a server whose port was taken by another process
-    restarts on another port, and clients learn the new address from `moved`. Raises ValueError when there are too few devices.
+    Servers listen only on the address `host`, and require `token` if given. Server N, counted from `first`, logs to `log_dir/vllm_N.log`.
+    A server that has ended may be restarted up to `max_restarts` times (`may_restart`). With `moved`, a server whose port another process
+    took restarts on another port, and clients learn the new address from `moved`. Raises ValueError when there are too few devices.
     """
 
     def __init__(

@@ -18,13 +18,16 @@ from megagrpo.servers.launcher import Launcher
 from megagrpo.transfer.exchange import Board, Deadline
 from megagrpo.transfer.manifest import WeightSyncError
 
-AGENT_SECONDS = 0.1  # between two looks of an agent at its servers and its orders
+AGENT_SECONDS = 0.1  # between two polls of servers and orders
 ORDER_SECONDS = 60.0  # timeout of an order: ending a server takes up to 15 s
 
 
 class NodeAgent:
-    """A thread on the first rank of node `node` that publishes the state of `launcher`'s servers on `board` and carries out rank 0's
-    orders. A context manager; leave it before the launcher stops. It ends by itself when the board is gone."""
+    """A thread on the first rank of node `node`: it publishes the state of `launcher`'s servers on `board` and carries out rank 0's orders.
+
+    A context manager; leave it before the launcher stops. The thread ends when the board is gone. Raises WeightSyncError when the board
+    cannot be reached.
+    """
 
     def __init__(self, node: int, launcher: Launcher, board: Board):
         self._node, self._launcher, self._board = node, launcher, board
@@ -47,9 +50,9 @@ class NodeAgent:
                 self._publish()
                 order = self._board.find(f"order/{self._node}/{self._orders}")
                 if order is not None:
-                    said = self._carry_out(order["verb"], order["index"])
+                    answer = self._carry_out(order["verb"], order["index"])
                     self._publish()  # before the answer: rank 0 then reads the new state
-                    self._board.put(f"answer/{self._node}/{self._orders}", said)
+                    self._board.put(f"answer/{self._node}/{self._orders}", answer)
                     self._orders += 1
         except WeightSyncError:
             return  # rank 0 has ended
@@ -77,7 +80,10 @@ class NodeAgent:
 
 @dataclass(frozen=True)
 class DistantServer:
-    """A server of another node, by its `index` there."""
+    """A server of another node, by its `index` there. Its properties read the state that the node's agent published last.
+
+    Properties raise WeightSyncError when the board is gone; `end` also when the agent does not answer within ORDER_SECONDS.
+    """
 
     node: int
     index: int
@@ -125,7 +131,7 @@ class DistantServer:
 class NodeLaunchers:
     """The servers of all nodes, on rank 0: its own `launcher`'s, and those of the other nodes, `per_node` each, through `board`.
 
-    Construct it when the agents of `nodes` have published their servers.
+    Construct it after the agents of `nodes` have published their servers. Raises WeightSyncError like `DistantServer`.
     """
 
     def __init__(self, launcher: Launcher, board: Board, nodes: Sequence[int], per_node: int):

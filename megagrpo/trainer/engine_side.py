@@ -87,7 +87,7 @@ def start_servers(
     if len(set(of_ranks)) > 1:
         with as_config_errors():
             on_nodes = launch_on_each_node(config, model_folder, run_folder, layout, of_ranks, token)
-        launcher, moved = on_nodes.launcher, None  # a server on several nodes keeps its port when it restarts
+        launcher, moved = on_nodes.launcher, None  # with several nodes a restarted server keeps its port
     elif first and not config.rollout.urls:
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         with as_config_errors():

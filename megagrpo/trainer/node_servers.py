@@ -1,4 +1,4 @@
-"""Servers on the hosts of all ranks: with `rollout.placement: colocated` on several nodes each node launches its own servers."""
+"""Servers on every node of a run: with `rollout.placement: colocated` on several nodes each node launches its own servers."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def await_all(
     first, seconds = layout.world_rank == 0, config.rollout.startup_timeout
     secret = on_first_rank(layout, lambda: secrets.token_hex(32))
     board = Board(_own_host(config), 0, Deadline(seconds), secret, serve=True) if first else None
-    place = on_first_rank(layout, lambda: (board.host, board.port) if board else ("", 0))
+    address = on_first_rank(layout, lambda: (board.host, board.port) if board else ("", 0))
     if launcher is not None and not first:
-        agent = NodeAgent(of_ranks[layout.world_rank], launcher, Board(*place, Deadline(seconds), secret))
+        agent = NodeAgent(of_ranks[layout.world_rank], launcher, Board(*address, Deadline(seconds), secret))
         resources.enter_context(agent)
     layout.barrier()  # every agent has published its servers
     all_launchers = None

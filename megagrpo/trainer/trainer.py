@@ -235,7 +235,7 @@ class Trainer:
 
     def sync(self) -> None:
         """Push the policy's weights to the engine. They are verified there before this returns. A run that was asked to stop pushes
-        nothing: it generates no more, and a resumed run pushes these weights first."""
+        nothing: it generates no more responses, and a resumed run pushes these weights first."""
         if self.collector.stop_requested():
             return
         version = self.state.weight_version + 1

@@ -66,7 +66,7 @@ class Shares:
     transfers: list[Transfer]
 
     def of(self, rank: int) -> list[Transfer]:
-        """Return the transfers of which `rank` is an end."""
+        """Return the transfers that `rank` sends or receives."""
         return [one for one in self.transfers if rank in (one.sender, one.receiver)]
 
 
@@ -100,7 +100,7 @@ def share_out(sizes: Sizes, nodes: Sequence[int]) -> Shares:
 def exchange(
     transfers: Sequence[Transfer], rank: int, buffer_of: Callable[[BlockKey], Tensor], received: Callable[[BlockKey], None]
 ) -> None:
-    """Send and receive `transfers`, of which `rank` is an end, over the default process group, one layer at a time.
+    """Send and receive `transfers`, each to or from `rank`, over the default process group, one layer at a time.
 
     `buffer_of` gives the bytes [n] uint8 of a block to send, or to receive into. `received` is called with each block that has arrived.
     """

@@ -43,9 +43,8 @@ class _Readiness(NamedTuple):
 class SharedMemory:
     """The transport for servers on the hosts of the ranks. Construction is collective; `close` removes its files.
 
-    With `nodes` the ranks are on several hosts, each with servers of its own; without it, ranks on several hosts are a ValueError. With
-    `seconds`, a rank that has not written its weights this long after another
-    rank is an error, which names the rank and the tensor.
+    With `nodes` the ranks are on several hosts, each with its own servers. Raises ValueError for ranks on several hosts without `nodes`.
+    With `seconds`, a rank that has not written its weights this long after another rank is an error, which names the rank and the tensor.
     """
 
     def __init__(self, ranks: Ranks, dtype: str, folder: Path = SHARED_MEMORY, seconds: float | None = None, nodes: Nodes | None = None):

@@ -12,7 +12,7 @@ Lists = list[list[Tensor]]
 
 
 def replace_kernels() -> None:
-    """Have this process compute Transformer Engine's kernels by torch, on its fake GPU."""
+    """Replace Transformer Engine's kernels in this process by torch functions on its fake GPU."""
     from transformer_engine.pytorch.cpp_extensions import gemm
 
     gemm.get_cublas_workspace_size_bytes = lambda: 1
@@ -32,7 +32,7 @@ def multi_tensor_scale(chunk: int, overflow: Tensor, lists: Lists, scale: float 
 
 
 def multi_tensor_scale_tensor(chunk: int, overflow: Tensor, lists: Lists, scale: Tensor) -> None:
-    """The same for a scale on the device."""
+    """Like `multi_tensor_scale`, with a scale on the device."""
     multi_tensor_scale(chunk, overflow, lists, scale)
 
 

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import flop_registry
 from megagrpo.plan.costs import PHASES, Costs, Kernel, Message
 from megagrpo.plan.tracing.without_floats import aten, without_data
 
-# Operations that launch no kernel beyond those that are views by their signature.
+# Operations that launch no kernel, in addition to views.
 FREE = {
     aten.empty.memory_format,
     aten.empty_strided.default,
@@ -32,7 +32,7 @@ FREE = {
 
 
 def size_of(tensor: Tensor) -> int:
-    """Return the bytes that a kernel reads or writes of a tensor: an expanded one only has the bytes of its storage."""
+    """Return the bytes of a tensor that a kernel reads or writes. An expanded tensor has only the bytes of its storage."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
@@ -91,7 +91,7 @@ class StepCounter:
 
     def _message(self, func: Any, inputs: Any, tensors: list[Tensor]) -> None:
         if not any(map(without_data, tensors)):
-            return  # lengths and counts
+            return  # integers, such as lengths and counts
         names = [argument.name for argument in func._schema.arguments]
         group = inputs[0][names.index("process_group")]
         sizes = [sum(size_of(tensor) for tensor in tree_leaves(value) if isinstance(tensor, Tensor)) for value in inputs[0]]

@@ -13,7 +13,7 @@ from megagrpo.plan.tracing.counter import StepCounter, size_of
 from megagrpo.policy.fp8.megatron_patches import token_dispatcher
 from megagrpo.policy.specs import SequentialMLP
 
-GRADIENT_BYTES = 4  # of an element of `main_grad`
+GRADIENT_BYTES = 4  # bytes per element of `main_grad`
 
 
 def grouped_experts(counter: StepCounter) -> Any:
@@ -47,7 +47,7 @@ def counts_on_host(counter: StepCounter) -> Any:
     def patched(dispatcher: Any, point: str, tokens_per_expert: Tensor | None = None) -> Any:
         waits = counter.costs.waits.copy()
         moved = synchronize(dispatcher, point, tokens_per_expert)
-        counter.costs.waits = waits  # on a CPU each count is read by itself
+        counter.costs.waits = waits  # drop the waits of a CPU, where each count is read separately
         if point == dispatcher.cuda_dtoh_point:
             moved = _of_the_host(moved)
             for name in ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens", "num_global_tokens_per_local_expert"):
@@ -60,7 +60,7 @@ def counts_on_host(counter: StepCounter) -> Any:
 
 
 def _of_the_host(counts: Any) -> Any:
-    """Return a copy of a tensor that was not made from a tensor of the device."""
+    """Return a copy that `HostWaits` takes for a tensor of the host; any other value unchanged."""
     if not isinstance(counts, Tensor):
         return counts
     with torch._C._DisableTorchDispatch():

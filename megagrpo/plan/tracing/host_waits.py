@@ -39,7 +39,7 @@ class HostWaits(TorchDispatchMode):
         self._on_wait = on_wait
         self.waits: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self._name: str | None = None
-        self._device: dict[int, StorageWeakRef] = {}  # the reference keeps the address of a storage from being used again
+        self._device: dict[int, StorageWeakRef] = {}  # the weak reference keeps the address from being reused
         self._stock = {name: getattr(Tensor, name) for name in METHODS}
 
     def __enter__(self) -> HostWaits:
@@ -71,7 +71,7 @@ class HostWaits(TorchDispatchMode):
         return call
 
     def mark(self, tensors: Any) -> Any:
-        """Make these tensors device tensors."""
+        """Mark all tensors in a nested structure as device tensors, and return it."""
         for leaf in tree_leaves(tensors):
             if isinstance(leaf, Tensor) and not self._on_device(leaf):
                 self._device[leaf.untyped_storage()._cdata] = StorageWeakRef(leaf.untyped_storage())
@@ -83,7 +83,7 @@ class HostWaits(TorchDispatchMode):
     def _note(self, operation: str) -> None:
         self._on_wait()
         if self._name is not None:
-            self.waits[self._name][f"{operation} at {place()}"] += 1
+            self.waits[self._name][f"{operation} at {innermost_line()}"] += 1
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, packet = kwargs or {}, operation.overloadpacket
@@ -116,7 +116,7 @@ class HostWaits(TorchDispatchMode):
         return to if name == "to" else to_host
 
 
-def place() -> str:
+def innermost_line() -> str:
     """Return the innermost line of the package or of Megatron, as room/file.py:line."""
     for frame in reversed(traceback.extract_stack()):
         if "/plan/tracing/" in frame.filename:

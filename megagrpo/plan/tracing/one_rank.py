@@ -28,7 +28,7 @@ GPU_BLOCK_ELEMENTS = 2**24  # `device.block_elements` on a GPU
 
 
 class _Alone(Layout):
-    """The layout of a rank without other ranks: every rank is taken to send what this one sends."""
+    """The layout of a rank without other ranks. Its gathers return one copy of this rank's object for each rank."""
 
     def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
         return [obj] * self.world_size
@@ -36,10 +36,10 @@ class _Alone(Layout):
 
 @contextlib.contextmanager
 def one_rank(parallel: ParallelSection, world_size: int, rank: int, counter: StepCounter) -> Iterator[Layout]:
-    """Yield the layout of one rank of a world that does not exist. Collectives return at once.
+    """Yield the layout of one rank of a world whose other ranks do not exist. Collectives return at once.
 
     Inside, attention counts as one fused kernel, experts get equally many tokens, and precision and block sizes are chosen as on a GPU.
-    Raises RuntimeError in a process that belongs to a world already.
+    Raises RuntimeError in a process that already has process groups.
     """
     if dist.is_initialized():
         raise RuntimeError("a step can only be traced in a process without process groups")

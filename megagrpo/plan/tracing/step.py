@@ -29,11 +29,11 @@ from megagrpo.types import Metric, TrainBatch, TrainSample
 
 
 def trace_step(config: RunConfig, model: HfConfig, world_size: int, rank: int, prompt: int, response: int, extra: int = 1) -> Trace:
-    """Trace steps of `rank` whose samples have `prompt` and `response` tokens.
+    """Trace train steps of `rank`, with samples of `prompt` + `response` tokens.
 
-    A first step creates the optimizer's moments. Two more give the costs that a micro-batch adds: one with as few micro-batches as the
-    schedule takes, one with `extra` times as many more. The second has pp micro-batches or more, so it has the memory at the peak. Raises
-    ConfigError on a machine with a GPU, because the model would be built for its kernels.
+    The first step creates the optimizer's moments. The second has the fewest micro-batches that the schedule accepts. The third has
+    1 + `extra` times as many, and pp or more, so it reaches the memory peak. The difference of the last two gives the costs of a
+    micro-batch. Raises ConfigError on a machine with a GPU, because the model would be built for its kernels.
     """
     if device.has_gpu():
         raise ConfigError("--trace: counts operations without a GPU, but this machine has one; set CUDA_VISIBLE_DEVICES= to hide it")
@@ -88,7 +88,7 @@ def _message_shape(config: RunConfig, model: HfConfig, prompt: int, response: in
 def batch_of(config: RunConfig, model: HfConfig, shares: bool, prompt: int, response: int, micro_batches: int) -> TrainBatch:
     """Return a batch with this many micro-batches of equal samples. No two samples share a prompt.
 
-    Packing spreads samples over as many micro-batches as there are pipeline stages, so it gets samples for these, and the rest is cut off.
+    Packing needs samples for at least one micro-batch per pipeline stage. Micro-batches above `micro_batches` are cut off.
     """
     samples, length = [], prompt + response
     for index in range(max(micro_batches, config.parallel.pp) * _samples_per_micro_batch(config, length)):
@@ -121,10 +121,10 @@ def _mark(policy: Any, counter: StepCounter) -> None:
     reduce_metrics = policy._reduce_metrics
 
     def reduced(per_micro_batch: list[Any]) -> Any:
-        """Return the metrics, with the flag off that repeats a pass whose early gradients were wrong: without data it has no value.
+        """Return the metrics, no bad tensor, and False for wrong early gradients, because that flag has no data.
 
-        The transfer to the host counts as one wait. Here numbers with data and without would need one each. Stages without the head get
-        the loss of the last stage in a real run.
+        The transfer to the host counts as one wait, although the trace makes one for numbers with data and one for numbers without. A
+        stage without the LM head gets a loss of 0; in a real run it gets the loss of the last stage.
         """
         waits = counter.costs.waits.copy()
         metrics, _, _ = reduce_metrics(per_micro_batch)

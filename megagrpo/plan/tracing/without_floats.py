@@ -31,8 +31,8 @@ def without_data(value: Any) -> bool:
 class WithoutFloats(TorchDispatchMode):
     """Inside this mode new floating-point tensors have no data. `observe(op, inputs, outputs)` is called after each operation.
 
-    Integers that other ranks would send are taken to equal this rank's own; a message of three of them is `shape`, the shape of the hidden
-    states that pipeline stages exchange.
+    Collectives assume that other ranks send the same integers as this rank. A received message of integers is `shape`, the shape of the
+    hidden states that pipeline stages exchange.
     """
 
     def __init__(self, observe: Callable[[Any, Any, Any], None], shape: tuple[int, int, int] = (0, 0, 0)):
@@ -50,7 +50,7 @@ class WithoutFloats(TorchDispatchMode):
 
 
 def _compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Run one operation: integers alone for real, anything with a tensor without data on the meta device."""
+    """Run one operation: on the meta device if a tensor has no data, otherwise for real."""
     mixed = tree_any(without_data, (args, kwargs))
     if func is aten._local_scalar_dense.default and mixed:
         return True if args[0].dtype == torch.bool else 1.0 if is_float(args[0].dtype) else 1
@@ -78,7 +78,7 @@ def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device:
 
 
 def _default_dtype(func: Any, args: Any) -> torch.dtype:
-    """Return the dtype of a factory that was not given one: of an int64 range or fill value, or torch's default."""
+    """Return the dtype of a new tensor without a `dtype` argument: of its range or fill value, else torch's default."""
     name = func._schema.name
     numbers = [value for value in args if isinstance(value, int | float)]
     if name == "aten::arange" and all(isinstance(value, int) for value in numbers):
@@ -106,7 +106,7 @@ def _concrete_indices(func: Any, args: Any) -> Any:
 
 
 def _communicate(func: Any, args: Any, shape: tuple[int, int, int]) -> Any:
-    """Return what a collective returns, whose outputs are its first argument, without sending anything. Integers get their values."""
+    """Return the result of a collective without sending anything, and fill in the integers of its outputs, the first argument."""
     names = [argument.name for argument in func._schema.arguments]
     group = args[names.index("process_group")]
     ranks = torch.distributed.ProcessGroup.unbox(group).size()

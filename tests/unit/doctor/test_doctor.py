@@ -87,7 +87,7 @@ def test_an_older_driver_names_some_fields_differently():
         "<clocks_throttle_reason_hw_slowdown>Not ", "<clocks_throttle_reason_hw_slowdown>"
     )
     gpu = parse_state(old).gpus[0]
-    assert gpu.power_limit == 700.0 and gpu.slowed == ("slowed by hardware",)
+    assert gpu.power_limit == 700.0 and gpu.slowed == ("hardware slowdown",)
 
 
 def test_a_machine_with_healthy_gpus_has_no_finding_but_ok(tmp_path):
