@@ -37,13 +37,15 @@ def memory_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 
 def available_ram(machine: Machine) -> float | None:
-    """Return GiB of RAM that a new process may use: what is free, and what the control group's limit leaves."""
+    """Return GiB of RAM that a new process may use: of the machine, and of the control group's limit. Cached files count as available."""
     lines = (machine.read("proc/meminfo") or "").splitlines()
     free = next((int(line.split()[1]) / 2**20 for line in lines if line.startswith("MemAvailable:")), None)
     limit, used = machine.read("sys/fs/cgroup/memory.max"), machine.read("sys/fs/cgroup/memory.current")
     if free is None or limit is None or used is None or not (limit.isdigit() and used.isdigit()):
         return free
-    return min(free, (int(limit) - int(used)) / GIB)
+    stat = dict(line.split() for line in (machine.read("sys/fs/cgroup/memory.stat") or "").splitlines())
+    cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+    return min(free, (int(limit) - int(used) + cached) / GIB)
 
 
 def _enough(subject: str, found: str, enough: bool, fix: str, state: str = "fail") -> Finding:

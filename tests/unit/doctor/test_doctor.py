@@ -291,6 +291,8 @@ def test_ram_is_what_the_control_group_leaves(tmp_path):
     made = machine(tmp_path, files=files)
     assert available_ram(made) == 5.0 and one(memory_checks(made, Needs(ram=6)), "RAM").state == "fail"
     assert one(memory_checks(Machine(tmp_path / "nowhere"), Needs()), "RAM").state == "skipped"
+    cached = files | {"sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {1 << 30}\nactive_file {1 << 29}\nshmem 7"}
+    assert available_ram(machine(tmp_path, files=cached)) == 6.5  # the kernel frees cached files when a program needs the memory
 
 
 def test_needs_beyond_the_disk_and_shared_memory_are_found():
