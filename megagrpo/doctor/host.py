@@ -1,4 +1,4 @@
-"""Checks the host: memory, shared memory, disk, limits, permission for CUDA IPC, ports, and the libraries of a CPU run."""
+"""Checks the host: memory, shared memory, disk, limits, expandable segments, ports, and the libraries of a CPU run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from megagrpo.doctor.needs import Needs
 from megagrpo.install.steps import NUMA
 
 SHARED_MEMORY = Path("/dev/shm")
-PIDFD_GETFD = 438  # the same number on every architecture
 OPEN_FILES, PROCESSES = 4096, 4096
 LIMIT_FIX = "raise it: ulimit -{flag} {value}, in /etc/security/limits.conf or the job's unit; Docker: --ulimit {name}={value}"
 
@@ -92,53 +91,24 @@ def memlock_check(value: int, rdma: bool) -> Finding:
 
 
 def ipc_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Check whether a child process may take a file descriptor of this one, as a vLLM worker does with the trainer's.
-
-    torch exports memory of expandable segments that way; memory of plain segments needs no permission.
-    """
-    scope = machine.read("proc/sys/kernel/yama/ptrace_scope")
-    setting = "without yama" if scope is None else f"yama ptrace_scope {scope}"
-    yield ipc_finding(take_descriptor(), setting, expandable(machine.environment), needs.cuda_ipc)
-
-
-def ipc_finding(error: OSError | None, setting: str, expandable_segments: bool, used: bool) -> Finding:
-    """Return the finding for the result of `take_descriptor`."""
-    if error is None:
-        return Finding("CUDA IPC", f"pidfd_getfd is permitted ({setting})")
-    found = f"pidfd_getfd fails: {error.strerror} ({setting})"
-    if expandable_segments and used:
-        fix = (
-            "unset expandable_segments, start the container with --cap-add=SYS_PTRACE, or set rollout.weight_sync_transport: shared_memory"
-        )
-        return Finding("CUDA IPC", f"{found}; expandable_segments needs it", "fail", fix)
-    return Finding("CUDA IPC", f"{found}; only expandable_segments needs it", "ok")
+    """Check expandable segments, which a run with weights by CUDA IPC refuses (`megagrpo/weight_sync/cuda_ipc.py`)."""
+    name = expandable_segments(machine.environment)
+    if name is None:
+        yield Finding("CUDA IPC", "expandable_segments is off")
+    elif not needs.cuda_ipc:
+        yield Finding("CUDA IPC", f"{needs.source} does not use it")
+    else:
+        found = f"{name} has expandable_segments:True, which a run with weights by CUDA IPC refuses"
+        fix = "unset it, or set rollout.weight_sync_transport: shared_memory"
+        yield Finding("CUDA IPC", found, "warn" if needs.source == "any run" else "fail", fix)
 
 
-def expandable(environment: dict[str, str]) -> bool:
-    """Whether torch's allocator uses expandable segments."""
-    texts = (environment.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    return any("expandable_segments:true" in text.lower().replace(" ", "") for text in texts)
-
-
-def take_descriptor() -> OSError | None:
-    """Fork a child that takes a descriptor of this process by pidfd_getfd. Return its error, if any."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    parent = os.getpid()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            pidfd = os.pidfd_open(parent)
-            code = ctypes.get_errno() if libc.syscall(PIDFD_GETFD, pidfd, writer, 0) < 0 else 0
-        except OSError as error:
-            code = error.errno or 1
-        finally:
-            os._exit(min(code, 255))
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    os.close(reader)
-    os.close(writer)
-    return OSError(code, os.strerror(code)) if code else None
+def expandable_segments(environment: dict[str, str]) -> str | None:
+    """Return the variable that makes torch's allocator use expandable segments, or None. torch reads the first one that is set."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if text := environment.get(name, ""):
+            return name if "expandable_segments:true" in text.lower().replace(" ", "") else None
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------------ network, clock, CPU

@@ -1,6 +1,5 @@
 """megagrpo/doctor: the outputs of nvidia-smi, ibstat and nvcc are parsed, and each state that a check reports is triggered once."""
 
-import os
 import resource
 import stat
 from dataclasses import replace
@@ -14,12 +13,11 @@ from megagrpo.doctor.gpus import NvidiaState, driver_check, gpu_checks, parse_st
 from megagrpo.doctor.host import (
     available_ram,
     cpu_checks,
-    ipc_finding,
+    ipc_checks,
     limit_check,
     memlock_check,
     memory_checks,
     name_check,
-    take_descriptor,
 )
 from megagrpo.doctor.links import parse_ibstat, parse_topology, ports, rdma_checks, topology_checks
 from megagrpo.doctor.machine import STATES, Finding, Machine
@@ -307,14 +305,19 @@ def test_limits_are_compared():
     assert memlock_check(8 << 20, rdma=False).state == memlock_check(resource.RLIM_INFINITY, rdma=True).state == "ok"
 
 
-def test_taking_a_descriptor_of_the_parent_works_or_says_why_not():
-    error = take_descriptor()
-    assert error is None or error.errno in (1, 13, 38)
-    assert ipc_finding(None, "without yama", True, True).state == "ok"
-    denied = PermissionError(1, os.strerror(1))
-    finding = ipc_finding(denied, "yama ptrace_scope 1", True, True)
-    assert finding.state == "fail" and "SYS_PTRACE" in finding.fix and "Operation not permitted" in finding.found
-    assert ipc_finding(denied, "yama ptrace_scope 1", False, True).state == "ok"
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_expandable_segments_fail_a_run_whose_servers_get_weights_by_cuda_ipc(variable):
+    made = Machine(environment={variable: "expandable_segments: True"})
+    (finding,) = ipc_checks(made, Needs(source="7b"))
+    assert finding.state == "fail" and variable in finding.found and "shared_memory" in finding.fix
+    assert [one.state for one in ipc_checks(made, Needs())] == ["warn"]
+    assert [one.state for one in ipc_checks(made, Needs(source="7b", cuda_ipc=False))] == ["ok"]
+    assert [one.state for one in ipc_checks(Machine(environment={}), Needs(source="7b"))] == ["ok"]
+
+
+def test_torch_reads_the_newer_variable_for_segments_first():
+    both = {"PYTORCH_ALLOC_CONF": "expandable_segments:False", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert [one.state for one in ipc_checks(Machine(environment=both), Needs(source="7b"))] == ["ok"]
 
 
 def test_a_name_that_does_not_resolve_is_a_warning():
