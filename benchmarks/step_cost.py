@@ -2,10 +2,10 @@
 
     python benchmarks/step_cost.py --threads 2 --picture docs/images/step_cost.svg
 
-Each point is a process of its own that takes two steps of `MegatronPolicy` on random weights, on samples of 40 + 24 tokens in micro-batches
-of at most 1,024, and times the second. The limit is the time of the step's products at the same shapes, each timed alone on warm memory.
-Attention is not in it: at 64 tokens a sample it is about 2 % of the work. Memory is the largest resident memory of the process. AdamW's
-moments of the 1.5B model are FP8 between steps, so that it fits into 24 GB.
+Each point is a separate process: it takes two steps of `MegatronPolicy` on random weights, with samples of 40 + 24 tokens in micro-batches
+of at most 1,024 tokens, and times the second step. The limit is the time of the step's products at the same shapes, each timed alone on
+warm memory. The limit excludes attention, about 2 % of the work at 64 tokens a sample. Memory is the largest resident memory of the
+process. AdamW's moments of the 1.5B model are FP8 between steps, so that it fits into 24 GB.
 """
 
 from __future__ import annotations

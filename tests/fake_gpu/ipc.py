@@ -5,8 +5,8 @@ is above 0, and `ipc_collect`. So is this project's part: export, request, packi
 
 CUDA's part is a stand-in. The runtime's `cudaIpcGetMemHandle` and `cudaIpcOpenMemHandle` do nothing, and its memory belongs to one process.
 Here a handle names a file in memory, which the other process maps. The exporting process writes its storage to that file whenever its host
-waits for the device, as late as CUDA permits. A reader that comes before such a wait sees garbage. What a reader writes does not arrive at
-the exporting process. Events are left out, because this project's handles ask for none.
+waits for the device, as late as CUDA permits. A reader that reads before this wait sees garbage. Writes of a reader do not reach the
+exporting process. Events are left out, because this project's handles ask for none.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class Kernels(TorchDispatchMode):
         """Compute one function on the CPU if a tensor or the requested device is on `cuda`."""
         kwargs = dict(kwargs or {})
         if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            return NotImplemented  # such a class has its own way, and arrives here again with plain tensors
+            return NotImplemented  # the subclass dispatches first, then calls this mode again with plain tensors
         leaves, spec = tree_flatten((args, kwargs))
         owners = [leaf for leaf in leaves if on_cuda(leaf)]
         wanted = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
@@ -200,7 +200,7 @@ def seed_from(home: torch.device, func: Any, kwargs: dict) -> None:
 
 
 def on_cpu(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """Call the CPU's kernel of a function; for what the CPU lacks, the same numbers in other functions."""
+    """Call the CPU's kernel of a function. A function without one is computed by other functions, with the same numbers."""
     if name in FUSED:
         return FUSED[name](*args, **kwargs)
     base, _, overload = name.removeprefix("aten::").partition(".")

@@ -66,7 +66,7 @@ def fake_gpus(count: int, **more: str) -> Iterator[dict[str, str]]:
 
 
 def environment(folder: Path, socket: str, count: int) -> dict[str, str]:
-    """Return the variables of a process on fake GPUs, beside those of this process."""
+    """Return the variables that a process on fake GPUs needs, in addition to this process's environment."""
     path = [Path(__file__).parent / "site", ROOT, ROOT / "tests" / "distributed", os.environ.get("PYTHONPATH")]
     return {
         "LD_PRELOAD": ":".join(str(folder / name) for name in LIBRARIES),
@@ -79,7 +79,7 @@ def environment(folder: Path, socket: str, count: int) -> dict[str, str]:
         "FAKEGPU_COORDINATOR_ADDR": socket,
         "FAKEGPU_COORDINATOR_TIMEOUT_MS": "240000",
         "FAKEGPU_REPORT_PATH": os.devnull,
-        "FAKEGPU_UNSUPPORTED_API": "error",  # a kernel that is launched all the same raises; it would otherwise do nothing
+        "FAKEGPU_UNSUPPORTED_API": "error",  # every kernel launch is an error; by default it would do nothing
         "TORCHDYNAMO_DISABLE": "1",  # compiled code would be kernels
         "OMP_NUM_THREADS": "1",
     }
@@ -95,7 +95,7 @@ def on_gpus(function: Callable[..., Any], count: int, *args: Any, timeout: float
 class TestRun:
     """Outcomes of a run of pytest, by test. `output` is what pytest has printed."""
 
-    __test__ = False  # no test, in spite of its name
+    __test__ = False  # pytest would collect it by its name
     passed: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # test -> reason
     failed: dict[str, str] = field(default_factory=dict)  # test -> message

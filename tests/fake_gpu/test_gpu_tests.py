@@ -1,4 +1,4 @@
-"""This project's tests for GPUs, and tests of ranks that also run where a GPU is seen, pass on fake GPUs. Each skip has a known reason."""
+"""This project's tests for GPUs, and tests of ranks that use a GPU if there is one, pass on fake GPUs. Each skip has a known reason."""
 
 import pytest
 

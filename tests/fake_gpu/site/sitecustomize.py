@@ -24,7 +24,7 @@ class KernelsAfterTorch(importlib.abc.MetaPathFinder):
     """Finds torch as usual, and replaces its kernels once it is imported."""
 
     def find_spec(self, name, path=None, target=None):
-        """Return torch's own spec, with a loader that goes on with kernels.py; None for all other modules."""
+        """Return torch's own spec, with a loader that then replaces the kernels; None for all other modules."""
         if name != "torch":
             return None
         sys.meta_path.remove(self)

@@ -70,7 +70,7 @@ def traced_with_experts(tmp_path_factory):
 
 
 def traces(folder: Path, model: dict, *layout: str):
-    """Two traces of one rank of four, in a process of its own: it joins a world that does not exist."""
+    """Two traces of one rank of four, in a separate process, because a trace creates process groups."""
     words = [*settings(folder, model), *layout]
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(ROOT / "configs" / "qwen2.5_7b_1node.yaml"), "4", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
