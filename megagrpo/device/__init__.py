@@ -105,12 +105,16 @@ def _multiplies_bf16() -> bool:
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Compute total += left right in place, `total` [n, m] in float32, `left` [n, k] and `right` [k, m] in a narrower dtype.
 
-    On a GPU one product does it, without rounding in between.
+    On a GPU one product does it, without rounding in between. On a CPU blocks of rows are multiplied, rounded and added, so that the
+    rounded product stays in the cache.
     """
     if has_gpu():
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left @ right
+        return
+    step = max(1, 4 * block_elements() // total.shape[1])
+    for start in range(0, total.shape[0], step):
+        rows = slice(start, start + step)
+        total[rows] += left[rows] @ right
 
 
 def memory_gb() -> float:

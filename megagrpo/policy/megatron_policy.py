@@ -280,6 +280,7 @@ class MegatronPolicy:
             entropy_gradient=micro_batch.terms.entropy_weights is not None,
             upstream=None if loss_fn is None else partial(loss_gradients, loss_fn, micro_batch, tokens),
             early_differs=self._early_differs,
+            into_main_grad=not overlaps_reduction(self.config.train, self.layout.dp_cp_size),
         )
         if (ref := micro_batch.terms.ref_head) is None:
             r = self.config.rollout

@@ -31,6 +31,7 @@ class HeadTask:
     fused: bool = False
     fp8: str | None = None
     early_differs: Tensor | None = None  # [1] bool on the device: set where upstream's gradients differ from the actual ones
+    into_main_grad: bool = False  # add the gradient of a bfloat16 head to its float32 `main_grad`
 
     @property
     def num_outputs(self) -> int:

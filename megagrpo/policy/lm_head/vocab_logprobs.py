@@ -33,6 +33,7 @@ def vocab_logprobs(
     entropy_gradient: bool = False,
     upstream: Upstream | None = None,
     early_differs: Tensor | None = None,
+    into_main_grad: bool = False,
     fused: bool = False,
     fp8: str | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -53,6 +54,10 @@ def vocab_logprobs(
     `early_differs`, a [1] bool tensor on the device, the backward pass always takes upstream's gradients and sets `early_differs` where
     they are wrong. The caller reads it later and repeats the pass without upstream.
 
+    With `into_main_grad` the gradient of a bfloat16 `weight` is added to its float32 `main_grad` (Megatron's sum over micro-batches),
+    not rounded and passed on. With `upstream` the forward pass adds it, which needs `early_differs`. Not for an overlapped reduction: its
+    hooks need the gradient that is passed on.
+
     With `fused` Triton kernels compute the same. They write no logits, or write them to scratch of a bounded size, and round none of the
     logits behind the results (`megagrpo/policy/lm_head/fused_logprobs.py`). They choose their own chunk. `fp8`, "tensorwise" or
     "blockwise", makes them multiply FP8. Raises ValueError when the kernels cannot run.
@@ -72,6 +77,7 @@ def vocab_logprobs(
         fused=fused,
         fp8=fp8,
         early_differs=early_differs,
+        into_main_grad=into_main_grad,
     )
     return _VocabHead.apply(hidden, weight, task)
 
@@ -92,6 +98,7 @@ def vocab_logprobs_and_kl(
     entropy_gradient: bool = False,
     upstream: Upstream | None = None,
     early_differs: Tensor | None = None,
+    into_main_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (logprobs [N], entropy [N], kl [N]): the results of `vocab_logprobs` for the policy, and each token's exact KL to the
     reference.
@@ -117,6 +124,7 @@ def vocab_logprobs_and_kl(
         ref=(ref_hidden, ref_weight),
         reverse=direction == "reverse",
         early_differs=early_differs,
+        into_main_grad=into_main_grad,
     )
     return _VocabHead.apply(hidden, weight, task)
 
@@ -138,7 +146,11 @@ class _VocabHead(torch.autograd.Function):
         passing, num_tokens, outputs = _begin(task, hidden, weight, task.upstream is not None), hidden.shape[0], task.num_outputs
         results = hidden.new_empty(task.num_results, num_tokens, dtype=wide(hidden.dtype))
         early_gradients = hidden.new_empty(len(task.differentiable), num_tokens, dtype=wide(hidden.dtype))
-        gradients = None if task.upstream is None else HeadGradients(hidden, weight, task.shard, ctx.needs_input_grad[:2])
+        gradients = None
+        if task.upstream is not None:
+            # Where the caller repeats the pass after a wrong gradient, its sums are discarded: they may be changed here.
+            main_grad = None if task.early_differs is None else _main_grad(weight, task)
+            gradients = HeadGradients(hidden, weight, task.shard, ctx.needs_input_grad[:2], main_grad)
         for rows in chunks(num_tokens, passing.chunk):
             results[:, rows] = passing.forward(rows)
             if gradients is not None and task.upstream is not None:
@@ -159,11 +171,16 @@ class _VocabHead(torch.autograd.Function):
         if ctx.gradients is not None and _taken(early_gradients, upstream, ctx.task.early_differs):
             return *ctx.gradients, None
         passing = _begin(ctx.task, hidden, weight, gradients=True)
-        gradients = HeadGradients(hidden, weight, ctx.task.shard, ctx.needs_input_grad[:2])
+        gradients = HeadGradients(hidden, weight, ctx.task.shard, ctx.needs_input_grad[:2], _main_grad(weight, ctx.task))
         for rows in chunks(hidden.shape[0], passing.chunk):
             passing.compute_logits_again(rows, results[:, rows])
             gradients.add(rows, passing.grad_logits(rows, results[:, rows], upstream[:, rows]))
         return *gradients.result(), None
+
+
+def _main_grad(weight: Tensor, task: HeadTask) -> Tensor | None:
+    """Return the float32 sum of the weight's gradients [V/tp, H] to add to. None: autograd adds the gradient, in the weight's dtype."""
+    return getattr(weight, "main_grad", None) if task.into_main_grad and wide(weight.dtype) != weight.dtype else None
 
 
 def _taken(early: Tensor, actual: Tensor, differs: Tensor | None) -> bool:

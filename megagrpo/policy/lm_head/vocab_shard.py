@@ -148,14 +148,16 @@ class Softmax:
 
 class HeadGradients:
     """Accumulates the gradients of hidden [N, H] and weight [V/tp, H] over chunks of logits' gradients. A gradient that is not needed is
-    None."""
+    None. With `main_grad` [V/tp, H] float32 the weight's gradient is added to it, unrounded, and its result is None."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, shard: VocabShard, needed: tuple[bool, bool]):
+    def __init__(self, hidden: Tensor, weight: Tensor, shard: VocabShard, needed: tuple[bool, bool], main_grad: Tensor | None = None):
         self._hidden, self._weight, self._num_rows = hidden, weight, shard.num_rows
         self._grad_hidden = torch.empty_like(hidden) if needed[0] else None
         # Chunks are summed in float32: in bfloat16 the later ones would be lost to rounding.
-        self._grad_weight = torch.empty_like(weight, dtype=wide(weight.dtype)) if needed[1] else None
-        self._empty = True
+        self._grad_weight = None
+        if needed[1]:
+            self._grad_weight = torch.empty_like(weight, dtype=wide(weight.dtype)) if main_grad is None else main_grad
+        self._adds, self._empty = main_grad is not None, main_grad is None
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
         """Add the contribution of tokens `rows`, from `grad_logits` [n, v], the gradient of the logits before the temperature."""
@@ -173,8 +175,8 @@ class HeadGradients:
         self._empty = False
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of hidden [N, H] and weight [V/tp, H] in their dtypes; None for one that is not needed."""
-        if self._grad_weight is None:
+        """Return the gradients of hidden [N, H] and weight [V/tp, H] in their dtypes; None for one that is not needed or was added."""
+        if self._grad_weight is None or self._adds:
             return self._grad_hidden, None
         self._grad_weight[0 if self._empty else self._num_rows :] = 0
         return self._grad_hidden, self._grad_weight.to(self._weight.dtype)

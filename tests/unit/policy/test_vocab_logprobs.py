@@ -128,6 +128,25 @@ def test_with_a_flag_the_early_gradients_are_taken_and_the_flag_tells_whether_th
     assert differs.item() is not right
 
 
+@pytest.mark.parametrize("early", [False, True])
+def test_a_bfloat16_heads_gradient_is_added_to_its_float32_sum_unrounded(early):
+    hidden, weight, labels, upstream = problem()
+    hidden, weight = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_()
+    flag = torch.zeros(1, dtype=torch.bool)
+    options = {"upstream": lambda rows, _: (upstream[rows],), "early_differs": flag} if early else {}
+    logprobs, _ = vocab_logprobs(hidden, weight, labels, vocab_size=37, chunk=4, **options)
+    passed_on = torch.autograd.grad(logprobs, (hidden, weight), upstream)
+    weight.main_grad = torch.zeros(40, 16)
+    logprobs, _ = vocab_logprobs(hidden, weight, labels, vocab_size=37, chunk=4, into_main_grad=True, **options)
+    logprobs.backward(upstream)
+    assert weight.grad is None and torch.equal(hidden.grad, passed_on[0])
+    assert torch.equal(weight.main_grad.bfloat16(), passed_on[1]) and not torch.equal(weight.main_grad, passed_on[1].float())
+    once = weight.main_grad.clone()
+    logprobs, _ = vocab_logprobs(hidden, weight, labels, vocab_size=37, chunk=4, into_main_grad=True, **options)
+    logprobs.backward(upstream)
+    torch.testing.assert_close(weight.main_grad, 2 * once)
+
+
 def test_a_gradient_that_is_nan_early_and_later_is_not_wrong():
     hidden, weight, labels, upstream = problem()
     differs, early = torch.zeros(1, dtype=torch.bool), upstream.clone().index_fill(0, torch.tensor([2]), torch.nan)
