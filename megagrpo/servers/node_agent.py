@@ -124,8 +124,9 @@ class DistantServer:
         return int(self._state()["restarts"])
 
     def end(self) -> None:
-        """Stop the server and all its processes."""
-        self.order(self.node, "end", self.index)
+        """Stop the server and all its processes. Raises WeightSyncError when its node fails to, or does not respond."""
+        if failure := self.order(self.node, "end", self.index):
+            raise WeightSyncError(f"node {self.node}: {failure}")
 
 
 class NodeLaunchers:

@@ -3,8 +3,9 @@ are also restarted when they end, and killed when they hang."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Self
 
 from megagrpo.engine.fleet import State
@@ -12,6 +13,7 @@ from megagrpo.engine.updates import Updates
 from megagrpo.servers.hang_detection import HangDetector, Silence
 from megagrpo.servers.launched import Launched, LaunchedServer
 from megagrpo.servers.launcher import healthy
+from megagrpo.transfer.manifest import WeightSyncError
 
 RESTART_LOOP_SECONDS = 0.3  # between two looks at the servers
 KILL_SILENT_SECONDS = 30.0  # without a passed health check, after which the live process of a server that does not serve is killed
@@ -47,7 +49,17 @@ class Reconnector:
 
     def _run(self) -> None:
         while not self._end.wait(RESTART_LOOP_SECONDS):
-            self._look()
+            with self._reporting():
+                self._look()
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Report a node that fails or does not respond, so that the thread goes on and tries again."""
+        try:
+            yield
+        except WeightSyncError as error:
+            if not self._end.is_set():
+                self.say(f"warning: the vLLM servers of another node cannot be watched or controlled; trying again: {error}")
 
     def _look(self) -> None:
         before, states = self._reported, self.fleet.states()
@@ -113,7 +125,8 @@ class Restarter(Reconnector):
 
     def _detect(self) -> None:
         while not self._end.wait(RESTART_LOOP_SECONDS):
-            self._hang_detector.end_hung(lambda text: self.say(f"warning: {text}"))
+            with self._reporting():
+                self._hang_detector.end_hung(lambda text: self.say(f"warning: {text}"))
 
     def _look(self) -> None:
         for index, server in enumerate(self.launcher.servers):

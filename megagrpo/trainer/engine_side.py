@@ -28,6 +28,7 @@ from megagrpo.servers.serving import engine_dtype, make_launcher, servers_sleep
 from megagrpo.trainer.gpu_turns import start_asleep
 from megagrpo.trainer.node_servers import NodeServers, await_all, launch_on_each_node, node_of_each_rank
 from megagrpo.transfer.exchange import is_here
+from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.weight_sync.adapters import AdapterSync
 from megagrpo.weight_sync.node_shares import Nodes
 from megagrpo.weight_sync.sync import WeightSync, make_transport
@@ -35,11 +36,11 @@ from megagrpo.weight_sync.sync import WeightSync, make_transport
 
 @contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Convert ValueError, RankError and EngineStartError raised inside to ConfigError: the user can fix the cause. A RankError repeats
-    another rank's error."""
+    """Convert ValueError, RankError, EngineStartError and WeightSyncError raised inside to ConfigError: the user can fix the cause. A
+    RankError repeats another rank's error."""
     try:
         yield
-    except (ValueError, RankError, EngineStartError) as error:
+    except (ValueError, RankError, EngineStartError, WeightSyncError) as error:
         raise ConfigError(str(error)) from error
 
 

@@ -68,19 +68,22 @@ def await_all(
     servers: NodeServers, config: RunConfig, layout: Layout, say: Callable[[str], None], resources: ExitStack
 ) -> tuple[Nodes, NodeLaunchers | None, list[str]]:
     """Wait for the servers of every node. Return the nodes with their servers, rank 0's view of all launchers (None on other ranks), and
-    the servers' URLs. Collective. Raises EngineStartError or RankError."""
+    the servers' URLs. Collective. Raises EngineStartError, WeightSyncError when a node cannot reach rank 0's board, or RankError."""
     launcher, of_ranks = servers.launcher, servers.of_ranks
     everyone = run_and_agree(layout, lambda: launcher.wait(say) if launcher else [])
     by_node = {node: everyone[of_ranks.index(node)] for node in sorted(set(of_ranks))}
     nodes = Nodes(of_ranks, {url: node for node, urls in by_node.items() for url in urls})
     first, seconds = layout.world_rank == 0, config.rollout.startup_timeout
     secret = on_first_rank(layout, lambda: secrets.token_hex(32))
-    board = Board(_own_host(config), 0, Deadline(seconds), secret, serve=True) if first else None
+    board = run_own_and_agree(layout, lambda: Board(_own_host(config), 0, Deadline(seconds), secret, serve=True), here=first)
     address = on_first_rank(layout, lambda: (board.host, board.port) if board else ("", 0))
-    if launcher is not None and not first:
-        agent = NodeAgent(of_ranks[layout.world_rank], launcher, Board(*address, Deadline(seconds), secret))
-        resources.enter_context(agent)
-    layout.barrier()  # every agent has published its servers
+
+    def start_agent() -> None:
+        if launcher is not None and not first:
+            agent = NodeAgent(of_ranks[layout.world_rank], launcher, Board(*address, Deadline(seconds), secret))
+            resources.enter_context(agent)
+
+    run_own_and_agree(layout, start_agent)  # every agent has published its servers
     all_launchers = None
     if board is not None and launcher is not None:
         others = [node for node in by_node if node != of_ranks[0]]

@@ -13,7 +13,7 @@ from megagrpo.engine import http
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.fleet import State
 from megagrpo.engine.protocol import EngineDeadError
-from megagrpo.servers import hang_detection
+from megagrpo.servers import hang_detection, restarts
 from megagrpo.servers import launcher as launcher_module
 from megagrpo.servers.launcher import Launcher
 from megagrpo.servers.node_agent import NodeAgent, NodeLaunchers
@@ -256,6 +256,27 @@ def test_a_server_of_another_node_is_restarted_from_rank_0_up_to_the_limit(two_n
         wait_until(lambda: len(said) == 3)
     assert "restart limit 1 reached (rollout.max_restarts)" in said[2] and nodes.restarts[nodes.urls[1]] == 1
     assert engine.fleet.states() == {nodes.urls[0]: State.SERVING, nodes.urls[1]: State.GONE}
+
+
+def test_a_node_that_fails_is_reported_and_its_server_is_ended_at_the_next_try(two_nodes, tmp_path, monkeypatch):
+    nodes, other = two_nodes
+    engine, said, ends = VllmEngine(nodes.urls, str, patience=5.0), [], []
+    end = other.servers[0].end
+
+    def failing():
+        ends.append(0)
+        if len(ends) == 1:
+            raise OSError("no such process")
+        end()
+
+    monkeypatch.setattr(other.servers[0], "end", failing)
+    monkeypatch.setattr(restarts, "KILL_SILENT_SECONDS", 0.2)
+    with Restarter(nodes, engine, lambda url: 0, said.append):
+        engine.fleet.silent(nodes.urls[1])
+        stop(other.servers[0])
+        wait_until(lambda: any("was killed" in line or "ended with" in line for line in said), seconds=30)
+    assert any("trying again: node 1: end of a vLLM server failed: OSError: no such process" in line for line in said), said
+    assert len(ends) > 1
 
 
 def test_an_order_that_fails_on_another_node_says_so_and_the_agent_goes_on(two_nodes):
