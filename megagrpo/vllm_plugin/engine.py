@@ -36,6 +36,7 @@ from megagrpo.vllm_plugin.cpu_stages import make_stage_buffers
 from megagrpo.vllm_plugin.loading import Loading, first_names
 from megagrpo.vllm_plugin.reader import BlockSource, MappedBlocks, Maps, ShardReader
 from megagrpo.vllm_plugin.receiver import Receiver
+from megagrpo.vllm_plugin.stores import listen_on_own_address
 
 BACKEND = "megagrpo"
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ def register() -> None:
     every process, sometimes more than once."""
     tie_process_tree()
     name_segments_by_owner()
+    listen_on_own_address()
     if current_platform.is_cpu():
         use_expert_map()
         exchange_tokens()

@@ -123,7 +123,7 @@ def _gather_both_ways(model, folder):
     for step, on_one in ((1, True), (2, False)):
         METADATA["distrib_optim_fully_reshardable_mem_efficient"] = on_one
         saver.save(TrainState(step=step))
-        held.append("param_state" in saver._sharded_state(is_loading=False, with_rng=False, with_reference=False)["optimizer"])
+        held.append("param_state" in saver._sharded_state(is_loading=False, with_rng=False, reference=None)["optimizer"])
     return held
 
 

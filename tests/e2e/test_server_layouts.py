@@ -3,7 +3,10 @@
 import pytest
 
 from tests.e2e.test_two_workers import assert_log_probs, there_and_back
-from tests.e2e.tiny_servers import Running, connect, launch, model_folder, weights
+from tests.e2e.tiny_servers import Running, below, connect, launch, model_folder, weights
+from tests.listening import listening
+
+LOOPBACK = "0100007F"  # as the kernel writes 127.0.0.1
 
 
 def bytes_of(running: Running, part: str = "") -> int:
@@ -20,6 +23,7 @@ def test_stages_get_their_layers(tmp_path):
     running = running_on("llama", pp=2)
     try:
         assert_log_probs(running)
+        assert listening(below(running.launcher.servers[0].supervisor.pid)) == {LOOPBACK}
         (read,) = there_and_back(running, [(2, dict(tp=2))], tmp_path)[:1]
         assert read == bytes_of(running) + bytes_of(running, "embed_tokens")  # tied: the last stage has the embedding as its head
         assert_log_probs(running)
@@ -32,6 +36,7 @@ def test_copies_get_the_attention_and_their_experts(tmp_path):
     running = running_on("qwen3_moe", dp=2, expert_parallel=True)
     try:
         assert_log_probs(running)
+        assert listening(below(running.launcher.servers[0].supervisor.pid)) == {LOOPBACK}
         (read,) = there_and_back(running, [(2, dict(ep=2))], tmp_path)[:1]
         assert read == 2 * bytes_of(running) - bytes_of(running, ".experts.")
         assert_log_probs(running)
