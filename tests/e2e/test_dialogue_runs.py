@@ -186,4 +186,5 @@ def test_a_model_that_can_learns_to_use_the_calculator(tmp_path):
     assert 0 < first["tools/call_frequency"] < second["tools/call_frequency"] <= 2 and second["tools/failure_frequency"] < 0.2
     assert second["token_mult_prob_error"] == pytest.approx(1, abs=1e-3) and second["reward"] > first["reward"]
     tool = [m for row in done.completions for m in row["dialogue"]["messages"] if m["role"] == "tool"]
-    assert tool and {m["name"] for m in tool} == {"calculator"}
+    named = [m["name"] for m in tool]  # "unknown": the call was no valid JSON, which is one of the failures above
+    assert named.count("calculator") > 0.8 * len(named) > 0 and set(named) <= {"calculator", "unknown"}
