@@ -2,8 +2,10 @@
 
     MEGAGRPO_TOKEN_FILE=token megagrpo serve my_run.yaml rollout.servers=2 --urls addresses --reach trainer-node
 
+    megagrpo serve my_run.yaml --head 10.0.0.1:29600 --node 0    # a server on several nodes: on each of them, with its index
+
 Jobs of `megagrpo submit` run this command (docs/slurm.md). The servers accept only requests with the token of `rollout.token_file` or the
-environment. Exit code 0: ended by a signal, 1: every server exceeded rollout.max_restarts, 2: a server did not start.
+environment. Exit code 0: ended by a signal, 1: every server exceeded rollout.max_restarts or lost a node, 2: a server did not start.
 """
 
 from __future__ import annotations
@@ -22,11 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--reach", metavar="HOST", help="listen on this machine's address on the route to HOST")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", default=Path(), help="folder of the logs (default: the current folder)")
     parser.add_argument("--first-gpu", type=int, default=0, metavar="N", help="first GPU of the servers (default 0)")
+    parser.add_argument(
+        "--head", metavar="HOST:PORT,...", help="with rollout.nodes_per_server: the first node of each server, and a free port there"
+    )
+    parser.add_argument("--node", type=int, metavar="N", help="index of this node among the nodes of all servers (default: Slurm's)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal, and return the exit code. Raises ConfigError when a server does not start."""
     config = load(options)
     with without_garbage_collection():
-        from megagrpo.servers.remote import serve
-    return serve(config, options.urls, options.logs, options.reach, options.first_gpu)
+        from megagrpo.servers.remote import Span, serve
+    span = None if options.head is None else Span(options.head, options.node)
+    return serve(config, options.urls, options.logs, options.reach, options.first_gpu, span)

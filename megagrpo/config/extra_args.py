@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 KEY, CORRECTION = "rollout.extra_args", "algorithm.importance_correction"
 SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization", "-ep": "--enable-expert-parallel"}
-SHORT |= {"-h": "--help"}
+SHORT |= {"-h": "--help", "-dp": "--data-parallel-size", "-dpp": "--data-parallel-rpc-port", "-n": "--nnodes", "-r": "--node-rank"}
 _SYNC = "is set by the run, which needs it for weights and log-probs; leave it out"
 _LORA = "is set by lora.sync; leave it out"
 _ADDRESS = "changes the server's address; the run connects over HTTP to rollout.interface and rollout.port; leave it out"
+_NODES = "is set by rollout.nodes_per_server; leave it out"
 _REQUESTS = "has no effect: every request carries its own sampling parameters; set rollout.temperature, top_p, top_k or min_p"
 REFUSED = {
     "--model": "is set by model.path; leave it out",
@@ -32,7 +33,8 @@ REFUSED = {
     "--max-model-len": "is set by rollout.max_prompt_length plus rollout.max_completion_length; leave it out",
     "--max-num-seqs": "is set by rollout.max_num_seqs; leave it out",
     "--tensor-parallel-size": "is set by rollout.tp; leave it out",
-    "--pipeline-parallel-size": "does not work with the weight sync; set rollout.tp for larger servers or rollout.servers for more",
+    "--pipeline-parallel-size": "is set by rollout.pp; leave it out",
+    "--data-parallel-size": "is set by rollout.dp; leave it out",
     "--enable-expert-parallel": "is set by rollout.enable_expert_parallel; leave it out",
     "--quantization": "is set by rollout.quantization; leave it out",
     "--gpu-memory-utilization": "is set by rollout.gpu_memory_utilization; leave it out",
@@ -48,7 +50,7 @@ REFUSED = {
     **dict.fromkeys(("--middleware", "--enable-scale-out"), _SYNC),
     **dict.fromkeys(("--enable-lora", "--max-loras", "--max-cpu-loras", "--max-lora-rank", "--lora-modules"), _LORA),
     **dict.fromkeys(("--uds", "--grpc", "--headless", "--root-path", "--ssl-keyfile", "--ssl-certfile"), _ADDRESS),
-    **dict.fromkeys(("--nnodes", "--node-rank", "--master-addr", "--master-port"), _ADDRESS),
+    **dict.fromkeys(("--nnodes", "--node-rank", "--master-addr", "--master-port", "--data-parallel-rpc-port"), _NODES),
 }
 _OPTION = re.compile(r"--?[A-Za-z]")
 

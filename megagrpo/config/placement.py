@@ -32,13 +32,15 @@ def address_fault(url: str) -> str:
 
 def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]:
     """Return the transport of the weights (shared_memory, p2p or cuda_ipc) and the reason for it. `gpu`: trainer and servers compute on
-    GPUs; `one_host`: all ranks and servers share a host. Raises ValueError when the configured transport cannot reach the servers."""
+    GPUs; `one_host`: all ranks and the first node of every server share a host. Raises ValueError when the configured transport cannot
+    reach the servers."""
     r = config.rollout
     configured, placed = r.weight_sync_transport, r.placed
     if config.lora.syncs_adapters:
         if not one_host:
             raise ValueError("lora.sync: adapter sends files, so all ranks and servers must share one host; set it to merged")
         return "shared_memory", "lora.sync adapter sends files"
+    one_host = one_host and r.nodes_per_server == 1
     if configured == "cuda_ipc" and not gpu:
         raise ValueError("rollout.weight_sync_transport: cuda_ipc needs GPUs, but this host has no GPU; set it to auto")
     if configured == "p2p" and gpu and placed == "colocated":
@@ -101,7 +103,41 @@ def placement_problems(config: RunConfig) -> list[Problem]:
         for i, url in enumerate(r.urls)
         if "@" not in url and (why := address_fault(url))
     ]
+    problems += server_nodes_problems(config)
     if any("@" in url for url in r.urls):
         said = "an address must not contain a password, which logs and resolved.yaml would show; set rollout.token_file instead"
         problems.append(Problem((urls,), said))
     return problems
+
+
+def server_nodes_problems(config: RunConfig) -> list[Problem]:
+    """Return what contradicts servers on several nodes each."""
+    r, problems, key, placement = config.rollout, [], "rollout.nodes_per_server", "rollout.placement"
+    nodes, size = r.nodes_per_server, r.devices_per_server
+    if nodes == 1:
+        return []
+    if size % nodes:
+        said = f"{nodes} nodes cannot share {size} devices ({r.server_text}) evenly; use {nearest_divisor(size, nodes)}"
+        problems.append(Problem((key, "rollout.tp", "rollout.pp", "rollout.dp"), said))
+    elif nodes % r.dp and r.dp % nodes:
+        said = f"{nodes} nodes and rollout.dp {r.dp} copies: neither divides the other, so nodes would hold parts of copies; change one"
+        problems.append(Problem((key, "rollout.dp"), said))
+    if r.placed == "colocated":
+        said = f"{nodes} nodes per server need servers on nodes without ranks, but {placement} is colocated; choose dedicated or external, "
+        problems.append(Problem((key, placement), f"{said}or set nodes_per_server to 1"))
+    elif r.placed == "dedicated" and r.servers * nodes > config.run.nodes:
+        said = f"{nodes} nodes x rollout.servers {r.servers} need {r.servers * nodes} nodes, but run.nodes is {config.run.nodes}; raise it"
+        problems.append(Problem((key, "rollout.servers", "run.nodes"), said))
+    if r.weight_sync_transport == "shared_memory":
+        said = f"shared_memory reaches one host, but nodes_per_server is {nodes}; set the transport to auto or p2p"
+        problems.append(Problem(("rollout.weight_sync_transport", key), said))
+    if config.lora.syncs_adapters:
+        said = f"adapter sends files to one host, but rollout.nodes_per_server is {nodes}; set it to merged"
+        problems.append(Problem(("lora.sync", key), said))
+    return problems
+
+
+def nearest_divisor(of: int, near: int) -> int:
+    """Return the divisor of `of` that is nearest to `near`; of two equally near ones the smaller."""
+    near = min(near, of)
+    return next(n for distance in range(near) for n in (near - distance, near + distance) if of % n == 0)

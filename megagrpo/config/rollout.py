@@ -49,6 +49,9 @@ class RolloutSection(Section):
     dp: PositiveInt = 1
     """Data-parallel size of each vLLM server: copies of its attention, which share its experts. Above 1 it needs enable_expert_parallel;
     models without experts use more `servers`."""
+    nodes_per_server: PositiveInt = 1
+    """Nodes that share each vLLM server, for servers with more GPUs than a node has. They run no ranks: placement is dedicated or external.
+    Each node has an equal part of the `tp` x `pp` x `dp` devices. docs/parallelism.md."""
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"] = "none"
     """Format in which vLLM computes its linear layers. none: the dtype of the weights. fp8_...: FP8, with one scale per tensor, per block
     of 128 x 128 or per output channel; every weight sync quantizes the new weights. docs/weight_sync.md."""
@@ -109,6 +112,11 @@ class RolloutSection(Section):
     def devices_per_server(self) -> int:
         """Devices of one vLLM server."""
         return self.tp * self.pp * self.dp
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices of one vLLM server on each of its nodes."""
+        return self.devices_per_server // self.nodes_per_server
 
     @property
     def server_text(self) -> str:

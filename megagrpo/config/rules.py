@@ -11,7 +11,7 @@ from megagrpo.config.extra_args import extra_args_problems
 from megagrpo.config.lora import lora_problems
 from megagrpo.config.losses import LOSSES
 from megagrpo.config.multi_turn import multi_turn_problems
-from megagrpo.config.placement import placement_problems
+from megagrpo.config.placement import nearest_divisor, placement_problems
 from megagrpo.config.problems import Problem
 from megagrpo.config.trackers import tracker_problems
 
@@ -107,7 +107,7 @@ def step_problems(config: RunConfig) -> list[Problem]:
             Problem(
                 ("algorithm.steps_per_generation", "rollout.prompts_per_step", "rollout.num_generations"),
                 f"{slices} does not divide the step's {samples} samples, rollout.prompts_per_step {r.prompts_per_step} x num_generations "
-                f"{r.num_generations}; use {_nearest_divisor(samples, slices)}",
+                f"{r.num_generations}; use {nearest_divisor(samples, slices)}",
                 rule=12,
             )
         )
@@ -127,12 +127,6 @@ def step_problems(config: RunConfig) -> list[Problem]:
             said = f"step {late[0]} is after the last step, run.max_steps {run.num_steps}; name an earlier step"
             problems.append(Problem((key, "run.max_steps"), said))
     return problems
-
-
-def _nearest_divisor(of: int, near: int) -> int:
-    """Return the divisor of `of` that is nearest to `near`; of two equally near ones the smaller."""
-    near = min(near, of)
-    return next(n for distance in range(near) for n in (near - distance, near + distance) if of % n == 0)
 
 
 def data_problems(config: RunConfig) -> list[Problem]:

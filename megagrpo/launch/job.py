@@ -137,7 +137,8 @@ def _fits(value: Any, kind: str) -> bool:
 class Placement:
     """The nodes of ranks and servers. The first `trainer_nodes` nodes run ranks, the last `server_nodes` run servers; both may overlap. A
     node without ranks gives servers its first GPUs, a shared node those from `first_server_gpu` on. GPUs may be left spare. With
-    `server_nodes` 0 the job starts no servers: the trainer does, or they are external."""
+    `server_nodes` 0 the job starts no servers: the trainer does, or they are external. With `nodes_per_server` above 1 each server has that
+    many consecutive nodes to itself."""
 
     nodes: int
     trainer_nodes: int
@@ -145,6 +146,7 @@ class Placement:
     server_nodes: int = 0
     servers_per_node: int = 0
     first_server_gpu: int = 0
+    nodes_per_server: int = 1
 
     @property
     def world_size(self) -> int:
@@ -174,6 +176,8 @@ def _place(config: RunConfig, cluster: Cluster) -> Placement:
     needed = r.servers * size
     if r.placed == "external":
         return Placement(nodes, nodes, gpus or ranks_without_gpus)
+    if r.nodes_per_server > 1:
+        return _place_spanning(config, gpus, ranks_without_gpus)
     if r.placed == "colocated" and nodes > 1:
         if gpus and r.servers // nodes * size > gpus:
             said = f"{r.servers} x {r.server_text} on {nodes} nodes need {r.servers // nodes * size} GPUs of each, which has {gpus}"
@@ -192,7 +196,8 @@ def _place(config: RunConfig, cluster: Cluster) -> Placement:
         hosts = min(r.servers, nodes)
         return Placement(nodes, nodes, ranks_without_gpus, hosts, r.servers // hosts)
     if size > gpus:
-        raise ConfigError(f"rollout.tp: a server of {size} GPUs ({r.server_text}) does not fit on a node of {gpus}; lower one")
+        fix = f"lower one, or set rollout.nodes_per_server to {-(-size // gpus)} or more"
+        raise ConfigError(f"rollout.tp: a server of {size} GPUs ({r.server_text}) does not fit on a node of {gpus}; {fix}")
     hosts, rest = divmod(r.servers, gpus // size)
     if gpus % size == 0 and rest == 0 and hosts < nodes:
         return Placement(nodes, nodes - hosts, gpus, hosts, gpus // size)
@@ -210,3 +215,18 @@ def _place(config: RunConfig, cluster: Cluster) -> Placement:
         f"rollout.servers: {r.servers} x {r.server_text} GPUs cannot be spread evenly over nodes of {gpus} GPUs that leave a node to the "
         f"trainer, or over all of run.nodes {nodes}; nearest: {fitting}"
     )
+
+
+def _place_spanning(config: RunConfig, gpus: int, ranks_without_gpus: int) -> Placement:
+    """Return the nodes of ranks and of servers on several nodes each. On nodes without GPUs ranks and servers share the cores."""
+    nodes, r = config.run.nodes, config.rollout
+    hosts = r.servers * r.nodes_per_server
+    if not gpus:
+        return Placement(nodes, nodes, ranks_without_gpus, hosts, 1, nodes_per_server=r.nodes_per_server)
+    if r.devices_per_node > gpus:
+        said = f"{r.nodes_per_server} nodes give a server {r.nodes_per_server * gpus} GPUs, but {r.server_text} need {r.devices_per_server}"
+        raise ConfigError(f"rollout.nodes_per_server: {said}; raise it, or lower one of the sizes")
+    if hosts >= nodes:
+        said = f"{r.servers} x rollout.nodes_per_server {r.nodes_per_server} take all of run.nodes {nodes}; leave a node to the trainer"
+        raise ConfigError(f"rollout.servers: {said}")
+    return Placement(nodes, nodes - hosts, gpus, hosts, 1, nodes_per_server=r.nodes_per_server)

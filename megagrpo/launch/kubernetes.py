@@ -13,7 +13,7 @@ from megagrpo.config import ConfigError, RunConfig
 from megagrpo.launch.job import Cluster, Placement, job_folder
 from megagrpo.process.variables import TOKEN_FILE_VARIABLE
 
-PORT, SERVER_PORT = 29400, 8000
+PORT, SERVER_PORT, BOARD_PORT = 29400, 8000, 29600
 LONGEST_NAME = 40  # characters; a pod's name, which adds suffixes, may have 63
 GRACE_SECONDS_SPARE = 60  # in addition to the cluster's lead_seconds, to stop servers and flush logs
 
@@ -33,7 +33,7 @@ def manifest(config: RunConfig, config_path: Path, overrides: Sequence[str], clu
         raise ConfigError(f"run.name: {config.run.name} must start with a letter, as Kubernetes requires; use another name")
     urls = [
         f"http://{name}-servers-0-{node}.{name}:{SERVER_PORT + server}"
-        for node in range(placement.server_nodes)
+        for node in range(0, placement.server_nodes, placement.nodes_per_server)
         for server in range(placement.servers_per_node)
     ]
     run = [_literal(word) for word in (str(config_path.resolve()), *overrides)]
@@ -57,6 +57,9 @@ def manifest(config: RunConfig, config_path: Path, overrides: Sequence[str], clu
     jobs = [_job("trainer", placement.trainer_nodes, trainer, name, cluster)]
     if placement.server_nodes:
         serve = ["-m", "megagrpo", "serve", *run, f"rollout.servers={placement.servers_per_node}", f"rollout.port={SERVER_PORT}"]
+        if placement.nodes_per_server > 1:
+            heads = range(0, placement.server_nodes, placement.nodes_per_server)
+            serve += ["--head", ",".join(f"{name}-servers-0-{node}.{name}:{BOARD_PORT}" for node in heads)]
         jobs.append(_job("servers", placement.server_nodes, [*serve, "--reach", "$(POD_IP)"], name, cluster))
     jobset = {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",

@@ -20,8 +20,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 from megagrpo.config import ConfigError, load_config
 from megagrpo.launch.local import Nodes, run_ranks, set_connections, set_thread_environment
 from megagrpo.process.terminal import warn
-
-NODE_INDICES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # variables with the index of this node in the step or the job
+from megagrpo.process.variables import NODE_INDICES
 
 
 class RankLogs(LogsSpecs):

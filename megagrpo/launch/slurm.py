@@ -93,6 +93,7 @@ def _settings(config: RunConfig, config_path: Path, overrides: Sequence[str], cl
         "SERVER_NODES": placement.server_nodes,
         "SERVERS_PER_NODE": placement.servers_per_node,
         "FIRST_SERVER_GPU": placement.first_server_gpu,
+        "NODES_PER_SERVER": placement.nodes_per_server,
         "PLAN": _array([f"gpu_memory_gb={cluster.gpu_memory_gb:g}"] if cluster.gpu_memory_gb and cluster.gpus_per_node else []),
         "PREFLIGHT": _array(preflight),
         "SRUN_OPTIONS": _array(srun),

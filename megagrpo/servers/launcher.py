@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import importlib.util
-import json
-import math
 import os
 import re
 import signal
@@ -26,13 +23,13 @@ from pathlib import Path
 
 import httpx
 
-from megagrpo.engine.access import GUARD
 from megagrpo.engine.http import CERTIFICATES, MovedServers
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.process.progress import SILENT, Progress, Task
-from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from megagrpo.servers.command_line import server_command, server_environment
+from megagrpo.servers.followers import Followers, PartFault
 from megagrpo.servers.launched import LaunchedServer
-from megagrpo.servers.options import ServerOptions
+from megagrpo.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.servers.ports import check_port, free_ports, is_free
 from megagrpo.servers.supervisor import ENGINE_ENDED
 from megagrpo.transfer.shm_names import remove_stale
@@ -40,30 +37,23 @@ from megagrpo.transfer.shm_names import remove_stale
 HOST = "127.0.0.1"
 HERE = Path(__file__).parent
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
-MAX_BATCHED_TOKENS = 4096  # tokens of one prefill batch on a CPU
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM allocates adapter slots for
 LOG_LINES = 30  # log lines shown when a server does not start and no process logged an exception
 ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")  # prefix of each line that one of vLLM's processes logs as an error
 KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number)}  # exit code -> signal
 TRACEBACK = "Traceback (most recent call last):"
 
 
-# Flags by which a sleeping server also frees the pools of CUDA graphs and NCCL's buffers. New in vLLM 0.32.
-SLEEP_FLAGS = ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend")
-# Variables of the trainer's GPUs that would slow vLLM down, or select algorithms that its collectives lack.
-TRAINER_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
-
-
 @dataclass
 class Server:
     """One running server: its name, log file and supervisor process. The name is the URL that clients know. `address` is the URL that the
-    server listens on; it differs after a restart on another port."""
+    server listens on; it differs after a restart on another port. `fault` tells why a server on several nodes was stopped."""
 
     url: str
     log: Path
     supervisor: subprocess.Popen[bytes] = field(repr=False)
     started: float = 0.0  # monotonic clock
     address: str = ""  # empty means `url`
+    fault: PartFault | None = None
 
     def __post_init__(self) -> None:
         self.address = self.address or self.url
@@ -81,11 +71,15 @@ class Server:
     @property
     def killed(self) -> bool:
         """Whether the server ended by SIGKILL or SIGTERM: the out-of-memory killer, or a user."""
+        if self.fault is not None:
+            return self.fault.killed
         return self.supervisor.returncode in KILLED
 
     @property
     def exit_description(self) -> str:
         """How the server ended, as text for a message."""
+        if self.fault is not None:
+            return self.fault.text
         code = self.supervisor.returncode
         if code == ENGINE_ENDED:
             return "was killed because its engine had ended"
@@ -113,6 +107,8 @@ class Server:
 
         The end of the log only shows the parent process's exception, which says that a child process failed.
         """
+        if self.fault is not None and self.fault.cause:
+            return self.fault.cause
         errors = [match for line in self.log_tail(0).splitlines() if (match := ERROR.match(line))]
         for _, record in groupby(errors, key=lambda match: match[0]):
             lines = [match.string[match.end() :] for match in record]
@@ -131,6 +127,9 @@ class Launcher:
     Servers listen only on the address `host`, and require `token` if given. Server N, counted from `first`, logs to `log_dir/vllm_N.log`.
     A server that has ended may be restarted up to `max_restarts` times (`may_restart`). With `moved`, a server whose port another process
     took restarts on another port, and clients learn the new address from `moved`. Raises ValueError when there are too few devices.
+
+    With `node` there is one server on several nodes, and this host runs its part of it. The first node's launcher starts the other parts
+    through `followers`. The other nodes' launchers call `start_part` instead of `start`.
     """
 
     def __init__(
@@ -147,6 +146,8 @@ class Launcher:
         max_restarts: int = 0,
         moved: MovedServers | None = None,
         first: int = 0,
+        node: ServerNode | None = None,
+        followers: Followers | None = None,
     ):
         if devices is not None and len(devices) < num_servers * options.devices:
             wanted = f"rollout.servers {num_servers} x {options.sizes} need {num_servers * options.devices} GPUs"
@@ -155,6 +156,7 @@ class Launcher:
         self.devices, self.startup_timeout = devices, startup_timeout
         self.host, self.token = host, token
         self.max_restarts, self._moved, self._first = max_restarts, moved, first
+        self.node, self.followers, self._ports = node, followers, NodePorts(0, 0)
         self.restarts: Counter[str] = Counter()  # URL -> number of restarts
         self.servers: list[Server] = []
         self.progress: Progress = SILENT  # shows the wait for servers; set by the caller
@@ -178,6 +180,24 @@ class Launcher:
     def start(self) -> None:
         """Start all servers without waiting for them. Raises EngineStartError, before any server starts, when vLLM is not installed, the
         model folder has no config.json or a port is taken."""
+        self._prepare()
+        ports = [self.port + i for i in range(self.num_servers)] if self.port else free_ports(self.host, self.num_servers)
+        for port in ports:
+            check_port(self.host, port)
+        for index, port in enumerate(ports):
+            self.servers.append(self._launch(index, port))
+
+    def start_part(self, ports: NodePorts) -> None:
+        """Start this node's part of a server; its last part, if any, is ended first. Raises EngineStartError as `start` does."""
+        if not self.servers:
+            self._prepare()
+        for server in self.servers:
+            server.end()
+        self._ports = ports
+        self.servers = [self._launch(0, ports.rendezvous, how="ab" if self.servers else "wb")]
+
+    def _prepare(self) -> None:
+        """Check what servers need, and clean up after earlier ones."""
         if importlib.util.find_spec("vllm") is None:
             raise EngineStartError(f"vLLM is not installed for {sys.executable}; run `megagrpo install`")
         if Path(self.options.model).is_absolute() and not Path(self.options.model, "config.json").exists():
@@ -186,13 +206,15 @@ class Launcher:
         remove_stale()
         if self._moved is not None:
             self._moved.forget()
-        ports = [self.port + i for i in range(self.num_servers)] if self.port else free_ports(self.host, self.num_servers)
-        for port in ports:
-            check_port(self.host, port)
         atexit.register(self.stop)
         self._pid = os.getpid()
-        for index, port in enumerate(ports):
-            self.servers.append(self._launch(index, port))
+
+    def end_incomplete(self) -> None:
+        """End a server on several nodes that has lost one of its parts."""
+        for server in self.servers:
+            if self.followers is not None and server.alive and (fault := self.followers.fault()):
+                server.fault = fault
+                server.end()
 
     def wait(self, say: Callable[[str], None] = lambda text: None) -> list[str]:
         """Wait until all servers respond and return their URLs. `say` gets a line every few seconds, or one if `self.progress` is drawn.
@@ -209,6 +231,7 @@ class Launcher:
         while waiting:
             task.expect(self.num_servers, "servers", done=self.num_servers - len(waiting))
             now = time.monotonic()
+            self.end_incomplete()
             for index in waiting:
                 server = self.servers[index]
                 if not server.alive:
@@ -217,7 +240,9 @@ class Launcher:
                     say(f"warning: {self.restart(index)}")
                     self._rename(index)  # safe to rename: no client knows the server yet
                 elif now - server.started > self.startup_timeout:
-                    self._give_up(server, f"did not respond within {self.startup_timeout:.0f} s (rollout.startup_timeout)")
+                    missing = self.followers.missing() if self.followers is not None else []
+                    absent = f"; megagrpo serve has not joined it on node {', '.join(map(str, missing))}" if missing else ""
+                    self._give_up(server, f"did not respond within {self.startup_timeout:.0f} s (rollout.startup_timeout){absent}")
             waiting = [index for index in waiting if not healthy(self.servers[index].address)]
             if waiting and now - begun - reported >= 5 and not (reported and self.progress.draws):
                 reported = now - begun
@@ -242,8 +267,8 @@ class Launcher:
         atexit.unregister(self.stop)
 
     def may_restart(self, server: LaunchedServer) -> bool:
-        """Whether the server has been restarted fewer than `max_restarts` times."""
-        return self.restarts[server.url] < self.max_restarts
+        """Whether the server has been restarted fewer than `max_restarts` times, and has all its nodes."""
+        return self.restarts[server.url] < self.max_restarts and not (self.followers is not None and self.followers.lost)
 
     def restart(self, index: int) -> str:
         """Restart a server that has ended, without waiting for it, and return the line to log. The log file is appended to. The server
@@ -271,6 +296,9 @@ class Launcher:
 
     def _launch(self, index: int, port: int, how: str = "wb", url: str | None = None) -> Server:
         log = self.log_dir / f"vllm_{self._first + index}.log"
+        if self.followers is not None and self.node is not None:
+            self._ports = NodePorts(*free_ports(self.node.first, 2))
+            self.followers.start(self._ports)
         supervise = [sys.executable, "-I", "-S", str(HERE / "supervisor.py"), str(os.getpid()), str(GRACE_SECONDS)]
         with log.open(how) as out:
             supervisor = subprocess.Popen(
@@ -288,101 +316,21 @@ class Launcher:
         return Server(url or address, log, supervisor, time.monotonic(), address)
 
     def _command(self, port: int) -> list[str]:
-        o = self.options
-        program = ["-m", "vllm.entrypoints.openai.api_server"] if self.devices is not None else [f"{HERE.parent}/vllm_plugin/vllm_main.py"]
-        flags = {
-            "--model": o.model,
-            "--served-model-name": "policy",
-            "--host": self.host,
-            "--port": port,
-            "--dtype": o.dtype,
-            "--max-model-len": o.max_model_len,
-            "--max-num-seqs": o.max_num_seqs,
-            "--tensor-parallel-size": o.tp,
-            "--pipeline-parallel-size": o.pp,
-            "--data-parallel-size": o.dp,
-            "--logprobs-mode": "processed_logprobs",  # log-probs of the distribution that is sampled from, temperature included
-            "--uvicorn-log-level": "warning",
-            "--worker-extension-cls": "megagrpo.vllm_plugin.worker_verbs.WorkerVerbs",
-        }
-        if o.quantization is not None:
-            flags["--quantization"] = o.quantization
-        if o.lora_rank:
-            flags |= {"--max-loras": 1, "--max-cpu-loras": 1, "--max-lora-rank": next(rank for rank in LORA_RANKS if rank >= o.lora_rank)}
-        else:
-            flags["--weight-transfer-config"] = json.dumps({"backend": "megagrpo"})
-        switches = ["--enable-scale-out", "--no-enable-log-requests"]
-        if o.tool_parser is None:
-            switches.append("--skip-tokenizer-init")
-        else:
-            flags |= {"--tool-call-parser": o.tool_parser, "--tokenizer": o.tokenizer or o.model}
-            switches.append("--enable-auto-tool-choice")
-        switches += ["--enable-lora"] * bool(o.lora_rank) + ["--enable-sleep-mode"] * o.sleep_mode
-        switches += ["--enable-expert-parallel"] * o.expert_parallel
-        if self.devices is not None:
-            flags["--gpu-memory-utilization"] = o.gpu_memory_utilization
-        else:
-            # A prompt that is split over two batches rewinds its seeded generator. torch cannot do that on a CPU, so the engine would die.
-            switches.append("--no-enable-chunked-prefill")
-            flags["--block-size"] = 32  # responses to one prompt share only full blocks; vLLM's default of 128 exceeds most short prompts
-            flags["--max-num-batched-tokens"] = max(o.max_model_len, MAX_BATCHED_TOKENS)
-        if self.devices is not None and o.sleep_mode:
-            switches += [flag for flag in SLEEP_FLAGS if _vllm_knows(flag)]
-        if self.token is not None:
-            flags["--middleware"] = GUARD
-        if o.enforce_eager or self.devices is None:  # compiling on a CPU takes longer than it saves
-            switches.append("--enforce-eager")
-        return [sys.executable, *program, *(str(word) for flag in flags.items() for word in flag), *switches, *o.extra_args]
+        gpu, guarded = self.devices is not None, self.token is not None
+        return server_command(self.options, self.host, port, gpu=gpu, guarded=guarded, node=self.node, ports=self._ports)
 
     def _environment(self, index: int) -> dict[str, str]:
-        # vLLM forms process groups of its own, so torchrun's variables for the trainer's ranks must not reach it.
-        ranks = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
-        ours = (*ranks, TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, *TRAINER_VARIABLES)
-        env = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("TORCHELASTIC_")}
-        env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
-        env["VLLM_PLUGINS"] = "megagrpo"
-        env["VLLM_PROCESS_NAME_PREFIX"] = "megagrpo-vllm"  # `ps | grep megagrpo` then shows EngineCore and workers too
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers of a server are on one host
-        if self.host == HOST:
-            env["NCCL_SOCKET_IFNAME"] = "lo"  # all ranks that send them weights are on this host too
-        if self.token is not None:
-            env[TOKEN_FILE_VARIABLE] = "/dev/stdin"  # a pipe, empty after one read; any process of this user can read an environment
-        if self.options.lora_rank:
-            env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-        env.pop("PYTHONDONTWRITEBYTECODE", None)  # without compiled bytecode of vLLM every start takes twice as long
+        o, devices = self.options, None
         if self.devices is not None:
-            env.pop("OMP_NUM_THREADS", None)  # the launcher of the ranks sets it to a rank's share of the cores
-            if self.options.deterministic:
-                env["VLLM_BATCH_INVARIANT"] = "1"
-            first = index * self.options.devices
-            return env | {"CUDA_VISIBLE_DEVICES": ",".join(self.devices[first : first + self.options.devices])}
-        workers = self.num_servers * self.options.devices
-        threads = self.options.omp_threads or max(1, len(os.sched_getaffinity(0)) // workers)
-        # A sync allocates new memory for every weight. In the kernel's default pages of 4 KiB that takes longer than the copy itself.
-        env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
-        return env | {
-            "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(self.options.kv_cache_gb)),  # vLLM reads whole GiB
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding fails for tp > 1 on one NUMA node, and competes with the trainer for cores
-            "OMP_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads slow the trainer beside them down by a factor of ten
-            "GOMP_SPINCOUNT": "0",
-            "TORCH_COMPILE_DISABLE": "1",  # without this the sampler runs a C++ compiler in the first request
-        }
+            devices = self.devices[index * o.devices : (index + 1) * o.devices]
+        workers = self.num_servers * o.devices
+        return server_environment(o, devices, workers, loopback=self.host == HOST, guarded=self.token is not None, node=self.node)
 
     def _give_up(self, server: Server, what: str) -> None:
         cause, tail = server.cause(), server.log_tail()
         self.stop()
         reason = f": {cause}. Its log: {server.log}" if cause else f". The end of its log {server.log}:\n{tail}"
         raise EngineStartError(f"vLLM server {server.url} {what}{reason}")
-
-
-@functools.cache
-def _vllm_knows(flag: str) -> bool:
-    """Whether the installed vLLM has this command line flag. Reads vLLM's source, because importing vLLM takes seconds."""
-    spec = importlib.util.find_spec("vllm")
-    folders = spec.submodule_search_locations if spec is not None else None
-    source = Path(next(iter(folders)), "engine", "arg_utils.py") if folders else None
-    return source is not None and source.exists() and f'"{flag}"' in source.read_text()
 
 
 def healthy(url: str) -> bool:

@@ -15,6 +15,7 @@ class ServerOptions:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    nodes: int = 1  # nodes that share the server
     max_num_seqs: int = 256
     kv_cache_gb: float = 2.0  # KV cache size, on a machine without a GPU
     expert_parallel: bool = False  # distribute whole experts over the tp x dp workers of a stage
@@ -37,5 +38,22 @@ class ServerOptions:
 
     @property
     def devices(self) -> int:
-        """Workers of a server, one per device."""
-        return self.tp * self.pp * self.dp
+        """Workers of a server on each of its nodes, one per device."""
+        return self.tp * self.pp * self.dp // self.nodes
+
+
+@dataclass(frozen=True)
+class ServerNode:
+    """One node of a server on several nodes: its index, its address towards the other nodes, and the address of the first node."""
+
+    index: int
+    address: str
+    first: str
+
+
+@dataclass(frozen=True)
+class NodePorts:
+    """Ports on the first node of a server on several nodes: of torch's rendezvous, and of vLLM's data-parallel handshake."""
+
+    rendezvous: int
+    handshake: int

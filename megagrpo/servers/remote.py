@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -16,18 +17,33 @@ from megagrpo.engine.access import read_token
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.families.sources import resolve_model
 from megagrpo.process.terminal import show, warn
+from megagrpo.process.variables import NODE_INDICES
+from megagrpo.servers.followers import FOLLOW_SECONDS, Followers, Reports
 from megagrpo.servers.hang_detection import HangDetector
 from megagrpo.servers.launcher import Launcher
+from megagrpo.servers.options import ServerNode
 from megagrpo.servers.serving import engine_dtype, make_launcher
-from megagrpo.transfer.exchange import own_address
+from megagrpo.transfer.exchange import Deadline, own_address
+from megagrpo.transfer.manifest import WeightSyncError
 
 SERVE_LOOP_SECONDS = 0.5  # between two looks at the servers
 
 
-def serve(config: RunConfig, urls: Path | None, logs: Path, reach: str | None, first_gpu: int) -> int:
-    """Start `rollout.servers` servers on the GPUs from `first_gpu` and keep them running until SIGTERM or Ctrl-C.
+@dataclass(frozen=True)
+class Span:
+    """The nodes of servers on several nodes, as on the command line: `heads` holds HOST:PORT of the first node of each server, separated by
+    commas. `node` is the index of this node among the nodes of all servers; None reads it from Slurm's or Kubernetes' environment."""
 
-    Returns 0 after a signal, and 1 when every server has exceeded `rollout.max_restarts`, so that the caller can restart the command.
+    heads: str
+    node: int | None = None
+
+
+def serve(config: RunConfig, urls: Path | None, logs: Path, reach: str | None, first_gpu: int, span: Span | None = None) -> int:
+    """Start `rollout.servers` servers on the GPUs from `first_gpu` and keep them running until SIGTERM or Ctrl-C. With `span` start this
+    node's part of one server on several nodes.
+
+    Returns 0 after a signal, and 1 when every server has exceeded `rollout.max_restarts`, or a node of the server is lost, so that the
+    caller can restart the command.
 
     The servers listen on this machine's address on the route to `reach`, by default on `rollout.interface`. They accept only requests
     with the token of `rollout.token_file` or the environment. Once all are healthy, the file NODE.url in the folder `urls` holds one
@@ -39,20 +55,76 @@ def serve(config: RunConfig, urls: Path | None, logs: Path, reach: str | None, f
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    node = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     try:
-        with _launcher(config, logs / node, reach, first_gpu) as launcher:
+        node, port = (None, 0) if span is None else this_node(config, span, stop)
+        token = _token(config)
+        if node is not None and node.index > 0:
+            return _follow(config, _launcher(config, logs / name, None, 0, token, node), port, token, name, stop)
+        followers = None if node is None else Followers(node.first, port, token, config.rollout.nodes_per_server)
+        with _launcher(config, logs / name, reach, first_gpu, token, node, followers) as launcher:
             launcher.start()
-            addresses = launcher.wait(partial(_progress, node, stop))
-            show(f"{node}: {', '.join(addresses)}")
+            addresses = launcher.wait(partial(_progress, name, stop))
+            show(f"{name}: {', '.join(addresses)}")
             if urls is not None:
-                write(urls, f"{node}.url", "".join(f"{url}\n" for url in addresses))
+                write(urls, f"{name}.url", "".join(f"{url}\n" for url in addresses))
             return 0 if _watch(launcher, stop, config.rollout.weight_sync_timeout) else 1
-    except (ValueError, OSError, EngineStartError) as error:
+    except (ValueError, OSError, EngineStartError, WeightSyncError) as error:
         if urls is not None:
             with suppress(OSError):
-                write(urls, f"{node}.failed", f"{error}\n")
+                write(urls, f"{name}.failed", f"{error}\n")
         raise ConfigError(str(error)) from error
+
+
+def this_node(config: RunConfig, span: Span, stop: threading.Event) -> tuple[ServerNode, int]:
+    """Return this node of its server, and the port of the first node's board. Raises ValueError when `span` does not fit
+    `rollout.nodes_per_server`, or names a host that is unknown for `rollout.startup_timeout` seconds."""
+    count, heads = config.rollout.nodes_per_server, span.heads.split(",")
+    if count == 1:
+        raise ValueError(f"--head: {span.heads} only applies to servers on several nodes; set rollout.nodes_per_server, or leave it out")
+    index = span.node if span.node is not None else next((int(os.environ[key]) for key in NODE_INDICES if key in os.environ), None)
+    if index is None or not 0 <= index < count * len(heads):
+        said = f"{count * len(heads)} nodes, rollout.nodes_per_server {count} for each address of --head; use 0 to {count * len(heads) - 1}"
+        raise ValueError(f"--node: {'missing' if index is None else index}, but there are {said}")
+    host, colon, port = heads[index // count].rpartition(":")
+    if not (host and colon and port.isdigit()):
+        raise ValueError(f"--head: {heads[index // count]} is not HOST:PORT; write it as 10.0.0.1:29600")
+    first = _address(host, Deadline(config.rollout.startup_timeout), stop)
+    return ServerNode(index % count, first if index % count == 0 else own_address(f"http://{first}"), first), int(port)
+
+
+def _address(host: str, deadline: Deadline, stop: threading.Event) -> str:
+    """Return the address of a host. A host that starts later may be unknown for a while."""
+    while True:
+        try:
+            return socket.gethostbyname(host)
+        except OSError as error:
+            if deadline.passed or stop.is_set():
+                raise ValueError(f"--head: {host} is unknown ({error}); correct the name") from error
+        stop.wait(SERVE_LOOP_SECONDS)
+
+
+def _follow(config: RunConfig, launcher: Launcher, port: int, token: str, name: str, stop: threading.Event) -> int:
+    """Run this node's part of a server whenever the first node starts the server. Returns 0 after a signal, 1 when the first node has
+    ended."""
+    node = launcher.node
+    assert node is not None
+    try:
+        with launcher, Reports(node.first, port, token, node.index, name, config.rollout.startup_timeout, stop) as reports:
+            show(f"{name}: node {node.index} of the server on {node.first}")
+            while not stop.wait(FOLLOW_SECONDS):
+                if (ports := reports.order()) is not None:
+                    launcher.start_part(ports)
+                part = next(iter(launcher.servers), None)
+                if part is None or part.alive:
+                    reports.put()
+                else:
+                    reports.put(exit=part.exit_description, cause=part.cause(), killed=part.killed, log=str(part.log))
+    except WeightSyncError as error:
+        if not stop.is_set():
+            _warn(f"the server's first node {node.first}:{port} has ended or has another token: {error}")
+            return 1
+    return 0
 
 
 def _progress(node: str, stop: threading.Event, text: str) -> None:
@@ -69,13 +141,36 @@ def write(folder: Path, name: str, text: str) -> None:
     unfinished.rename(folder / name)
 
 
-def _launcher(config: RunConfig, logs: Path, reach: str | None, first_gpu: int) -> Launcher:
+def _token(config: RunConfig) -> str:
     token = read_token(config.rollout.token_file)
     if token is None:
         raise ValueError("rollout.token_file: servers for a remote trainer need its token; `openssl rand -hex 32` makes one")
-    model = resolve_model(config.model.path)
+    return token
+
+
+def _launcher(
+    config: RunConfig,
+    logs: Path,
+    reach: str | None,
+    first_gpu: int,
+    token: str,
+    node: ServerNode | None = None,
+    followers: Followers | None = None,
+) -> Launcher:
+    host = own_address(f"http://{reach}") if reach else None
+    if host is None and node is not None:
+        host = node.address
     return make_launcher(
-        config, model, logs, engine_dtype(config), num_ranks=first_gpu, host=reach and own_address(f"http://{reach}"), token=token
+        config,
+        resolve_model(config.model.path),
+        logs,
+        engine_dtype(config),
+        num_ranks=first_gpu,
+        host=host,
+        token=token,
+        num_servers=None if node is None else 1,
+        node=node,
+        followers=followers,
     )
 
 
@@ -89,6 +184,7 @@ def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> 
     hang_detector = HangDetector(launcher, engine_seconds)
     while not stop.wait(SERVE_LOOP_SECONDS):
         hang_detector.end_hung(_warn)
+        launcher.end_incomplete()
         for index, server in enumerate(launcher.servers):
             if server.alive or server.url in gone:
                 continue
@@ -97,6 +193,8 @@ def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> 
             else:
                 gone.add(server.url)
                 limit = f"restart limit {launcher.restarts[server.url]} reached (rollout.max_restarts)"
+                if launcher.followers is not None and launcher.followers.lost:
+                    limit = "it cannot restart without this node"
                 _warn(f"vLLM server {server.url} {server.exit_description}; {limit}; log: {server.log}")
         if len(gone) == len(launcher.servers):
             return False

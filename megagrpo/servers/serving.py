@@ -30,8 +30,10 @@ from megagrpo.parallel.spawn import RankFailed, run_ranks
 from megagrpo.process.terminal import warn
 from megagrpo.records.checkpoint import BEST, STATE_FILE, newest_checkpoint
 from megagrpo.records.progress import conversion_progress, run_progress
-from megagrpo.servers.launcher import LORA_RANKS, Launcher
-from megagrpo.servers.options import ServerOptions
+from megagrpo.servers.command_line import LORA_RANKS
+from megagrpo.servers.followers import Followers
+from megagrpo.servers.launcher import Launcher
+from megagrpo.servers.options import ServerNode, ServerOptions
 
 ADAPTER = "adapter"  # name of the LoRA adapter that a server was started with
 LATEST = "latest"
@@ -64,18 +66,25 @@ def make_launcher(
     moved: MovedServers | None = None,
     first: int = 0,
     num_servers: int | None = None,
+    node: ServerNode | None = None,
+    followers: Followers | None = None,
 ) -> Launcher:
     """Build the launcher of the servers that `rollout` describes, on `model_folder`; nothing is started.
 
     The servers log to `log_folder` and require `token`; None generates one. With the PEFT folder `adapter` they also serve it as the model
     ADAPTER. `max_model_len` None means the longest sequence of the run and its evaluation. `num_ranks` trainer ranks on this host use the
     first GPUs; dedicated servers get the other GPUs. `host` is the address to listen on; None means the address of `rollout.interface`.
-    `moved` and `first` are passed to the Launcher. `num_servers` None means all servers of the run.
+    `moved`, `first`, `node` and `followers` are passed to the Launcher. `num_servers` None means all servers of the run.
 
-    Raises ValueError when `adapter` is invalid, GPUs are missing, `rollout.quantization` of this model needs a GPU, or the interface does
-    not exist.
+    Raises ValueError when `adapter` is invalid, GPUs are missing, `rollout.quantization` of this model needs a GPU, the interface does not
+    exist, or a server on several nodes is to be started on this host alone.
     """
     r = config.rollout
+    if r.nodes_per_server > 1 and node is None:
+        raise ValueError(
+            f"rollout.nodes_per_server: {r.nodes_per_server}, but this command starts servers on this host only; start them with `megagrpo "
+            "serve --head` on every node and name them in rollout.urls, use `megagrpo submit`, or set nodes_per_server to 1"
+        )
     gpus = device.visible_gpus()
     if gpus is not None and r.placed == "dedicated":
         gpus = gpus[num_ranks:]
@@ -89,6 +98,7 @@ def make_launcher(
         tp=r.tp,
         pp=r.pp,
         dp=r.dp,
+        nodes=r.nodes_per_server,
         expert_parallel=r.enable_expert_parallel,
         max_num_seqs=r.max_num_seqs,
         kv_cache_gb=r.kv_cache_gb,
@@ -113,6 +123,8 @@ def make_launcher(
         max_restarts=r.max_restarts,
         moved=moved,
         first=first,
+        node=node,
+        followers=followers,
     )
 
 

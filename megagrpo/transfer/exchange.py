@@ -53,11 +53,12 @@ class Board:
     It picks `port` when `port` is 0. Raises WeightSyncError when the board cannot be reached.
 
     The TCPStore below accepts every connection. So each note carries an HMAC of its key and text, made with `secret`. A note with a wrong
-    HMAC is an error and is never parsed. Process groups rendezvous under keys that begin with an HMAC of the group's name.
+    HMAC is an error and is never parsed. Process groups rendezvous under keys that begin with an HMAC of the group's name. Errors call the
+    board `name`.
     """
 
-    def __init__(self, host: str, port: int, deadline: Deadline, secret: str, *, serve: bool = False):
-        self.host, self._secret = host, secret.encode()
+    def __init__(self, host: str, port: int, deadline: Deadline, secret: str, *, serve: bool = False, name: str = "the trainer's board"):
+        self.host, self._secret, self._name = host, secret.encode(), name
         try:
             # By itself torch would listen on every address. torch closes the socket passed to it.
             listen = socket.create_server((host, port), backlog=4096).detach() if serve else None
@@ -66,7 +67,7 @@ class Board:
                 reached, port, is_master=serve, timeout=deadline.left(), wait_for_workers=False, master_listen_fd=listen
             )
         except (RuntimeError, OSError) as error:
-            raise WeightSyncError(f"the trainer's board at {host}:{port} cannot be reached: {_first_line(error)}") from None
+            raise WeightSyncError(f"{name} at {host}:{port} cannot be reached: {_first_line(error)}") from None
         self.port = self.store.port
 
     def meeting_point(self, name: str) -> dist.Store:
@@ -82,7 +83,7 @@ class Board:
             text = json.dumps(value)
             self.store.set(key, self._code(key, text) + text)
         except RuntimeError as error:
-            raise WeightSyncError(f"connection to the trainer's board lost: {_first_line(error)}") from None
+            raise WeightSyncError(f"connection to {self._name} lost: {_first_line(error)}") from None
         self.has(key)  # `set` does not wait; the reply to this request comes after the note is stored
 
     def has(self, key: str) -> bool:
@@ -90,7 +91,7 @@ class Board:
         try:
             return self.store.check([key])
         except RuntimeError as error:
-            raise WeightSyncError(f"connection to the trainer's board lost: {_first_line(error)}") from None
+            raise WeightSyncError(f"connection to {self._name} lost: {_first_line(error)}") from None
 
     def find(self, key: str) -> Any:
         """Return a note, or None when it does not exist. Raises WeightSyncError when the board is gone or the note's HMAC is wrong."""
@@ -99,7 +100,7 @@ class Board:
         note = self.store.get(key)
         code, text = note[:CODE_LENGTH], note[CODE_LENGTH:].decode(errors="replace")
         if not hmac.compare_digest(code, self._code(key, text).encode()):
-            raise WeightSyncError(f"the trainer's board: note {key} has an invalid HMAC; a process without this run's secret wrote it")
+            raise WeightSyncError(f"{self._name}: note {key} has an invalid HMAC; a process without this run's secret wrote it")
         return json.loads(text)
 
     def take(self, key: str, what: str, deadline: Deadline, stop: str = "") -> Any:

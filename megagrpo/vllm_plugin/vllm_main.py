@@ -1,4 +1,4 @@
-"""Runs vLLM's OpenAI API server on a machine without a GPU, and imports vLLM once instead of once per process.
+"""Runs vLLM's OpenAI API server, or with --headless a node's workers, without a GPU. Imports vLLM once instead of once per process.
 
 vLLM for CPU starts its engine and workers with the start method "spawn", only so that each can get its own OpenMP settings. Our servers
 share one set (`VLLM_CPU_OMP_THREADS_BIND=nobind`), so the processes fork, as they do by default on a GPU. Forking saves two imports of
@@ -9,6 +9,7 @@ import functools
 import gc
 import multiprocessing
 import runpy
+import sys
 import time
 from typing import Any
 
@@ -41,4 +42,7 @@ if __name__ == "__main__":
 
     gc.freeze()  # otherwise the collector would touch every inherited page, which copies it
     gc.enable()
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    headless = "--headless" in sys.argv
+    runpy.run_module(
+        "megagrpo.vllm_plugin.headless" if headless else "vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True
+    )

@@ -37,7 +37,9 @@ def test_arguments_that_the_run_decides_are_refused_by_name(name):
     ("words", "said"),
     [
         (["-tp", "2"], "--tensor-parallel-size is set by rollout.tp"),
-        (["-pp=2"], "--pipeline-parallel-size does not work with the weight sync; set rollout.tp for larger servers"),
+        (["-pp=2"], "--pipeline-parallel-size is set by rollout.pp"),
+        (["-dp", "2"], "--data-parallel-size is set by rollout.dp"),
+        (["-n", "2"], "--nnodes is set by rollout.nodes_per_server"),
         (["-q", "fp8"], "--quantization is set by rollout.quantization"),
         (["--no-enforce-eager"], "--no-enforce-eager is set by rollout.enforce_eager"),
         (["--lora-modules", "a=b", "--port", "1"], "--port is set by rollout.port"),

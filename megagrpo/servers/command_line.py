@@ -1,0 +1,145 @@
+"""The command line and the environment of a vLLM server, or of one node's part of a server on several nodes."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megagrpo.engine.access import GUARD, interface_of
+from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from megagrpo.servers.options import NodePorts, ServerNode, ServerOptions
+
+PLUGIN = Path(__file__).parents[1] / "vllm_plugin"
+MAX_BATCHED_TOKENS = 4096  # tokens of one prefill batch on a CPU
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM allocates adapter slots for
+
+# Flags by which a sleeping server also frees the pools of CUDA graphs and NCCL's buffers. New in vLLM 0.32.
+SLEEP_FLAGS = ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend")
+# Variables of the trainer's GPUs that would slow vLLM down, or select algorithms that its collectives lack.
+TRAINER_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+
+
+def server_command(
+    o: ServerOptions, host: str, port: int, *, gpu: bool, guarded: bool, node: ServerNode | None = None, ports: NodePorts | None = None
+) -> list[str]:
+    """Return the command of a server that listens on `host` and `port`; with `guarded` it requires its token.
+
+    With `node` it is the command of this node's part of a server. Only the first node's part has an HTTP server. `ports` belong to the
+    first node.
+    """
+    headless = node is not None and node.index > 0
+    flags: dict[str, object] = {"--model": o.model, "--served-model-name": "policy"}
+    if not headless:
+        flags |= {"--host": host, "--port": port, "--uvicorn-log-level": "warning"}
+    flags |= {
+        "--dtype": o.dtype,
+        "--max-model-len": o.max_model_len,
+        "--max-num-seqs": o.max_num_seqs,
+        "--tensor-parallel-size": o.tp,
+        "--pipeline-parallel-size": o.pp,
+        "--data-parallel-size": o.dp,
+        "--logprobs-mode": "processed_logprobs",  # log-probs of the distribution that is sampled from, temperature included
+        "--worker-extension-cls": "megagrpo.vllm_plugin.worker_verbs.WorkerVerbs",
+    }
+    if node is not None and ports is not None:
+        flags |= {"--nnodes": o.nodes, "--node-rank": node.index, "--master-addr": node.first, "--master-port": ports.rendezvous}
+        flags |= {"--data-parallel-rpc-port": ports.handshake} if o.dp > 1 else {}
+    if o.quantization is not None:
+        flags["--quantization"] = o.quantization
+    if o.lora_rank:
+        flags |= {"--max-loras": 1, "--max-cpu-loras": 1, "--max-lora-rank": next(rank for rank in LORA_RANKS if rank >= o.lora_rank)}
+    else:
+        flags["--weight-transfer-config"] = json.dumps({"backend": "megagrpo"})
+    if o.tool_parser is not None:
+        flags |= {"--tool-call-parser": o.tool_parser, "--tokenizer": o.tokenizer or o.model}
+    if gpu:
+        flags["--gpu-memory-utilization"] = o.gpu_memory_utilization
+    else:
+        flags["--block-size"] = 32  # responses to one prompt share only full blocks; vLLM's default of 128 exceeds most short prompts
+        flags["--max-num-batched-tokens"] = max(o.max_model_len, MAX_BATCHED_TOKENS)
+    if guarded and not headless:
+        flags["--middleware"] = GUARD
+    words = (str(word) for flag in flags.items() for word in flag)
+    return [sys.executable, *_program(gpu, headless), *words, *_switches(o, gpu, headless), *o.extra_args]
+
+
+def _program(gpu: bool, headless: bool) -> list[str]:
+    """Return Python's arguments that select the program."""
+    if not gpu:
+        return [str(PLUGIN / "vllm_main.py")]
+    return ["-m", "megagrpo.vllm_plugin.headless" if headless else "vllm.entrypoints.openai.api_server"]
+
+
+def _switches(o: ServerOptions, gpu: bool, headless: bool) -> list[str]:
+    """Return the arguments without a value."""
+    switches = ["--enable-scale-out", "--no-enable-log-requests"] + ["--headless"] * headless
+    switches.append("--skip-tokenizer-init" if o.tool_parser is None else "--enable-auto-tool-choice")
+    switches += ["--enable-lora"] * bool(o.lora_rank) + ["--enable-sleep-mode"] * o.sleep_mode
+    switches += ["--enable-expert-parallel"] * o.expert_parallel
+    if not gpu:
+        # A prompt that is split over two batches rewinds its seeded generator. torch cannot do that on a CPU, so the engine would die.
+        switches.append("--no-enable-chunked-prefill")
+    elif o.sleep_mode:
+        switches += [flag for flag in SLEEP_FLAGS if _vllm_knows(flag)]
+    if o.enforce_eager or not gpu:  # compiling on a CPU takes longer than it saves
+        switches.append("--enforce-eager")
+    return switches
+
+
+def server_environment(
+    o: ServerOptions, devices: Sequence[str] | None, workers: int, *, loopback: bool, guarded: bool, node: ServerNode | None = None
+) -> dict[str, str]:
+    """Return the environment of a server on the GPUs `devices`; None runs vLLM for CPU, where `workers` share the cores of this host. With
+    `loopback` all ranks are on this host too. With `guarded` the server reads its token from standard input. `node`: as in
+    `server_command`."""
+    # vLLM forms process groups of its own, so torchrun's variables for the trainer's ranks must not reach it.
+    ranks = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
+    ours = (*ranks, TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, *TRAINER_VARIABLES)
+    env = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("TORCHELASTIC_")}
+    env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env["VLLM_PLUGINS"] = "megagrpo"
+    env["VLLM_PROCESS_NAME_PREFIX"] = "megagrpo-vllm"  # `ps | grep megagrpo` then shows EngineCore and workers too
+    if node is None:
+        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers of a server are on one host
+        if loopback:
+            env["NCCL_SOCKET_IFNAME"] = "lo"  # all ranks that send them weights are on this host too
+    else:
+        env["VLLM_HOST_IP"] = node.address  # where the other nodes reach this node's queues
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            env.setdefault(variable, interface_of(node.address))
+    if guarded and (node is None or node.index == 0):
+        env[TOKEN_FILE_VARIABLE] = "/dev/stdin"  # a pipe, empty after one read; any process of this user can read an environment
+    if o.lora_rank:
+        env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    env.pop("PYTHONDONTWRITEBYTECODE", None)  # without compiled bytecode of vLLM every start takes twice as long
+    if devices is not None:
+        env.pop("OMP_NUM_THREADS", None)  # the launcher of the ranks sets it to a rank's share of the cores
+        if o.deterministic:
+            env["VLLM_BATCH_INVARIANT"] = "1"
+        return env | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+    threads = o.omp_threads or max(1, len(os.sched_getaffinity(0)) // workers)
+    # A sync allocates new memory for every weight. In the kernel's default pages of 4 KiB that takes longer than the copy itself.
+    env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    return env | {
+        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(o.kv_cache_gb)),  # vLLM reads whole GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding fails for tp > 1 on one NUMA node, and competes with the trainer for cores
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads slow the trainer beside them down by a factor of ten
+        "GOMP_SPINCOUNT": "0",
+        "TORCH_COMPILE_DISABLE": "1",  # without this the sampler runs a C++ compiler in the first request
+    }
+
+
+@functools.cache
+def _vllm_knows(flag: str) -> bool:
+    """Whether the installed vLLM has this command line flag. Reads vLLM's source, because importing vLLM takes seconds."""
+    spec = importlib.util.find_spec("vllm")
+    folders = spec.submodule_search_locations if spec is not None else None
+    source = Path(next(iter(folders)), "engine", "arg_utils.py") if folders else None
+    return source is not None and source.exists() and f'"{flag}"' in source.read_text()
