@@ -52,15 +52,19 @@ def register() -> None:
         use_expert_map()
         exchange_tokens()
         make_stage_buffers()
-        name_worker_files_by_owner()
+        patch_executor()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ShardEngine")
 
 
-def name_worker_files_by_owner() -> None:
-    """Make the shared-memory files of this engine's CPU workers carry the engine's process. vLLM names them after their file store."""
+def patch_executor() -> None:
+    """Patch the executor of CPU workers: `count_workers_of_a_node`, and shared-memory files that carry the engine's process. vLLM names
+    them after their file store."""
     from vllm.v1.executor import multiproc_executor  # imports most of vLLM, which the plugin loader has not done in every process
 
+    from megagrpo.vllm_plugin.cpu_nodes import count_workers_of_a_node
+
+    count_workers_of_a_node()
     multiproc_executor.get_file_store_init_method = lambda: f"file://{tempfile.gettempdir()}/{owned(CPU_WORKERS)}"
 
 
