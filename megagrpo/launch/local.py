@@ -49,7 +49,8 @@ def num_ranks(config: RunConfig) -> int:
     """Return the number of ranks to start: `NPROC` if set. Dedicated servers use the GPUs after the ranks' GPUs. Raises ConfigError."""
     wanted = os.environ.get("NPROC", "")
     if not wanted:
-        set_aside = config.rollout.servers * config.rollout.devices_per_server if config.rollout.placed == "dedicated" else 0
+        beside = config.rollout.placed == "dedicated" and config.rollout.nodes_per_server == 1  # the servers are on this machine
+        set_aside = config.rollout.servers * config.rollout.devices_per_server if beside else 0
         gpus = num_gpus()
         if gpus and gpus <= set_aside:
             raise ConfigError(

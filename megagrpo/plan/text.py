@@ -69,8 +69,9 @@ def rollout_text(config: RunConfig) -> str:
     r = config.rollout
     if r.urls:
         return f"{len(r.urls)} external vLLM server(s), up to {config.max_model_len} tokens a sequence"
+    sizes = r.server_text.replace("rollout.", "") + f" on {r.nodes_per_server} nodes each" * (r.nodes_per_server > 1)
     return (
-        f"{r.servers} vLLM server(s) x {r.server_text.replace('rollout.', '')}, up to {config.max_model_len} tokens a sequence; each takes "
+        f"{r.servers} vLLM server(s) x {sizes}, up to {config.max_model_len} tokens a sequence; each takes "
         f"{r.gpu_memory_utilization:.0%} of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
         + f"; linear layers in {r.quantization}"
         * (r.quantization != "none")

@@ -178,7 +178,8 @@ def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, 
     Pipeline stages work on parts of the batch at the same time. Each stage reads its weights once for each part, so stages make room and
     save products, but no reading of weights. Data-parallel copies share the batch and the experts; each reads all other weights.
     """
-    r, experts, links = config.rollout, model.experts, Links(gpu)
+    r, experts = config.rollout, model.experts
+    links = Links(gpu, min(GPUS_PER_NODE, r.devices_per_node))
     own = batch / r.dp  # sequences of a copy
     of_experts = block_bytes(config) * expert_parameters(model)
     read = (engine_bytes(config, model) - of_experts) / r.tp + own * kv_bytes(config, model, int(context))
