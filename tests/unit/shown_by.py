@@ -150,6 +150,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "rollout.request_timeout": (
         "unit/servers/test_server_options.py::test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server"
     ),
+    "rollout.nodes_per_server": "e2e/test_server_nodes.py::test_two_nodes_are_one_server_that_gets_verified_weights",
     "rollout.servers": "unit/servers/test_server_options.py::test_as_many_servers_start_at_the_ports_that_follow",
     "rollout.startup_timeout": ("unit/servers/test_launcher.py::test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key"),
     "rollout.temperature": (

@@ -104,20 +104,22 @@ def test_servers_listen_where_the_trainer_reaches_them_and_leave_it_its_gpus(mon
     made = {}
     monkeypatch.setattr(serve, "resolve_model", Path)
     monkeypatch.setattr(serve, "make_launcher", lambda *args, **options: made.update(options))
-    monkeypatch.setenv("MEGAGRPO_TOKEN", "a-token-of-the-tests-1234")
-    serve._launcher(load_config(QUICKSTART), tmp_path, "127.0.0.1", 6)
-    assert made == {"num_ranks": 6, "host": "127.0.0.1", "token": "a-token-of-the-tests-1234"}
+    serve._launcher(load_config(QUICKSTART), tmp_path, "127.0.0.1", 6, "a-token-of-the-tests-1234")
+    alone = {"num_servers": None, "node": None, "followers": None}
+    assert made == {"num_ranks": 6, "host": "127.0.0.1", "token": "a-token-of-the-tests-1234"} | alone
 
 
-def test_servers_for_a_trainer_elsewhere_need_a_token(monkeypatch, tmp_path):
+def test_servers_for_a_trainer_elsewhere_need_a_token(monkeypatch):
     monkeypatch.delenv("MEGAGRPO_TOKEN", raising=False)
     with pytest.raises(ValueError, match=r"rollout\.token_file: servers for a remote trainer need its token"):
-        serve._launcher(load_config(QUICKSTART), tmp_path, None, 0)
+        serve._token(load_config(QUICKSTART))
 
 
 def test_the_command_line_of_serve():
     options = parse(["serve", str(QUICKSTART), "rollout.servers=2", "--urls", "u", "--reach", "h", "--first-gpu", "4"])
     assert (options.urls, options.reach, options.first_gpu, options.logs) == (Path("u"), "h", 4, Path())
+    spanning = parse(["serve", str(QUICKSTART), "--head", "a:1,b:2", "--node", "3"])
+    assert (spanning.head, spanning.node, options.head, options.node) == ("a:1,b:2", 3, None, None)
 
 
 def test_a_server_that_cannot_start_ends_it_with_code_2_and_says_so_to_the_job(monkeypatch, capsys, tmp_path):

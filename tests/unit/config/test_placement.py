@@ -15,6 +15,7 @@ from megagrpo.weight_sync.point_to_point import PointToPoint
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 NODES = "run.nodes=2"
 URLS = "rollout.urls=[http://10.0.0.7:8000]"
+ON_TWO = ("rollout.nodes_per_server=2", "rollout.tp=2")
 
 
 def config(*overrides):
@@ -44,6 +45,8 @@ def config(*overrides):
         ([URLS], True, False, "p2p", "rollout.placement is external, several hosts"),
         ([URLS, "rollout.placement=external"], False, True, "shared_memory", "single host"),
         (["rollout.weight_sync_transport=p2p"], False, True, "p2p", "set by rollout.weight_sync_transport"),
+        ([URLS, *ON_TWO], False, True, "p2p", "several hosts"),  # only the servers' first nodes may be here
+        ([URLS, *ON_TWO], True, True, "p2p", "rollout.placement is external, several hosts"),
         (["rollout.weight_sync_transport=shared_memory"], True, True, "shared_memory", "set by rollout.weight_sync_transport"),
         (["lora.rank=8", "lora.sync=adapter"], True, True, "shared_memory", "lora.sync adapter sends files"),
     ],
@@ -96,6 +99,27 @@ def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, 
         (
             ["lora.rank=8", "lora.sync=adapter", "run.nodes=2", "rollout.servers=2"],
             "lora.sync: adapter sends files .* first node only, but",
+        ),
+        (
+            [URLS, "rollout.nodes_per_server=3", "rollout.tp=2", "rollout.pp=2"],
+            r"rollout.nodes_per_server: 3 nodes cannot share 4 devices \(rollout.tp 2 x rollout.pp 2\) evenly; use 2",
+        ),
+        (
+            [URLS, *ON_TWO, "rollout.dp=3", "rollout.enable_expert_parallel=true"],
+            "rollout.nodes_per_server: 2 nodes and rollout.dp 3 copies: neither divides the other, .*; change one",
+        ),
+        ([*ON_TWO], "rollout.nodes_per_server: 2 nodes .* but rollout.placement is colocated; choose dedicated or external, or set"),
+        (
+            [*ON_TWO, "rollout.placement=dedicated", "rollout.servers=2", "run.nodes=3"],
+            "rollout.nodes_per_server: 2 nodes x rollout.servers 2 need 4 nodes, but run.nodes is 3; raise it",
+        ),
+        (
+            [URLS, *ON_TWO, "rollout.weight_sync_transport=shared_memory"],
+            "rollout.weight_sync_transport: shared_memory reaches one host, but nodes_per_server is 2; set the transport to auto or p2p",
+        ),
+        (
+            [URLS, *ON_TWO, "lora.rank=8", "lora.sync=adapter"],
+            "lora.sync: adapter sends files to one host, but rollout.nodes_per_server is 2; set it to merged",
         ),
         (["lora.rank=8", "lora.sync=adapter", "rollout.weight_sync_transport=p2p"], "p2p sends weights, but lora.sync adapter sends"),
     ],

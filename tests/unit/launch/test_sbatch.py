@@ -137,9 +137,18 @@ def test_a_job_checks_then_starts_servers_then_the_trainer_with_their_addresses(
     assert "--nodelist=n1,n2" in job.words("trainer") and "--nodelist=n2" in job.words("servers")
     urls = ["rollout.placement=external", "rollout.urls=[http://127.0.0.1:1]", "rollout.reconnect_timeout=600"]
     assert job.words("trainer")[-3:] == urls
-    assert job.words("plan")[-1] == "world_size=2" and "127.0.0.1:20007" in job.words("trainer")
+    assert "--head" not in job.words("servers") and job.words("plan")[-1] == "world_size=2" and "127.0.0.1:20007" in job.words("trainer")
     assert job.noted("environment").split() == ["slurm-7", str(int(time.mktime((2030, 1, 1, 0, 0, 0, 0, 0, -1))))]
     assert "--signal=TERM 7.1" in job.noted("scancel") and job.noted("requeue") == ""
+
+
+def test_nodes_of_one_server_get_the_address_of_its_first_node(tmp_path):
+    spans = ("rollout.nodes_per_server=2", "rollout.tp=2")
+    job = run(tmp_path, *spans)  # one file of addresses is enough
+    words = job.words("servers")
+    assert job.code == 0 and "--nodelist=n1,n2" in words and "rollout.servers=1" in words, job.out
+    assert words[words.index("--head") + 1] == "127.0.0.1:10007" and "a server on each 2 nodes of n1,n2" in job.out
+    assert job.words("trainer")[-2] == "rollout.urls=[http://127.0.0.1:1]"
 
 
 def test_the_token_is_for_the_owner_only_and_in_no_command_line(tmp_path):

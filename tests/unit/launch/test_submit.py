@@ -47,6 +47,7 @@ LARGE = {  # configs for clusters: GPUs per node, and GiB of each; trainer nodes
     "qwen3_235b_a22b_16nodes": (8, 79, (8, 8), (8, 1)),
     "deepseek_v3_32nodes": (8, 178, (16, 8), (16, 1)),
 }
+ON_TWO = ("rollout.placement=dedicated", "rollout.nodes_per_server=2")
 KINDS = {
     "plain": {},
     "pyxis": {"container": Container("image.sqsh", "pyxis", ("/a:/a", "/b:/b:ro")), "python": "python3"},
@@ -167,6 +168,9 @@ def test_a_job_that_would_be_told_to_stop_before_it_begins_is_refused(limit):
         (["rollout.placement=dedicated", "run.nodes=3", "rollout.servers=3", "rollout.tp=2"], 8, (3, 3, 6, 3, 1, 6)),
         (["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=5"], 8, (2, 1, 8, 1, 5, 0)),  # three spare GPUs
         (["rollout.placement=dedicated", "run.nodes=4", "rollout.servers=2", "rollout.tp=6"], 8, (4, 2, 8, 2, 1, 0)),
+        ([*ON_TWO, "run.nodes=5", "rollout.servers=2", "rollout.tp=16"], 8, (5, 1, 8, 4, 1, 0, 2)),
+        ([*ON_TWO, "run.nodes=3", "rollout.tp=8"], 8, (3, 1, 8, 2, 1, 0, 2)),  # four spare GPUs on each node of the server
+        ([*ON_TWO, "run.nodes=2", "rollout.tp=2"], 0, (2, 2, 1, 2, 1, 0, 2)),
         ([], 0, (1, 1, 1, 0, 0, 0)),
         (["rollout.placement=dedicated", "run.nodes=3"], 0, (3, 3, 1, 1, 1, 0)),
         (["rollout.placement=dedicated", "run.nodes=3", "rollout.servers=6"], 0, (3, 3, 1, 3, 2, 0)),
@@ -185,7 +189,17 @@ def test_ranks_and_servers_get_their_nodes(overrides, gpus, expected):
         (
             ["rollout.placement=dedicated", "run.nodes=2", "rollout.tp=9"],
             8,
-            r"rollout.tp: a server of 9 GPUs \(rollout.tp 9\) does not fit on a node of 8; lower one",
+            r"rollout.tp: a server of 9 GPUs \(rollout.tp 9\) does not fit on a node of 8; lower one, or set rollout.nodes_per_server to 2",
+        ),
+        (
+            [*ON_TWO, "run.nodes=3", "rollout.tp=32"],
+            8,
+            r"rollout.nodes_per_server: 2 nodes give a server 16 GPUs, but rollout.tp 32 need 32; raise it, or lower",
+        ),
+        (
+            [*ON_TWO, "run.nodes=2", "rollout.tp=16"],
+            8,
+            r"rollout.servers: 1 x rollout.nodes_per_server 2 take all of run.nodes 2; leave a node to the trainer",
         ),
         (["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=3"], 0, r"rollout.servers: 3 is not a multiple of run.nodes 2"),
     ],
@@ -418,6 +432,18 @@ def test_a_manifest_has_the_trainers_and_the_servers_of_the_run():
     for container in (ranks, serve):
         assert container["resources"]["limits"] == {"nvidia.com/gpu": 8} and container["image"] == cluster.container.image
         assert {"name": "MEGAGRPO_TOKEN_FILE", "value": "/secret/token"} in container["env"]
+
+
+def test_servers_on_several_nodes_have_one_address_each_in_a_manifest():
+    overrides = [*ON_TWO, "run.nodes=5", "rollout.servers=2", "rollout.tp=16"]
+    made, cluster = config(*overrides), Cluster(container=Container("i"), storage_claim="c")
+    found = yaml.safe_load(manifest(made, QUICKSTART, overrides, cluster, place(made, cluster)))
+    trainer, servers = (job["template"]["spec"] for job in found["spec"]["replicatedJobs"])
+    words = trainer["template"]["spec"]["containers"][0]["command"]
+    assert "rollout.urls=[http://quickstart-servers-0-0.quickstart:8000,http://quickstart-servers-0-2.quickstart:8000]" in words
+    words = servers["template"]["spec"]["containers"][0]["command"]
+    heads = "quickstart-servers-0-0.quickstart:29600,quickstart-servers-0-2.quickstart:29600"
+    assert servers["completions"] == 4 and words[words.index("--head") + 1] == heads and "rollout.servers=1" in words
 
 
 def test_a_mistake_in_the_config_is_not_started_again_by_kubernetes():

@@ -19,6 +19,7 @@ import megagrpo.servers.supervisor as supervisor_module
 from megagrpo.config import load_config
 from megagrpo.engine.http import MovedServers, NoAnswer, Servers, answers
 from megagrpo.engine.protocol import EngineStartError, derive_seed
+from megagrpo.servers import command_line
 from megagrpo.servers.launcher import Launcher, Server
 from megagrpo.servers.options import ServerOptions
 from megagrpo.servers.serving import make_launcher
@@ -408,21 +409,21 @@ def test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key(tmp_p
 
 
 def test_variables_of_the_trainers_gpus_do_not_reach_a_server(tmp_path, monkeypatch):
-    for name in (*launcher_module.TRAINER_VARIABLES, "OMP_NUM_THREADS", "NCCL_DEBUG"):
+    for name in (*command_line.TRAINER_VARIABLES, "OMP_NUM_THREADS", "NCCL_DEBUG"):
         monkeypatch.setenv(name, "1")
     environment = Launcher(ServerOptions(str(tmp_path), "bfloat16", 64), tmp_path, devices=["0"])._environment(0)
-    assert not environment.keys() & {*launcher_module.TRAINER_VARIABLES, "OMP_NUM_THREADS"} and environment["NCCL_DEBUG"] == "1"
+    assert not environment.keys() & {*command_line.TRAINER_VARIABLES, "OMP_NUM_THREADS"} and environment["NCCL_DEBUG"] == "1"
 
 
 def test_a_server_that_sleeps_on_a_gpu_gets_the_flags_that_its_vllm_knows(tmp_path, monkeypatch):
     commands = {}
     for known in (True, False):
-        monkeypatch.setattr(launcher_module, "_vllm_knows", lambda flag, known=known: known)
+        monkeypatch.setattr(command_line, "_vllm_knows", lambda flag, known=known: known)
         for devices, sleep in ((["0"], True), (["0"], False), (None, True)):
             command = Launcher(ServerOptions(str(tmp_path), "bfloat16", 64, sleep_mode=sleep), tmp_path, devices=devices)._command(8000)
-            commands[known, bool(devices), sleep] = [word for word in command if word in launcher_module.SLEEP_FLAGS]
-    assert commands.pop((True, True, True)) == list(launcher_module.SLEEP_FLAGS) and not any(commands.values())
+            commands[known, bool(devices), sleep] = [word for word in command if word in command_line.SLEEP_FLAGS]
+    assert commands.pop((True, True, True)) == list(command_line.SLEEP_FLAGS) and not any(commands.values())
 
 
 def test_flags_are_looked_up_in_the_installed_vllm():
-    assert launcher_module._vllm_knows("--enable-sleep-mode") and not launcher_module._vllm_knows("--no-such-flag")
+    assert command_line._vllm_knows("--enable-sleep-mode") and not command_line._vllm_knows("--no-such-flag")

@@ -7,13 +7,16 @@ import pytest
 
 from megagrpo.config import load_config
 from megagrpo.engine.client import VllmEngine
+from megagrpo.process.variables import TOKEN_FILE_VARIABLE
 from megagrpo.rollout.collector import sampling_params
 from megagrpo.servers import serving
 from megagrpo.servers.launcher import Launcher
+from megagrpo.servers.options import NodePorts, ServerNode
 from megagrpo.trainer import engine_side, gpu_turns
 from megagrpo.types import Prompt, SamplingParams, Truncation
 from tests.unit.engine.stand_ins import StandIn, noting
 
+TOKEN = "a-token-of-the-tests-1234"
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 VALUES = {  # override -> the arguments that must be on the command line
     "rollout.tp=2": ["--tensor-parallel-size", "2"],
@@ -57,6 +60,45 @@ def test_copies_that_share_experts_get_a_device_each(monkeypatch, tmp_path):
     assert [made._environment(index)["CUDA_VISIBLE_DEVICES"] for index in (0, 1)] == ["0,1,2,3", "4,5,6,7"]
     with pytest.raises(ValueError, match=r"rollout\.servers 3 x rollout\.tp 1 x rollout\.pp 2 x rollout\.dp 2 need 12 GPUs; 8 were given"):
         launcher(tmp_path, "rollout.dp=2", "rollout.pp=2", "rollout.enable_expert_parallel=true", "rollout.servers=3")
+
+
+def test_a_server_on_several_nodes_has_a_part_on_each(monkeypatch, tmp_path):
+    monkeypatch.setattr(serving.device, "visible_gpus", lambda: list("01234567"))
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+    sizes = ("rollout.tp=8", "rollout.dp=2", "rollout.enable_expert_parallel=true", "rollout.nodes_per_server=2")
+    made = [
+        serving.make_launcher(
+            config(*sizes, "rollout.placement=dedicated", "run.nodes=3"),
+            tmp_path,
+            tmp_path,
+            "bfloat16",
+            num_servers=1,
+            node=node,
+            token=TOKEN,
+        )
+        for node in (ServerNode(0, "127.0.0.1", "127.0.0.1"), ServerNode(1, "127.0.0.2", "127.0.0.1"))
+    ]
+    for launcher in made:
+        launcher._ports = NodePorts(21001, 21002)
+    first, second = (launcher._command(8000) for launcher in made)
+    for rank, command in enumerate((first, second)):
+        assert holds(command, ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", "21001"])
+        assert holds(command, ["--data-parallel-rpc-port", "21002"]) and holds(command, ["--tensor-parallel-size", "8"])
+    assert holds(first, ["-m", "vllm.entrypoints.openai.api_server"]) and holds(first, ["--port", "8000"]) and "--headless" not in first
+    assert holds(second, ["-m", "megagrpo.vllm_plugin.headless"]) and "--port" not in second and "--headless" in second
+    environments = [launcher._environment(0) for launcher in made]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == ["0,1,2,3,4,5,6,7"] * 2
+    assert [env["VLLM_HOST_IP"] for env in environments] == ["127.0.0.1", "127.0.0.2"]
+    assert {env[name] for env in environments for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")} == {"lo"}
+    assert [TOKEN_FILE_VARIABLE in env for env in environments] == [True, False]  # only the HTTP server reads the token
+
+
+def test_servers_on_several_nodes_are_not_started_on_one(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"rollout\.nodes_per_server: 2, but this command starts servers on this host only; start them with"
+    ):
+        launcher(tmp_path, "rollout.tp=2", "rollout.nodes_per_server=2", "rollout.placement=dedicated", "run.nodes=3")
 
 
 def test_a_server_holds_the_longest_prompt_with_the_longest_response(tmp_path):
