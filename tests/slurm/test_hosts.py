@@ -1,6 +1,7 @@
 """The same job on two hosts that share neither loopback nor interfaces, like cluster hosts: each has its own network, with one cable
 between them. `make test-slurm` runs it."""
 
+import json
 import time
 from pathlib import Path
 
@@ -40,6 +41,19 @@ def test_hosts_that_only_a_cable_joins_take_the_steps_of_one_machine(hosts, whol
     assert_same(weights(whole / "whole"), weights(here.folder))
     (told_of,) = (whole / "whole.jobs").glob("*/attempt_0/urls/*.url")
     assert told_of.read_text().startswith(f"http://{hosts.address('n2')}:")
+
+
+def test_two_hosts_share_one_server(hosts, tmp_path):
+    """The second worker's messages, weights and reports cross the cable."""
+    job = submit(tmp_path, "span", "rollout.tp=2", "rollout.nodes_per_server=2", "run.max_steps=3", **CABLED)
+    wait(lambda: told(job, "JobState") == "COMPLETED", job, tmp_path / "span.out", "end of the job")
+    (told_of,) = (tmp_path / "span.jobs").glob("*/attempt_0/urls/*.url")
+    assert told_of.read_text().startswith(f"http://{hosts.address('n1')}:")
+    assert all(list((tmp_path / "span.jobs").glob(f"*/attempt_0/{node}/vllm_0.log")) for node in ("n1", "n2"))
+    rows = [json.loads(line) for line in (tmp_path / "span" / "metrics.jsonl").read_text().splitlines()]
+    errors = [row["token_mult_prob_error"] for row in rows if "token_mult_prob_error" in row]
+    assert len(errors) == 3 and max(errors) < 1.01
+    assert not processes_of(job)
 
 
 def test_a_cable_that_is_pulled_for_a_while_costs_time_and_nothing_else(hosts, whole, tmp_path):
