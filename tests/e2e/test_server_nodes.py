@@ -99,6 +99,7 @@ def workers_below(command: subprocess.Popen) -> list[int]:
     return [pid for pid in below(command.pid) if b"::Worker" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
+@pytest.mark.full
 def test_two_nodes_are_one_server_that_gets_verified_weights(tmp_path):
     with two_nodes(model_folder("llama", 0), tmp_path, "rollout.tp=2") as nodes:
         assert [len(workers_below(command)) for command in nodes.commands] == [1, 1]
