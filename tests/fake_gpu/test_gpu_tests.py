@@ -6,6 +6,7 @@ from tests.fake_gpu.runtime import needs_fake_gpu, run_tests
 
 pytestmark = [pytest.mark.fake_gpu, needs_fake_gpu, pytest.mark.timeout(3600)]
 NO_TE = "it needs Transformer Engine, which is not installed"
+HAS_GPU = "needs a machine without a GPU"
 LAYOUTS, PARITY, RANKS = "tests/gpu/test_gpu_layouts.py", "tests/gpu/test_gpu_parity.py", "tests/distributed"
 LAYOUT = "test_layouts_on_gpus_take_the_step_of_one_process"
 # Name -> number of GPUs, pytest's arguments, number of tests that pass, words of the reasons of skips.
@@ -22,7 +23,7 @@ WHOLE = {
     "layouts of four": (4, [LAYOUTS], 31, ("needs 8 GPU(s), and there are 4",)),
     "layouts of eight": (8, [LAYOUTS, "-k", "parallel-8-"], 3, ()),
     "all families": (1, [PARITY, "-m", "gpu"], 9, ()),
-    "Muon": (2, [f"{RANKS}/test_muon.py", f"{RANKS}/test_compact_moments.py"], None, ()),
+    "Muon": (2, [f"{RANKS}/test_muon.py", f"{RANKS}/test_compact_moments.py"], None, (HAS_GPU,)),
 }
 CASES = [*((name, *case) for name, case in USUAL.items())]
 CASES += [pytest.param(name, *case, marks=pytest.mark.full) for name, case in WHOLE.items()]
