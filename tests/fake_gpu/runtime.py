@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 COORDINATOR = "fakegpu-coordinator"
 LIBRARIES = ("libcublas.so.12", "libcudart.so.12", "libcuda.so.1", "libnvidia-ml.so.1", "libnccl.so.2")
 START_SECONDS = 20.0
+TEST_SECONDS = 1500  # for one test: two starts of ranks may take 600 s each (ranks.py), and the error then names the ranks
 
 
 def missing() -> str | None:
@@ -106,7 +107,8 @@ def run_tests(words: list[str], count: int, timeout: float = 3000.0) -> TestRun:
     """Run pytest with these arguments in a process that sees `count` fake GPUs."""
     with fake_gpus(count) as variables, tempfile.TemporaryDirectory(prefix="fake_gpu_") as place:
         report = Path(place, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", *words]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}"]
+        command += [f"--timeout={TEST_SECONDS}", *words]
         options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
         done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, timeout=timeout, **options)
         found = TestRun(output=done.stdout)
