@@ -12,7 +12,7 @@ export GOMP_SPINCOUNT ?= 0
 # Processes that share the tests, more than two cores would need: many tests wait for servers and ranks.
 WORKERS ?= 3
 
-.PHONY: quickstart docs test test-full test-gpu test-te test-fake-gpu test-slurm setup setup-dev lock
+.PHONY: quickstart docs browser test test-full test-gpu test-te test-fake-gpu test-slurm setup setup-dev lock
 .DEFAULT_GOAL := quickstart
 
 setup:
@@ -30,7 +30,13 @@ quickstart: setup
 docs: setup-dev
 	@.venv/bin/python docs/site.py $(ARGS)
 
-test: setup-dev
+# The report's page is tested in a real browser; without one these tests are skipped and name the reason. Only CI installs it by itself.
+browser:
+	@{ command -v chromium && command -v chromedriver; } >/dev/null || [ "$(CI)" != true ] || [ "$$(id -u)" != 0 ] || \
+	{ export DEBIAN_FRONTEND=noninteractive; apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver >/dev/null; } || \
+	echo "make: Chromium could not be installed; tests in a browser are skipped"
+
+test: setup-dev browser
 	@OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 .venv/bin/python -m pytest -q -n $(WORKERS) $(ARGS)
 
 test-full: setup-dev
