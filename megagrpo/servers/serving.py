@@ -80,17 +80,45 @@ def make_launcher(
     exist, or a server on several nodes is to be started on this host alone.
     """
     r = config.rollout
+    gpus = device.visible_gpus()
+    _check_place(config, model_folder, gpus is None, node)
+    if gpus is not None and r.placed == "dedicated":
+        gpus = gpus[num_ranks:]
+    return Launcher(
+        _options(config, model_folder, dtype, adapter, max_model_len, beside_ranks=num_ranks > 0),
+        log_folder,
+        num_servers=r.servers if num_servers is None else num_servers,
+        port=r.port,
+        devices=gpus,
+        startup_timeout=r.startup_timeout,
+        host=host or address_of(r.interface),
+        token=token or secrets.token_urlsafe(32),
+        max_restarts=r.max_restarts,
+        moved=moved,
+        first=first,
+        node=node,
+        followers=followers,
+    )
+
+
+def _check_place(config: RunConfig, model_folder: Path, on_cpu: bool, node: ServerNode | None) -> None:
+    """Raise ValueError for servers that cannot start here: on several nodes without this host's `node`, or quantized without a GPU."""
+    r = config.rollout
     if r.nodes_per_server > 1 and node is None:
         raise ValueError(
             f"rollout.nodes_per_server: {r.nodes_per_server}, but this command starts servers on this host only; start them with `megagrpo "
             "serve --head` on every node and name them in rollout.urls, use `megagrpo submit`, or set nodes_per_server to 1"
         )
-    gpus = device.visible_gpus()
-    if gpus is not None and r.placed == "dedicated":
-        gpus = gpus[num_ranks:]
-    if gpus is None and r.quantization != "none":
+    if on_cpu and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)
-    options = ServerOptions(
+
+
+def _options(
+    config: RunConfig, model_folder: Path, dtype: str, adapter: Path | None, max_model_len: int | None, beside_ranks: bool
+) -> ServerOptions:
+    """Return vLLM's options of the servers that `rollout` describes. `beside_ranks`: they may share GPUs with trainer ranks."""
+    r = config.rollout
+    return ServerOptions(
         model=str(model_folder.resolve()),
         dtype=dtype,
         quantization=None if r.quantization == "none" else r.quantization,
@@ -105,26 +133,11 @@ def make_launcher(
         gpu_memory_utilization=r.gpu_memory_utilization,
         enforce_eager=r.enforce_eager,
         deterministic=config.run.deterministic,
-        sleep_mode=servers_sleep(config) and num_ranks > 0,
+        sleep_mode=servers_sleep(config) and beside_ranks,
         lora_rank=config.lora.rank if config.lora.syncs_adapters and adapter is None else 0,
         tool_parser=config.multi_turn.vllm_parser,
         tokenizer=config.model.tokenizer,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
-    )
-    return Launcher(
-        options,
-        log_folder,
-        num_servers=r.servers if num_servers is None else num_servers,
-        port=r.port,
-        devices=gpus,
-        startup_timeout=r.startup_timeout,
-        host=host or address_of(r.interface),
-        token=token or secrets.token_urlsafe(32),
-        max_restarts=r.max_restarts,
-        moved=moved,
-        first=first,
-        node=node,
-        followers=followers,
     )
 
 

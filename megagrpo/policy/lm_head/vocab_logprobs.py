@@ -54,9 +54,8 @@ def vocab_logprobs(
     `early_differs`, a [1] bool tensor on the device, the backward pass always takes upstream's gradients and sets `early_differs` where
     they are wrong. The caller reads it later and repeats the pass without upstream.
 
-    With `into_main_grad` the gradient of a bfloat16 `weight` is added to its float32 `main_grad` (Megatron's sum over micro-batches),
-    not rounded and passed on. With `upstream` the forward pass adds it, which needs `early_differs`. Not for an overlapped reduction: its
-    hooks need the gradient that is passed on.
+    `into_main_grad` adds the gradient of a bfloat16 `weight` to its float32 `main_grad` (Megatron's sum), unrounded. With `upstream` the
+    forward pass adds it, which needs `early_differs`. An overlapped reduction excludes it: its hooks need a gradient that is passed on.
 
     With `fused` Triton kernels compute the same. They write no logits, or write them to scratch of a bounded size, and round none of the
     logits behind the results (`megagrpo/policy/lm_head/fused_logprobs.py`). They choose their own chunk. `fp8`, "tensorwise" or
