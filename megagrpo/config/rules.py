@@ -58,8 +58,8 @@ def server_layout_problems(config: RunConfig) -> list[Problem]:
     """Return sizes of a vLLM server that contradict each other."""
     r, problems, experts = config.rollout, [], "rollout.enable_expert_parallel"
     if r.enable_expert_parallel and r.tp * r.dp == 1:
-        said = "true needs several workers per server, but rollout.tp is 1; set it to false, or raise tp"
-        problems.append(Problem((experts, "rollout.tp"), said))
+        said = "true needs several workers per server, but rollout.tp and rollout.dp are 1; set it to false, or raise tp or dp"
+        problems.append(Problem((experts, "rollout.tp", "rollout.dp"), said))
     if r.dp > 1 and not r.enable_expert_parallel:
         said = f"{r.dp} copies of the attention share experts, but {experts} is false; set it to true, or use more rollout.servers"
         problems.append(Problem(("rollout.dp", experts), said))

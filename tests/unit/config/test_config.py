@@ -228,7 +228,8 @@ def test_experts_cannot_be_shared_out_over_one_worker(tmp_path):
     path = write(tmp_path, SMALLEST)
     _, found = problems(path, "rollout.enable_expert_parallel=true")
     assert (
-        found == "rollout.enable_expert_parallel: true needs several workers per server, but rollout.tp is 1; set it to false, or raise tp"
+        found == "rollout.enable_expert_parallel: true needs several workers per server, "
+        "but rollout.tp and rollout.dp are 1; set it to false, or raise tp or dp"
     )
     assert load_config(path, ["rollout.enable_expert_parallel=true", "rollout.tp=2"]).rollout.enable_expert_parallel
 
