@@ -22,7 +22,7 @@ import warnings
 
 import torch
 
-from megagrpo.device import cpu, cpu_patches, products, wide_products
+from megagrpo.device import cpu, cpu_patches, wide_products
 
 _CPU = torch.device("cpu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -105,12 +105,16 @@ def _multiplies_bf16() -> bool:
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Compute total += left right in place, `total` [n, m] in float32, `left` [n, k] and `right` [k, m] in a narrower dtype.
 
-    On a GPU one product does it, without rounding in between. On a CPU the product is rounded to the narrower dtype.
+    On a GPU one product does it, without rounding in between. On a CPU blocks of rows are multiplied, rounded and added, so that the
+    rounded product stays in the cache.
     """
     if has_gpu():
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        products.add_product(total, left, right)
+        return
+    step = max(1, 4 * block_elements() // total.shape[1])
+    for start in range(0, total.shape[0], step):
+        rows = slice(start, start + step)
+        total[rows] += left[rows] @ right
 
 
 def memory_gb() -> float:

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from megagrpo.device.norms import multi_tensor_l2norm
-from megagrpo.device.products import WeightGradients
 
 _CPU = torch.device("cpu")
 
@@ -114,7 +113,7 @@ def patch_megatron() -> None:
         _import_quietly()
         from megatron.core.distributed import param_and_grad_buffer
         from megatron.core.optimizer import clip_grads
-        from megatron.core.tensor_parallel import layers, mappings, random
+        from megatron.core.tensor_parallel import mappings, random
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
     finally:
         replace(torch, compile=compile_function)
@@ -126,8 +125,6 @@ def patch_megatron() -> None:
     logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(lambda record: "NVRx" not in record.getMessage())
     # Megatron falls back to torch.norm, which is too small on a CPU (see norms.py): the clipped gradient would be too long by as much.
     clip_grads.l2_norm_impl = multi_tensor_l2norm
-    # Linears whose `gradient_accumulation_fusion` is on call apex's module, which is for GPUs.
-    replace(layers, fused_weight_gradient_mlp_cuda=WeightGradients, _grad_accum_fusion_available=True)
     # gloo concatenates tensors that are gathered together, and converts the bytes of FP8 weights to numbers if others are bf16.
     param_and_grad_buffer.dist_all_gather_func = _gather_alone
     # all_to_all_single needs a sequence of numbers; Megatron converts only tensors that it moves away from a GPU.

@@ -57,22 +57,9 @@ def wrap_data_parallel(
         one_bucket = index > 0 or layout.pp_rank > 0 or not overlaps
         buffer_layout = _buffer_layout(chunk, config, None if one_bucket else size, copies)
         wrapped.append(DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=buffer_layout))
-        _add_in_backward(chunk)
     for chunk in chunks:  # Megatron's schedule runs all micro-batches but the last inside no_sync, without a reduction
         config_of(chunk).no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [each.no_sync for each in wrapped]
     return wrapped
-
-
-def _add_in_backward(chunk: torch.nn.Module) -> None:
-    """On a CPU, make Megatron's linears add a bfloat16 weight's gradient to its float32 `main_grad` block by block. The wrapper's hooks
-    would convert the whole gradient to float32 first. Float32 gradients stay as they are: there the wrapper only adds."""
-    if device.has_gpu():
-        return
-    linear: Any
-    for linear in chunk.modules():
-        weight = getattr(linear, "weight", None)
-        if hasattr(linear, "gradient_accumulation_fusion") and weight is not None and weight.requires_grad:
-            linear.gradient_accumulation_fusion = weight.dtype != weight.main_grad.dtype
 
 
 def _buffer_layout(
