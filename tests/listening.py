@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+LOOPBACK = "0100007F"  # 127.0.0.1, as the kernel writes it
+
 
 def listening(pids: list[int]) -> set[str]:
     """Addresses of all TCP sockets that these processes listen on, as the kernel writes them."""

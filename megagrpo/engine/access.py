@@ -6,7 +6,6 @@ a token, because other users can read them.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hmac
 import json
@@ -23,7 +22,6 @@ from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 GUARD = "megagrpo.engine.access.TokenGuard"  # for vLLM's --middleware
 SHORTEST = 16  # characters of a token
 SIOCGIFADDR = 0x8915
-LOOPBACK = "lo"  # the loopback interface
 OPEN_ROUTE = "/health"
 REFUSAL = (
     f"this server requires its token: set rollout.token_file to the file that holds it, or set the environment variable {TOKEN_VARIABLE}"
@@ -72,17 +70,6 @@ def address_of(interface: str) -> str:
                 f"rollout.interface: {interface} has no IPv4 address here ({error.strerror}); choose one of {known}"
             ) from error
     return socket.inet_ntoa(request[20:24])
-
-
-def interface_of(address: str) -> str:
-    """Return the name of the network interface with this IPv4 address. Raises ValueError when this host does not have the address."""
-    if address.startswith("127."):
-        return LOOPBACK
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(ValueError):
-            if address_of(name) == address:
-                return name
-    raise ValueError(f"--head: {address} is not an IPv4 address of this host's network interfaces; name another address")
 
 
 Message = MutableMapping[str, Any]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
 import math
 import os
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megagrpo.engine.access import GUARD, interface_of
+from megagrpo.config import LOOPBACK
+from megagrpo.engine.access import GUARD, address_of
 from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from megagrpo.servers.options import NodePorts, ServerNode, ServerOptions
 
@@ -106,13 +109,13 @@ def server_environment(
     env["VLLM_PLUGINS"] = "megagrpo"
     env["VLLM_PROCESS_NAME_PREFIX"] = "megagrpo-vllm"  # `ps | grep megagrpo` then shows EngineCore and workers too
     if node is None:
-        env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all workers of a server are on one host
+        env.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # all workers of a server are on one host
         if loopback:
-            env["NCCL_SOCKET_IFNAME"] = "lo"  # all ranks that send them weights are on this host too
+            env["NCCL_SOCKET_IFNAME"] = LOOPBACK  # all ranks that send them weights are on this host too
     else:
         env["VLLM_HOST_IP"] = node.address  # where the other nodes reach this node's queues
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            env.setdefault(variable, interface_of(node.address))
+            env.setdefault(variable, _interface_of(node.address))
     if guarded and (node is None or node.index == 0):
         env[TOKEN_FILE_VARIABLE] = "/dev/stdin"  # a pipe, empty after one read; any process of this user can read an environment
     if o.lora_rank:
@@ -134,6 +137,17 @@ def server_environment(
         "GOMP_SPINCOUNT": "0",
         "TORCH_COMPILE_DISABLE": "1",  # without this the sampler runs a C++ compiler in the first request
     }
+
+
+def _interface_of(address: str) -> str:
+    """Return the name of the network interface with this IPv4 address. Raises ValueError when this host does not have the address."""
+    if address.startswith("127."):
+        return LOOPBACK
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(ValueError):
+            if address_of(name) == address:
+                return name
+    raise ValueError(f"--head: {address} is not an IPv4 address of this host's network interfaces; name another address")
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from megagrpo.__main__ import main
 from megagrpo.config import load_config
 from megagrpo.engine.access import address_of
 from tests.e2e import world
-from tests.listening import listening
+from tests.listening import LOOPBACK, listening
 
 STEPS, PROMPTS, GROUP = 3, 4, 4
 OPTIONS = ["run.max_steps=3", "run.trackers=[tensorboard]", "run.log_completions_steps=2", "parallel.tp=2", "rollout.tp=2"]
@@ -174,7 +174,7 @@ def test_the_console_tells_steps_evaluations_and_a_sample(watched):
 
 
 def test_no_socket_of_the_run_listens_on_an_address_that_other_hosts_reach(watched):
-    assert watched[3] == {"0100007F"}, "a socket listens on another address than 127.0.0.1"
+    assert watched[3] == {LOOPBACK}, "a socket listens on another address than 127.0.0.1"
 
 
 def test_no_environment_of_the_run_holds_the_token_of_its_servers(watched):

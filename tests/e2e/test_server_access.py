@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.e2e import world
-from tests.listening import listening
+from tests.listening import LOOPBACK, listening
 
 TOKEN = "marked-secret-0123456789abcdef"
 
@@ -24,7 +24,7 @@ def test_servers_of_a_run_reject_requests_without_its_token_and_no_file_or_proce
     with world.running(tmp_path, *options, "run.log_completions_steps=1", prepare=mark_the_token, launched=True) as trainer:
         world.wait_for(lambda: world.steps_done(tmp_path) >= 1, "first step")
         family = world.family(trainer.pid)
-        assert listening(family) == {"0100007F"}, "something listens on another address than 127.0.0.1"
+        assert listening(family) == {LOOPBACK}, "something listens on another address than 127.0.0.1"
         commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in family]
         assert not [pid for pid in family if b"marked-" in Path(f"/proc/{pid}/environ").read_bytes()], "the token is in an environment"
         (port,) = {found[1] for words in commands if (found := re.search(r"--port\0(\d+)", words))}

@@ -4,9 +4,7 @@ import pytest
 
 from tests.e2e.test_two_workers import assert_log_probs, there_and_back
 from tests.e2e.tiny_servers import Running, below, connect, launch, model_folder, weights
-from tests.listening import listening
-
-LOOPBACK = "0100007F"  # as the kernel writes 127.0.0.1
+from tests.listening import LOOPBACK, listening
 
 
 def bytes_of(running: Running, part: str = "") -> int:

@@ -126,6 +126,8 @@ def test_the_judge_of_the_example_reads_the_scores_1_and_5():
     arguments = example("llm_judge").rewards.functions[0].args
     judge = LlmJudge(**arguments)
     assert [judge._read(f"{n}") for n in (1, 5)] == [0, 1]
+    allowed = arguments["options"]["structured_outputs"]["regex"]
+    assert [n for n in range(1, 6) if re.fullmatch(allowed, f" {n}")] == [1, 5]
 
 
 def test_the_three_examples_of_the_hub_name_their_models_and_data():
