@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -27,6 +26,7 @@ from megagrpo.families.config import HfConfig, model_problems, stage_layers
 from megagrpo.families.family import FULL
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
+from megagrpo.policy.embedding import ScaledEmbedding, TokenEmbedding
 from megagrpo.policy.experts import prepare_experts
 from megagrpo.policy.fp8.megatron_patches import leave_fp8
 from megagrpo.policy.fp8.products import quantise_linears
@@ -157,8 +157,10 @@ def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout,
     )
     prepare_experts(model, hf_config)
     _prepare_sinks(model, config.params_dtype)
-    if model.pre_process and hf_config.embedding_scale != 1:
-        model.embedding.__class__, model.embedding.scale = ScaledEmbedding, hf_config.embedding_scale
+    if model.pre_process:
+        model.embedding.word_embeddings.__class__ = TokenEmbedding
+        if hf_config.embedding_scale != 1:
+            model.embedding.__class__, model.embedding.scale = ScaledEmbedding, hf_config.embedding_scale
     if model.post_process:
         model.output_layer.__class__, model.output_layer.cap = LMHead, hf_config.logit_cap
     # Fake tensors (only the structure is needed) are created on the target device, because torch cannot move them.
@@ -225,17 +227,6 @@ def rotary_frequencies(hf_config: HfConfig, longest_sequence: int | None = None)
 
 def _unscaled(head_dim: int, theta: float) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-
-
-class ScaledEmbedding(LanguageModelEmbedding):
-    """An embedding whose rows are multiplied by `scale`. The scale is first rounded to the rows' dtype."""
-
-    scale = 1.0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the scaled rows [T, 1, H] of token ids [1, T]."""
-        rows = super().forward(*args, **kwargs)
-        return rows * float(torch.tensor(self.scale, dtype=rows.dtype))  # rounded on the host
 
 
 class LMHead(ColumnParallelLinear):

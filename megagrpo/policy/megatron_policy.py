@@ -23,6 +23,7 @@ from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.chunks import config_of
+from megagrpo.policy.embedding import add_gradients_unrounded
 from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.masters import forget_unrounded
@@ -56,6 +57,7 @@ class MegatronPolicy:
     def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig):
         self.config, self.layout, self.hf_config = config, layout, hf_config
         self.dtype = device.resolve_precision(config.model.precision)
+        device.reuse_freed_memory()
         self.chunks = build_model(
             hf_config,
             layout,
@@ -76,6 +78,10 @@ class MegatronPolicy:
         if config.model.base_storage != "none":
             store_weights(self.chunks, config.model.base_storage)
         self.model = wrap_data_parallel(self.chunks, config.train, layout, config.model.fp8_param)
+        # Hooks of an overlapped reduction need each gradient in the weight's dtype.
+        self._into_main_grad = not overlaps_reduction(config.train, layout.dp_cp_size)
+        if self._into_main_grad:
+            add_gradients_unrounded(self.chunks)
         self.optimizer = build_optimizer(self.model, config.train, self.dtype)
         self.scheduler = build_scheduler(self.optimizer, config.train, config.run.num_steps * config.algorithm.updates_per_step)
         self.shares_prompts = _shares_prompts(config.train.share_prompts)
@@ -280,7 +286,7 @@ class MegatronPolicy:
             entropy_gradient=micro_batch.terms.entropy_weights is not None,
             upstream=None if loss_fn is None else partial(loss_gradients, loss_fn, micro_batch, tokens),
             early_differs=self._early_differs,
-            into_main_grad=not overlaps_reduction(self.config.train, self.layout.dp_cp_size),
+            into_main_grad=self._into_main_grad,
         )
         if (ref := micro_batch.terms.ref_head) is None:
             r = self.config.rollout
