@@ -25,7 +25,7 @@ from pathlib import Path
 from megagrpo import device
 from megagrpo.config import load_config
 from megagrpo.families.sources import resolve_model
-from megagrpo.process.variables import TOKEN_VARIABLE
+from megagrpo.process.variables import OPENMP, TOKEN_VARIABLE
 from megagrpo.servers.serving import make_launcher, name_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +55,7 @@ def train(max_staleness: int, url: str, token: str, folder: Path, args: argparse
     if max_staleness:
         options += ["algorithm.importance_correction=token_truncate"]
     command = ["taskset", "-c", str(args.trainer_core), sys.executable, "-m", "megagrpo", "train", str(QUICKSTART), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", TOKEN_VARIABLE: token}
+    environment = os.environ | OPENMP | {"OMP_NUM_THREADS": "1", TOKEN_VARIABLE: token}
     done = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr)  # to watch the run; only the table goes to stdout
     if done.returncode:
         raise SystemExit(f"{name} ended with exit code {done.returncode}")

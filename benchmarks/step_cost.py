@@ -156,9 +156,11 @@ def main() -> None:
         return
 
     def point(size: str, tokens: int) -> Cost:
+        from megagrpo.process.variables import OPENMP
+
         command = [sys.executable, __file__, "--dtype", args.dtype, "--threads", str(args.threads), "--point", size, str(tokens)]
-        quiet = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0", "OMP_NUM_THREADS": str(args.threads)}
-        done = subprocess.run(command, env=os.environ | quiet, stdout=subprocess.PIPE, text=True, check=True)
+        threads = OPENMP | {"OMP_NUM_THREADS": str(args.threads)}
+        done = subprocess.run(command, env=os.environ | threads, stdout=subprocess.PIPE, text=True, check=True)
         cost = Cost(*json.loads(done.stdout.splitlines()[-1]))
         share = cost.limit / cost.seconds
         print(f"| {size} | {tokens:,} | {cost.seconds:.2f} | {cost.limit:.2f} | {share:.0%} | {cost.gib:.2f} |", flush=True)

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is imported
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import torch
 from torch import Tensor

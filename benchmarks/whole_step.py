@@ -25,6 +25,8 @@ from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
+from megagrpo.process.variables import OPENMP
+
 HERE = Path(__file__).resolve()
 QUICKSTART = HERE.parents[1] / "configs" / "quickstart.yaml"
 PROMPTS, GENERATIONS, MAX_PROMPT, LEARNING_RATE = 8, 8, 64, 5e-5
@@ -168,9 +170,8 @@ def contend(name: str, args: argparse.Namespace, folder: Path) -> Step:
     """Medians of the steps of one contender in its own process."""
     cores = sorted(os.sched_getaffinity(0))[: args.threads]
     environment = os.environ | {
+        **OPENMP,
         "OMP_NUM_THREADS": str(len(cores)),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "GOMP_SPINCOUNT": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
     }

@@ -12,6 +12,7 @@ from megagrpo.launch.preflight import needs_one_connection, visible_gpus
 from megagrpo.process.parent_death import LAUNCHER_VARIABLE
 from megagrpo.process.scratch import temporary_files
 from megagrpo.process.terminal import warn
+from megagrpo.process.variables import OPENMP
 from megagrpo.trainer.time_limit import TO_BE_CONTINUED
 
 if TYPE_CHECKING:
@@ -64,10 +65,9 @@ def num_ranks(config: RunConfig) -> int:
 
 
 def set_thread_environment(ranks: int) -> None:
-    """Set OpenMP's environment: waiting threads sleep, because spinning makes a busy machine 8 to 60 times slower. Each rank gets an equal
-    share of the cores."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    """Set OpenMP's environment: how threads wait (`OPENMP`), and an equal share of the cores for each rank."""
+    for variable, value in OPENMP.items():
+        os.environ.setdefault(variable, value)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("PYTHONUNBUFFERED", "1")
