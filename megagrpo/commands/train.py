@@ -31,15 +31,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train, and return the exit code. Raises ConfigError for a config that cannot run here."""
     config, path = load(options), config_path(options)
-    if "RANK" not in os.environ and (ranks := _ranks_to_start(config)) > 1:
+    launched = "RANK" in os.environ  # by a launcher of several ranks
+    if not launched and (ranks := _ranks_to_start(config)) > 1:
         from megagrpo.launch.local import ONE_NODE, run_ranks
 
         return run_ranks(ranks, ONE_NODE, ["megagrpo", "train", str(path), *overrides(options)])
     with without_garbage_collection():
+        if not launched:
+            _start_vllm_early(config)
         from megagrpo.trainer import rank
     with rank.exit_code() as ended, rank.make_trainer(config, path.parent, ended) as trainer:
         ended.stopped_by = trainer.run()
     return ended.code
+
+
+def _start_vllm_early(config: RunConfig) -> None:
+    """On a machine without a GPU start a process that imports vLLM at the same time as this process imports the trainer."""
+    from megagrpo.launch.local import num_gpus
+    from megagrpo.servers import early_start
+
+    if not num_gpus():
+        early_start.begin(config)
 
 
 def _ranks_to_start(config: RunConfig) -> int:

@@ -15,10 +15,13 @@ from pathlib import Path
 
 from megagrpo.config import LOOPBACK
 from megagrpo.engine.access import GUARD, address_of
-from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from megagrpo.process.variables import OPENMP, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from megagrpo.servers.options import NodePorts, ServerNode, ServerOptions
 
 PLUGIN = Path(__file__).parents[1] / "vllm_plugin"
+# A sync allocates new memory for every weight. In the kernel's default pages of 4 KiB that takes longer than the copy itself. Tensors of up
+# to 32 MiB leave their memory to the next ones, as in the trainer (`device.reuse_freed_memory`).
+MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=2147483647"
 MAX_BATCHED_TOKENS = 4096  # tokens of one prefill batch on a CPU
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM allocates adapter slots for
 
@@ -127,14 +130,12 @@ def server_environment(
             env["VLLM_BATCH_INVARIANT"] = "1"
         return env | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
     threads = o.omp_threads or max(1, len(os.sched_getaffinity(0)) // workers)
-    # A sync allocates new memory for every weight. In the kernel's default pages of 4 KiB that takes longer than the copy itself.
-    env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    env.setdefault("GLIBC_TUNABLES", MALLOC)
+    env |= OPENMP
     return env | {
         "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(o.kv_cache_gb)),  # vLLM reads whole GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding fails for tp > 1 on one NUMA node, and competes with the trainer for cores
         "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads slow the trainer beside them down by a factor of ten
-        "GOMP_SPINCOUNT": "0",
         "TORCH_COMPILE_DISABLE": "1",  # without this the sampler runs a C++ compiler in the first request
     }
 

@@ -26,17 +26,16 @@ import httpx
 from megagrpo.engine.http import CERTIFICATES, MovedServers
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.process.progress import SILENT, Progress, Task
+from megagrpo.servers import early_start
 from megagrpo.servers.command_line import server_command, server_environment
 from megagrpo.servers.followers import Followers, PartFault
 from megagrpo.servers.launched import LaunchedServer
 from megagrpo.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.servers.ports import check_port, free_ports, is_free
-from megagrpo.servers.supervisor import ENGINE_ENDED
+from megagrpo.servers.supervisor import ENGINE_ENDED, GRACE_SECONDS, supervise
 from megagrpo.transfer.shm_names import remove_stale
 
 HOST = "127.0.0.1"
-HERE = Path(__file__).parent
-GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 LOG_LINES = 30  # log lines shown when a server does not start and no process logged an exception
 ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")  # prefix of each line that one of vLLM's processes logs as an error
 KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number)}  # exit code -> signal
@@ -299,16 +298,9 @@ class Launcher:
         if self.followers is not None and self.node is not None:
             self._ports = NodePorts(*free_ports(self.node.first, 2))
             self.followers.start(self._ports)
-        supervise = [sys.executable, "-I", "-S", str(HERE / "supervisor.py"), str(os.getpid()), str(GRACE_SECONDS)]
+        command, environment = self._command(port), self._environment(index)
         with log.open(how) as out:
-            supervisor = subprocess.Popen(
-                supervise + self._command(port),
-                env=self._environment(index),
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            supervisor = early_start.take(command, environment, log) or supervise(command, environment, out)
         assert supervisor.stdin is not None, "stdin is a pipe"
         with contextlib.suppress(BrokenPipeError), supervisor.stdin as pipe:  # the supervisor may have ended already; `wait` reports that
             pipe.write((self.token or "").encode())

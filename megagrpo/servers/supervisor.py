@@ -1,6 +1,9 @@
 """Runs one server, and ends it with all its child processes on a signal or when the trainer process is gone.
 
-    python supervisor.py PARENT_PID GRACE_SECONDS COMMAND...
+    python supervisor.py PARENT_PID GRACE_SECONDS [--early] COMMAND...
+
+With --early the command waits for its server (early_start.py): a line of JSON on standard input, before the token, names the server's log,
+to which all output then goes. The command gets the line and the token on its own standard input.
 
 It also ends a server whose engine process has ended, when the API server stays for ENGINE_SECONDS.
 
@@ -13,18 +16,24 @@ that it starts fast and stays small.
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SHARED = "/dev/shm/"
 VLLM_FILES = ("psm_", "vllm_")
 SCRATCH = "megagrpo_tmp_"  # prefix of a trainer's temporary folder (process/scratch.py)
+EARLY = "--early"
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 LONGEST = 107 - len("/vllm-12345678/") - 36  # longest path for the temporary folder: vLLM makes sockets in it, with names of 36 characters
 ENGINE = b"::EngineCore"  # part of the title of vLLM's engine process
 ENGINE_ENDED = 70  # exit code for a server that was killed because its engine had ended
@@ -37,7 +46,8 @@ def main() -> int:
     sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file is run by its path, so the package is not importable
     from megagrpo.process.scratch import remove_tree
 
-    parent, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
+    parent, grace, waits = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == EARLY
+    command = sys.argv[3 + waits :]
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signals: list[int] = []  # received so far
@@ -54,12 +64,17 @@ def main() -> int:
     trainer_tmp = Path(tempfile.gettempdir())  # the trainer's temporary folder
     folder = tempfile.mkdtemp(prefix="vllm-", dir=trainer_tmp if len(str(trainer_tmp)) <= LONGEST else "/tmp")
     environment = {**os.environ, "TMPDIR": folder}
-    server = subprocess.Popen(command, env=environment, preexec_fn=tie)
+    server = subprocess.Popen(command, env=environment, preexec_fn=tie, stdin=subprocess.PIPE if waits else None)
     files: set[str] = set()
     begun = scanned = time.monotonic()
     engine_seen, stuck = 0.0, False  # when an engine process was last seen; 0: never
     while server.poll() is None and not signals and os.getppid() == parent and not stuck:
-        time.sleep(0.1)
+        if not waits:
+            time.sleep(0.1)
+        elif select.select([0], [], [], 0.1)[0]:
+            waits = False
+            if not hand_over(server):
+                break
         now = time.monotonic()
         # record mapped files regularly: once a server has died, its files are no longer mapped by any process
         if now - scanned > (5 if engine_seen and now - begun > 60 else 1):  # an engine may end soon after its start
@@ -81,6 +96,31 @@ def main() -> int:
         if trainer_tmp.name.startswith(SCRATCH):
             remove_tree(trainer_tmp)
     return 0 if status is None else status if status >= 0 else 128 - status
+
+
+def supervise(command: Sequence[str], environment: dict[str, str], out: IO[bytes], waits: bool = False) -> subprocess.Popen[bytes]:
+    """Start this file as a process of its own that runs `command`, with its output in `out`. `waits`: the command waits for its server."""
+    words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(GRACE_SECONDS), *[EARLY] * waits, *command]
+    return subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+
+
+def hand_over(server: subprocess.Popen[bytes]) -> bool:
+    """Pass the server's line and token from standard input to the waiting process, and send this process's output to the server's log.
+    Returns whether there is a server: not when the trainer closes the pipe or exits."""
+    given = b""
+    while part := os.read(0, 65536):
+        given += part
+    if not given or server.stdin is None:
+        return False
+    log = os.open(json.loads(given.partition(b"\n")[0])["log"], os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    try:
+        server.stdin.write(given)
+        server.stdin.close()
+    except BrokenPipeError:
+        pass  # the process has ended; the loop notices
+    return True
 
 
 def end(server: subprocess.Popen[bytes], grace: float) -> None:

@@ -2,12 +2,15 @@
 
 vLLM for CPU starts its engine and workers with the start method "spawn", only so that each can get its own OpenMP settings. Our servers
 share one set (`VLLM_CPU_OMP_THREADS_BIND=nobind`), so the processes fork, as they do by default on a GPU. Forking saves two imports of
-vLLM, 10 to 25 s each, per start. Remove this file when vLLM for CPU follows `VLLM_WORKER_MULTIPROC_METHOD`.
+vLLM, 10 to 25 s each, per start. With --wait the process imports vLLM before its server is known. Remove this file when vLLM for CPU
+follows `VLLM_WORKER_MULTIPROC_METHOD`.
 """
 
 import functools
 import gc
+import json
 import multiprocessing
+import os
 import runpy
 import sys
 import time
@@ -20,6 +23,21 @@ def _fork_instead_of_spawn() -> None:
     module: Any = multiprocessing
     get_context = multiprocessing.get_context
     module.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
+
+
+def _wait_for_server() -> None:
+    """Read the server's arguments and log from a line of JSON on standard input (servers/early_start.py). The token stays in the pipe."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            sys.exit(0)  # the trainer has ended
+        line += byte
+    server = json.loads(line)
+    log = os.open(server["log"], os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    sys.argv[1:] = server["arguments"]
 
 
 def _nap_instead_of_spin() -> None:
@@ -39,6 +57,8 @@ if __name__ == "__main__":
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     _nap_instead_of_spin()
+    if sys.argv[1:] == ["--wait"]:
+        _wait_for_server()
 
     gc.freeze()  # otherwise the collector would touch every inherited page, which copies it
     gc.enable()

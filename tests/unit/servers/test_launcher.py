@@ -25,7 +25,7 @@ from megagrpo.servers.options import ServerOptions
 from megagrpo.servers.serving import make_launcher
 from megagrpo.transfer.shm_names import CPU_WORKERS, owner, remove_stale
 
-SUPERVISOR = Path(launcher_module.HERE) / "supervisor.py"
+SUPERVISOR = Path(supervisor_module.__file__)
 # A server with a child that ignores SIGTERM and leaves its process group, and with an orphaned grandchild.
 SERVER = """
 import os, signal, subprocess, sys, time
@@ -393,7 +393,7 @@ def test_seeds_depend_on_every_part_and_never_change():
 def test_a_server_without_a_gpu_gets_memory_in_large_pages_unless_the_user_says_otherwise(tmp_path, monkeypatch):
     launcher = Launcher(ServerOptions("model", "float32", 64), tmp_path)
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    assert launcher._environment(0)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=1"
+    assert launcher._environment(0)["GLIBC_TUNABLES"] == command_line.MALLOC
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
     assert launcher._environment(0)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
 
