@@ -7,12 +7,14 @@ the same.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from megagrpo import device
 from megagrpo.device.adam import AdamSettings, FusedAdam
 
 FP8 = torch.float8_e4m3fn
@@ -33,10 +35,16 @@ class CompactAdam(FusedAdam):
         self._dtype, self._offload = dtype, offload
 
     def _step_group(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        for p in params:  # one at a time: only this parameter's moments are float32 and on the device
-            self.state[p] = {name: self.dense_moment(p, name) for name in MOMENTS if name in self.state[p]}
-            super()._step_group(group, [p])
-            self._compact(p, group["step"])
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = self._storage(p)
+            generator = torch.Generator(p.device).manual_seed(group["step"])
+            for part in _parts(p):  # one at a time: only this part's moments are float32 and on the device
+                moments = [self._read(p, name, part) for name in MOMENTS]
+                assert p.grad is not None, "the caller selects parameters with a gradient"
+                self._update(group, [p.view(-1)[part]], [p.grad.view(-1)[part]], *([moment] for moment in moments))
+                for name, values in zip(MOMENTS, moments, strict=True):
+                    self._write(p, name, part, values, generator)
 
     @torch.no_grad()
     def dense_moments(self) -> None:
@@ -48,30 +56,61 @@ class CompactAdam(FusedAdam):
     def compact_moments(self) -> None:
         """Convert all moments back to the compact form. Moments from `dense_moments` are stored without loss."""
         for p in self._stored():
-            self._compact(p, 0)
+            dense, self.state[p] = self.state[p], self._storage(p)
+            generator = torch.Generator(p.device).manual_seed(0)
+            for part in _parts(p):
+                for name in MOMENTS:
+                    self._write(p, name, part, dense[name].view(-1)[part], generator)
 
     def _stored(self) -> list[Tensor]:
         return [p for p, state in self.state.items() if state]  # state is a defaultdict: looking up another key would create it
 
     def dense_moment(self, p: Tensor, name: str) -> Tensor:
         """Return the moment `name` of `p`, float32 in the shape and on the device of `p`."""
-        stored = self.state[p][name].to(p.device, non_blocking=True)
+        values = torch.empty_like(p, dtype=torch.float32)
+        for part in _parts(p):
+            values.view(-1)[part] = self._read(p, name, part)
+        return values
+
+    def _storage(self, p: Tensor) -> dict[str, Tensor]:
+        """Return the compact form of two moments of zeros."""
+        place, blocks = torch.device("cpu") if self._offload else p.device, -(-p.numel() // BLOCK_SIZE)
+        if self._dtype != FP8:
+            return {name: torch.zeros(p.shape, dtype=self._dtype, device=place) for name in MOMENTS}
+        values = {name: torch.zeros(blocks, BLOCK_SIZE, dtype=FP8, device=place) for name in MOMENTS}
+        return values | {f"{name}_scale": torch.zeros(blocks, device=place) for name in MOMENTS}
+
+    def _read(self, p: Tensor, name: str, part: slice) -> Tensor:
+        """Return elements `part` of the moment `name` of the flattened `p`, float32 on its device."""
+        stored = self.state[p][name]
         if stored.dtype != FP8:
-            return stored.float()
-        values = (stored.float() * self.state[p][f"{name}_scale"].to(p.device)[:, None]).flatten()[: p.numel()].view(p.shape)
+            return stored.view(-1)[part].to(p.device, non_blocking=True).float()
+        blocks = _blocks(part)
+        scale = self.state[p][f"{name}_scale"][blocks].to(p.device)
+        values = (stored[blocks].to(p.device, non_blocking=True).float() * scale[:, None]).flatten()[: part.stop - part.start]
         return values.square() if name == "exp_avg_sq" else values
 
-    def _compact(self, p: Tensor, step: int) -> None:
-        generator = torch.Generator(p.device).manual_seed(step)
-        for name in MOMENTS:
-            values, scale = self.state[p][name], None
-            if self._dtype == FP8:
-                values, scale = to_fp8(values.sqrt() if name == "exp_avg_sq" else values, generator)
-            elif self._dtype == torch.bfloat16:
-                values = round_mantissa(values, 16, generator).bfloat16()
-            for key, tensor in ((name, values), (f"{name}_scale", scale)):
-                if tensor is not None:
-                    self.state[p][key] = tensor.cpu() if self._offload else tensor
+    def _write(self, p: Tensor, name: str, part: slice, values: Tensor, generator: torch.Generator) -> None:
+        """Store float32 `values` as elements `part` of the moment `name` of the flattened `p`."""
+        stored = self.state[p][name]
+        if self._dtype == FP8:
+            blocks = _blocks(part)
+            stored[blocks], self.state[p][f"{name}_scale"][blocks] = to_fp8(values.sqrt() if name == "exp_avg_sq" else values, generator)
+        else:
+            stored.view(-1)[part] = round_mantissa(values, 16, generator) if self._dtype == torch.bfloat16 else values
+
+
+def _parts(p: Tensor) -> Iterator[slice]:
+    """Yield consecutive slices of the flattened `p`, of the device's preferred size for elementwise operations: whole blocks, except for
+    the last."""
+    size = device.block_elements()
+    for start in range(0, p.numel(), size):
+        yield slice(start, min(start + size, p.numel()))
+
+
+def _blocks(part: slice) -> slice:
+    """Return the blocks that hold elements `part`."""
+    return slice(part.start // BLOCK_SIZE, -(-part.stop // BLOCK_SIZE))
 
 
 def to_fp8(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -82,15 +121,14 @@ def to_fp8(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     flat = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
     scale = torch.exp2(torch.ceil(torch.log2(flat.abs().amax(1).clamp(min=1e-30) / FP8_MAX)))
     scaled = flat / scale[:, None]  # exact: a power of two
-    normal = round_mantissa(scaled, 20, generator)
-    # Below 2^-6 e4m3 has a fixed step of 2^-9.
-    noise = torch.rand(scaled.shape, generator=generator, device=scaled.device)
-    small = torch.floor(scaled.abs() * 512 + noise).clamp(max=8) / 512 * scaled.sign()
-    return torch.where(scaled.abs() < 2**-6, small, normal).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale
+    magnitude = scaled.abs()
+    shift = (magnitude < 2**-6) * 2**-6  # below 2^-6 e4m3 has the step of numbers from 2^-6 to 2^-5
+    rounded = round_mantissa(magnitude.add_(shift), 20, generator).sub_(shift).clamp_(max=FP8_MAX)
+    return rounded.copysign_(scaled).to(FP8), scale
 
 
 def round_mantissa(values: Tensor, bits: int, generator: torch.Generator) -> Tensor:
     """Zero the last `bits` bits of the mantissa of float32 `values`, rounding up or down at random so that the mean is the value. Same
     shape and dtype."""
     noise = torch.randint(0, 2**bits, values.shape, generator=generator, device=values.device, dtype=torch.int32)
-    return ((values.contiguous().view(torch.int32) + noise) & -(2**bits)).view(torch.float32)
+    return noise.add_(values.contiguous().view(torch.int32)).bitwise_and_(-(2**bits)).view(torch.float32)

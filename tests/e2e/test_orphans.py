@@ -6,6 +6,8 @@ import signal
 import socket
 from pathlib import Path
 
+import httpx
+import psutil
 import pytest
 
 from tests.e2e import world
@@ -29,9 +31,17 @@ def is_free(port):
 
 
 def port_of(supervisor):
-    """The port of the server below this process, from the command line of its API server."""
-    words = Path(f"/proc/{below(supervisor)[0]}/cmdline").read_text().split("\0")
-    return int(words[words.index("--port") + 1])
+    """The port on which the API server below this process listens for HTTP."""
+    sockets = psutil.Process(below(supervisor)[0]).net_connections("tcp")
+    (port,) = {each.laddr.port for each in sockets if each.status == psutil.CONN_LISTEN and answers(each.laddr.port)}
+    return port
+
+
+def answers(port):
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 def test_a_supervisor_and_a_trainer_that_are_killed_together_leave_nothing(tmp_path):

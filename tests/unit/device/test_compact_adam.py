@@ -1,10 +1,14 @@
 """Adam with moments in fewer bits or on the host, against Adam in float32."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from ranks import run_ranks
 
 from megagrpo.device.adam import FusedAdam
 from megagrpo.device.compact_adam import FP8, CompactAdam, round_mantissa, to_fp8
+from megagrpo.device.memory import resident_gb
 
 SETTINGS = dict(lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 
@@ -74,3 +78,21 @@ def test_rounding_is_right_on_the_mean_and_never_further_than_the_next_value():
     many = torch.stack([(c.float() * s[:, None]).flatten()[: len(values)] for c, s in (to_fp8(values, generator) for _ in range(2000))])
     assert codes.dtype == FP8 and scale.log2().frac().eq(0).all()
     assert ((many.mean(0) - values).abs() < 0.01 * values.abs() + 2e-4).all()
+
+
+def peak_beyond_the_state_gb():
+    """GiB that the second step of a parameter of 32 million elements adds to the peak of resident memory."""
+    parameter = torch.ones(2**25, requires_grad=True)
+    parameter.grad = torch.ones_like(parameter)
+    adam = CompactAdam([parameter], dtype=FP8, offload=False)
+    adam.step()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the memory in use now
+    before = resident_gb()
+    adam.step()
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(peak.split()[1]) / 2**20 - before
+
+
+def test_a_step_needs_little_memory_beyond_the_state_however_large_a_parameter_is():
+    (beyond,) = run_ranks(peak_beyond_the_state_gb, 1)
+    assert beyond < 0.06, "half of the parameter"
