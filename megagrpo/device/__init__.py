@@ -26,6 +26,8 @@ from megagrpo.device import cpu, cpu_patches, wide_products
 
 _CPU = torch.device("cpu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+KEPT_BYTES = 32 * 2**20
+"""Size of the largest tensor whose memory a process without a GPU keeps for the next one (`reuse_freed_memory`): glibc's limit."""
 _installed = False
 
 
@@ -117,6 +119,18 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         total[rows] += left[rows] @ right
 
 
+def write_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Compute out = left right, `out` [n, m] in float32, `left` [n, k] and `right` [k, m] in a narrower dtype, to which the product is
+    rounded first.
+
+    On a CPU blocks of columns are multiplied and converted, so that the rounded product stays in the cache.
+    """
+    step = out.shape[1] if has_gpu() else max(1, 4 * block_elements() // out.shape[0])
+    for start in range(0, out.shape[1], step):
+        columns = slice(start, start + step)
+        out[:, columns].copy_(left @ right[:, columns])
+
+
 def memory_gb() -> float:
     """Return the peak memory of this process so far in GiB: GPU memory if there is a GPU, resident memory otherwise."""
     if has_gpu():
@@ -154,7 +168,7 @@ def release_memory() -> None:
 
 
 def reuse_freed_memory() -> None:
-    """Make this process keep the memory of freed tensors of up to 32 MB for its next tensors, until `release_memory`. No effect with a
+    """Make this process keep the memory of freed tensors of up to KEPT_BYTES for its next tensors, until `release_memory`. No effect with a
     GPU, whose allocator does so, or without glibc.
 
     By default glibc returns the end of its heap to the system many times in a backward pass. The system clears each page that it hands out
@@ -163,7 +177,7 @@ def reuse_freed_memory() -> None:
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if not has_gpu() and mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, 32 * 2**20)
+        mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 

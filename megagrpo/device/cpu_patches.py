@@ -125,6 +125,8 @@ def patch_megatron() -> None:
     logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(lambda record: "NVRx" not in record.getMessage())
     # Megatron falls back to torch.norm, which is too small on a CPU (see norms.py): the clipped gradient would be too long by as much.
     clip_grads.l2_norm_impl = multi_tensor_l2norm
+    # Megatron falls back to a function that allocates a copy of each gradient.
+    clip_grads.multi_tensor_scale_impl = _scale
     # gloo concatenates tensors that are gathered together, and converts the bytes of FP8 weights to numbers if others are bf16.
     param_and_grad_buffer.dist_all_gather_func = _gather_alone
     # all_to_all_single needs a sequence of numbers; Megatron converts only tensors that it moves away from a GPU.
@@ -132,6 +134,12 @@ def patch_megatron() -> None:
     # gloo gathers tensors of equal length only, but the ranks that share an expert send it different lengths. Can go with a gloo that
     # gathers ragged tensors.
     mappings._gather_along_first_dim = functools.partial(_gather_ragged, mappings._gather_along_first_dim)
+
+
+def _scale(chunk_size: int, noop: torch.Tensor, tensor_lists: list[list[torch.Tensor]], factor: float) -> None:
+    """Write the first list's tensors times `factor` to the second list's, with the signature of APEX's multi_tensor_scale."""
+    for source, target in zip(*tensor_lists, strict=True):
+        torch.mul(source, factor, out=target)
 
 
 def _gather_alone(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, async_op: bool) -> None:

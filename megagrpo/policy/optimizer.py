@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -57,9 +57,23 @@ def wrap_data_parallel(
         one_bucket = index > 0 or layout.pp_rank > 0 or not overlaps
         buffer_layout = _buffer_layout(chunk, config, None if one_bucket else size, copies)
         wrapped.append(DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=buffer_layout))
+    if not overlaps and not device.has_gpu():
+        for parameter in (p for chunk in chunks for p in chunk.parameters() if p.requires_grad and p.dtype == torch.bfloat16):
+            if 4 * parameter.numel() > device.KEPT_BYTES:  # new memory for the converted gradient costs more than the sum
+                parameter.register_post_accumulate_grad_hook(_add_by_blocks)
     for chunk in chunks:  # Megatron's schedule runs all micro-batches but the last inside no_sync, without a reduction
         config_of(chunk).no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [each.no_sync for each in wrapped]
     return wrapped
+
+
+def _add_by_blocks(parameter: torch.Tensor) -> None:
+    """Add the gradient to the float32 `main_grad` and drop it, before Megatron's hook, which would convert all of it to float32 first."""
+    if parameter.grad is None:  # the layer has added it itself
+        return
+    gradient, total, step = parameter.grad.reshape(-1), cast(Any, parameter).main_grad.view(-1), device.block_elements()
+    for start in range(0, gradient.numel(), step):
+        total[start : start + step] += gradient[start : start + step]
+    parameter.grad = None
 
 
 def _buffer_layout(

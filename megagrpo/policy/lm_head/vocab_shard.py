@@ -46,7 +46,7 @@ class VocabShard:
         if out.dtype == hidden.dtype:
             torch.mm(hidden, head, out=out)
         else:
-            out.copy_(hidden @ head)
+            device.write_product(out, hidden, head)
         if cap is not None:
             return out.div_(cap).tanh_().mul_(cap / temperature)
         return out if temperature == 1.0 else out.div_(temperature)
@@ -158,10 +158,11 @@ class HeadGradients:
         if needed[1]:
             self._grad_weight = torch.empty_like(weight, dtype=wide(weight.dtype)) if main_grad is None else main_grad
         self._adds, self._empty = main_grad is not None, main_grad is None
+        self._narrow: Tensor | None = None  # memory for the logits' gradients of a chunk in the dtype of hidden
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
         """Add the contribution of tokens `rows`, from `grad_logits` [n, v], the gradient of the logits before the temperature."""
-        grad_logits, hidden = grad_logits.to(self._hidden.dtype), self._hidden[rows]
+        grad_logits, hidden = self._narrowed(grad_logits), self._hidden[rows]
         if self._grad_hidden is not None:
             torch.mm(grad_logits, self._weight[: self._num_rows], out=self._grad_hidden[rows])
         if self._grad_weight is not None:
@@ -173,6 +174,14 @@ class HeadGradients:
             else:
                 device.add_product(total, grad_logits.t(), hidden)
         self._empty = False
+
+    def _narrowed(self, grad_logits: Tensor) -> Tensor:
+        """Return `grad_logits` [n, v] in the dtype of hidden, overwriting those of the previous chunk."""
+        if grad_logits.dtype == self._hidden.dtype:
+            return grad_logits
+        if self._narrow is None:
+            self._narrow = torch.empty_like(grad_logits, dtype=self._hidden.dtype)
+        return self._narrow[: grad_logits.shape[0]].copy_(grad_logits)
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the gradients of hidden [N, H] and weight [V/tp, H] in their dtypes; None for one that is not needed or was added."""

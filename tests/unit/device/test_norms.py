@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo import device
 from megagrpo.device.norms import ROW, l2_norm
@@ -42,3 +43,27 @@ def test_megatron_clips_by_it():
     given = tensors(2**22, 5)
     norm, _ = clip_grads.l2_norm_impl(2**16, torch.zeros(1), [given], False)
     assert norm.tolist() == [pytest.approx(exact(given), rel=1e-6)]
+
+
+@pytest.mark.skipif(device.has_gpu(), reason="a GPU has kernels of its own")
+def test_megatron_scales_gradients_in_place():
+    from megatron.core.optimizer import clip_grads
+
+    given = tensors(1000, 7)
+    halves, noop = [tensor / 2 for tensor in given], torch.zeros(1)
+    with WritesInPlace() as count:
+        clip_grads.multi_tensor_scale_impl(2**16, noop, [given, given], 0.5)
+    assert all(map(torch.equal, given, halves)) and count.operations == ["aten::mul"] * 2
+
+
+class WritesInPlace(TorchDispatchMode):
+    """Collects the names of operations and requires that each writes to a given tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        assert "out" in (kwargs or {}), operation
+        self.operations.append(operation.overloadpacket._qualified_op_name)
+        return operation(*args, **kwargs)
