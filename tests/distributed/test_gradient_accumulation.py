@@ -1,7 +1,7 @@
 """How weight gradients reach their float32 sums `main_grad`.
 
-Transformer Engine's linears add them inside their product, unrounded: `build_model` turns it on. On a CPU large gradients are added by blocks,
-with the bits of Megatron's sum.
+Transformer Engine's linears add them inside their product, unrounded: `build_model` turns it on. On a CPU large gradients are added by
+blocks, with the bits of Megatron's sum.
 """
 
 import pytest
