@@ -59,7 +59,7 @@ def begin(config: RunConfig) -> None:
 
 
 def take(command: Sequence[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes] | None:
-    """Hand the waiting process the command of a server, and return its supervisor; None if there is none for this environment.
+    """Hand the waiting process the command of a server, and return its supervisor. Return None without a process for this environment.
 
     The output so far and all later output go to the end of `log`. The caller writes the server's token to the supervisor's standard input
     and closes it.
