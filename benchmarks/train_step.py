@@ -27,8 +27,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is imported
-os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+from megagrpo.process.variables import OPENMP
+
+os.environ |= OPENMP | os.environ  # read once, when torch is imported
 
 import torch
 from torch import Tensor

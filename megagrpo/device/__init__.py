@@ -23,11 +23,10 @@ import warnings
 import torch
 
 from megagrpo.device import cpu, cpu_patches, wide_products
+from megagrpo.process.variables import KEPT_BYTES
 
 _CPU = torch.device("cpu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-KEPT_BYTES = 32 * 2**20
-"""Size of the largest tensor whose memory a process without a GPU keeps for the next one (`reuse_freed_memory`): glibc's limit."""
 _installed = False
 
 

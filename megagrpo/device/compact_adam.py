@@ -130,5 +130,7 @@ def to_fp8(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def round_mantissa(values: Tensor, bits: int, generator: torch.Generator) -> Tensor:
     """Zero the last `bits` bits of the mantissa of float32 `values`, rounding up or down at random so that the mean is the value. Same
     shape and dtype."""
-    noise = torch.randint(0, 2**bits, values.shape, generator=generator, device=values.device, dtype=torch.int32)
+    pairs = torch.empty(-(-values.numel() // 2), dtype=torch.int64, device=values.device)  # a draw of 64 bits costs as much as one of 32
+    noise = pairs.random_(-(2**63), None, generator=generator).view(torch.int32)[: values.numel()].view(values.shape)
+    noise = noise.bitwise_and_(2**bits - 1)
     return noise.add_(values.contiguous().view(torch.int32)).bitwise_and_(-(2**bits)).view(torch.float32)

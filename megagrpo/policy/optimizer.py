@@ -23,6 +23,7 @@ from megagrpo.device.compact_adam import MOMENTS, CompactAdam
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.chunks import config_of
 from megagrpo.policy.fp8.masters import unrounded
+from megagrpo.process.variables import KEPT_BYTES
 
 # Scale of Muon's updates that makes their root mean square about equal to AdamW's (Moonlight, arXiv 2502.16982).
 MUON_SCALE = 0.2
@@ -59,7 +60,7 @@ def wrap_data_parallel(
         wrapped.append(DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=buffer_layout))
     if not overlaps and not device.has_gpu():
         for parameter in (p for chunk in chunks for p in chunk.parameters() if p.requires_grad and p.dtype == torch.bfloat16):
-            if 4 * parameter.numel() > device.KEPT_BYTES:  # new memory for the converted gradient costs more than the sum
+            if 4 * parameter.numel() > KEPT_BYTES:  # new memory for the converted gradient costs more than the sum
                 parameter.register_post_accumulate_grad_hook(_add_by_blocks)
     for chunk in chunks:  # Megatron's schedule runs all micro-batches but the last inside no_sync, without a reduction
         config_of(chunk).no_sync_func = wrapped[0].no_sync if len(wrapped) == 1 else [each.no_sync for each in wrapped]

@@ -11,3 +11,10 @@ OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
 Without spinning, each operation on two threads wakes a sleeping thread: a bf16 step takes 1.3 times as long (`benchmarks/step_cost.py`).
 With the default, many milliseconds, threads that wait take the cores from threads that compute.
 """
+
+KEPT_BYTES = 32 * 2**20
+"""Size of the largest tensor whose memory a process without a GPU keeps for its next tensors (`device.reuse_freed_memory`): glibc's
+limit."""
+# In the kernel's default pages of 4 KiB, new memory for the weights of a sync takes longer than their copy.
+MALLOC = {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold={KEPT_BYTES}:glibc.malloc.trim_threshold={2**31 - 1}"}
+"""How a vLLM server without a GPU allocates: in huge pages, and it keeps freed memory as the trainer does."""

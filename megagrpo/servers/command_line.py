@@ -15,13 +15,10 @@ from pathlib import Path
 
 from megagrpo.config import LOOPBACK
 from megagrpo.engine.access import GUARD, address_of
-from megagrpo.process.variables import OPENMP, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from megagrpo.process.variables import MALLOC, OPENMP, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from megagrpo.servers.options import NodePorts, ServerNode, ServerOptions
 
 PLUGIN = Path(__file__).parents[1] / "vllm_plugin"
-# A sync allocates new memory for every weight. In the kernel's default pages of 4 KiB that takes longer than the copy itself. Tensors of up
-# to 32 MiB leave their memory to the next ones, as in the trainer (`device.reuse_freed_memory`).
-MALLOC = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=2147483647"
 MAX_BATCHED_TOKENS = 4096  # tokens of one prefill batch on a CPU
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM allocates adapter slots for
 
@@ -130,8 +127,7 @@ def server_environment(
             env["VLLM_BATCH_INVARIANT"] = "1"
         return env | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
     threads = o.omp_threads or max(1, len(os.sched_getaffinity(0)) // workers)
-    env.setdefault("GLIBC_TUNABLES", MALLOC)
-    env |= OPENMP
+    env = MALLOC | env | OPENMP
     return env | {
         "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(o.kv_cache_gb)),  # vLLM reads whole GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding fails for tp > 1 on one NUMA node, and competes with the trainer for cores

@@ -8,9 +8,7 @@ for the server, or that no server takes, is ended.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.util
-import json
 import os
 import shutil
 import subprocess
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megagrpo.config import LOOPBACK, RunConfig
+from megagrpo.process.hand_over import line_of, send
 from megagrpo.servers.command_line import PLUGIN, server_environment
 from megagrpo.servers.options import ServerOptions
 from megagrpo.servers.supervisor import GRACE_SECONDS, supervise
@@ -53,17 +52,14 @@ def begin(config: RunConfig) -> None:
     environment = server_environment(options, None, r.servers * options.devices, loopback=True, guarded=True)
     output = Path(tempfile.mkdtemp(prefix="vllm_early_"), "output.log")
     with output.open("wb") as out:
-        supervisor = supervise([*PROGRAM, WAIT], environment, out, waits=True)
+        supervisor = supervise([*PROGRAM, WAIT], environment, out, token=None)
     _waiting.append(_Waiting(supervisor, environment, output, os.getpid()))
     atexit.register(_end)
 
 
-def take(command: Sequence[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes] | None:
-    """Hand the waiting process the command of a server, and return its supervisor. Return None without a process for this environment.
-
-    The output so far and all later output go to the end of `log`. The caller writes the server's token to the supervisor's standard input
-    and closes it.
-    """
+def take(command: Sequence[str], environment: dict[str, str], log: Path, token: bytes) -> subprocess.Popen[bytes] | None:
+    """Hand the waiting process the command and the token of a server, and return its supervisor. Return None without a process for this
+    environment. The output so far and all later output go to the end of `log`."""
     if not _waiting:
         return None
     supervisor, expected, output, _ = _waiting[0]
@@ -73,10 +69,8 @@ def take(command: Sequence[str], environment: dict[str, str], log: Path) -> subp
     _waiting.clear()
     with output.open("rb") as source, log.open("ab") as out:
         shutil.copyfileobj(source, out)
-    server = {"arguments": [*command[len(PROGRAM) :]], "log": str(log.absolute())}
-    assert supervisor.stdin is not None, "stdin is a pipe"
-    with contextlib.suppress(BrokenPipeError):
-        supervisor.stdin.write(json.dumps(server).encode() + b"\n")
+    server = {"arguments": [*command[len(PROGRAM) :]], "log": str(log.absolute()), "token": token.decode()}
+    send(line_of(server), supervisor.stdin)
     return supervisor
 
 

@@ -7,7 +7,6 @@ all its processes when the trainer exits, even by SIGKILL.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.util
 import os
 import re
@@ -298,12 +297,9 @@ class Launcher:
         if self.followers is not None and self.node is not None:
             self._ports = NodePorts(*free_ports(self.node.first, 2))
             self.followers.start(self._ports)
-        command, environment = self._command(port), self._environment(index)
+        command, environment, token = self._command(port), self._environment(index), (self.token or "").encode()
         with log.open(how) as out:
-            supervisor = early_start.take(command, environment, log) or supervise(command, environment, out)
-        assert supervisor.stdin is not None, "stdin is a pipe"
-        with contextlib.suppress(BrokenPipeError), supervisor.stdin as pipe:  # the supervisor may have ended already; `wait` reports that
-            pipe.write((self.token or "").encode())
+            supervisor = early_start.take(command, environment, log, token) or supervise(command, environment, out, token)
         address = f"http://{self.host}:{port}"
         return Server(url or address, log, supervisor, time.monotonic(), address)
 

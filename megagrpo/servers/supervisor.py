@@ -2,21 +2,20 @@
 
     python supervisor.py PARENT_PID GRACE_SECONDS [--early] COMMAND...
 
-With --early the command waits for its server (early_start.py): a line of JSON on standard input, before the token, names the server's log,
-to which all output then goes. The command gets the line and the token on its own standard input.
+With --early the command waits for its server (early_start.py). The trainer hands the server to this process, and this process hands it to
+the command, followed by the server's token (process/hand_over.py).
 
 It also ends a server whose engine process has ended, when the API server stays for ENGINE_SECONDS.
 
 When the trainer ends, even by SIGKILL, the kernel gives this process a new parent; it checks its parent ten times a second. Orphaned
 descendants become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. It removes the files that the server leaves in shared
-memory and in the temporary directory, and the temporary files of a killed trainer. From this project it imports only `process.scratch`, so
-that it starts fast and stays small.
+memory and in the temporary directory, and the temporary files of a killed trainer. From this project it imports only `process.scratch` and
+`process.hand_over`, so that it starts fast and stays small.
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import select
 import signal
@@ -73,8 +72,7 @@ def main() -> int:
             time.sleep(0.1)
         elif select.select([0], [], [], 0.1)[0]:
             waits = False
-            if not hand_over(server):
-                break
+            pass_on(server)
         now = time.monotonic()
         # record mapped files regularly: once a server has died, its files are no longer mapped by any process
         if now - scanned > (5 if engine_seen and now - begun > 60 else 1):  # an engine may end soon after its start
@@ -98,29 +96,27 @@ def main() -> int:
     return 0 if status is None else status if status >= 0 else 128 - status
 
 
-def supervise(command: Sequence[str], environment: dict[str, str], out: IO[bytes], waits: bool = False) -> subprocess.Popen[bytes]:
-    """Start this file as a process of its own that runs `command`, with its output in `out`. `waits`: the command waits for its server."""
-    words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(GRACE_SECONDS), *[EARLY] * waits, *command]
-    return subprocess.Popen(words, env=environment, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+def supervise(command: Sequence[str], environment: dict[str, str], out: IO[bytes], token: bytes | None) -> subprocess.Popen[bytes]:
+    """Start this file as a process of its own that runs `command`, with its output in `out` and `token` on its standard input. Without a
+    token the command waits for its server."""
+    from megagrpo.process.hand_over import send
+
+    early = [EARLY] if token is None else []
+    words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(GRACE_SECONDS), *early, *command]
+    pipe = subprocess.PIPE
+    supervisor = subprocess.Popen(words, env=environment, stdin=pipe, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    if token is not None:
+        send(token, supervisor.stdin)
+    return supervisor
 
 
-def hand_over(server: subprocess.Popen[bytes]) -> bool:
-    """Pass the server's line and token from standard input to the waiting process, and send this process's output to the server's log.
-    Returns whether there is a server: not when the trainer closes the pipe or exits."""
-    given = b""
-    while part := os.read(0, 65536):
-        given += part
-    if not given or server.stdin is None:
-        return False
-    log = os.open(json.loads(given.partition(b"\n")[0])["log"], os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    try:
-        server.stdin.write(given)
-        server.stdin.close()
-    except BrokenPipeError:
-        pass  # the process has ended; the loop notices
-    return True
+def pass_on(server: subprocess.Popen[bytes]) -> None:
+    """Pass the server and its token from standard input to the waiting process, which ends when the pipe holds no server."""
+    from megagrpo.process.hand_over import line_of, receive, send
+
+    given = receive()
+    token = given.pop("token").encode() if given else b""
+    send(line_of(given) + token if given else b"", server.stdin)
 
 
 def end(server: subprocess.Popen[bytes], grace: float) -> None:

@@ -8,14 +8,13 @@ follows `VLLM_WORKER_MULTIPROC_METHOD`.
 
 import functools
 import gc
-import json
 import multiprocessing
-import os
 import runpy
 import sys
 import time
 from typing import Any
 
+from megagrpo.process.hand_over import receive
 from megagrpo.process.parent_death import tie_process_tree
 
 
@@ -26,17 +25,10 @@ def _fork_instead_of_spawn() -> None:
 
 
 def _wait_for_server() -> None:
-    """Read the server's arguments and log from a line of JSON on standard input (servers/early_start.py). The token stays in the pipe."""
-    line = b""
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            sys.exit(0)  # the trainer has ended
-        line += byte
-    server = json.loads(line)
-    log = os.open(server["log"], os.O_WRONLY | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    """Take the arguments of the server that the trainer hands over (servers/early_start.py). Its token stays in standard input."""
+    server = receive()
+    if server is None:
+        sys.exit(0)  # the trainer has ended
     sys.argv[1:] = server["arguments"]
 
 

@@ -12,6 +12,7 @@ from tiny_policy import tiny_model, tiny_run
 from megagrpo import device
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.parallel.layout import init_layout
+from megagrpo.policy import optimizer
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.verify.shrink import random_samples
 from megagrpo.verify.step import fill_weights, policy_gradient
@@ -47,7 +48,7 @@ def sums(kept_bytes: int) -> tuple[list[torch.Tensor], int]:
     """The gradient sums of two micro-batches of a bfloat16 model, and the number of weights with a hook for blocks."""
     config, hf_config = tiny_run(model=dict(precision="bf16")), tiny_model("qwen2_untied")
     layout = init_layout(config.parallel)
-    device.KEPT_BYTES = kept_bytes
+    optimizer.KEPT_BYTES = kept_bytes
     policy = MegatronPolicy(config, layout, hf_config)
     fill_weights(policy, hf_config, layout)
     policy.weights_changed()

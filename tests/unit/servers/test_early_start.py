@@ -60,10 +60,8 @@ def test_the_waiting_process_becomes_the_server_and_logs_to_its_log(program, tmp
     waiting, log = early_start._waiting[0], tmp_path / "vllm_0.log"
     wait_until(lambda: "imported" in waiting.output.read_text())
     log.touch()
-    supervisor = early_start.take([*program, "--port", "7"], waiting.environment, log)
-    assert supervisor is waiting.supervisor and early_start.take([*program], waiting.environment, log) is None
-    with supervisor.stdin as pipe:
-        pipe.write(b"the token")
+    supervisor = early_start.take([*program, "--port", "7"], waiting.environment, log, b"the token")
+    assert supervisor is waiting.supervisor and early_start.take([*program], waiting.environment, log, b"") is None
     wait_until(lambda: "server ['--port', '7'] the token" in log.read_text())
     assert log.read_text().startswith("imported")
     (server,) = psutil.Process(supervisor.pid).children()
@@ -71,10 +69,22 @@ def test_the_waiting_process_becomes_the_server_and_logs_to_its_log(program, tmp
     assert supervisor.wait(20) == 0 and not server.is_running()
 
 
+def test_a_fork_of_the_trainer_that_holds_the_pipe_open_does_not_delay_the_server(program, tmp_path):
+    early_start.begin(configured())
+    waiting, log = early_start._waiting[0], tmp_path / "vllm_0.log"
+    log.touch()
+    held = os.dup(waiting.supervisor.stdin.fileno())  # as a fork holds it
+    supervisor = early_start.take(program, waiting.environment, log, b"the token")
+    wait_until(lambda: "server [] the token" in log.read_text())
+    os.close(held)
+    supervisor.terminate()
+    assert supervisor.wait(20) == 0
+
+
 def test_a_process_whose_environment_is_not_the_servers_is_ended(program, tmp_path):
     early_start.begin(configured())
     supervisor, environment = early_start._waiting[0][:2]
-    assert early_start.take(program, environment | {"OMP_NUM_THREADS": "63"}, tmp_path / "log") is None
+    assert early_start.take(program, environment | {"OMP_NUM_THREADS": "63"}, tmp_path / "log", b"") is None
     assert supervisor.poll() is not None and not early_start._waiting
 
 
@@ -83,7 +93,7 @@ def test_a_server_starts_by_itself_where_the_waiting_process_was_killed(program,
     supervisor, environment = early_start._waiting[0][:2]
     supervisor.kill()
     supervisor.wait()
-    assert early_start.take(program, environment, tmp_path / "log") is None
+    assert early_start.take(program, environment, tmp_path / "log", b"") is None
 
 
 @pytest.mark.parametrize("how", ["exits", "killed"])
@@ -94,7 +104,16 @@ def test_no_process_stays_behind_a_trainer_without_a_server(program, how):
     if how == "killed":
         trainer.kill()
     assert trainer.wait(20) == (0 if how == "exits" else -9)
-    wait_until(lambda: not supervisor.is_running())
+    if how == "killed":
+        wait_until(lambda: not supervisor.is_running())
+    assert not supervisor.is_running()
+
+
+def test_the_waiting_process_ends_when_its_pipe_is_closed(program):
+    early_start.begin(configured())
+    supervisor = early_start._waiting[0].supervisor
+    supervisor.stdin.close()
+    assert supervisor.wait(20) == 0
 
 
 @pytest.mark.parametrize(
@@ -136,8 +155,6 @@ def test_the_real_program_waits_with_vllm_imported_and_leaves_the_token(tmp_path
     log.touch()
     early_start.begin(configured())
     environment = early_start._waiting[0].environment
-    supervisor = early_start.take([*early_start.PROGRAM, "--model", str(tmp_path / "missing")], environment, log)
-    with supervisor.stdin as pipe:
-        pipe.write(token)
+    supervisor = early_start.take([*early_start.PROGRAM, "--model", str(tmp_path / "missing")], environment, log, token)
     assert supervisor.wait(120) == 1
     assert "missing" in log.read_text() and os.path.getsize(log)
