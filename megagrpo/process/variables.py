@@ -16,5 +16,5 @@ KEPT_BYTES = 32 * 2**20
 """Size of the largest tensor whose memory a process without a GPU keeps for its next tensors (`device.reuse_freed_memory`): glibc's
 limit."""
 # In the kernel's default pages of 4 KiB, new memory for the weights of a sync takes longer than their copy.
-MALLOC = {"GLIBC_TUNABLES": f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold={KEPT_BYTES}:glibc.malloc.trim_threshold={2**31 - 1}"}
-"""How a vLLM server without a GPU allocates: in huge pages, and it keeps freed memory as the trainer does."""
+MALLOC = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold={KEPT_BYTES}:glibc.malloc.trim_threshold={2**31 - 1}"
+"""GLIBC_TUNABLES of a vLLM server without a GPU: it allocates in huge pages, and keeps freed memory as the trainer does."""

@@ -127,12 +127,14 @@ def server_environment(
             env["VLLM_BATCH_INVARIANT"] = "1"
         return env | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
     threads = o.omp_threads or max(1, len(os.sched_getaffinity(0)) // workers)
-    env = MALLOC | env | OPENMP
+    tunables = env.pop("GLIBC_TUNABLES", MALLOC)
+    env |= OPENMP
     return env | {
         "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(o.kv_cache_gb)),  # vLLM reads whole GiB
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding fails for tp > 1 on one NUMA node, and competes with the trainer for cores
         "OMP_NUM_THREADS": str(threads),
         "TORCH_COMPILE_DISABLE": "1",  # without this the sampler runs a C++ compiler in the first request
+        "GLIBC_TUNABLES": tunables,  # the last one: glibc moves it, and a process's title fits only into the variables before it
     }
 
 

@@ -25,11 +25,15 @@ def _fork_instead_of_spawn() -> None:
 
 
 def _wait_for_server() -> None:
-    """Take the arguments of the server that the trainer hands over (servers/early_start.py). Its token stays in standard input."""
+    """Take the arguments of the server that the trainer hands over (servers/early_start.py), and show them in `ps`. Its token stays in
+    standard input."""
+    from setproctitle import setproctitle
+
     server = receive()
     if server is None:
         sys.exit(0)  # the trainer has ended
     sys.argv[1:] = server["arguments"]
+    setproctitle(" ".join([sys.executable, *sys.argv]))
 
 
 def _nap_instead_of_spin() -> None:

@@ -27,7 +27,7 @@ def test_servers_of_a_run_reject_requests_without_its_token_and_no_file_or_proce
         assert listening(family) == {LOOPBACK}, "something listens on another address than 127.0.0.1"
         commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in family]
         assert not [pid for pid in family if b"marked-" in Path(f"/proc/{pid}/environ").read_bytes()], "the token is in an environment"
-        (port,) = {found[1] for words in commands if (found := re.search(r"--port\0(\d+)", words))}
+        (port,) = {found[1] for words in commands if (found := re.search(r"--port[\0 ](\d+)", words))}
         url = f"http://127.0.0.1:{port}"
         known = {"Authorization": f"Bearer {TOKEN}"}
         routes = httpx.get(f"{url}/openapi.json", headers=known).json()["paths"]

@@ -65,6 +65,7 @@ def test_the_waiting_process_becomes_the_server_and_logs_to_its_log(program, tmp
     wait_until(lambda: "server ['--port', '7'] the token" in log.read_text())
     assert log.read_text().startswith("imported")
     (server,) = psutil.Process(supervisor.pid).children()
+    assert " ".join(server.cmdline()).endswith("stand_in.py --port 7")  # what ps shows
     supervisor.terminate()
     assert supervisor.wait(20) == 0 and not server.is_running()
 
