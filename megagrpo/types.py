@@ -287,8 +287,8 @@ class Metric:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The result of a loss for one micro-batch: `numerator` is a sum over the micro-batch, and the policy divides the gradient once by the
-    denominator of the whole step."""
+    """The result of a loss for one micro-batch: `numerator` is a sum over the micro-batch, which the policy divides by the denominator of
+    the whole step."""
 
     numerator: Tensor  # scalar float32
     metrics: dict[str, Metric]  # of this micro-batch

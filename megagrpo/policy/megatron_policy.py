@@ -29,6 +29,7 @@ from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.masters import forget_unrounded
 from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.lm_head import fused_logprobs
+from megagrpo.policy.lm_head.task import Upstream
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
 from megagrpo.policy.lora import attach_adapters, without_dropout
 from megagrpo.policy.metric_sums import merged, on_host
@@ -93,7 +94,6 @@ class MegatronPolicy:
             config_of(chunk).finalize_model_grads_func = self._finalize_gradients
         self.phases = Phases()  # of the run; replaced by the caller
         self.times_filled = 0  # number of calls of weights_changed
-        self._denominator = 1  # of the step in progress
         self._checks: list[GradientCheck] = []  # of the step in progress
         # Whether the loss gradient may be computed before the backward pass, and on the device whether it was wrong there.
         self._early, self._early_differs = config.algorithm.gradient_is_local, torch.zeros(1, dtype=torch.bool, device=device.device())
@@ -170,30 +170,31 @@ class MegatronPolicy:
         rank when the loss or a gradient is NaN or infinite on any rank.
         """
 
-        def loss(output: Tensor, item: RankBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict[str, Metric]]:
-            result = loss_fn(self._loss_inputs(output, item, chunk, loss_fn if self._early else None))
-            sums = {"loss": Metric(result.numerator.detach())} | result.metrics
-            # Megatron would divide by the second value; the division is ours (see _finalize_gradients).
-            return result.numerator, torch.ones((), dtype=torch.int), sums
+        early = partial(loss_gradients, loss_fn, denominator) if self._early else None
 
-        self._denominator = denominator
+        def loss(output: Tensor, item: RankBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict[str, Metric]]:
+            result = loss_fn(self._loss_inputs(output, item, chunk, early))
+            share = result.numerator / denominator  # exact before the first forward pass; it includes skipped samples
+            # Megatron would divide by the second value.
+            return share, torch.ones((), dtype=torch.int), {"loss": Metric(share.detach())} | result.metrics
+
         for chunk in self.model:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         self._early_differs.zero_()
-        balance = self._prepare_routers(batch, denominator)
+        balance = self._prepare_routers(batch)
         with self._schedule_arguments(batch.micro_batches, loss, forward_only=False) as arguments:
             per_micro_batch = self._schedule(**arguments)
         metrics, bad, early_differs = self._reduce_metrics(per_micro_batch)
         if early_differs:  # the loss's gradient at a token depends on other tokens, although the loss says that it does not
             self._early = False
             return self.backward(batch, loss_fn, denominator)
-        metrics["loss"] = Metric(metrics["loss"].sum, denominator)
+        metrics["loss"] = Metric(metrics["loss"].sum)
         if bad is not None or not math.isfinite(metrics["loss"].value):
             raise NonFiniteError(bad, metrics)
         return metrics | balance
 
-    def _prepare_routers(self, batch: TrainBatch, denominator: int) -> dict[str, Metric]:
+    def _prepare_routers(self, batch: TrainBatch) -> dict[str, Metric]:
         """Prepare the routers for the coming backward passes, and return the balancing loss, if there is one.
 
         It needs a forward pass of its own over the step.
@@ -204,8 +205,7 @@ class MegatronPolicy:
         forward = self._schedule_arguments(batch.micro_batches, lambda *args, **kwargs: None, forward_only=True)
         with torch.no_grad(), counting(self.chunks), forward as arguments:
             self._schedule(**arguments)
-        # The sum of all gradients is divided by the denominator later. Multiplying by it here cancels that division.
-        return {"aux_loss": Metric(set_slopes(self.chunks, coefficient * denominator, self.layout))}
+        return {"aux_loss": Metric(set_slopes(self.chunks, coefficient, self.layout))}
 
     def update(self) -> dict[str, Metric]:
         """Clip the gradient of `backward` and take one step of the learning-rate schedule, then of the optimizer. Return the gradient norm
@@ -267,11 +267,11 @@ class MegatronPolicy:
             rows = rows.chunk(self.layout.tp_size)[self.layout.tp_rank]
         return rows[None]
 
-    def _loss_inputs(self, hidden: Tensor, item: RankBatch, chunk: torch.nn.Module, loss_fn: LossFn | None = None) -> LossInputs:
+    def _loss_inputs(self, hidden: Tensor, item: RankBatch, chunk: torch.nn.Module, early: Upstream | None = None) -> LossInputs:
         """Compute log-probs, entropy and exact KL of a micro-batch, [T] each, from the last stage's hidden states.
 
-        Where the loss mask is 0 they are 0 and no logits are computed. With `loss_fn`, a loss whose gradient is local, the loss gradient
-        is computed ahead of the backward pass (`loss_gradients`), which saves a matrix product.
+        Where the loss mask is 0 they are 0 and no logits are computed. With `early`, for a loss whose gradient is local, the loss
+        gradient is computed ahead of the backward pass, which saves a matrix product.
 
         Context parallelism ends here and nowhere else: each rank computes its own tokens, and every rank gets all rows.
         """
@@ -284,7 +284,7 @@ class MegatronPolicy:
             vocab_size=self.hf_config.vocab_size,
             chunk=self.config.train.logprob_chunk,
             entropy_gradient=micro_batch.terms.entropy_weights is not None,
-            upstream=None if loss_fn is None else partial(loss_gradients, loss_fn, micro_batch, tokens),
+            upstream=None if early is None else partial(early, micro_batch, tokens),
             early_differs=self._early_differs,
             into_main_grad=self._into_main_grad,
         )
@@ -300,18 +300,16 @@ class MegatronPolicy:
         return LossInputs(logprobs, entropy if options["entropy_gradient"] else entropy.detach(), micro_batch, *full_kl)
 
     def _finalize_gradients(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-        """Run Megatron's reductions over DP, tied embeddings and sequence-parallel norms, then divide once by the step's denominator.
+        """Run Megatron's reductions over DP, tied embeddings and sequence-parallel norms, and check the gradients.
 
-        `num_tokens`, Megatron's own count, is not used. Our count is exact before the first forward pass and includes skipped samples.
+        `num_tokens`, the sum of the second values that the loss returns to Megatron, is not used.
         """
         # An overlapped reduction spreads a NaN to every replica during the backward pass, which hides the rank it came from.
-        summing = overlaps_reduction(self.config.train, self.layout.dp_cp_size)
+        reduced = self.layout.world_size > 1  # one rank's gradients are its sums
+        summing = not reduced or overlaps_reduction(self.config.train, self.layout.dp_cp_size)
         self._checks = [] if summing else [GradientCheck.of(self.chunks, summed=False)]
         finalize_model_grads(model, None, **kwargs)
-        wrapped: list[Any] = model
-        for chunk in wrapped:
-            chunk.scale_gradients(1.0 / self._denominator)
-        self._checks.append(GradientCheck.of(self.chunks, summed=True))
+        self._checks.append(GradientCheck.of(self.chunks, summed=reduced))
 
     def _bad_tensor(self, finite: Sequence[Sequence[bool]]) -> BadTensor | None:
         """Return the tensor to blame on this rank if a gradient is not finite: the first bad weight, else the first bad gradient; None
@@ -346,9 +344,11 @@ def _head_weight(chunk: torch.nn.Module) -> Tensor:
 
 
 @torch.enable_grad()
-def loss_gradients(loss_fn: LossFn, micro_batch: MicroBatch, positions: Tensor, rows: slice, *outputs: Tensor) -> tuple[Tensor, ...]:
-    """Return d loss / d (logprobs, entropy, kl) [n] float32 at tokens `positions[rows]`, from their values `outputs` [n], before the
-    backward pass.
+def loss_gradients(
+    loss_fn: LossFn, denominator: int, micro_batch: MicroBatch, positions: Tensor, rows: slice, *outputs: Tensor
+) -> tuple[Tensor, ...]:
+    """Return d (loss / denominator) / d (logprobs, entropy, kl) [n] float32 at tokens `positions[rows]`, from their values `outputs` [n],
+    before the backward pass.
 
     `positions` [N] int64 are the loss tokens in the pack. Entropy is included only with `entropy_weights`, KL only with a reference head.
     Only for losses whose gradient at a token depends on that token alone.
@@ -356,8 +356,8 @@ def loss_gradients(loss_fn: LossFn, micro_batch: MicroBatch, positions: Tensor, 
     leaves = [row.new_zeros(micro_batch.num_tokens).index_copy(0, positions[rows], row).requires_grad_() for row in outputs]
     logprobs, *others = leaves
     entropy = others.pop(0) if micro_batch.terms.entropy_weights is not None else torch.zeros_like(logprobs)
-    numerator = loss_fn(LossInputs(logprobs, entropy, micro_batch, *others)).numerator
-    return tuple(gradient[positions[rows]] for gradient in torch.autograd.grad(numerator, leaves, materialize_grads=True))
+    share = loss_fn(LossInputs(logprobs, entropy, micro_batch, *others)).numerator / denominator
+    return tuple(gradient[positions[rows]] for gradient in torch.autograd.grad(share, leaves, materialize_grads=True))
 
 
 def check_device(config: RunConfig, hf_config: HfConfig) -> None:
