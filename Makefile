@@ -8,7 +8,7 @@
 # make lock: writes the versions that are tested together, for CPU and GPU; ARGS=--upgrade takes the newest that fit pyproject.toml.
 # make test-slurm: jobs on a real Slurm with pretend nodes; installs Debian's slurm-wlm, munge and iproute2 where they are missing, and needs root.
 export OMP_WAIT_POLICY ?= PASSIVE
-export GOMP_SPINCOUNT ?= 2000
+export GOMP_SPINCOUNT ?= 10000
 # Processes that share the tests, more than two cores would need: many tests wait for servers and ranks.
 WORKERS ?= 3
 

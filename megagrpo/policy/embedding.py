@@ -63,10 +63,9 @@ class _Rows(torch.autograd.Function):
         return None, None, None
 
 
-def add_gradients_unrounded(chunks: Sequence[nn.Module]) -> None:
-    """Make bfloat16 embeddings of `chunks` add their gradients to `main_grad`, which DDP's wrapper has created. Gradients of float32 are
-    not rounded anyway; Megatron's hooks add them in the same order with and without an overlapped reduction."""
+def add_gradients_directly(chunks: Sequence[nn.Module]) -> None:
+    """Make the embeddings of `chunks` add their gradients to `main_grad`, which DDP's wrapper has created."""
     for chunk in chunks:
         for module in chunk.modules():
             if isinstance(module, TokenEmbedding):
-                module.into_main_grad = module.weight.dtype == torch.bfloat16
+                module.into_main_grad = True

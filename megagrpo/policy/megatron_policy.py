@@ -23,7 +23,7 @@ from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.chunks import config_of
-from megagrpo.policy.embedding import add_gradients_unrounded
+from megagrpo.policy.embedding import add_gradients_directly
 from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.masters import forget_unrounded
@@ -79,10 +79,11 @@ class MegatronPolicy:
         if config.model.base_storage != "none":
             store_weights(self.chunks, config.model.base_storage)
         self.model = wrap_data_parallel(self.chunks, config.train, layout, config.model.fp8_param)
-        # Hooks of an overlapped reduction need each gradient in the weight's dtype.
-        self._into_main_grad = not overlaps_reduction(config.train, layout.dp_cp_size)
+        # Hooks of an overlapped reduction need each gradient in the weight's dtype. In float32 steps have the same bits with and without.
+        direct = self.dtype == torch.bfloat16 and not overlaps_reduction(config.train, layout.dp_cp_size)
+        self._into_main_grad = direct or layout.dp_cp_size == 1
         if self._into_main_grad:
-            add_gradients_unrounded(self.chunks)
+            add_gradients_directly(self.chunks)
         self.optimizer = build_optimizer(self.model, config.train, self.dtype)
         self.scheduler = build_scheduler(self.optimizer, config.train, config.run.num_steps * config.algorithm.updates_per_step)
         self.shares_prompts = _shares_prompts(config.train.share_prompts)

@@ -5,8 +5,8 @@ TOKEN_FILE_VARIABLE = "MEGAGRPO_TOKEN_FILE"  # the file that holds the token
 RENDEZVOUS_VARIABLE = "MEGAGRPO_RENDEZVOUS"  # the folder in which the ranks of one node meet; megagrpo/launch/rendezvous.py makes it
 NODE_INDICES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")  # hold the index of this node in a Slurm step, or in a job of Kubernetes
 
-OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "2000"}
-"""How OpenMP's threads wait for each other on a CPU: they spin for 2,000 iterations, 20 to 100 microseconds, and then sleep.
+OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+"""How OpenMP's threads wait for each other on a CPU: they spin for 10,000 iterations, 0.1 to 0.5 milliseconds, and then sleep.
 
 Without spinning, each operation on two threads wakes a sleeping thread: a bf16 step takes 1.3 times as long (`benchmarks/step_cost.py`).
 With the default, many milliseconds, threads that wait take the cores from threads that compute.

@@ -54,7 +54,7 @@ def vocab_logprobs(
     `early_differs`, a [1] bool tensor on the device, the backward pass always takes upstream's gradients and sets `early_differs` where
     they are wrong. The caller reads it later and repeats the pass without upstream.
 
-    `into_main_grad` adds the gradient of a bfloat16 `weight` to its float32 `main_grad` (Megatron's sum), unrounded. With `upstream` the
+    `into_main_grad` adds the gradient of `weight` to its float32 `main_grad` (Megatron's sum), unrounded. With `upstream` the
     forward pass adds it, which needs `early_differs`. An overlapped reduction excludes it: its hooks need a gradient that is passed on.
 
     With `fused` Triton kernels compute the same. They write no logits, or write them to scratch of a bounded size, and round none of the
@@ -179,7 +179,7 @@ class _VocabHead(torch.autograd.Function):
 
 def _main_grad(weight: Tensor, task: HeadTask) -> Tensor | None:
     """Return the float32 sum of the weight's gradients [V/tp, H] to add to. None: autograd adds the gradient, in the weight's dtype."""
-    return getattr(weight, "main_grad", None) if task.into_main_grad and wide(weight.dtype) != weight.dtype else None
+    return getattr(weight, "main_grad", None) if task.into_main_grad else None
 
 
 def _taken(early: Tensor, actual: Tensor, differs: Tensor | None) -> bool:

@@ -114,7 +114,7 @@ def test_cores_are_shared_out_and_what_the_user_set_stays(local, monkeypatch):
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     local.set_thread_environment(3)
-    assert [os.environ[n] for n in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")] == ["2", "ACTIVE", "2000"]
+    assert [os.environ[n] for n in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")] == ["2", "ACTIVE", "10000"]
     monkeypatch.delenv("OMP_NUM_THREADS")
     local.set_thread_environment(100)
     assert os.environ["OMP_NUM_THREADS"] == "1"

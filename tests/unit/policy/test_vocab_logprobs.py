@@ -128,10 +128,11 @@ def test_with_a_flag_the_early_gradients_are_taken_and_the_flag_tells_whether_th
     assert differs.item() is not right
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("early", [False, True])
-def test_a_bfloat16_heads_gradient_is_added_to_its_float32_sum_unrounded(early):
+def test_the_heads_gradient_is_added_to_its_float32_sum_unrounded(early, dtype):
     hidden, weight, labels, upstream = problem()
-    hidden, weight = hidden.detach().bfloat16().requires_grad_(), weight.detach().bfloat16().requires_grad_()
+    hidden, weight = hidden.detach().to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_()
     flag = torch.zeros(1, dtype=torch.bool)
     options = {"upstream": lambda rows, _: (upstream[rows],), "early_differs": flag} if early else {}
     logprobs, _ = vocab_logprobs(hidden, weight, labels, vocab_size=37, chunk=4, **options)
@@ -140,7 +141,8 @@ def test_a_bfloat16_heads_gradient_is_added_to_its_float32_sum_unrounded(early):
     logprobs, _ = vocab_logprobs(hidden, weight, labels, vocab_size=37, chunk=4, into_main_grad=True, **options)
     logprobs.backward(upstream)
     assert weight.grad is None and torch.equal(hidden.grad, passed_on[0])
-    assert torch.equal(weight.main_grad.bfloat16(), passed_on[1]) and not torch.equal(weight.main_grad, passed_on[1].float())
+    torch.testing.assert_close(weight.main_grad.to(dtype), passed_on[1])
+    assert dtype == torch.float32 or not torch.equal(weight.main_grad, passed_on[1].float())
     once = weight.main_grad.clone()
     logprobs, _ = vocab_logprobs(hidden, weight, labels, vocab_size=37, chunk=4, into_main_grad=True, **options)
     logprobs.backward(upstream)
