@@ -86,7 +86,7 @@ class _RMSNorm(torch.autograd.Function):
         scale, wide_grad = weight.to(inverse.dtype), grad.to(inverse.dtype)
         normed = x * inverse
         product = wide_grad * normed
-        along = product @ scale[:, None]  # projection of the gradient on x; the norm removes it
+        along = (product @ scale)[..., None]  # projection of the gradient on x; the norm removes it
         grad_x = (wide_grad * scale).addcmul_(normed, along, value=-1 / x.shape[-1]).mul_(inverse)
         return grad_x.to(x.dtype), product.flatten(0, -2).sum(0).to(weight.dtype), None
 

@@ -10,9 +10,9 @@ import pytest
 from tests.gpu.places import PLACES, need
 
 ROOT = Path(__file__).parents[2]
-# Rewards of ten steps without a GPU, as in README. Another machine draws other tokens: over three steps this moves a mean by less than 0.15
+# Rewards of eight steps without a GPU, as in README. Another machine draws other tokens: over three steps this moves a mean by less than 0.15
 # here.
-CURVE = (0.203, 0.125, 0.578, 0.859, 0.812, 0.938, 0.750, 0.844, 0.922, 0.969)
+CURVE = (0.125, 0.359, 0.688, 0.938, 0.844, 0.938, 0.906, 0.969)
 SLACK = 0.15
 
 

@@ -335,22 +335,22 @@ def test_fused_logprobs_write_no_logits_without_gradients_and_little_with_them(f
         (
             1,
             ["rollout.kv_cache_gb=0.001"],
-            ["rollout.kv_cache_gb: 0.001 cannot hold one sequence of 88 tokens; use 0.1 or more"],
+            ["rollout.kv_cache_gb: 0.001 cannot hold one sequence of 80 tokens; use 0.1 or more"],
         ),
         (
             3,
-            ["parallel.tp=3", "parallel.sequence_parallel=true", "train.max_tokens_per_micro_batch=88"],
+            ["parallel.tp=3", "parallel.sequence_parallel=true", "train.max_tokens_per_micro_batch=80"],
             [
-                "train.max_tokens_per_micro_batch: 88 is cut to 87, a multiple of parallel.tp = 3, and the longest sample has 88 tokens; "
-                "use 90"
+                "train.max_tokens_per_micro_batch: 80 is cut to 78, a multiple of parallel.tp = 3, and the longest sample has 80 tokens; "
+                "use 81"
             ],
         ),
         (
             6,
-            ["parallel.tp=3", "parallel.sequence_parallel=true", "parallel.cp=2", "train.max_tokens_per_micro_batch=94"],
+            ["parallel.tp=3", "parallel.sequence_parallel=true", "parallel.cp=2", "train.max_tokens_per_micro_batch=82"],
             [
-                "train.max_tokens_per_micro_batch: 94 is cut to 84, a multiple of 2 x parallel.cp x parallel.tp = 12, and the longest "
-                "sample has 88 tokens; use 96"
+                "train.max_tokens_per_micro_batch: 82 is cut to 72, a multiple of 2 x parallel.cp x parallel.tp = 12, and the longest "
+                "sample has 80 tokens; use 84"
             ],
         ),
     ],

@@ -42,8 +42,8 @@ MORE = {  # other ways to break the same rules
     "tp_of_experts": (7, 3, ["parallel.tp=3"], MIXED),
     "vpp": (5, 1, ["parallel.vpp=2"], {}),
     "architecture": (19, 1, [], {"model_type": "gpt2"}),
-    "micro_batch": (9, 3, ["parallel.tp=3", SP, "train.max_tokens_per_micro_batch=88"], {}),
-    "window": (14, 1, ["train.max_tokens_per_micro_batch=80"], {}),
+    "micro_batch": (9, 3, ["parallel.tp=3", SP, "train.max_tokens_per_micro_batch=80"], {}),
+    "window": (14, 1, ["train.max_tokens_per_micro_batch=79"], {}),
     "cache": (14, 1, ["rollout.kv_cache_gb=0.001"], {}),
 }
 

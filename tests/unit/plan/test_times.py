@@ -321,7 +321,7 @@ def test_the_command_says_all_of_it_in_json_without_torch(tmp_path):
     code = "import sys; sys.modules['torch'] = None; from megagrpo.__main__ import main; sys.exit(main(sys.argv[1:]))"
     arguments = [sys.executable, "-c", code, "plan", str(REPOSITORY / "configs" / "quickstart.yaml"), f"model.path={tmp_path}"]
     arguments += ["world_size=8", "train.distributed_optimizer=true", "model.precision=bf16", "parallel.tp=8"]
-    arguments += ["parallel.sequence_parallel=true", "--gpu", "h200", "response_tokens=20"]
+    arguments += ["parallel.sequence_parallel=true", "--gpu", "h200", "rollout.max_completion_length=24", "response_tokens=20"]
     told = subprocess.run([*arguments, "--search", "--json"], capture_output=True, text=True)
     made = json.loads(told.stdout)
     assert told.returncode == 0 and made["problems"] == [] and len(made["rules"]) == 25 and len(made["found"]) == 5
