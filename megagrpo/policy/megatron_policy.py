@@ -79,7 +79,8 @@ class MegatronPolicy:
         if config.model.base_storage != "none":
             store_weights(self.chunks, config.model.base_storage)
         self.model = wrap_data_parallel(self.chunks, config.train, layout, config.model.fp8_param)
-        # Hooks of an overlapped reduction need each gradient in the weight's dtype. In float32 steps have the same bits with and without.
+        # Hooks of an overlapped reduction need each gradient in the weight's dtype. In float32 the option changes no bit of a step, so
+        # several replicas add gradients in the order of the hooks.
         direct = self.dtype == torch.bfloat16 and not overlaps_reduction(config.train, layout.dp_cp_size)
         self._into_main_grad = direct or layout.dp_cp_size == 1
         if self._into_main_grad:
@@ -175,8 +176,8 @@ class MegatronPolicy:
 
         def loss(output: Tensor, item: RankBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict[str, Metric]]:
             result = loss_fn(self._loss_inputs(output, item, chunk, early))
-            share = result.numerator / denominator  # exact before the first forward pass; it includes skipped samples
-            # Megatron would divide by the second value.
+            share = result.numerator / denominator
+            # Megatron divides by the second value, which it sums. Our denominator also counts skipped samples, and is known before.
             return share, torch.ones((), dtype=torch.int), {"loss": Metric(share.detach())} | result.metrics
 
         for chunk in self.model:

@@ -1,4 +1,4 @@
-"""Environment variables that a launcher or a user sets for the processes of a run: their names, and OpenMP's values."""
+"""Environment variables that a launcher or a user sets for the processes of a run: their names, and the values for OpenMP and glibc."""
 
 TOKEN_VARIABLE = "MEGAGRPO_TOKEN"  # the token of the servers and, on several nodes, of the ranks
 TOKEN_FILE_VARIABLE = "MEGAGRPO_TOKEN_FILE"  # the file that holds the token
