@@ -29,7 +29,7 @@ def test_a_mapping_extends_a_config_and_counts_paths_from_the_current_folder(tmp
     monkeypatch.chdir(tmp_path)
     Path("rows.jsonl").write_text("{}\n")
     made = read({"defaults": "megagrpo:quickstart", "data": {"train": {"source": "rows.jsonl"}, "eval": None}}).validated()
-    assert made.data.train.source == str(tmp_path / "rows.jsonl") and made.run.max_steps == 10 and made.data.eval is None
+    assert made.data.train.source == str(tmp_path / "rows.jsonl") and made.run.max_steps == 8 and made.data.eval is None
 
 
 def test_plain_data_of_other_libraries_becomes_plain(tmp_path):

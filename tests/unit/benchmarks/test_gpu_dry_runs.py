@@ -124,7 +124,7 @@ def test_a_whole_step_is_the_median_of_its_later_steps_beside_a_plan_for_the_len
     line = {"completions/mean_length": 24.0, "token_mult_prob_error": 1.001, "memory_gb": 4.0, "weight_sync/gigabytes": 0.27}
     line |= {"num_tokens": 64 * (40 + 24), "tokens_per_second": 1000.0}
     lines = [line | {f"time/{phase}": seconds for phase in (*whole_step.PHASES, "step")} for seconds in (9.0, 1.0, 3.0, 2.0)]
-    config = load_config(whole_step.QUICKSTART)
+    config = load_config(whole_step.QUICKSTART, ["rollout.max_completion_length=24"])
     rows = dict(row.split(maxsplit=1) for row in whole_step.report(config, lines, GPUS["h200"]).splitlines()[1:7])
     assert {row.split()[0] for row in rows.values()} == {"2.000"} and rows["reward"].split()[1] == "-"
     made = step_times(config, parse_hf_config(model_shape(config.model.path)), 1, GPUS["h200"], Lengths(40, 24, 24))

@@ -23,7 +23,7 @@ STEP["time/step"] = 11.3
 
 
 def config(*overrides: str):
-    return load_config(CONFIG, ["run.trackers=[]", *overrides])
+    return load_config(CONFIG, ["run.trackers=[]", "run.max_steps=10", *overrides])
 
 
 def scored(reward: float | None, text: str = "3 + 4 = 7", prompt_id: int = 5) -> ScoredRollout:

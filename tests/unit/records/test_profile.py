@@ -70,7 +70,7 @@ def test_ranks_and_steps_that_do_not_exist_are_problems():
     check_profile(ProfileSection(steps=[1], ranks=[3]), has_gpu=False, world_size=4)
     with pytest.raises(ProblemError, match="rank 4 does not exist: the run has 4 rank"):
         check_profile(ProfileSection(steps=[1], ranks=[0, 4]), has_gpu=False, world_size=4)
-    with pytest.raises(ConfigError, match=r"run.profile.steps: step 11 is after the last step, run.max_steps 10; name an earlier step"):
+    with pytest.raises(ConfigError, match=r"run.profile.steps: step 11 is after the last step, run.max_steps 8; name an earlier step"):
         load_config(CONFIG, ["run.profile.steps=[3, 11]"])
     with pytest.raises(ConfigError, match=r"run.profile.tool: .*(torch|nsys|memory)"):
         load_config(CONFIG, ["run.profile.tool=perf"])

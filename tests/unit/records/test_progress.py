@@ -127,7 +127,7 @@ def test_bars_appear_and_vanish_and_the_lines_remain(written):
     text = written.decode()
     assert "step 1/3 generate" in text and "16/64 responses" in text and re.search(r"[\d,]+ tokens/s", text)
     assert "1 MB of 2 MB" in text and "waiting for vLLM" in text
-    assert screen(written) == [*LINES, "step  1/10  reward  0.500"]
+    assert screen(written) == [*LINES, "step 1/8  reward  0.500"]
     assert text.rfind("\x1b[?25h") > text.rfind("\x1b[?25l")  # the cursor is visible again
 
 
@@ -152,11 +152,11 @@ def test_colours_are_left_out_with_no_color_and_bars_on_a_dumb_terminal():
     assert b"responses" not in dumb and b"\x1b[" not in dumb and b"a log record" in dumb
 
 
-@pytest.mark.parametrize(("code", "hidden"), [(QUIET, []), (LOWER, ["a line of the run", "step  1/10  reward  0.500"])])
+@pytest.mark.parametrize(("code", "hidden"), [(QUIET, []), (LOWER, ["a line of the run", "step 1/8  reward  0.500"])])
 def test_a_run_without_progress_or_with_a_higher_log_level_draws_no_bars(code, hidden):
     written = on_a_terminal(code)
     assert b"responses" not in written and b"\x1b[?25l" not in written
-    assert screen(written) == [line for line in [*LINES, "step  1/10  reward  0.500"] if line not in hidden]
+    assert screen(written) == [line for line in [*LINES, "step 1/8  reward  0.500"] if line not in hidden]
 
 
 def test_bars_fit_a_narrow_terminal():
@@ -186,7 +186,7 @@ def test_bars_stay_off_when_standard_error_is_a_file_and_on_when_only_standard_o
     to_terminal = on_a_terminal(redirected % 1 + BARS)
     assert b"16/64 responses" in to_terminal and screen(to_terminal) == ["a warning", "a log record"]
     expected = [line for line in LINES if line not in ("a warning", "a log record")]
-    assert out.read_text().splitlines() == [*expected, "step  1/10  reward  0.500"]
+    assert out.read_text().splitlines() == [*expected, "step 1/8  reward  0.500"]
 
 
 def test_a_conversion_in_a_pipe_prints_lines_with_the_part_that_was_done_before():
