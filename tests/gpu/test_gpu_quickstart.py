@@ -10,8 +10,8 @@ import pytest
 from tests.gpu.places import PLACES, need
 
 ROOT = Path(__file__).parents[2]
-# Rewards of eight steps without a GPU, as in README. Another machine draws other tokens: over three steps this moves a mean by less than 0.15
-# here.
+# Rewards of eight steps without a GPU, as in README. Another machine draws other tokens: over three steps this moves a mean by less than
+# 0.15 here.
 CURVE = (0.125, 0.359, 0.688, 0.938, 0.844, 0.938, 0.906, 0.969)
 SLACK = 0.15
 

@@ -20,7 +20,7 @@ from megagrpo.launch import rendezvous
 from megagrpo.launch.local import Nodes
 from megagrpo.parallel.rendezvous import join_world, sign_objects
 from megagrpo.process.variables import RENDEZVOUS_VARIABLE
-from tests.listening import listening
+from tests.listening import LOOPBACK, listening
 
 
 def agent(rank, num_nodes, address, port):
@@ -101,7 +101,7 @@ def folder(tmp_path):
 
 def test_ranks_of_one_node_meet_in_a_file_and_listen_on_loopback_alone(folder):
     for objects, addresses in run_ranks(meet, 2, folder, None):
-        assert objects == [{"rank": 0}, {"rank": 1}] and addresses == {"0100007F"}
+        assert objects == [{"rank": 0}, {"rank": 1}] and addresses == {LOOPBACK}
 
 
 def test_an_object_without_the_code_of_the_run_is_refused_and_runs_nothing(folder):
@@ -145,7 +145,7 @@ spec.loader.exec_module(module)
 module.join_world("gloo", timedelta(seconds=60))
 everyone = [None] * dist.get_world_size()
 dist.all_gather_object(everyone, [os.environ["RANK"], os.environ["GROUP_RANK"], dist.distributed_c10d._unpickler.__name__])
-from tests.listening import listening
+from tests.listening import LOOPBACK, listening
 print(json.dumps([everyone, sorted(listening([os.getpid(), os.getppid()]))]), flush=True)
 dist.barrier()
 dist.destroy_process_group()
@@ -169,5 +169,5 @@ def test_ranks_of_two_nodes_meet_at_the_master_address_and_sign_with_the_token(t
     assert [node.returncode for node in nodes] == [0, 0] and len(told) == 4
     for everyone, addresses in told:
         assert everyone == [["0", "0", "Checking"], ["1", "0", "Checking"], ["2", "1", "Checking"], ["3", "1", "Checking"]]
-        assert set(addresses) <= {"0100007F", "0200007F"}
+        assert set(addresses) <= {LOOPBACK, "0200007F"}
     assert any("0200007F" in addresses for _, addresses in told)
