@@ -3,9 +3,9 @@
     python benchmarks/learning.py                          all, one after the other: some minutes each without a GPU
     python benchmarks/learning.py cispo gspo --steps 12
 
-Everything but the loss, the steps and the length of the responses, up to 24 tokens, is configs/quickstart.yaml. Losses that clip or weight the
-probability ratio take two optimizer steps for each generation (`steps_per_generation`, for real `num_iterations`): in a single step the
-ratio is 1 and all losses average the same quantity.
+Everything but the loss, the steps and the length of the responses, up to 24 tokens, is configs/quickstart.yaml. Losses that clip or weight
+the probability ratio take two optimizer steps for each generation (`steps_per_generation`, for real `num_iterations`): in a single step
+the ratio is 1 and all losses average the same quantity.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Learnt:
 def learn(name: str, folder: Path, steps: int = 12) -> Learnt:
     """Run the loss into `folder`/NAME. RuntimeError with the end of its output when it fails."""
     options = [f"algorithm.{key}={value}" for key, value in LOSSES[name].items()]
-    places = [f"run.name={name}", f"run.output_dir={folder}", f"run.max_steps={steps}", "run.trackers=[]", "rollout.max_completion_length=24"]
+    places = [f"run.name={name}", f"run.output_dir={folder}", f"run.max_steps={steps}", "run.trackers=[]"]
+    options.append("rollout.max_completion_length=24")
     command = [ROOT / "launch" / "local.sh", ROOT / "configs" / "quickstart.yaml", *places, *options]
     started = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
