@@ -15,14 +15,8 @@ from torch import Tensor
 from megagrpo.families.boxes import Box, extent
 
 CHUNK = 2**18  # bytes: a quarter of a core's L2 cache
-_UNSIGNED = {2: np.uint16, 4: np.uint32}
 _INTEGERS = {2: torch.int16, 4: torch.int32}
-_INFINITY = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}  # bit patterns; a larger one is NaN
-_TOO_LARGE = 0x7F7F8000  # float32 bit pattern: bfloat16 rounds this value and larger ones to infinity
-
-
-class NotFinite(ValueError):
-    """A tensor holds NaN or infinity."""
+_TOO_LARGE = (2 - 2**-8) * 2.0**127  # a float32: bfloat16 rounds this value and larger ones to infinity
 
 
 class Checked(NamedTuple):
@@ -113,22 +107,14 @@ def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
     return Checked(checksum(target.view(shape), column), seconds + time.perf_counter() - started)
 
 
-def check_finite(values: Tensor, dtype: torch.dtype) -> None:
-    """Raises NotFinite when a value is NaN or infinite, or becomes infinite when cast to `dtype`.
-
-    `values` is [...] float32, bfloat16 or float16, with any strides, on the host.
-    """
-    limit = _TOO_LARGE if (values.dtype, dtype) == (torch.float32, torch.bfloat16) else _INFINITY[values.dtype]
-    for piece in _pieces(_bits(values), CHUNK // values.element_size()):
-        _check_below(piece, limit)
-
-
-def finite_on_device(values: Tensor) -> Tensor:
-    """Return [] bool, on the device of `values` [...]: whether all of them are finite. The host does not wait."""
+def finite_as(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [] bool, on the device of `values` [...]: whether all of them are finite in `dtype`, to which they will be cast. The host does
+    not wait for a GPU."""
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)
+    limit = _TOO_LARGE if (values.dtype, dtype) == (torch.float32, torch.bfloat16) else math.inf
     low, high = values.aminmax()  # NaN if any value is NaN
-    return low.isfinite() & high.isfinite()
+    return (low > -limit) & (high < limit)
 
 
 def first_false(flags: Sequence[Tensor]) -> int | None:
@@ -151,16 +137,6 @@ def _pieces[T: (Tensor, np.ndarray)](source: T, limit: int) -> Iterator[T]:
         row = source[outer]
         for start in range(0, shape[dim], step):
             yield row[start : start + step]
-
-
-def _check_below(bits: np.ndarray, limit: int) -> None:
-    """Raises NotFinite when the magnitude of an element of `bits` [...] is `limit` or above, as for infinity and NaN.
-
-    As signed integers the positive elements are the largest. As unsigned integers the negative elements are the largest.
-    """
-    negative = limit + 2 ** (8 * bits.itemsize - 1)
-    if bits.size and (bits.max() >= limit or bits.view(_UNSIGNED[bits.itemsize]).max() >= negative):
-        raise NotFinite
 
 
 def _bits(values: Tensor) -> np.ndarray:

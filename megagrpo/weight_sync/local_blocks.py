@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import Box, intersect
-from megagrpo.transfer.checksums import finite_on_device, first_false
+from megagrpo.transfer.checksums import finite_as, first_false
 from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.transfer.roster import Roster
 from megagrpo.weight_sync.transport import BlockKey, Parameter, Weight, key_of
@@ -34,10 +35,10 @@ class LocalBlocks:
         """The key of every block."""
         return [key_of(block) for blocks in self.blocks.values() for block, *_ in blocks]
 
-    def check(self, roster: Roster | None, rank: int) -> None:
-        """Raises WeightSyncError when a weight is NaN or infinite, or a block of the roster is missing."""
+    def check(self, roster: Roster | None, rank: int, dtype: torch.dtype) -> None:
+        """Raises WeightSyncError when a weight is NaN or infinite in `dtype`, the engine's, or a block of the roster is missing."""
         sent = [(name, param, blocks[0].name) for name, param, blocks in self.parameters if blocks]
-        if (bad := first_false([finite_on_device(param.detach()) for _, param, _ in sent])) is not None:
+        if (bad := first_false([finite_as(param.detach(), dtype) for _, param, _ in sent])) is not None:
             name, _, tensor = sent[bad]
             raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {tensor}")
         if roster is None:

@@ -103,7 +103,7 @@ class PointToPoint:
         problem, invitation, keys = None, None, None
         try:
             blocks = LocalBlocks(parameters)
-            blocks.check(self.roster, self.ranks.world_rank)
+            blocks.check(self.roster, self.ranks.world_rank, DTYPES[self.dtype])
             if engine is not None:
                 invitation = self._invite(engine)
             keys = blocks.keys if self.roster is None else None

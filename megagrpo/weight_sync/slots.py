@@ -17,16 +17,7 @@ from torch import Tensor
 from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import Box, extent
 from megagrpo.process.progress import SILENT_TASK, Task
-from megagrpo.transfer.checksums import (
-    NotFinite,
-    check_finite,
-    checksum,
-    copy_checked,
-    finite_on_device,
-    first_false,
-    is_host,
-    on_host,
-)
+from megagrpo.transfer.checksums import checksum, copy_checked, finite_as, first_false, on_host
 from megagrpo.transfer.ledger import HEADER, NUM_SLOTS, Ledger, ledger_path
 from megagrpo.transfer.manifest import ALIGNMENT, DTYPES, Bookmark, WeightSyncError
 from megagrpo.transfer.plan import layer_of
@@ -78,7 +69,7 @@ class Slots:
         Raises WeightSyncError when a value is NaN or infinity in the engine's dtype, or when a block is missing.
         """
         to_write: dict[int, BlockToWrite] = {}
-        on_gpu: list[tuple[str, str, Tensor]] = []  # checked at once, because each check would make the host wait
+        finite: list[tuple[str, str, Tensor]] = []  # read at once, because each would make the host wait for a GPU
         for name, param, blocks in parameters:
             self._note(f"parameter {name}")
             by_number = {self.numbers[key]: block for block in blocks if (key := key_of(block)) in self.numbers}
@@ -87,16 +78,10 @@ class Slots:
                 continue
             values = param.detach()  # may be computed on each call, as for merged adapters
             for number, block in by_number.items():
-                if not is_host(values):
-                    on_gpu.append((name, block.name, finite_on_device(block.view(values))))
-                else:
-                    try:
-                        check_finite(block.view(values), self.dtype)
-                    except NotFinite:
-                        raise _not_finite(name, block.name) from None
+                finite.append((name, block.name, finite_as(block.view(values), self.dtype)))
                 to_write[number] = name, param, block
-        if (bad := first_false([finite for *_, finite in on_gpu])) is not None:
-            raise _not_finite(*on_gpu[bad][:2])
+        if (bad := first_false([flag for *_, flag in finite])) is not None:
+            raise _not_finite(*finite[bad][:2])
         received = {self.numbers[one.key] for one in self.transfers if one.receiver == self.rank}
         if absent := self.numbers.values() - to_write.keys() - received:
             (name, *_), _ = self.blocks[min(absent)]

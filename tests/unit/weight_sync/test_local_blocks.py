@@ -49,13 +49,13 @@ def test_parts_are_those_of_the_whole_tensor_and_values_are_computed_once_for_a_
 def test_a_block_that_is_gone_and_a_weight_that_is_no_number_are_named(fused):
     _, param, parameters = fused
     roster = Roster({name: (SHAPE, {cut(SHAPE, 0, 4, 8): [1]}) for name in (GATE, UP)})
-    LocalBlocks(parameters).check(roster, 1)
+    LocalBlocks(parameters).check(roster, 1, torch.float32)
     name, _, blocks = parameters[0]
     with pytest.raises(WeightSyncError, match=r"model\.layers\.0\.up\.weight was present in the first sync and is missing now"):
-        LocalBlocks([(name, param, blocks[:1])]).check(roster, 1)
-    LocalBlocks([(name, param, blocks[:1])]).check(roster, 0)  # no blocks existed
+        LocalBlocks([(name, param, blocks[:1])]).check(roster, 1, torch.float32)
+    LocalBlocks([(name, param, blocks[:1])]).check(roster, 0, torch.float32)  # no blocks existed
     param.values[0, 0] = float("nan")
     with pytest.raises(
         WeightSyncError, match=r"parameter mlp\.linear_fc1\.weight holds NaN or infinity in its part of model\.layers\.0\.gate"
     ):
-        LocalBlocks(parameters).check(None, 1)
+        LocalBlocks(parameters).check(None, 1, torch.float32)
