@@ -24,14 +24,14 @@ print("server", sys.argv[1:], open("/dev/stdin").read(), flush=True)
 time.sleep(600)
 """
 TRAINER = """
-import sys, time
+import sys
 from pathlib import Path
 from megagrpo.config import load_config
 from megagrpo.servers import early_start
 early_start.PROGRAM = [sys.executable, {program!r}]
 early_start.begin(load_config(Path({config!r})))
 print(early_start._waiting[0].supervisor.pid, flush=True)
-time.sleep({seconds})
+input()
 """
 
 
@@ -99,11 +99,13 @@ def test_a_server_starts_by_itself_where_the_waiting_process_was_killed(program,
 
 @pytest.mark.parametrize("how", ["exits", "killed"])
 def test_no_process_stays_behind_a_trainer_without_a_server(program, how):
-    code = TRAINER.format(program=program[1], config=str(QUICKSTART), seconds=0 if how == "exits" else 600)
-    trainer = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    code = TRAINER.format(program=program[1], config=str(QUICKSTART))
+    trainer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     supervisor = psutil.Process(int(trainer.stdout.readline()))
     if how == "killed":
         trainer.kill()
+    else:
+        print(file=trainer.stdin, flush=True)
     assert trainer.wait(20) == (0 if how == "exits" else -9)
     if how == "killed":
         wait_until(lambda: not supervisor.is_running())
