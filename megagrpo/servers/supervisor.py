@@ -114,9 +114,11 @@ def pass_on(server: subprocess.Popen[bytes]) -> None:
     """Pass the server and its token from standard input to the waiting process, which ends when the pipe holds no server."""
     from megagrpo.process.hand_over import line_of, receive, send
 
-    given = receive()
-    token = given.pop("token").encode() if given else b""
-    send(line_of(given) + token if given else b"", server.stdin)
+    data = b""
+    if given := receive():
+        token = given.pop("token").encode()
+        data = line_of(given) + token
+    send(data, server.stdin)
 
 
 def end(server: subprocess.Popen[bytes], grace: float) -> None:

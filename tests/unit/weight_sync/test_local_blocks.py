@@ -59,3 +59,11 @@ def test_a_block_that_is_gone_and_a_weight_that_is_no_number_are_named(fused):
         WeightSyncError, match=r"parameter mlp\.linear_fc1\.weight holds NaN or infinity in its part of model\.layers\.0\.gate"
     ):
         LocalBlocks(parameters).check(None, 1, torch.float32)
+
+
+def test_a_weight_that_the_engines_dtype_rounds_to_infinity_is_named(fused):
+    _, param, parameters = fused
+    param.values[0, 0] = torch.finfo(torch.float32).max
+    LocalBlocks(parameters).check(None, 1, torch.float32)
+    with pytest.raises(WeightSyncError, match=r"parameter mlp\.linear_fc1\.weight holds NaN or infinity"):
+        LocalBlocks(parameters).check(None, 1, torch.bfloat16)
