@@ -13,9 +13,9 @@ from typing import Any
 
 from megagrpo.api import objects, rows
 from megagrpo.api.rows import Rows
-from megagrpo.config import ConfigError, RunConfig, evaluation_sets
+from megagrpo.config import ConfigError, RunConfig, evaluation_sets, override_text
 from megagrpo.config.paths import anchored
-from megagrpo.config.yaml_text import flow_text, shortened
+from megagrpo.config.yaml_text import shortened
 from megagrpo.records.run_files import FROM_PYTHON
 
 type Reward = str | Callable[..., Any] | Mapping[str, Any]
@@ -75,7 +75,7 @@ class Inputs:
             named = [f"{folder / CALLBACKS}:{own[i]}" if i in own else name for i, name in enumerate(self.callbacks)]
             made["run.callbacks"] = [*callbacks, *named]
         made |= {data.key: {"source": data.rows if data.named else str(folder / data.file)} for data in self.data}
-        return [f"{key}={flow_text(value)}" for key, value in made.items()]
+        return [override_text(key, value) for key, value in made.items()]
 
     def check_rows(self, config: RunConfig) -> None:
         """Raise ConfigError when rows lack the config's prompt column."""

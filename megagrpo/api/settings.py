@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config import ConfigError, RunConfig, io
+from megagrpo.config import ConfigError, RunConfig, io, override_text, save_config
 from megagrpo.config.paths import anchored
-from megagrpo.config.yaml_text import flow_text
 
 type ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A YAML file, a shipped config such as `megagrpo:quickstart`, a mapping of sections as in YAML, or a RunConfig."""
@@ -23,22 +22,22 @@ PYTHON_CONFIG = "config"  # the config's name in errors, when it is no file
 
 @dataclass(frozen=True)
 class Settings:
-    """A config that is not validated yet. `file` is its YAML file, None for a config made in Python."""
+    """A config that is not validated yet. `file` names its YAML file or shipped config, None for a config made in Python."""
 
     values: dict[str, Any]  # what the config sets, `defaults:` included
     overrides: tuple[str, ...]
-    file: Path | None
+    file: str | None
 
     def validated(self, more: Sequence[str] = ()) -> RunConfig:
         """Return the config with the overrides, and with `more` of them. Raises ConfigError with every problem."""
-        return io.validated(RunConfig, _copy(self.values), [*self.overrides, *more], self.file or PYTHON_CONFIG)
+        return io.validated(RunConfig, _copy(self.values), [*self.overrides, *more], self.file or PYTHON_CONFIG, anchored)
 
     def words(self, folder: Callable[[], Path], more: Sequence[str] = ()) -> list[str]:
         """Return the config as arguments of a command. A config made in Python is written to a file in `folder()`."""
-        file = self.file
-        if file is None:
-            file = folder() / "config.yaml"
-            io.save(self.validated(more), file)
+        if self.file is not None:
+            return [self.file, *self.overrides, *more]
+        file = folder() / "config.yaml"
+        save_config(self.validated(more), file)
         return [str(file), *self.overrides, *more]
 
 
@@ -55,14 +54,13 @@ def read(config: ConfigLike, overrides: Overrides = ()) -> Settings:
             f"(got {type(config).__name__})"
         )
     name = os.fspath(config)
-    file = io.shipped_config(name) if name.startswith(io.SHIPPED) else Path(name)
-    return Settings(io.read_yaml(file, anchored), texts, file)
+    return Settings(io.read_yaml(name, anchored), texts, name)
 
 
 def override_texts(overrides: Overrides) -> tuple[str, ...]:
     """Return overrides as arguments of a command. Raises ConfigError for values that YAML does not hold."""
     if isinstance(overrides, Mapping):
-        return tuple(f"{key}={flow_text(_plain(value, str(key)))}" for key, value in overrides.items())
+        return tuple(override_text(str(key), _plain(value, str(key))) for key, value in overrides.items())
     if isinstance(overrides, str) or not all(isinstance(text, str) for text in overrides):
         raise ConfigError('overrides: must be a mapping {"section.key": value} or a list of "section.key=value"')
     return tuple(overrides)
@@ -75,7 +73,7 @@ def _plain(value: Any, key: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(below, f"{key}.{i}") for i, below in enumerate(value)]
     if isinstance(value, os.PathLike):
-        return os.fspath(value)
+        return os.fsdecode(value)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return value.item()
     if value is None or isinstance(value, (bool, int, float, str)):

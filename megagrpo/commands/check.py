@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
             show(source_text(source, config.rollout.prompts_per_step) + "\n")
         show(rewards_text(result))
     if result.problems:
-        raise ConfigError(listed(path, result.problems))
+        raise ConfigError(listed(options.config, result.problems))
     return 0
 
 

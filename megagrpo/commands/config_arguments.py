@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megagrpo.config import RunConfig, load_config
-from megagrpo.config.io import SHIPPED, shipped_config
+from megagrpo.config import RunConfig, absolute_override, load_config
+from megagrpo.config.io import config_file
 
 EPILOG = """CONFIG is a YAML file, or megagrpo:NAME for a config that is shipped with megagrpo. key=value replaces a value of it, as in
-train.learning_rate=1e-5 or rewards.functions.0.weight=2. `megagrpo keys` and docs/config.md describe every key."""
+train.learning_rate=1e-5 or rewards.functions.0.weight=2; a key of text takes the text as it is typed. `megagrpo keys` and docs/config.md
+describe every key."""
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -25,15 +26,15 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides(options: argparse.Namespace) -> list[str]:
-    """Return the words key=value, those of options included."""
-    return [*options.overrides, *["run.resume=true"] * getattr(options, "resume", False)]
+    """Return the words key=value, those of options included, with absolute paths: other processes may have another current folder."""
+    return [*map(absolute_override, options.overrides), *["run.resume=true"] * getattr(options, "resume", False)]
 
 
 def config_path(options: argparse.Namespace) -> Path:
     """Return the file of the config. Raises ConfigError for an unknown name of a shipped config."""
-    return shipped_config(options.config) if options.config.startswith(SHIPPED) else Path(options.config)
+    return config_file(options.config)
 
 
 def load(options: argparse.Namespace) -> RunConfig:
-    """Return the config with its overrides. Raises ConfigError that lists every problem."""
-    return load_config(config_path(options), overrides(options))
+    """Return the config with its overrides. Raises ConfigError that lists every problem, and names the config as it is typed."""
+    return load_config(options.config, overrides(options))

@@ -72,7 +72,7 @@ def _needs(options: argparse.Namespace, gpu: bool) -> Needs:
     if unused := sizes.keys() - {"world_size"}:
         raise ConfigError(f"{min(unused)}: megagrpo doctor reads only world_size; megagrpo plan reads the others")
     path = config_path(options)
-    return needs_of(load_config(path, words), path.stem, gpu, sizes.get("world_size"))
+    return needs_of(load_config(options.config, words), path.stem, gpu, sizes.get("world_size"))
 
 
 def lines(findings: Sequence[Finding]) -> list[str]:

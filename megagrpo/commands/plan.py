@@ -16,7 +16,7 @@ import argparse
 import sys
 from typing import Any
 
-from megagrpo.commands.config_arguments import add_config, config_path, overrides
+from megagrpo.commands.config_arguments import add_config, overrides
 from megagrpo.config import ConfigError, Problem, ProblemError, RunConfig, load_config
 from megagrpo.process.terminal import show
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the plan, and return the exit code. Raises ConfigError for a wrong config or option."""
     words, sizes = split_sizes(overrides(options))
-    config = load_config(config_path(options), words)
+    config = load_config(options.config, words)
     return print_plan(config, options.gpu, options.search, options.weight_sync, options.json, options.trace, **sizes)
 
 

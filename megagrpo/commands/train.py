@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
     if not launched and (ranks := _ranks_to_start(config)) > 1:
         from megagrpo.launch.local import ONE_NODE, run_ranks
 
-        return run_ranks(ranks, ONE_NODE, ["megagrpo", "train", str(path), *overrides(options)])
+        return run_ranks(ranks, ONE_NODE, ["megagrpo", "train", options.config, *overrides(options)])
     with without_garbage_collection():
         if not launched:
             _start_vllm_early(config)

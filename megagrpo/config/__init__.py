@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from pydantic import model_validator
 
@@ -25,6 +26,8 @@ from megagrpo.config.lora import LoraSection as LoraSection
 from megagrpo.config.model import ModelSection as ModelSection
 from megagrpo.config.model import ParallelSection as ParallelSection
 from megagrpo.config.multi_turn import MultiTurnSection as MultiTurnSection
+from megagrpo.config.overrides import absolute_override as _absolute
+from megagrpo.config.overrides import override_text as _text
 from megagrpo.config.paths import anchored
 from megagrpo.config.placement import LOOPBACK as LOOPBACK
 from megagrpo.config.placement import weight_path as weight_path
@@ -111,13 +114,28 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     return io.load(RunConfig, path, overrides, anchored)
 
 
+def absolute_override(override: str) -> str:
+    """Return `key=value` with absolute paths, for a process with another current folder."""
+    return _absolute(RunConfig, override, anchored)
+
+
+def override_text(key: str, value: Any) -> str:
+    """Return the value of a key as `key=value`, as on the command line. Raises ConfigError when a key of text gets no text."""
+    return _text(RunConfig, key, value)
+
+
 def render_help(within: str = "") -> str:
     """Return every key with its type, default and description, as text. `within` limits it to one key and the keys below."""
     return io.render_help(RunConfig, within)
 
 
 def save_resolved(config: RunConfig, folder: str | Path) -> Path:
-    """Write `resolved.yaml`, which loads back to an equal config, into `folder`. Returns its path."""
+    """Write `resolved.yaml` into `folder` and return its path. It loads back to an equal config from any folder."""
     path = Path(folder) / "resolved.yaml"
-    io.save(config, path)
+    save_config(config, path)
     return path
+
+
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write every value as YAML that loads back to an equal config. Its paths are absolute; relative ones count from the current folder."""
+    io.save(anchored(config.model_dump(), Path()), path)

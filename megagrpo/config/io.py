@@ -9,25 +9,24 @@ import copy
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticUndefined
 
+from megagrpo.config.overrides import Anchor, apply_override
 from megagrpo.config.problems import ConfigError, Problem
 from megagrpo.config.section import ShownAs
-from megagrpo.config.yaml_text import ODD_TEXT, Dumper, flow_text, parse_yaml, shortened
+from megagrpo.config.yaml_text import block_text, flow_text, parse_yaml, shortened
 
 PLACEHOLDERS = ("N", "NAME")  # in a dotted key: a list index, and a user-chosen name
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
 SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:` and on the command line
 CLUSTERS = "clusters"  # folder of the shipped files that describe clusters, not runs
 FOLDER_CONFIG = "run.yaml"  # the config of a shipped folder, which is named by the folder alone
-Anchor = Callable[[dict[str, Any], Path], dict[str, Any]]
 Loc = tuple[str | int, ...]  # pydantic's location of an error: keys and list indices
 
 
@@ -46,7 +45,7 @@ def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()
     `defaults:` is a path relative to the file, or `megagrpo:NAME` for a shipped config. Mappings merge key by key; a list or a scalar
     replaces what it overrides. `anchor(values, folder)` makes the relative paths of each file absolute.
     """
-    path = shipped_config(str(path)) if str(path).startswith(SHIPPED) else Path(path)
+    path = config_file(path)
     itself = Path(os.path.realpath(path))
     if itself in _children:
         chain = " -> ".join(p.name for p in (*_children, itself))
@@ -56,7 +55,8 @@ def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()
         with path.open("rb") as file:
             content = file.read(LARGEST_FILE + 1)
     except OSError as error:
-        raise ConfigError(f"{shortened(str(path))}: cannot read it: {error.strerror}{named_by}") from None
+        hint = _shipped_hint(path) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{shortened(str(path))}: cannot read it: {error.strerror}{named_by}{hint}") from None
     if len(content) > LARGEST_FILE:
         raise ConfigError(f"{path}: the file has more than {LARGEST_FILE} bytes, the limit for a config{named_by}")
     try:
@@ -84,23 +84,40 @@ def over_defaults(values: dict[str, Any], path: Path, anchor: Anchor, _children:
 def _parent_file(name: str, child: Path) -> Path:
     """Return the file that `defaults: name` refers to in the file `child`. Raises ConfigError for an unknown shipped config."""
     if not name.startswith(SHIPPED):
-        return child.parent / name
+        return child.parent / os.path.expanduser(name)
     try:
         return shipped_config(name)
     except ConfigError as error:
         raise ConfigError(f"{child}: defaults: {error}") from None
 
 
+def config_file(name: str | Path) -> Path:
+    """Return the file that `name` stands for: a path, or `megagrpo:NAME`. Raises ConfigError for an unknown shipped config."""
+    return shipped_config(str(name)) if str(name).startswith(SHIPPED) else Path(os.path.expanduser(name))
+
+
 def shipped_config(name: str) -> Path:
     """Return the file of the shipped config `megagrpo:NAME`: NAME.yaml, or NAME/run.yaml. Raises ConfigError for an unknown name."""
-    folder, stem = shipped_configs(), name.removeprefix(SHIPPED).removesuffix(".yaml").removesuffix("/run")
-    paths = (file.relative_to(folder) for file in sorted(folder.rglob("*.yaml")))
-    known = {str(path.parent if path.name == FOLDER_CONFIG else path.with_suffix("")): path for path in paths if path.parts[0] != CLUSTERS}
+    stem, known = name.removeprefix(SHIPPED).removesuffix(".yaml").removesuffix("/run"), _shipped()
     if stem not in known:
         near = difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
         hint = f"; did you mean {SHIPPED}{near[0]}?" if near else ""
         raise ConfigError(f"no shipped config {name}{hint}; shipped: {', '.join(known)}")
-    return folder / known[stem]
+    return known[stem]
+
+
+def _shipped() -> dict[str, Path]:
+    """Return the name of every shipped config, and its file."""
+    folder = shipped_configs()
+    paths = (file.relative_to(folder) for file in sorted(folder.rglob("*.yaml")))
+    names = {str(path.parent if path.name == FOLDER_CONFIG else path.with_suffix("")): path for path in paths if path.parts[0] != CLUSTERS}
+    return {name: folder / path for name, path in names.items()}
+
+
+def _shipped_hint(path: Path) -> str:
+    """Return a hint for a missing file whose name is one of a shipped config, as configs/quickstart.yaml of a clone."""
+    stem = path.as_posix().rpartition("configs/")[2].removesuffix(".yaml").removesuffix("/run")
+    return f"; did you mean the shipped config {SHIPPED}{stem}?" if stem in _shipped() else ""
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -111,28 +128,6 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def apply_override(values: dict[str, Any], override: str) -> None:
-    """Set `a.b=c` in place. `c` is read as YAML; a number in the key is a list index. Raises ConfigError for an invalid override."""
-    key, equals, text = override.removeprefix("--").partition("=")
-    *parents, last = key.split(".")
-    if not equals or not all((*parents, last)) or ODD_TEXT.search(key):
-        raise ConfigError(f"{shortened(override)}: not an override; write section.key=value")
-    here: Any = values
-    for i, part in enumerate(parents):
-        if isinstance(here, dict) and here.get(part) is None:
-            here[part] = {}
-        here = here[_index(here, part, key)] if isinstance(here, list) else here[part]
-        if not isinstance(here, (dict, list)):
-            raise ConfigError(f"{key}: {'.'.join(parents[: i + 1])} is a scalar and has no keys (got {shortened(repr(here))})")
-    here[_index(here, last, key) if isinstance(here, list) else last] = parse_yaml(text, override)
-
-
-def _index(elements: list[Any], part: str, key: str) -> int:
-    if not re.fullmatch("[0-9]{1,9}", part) or int(part) >= len(elements):
-        raise ConfigError(f"{key}: the list has elements 0 to {len(elements) - 1} (got {part!r})")
-    return int(part)
-
-
 # ------------------------------------------------------------------------------------------------------------------- validating
 
 
@@ -141,16 +136,16 @@ def load[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str
 
     `model` raises ProblemError for fields that are each valid but contradict each other.
     """
-    return validated(model, read_yaml(path, anchor), overrides, path)
+    return validated(model, read_yaml(path, anchor), overrides, path, anchor)
 
 
-def validated[M: BaseModel](model: type[M], values: dict[str, Any], overrides: Sequence[str], origin: str | Path) -> M:
+def validated[M: BaseModel](model: type[M], values: dict[str, Any], overrides: Sequence[str], origin: str | Path, anchor: Anchor) -> M:
     """Apply the overrides to `values`, in place, and return the validated model. Raises the errors of `load`, which name `origin`."""
     invalid_overrides: list[str] = []
     problems: list[Problem] = []
     for override in overrides:
         try:
-            apply_override(values, override)
+            apply_override(model, values, override, anchor)
         except ConfigError as error:
             invalid_overrides.append(str(error))
     try:
@@ -254,11 +249,28 @@ def _problem(error: ErrorDetails, known: list[str]) -> Problem:
     known_rule = _RULES.get(error["type"])
     bounds = {name: int(b) if isinstance(b, float) and b.is_integer() else b for name, b in error.get("ctx", {}).items()}
     rule = known_rule.format(**bounds) if known_rule else error["msg"].removeprefix("Value error, ")
-    near = difflib.get_close_matches(value, _choices(error), n=1) if isinstance(value, str) else []
-    fix = f"; did you mean {near[0]}?" if near else ""
-    if error["type"] == "string_type" and isinstance(value, (bool, int, float)):
-        fix = "; put it in quotes"
+    fix = _fix(error, value)
     return Problem(keys, f"{rule} (got {'nothing' if value is None else shortened(repr(value))}){fix}")
+
+
+_MEANT = {"false": ("off", "no", "none"), "true": ("on", "yes")}  # YAML 1.1 reads these choices as booleans
+
+
+def _fix(error: ErrorDetails, value: Any) -> str:
+    """Return how to correct a value, as the end of a message; empty if that is not known."""
+    choices = _choices(error)
+    if meant := [choice for choice in _MEANT.get(str(value).lower(), ()) if choice in choices]:
+        return f"; did you mean '{meant[0]}', in quotes?" if isinstance(value, bool) else f"; did you mean {meant[0]}?"
+    if error["type"] == "string_type" and isinstance(value, (bool, int, float)):
+        return "; put it in quotes"
+    if not isinstance(value, str):
+        return ""
+    if error["type"] == "list_type":
+        return f"; write [{shortened(value)}]"
+    if near := difflib.get_close_matches(value.strip("'\""), choices, n=1):
+        return f"; did you mean {near[0]}?"
+    quoted = len(value) > 1 and value[0] in "'\"" and value[0] == value[-1]
+    return "; leave the quotes out" if quoted and error["type"] == "string_pattern_mismatch" else ""
 
 
 def _choices(error: ErrorDetails) -> list[str]:
@@ -342,18 +354,18 @@ def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
 def _yaml(value: Any) -> str:
     if value is PydanticUndefined or value is None:
         return "empty"
-    return flow_text(value)
+    return value if isinstance(value, str) else flow_text(value)
 
 
-def save(config: BaseModel, path: Path) -> None:
-    """Write every value of `config` as YAML that loads back to an equal config."""
+def save(values: dict[str, Any], path: Path) -> None:
+    """Write the values of a config as YAML that loads back to an equal config."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(as_yaml(config), encoding="utf-8")
+    path.write_text(block_text(values), encoding="utf-8")
 
 
 def as_yaml(config: BaseModel) -> str:
     """Return every value of `config` as YAML text."""
-    return yaml.dump(config.model_dump(), Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return block_text(config.model_dump())
 
 
 def flat(config: BaseModel) -> dict[str, Any]:
@@ -372,7 +384,7 @@ def save_changes(config: BaseModel, base: BaseModel, base_path: Path, path: Path
     """Write YAML that loads back to `config`: its `defaults:` names the file `base_path`, which holds `base`; it lists only differences."""
     named = os.path.relpath(base_path.resolve(), path.resolve().parent)
     values = {"defaults": named} | _changes(base.model_dump(), config.model_dump())
-    path.write_text(f"# {comment}\n" + yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    path.write_text(f"# {comment}\n{block_text(values)}", encoding="utf-8")
 
 
 def _changes(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

@@ -1,28 +1,52 @@
-"""Makes the relative paths of a YAML file absolute; they are relative to the folder of that file.
+"""Makes the relative paths of a config absolute: one rule for every key of `PATHS`.
 
-Paths in command-line overrides are not changed; they are relative to the current folder.
+A path in a YAML file counts from the folder of that file; a path on the command line or from Python counts from the current folder. `~`
+is the home folder, `~user` another user's. Variables such as `$HOME` are not expanded. A key that also holds names of the hub holds a path
+when the text cannot be a name, or when a file or folder of that name exists there or in the current folder.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from megagrpo.config.problems import Problem
+
+if TYPE_CHECKING:
+    from megagrpo.config import RunConfig
 
 DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
-_FUNCTION_IN_FILE = re.compile(r"(.+\.py)(:[A-Za-z_]\w*)")
+_FUNCTION_IN_FILE = re.compile(r"(.+\.py)(:[A-Za-z_]\w*)", re.DOTALL)
 _FUNCTION_IN_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
+_OTHER_NAMES = ("package:", "reasoning_gym:")
 _REWARD_MODEL = "model:"
+_PLAIN_TEXT = "none"  # the value of data.chat_template for plain-text prompts
 
 
 def anchored(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Make every relative path in `values`, from a YAML file in `folder`, absolute. Works in place and returns `values`. Values of a wrong
     type are not changed."""
     for key, resolve in PATHS.items():
-        _rewrite(values, key.split("."), resolve, folder)
+        for owner, name, _ in _strings(values, key.split(".")):
+            owner[name] = resolve(owner[name], folder)
     return values
+
+
+def path_problems(config: RunConfig) -> list[Problem]:
+    """Return paths that are empty, and paths below the home folder of a user that this machine does not have."""
+    values, problems = config.model_dump(), []
+    for pattern in PATHS:
+        for owner, name, key in _strings(values, pattern.split(".")):
+            text = owner[name].removeprefix(_REWARD_MODEL)
+            if not text:
+                problems.append(Problem((key,), "must not be empty; write a name or a path, or leave it out"))
+            elif text.startswith("~"):
+                problems.append(Problem((key,), f"{text}: this machine has no user {text[1:].split('/')[0]}; write the folder out"))
+    return problems
 
 
 def is_user_code(text: str) -> bool:
@@ -30,35 +54,40 @@ def is_user_code(text: str) -> bool:
     return bool(_FUNCTION_IN_FILE.fullmatch(text) or _FUNCTION_IN_MODULE.fullmatch(text))
 
 
-def _rewrite(node: Any, parts: list[str], resolve: Resolve, folder: Path) -> None:
-    """Apply `resolve` to the strings below `node` at the dotted key `parts`; `*` matches any list index and any key."""
+def _strings(node: Any, parts: list[str], above: str = "") -> Iterator[tuple[Any, Any, str]]:
+    """Yield (owner, index or name, dotted key) of the strings below `node` at the dotted key `parts`; `*` matches any index and name."""
     first, *rest = parts
-    keys: Iterable[Any] = ()
+    names: Iterable[Any] = ()
     if isinstance(node, list):
-        keys = range(len(node)) if first == "*" else ()
+        names = range(len(node)) if first == "*" else ()
     elif isinstance(node, dict):
-        keys = [key for key in node if first in ("*", key)]
-    for key in keys:
+        names = [name for name in node if first in ("*", name)]
+    for name in names:
         if rest:
-            _rewrite(node[key], rest, resolve, folder)
-        elif isinstance(node[key], str):
-            node[key] = resolve(node[key], folder)
+            yield from _strings(node[name], rest, f"{above}{name}.")
+        elif isinstance(node[name], str):
+            yield node, name, f"{above}{name}"
 
 
 def _file(text: str, folder: Path) -> str:
-    """Resolve the path of a file, which need not exist yet."""
-    return os.path.abspath(folder / os.path.expanduser(text)) if text else text
+    """Resolve the path of a file or folder, which need not exist yet. `path_problems` reports what this function does not change."""
+    expanded = os.path.expanduser(text)
+    return text if not text or expanded.startswith("~") else os.path.abspath(folder / expanded)
 
 
 def _folder_or_name(text: str, folder: Path) -> str:
-    """Resolve a model or tokenizer. It is a path if it exists in `folder` or cannot be a hub name; else a hub name or `package:NAME`."""
-    is_path = text.startswith((".", "~")) or text.count("/") > 1 or os.path.exists(folder / text)
-    return _file(text, folder) if is_path else text
+    """Resolve a model, a tokenizer or a data set: a name of the hub, or the path of a file or folder."""
+    if text.startswith(_OTHER_NAMES) or "://" in text:
+        return text
+    if _HUB_NAME.fullmatch(text):
+        folders = [place for place in (folder, Path()) if os.path.exists(place / text)]
+        return _file(text, folders[0]) if folders else text
+    return _file(text, folder)
 
 
 def _data(text: str, folder: Path) -> str:
     """Resolve a data source, like a model; a name with a suffix of a data file is a path."""
-    return _file(text, folder) if text.endswith(DATA_SUFFIXES) else _folder_or_name(text, folder)
+    return _file(text, folder) if text.endswith(DATA_SUFFIXES) and "://" not in text else _folder_or_name(text, folder)
 
 
 def _function(text: str, folder: Path) -> str:
@@ -71,8 +100,8 @@ def _function(text: str, folder: Path) -> str:
 
 
 def _template(text: str, folder: Path) -> str:
-    """Resolve the path of a chat template; Jinja text and single words are not changed."""
-    return text if "{{" in text or "{%" in text or not ("." in text or "/" in text) else _file(text, folder)
+    """Resolve the path of a chat template; Jinja text and `none` are not changed."""
+    return text if "{{" in text or "{%" in text or text == _PLAIN_TEXT else _file(text, folder)
 
 
 class Resolve(Protocol):
@@ -82,6 +111,7 @@ class Resolve(Protocol):
 
 
 PATHS: dict[str, Resolve] = {
+    "run.output_dir": _file,
     "model.path": _folder_or_name,
     "model.reference_path": _folder_or_name,
     "model.tokenizer": _folder_or_name,

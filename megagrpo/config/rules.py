@@ -11,6 +11,7 @@ from megagrpo.config.extra_args import extra_args_problems
 from megagrpo.config.lora import lora_problems
 from megagrpo.config.losses import LOSSES
 from megagrpo.config.multi_turn import multi_turn_problems
+from megagrpo.config.paths import path_problems
 from megagrpo.config.placement import nearest_divisor, placement_problems
 from megagrpo.config.problems import Problem
 from megagrpo.config.trackers import tracker_problems
@@ -30,7 +31,7 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
         *(fp8_problems(config) + quantization_problems(config) + layout_problems(config) + length_problems(config)),
         *(step_problems(config) + optimizer_problems(config) + fused_problems(config) + data_problems(config)),
         *(evaluation_problems(config) + placement_problems(config) + ahead_problems(config)),
-        *(extra_args_problems(config) + tracker_problems(config)),
+        *(extra_args_problems(config) + tracker_problems(config) + path_problems(config)),
     ]
 
 

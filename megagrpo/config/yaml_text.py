@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import yaml
@@ -34,9 +35,23 @@ class Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}
 
 
-class Dumper(yaml.SafeDumper):
+class TextLoader(Loader):
+    """A YAML loader whose plain scalars are texts."""
+
     yaml_implicit_resolvers = {}
 
+
+class Dumper(yaml.SafeDumper):
+    """A YAML dumper that puts a text in quotes if YAML 1.1 or 1.2 reads it as another type, such as off, 1e3 and 12:30."""
+
+
+def _text_node(dumper: Dumper, text: str) -> yaml.ScalarNode:
+    """Return the node of a text. Line breaks other than \\n are only kept in double quotes."""
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if _BREAKS.search(text) else None)
+
+
+_BREAKS = re.compile("[\r\x85\u2028\u2029]")
+Dumper.add_representer(str, _text_node)
 
 for _tag, _pattern, _first in _SCALARS:
     for _class in (Loader, Dumper):
@@ -47,11 +62,14 @@ _TAGS = {tag: re.compile(pattern) for tag, pattern, _ in _SCALARS}
 ODD_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
-def parse_yaml(text: str, origin: str) -> Any:
-    """Return the values in `text`. Raises ConfigError, with line and key, for invalid YAML and for YAML that a config must not contain."""
+def parse_yaml(text: str, origin: str, texts: bool = False, comments: bool = True) -> Any:
+    """Return the values in `text`; with `texts` its plain scalars are texts. Raises ConfigError, with line and key, for invalid YAML, for
+    YAML that a config must not contain, and for a comment without `comments`."""
     origin = shortened(origin)
     try:
-        loader = Loader(text)
+        if not comments:
+            _refuse_comments(text)
+        loader = (TextLoader if texts else Loader)(text)
         node = loader.get_single_node()
         if node is None:
             return None
@@ -60,9 +78,21 @@ def parse_yaml(text: str, origin: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{origin}, line {mark.line + 1}, column {mark.column + 1}" if mark else origin
-        raise ConfigError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or shortened(str(error))}") from None
+        what = getattr(error, "problem", None) or shortened(str(error))
+        fix = "; indent with spaces" if "'\\t'" in what else ""
+        raise ConfigError(f"{where}: not valid YAML: {what}{fix}") from None
     except RecursionError:
         raise ConfigError(f"{origin}: not valid YAML: lists and mappings are nested deeper than {DEEPEST} levels") from None
+
+
+def _refuse_comments(text: str) -> None:
+    """Raise YAMLError when something between two tokens is a comment, which YAML would drop."""
+    if "#" not in text:
+        return
+    for one, other in pairwise(yaml.scan(text, Loader=Loader)):
+        if "#" in text[one.end_mark.index : other.start_mark.index]:
+            said = "the text from # on is a comment, which would be dropped; put the value in quotes, or leave the comment out"
+            raise yaml.scanner.ScannerError(problem=said, problem_mark=one.end_mark)
 
 
 def _check(node: yaml.Node, key: str, seen: dict[yaml.Node, tuple[int, int]], above: tuple[yaml.Node, ...]) -> tuple[int, int]:
@@ -105,14 +135,28 @@ def _check_scalar(node: yaml.ScalarNode, refuse: Callable[[str], NoReturn]) -> N
         refuse(f"{shortened(repr(node.value))} is not a valid value of the tag {shortened(node.tag)}; leave the tag out")
     if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
         refuse(f"the integer has {len(node.value)} digits; the limit is {MOST_DIGITS}")
-    if odd := ODD_TEXT.search(node.value):
-        what = "a zero byte" if odd[0] == "\0" else f"a lone surrogate, \\u{ord(odd[0]):x}"
-        refuse(f"{shortened(repr(node.value))} contains {what}, which files and tokenizers reject; leave it out")
+    if odd := odd_text(node.value):
+        refuse(odd)
+
+
+def odd_text(text: str) -> str:
+    """Return why a config cannot hold `text`, and the fix; empty for text that it can hold."""
+    odd = ODD_TEXT.search(text)
+    if not odd:
+        return ""
+    what = "a zero byte" if odd[0] == "\0" else f"a lone surrogate, \\u{ord(odd[0]):x}"
+    fix = "rename it in UTF-8" if "\udc80" <= odd[0] <= "\udcff" else "leave it out"  # a byte of a file name that is not UTF-8
+    return f"{shortened(repr(text))} contains {what}, which files and tokenizers reject; {fix}"
 
 
 def flow_text(value: Any) -> str:
     """Return plain data as YAML on one line, which `parse_yaml` reads back."""
     return yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**9, allow_unicode=True).removesuffix("\n...\n").strip()
+
+
+def block_text(value: Any) -> str:
+    """Return plain data as YAML, a line per value, which `parse_yaml` reads back."""
+    return yaml.dump(value, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def shortened(text: str, length: int = 200) -> str:

@@ -20,7 +20,7 @@ def test_a_mapping_a_file_and_a_validated_config_are_the_same_config(tmp_path):
 
 def test_a_shipped_config_has_a_name():
     quickstart = read("megagrpo:quickstart", ["run.max_steps=2"])
-    assert quickstart.validated().run.max_steps == 2 and quickstart.file.name == "quickstart.yaml"
+    assert quickstart.validated().run.max_steps == 2 and quickstart.file == "megagrpo:quickstart"
     with pytest.raises(ConfigError, match="no shipped config megagrpo:quickstrt; did you mean megagrpo:quickstart"):
         read("megagrpo:quickstrt")
 
@@ -47,7 +47,7 @@ def test_values_of_overrides_survive_the_command_line():
 
 
 def test_a_config_made_in_python_is_a_file_for_a_command(tmp_path):
-    settings = read(OWN, ["run.seed=9"])
+    settings = read(OWN | {"run": {"output_dir": str(tmp_path)}}, ["run.seed=9"])
     file, *overrides = settings.words(lambda: tmp_path, ["run.max_steps=3"])
     assert overrides == ["run.seed=9", "run.max_steps=3"]
     assert load_config(file, overrides) == settings.validated(["run.max_steps=3"])

@@ -128,7 +128,7 @@ def test_as_json_it_holds_every_length_and_call(folder, capsys):
             ["1 of 4 prompts are longer than rollout.max_prompt_length 40 (longest: 68 tokens, first: row 3)"],
         ),
         (["rollout.max_prompt_length=5"], ["all prompts are dropped"]),
-        (["data.chat_template='{{{{ messages[0].nothing.at_all }}}}'"], ["data.chat_template", "cannot render"]),
+        (["data.chat_template={{{{ messages[0].nothing.at_all }}}}"], ["data.chat_template", "cannot render"]),
         (["parallel.tp=3"], ["num_attention_heads=4 is not divisible by tp=3"]),
         (["model.path={folder}/gone"], ["model.path", "gone does not exist"]),
     ],

@@ -45,8 +45,19 @@ VALUES = {
     "rollout.num_generations=2.5": "rollout.num_generations: must be an integer (got 2.5)",
     "rollout.enforce_eager=maybe": "rollout.enforce_eager: must be true or false (got 'maybe')",
     "algorithm.loss_type=dappo": "algorithm.loss_type: must be 'grpo', 'bnpo', ",
-    "run.name=3": "run.name: must be a string (got 3); put it in quotes",
-    "run.name=": "run.name: must be a string (got nothing)",
+    "run={name: 3}": "run.name: must be a string (got 3); put it in quotes",
+    "run.name=": "run.name: must match the pattern ^[A-Za-z0-9][A-Za-z0-9._-]*$ (got '')",
+    "run.name='a'": "run.name: must match the pattern ^[A-Za-z0-9][A-Za-z0-9._-]*$ (got \"'a'\"); leave the quotes out",
+    "model.precision='bf16'": "model.precision: must be 'auto', 'bf16' or 'fp32' (got \"'bf16'\"); did you mean bf16?",
+    "algorithm={importance_correction: false}": "algorithm.importance_correction: must be 'off', 'token_truncate', 'token_mask', ",
+    "run.trackers=wandb": "run.trackers: must be a list (got 'wandb'); write [wandb]",
+    "run.max_steps=20 # twenty": "run.max_steps=20 # twenty, line 1, column 3: not valid YAML: the text from # on is a comment, which",
+    "run.wandb.tags=[a, #b]": "run.wandb.tags=[a, #b], line 1, column 4: not valid YAML: the text from # on is a comment, which",
+    "data.train.options={a: '#', b: #}": "data.train.options={a: '#', b: #}, line 1, column 12: not valid YAML: the text from # on is a",
+    "rollout.token_file=": "rollout.token_file: must not be empty; write a name or a path, or leave it out",
+    "run.output_dir=~no_such_user/runs": "run.output_dir: ~no_such_user/runs: this machine has no user no_such_user; write the folder out",
+    "data.train.source=a\udcffb.jsonl": "data.train.source: 'a\\udcffb.jsonl' contains a lone surrogate, \\udcff, which files and "
+    "tokenizers reject; rename it in UTF-8",
     "rewards.functions=3": "rewards.functions: must be a list (got 3)",
     "train=3": "train: must be a mapping of `key: value` (got 3)",
     "run.seed=18446744073709551616": "run.seed: must be at most 9223372036854775807 = 2^63 - 1 (got 18446744073709551616)",
@@ -65,7 +76,7 @@ VALUES = {
     "limit per step is 10000000; lower one of them",
     "rollout.startup_timeout=1e300": "rollout.startup_timeout: must be at most 100000000 (got 1e+300)",
     "parallel.timeout_minutes=1e300": "parallel.timeout_minutes: must be at most 1000000 (got 1e+300)",
-    "run.time_limit='9999999999999:00:00'": "run.time_limit: must match the pattern",
+    "run.time_limit=9999999999999:00:00": "run.time_limit: must match the pattern",
     f"run.name={'a' * 300}": "run.name: must have at most 200 characters (got 'aaa",
     "rollout.urls=['http://a:99999']": "rollout.urls.0: http://a:99999 is not a valid URL: Port out of range 0-65535; write it as",
     "rollout.urls=['http://a:1', localhost]": "rollout.urls.1: localhost does not start with http:// or https://; write it as http://HOST:",
@@ -133,8 +144,8 @@ def test_a_file_is_no_model(path):
 
 
 def test_a_home_folder_of_an_unknown_user_is_no_model(path):
-    (said,) = problems(path, Path("~no_such_user/m"))
-    assert said.startswith("model.path: ~no_such_user/m ")
+    said = "model.path: ~no_such_user/m: this machine has no user no_such_user; write the folder out"
+    assert refusal(path, "model.path=~no_such_user/m") == said
 
 
 @pytest.mark.parametrize("reward", ["http://", "http:///score", "https://a:99999/score"])

@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -103,10 +104,10 @@ def test_samples_without_advantage_are_computed_when_told_so(tmp_path, override,
     [
         # the last word of the wrong key, `tp`, occurs in the sentence about another key
         (["rollout.tp=x"], ["parallel.sequence_parallel=true", "parallel.vpp=2"]),
-        (["data.train.source=1"], ["data.curriculum_low=0.9", "data.curriculum_high=0.1"]),
+        (["data.train.size=x"], ["data.curriculum_low=0.9", "data.curriculum_high=0.1"]),
         (["rewards.functions=5"], ["evaluation.steps=2"]),
         (["evaluation.sets={'bad name': {source: a}}"], ["train.warmup_steps=1000"]),
-        (["multi_turn.tools=[1]"], ["multi_turn.max_turns=3", "parallel.vpp=2"]),
+        (["multi_turn.tools=3"], ["multi_turn.max_turns=3", "parallel.vpp=2"]),
         (["model=3", "run={2: 3}", "lora.target_modules=[1]"], ["train.min_learning_rate=1"]),
     ],
 )
@@ -192,7 +193,7 @@ def test_overrides_reach_list_elements_and_empty_sections(tmp_path):
     path = write(tmp_path, SMALLEST)
     config = load_config(path, ["rewards.functions.0.weight=2", "--data.eval.source=held.jsonl", "rewards.functions.0.args.tolerance=0.1"])
     assert config.rewards.functions[0].weight == 2 and config.rewards.functions[0].args == {"tolerance": 0.1}
-    assert config.data.eval.source == "held.jsonl" and config.data.eval.split == "train"
+    assert config.data.eval.source == os.path.abspath("held.jsonl") and config.data.eval.split == "train"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,8 @@ def test_overrides_that_fit_nowhere_are_explained(tmp_path, override, message):
 
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.stem)
 def test_the_resolved_config_loads_back_equal(path, tmp_path):
-    config = load_config(path, ["data.train.options={text: '1e-5', flag: 'off', number: 1e-7}", "data.system_prompt='π: yes\n'"])
+    options = "data.train.options={text: '1e-5', flag: 'off', number: 1e-7}"
+    config = load_config(path, [options, "data.system_prompt='π: yes\n'", f"run.output_dir={tmp_path}"])
     assert load_config(save_resolved(config, tmp_path / "run")) == config
 
 

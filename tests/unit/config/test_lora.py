@@ -12,7 +12,7 @@ from tests.unit.config.test_config import SMALLEST, problems, write
         ("lora.target_modules=[q_proj, lm_head]", "lora.target_modules: lm_head: embeddings and LM head have no adapters; choose all-"),
         ("lora.target_modules=query", "lora.target_modules: query: unknown projection; choose all-linear or a list of q_proj, k_proj"),
         ("lora.target_modules=[]", "lora.target_modules: the list is empty, so nothing is trained; choose all-linear"),
-        ("lora.adapter_path=there", "lora.adapter_path: there needs lora.rank, the rank of that adapter; set lora.rank"),
+        ("lora.adapter_path=/there", "lora.adapter_path: /there needs lora.rank, the rank of that adapter; set lora.rank"),
         (
             "debug.dump_steps=[1]",
             "debug.dump_steps: megagrpo audit does not support adapters; leave dump_steps empty, or set lora.rank to 0",

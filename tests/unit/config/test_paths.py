@@ -17,7 +17,7 @@ from megagrpo.rewards.registry import resolve
 REPOSITORY = Path(__file__).parents[3]
 EVERYWHERE = """
 model: {path: weights, reference_path: ../weights, tokenizer: weights}
-run: {callbacks: ["calls.py:Watch", "package.module:Stop"]}
+run: {output_dir: runs, trackers: ["track.py:T"], callbacks: ["calls.py:Watch", "package.module:Stop"]}
 algorithm: {beta: 0.1, loss_type: "loss.py:f"}
 data:
   train: {source: rows.jsonl}
@@ -57,6 +57,7 @@ def test_paths_of_an_inherited_file_count_from_its_own_folder(parent, tmp_path, 
     assert (config.evaluation.sets["more"].source, config.data.chat_template) == (f"{parent}/other", f"{parent}/chat.jinja")
     assert [f.function for f in config.rewards.functions] == [f"{parent}/mine.py:score", f"model:{parent}/weights", "exact_number"]
     assert config.run.callbacks == [f"{parent}/calls.py:Watch", "package.module:Stop"]
+    assert (config.run.output_dir, config.run.trackers) == (f"{parent}/runs", [f"{parent}/track.py:T"])
     assert config.algorithm.loss_type == f"{parent}/loss.py:f"
     assert config.rewards.plugins == [f"{parent}/plugin.py"]
     turns = config.multi_turn
@@ -67,7 +68,7 @@ def test_paths_of_an_inherited_file_count_from_its_own_folder(parent, tmp_path, 
 
 def test_the_test_above_has_every_key_with_a_path():
     values, known = yaml.safe_load(EVERYWHERE), {key for key, _ in fields(RunConfig)}
-    for key in PATHS.keys() - {"lora.adapter_path"}:
+    for key in PATHS.keys() - {"lora.adapter_path"}:  # it excludes a reference
         node = values
         for part in key.split("."):
             node = node[part] if isinstance(node, dict) and part in node else next(iter(node.values() if isinstance(node, dict) else node))

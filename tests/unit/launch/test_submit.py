@@ -1,6 +1,5 @@
 """megagrpo submit: its output for each config and cluster, and that no config value becomes a command of the script."""
 
-import json
 import os
 import re
 import shutil
@@ -242,7 +241,7 @@ def test_what_is_written_is_clean_shell():
 def test_no_value_becomes_a_command(hostile, tmp_path):
     file = tmp_path / f"c {hostile.replace('/', '')}.yaml"
     file.write_text(QUICKSTART.read_text())
-    overrides = [f"run.output_dir={json.dumps(hostile)}", f"data.system_prompt={json.dumps(hostile)}"]
+    overrides = [f"run.output_dir=/{hostile}", f"data.system_prompt={hostile}"]
     made = load_config(file, overrides)
     cluster = Cluster(python=hostile, interface=hostile, env={"MINE": hostile}, container=Container(hostile, "pyxis", (hostile,)))
     in_srun = settings(sbatch_script(made, file, overrides, cluster, place(made, cluster)))["SRUN_OPTIONS"]
@@ -252,7 +251,7 @@ def test_no_value_becomes_a_command(hostile, tmp_path):
     assert is_shell(script)
     found = settings(script)
     assert found["OVERRIDES"] == overrides and found["CONFIG"] == [str(file)] and found["PYTHON"] == [hostile]
-    assert found["RUN_FOLDER"] == [str(Path(hostile) / "quickstart")]
+    assert found["RUN_FOLDER"] == [os.path.join(os.path.abspath(f"/{hostile}"), "quickstart")]
     assert found["INSIDE"][-2:] == [hostile, hostile] and found["PREFLIGHT"][-1] == hostile
     block = script.partition(BEGIN)[2].partition(END)[0]
     told = subprocess.run(["bash", "-c", f'{block}\nsetup; printf %s "$MINE"'], capture_output=True, text=True, cwd=tmp_path)
@@ -268,8 +267,8 @@ def expanded(word: str) -> str:
 @pytest.mark.parametrize("hostile", [*HOSTILE, "x: {y: [z", "$(POD_IP)", "- a\n  hostNetwork: true", "!!python/object:os.system"])
 def test_no_value_becomes_a_part_of_a_manifest(hostile, tmp_path):
     def told(value: str) -> dict:
-        overrides = ["run.nodes=2", "rollout.placement=dedicated", "rollout.servers=8", f"data.system_prompt={json.dumps(value)}"]
-        made = load_config(QUICKSTART, [*overrides, f"run.output_dir={json.dumps(value)}"])
+        overrides = ["run.nodes=2", "rollout.placement=dedicated", "rollout.servers=8", f"data.system_prompt={value}"]
+        made = load_config(QUICKSTART, [*overrides, f"run.output_dir={value}"])
         cluster = Cluster(
             python=value, interface=value, env={"MINE": value}, container=Container(value), storage_claim=value, storage_path=value
         )
@@ -288,7 +287,7 @@ def test_no_value_becomes_a_part_of_a_manifest(hostile, tmp_path):
         environment = {entry["name"]: expanded(entry["value"]) for entry in container["env"] if "value" in entry}
         assert environment["MINE"] == hostile and environment["NCCL_SOCKET_IFNAME"] == hostile
         assert expanded(container["command"][0]) == container["image"] == container["volumeMounts"][0]["mountPath"] == hostile
-        assert f"data.system_prompt={json.dumps(hostile)}" in map(expanded, container["command"])
+        assert f"data.system_prompt={hostile}" in map(expanded, container["command"])
         assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": hostile}
 
 
@@ -296,7 +295,7 @@ def test_no_value_becomes_a_part_of_a_manifest(hostile, tmp_path):
 def test_a_name_or_a_time_that_would_leave_its_line_is_refused(hostile):
     for key in ("run.name", "run.time_limit"):
         with pytest.raises(ConfigError, match=f"{key}: must match the pattern"):
-            config(f"{key}={json.dumps(hostile)}")
+            config(f"{key}={hostile}")
 
 
 def test_a_config_and_a_cluster_are_plain_data(tmp_path, monkeypatch):

@@ -97,5 +97,5 @@ def test_time_limits_are_written_as_slurm_has_them():
     assert [seconds_of(text) for text in ("0:00:30", "04:00:00", "2-01:00:01")] == [30, 4 * 3600, 49 * 3600 + 1]
     for text in ("90", "1:30", "1:90:00", "x"):
         with pytest.raises(ConfigError, match=r"run\.time_limit"):
-            load_config(QUICKSTART, [f"run.time_limit='{text}'"])
+            load_config(QUICKSTART, [f"run.time_limit={text}"])
     assert OUT_OF_TIME != signal.SIGTERM
