@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import argparse
 
-from megagrpo.commands.parser import nearest
 from megagrpo.config import ConfigError, RunConfig, render_help
-from megagrpo.config.io import fields
+from megagrpo.config.io import fields, nearest_key, section_of
 from megagrpo.process.terminal import show
 
 
@@ -24,8 +23,9 @@ def run(options: argparse.Namespace) -> int:
     """Print the keys. Raises ConfigError for an unknown section."""
     text = render_help(options.section)
     if not text:
-        known = [key for key, _ in fields(RunConfig)]
-        sections = ", ".join(RunConfig.model_fields)
-        raise ConfigError(f"megagrpo keys: {options.section} is no key{nearest(options.section, known)}; sections: {sections}")
+        name, known = options.section, {key: section_of(field.annotation) is not None for key, field in fields(RunConfig)}
+        near = nearest_key(name.split("."), list(known))
+        hint = f"; did you mean {'the section ' if known.get(near) else ''}{near}?" if near else ""
+        raise ConfigError(f"megagrpo keys: {name} is neither a section nor a key{hint}; sections: {', '.join(RunConfig.model_fields)}")
     show(text)
     return 0

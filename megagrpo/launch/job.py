@@ -68,9 +68,14 @@ def cluster_file(name: str) -> Path:
     if Path(name).exists() or not re.fullmatch(r"[\w-]+", name) or not shipped.parent.is_dir():
         return Path(name)
     if not shipped.is_file():
-        known = ", ".join(sorted(path.stem for path in shipped.parent.glob("*.yaml")))
+        known = ", ".join(shipped_clusters())
         raise ConfigError(f"--cluster: {name} is neither a file nor a shipped cluster; name a YAML file, or one of {known}")
     return shipped
+
+
+def shipped_clusters() -> list[str]:
+    """Return the names of the shipped clusters."""
+    return sorted(path.stem for path in (shipped_configs() / CLUSTERS).glob("*.yaml"))
 
 
 def load_cluster(path: str | Path) -> Cluster:
