@@ -66,7 +66,7 @@ def check(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')}: must be {rule} (got {value})")
     path = shipped_config(options.model) if options.model.startswith(SHIPPED) else Path(options.model)
     options.is_config = path.suffix in (".yaml", ".yml")
-    options.config = load_config(path, options.set) if options.is_config else _config_of(options)
+    options.config = load_config(options.model, options.set) if options.is_config else _config_of(options)
 
 
 def _config_of(options: argparse.Namespace) -> RunConfig:

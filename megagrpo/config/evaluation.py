@@ -95,6 +95,22 @@ def _filled(section: EvaluationSet, config: RunConfig) -> FilledSet:
     return FilledSet(**defaults | {key: value for key, value in section if value is not None})
 
 
+def _best_problems(metric: str, config: RunConfig) -> list[Problem]:
+    """Return the problem of a metric of a set that does not exist, and of a pass@K or maj@K that the set's responses do not give."""
+    sets = evaluation_sets(config)
+    name = next((name for name in sets if name and metric.startswith(f"{name}/")), "")
+    keys, best = ("evaluation.keep_best", "evaluation.sets", "data.eval", "evaluation.num_generations"), metric.removeprefix(f"{name}/")
+    if name not in sets:
+        return [Problem(keys, f"{metric}: there is no data.eval, and no set of that name; write one of {', '.join(sets)}, then /METRIC")]
+    n = sets[name].num_generations
+    estimate, _, k = best.partition("@")
+    fits = {"pass": [2**i for i in range(n.bit_length()) if 2**i <= n] + [n], "maj": [n] * (n > 1)}.get(estimate)
+    if fits is None or not k or k in map(str, fits):
+        return []
+    choice = ", ".join(f"{estimate}@{k}" for k in dict.fromkeys(fits)) or "pass@1"
+    return [Problem(keys, f"{metric}: {n} response(s) per prompt do not give it; choose {choice}, or change num_generations")]
+
+
 def evaluation_problems(config: RunConfig) -> list[Problem]:
     """Return evaluation settings without held-out prompts, and several greedy responses to one prompt."""
     evaluation, sets = config.evaluation, ("data.eval", "evaluation.sets")
@@ -106,6 +122,8 @@ def evaluation_problems(config: RunConfig) -> list[Problem]:
     if evaluation.keep_best is not None and not held_out:
         said = f"{evaluation.keep_best} needs held-out prompts; set data.eval or evaluation.sets, or leave keep_best empty"
         problems.append(Problem(("evaluation.keep_best", *sets), said))
+    if evaluation.keep_best is not None and held_out:
+        problems += _best_problems(evaluation.keep_best, config)
     if evaluation.num_generations > 1 and evaluation.temperature == 0 and (not evaluation.sets or config.data.eval is not None):
         said = f"{evaluation.num_generations} greedy responses (temperature 0) are identical; raise evaluation.temperature, or use 1"
         problems.append(Problem(("evaluation.num_generations", "evaluation.temperature", *sets), said))

@@ -18,8 +18,8 @@ from megagrpo.rewards.target import Target, did_you_mean
 
 
 def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return problems of a number of ranks that the layout does not divide, and of a micro-batch that alignment cuts below the longest
-    sample."""
+    """Return problems of a number of ranks that the layout does not divide, of a micro-batch that alignment cuts below the longest sample,
+    and of ranks that do not exist."""
     p, problems = config.parallel, []
     if world_size % p.model_parallel_size:
         nearest = [str(n) for n in _multiples(p.smallest_world, world_size)]
@@ -43,6 +43,9 @@ def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
             f"tokens; use {ceil(longest / align) * align}"
         )
         problems.append(Problem(("train.max_tokens_per_micro_batch", *LONGEST_SAMPLE), said, rule=9))
+    if unknown := [rank for rank in config.run.profile.ranks if rank >= world_size]:
+        said = f"rank {unknown[0]} does not exist: the run has {world_size} rank(s), counted from 0; leave ranks empty for all"
+        problems.append(Problem(("run.profile.ranks",), said))
     return problems
 
 
@@ -57,8 +60,11 @@ def _align_factors(config: RunConfig) -> list[str]:
 
 
 def layout_notes(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return notes on settings that cost time but stop nothing: padding, and ranks without samples."""
-    p, r, notes = config.parallel, config.rollout, []
+    """Return notes on settings that stop nothing: padding, ranks without samples, and a reference that never moves."""
+    p, r, a, notes = config.parallel, config.rollout, config.algorithm, []
+    if a.sync_ref_model and config.run.max_steps is not None and a.ref_model_sync_steps > config.run.max_steps:
+        said = f"{a.ref_model_sync_steps} is after the last step, run.max_steps {config.run.max_steps}, so the reference never moves"
+        notes.append(Problem(("algorithm.ref_model_sync_steps", "run.max_steps"), said))
     if config.max_model_len % p.sequence_align:
         said = f"every sample is padded to a multiple of 2 x cp = {p.sequence_align} tokens; the longest has {config.max_model_len}"
         notes.append(Problem(("parallel.cp", *LONGEST_SAMPLE), said, rule=9))
@@ -209,7 +215,7 @@ def storage_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
 
 def reward_problems(config: RunConfig) -> list[Problem]:
     """Return unknown reward names, and files that do not exist or do not define the function."""
-    problems: list[Problem] = []
+    problems = _pass_function_problems(config)
     for i, reward in enumerate(config.rewards.functions):
         key = f"rewards.functions.{i}.function"
         try:
@@ -217,6 +223,16 @@ def reward_problems(config: RunConfig) -> list[Problem]:
         except ProblemError as error:
             problems += error.problems
     return problems
+
+
+def _pass_function_problems(config: RunConfig) -> list[Problem]:
+    """Return the problem of an `evaluation.pass_function` that is no reward. A scheduler or an environment may give rewards by other
+    names."""
+    name, names = config.evaluation.pass_function, registry.display_names(config.rewards.functions)
+    if name is None or name in names or config.multi_turn.scheduler or config.multi_turn.environment:
+        return []
+    said = f"no reward function `{name}`{did_you_mean(name, names)}; name one of {', '.join(names)}"
+    return [Problem(("evaluation.pass_function", "rewards.functions"), said)]
 
 
 def own_code_problems(config: RunConfig) -> list[Problem]:

@@ -13,16 +13,10 @@ from megagrpo.config import Problem, ProblemError, ProfileSection, RunConfig
 from megagrpo.device.recorders import RECORDERS
 
 
-def check_profile(profile: ProfileSection, has_gpu: bool, world_size: int) -> None:
-    """Raise ProblemError when this machine cannot make the profile, or when a rank does not exist."""
-    problems = []
+def check_profile(profile: ProfileSection, has_gpu: bool) -> None:
+    """Raise ProblemError when this machine cannot make the profile."""
     if profile.steps and profile.tool != "torch" and not has_gpu:
-        problems.append(Problem(("run.profile.tool",), f"{profile.tool} needs a GPU, and this machine has none; set it to torch"))
-    if unknown := [rank for rank in profile.ranks if rank >= world_size]:
-        said = f"rank {unknown[0]} does not exist: the run has {world_size} rank(s), counted from 0; leave ranks empty for all"
-        problems.append(Problem(("run.profile.ranks",), said))
-    if problems:
-        raise ProblemError(*problems)
+        raise ProblemError(Problem(("run.profile.tool",), f"{profile.tool} needs a GPU, and this machine has none; set it to torch"))
 
 
 class Profiler:

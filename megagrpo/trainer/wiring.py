@@ -141,7 +141,7 @@ def _read_inputs(config: RunConfig, base_folder: Path, run_folder: Path, layout:
     loss_fn = run_own_and_agree(layout, lambda: make_loss(config))
     callbacks = run_own_and_agree(layout, lambda: load_callbacks(config), here=first)
     run_own_and_agree(layout, lambda: check_trackers(config), here=first)
-    check_profile(config.run.profile, device.has_gpu(), layout.world_size)
+    check_profile(config.run.profile, device.has_gpu())
     model_folder = resolve_model(config.model.path)
     hf_config = load_hf_config(model_folder)
     run_own_and_agree(layout, lambda: check_device(config, hf_config))  # before weights are loaded or servers started

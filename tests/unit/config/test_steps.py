@@ -5,6 +5,7 @@ import re
 import pytest
 
 from megagrpo.config import ConfigError, ProblemError, load_config
+from megagrpo.plan.problems import layout_notes, reward_problems
 
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 EPOCHS = ["run.max_steps=null", "rollout.prompts_per_step=4"]
@@ -56,3 +57,34 @@ def test_two_warmups_and_a_ratio_of_everything_are_refused(load):
         load("train.warmup_ratio=1")
     with pytest.raises(ConfigError, match=r"run\.num_train_epochs: must be greater than 0"):
         load("run.num_train_epochs=0")
+
+
+MOVING = ("algorithm.beta=0.1", "algorithm.sync_ref_model=true")
+HELD_OUT = ("data.eval={source: a}", "evaluation.sets={hard: {source: b, num_generations: 6, temperature: 1.0}}")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("evaluation.keep_best=reward", HELD_OUT[1]), "evaluation.keep_best: reward: there is no data.eval, and no set of that name"),
+        (("evaluation.keep_best=pass@2", *HELD_OUT), "pass@2: 1 response(s) per prompt do not give it; choose pass@1, or change"),
+        (("evaluation.keep_best=hard/pass@3", *HELD_OUT), "hard/pass@3: 6 response(s) per prompt do not give it; choose pass@1, pass@2, "),
+        (("evaluation.keep_best=maj@1", *HELD_OUT), "maj@1: 1 response(s) per prompt do not give it; choose pass@1, or change"),
+    ],
+)
+def test_names_of_metrics_that_never_come_are_refused(load, overrides, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load(*overrides)
+    for fits in ("reward", "pass@1", "hard/pass@4", "hard/pass@6", "hard/maj@6", "rewards/format", "hard/rewards/x"):
+        assert load(*HELD_OUT, f"evaluation.keep_best={fits}")
+    (note,) = [note for note in layout_notes(load(*MOVING), 1) if "reference" in note.text]
+    assert str(note) == "algorithm.ref_model_sync_steps: 512 is after the last step, run.max_steps 100, so the reference never moves"
+    assert [note for note in layout_notes(load(*MOVING, "algorithm.ref_model_sync_steps=100"), 1) if "reference" in note.text] == []
+
+
+def test_a_pass_function_is_one_of_the_rewards(load):
+    (problem,) = reward_problems(load("evaluation.pass_function=exact_numbr"))
+    said = "evaluation.pass_function: no reward function `exact_numbr`; did you mean `exact_number`?; name one of exact_number"
+    assert str(problem) == said
+    assert reward_problems(load("evaluation.pass_function=exact_number")) == []
+    assert reward_problems(load("evaluation.pass_function=x", "multi_turn.scheduler=math_tip_trick")) == []

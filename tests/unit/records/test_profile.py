@@ -9,6 +9,8 @@ import torch
 
 from megagrpo.config import ConfigError, Problem, ProblemError, load_config
 from megagrpo.config.run import ProfileSection
+from megagrpo.plan import plan
+from megagrpo.plan.problems import layout_problems
 from megagrpo.process.phases import Phases
 from megagrpo.records.profile import Profiler, check_profile
 from tests.unit.records.test_metrics import CONFIG
@@ -58,18 +60,19 @@ def test_only_named_ranks_write_and_an_error_in_the_step_leaves_no_file(tmp_path
 @pytest.mark.parametrize("tool", ["nsys", "memory"])
 def test_tools_of_gpus_are_refused_without_one(tool):
     section = ProfileSection(steps=[1], tool=tool)
-    check_profile(section, has_gpu=True, world_size=1)
-    check_profile(ProfileSection(tool=tool), has_gpu=False, world_size=1)  # without steps the tool does not matter
+    check_profile(section, has_gpu=True)
+    check_profile(ProfileSection(tool=tool), has_gpu=False)  # without steps the tool does not matter
     with pytest.raises(ProblemError) as error:
-        check_profile(section, has_gpu=False, world_size=1)
+        check_profile(section, has_gpu=False)
     said = f"{tool} needs a GPU, and this machine has none; set it to torch"
     assert error.value.problems == (Problem(("run.profile.tool",), said),)
 
 
 def test_ranks_and_steps_that_do_not_exist_are_problems():
-    check_profile(ProfileSection(steps=[1], ranks=[3]), has_gpu=False, world_size=4)
-    with pytest.raises(ProblemError, match="rank 4 does not exist: the run has 4 rank"):
-        check_profile(ProfileSection(steps=[1], ranks=[0, 4]), has_gpu=False, world_size=4)
+    config = load_config(CONFIG, ["run.profile.steps=[1]", "run.profile.ranks=[0, 4]"])
+    assert layout_problems(config, 5) == []
+    said = "run.profile.ranks: rank 4 does not exist: the run has 4 rank(s), counted from 0; leave ranks empty for all"
+    assert list(map(str, layout_problems(config, 4))) == [said] == list(map(str, plan(config, 4).problems))
     with pytest.raises(ConfigError, match=r"run.profile.steps: step 11 is after the last step, run.max_steps 8; name an earlier step"):
         load_config(CONFIG, ["run.profile.steps=[3, 11]"])
     with pytest.raises(ConfigError, match=r"run.profile.tool: .*(torch|nsys|memory)"):
