@@ -27,7 +27,11 @@ def accept(rows: Any, argument: str) -> Any:
     if pandas is not None and isinstance(rows, pandas.DataFrame):
         import datasets as library
 
-        return library.Dataset.from_pandas(rows, preserve_index=False)
+        try:
+            return library.Dataset.from_pandas(rows, preserve_index=False)
+        except Exception as error:  # pyarrow's errors have no common base class
+            fix = 'give each column one type, or pass frame.to_dict("records")'
+            raise ConfigError(f"{argument}: the DataFrame cannot be converted: {error}; {fix}") from None
     if datasets is not None:
         if isinstance(rows, (datasets.DatasetDict, datasets.IterableDatasetDict)):
             raise ConfigError(f'{argument}: has several splits: {", ".join(rows)}; pass one, as in data["{next(iter(rows), "train")}"]')
@@ -60,7 +64,7 @@ def suffix(rows: Any) -> str:
 
 
 def write(rows: Any, file: Path, argument: str) -> None:
-    """Write rows that `check` has passed. Raises ConfigError for a value that JSON does not hold."""
+    """Write rows that `check` has passed; a list keeps the type of every value. Raises ConfigError for a value that JSON does not hold."""
     if isinstance(rows, list):
         with file.open("w", encoding="utf-8") as lines:
             for number, row in enumerate(rows):
@@ -78,21 +82,31 @@ def write(rows: Any, file: Path, argument: str) -> None:
 
 
 def _line(row: Mapping[str, Any], number: int, argument: str) -> str:
-    try:
-        return json.dumps(dict(row), allow_nan=False, default=_json_value)
-    except (TypeError, ValueError, RecursionError):
-        for name, value in row.items():
-            try:
-                json.dumps({name: value}, allow_nan=False, default=_json_value)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise ConfigError(
-                    f"{argument}: row {number}: column `{name}` holds no plain data: {error}; use texts, finite numbers, lists and dicts"
-                ) from None
-        raise
+    texts = []
+    for name, value in row.items():
+        try:
+            _check_names({name: value})
+            texts.append(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False, default=_json_value)}")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{argument}: row {number}: column `{name}` holds no plain data: {error}; use texts, finite numbers, lists and dicts"
+            ) from None
+    return f"{{{', '.join(texts)}}}"
+
+
+def _check_names(value: Any) -> None:
+    """Raise TypeError for a name in a dict that is no text, which JSON would turn into one."""
+    if isinstance(value, Mapping):
+        if odd := [name for name in value if not isinstance(name, str)]:
+            raise TypeError(f"a dict with the key {odd[0]!r}, a {type(odd[0]).__name__}")
+        value = list(value.values())
+    for below in value if isinstance(value, (list, tuple)) else ():
+        _check_names(below)
 
 
 def _json_value(value: Any) -> Any:
     """Convert a NumPy number or array."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__}")
+    fix = " (pass .isoformat())" if hasattr(value, "isoformat") else ""
+    raise TypeError(f"a {type(value).__name__}{fix}")

@@ -108,7 +108,8 @@ def rewards_text(result: DryRun) -> str:
     lines += [f"  {name}: not called, because it loads a reward model; add --models" for name in result.not_called]
     if result.tools:
         lines.append(f"tools: {', '.join(result.tools)}")
-    if not result.problems:
+    lines += [f"warning: {warning}" for warning in result.warnings]
+    if not result.problems and not result.warnings:
         lines.append(f"no problem found; the plan is valid on {result.ranks} rank(s)")
     return "\n".join(lines)
 

@@ -42,20 +42,27 @@ REWARD = '''\
 """The reward of this task. megagrpo calls it in a worker process with lists: one entry per completion."""
 
 import re
+from decimal import Decimal
 
 
 def correct(completions, answer, **columns):
-    """Return 1 where the last number of the completion is the column `answer`, else 0.
+    """Return 1 where the last number of the completion is the number in the column `answer`, else 0.
 
-    `answer` is the column of train.jsonl; **columns takes the others. A completion is a string, or a list of messages if the
-    prompt is a list of messages.
+    `answer` is the column of train.jsonl, a text or a number; **columns takes the others. A completion is a string, or a list of
+    messages if the prompt is a list of messages.
     """
     scores = []
     for completion, right in zip(completions, answer, strict=True):
         text = completion if isinstance(completion, str) else completion[-1]["content"]
-        numbers = re.findall(r"-?\\d+", text)
-        scores.append(float(bool(numbers) and numbers[-1] == right))
+        number = last_number(text)
+        scores.append(float(number is not None and number == last_number(str(right))))
     return scores
+
+
+def last_number(text):
+    """Return the last number in the text, 1,000.5 or 2e3 included; None without one."""
+    numbers = re.findall(r"-?\\d+(?:,\\d{3})*(?:\\.\\d+)?(?:[eE][-+]?\\d+)?", text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 '''
 README = """\
 # {name}

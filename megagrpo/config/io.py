@@ -281,7 +281,7 @@ def _choices(error: ErrorDetails) -> list[str]:
 
 
 def nearest_key(loc: Sequence[str | int], known: list[str]) -> str:
-    """Return the nearest known key, by its dotted name or its last word, with the list indices and names of `loc`; empty if none is near."""
+    """Return the nearest known key, by its dotted name or its last word, with the indices and names of `loc`; empty if none is near."""
     unknown = ".".join("N" if isinstance(part, int) else part for part in loc)
     nearest = difflib.get_close_matches(unknown, known, n=1, cutoff=0.75)
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(known)}

@@ -9,7 +9,8 @@ from typing import Any
 
 from megagrpo.config import DataSection, DatasetSection
 from megagrpo.data.curriculum import Curriculum
-from megagrpo.data.sources import did_you_mean, load_rows
+from megagrpo.data.sources import load_rows
+from megagrpo.data.text_rows import column_hint, names_in, nested
 from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
 from megagrpo.process.terminal import get_logger
 from megagrpo.types import Prompt
@@ -53,7 +54,7 @@ class PromptSource:
         self._template, self._tools = read_chat_template(data.chat_template), tools
         rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
         self._rows = load_rows(section, self._key, rows_seed, data.prompt_column)
-        self._check_columns(list(self._rows[0]))
+        self._check_columns(names_in(self._rows[0]))
         self.num_overlong = 0
         self._usable = self._usable_rows()
         self._orders: dict[int, list[int]] = {}  # epoch -> rows in order, for the last epochs in use
@@ -133,7 +134,7 @@ class PromptSource:
         wanted += [(f"data.columns.{new}", old) for new, old in self._data.columns.items()]
         wanted += [("data.extract_hash_answer", name) for name in self._data.extract_hash_answer if name not in self._data.columns]
         problems = [
-            f"{key}: {self._key} has no column `{name}`; it has {', '.join(present)}{did_you_mean(name, present)}"
+            f"{key}: {self._key} has no column `{name}`; it has {', '.join(present)}{column_hint(name, present)}"
             for key, name in wanted
             if name not in present
         ]
@@ -168,16 +169,19 @@ class PromptSource:
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
         columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}
-        columns |= {new: values[old] for new, old in self._data.columns.items()}
-        return columns | {name: hash_answer(columns[name]) for name in self._data.extract_hash_answer}
+        columns |= {new: nested(values, old) for new, old in self._data.columns.items()}
+        return columns | {name: hash_answer(nested(columns, name)) for name in self._data.extract_hash_answer}
 
     def _question(self, row: int) -> Messages:
         """The prompt of a row. ValueError for a value that is no prompt."""
         column = self._data.prompt_column
-        value = self._rows[row][column]
+        value = nested(self._rows[row], column)
         prompt = _messages(value)
         if not prompt:
-            raise ValueError(f"{self._key}: row {row}: column `{column}` must be a string or chat messages (got {value!r:.200})")
+            said = f"{self._key}: row {row}: column `{column}` must be a string or chat messages (got {value!r:.200})"
+            sharegpt = isinstance(value, list) and value and isinstance(value[0], dict) and {"from", "value"} <= value[0].keys()
+            fix = "; these are ShareGPT's names: rename `from` to role, `value` to content, and end with the user's message"
+            raise ValueError(said + fix * bool(sharegpt))
         return prompt
 
     def _token_ids(self, row: int) -> tuple[int, ...]:

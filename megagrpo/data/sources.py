@@ -15,10 +15,12 @@ from typing import Any
 import datasets
 
 from megagrpo.config import DatasetSection
+from megagrpo.data.text_rows import JsonLines, csv_columns, json_rows
 
 datasets.disable_progress_bars()  # every rank would print one for copying a small file into the cache
 
 GYM_PREFIX = "reasoning_gym:"
+_JSON = {".jsonl": JsonLines, ".json": json_rows}
 _FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 
 
@@ -45,23 +47,30 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean `{near[0]}`?" if near else ""
 
 
-def _read(section: DatasetSection, key: str) -> datasets.Dataset:
+def _read(section: DatasetSection, key: str) -> datasets.Dataset | JsonLines:
     path = _find(section.source, key)
     if path is not None and path.is_file() and path.suffix != ".parquet":
         _check_utf8(path, key)
     try:
         if path is None:
             data = datasets.load_dataset(section.source, section.subset, split=section.split)
+        elif path.suffix in _JSON and path.is_file():
+            data = _slice(_JSON[path.suffix](path.read_bytes()), section.split)
         elif path.is_file():
             files = {_split_name(section.split): str(path)}  # a file has one split, whatever it is called
-            data = datasets.load_dataset(_FORMATS[path.suffix], data_files=files, split=section.split)
+            options = _csv_options(path) if path.suffix == ".csv" else {}
+            data = datasets.load_dataset(_FORMATS[path.suffix], data_files=files, split=section.split, **options)
         elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
             data = _split_saved(datasets.load_from_disk(str(path)), section.split)
         else:
             data = datasets.load_dataset(str(path), section.subset, split=section.split)
     except Exception as error:  # pyarrow, the hub and file systems raise errors without a common base class
         where = f"{path}" if path else f"{section.source} is not a local file or folder, and as a hub data set it"
-        raise ValueError(f"{key}.source: {where} cannot be loaded: {type(error).__name__}: {error}") from error
+        cause: BaseException = error
+        while path is not None and cause.__cause__ is not None:  # `datasets` hides what is wrong with a file
+            cause = cause.__cause__
+        said = str(cause) if type(cause) is ValueError else f"{type(cause).__name__}: {cause}"
+        raise ValueError(f"{key}.source: {where} cannot be loaded: {said}") from error
     return data if section.size is None else data.select(range(min(section.size, len(data))))
 
 
@@ -80,6 +89,8 @@ def _check_utf8(path: Path, key: str) -> None:
 def _find(source: str, key: str) -> Path | None:
     """Return the path of a file or folder; None if the name can only be a hub data set. Raises ValueError for a path that does not
     exist."""
+    if "://" in source:
+        raise ValueError(f"{key}.source: {source} is an address; download the file and name its path, or name a data set of the hub")
     path = Path(os.path.expanduser(source))
     if path.is_dir() or (path.is_file() and path.suffix in _FORMATS):
         return path.resolve()
@@ -103,8 +114,19 @@ def _split_saved(data: datasets.Dataset | datasets.DatasetDict, split: str) -> d
         if name not in data:
             raise ValueError(f"it has no split `{name}`; it has {', '.join(data)}")
         data = data[name]
-    pieces = datasets.ReadInstruction.from_spec(split).to_absolute({name: len(data)})
-    return datasets.concatenate_datasets([data.select(range(p.from_ or 0, len(data) if p.to is None else p.to)) for p in pieces])
+    return _slice(data, split)
+
+
+def _slice[Rows: (datasets.Dataset, JsonLines)](data: Rows, split: str) -> Rows:
+    """Return the rows that a split such as `train[:100]` names."""
+    pieces = datasets.ReadInstruction.from_spec(split).to_absolute({_split_name(split): len(data)})
+    return data.select([i for p in pieces for i in range(p.from_ or 0, len(data) if p.to is None else p.to)])
+
+
+def _csv_options(path: Path) -> dict[str, Any]:
+    """Return options of `datasets` that read every cell of a csv file as text: a csv file does not say what is a number."""
+    names = csv_columns(path)
+    return {"features": datasets.Features({name: datasets.Value("string") for name in names}), "keep_default_na": False}
 
 
 def _generate(section: DatasetSection, key: str, seed: int, prompt_column: str) -> list[dict[str, Any]]:

@@ -13,8 +13,8 @@ from typing import Any
 
 from megagrpo.config import DatasetSection, Problem, RunConfig
 from megagrpo.config.paths import DATA_SUFFIXES
+from megagrpo.data.text_rows import column_hint, names_in
 from megagrpo.families.config import HfConfig
-from megagrpo.rewards.target import did_you_mean
 
 LONGEST_NAME, LONGEST_PATH = 255, 3500  # limits of Linux in bytes, minus room for the file names that a run adds
 
@@ -67,18 +67,17 @@ def _column_problems(config: RunConfig, key: str, section: DatasetSection, prese
     wanted += [(named["extract_hash_answer"][0], name) for name in named["extract_hash_answer"][1] if name not in renamed]
     has = f"{section.source} has columns {', '.join(present)}"
     missing = [(where, name) for where, name in wanted if name not in present]
-    return [
-        Problem((where, f"{key}.source"), f"no column `{name}`{did_you_mean(name, present)}; {has}", rule=13) for where, name in missing
-    ]
+    return [Problem((where, f"{key}.source"), f"no column `{name}`{column_hint(name, present)}; {has}", rule=13) for where, name in missing]
 
 
 def _columns(path: Path) -> list[str]:
-    """Return the column names of a jsonl or csv file, from its first row; empty for other sources and unreadable files."""
+    """Return the column names of a jsonl or csv file, from its first row, fields of objects included; empty for other sources and
+    unreadable files."""
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             if path.suffix == ".jsonl":
                 row = json.loads(next((line for line in lines if line.strip()), ""))
-                return list(row) if isinstance(row, dict) else []
+                return names_in(row) if isinstance(row, dict) else []
             return next(csv.reader(lines), []) if path.suffix == ".csv" else []
     except (OSError, ValueError, csv.Error):
         return []

@@ -12,6 +12,7 @@ from typing import Any
 
 from megagrpo.config import DataSection, DatasetSection, ProblemError, RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
+from megagrpo.data.text_rows import ANSWERS, names_in, nested
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, read_chat_template
 from megagrpo.families.sources import PACKAGE, resolve_model
 from megagrpo.multi_turn.dialogues import make_dialogues
@@ -21,7 +22,7 @@ from megagrpo.rewards.registry import display_names, resolve
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 
-ANSWERS = ("answer", "solution", "ground_truth", "target", "label")  # usual names of the column with the right answer
+DRESSES = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "#### {}")  # forms of a right answer that rewards look for
 EMPTY, ANSWER = "empty", "answer"  # the completions that rewards are called with
 
 
@@ -68,6 +69,7 @@ class DryRun:
     tools: list[str] = field(default_factory=list)
     not_called: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def add(self, *problems: object) -> None:
         """Add problems that are not known yet."""
@@ -181,7 +183,10 @@ def _try_rewards(config: RunConfig, base_folder: Path, prompt: Prompt, tokenizer
             return
         section = config.rewards.model_copy(update={"functions": chosen, "workers": 1})
         with RewardScorer(section, config.rollout.max_completion_length, base_folder) as scorer:
-            scorer.check_columns(prompt.columns)
+            try:
+                scorer.check_columns(prompt.columns)
+            except ValueError as error:
+                raise ValueError(f"{error}{_gold_hint(prompt)}") from error
             weights = dict(zip(scorer.names, (f.weight for f in chosen), strict=True))
             own = {name: _answer(prompt, needs) for name, needs in scorer.needs.items()}
             usual = next((answer for answer in own.values() if answer[1] is not None), ("", None))
@@ -189,6 +194,37 @@ def _try_rewards(config: RunConfig, base_folder: Path, prompt: Prompt, tokenizer
             for text in dict.fromkeys([*(text for _, text in answers.values()), ""]):
                 if text is not None:
                     _call(scorer, prompt, tokenizer, text, weights, answers, result)
+            _warn_of_unscored(scorer, prompt, tokenizer, answers, result)
+
+
+def _gold_fields(prompt: Prompt) -> list[str]:
+    """Return the fields of the row's columns that have a usual name of the right answer, as `reward_model.ground_truth`."""
+    return [name for name in names_in(prompt.columns) if name not in prompt.columns and name.rpartition(".")[2] in ANSWERS]
+
+
+def _gold_hint(prompt: Prompt) -> str:
+    """Return how to pass the right answer to rewards when it is a field of a column, as in verl's rows; else an empty string."""
+    fields = _gold_fields(prompt)
+    return f"; data.columns={{answer: {fields[0]}}} passes the field `{fields[0]}` as `answer`" if fields else ""
+
+
+def _warn_of_unscored(
+    scorer: RewardScorer, prompt: Prompt, tokenizer: Tokenizer, answers: dict[str, tuple[str, str | None]], result: DryRun
+) -> None:
+    """Warn when no reward gives the row's right answer more than an empty completion, whatever form the answer has."""
+    (column, answer), *_ = [*(found for found in answers.values() if found[1] is not None), ("", None)]
+    if answer is None or result.problems:
+        return
+    (empty,) = scorer.score([_rollout(prompt, tokenizer, "")])
+    for dress in DRESSES:
+        (scored,) = scorer.score([_rollout(prompt, tokenizer, dress.format(answer))])
+        if any(value is not None and value > (empty.rewards[name] or 0.0) for name, value in scored.rewards.items()):
+            return
+    value = nested(prompt.columns, column)
+    result.warnings.append(
+        f"rewards.functions: no reward gives the answer in column `{column}`, {value!r:.60} ({type(value).__name__}), more than an empty "
+        "completion; compare values of one type, and look at what the function searches for"
+    )
 
 
 def _answer(prompt: Prompt, needs: Sequence[Sequence[str]]) -> tuple[str, str | None]:
@@ -197,7 +233,14 @@ def _answer(prompt: Prompt, needs: Sequence[Sequence[str]]) -> tuple[str, str | 
         value = prompt.columns.get(name)
         if isinstance(value, (str, int, float)) and str(value):
             return name, str(value)
-    return "", None
+    fields = [(name, nested(prompt.columns, name)) for name in _gold_fields(prompt)]
+    return next(((name, str(value)) for name, value in fields if isinstance(value, (str, int, float))), ("", None))
+
+
+def _rollout(prompt: Prompt, tokenizer: Tokenizer, text: str) -> Rollout:
+    """Return a completion of the prompt with this text."""
+    token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+    return Rollout(prompt, token_ids, (0.0,) * len(token_ids), "stop", 0, text)
 
 
 def _call(
@@ -210,9 +253,7 @@ def _call(
     result: DryRun,
 ) -> None:
     """Score one completion, and record the values of the functions whose answer it is; of all for an empty completion."""
-    token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
-    rollout = Rollout(prompt, token_ids, (0.0,) * len(token_ids), "stop", 0, text)
-    (scored,) = scorer.score([rollout])
+    (scored,) = scorer.score([_rollout(prompt, tokenizer, text)])
     metrics = scorer.metrics()
     for name, value in scored.rewards.items():
         column, answer = answers[name]

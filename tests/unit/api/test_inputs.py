@@ -1,7 +1,9 @@
 """Python objects of a run: functions and callbacks as files that workers import, data as files that the run reads."""
 
+import datetime
 import functools
 import threading
+from decimal import Decimal
 from pathlib import Path
 
 import datasets
@@ -196,6 +198,15 @@ def test_rows_of_every_kind_arrive_with_their_columns(tmp_path):
     assert read(collect(None, numbers, None, None), tmp_path) == [{"prompt": "p", "answer": 3, "vector": [1, 2]}]
 
 
+def test_a_list_of_dicts_keeps_the_type_of_every_value(tmp_path):
+    texts = [
+        {"prompt": "p", "answer": 10**30, "day": "2024-01-01", "mixed": 1, "info": {"a": None}, "flag": True},
+        {"prompt": "q", "answer": -0.5, "day": None, "mixed": "1", "info": {"b": [1, "x", 2.0]}, "flag": "True"},
+    ]
+    found = read(collect(None, texts, None, None), tmp_path)
+    assert found == texts and [list(map(type, row.values())) for row in found] == [list(map(type, row.values())) for row in texts]
+
+
 def test_held_out_rows_have_their_own_keys(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one = overrides(collect(None, None, ROWS, None), tmp_path)
@@ -254,6 +265,19 @@ def test_data_of_another_kind_is_an_error(tmp_path):
             collect(None, given, None, None)
     with pytest.raises(ConfigError, match=r"eval_dataset: 'a\.b' is no name of a set"):
         collect(None, None, {"a.b": ROWS}, None)
+    for value, said in (
+        (b"x", "a bytes"),
+        (datetime.date(2024, 1, 1), r"a date \(pass .isoformat\(\)\)"),
+        ([{"a": {1: 2}}], "a dict with the key 1, a int"),
+        ({1, 2}, "a set"),
+        (Decimal(1), "a Decimal"),
+    ):
+        with pytest.raises(ConfigError, match=f"dataset: row 0: column `x` holds no plain data: {said}; use texts"):
+            collect(None, [{"prompt": "p", "x": value}], None, None).write(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"dataset: the DataFrame cannot be converted: .*; give each column one type, or pass frame.to_dict"
+    ):
+        collect(None, pandas.DataFrame({"prompt": ["a", "b"], "answer": [1, "x"]}), None, None)
     bad = [{"prompt": "p", "image": Path}]
     with pytest.raises(ConfigError, match="dataset: row 0: column `image` holds no plain data: a type; use texts"):
         collect(None, bad, None, None).write(tmp_path)

@@ -28,6 +28,12 @@ def fails_on_nothing(completions, answer):
 def slow(completions):
     time.sleep(60)
 
+def compares_text(completions, answer, **columns):
+    return [float(c == a) for c, a in zip(completions, answer)]
+
+def boxed(completions, answer, **columns):
+    return [float("boxed{" + str(a) + "}" in c) for c, a in zip(completions, answer)]
+
 def add(a: int, b: int) -> int:
     \"\"\"Add two numbers.
 
@@ -137,6 +143,28 @@ def test_problems_are_named_and_the_exit_code_is_2(folder, words, messages, caps
     assert check(folder, *(word.format(folder=folder) for word in words)) == 2
     said = capsys.readouterr().err
     assert all(message in said for message in messages), said
+
+
+def test_an_answer_that_no_reward_prefers_to_nothing_is_a_warning(folder, capsys):
+    (folder / "ints.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}\n' * 2)
+    words = [f"data.train.source={folder}/ints.jsonl", "data.eval=null", "rewards.functions.1.weight=0"]
+    assert check(folder, *words, f"rewards.functions.0.function={folder}/rewards.py:compares_text") == 0
+    out = capsys.readouterr().out
+    said = "warning: rewards.functions: no reward gives the answer in column `answer`, 2 (int), more than an empty completion; compare"
+    assert said in out and "no problem found" not in out
+    assert check(folder, *words, f"rewards.functions.0.function={folder}/rewards.py:boxed") == 0
+    assert "no problem found" in capsys.readouterr().out
+
+
+def test_the_answer_in_rows_of_verl_is_named(folder, capsys):
+    row = {"prompt": "1 + 1?", "reward_model": {"style": "rule", "ground_truth": "2"}, "extra_info": {"index": 0}}
+    (folder / "verl.jsonl").write_text(json.dumps(row) + "\n")
+    words = [f"data.train.source={folder}/verl.jsonl", "data.eval=null", "rewards.functions=[{function: exact_number}]"]
+    assert check(folder, *words) == 2
+    said = "data.columns={answer: reward_model.ground_truth} passes the field `reward_model.ground_truth` as `answer`"
+    assert said in capsys.readouterr().err
+    assert check(folder, *words, "data.columns={answer: reward_model.ground_truth}") == 0
+    assert "no problem found" in capsys.readouterr().out
 
 
 def test_a_reward_model_is_not_loaded_without_being_asked_for(folder, capsys):

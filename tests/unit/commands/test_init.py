@@ -51,7 +51,11 @@ def test_its_rows_differ_and_its_reward_tells_right_from_wrong(task):
     names: dict = {}
     exec((task / "reward.py").read_text(), names)
     completions = ["It is 5.", [{"role": "assistant", "content": "2 + 3 = 5"}], "6", "", "2 + 5 = 7"]
-    assert names["correct"](completions=completions, answer=["5"] * 5, prompts=[]) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    for answer in ("5", 5, 5.0, "5.0", "It is 5"):
+        assert names["correct"](completions=completions, answer=[answer] * 5, prompts=[]) == [1.0, 1.0, 0.0, 0.0, 0.0]
+    for text, answer in (("1,000", 1000), ("-0.5", -0.5), ("2e3", 2000), ("10", 10**30), ("a", "b"), ("", None), ("1e30", 10**30)):
+        right = text not in ("10", "a", "")
+        assert names["correct"](completions=[f"so {text}"], answer=[answer]) == [float(right)]
 
 
 @pytest.mark.parametrize(

@@ -215,6 +215,26 @@ def test_reasoning_gym_gives_questions_and_what_its_scorer_needs(tokenizer):
     assert source(tokenizer, "reasoning_gym:chain_sum", dataset=pinned, seed=9, evaluate=True).all() == train.all()
 
 
+def test_a_field_of_a_column_is_a_column_for_the_prompt_and_for_rewards(tokenizer, tmp_path):
+    """The rows of verl."""
+    row = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "2 + 2?"}], "reward_model": {"style": "rule", "ground_truth": 4}}
+    (tmp_path / "verl.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"extra_info": {"text": "3 + 3?"}}))
+    prompts = source(tokenizer, tmp_path / "verl.jsonl", columns={"answer": "reward_model.ground_truth"})
+    assert prompts.all()[0].columns["answer"] == 4 and prompts.all()[0].columns["reward_model"] == row["reward_model"]
+    with pytest.raises(
+        ValueError, match=r"data.columns.answer: .* no column `answer`; it has .*; did you mean `reward_model.ground_truth`\?"
+    ):
+        source(tokenizer, tmp_path / "verl.jsonl", columns={"answer": "answer"})
+
+
+def test_rows_of_sharegpt_get_a_hint(tokenizer, tmp_path):
+    (tmp_path / "s.jsonl").write_text(json.dumps({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}))
+    with pytest.raises(ValueError, match=r"`conversations` is ShareGPT's: rename it, `from` to role and `value` to content, and end with"):
+        source(tokenizer, tmp_path / "s.jsonl")
+    with pytest.raises(ValueError, match=r"these are ShareGPT's names: rename `from` to role, `value` to content, and end with the user's"):
+        source(tokenizer, tmp_path / "s.jsonl", prompt_column="conversations")
+
+
 @pytest.mark.parametrize(
     "path, arguments, expected",
     [
@@ -224,7 +244,12 @@ def test_reasoning_gym_gives_questions_and_what_its_scorer_needs(tokenizer):
         ("nobody/nothing", {}, ["data.train.source: nobody/nothing is not a local file or folder", "hub"]),
         ("empty.jsonl", {}, ["data.train.source"]),
         ("empty.parquet", {}, ["empty.parquet", "no data"]),
-        ("broken.jsonl", {}, ["data.train.source", "broken.jsonl", "cannot be loaded"]),
+        (
+            "broken.jsonl",
+            {},
+            ["data.train.source", "broken.jsonl cannot be loaded: line 1, column 15 is not valid JSON: Expecting"],
+        ),
+        ("https://a.b/rows.jsonl", {}, ["data.train.source: https://a.b/rows.jsonl is an address; download the file"]),
         ("notes.txt", {}, ["must end in one of .jsonl, .json, .parquet, .csv"]),
         ("rows.jsonl", {"prompt_column": "promt"}, ["no column `promt`; it has prompt, answer, level; did you mean `prompt`?"]),
         ("rows.jsonl", {"columns": {"solution": "anser"}}, ["data.columns.solution", "`anser`", "did you mean `answer`?"]),
@@ -232,7 +257,7 @@ def test_reasoning_gym_gives_questions_and_what_its_scorer_needs(tokenizer):
         ("rows.jsonl", {"limit": 5}, ["all prompts are dropped", "10 of 10 prompts", "max_prompt_length 5", "longest: 15 tokens"]),
         ("rows.jsonl", {"limit": 5, "overlong_prompts": "error"}, ["10 of 10 prompts", "set data.overlong_prompts"]),
         ("rows.jsonl", {"dataset": {"options": {"seed": 1}}}, ["data.train.options: only reasoning_gym:FAMILY has options"]),
-        ("rows.jsonl", {"dataset": {"split": "train[5:5]"}}, ["no data"]),
+        ("rows.jsonl", {"dataset": {"split": "train[5:5]"}}, ["(split train[5:5]) has no rows"]),
         ("saved", {"dataset": {"split": "tset"}}, ["no split `tset`; it has train, test"]),
         ("reasoning_gym:chain_sun", {}, ["no family `chain_sun`; did you mean `chain_sum`?"]),
         ("reasoning_gym:gcd", {"dataset": {"options": {"max_nums": 3}}}, ["data.train.options.max_nums", "did you mean `max_numbers`?"]),
