@@ -1,6 +1,6 @@
 """Checks a run, and predicts memory, time and weight syncs of a layout. Needs neither a GPU nor torch.
 
-    megagrpo plan configs/qwen2.5_7b_1node.yaml world_size=8 gpu_memory_gb=80
+    megagrpo plan megagrpo:qwen2.5_7b_1node world_size=8 gpu_memory_gb=80
     megagrpo plan my_run.yaml --gpu h100 --search
     megagrpo plan my_run.yaml --weight-sync link_gb_per_s=50
     megagrpo plan my_run.yaml --gpu h100 --trace

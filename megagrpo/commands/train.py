@@ -1,6 +1,6 @@
 """Trains on this machine as CONFIG says.
 
-    megagrpo train configs/quickstart.yaml run.max_steps=20
+    megagrpo train megagrpo:quickstart run.max_steps=20
     NPROC=4 megagrpo train my_run.yaml parallel.tp=2
     megagrpo train my_run.yaml --resume
 
