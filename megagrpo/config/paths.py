@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megagrpo.config.problems import Problem
+from megagrpo.config.yaml_text import odd_text
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
@@ -37,7 +38,7 @@ def anchored(values: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def path_problems(config: RunConfig) -> list[Problem]:
-    """Return paths that are empty, and paths below the home folder of a user that this machine does not have."""
+    """Return paths that are empty, below the home folder of a user that this machine does not have, or not UTF-8."""
     values, problems = config.model_dump(), []
     for pattern in PATHS:
         for owner, name, key in _strings(values, pattern.split(".")):
@@ -46,6 +47,8 @@ def path_problems(config: RunConfig) -> list[Problem]:
                 problems.append(Problem((key,), "must not be empty; write a name or a path, or leave it out"))
             elif text.startswith("~"):
                 problems.append(Problem((key,), f"{text}: this machine has no user {text[1:].split('/')[0]}; write the folder out"))
+            elif odd := odd_text(text):  # a folder of the config whose name is not UTF-8
+                problems.append(Problem((key,), odd))
     return problems
 
 

@@ -159,6 +159,12 @@ def test_commands_exist(page):
     assert [name for name in named if name not in COMMANDS] == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_commands_name_shipped_configs_as_a_user_of_the_wheel_has_them(page):
+    shown = "\n".join(block for language in ("bash", "console", "") for block in blocks(page, language))
+    assert re.findall(r"megagrpo .*?[ (]configs/(?!clusters/)\S+\.yaml", shown) == []
+
+
 PLANS = [(page.stem, block) for page in PAGES for block in blocks(page, "console") if block.startswith("$ megagrpo plan ")]
 
 

@@ -39,6 +39,7 @@ WORDS = [
     *("2024-01-01", "2024-01-01T10:00:00Z", ".nan", ".inf", "-", "--x", "=", "a=b", "<<", "'quoted'", '"quoted"'),
     *("'", '"', "{a: b}", "[a]", "{", "[", "}", "]", ",", "%d", "@x", "&a", "*a", "!!str a", "|", "> x", "? x", "- a", "`x`"),
     *("a\nb", "\n", "a\n", "\ta", "a\t#b", "\r\n", "\x85", "\u2028", "\ufeff", "é 字", "🙂", "\\", "$HOME", "${HOME}"),
+    *("bar_%r.bin", "me@example.com", "a|b", "pink & green", "epoch=999-step=8.ckpt", "1_1_1", "a*", "x:\\y", "--a.b=c"),
     *("~/a", "a//b/", "a b.jsonl", "Qwen/Qwen3", "{{ messages }}", "a.py:f", "model:m", "package:a", "http://h:1", "x" * 300),
 ]  # fmt: skip
 texts = st.sampled_from(WORDS) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")) | st.text(string.printable)
@@ -223,6 +224,14 @@ def test_a_name_of_the_hub_is_a_folder_where_one_exists_beside_the_file_or_in_th
     (here / "cfg" / "org" / "name").mkdir()
     assert load_config("cfg/run.yaml").model.path == f"{here}/cfg/org/name"
     assert load_config("cfg/run.yaml", ["model.path=org/name"]).model.path == f"{here}/org/name"
+
+
+def test_a_folder_whose_name_is_not_utf_8_is_named(here):
+    folder = here / "a\udcff"
+    folder.mkdir()
+    (folder / "run.yaml").write_text(SMALLEST)
+    with pytest.raises(ConfigError, match=r"data.train.source: '.*a\\udcff/a.jsonl' contains a lone surrogate, .*; rename it in UTF-8"):
+        load_config(folder / "run.yaml")
 
 
 def test_defaults_and_the_config_itself_may_be_in_the_home_folder(here, monkeypatch):
