@@ -76,7 +76,9 @@ def _plain(value: Any, key: str) -> Any:
         return os.fsdecode(value)
     if hasattr(value, "item") and getattr(value, "shape", None) == ():
         return value.item()
-    if value is None or isinstance(value, (bool, int, float, str)):
+    if isinstance(value, str):
+        return str.__str__(value)  # the text of an Enum of texts, too
+    if value is None or isinstance(value, (bool, int, float)):
         return value
     hint = "pass functions as reward_functions and classes as callbacks" if callable(value) else "write numbers, texts, lists and mappings"
     raise ConfigError(f"{key}: a {type(value).__name__} is not a value of a config; {hint}")

@@ -51,7 +51,7 @@ def data_problems(config: RunConfig) -> list[Problem]:
             problems += _column_problems(config, key, section, present)
     template = data.chat_template
     if template is not None and Path(template).is_absolute() and "\n" not in template and not os.path.isfile(template):
-        problems.append(Problem(("data.chat_template",), f"no file {template}; correct the path", rule=16))
+        problems.append(Problem(("data.chat_template",), f"no file {template}; correct the path, or write Jinja text or `none`", rule=16))
     return problems
 
 

@@ -239,7 +239,8 @@ def test_defaults_and_the_config_itself_may_be_in_the_home_folder(here, monkeypa
     (here / "home").mkdir()
     (here / "home" / "base.yaml").write_text(SMALLEST)
     (here / "own.yaml").write_text("defaults: ~/base.yaml\n")
-    assert load_config("own.yaml") == load_config("~/base.yaml") and load_config("own.yaml").data.train.source == f"{here}/home/a.jsonl"
+    assert load_config(here / "own.yaml") == load_config("~/base.yaml") == load_config("own.yaml")
+    assert load_config(here / "own.yaml").data.train.source == f"{here}/home/a.jsonl"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_data_that_does_not_exist_or_lacks_a_column_is_a_problem(tmp_path):
     (own,) = told_of(f"evaluation.sets.more={{source: {rows}, prompt_column: task}}")
     assert own.startswith("evaluation.sets.more.prompt_column: no column `task`;")
     (template,) = told_of(f"data.chat_template={tmp_path}/none.jinja")
-    assert template == f"data.chat_template: no file {tmp_path}/none.jinja; correct the path"
+    assert template == f"data.chat_template: no file {tmp_path}/none.jinja; correct the path, or write Jinja text or `none`"
 
 
 def test_a_reward_that_does_not_exist_is_a_problem(tmp_path):
