@@ -31,7 +31,7 @@ def read_override(model: type[BaseModel], override: str, anchor: Anchor) -> tupl
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not all(key.split(".")) or ODD_TEXT.search(key):
         raise ConfigError(f"{shortened(override)}: not an override; write section.key=value")
-    value = _value(types_of(model, key), key, text)
+    value = _value(types_of(model, key) or [str], key, text)  # validation rejects an unknown key
     for part in reversed(key.split(".")):
         value = {part: value}
     value = anchor(value, Path())
@@ -93,11 +93,11 @@ def _value(types: list[Any], key: str, text: str) -> Any:
 
 
 def types_of(model: type[BaseModel], key: str) -> list[Any]:
-    """Return the types that the value at a dotted key may have. An unknown key holds text, which validation then rejects."""
+    """Return the types that the value at a dotted key may have; empty for an unknown key."""
     types: list[Any] = [model]
     for part in key.split("."):
         types = [inner for kind in types for inner in _inside(kind, part)]
-    return types or [str]
+    return types
 
 
 def _inside(kind: Any, part: str) -> list[Any]:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megagrpo.api.settings import override_texts, read
-from megagrpo.config import ConfigError, load_config
+from megagrpo.config import ConfigError, RunConfig, load_config
 
 OWN = {"model": {"path": "m"}, "data": {"train": {"source": "org/data"}}, "rewards": {"functions": [{"function": "format"}]}}
 
@@ -47,6 +47,9 @@ def test_values_of_overrides_survive_the_command_line():
 
 
 def test_a_config_made_in_python_is_a_file_for_a_command(tmp_path):
+    made = RunConfig.model_validate(OWN | {"run": {"output_dir": "runs"}, "lora": {"rank": 4, "adapter_path": "a"}})  # paths as they are
+    saved = load_config(read(made).words(lambda: tmp_path)[0])
+    assert (saved.run.output_dir, saved.lora.adapter_path) == (str(Path.cwd() / "runs"), str(Path.cwd() / "a"))
     settings = read(OWN | {"run": {"output_dir": str(tmp_path)}}, ["run.seed=9"])
     file, *overrides = settings.words(lambda: tmp_path, ["run.max_steps=3"])
     assert overrides == ["run.seed=9", "run.max_steps=3"]

@@ -98,7 +98,7 @@ def start(tmp_path: Path, *overrides: str, cluster: Cluster | None = None, **env
         (commands / name).chmod(0o755)
     (commands / "sleep").write_text('#!/bin/bash\n[ "$1" = 60 ] || exec /bin/sleep 0.05\n')  # Slurm has time to end the script
     (commands / "sleep").chmod(0o755)
-    overrides = [f"run.output_dir={json.dumps(str(tmp_path))}", "run.nodes=2", "rollout.placement=dedicated", *overrides]
+    overrides = [f"run.output_dir={tmp_path}", "run.nodes=2", "rollout.placement=dedicated", *overrides]
     path = ROOT / "configs" / "quickstart.yaml"
     made, cluster = load_config(path, overrides), cluster or Cluster(gpus_per_node=0)
     (tmp_path / "job.sh").write_text(sbatch_script(made, path, overrides, cluster, place(made, cluster)))
