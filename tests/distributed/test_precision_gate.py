@@ -43,7 +43,10 @@ def damaged(tmp_path_factory):
 def errors_of(folder, parallel=None, ranks=1, **model):
     path = folder / "run.yaml"
     path.write_text(RUN % folder)
-    config = load_config(path, [f"parallel={json.dumps(parallel or {})}", *(f"model.{k}={json.dumps(v)}" for k, v in model.items())])
+    config = load_config(
+        path,
+        [f"parallel={json.dumps(parallel or {})}", *(f"model.{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in model.items())],
+    )
     plain = config.model_copy(update=dict(model=config.model.model_copy(update=dict(fp8_recipe="none", bf16_layers=[]))))
     return run_ranks(measure, ranks, config, plain, load_hf_config(folder), folder, batch_of(WORDS))
 
