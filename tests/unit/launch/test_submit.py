@@ -362,7 +362,10 @@ def test_a_shipped_cluster_has_a_name_and_a_wrong_one_is_told(capsys):
     assert main(["submit", str(QUICKSTART), "--cluster", "generik"]) == 2
     told = "--cluster: generik is neither a file nor a shipped cluster; name a YAML file, or one of apptainer, generic, "
     assert told in capsys.readouterr().err
-    assert main(["submit", str(QUICKSTART)]) == 2 and "the following arguments are required: --cluster" in capsys.readouterr().err
+    assert (
+        main(["submit", str(QUICKSTART)]) == 2
+        and "--cluster: required, but missing; name a YAML file, or one of apptainer, " in capsys.readouterr().err
+    )
 
 
 def test_a_job_works_in_the_clone_and_without_one_in_the_current_folder(monkeypatch, tmp_path):
