@@ -19,6 +19,9 @@ class RewardFunction(Section):
     """Weight in the sum of rewards."""
     args: dict[str, Any] = {}
     """Keyword arguments passed on every call; for a class, to its constructor."""
+    independent: bool = False
+    """The function scores each completion on its own. Then a failed call is repeated one completion at a time, and only the faulty one
+    fails. Built-in functions and reward models are independent; a function may also have the attribute `independent = True`."""
     timeout: Seconds | None = None
     """Timeout in seconds for scoring one completion; `rewards.timeout` when empty."""
     own_worker: bool = False
@@ -31,7 +34,8 @@ class RewardsSection(Section):
     plugins: list[str] = []
     """Python files that register reward functions by name."""
     timeout: Seconds = 10.0
-    """Timeout in seconds for scoring one completion; then the worker is killed, and the completion scores 0 and counts as a timeout."""
+    """Timeout in seconds for scoring one completion; a call with a group of n completions gets n times as long. Then the worker is killed, and
+    the group scores 0 and counts as n timeouts. With `independent` only the completion that timed out does."""
     workers: Count = 2
     """Worker processes per rank that scores."""
     concurrency: PositiveInt = 16

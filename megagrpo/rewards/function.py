@@ -13,12 +13,10 @@ from megagrpo.rewards.target import Signature, Target
 from megagrpo.rewards.workers.call_log import Logged
 from megagrpo.types import Rollout
 
-_FIRST_PART = 32  # completions per call while the function's speed is unknown
-
 
 @dataclass(eq=False)
 class Function:
-    """One configured reward function. `signature` is the result of `worker.load`."""
+    """One configured reward function. `signature` is the result of `worker.load`; `declared_independent` is the config's `independent`."""
 
     name: str
     target: Target
@@ -26,6 +24,7 @@ class Function:
     args: dict[str, Any]
     timeout: float
     lane: str
+    declared_independent: bool = False
     signature: Signature = field(init=False)
     pace: float = 0.0  # seconds per completion in the last call
 
@@ -33,27 +32,26 @@ class Function:
     def is_coroutine(self) -> bool:
         return self.signature["is_coroutine"]
 
-    def parts(self, rollouts: list[Rollout], workers: int) -> Iterator[list[int]]:
-        """Yield the indices in `rollouts` for each call.
+    @property
+    def is_independent(self) -> bool:
+        """Whether the function scores each completion on its own, so that a call may have a part of a group."""
+        return self.declared_independent or self.signature["independent"]
 
-        A call has as many completions as the function asks for (`completions_per_call`). Without that, a coroutine gets one group per call.
-        Other functions get whole groups, up to an even share per worker and to a quarter of the deadline. Only a group longer than that
-        quarter is split.
+    def parts(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
+        """Yield the indices in `rollouts` for each call: one whole group, in order.
+
+        A part of a group is a call only if the function asks for it (`completions_per_call`), or if the function is independent and the
+        group needs more than a quarter of the deadline.
         """
-        if wanted := self.signature["completions_per_call"]:
-            yield from (list(part) for part in batched(range(len(rollouts)), wanted))
-            return
-        fits = max(1, int(self.timeout / 4 / self.pace)) if self.pace and not self.is_coroutine else None
-        size = 1 if self.is_coroutine else min(math.ceil(len(rollouts) / workers), fits or _FIRST_PART)
-        part: list[int] = []
-        for _, group in groupby(range(len(rollouts)), key=lambda i: rollouts[i].prompt.prompt_id):
-            for members in batched(group, fits or len(rollouts)):
-                if part and len(part) + len(members) > size:
-                    yield part
-                    part = []
-                part.extend(members)
-        if part:
-            yield part
+        size = self.signature["completions_per_call"] or len(rollouts)
+        if self.is_independent and self.pace and not self.is_coroutine:
+            size = min(size, max(1, int(self.timeout / 4 / self.pace)))
+        for _, group in groupby(range(len(rollouts)), key=lambda i: (rollouts[i].prompt.prompt_id, rollouts[i].prompt.occurrence)):
+            yield from map(list, batched(group, size))
+
+    def deadline(self, count: int) -> float:
+        """Timeout in seconds of a call with `count` completions. A call that may be repeated in smaller parts gets no more than for one."""
+        return self.timeout * (1 if self.is_independent else count)
 
 
 @dataclass

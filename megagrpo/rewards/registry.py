@@ -29,7 +29,8 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
     Raises ProblemError for an unknown name, with the known names, for an invalid URL, and for a file that does not exist.
     """
     if function.startswith(_MODEL):
-        return Target(*_split(REWARD_MODEL), preset=(("path", _model_path(function.removeprefix(_MODEL), key)),), heavy=True)
+        preset = (("path", _model_path(function.removeprefix(_MODEL), key)),)
+        return Target(*_split(REWARD_MODEL), preset=preset, heavy=True, independent=True)
     if function.startswith(_URL):
         if why := address_fault(function):
             raise ProblemError(Problem((key,), f"`{function}` {why}; write it as http://HOST:PORT/PATH", rule=18))
@@ -46,7 +47,7 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
             "your own: package.module:function, path/file.py:function, or a name from rewards.plugins; models: model:PATH or http://..."
         )
         raise ProblemError(Problem((key,), said, rule=18))
-    return Target(*_split(dotted))
+    return Target(*_split(dotted), independent=dotted in BUILT_IN.values())
 
 
 def locate(name: str, key: str, kind: str, built_in: Mapping[str, str]) -> Target:

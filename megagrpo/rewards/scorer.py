@@ -29,9 +29,9 @@ class RewardScorer:
     after the prompt. For a string prompt it is a string; with several turns it is the policy's last message. `completion_ids` are the
     tokens that the policy wrote.
 
-    A function returns one number, or None for "cannot score", per completion. A call has a part of the batch: whole groups while the
-    function is fast, single completions when a part failed or the function is too slow. A completion scores 0 and is counted when its call
-    raises, hangs, or returns no finite number.
+    A function returns one number, or None for "cannot score", per completion. A call has one whole group. A call that raises is repeated
+    once, as the same group; only an `independent` function gets the completions one by one then. A completion scores 0 and is counted when
+    its call raises, hangs, or returns another number of rewards, or when its reward is no finite number.
 
     Plain functions share `rewards.workers` processes. Async functions run concurrently in one more process, up to `rewards.concurrency`
     calls. Reward models and functions with `own_worker` have a process each. The constructor loads all functions. It raises ValueError for
@@ -43,7 +43,15 @@ class RewardScorer:
         names = display_names(section.functions)
         targets = [resolve(f.function, section.plugins) for f in section.functions]
         self._functions = [
-            Function(name, target, f.weight, f.args, f.timeout or section.timeout, f"own {i}" if f.own_worker or target.heavy else SHARED)
+            Function(
+                name,
+                target,
+                f.weight,
+                f.args,
+                f.timeout or section.timeout,
+                lane=f"own {i}" if f.own_worker or target.heavy else SHARED,
+                declared_independent=f.independent,
+            )
             for i, (name, target, f) in enumerate(zip(names, targets, section.functions, strict=True))
         ]
         self._max_completion_length, self._concurrency = max_completion_length, section.concurrency
@@ -73,8 +81,9 @@ class RewardScorer:
 
     @property
     def tracebacks(self) -> dict[str, str]:
-        """Name -> first traceback, for each function that has raised."""
-        return {name: reason for (name, counter), reason in self._seen_failures.items() if counter == "exceptions"}
+        """Name -> first traceback of each function that has raised; else the reason why its rewards were not accepted."""
+        kinds = ("value", "invalid", "error")
+        return {name: reason for last in kinds for (name, kind), reason in self._seen_failures.items() if kind == last}
 
     def _load(self) -> None:
         """Import every function once and check its arguments; all problems are raised together. Async functions are also loaded in their

@@ -25,8 +25,8 @@ class Scoring:
     """The scoring of a set of groups: `add` groups as they finish, in any order, and `finish` waits for their rewards. A context manager:
     leaving it early drops the rest.
 
-    `common` are arguments that every function may take. `seen_failures` maps (function, counter) to the reason, for failures that were
-    already reported.
+    `common` are arguments that every function may take. `seen_failures` maps (function, kind of failure) to the reason, for failures that
+    were already reported.
     """
 
     def __init__(
@@ -76,14 +76,10 @@ class Scoring:
         self._indices += [index] * len(rollouts)
         for results in self._results:
             results.extend(len(rollouts))
-        return [
-            self._call(results, [first + i for i in part])
-            for results in self._results
-            for part in results.function.parts(rollouts, self._queue.num_workers(results.function))
-        ]
+        return [self._call(results, [first + i for i in part]) for results in self._results for part in results.function.parts(rollouts)]
 
-    def _call(self, results: FunctionResults, part: list[int]) -> Call:
-        function = results.function
+    def _call(self, results: FunctionResults, part: list[int], repeated: bool = False) -> Call:
+        function, tag = results.function, (self, results, part, repeated)
         chosen = [self._rollouts[i] for i in part]
         columns = {name for r in chosen for name in r.prompt.columns}
         arguments: dict[str, Any] = {name: [r.prompt.columns.get(name) for r in chosen] for name in columns}
@@ -94,11 +90,12 @@ class Scoring:
             "finish_reason": [r.finish_reason for r in chosen],
             "is_truncated": [r.finish_reason == "length" for r in chosen],
         }
-        return Call(function.target, function.args, "score", arguments, function.timeout, function.lane, tag=(self, results, part))
+        return Call(function.target, function.args, "score", arguments, function.deadline(len(part)), function.lane, tag=tag)
 
     def done(self, call: Call, outcome: Outcome) -> list[Call]:
-        """Record one outcome. A call that failed is retried one completion at a time, so that only the faulty completion fails."""
-        _, results, part = call.tag
+        """Record one outcome. A failed call is repeated once: one completion at a time if the function is independent, else with the same
+        completions. A call that timed out is only repeated in smaller parts, and a wrong number of rewards is final."""
+        _, results, part, repeated = call.tag
         results.seconds += outcome.seconds
         if outcome.kind == "result":
             rewards, logged = outcome.value
@@ -108,29 +105,37 @@ class Scoring:
                 self._warn_of_log(results.function, problem)
             for i, value in zip(part, rewards, strict=True):
                 if problem := value if isinstance(value, str) else _too_large(value, results.function.weight):
-                    self._failed(results, i, "exceptions", problem)
+                    self._failed(results, [i], "value", problem)
                 else:
                     results.values[i] = value
             return []
-        if len(part) > 1:
-            return [self._call(results, [i]) for i in part]
-        self._failed(results, part[0], "timeouts" if outcome.kind == "timeout" else "exceptions", outcome.value)
+        if results.function.is_independent:
+            if len(part) > 1 and outcome.kind != "invalid":
+                return [self._call(results, [i]) for i in part]
+        elif outcome.kind == "error" and not repeated:
+            return [self._call(results, part, repeated=True)]
+        reason = f"no answer within {call.timeout:g} s" if outcome.kind == "timeout" else outcome.value
+        if len(part) > 1 and outcome.kind != "invalid":
+            reason += "\n(a failed call costs its group; `independent: true` repeats it one completion at a time: docs/rewards.md)"
+        self._failed(results, part, outcome.kind, reason)
         return []
 
-    def _failed(self, results: FunctionResults, i: int, counter: str, reason: str) -> None:
-        """Count a failure. The first one of each kind in a run is logged, with the sample that caused it."""
-        function = results.function
-        results.values[i] = function.signature["value_of_failure"]
-        setattr(results, counter, getattr(results, counter) + 1)
-        if (function.name, counter) in self._seen_failures:
+    def _failed(self, results: FunctionResults, part: list[int], kind: str, reason: str) -> None:
+        """Count a failure of the completions `part`. The first one of each kind in a run is logged, with the first sample."""
+        function, counter = results.function, "timeouts" if kind == "timeout" else "exceptions"
+        value = function.signature["value_of_failure"]
+        for i in part:
+            results.values[i] = value
+        setattr(results, counter, getattr(results, counter) + len(part))
+        if (function.name, kind) in self._seen_failures:
             return
-        self._seen_failures[function.name, counter] = reason
-        rollout = self._rollouts[i]
+        self._seen_failures[function.name, kind] = reason
+        rollout = self._rollouts[part[0]]
         sample = {"prompt": rollout.prompt.messages, "completion": rollout.text, **rollout.prompt.columns}
-        outcome = "gave no score" if results.values[i] is None else f"scored {results.values[i]:g}"
         log.warning(
-            "reward `%s` %s for prompt %d (further failures of this kind are only counted, in rewards/%s/%s): %s\n%s",
-            *(function.name, outcome, rollout.prompt.prompt_id, function.name, counter, reason),
+            "reward `%s` %s for %d completion(s) of prompt %d (further failures of this kind are only counted, in rewards/%s/%s): %s\n%s",
+            *(function.name, "gave no score" if value is None else f"scored {value:g}", len(part), rollout.prompt.prompt_id),
+            *(function.name, counter, reason),
             "\n".join(f"  {name:<12}{_short(repr(value))}" for name, value in sample.items()),
         )
 
@@ -164,10 +169,6 @@ class ScoringQueue:
         self._changed = threading.Condition()
         self._run = thread.submit(pool.run, [], self._done, self._feed)
         self._run.add_done_callback(lambda _: self._wake())
-
-    def num_workers(self, function: Function) -> int:
-        """Number of workers that run this function."""
-        return self._pool.size(function.lane)
 
     def put(self, scoring: Scoring, index: int, rollouts: list[Rollout]) -> None:
         """Queue rollouts for `scoring`."""

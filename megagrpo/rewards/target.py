@@ -40,7 +40,8 @@ class Target:
     """The location of a function or class. `location` is a dotted module or the absolute path of a .py file; `attribute` is the name in it.
 
     With `plugins` (paths of files to import), `attribute` is a name that one of them registers. `preset` are options that the config's
-    name contains. A `heavy` target gets a worker of its own, so that no other worker loads it too.
+    name contains. A `heavy` target gets a worker of its own, so that no other worker loads it too. An `independent` one scores each
+    completion on its own.
     """
 
     location: str
@@ -48,6 +49,7 @@ class Target:
     plugins: tuple[str, ...] = ()
     preset: tuple[tuple[str, Any], ...] = ()
     heavy: bool = False
+    independent: bool = False
 
 
 class Signature(TypedDict):
@@ -59,6 +61,7 @@ class Signature(TypedDict):
     open: bool  # a call takes any name
     needs: tuple[tuple[str, ...], ...]  # required columns, each as a tuple of alternatives
     is_coroutine: bool
+    independent: bool
     completions_per_call: int | None
     value_of_failure: float | None  # score of a completion whose scoring failed
 

@@ -64,15 +64,15 @@ class Alarms:
         )
 
     def stop_if_rewards_raise(self, metrics: dict[str, float], collector: Collector, saves: Saves) -> None:
-        """Save and raise BrokenTraining on every rank when a reward function raised for every response of a step. Collective."""
+        """Save and raise BrokenTraining on every rank when a reward function failed for every response of a step. Collective."""
         failing = always_raising(metrics, self.config)
         if not failing:
             return
         tracebacks = collector.reward_tracebacks(failing)
         saves.save(must_succeed=False)
         raise BrokenTraining(
-            f"rewards.functions: {', '.join(failing)} raised for every response of step {self.state.step}; correct the function and "
-            f"continue with --resume. Its first traceback:\n{tracebacks}"
+            f"rewards.functions: {', '.join(failing)} failed for every response of step {self.state.step}; correct the function and "
+            f"continue with --resume. Its first failure:\n{tracebacks}"
         )
 
     def stop_if_skipping(self) -> None:
@@ -115,7 +115,7 @@ def mismatch_warning(rollout: RolloutSection, dtype: str, step: int, error: floa
 
 
 def always_raising(metrics: dict[str, float], config: RunConfig) -> list[str]:
-    """Return the reward functions that raised for every response of the step."""
+    """Return the reward functions that failed for every response of the step."""
     groups = metrics.get("dynamic_sample/groups_drawn", config.rollout.prompts_per_step)
     counts = {name: value for name, value in metrics.items() if name.startswith("rewards/") and name.endswith("/exceptions")}
     names = [name.removeprefix("rewards/").removesuffix("/exceptions") for name in counts]

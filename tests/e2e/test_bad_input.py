@@ -129,7 +129,7 @@ def test_a_reward_that_raises_for_every_response_ends_the_run_after_the_step_wit
     run = world.train(tmp_path, f"rewards.functions={functions}")
     assert run.code == 1 and len(run.metrics) == 1 and run.saved == ["step_000001"]
     assert run.metrics[0]["rewards/raises/exceptions"] == 16
-    end = run.err[run.err.index("rank 0 stops: rewards.functions: raises raised for every response of step 1;") :]
+    end = run.err[run.err.index("rank 0 stops: rewards.functions: raises failed for every response of step 1;") :]
     assert "Traceback (most recent call last)" in end and f'File "{own}"' in end and "RuntimeError: no reward today" in end
     assert "megagrpo/trainer/trainer.py" not in end
 
@@ -137,7 +137,7 @@ def test_a_reward_that_raises_for_every_response_ends_the_run_after_the_step_wit
 @pytest.mark.full
 def test_a_reward_that_fails_costs_its_reward_alone(tmp_path):
     own = f"{world.folder()}/rewards.py"
-    functions = json.dumps([{"function": f"{own}:{name}"} for name in ("low_bytes", "raises_on_odd_lengths", "hangs")])
+    functions = json.dumps([{"function": f"{own}:{name}", "independent": True} for name in ("low_bytes", "raises_on_odd_lengths", "hangs")])
     run = world.train(tmp_path, f"rewards.functions={functions}", "rewards.timeout=0.05", "rollout.prompts_per_step=2")
     assert run.code == 0, run.err
     for line in run.metrics:

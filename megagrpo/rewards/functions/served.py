@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from megagrpo.rewards.functions.http_service import JsonService, ServiceError
 from megagrpo.rewards.functions.text import text_of
+from megagrpo.rewards.workers.values import InvalidRewards
 
 SECRET = re.compile("authorization|cookie|key|token|secret|password", re.IGNORECASE)
 
@@ -20,8 +21,8 @@ class ServedReward:
 
     A path that ends in /classify or /pooling belongs to vLLM with a one-label classification model. It gets prompt and completion as text,
     or as messages for the server's chat template; the reward is the logit, without activation. Any other address gets {"prompts": [...],
-    "completions": ["...", ...], "columns": {name: [...]}} with the columns named in `columns`, for at most `batch_size` completions. It
-    must respond with {"rewards": [number or null, ...]}.
+    "completions": ["...", ...], "columns": {name: [...]}} with the columns named in `columns`, for one group or at most `batch_size` of its
+    completions. It must respond with {"rewards": [number or null, ...]}.
 
     A value of `headers` that begins with $ names an environment variable that holds the value to send.
     """
@@ -33,17 +34,18 @@ class ServedReward:
         url: str,
         model: str | None = None,
         columns: list[str] | None = None,
-        batch_size: int = 64,
+        batch_size: int | None = None,
         timeout: float = 30.0,
         retries: int = 3,
         headers: dict[str, str] | None = None,
     ):
-        if batch_size < 1 or retries < 0 or timeout <= 0:
+        if (batch_size is not None and batch_size < 1) or retries < 0 or timeout <= 0:
             raise ValueError(f"{url}: batch_size {batch_size} must be 1 or more, retries {retries} 0 or more and timeout {timeout} above 0")
         self._kind = urlsplit(url).path.rstrip("/").rpartition("/")[2]
         self._is_vllm = self._kind in ("classify", "pooling")
         if self._is_vllm and columns:
             raise ValueError(f"{url}: vLLM's {self._kind} takes no columns; remove args.columns")
+        self.independent = self._is_vllm  # another server may compare the completions of a group
         self._columns, self._batch_size = columns or [], batch_size
         self._model = {"model": model} if model else {}
         self._service = JsonService(url, timeout, retries, _revealed(url, headers or {}))
@@ -52,7 +54,7 @@ class ServedReward:
     async def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
         rows = list(zip(prompts, completions, *(columns[name] for name in self._columns), strict=True))
         ask = self._ask_vllm if self._is_vllm else self._ask
-        parts = await asyncio.gather(*(ask(list(part)) for part in batched(rows, self._batch_size)))
+        parts = await asyncio.gather(*(ask(list(part)) for part in batched(rows, self._batch_size or len(rows))))
         return [reward for part in parts for reward in part]
 
     async def _ask(self, rows: list[tuple[Any, ...]]) -> list[float | None]:
@@ -61,7 +63,7 @@ class ServedReward:
         answer = await self._service.post(body | {"columns": dict(zip(self._columns, columns, strict=True))})
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != len(rows):
-            raise ServiceError(f'{self._service.url}: wanted {{"rewards": [{len(rows)} numbers or nulls]}}, got {str(answer)[:300]}')
+            raise InvalidRewards(f'{self._service.url}: wanted {{"rewards": [{len(rows)} numbers or nulls]}}, got {str(answer)[:300]}')
         return rewards
 
     async def _ask_vllm(self, rows: list[tuple[Any, ...]]) -> list[float | None]:

@@ -50,8 +50,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a call. `kind` is "result", "error" (it raised, or its worker died) or "timeout"; `value` is the result or the error
-    text."""
+    """The outcome of a call. `kind` is "result", "error" (it raised, or its worker died), "invalid" (its result is no list of one value per
+    completion) or "timeout"; `value` is the result or the error text."""
 
     kind: str
     value: Any
@@ -160,7 +160,7 @@ class Worker:
                     running.is_loaded, running.begun = True, time.monotonic()
                     running.deadline = running.begun + running.call.timeout + (GRACE_SECONDS if self.capacity else 0.0)
                 return []
-            case [int() as number, "result" | "error" | "timeout" as kind, value, float() as seconds] if number in self.running:
+            case [int() as number, "result" | "error" | "invalid" | "timeout" as kind, value, float() as seconds] if number in self.running:
                 call = self.running[number].call
                 if not math.isfinite(seconds) or not (_is_result_of(call, value) if kind == "result" else isinstance(value, str)):
                     raise ProtocolError(f"it sent a malformed {kind}")
@@ -221,10 +221,6 @@ class WorkerPool:
     def add_lane(self, lane: str, workers: int = 1, capacity: int | None = None) -> None:
         """Add workers for the calls of `lane` only. With a `capacity` each worker runs up to that many coroutines concurrently."""
         self._workers += [Worker(lane, capacity, self._search_path) for _ in range(workers)]
-
-    def size(self, lane: str) -> int:
-        """Number of workers in a lane."""
-        return sum(worker.lane == lane for worker in self._workers)
 
     def run(self, calls: Iterable[Call], on_done: Callable[[Call, Outcome], Iterable[Call]], feed: Feed | None = None) -> None:
         """Run all calls. `on_done` gets each outcome, in any order, and may return more calls to run.

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Mapping, Set, Sized
+from itertools import islice
 from typing import Any
 
 LARGEST = 1e15  # limit on a reward's magnitude: sums of such squares still fit into float32
+_SHORT = reprlib.Repr(maxstring=100, maxother=100, maxlong=100)  # a value may be deep or large, or its own repr may raise
+
+
+class InvalidRewards(ValueError):
+    """User code returned no list of one value per completion, or no reward. Calling it again cannot help."""
 
 
 def reward_of(value: Any) -> float:
@@ -18,7 +25,7 @@ def reward_of(value: Any) -> float:
     if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise TypeError(f"it returned a {type(value).__name__}, {value!r:.100}; a reward must be a number or None")
+        raise TypeError(f"it returned a {type(value).__name__}, {_SHORT.repr(value)}; a reward must be a number or None")
     try:
         number = float(value)
     except OverflowError:
@@ -33,15 +40,20 @@ def reward_of(value: Any) -> float:
 def rewards_of(values: Any, count: int) -> list[float | str | None]:
     """Convert the rewards of `count` completions. Each is a number, None, or an error text that concerns this completion only.
 
-    Raises TypeError or ValueError when `values` is not a list-like iterable, or has another length.
+    Raises InvalidRewards when `values` is not a list-like iterable, or has another length.
     """
+    fix = "return a list, one number or None per completion, in their order"
+    if getattr(values, "ndim", 1) > 1:
+        raise InvalidRewards(f"it returned an array of shape {tuple(values.shape)} for {count} completions; {fix}: shape ({count},)")
     values = values.tolist() if hasattr(values, "tolist") else values
-    if isinstance(values, str | bytes | dict | set | frozenset) or not isinstance(values, Iterable):
-        raise TypeError(f"it returned a {type(values).__name__}; a reward function returns a list, one number or None per completion")
-    values = list(values)
-    if len(values) != count:
-        raise ValueError(f"it returned {len(values)} rewards for {count} completions")
-    return [None if value is None else _reward_or_problem(value) for value in values]
+    if isinstance(values, str | bytes | bytearray | Mapping | Set) or not isinstance(values, Iterable):
+        what = "None" if values is None else f"a {type(values).__name__}"
+        raise InvalidRewards(f"it returned {what} for {count} completions; {fix}")
+    listed = list(islice(values, count + 1))  # an iterator may be endless
+    if len(listed) != count:
+        returned = len(values) if isinstance(values, Sized) else f"more than {count}" if len(listed) > count else len(listed)
+        raise InvalidRewards(f"it returned {returned} rewards for {count} completions; {fix}")
+    return [None if value is None else _reward_or_problem(value) for value in listed]
 
 
 def _reward_or_problem(value: Any) -> float | str:

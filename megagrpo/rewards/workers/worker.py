@@ -2,14 +2,16 @@
 `python -m megagrpo.rewards.workers.worker functions|coroutines FD`.
 
 It reads [number, action, target, options, arguments, timeout] from the socket FD (channel.py) and answers each with [number, "started"]
-when the function is loaded, and then [number, "result", value, seconds], [number, "error", text, seconds] or, for a coroutine that it has
-cancelled at its deadline, [number, "timeout", text, seconds]. It imports no torch of its own.
+when the function is loaded, and then [number, "result", value, seconds], [number, "error", text, seconds], [number, "invalid", text,
+seconds] for a result that is no list of one value per completion or, for a coroutine that it has cancelled at its deadline, [number,
+"timeout", text, seconds]. It imports no torch of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import ctypes
 import inspect
 import os
@@ -29,7 +31,7 @@ from megagrpo.rewards.plugins import orms
 from megagrpo.rewards.target import BUILT_IN, Signature, Target, did_you_mean
 from megagrpo.rewards.workers.call_log import ARGUMENTS, CallLog
 from megagrpo.rewards.workers.channel import Channel, from_json
-from megagrpo.rewards.workers.values import rewards_of
+from megagrpo.rewards.workers.values import InvalidRewards, reward_of, rewards_of
 
 PASSED_TO_ALL = (
     *("prompts", "completions", "completion_ids", "finish_reason", "is_truncated"),
@@ -65,6 +67,7 @@ def load(target: Target, options: dict[str, Any]) -> Loaded:
         function = loaded(**options) if is_class and not described["unknown"] else loaded
         needs = getattr(function, "needs_columns", described["needs"])  # an instance may need other columns than its class
         described["needs"] = tuple(n for n in needs if is_class or set(n).isdisjoint(options))
+        described["independent"] = target.independent or bool(getattr(function, "independent", False))
         _loaded[key] = Loaded(function, {} if is_class else options, bool(target.plugins), described)
     return _loaded[key]
 
@@ -99,9 +102,18 @@ def _signature(function: type[Any] | Callable[..., Any], target: Target, options
         "open": takes.open,
         "needs": required,
         "is_coroutine": any(map(inspect.iscoroutinefunction, (call, type(function).__call__))),
+        "independent": False,  # known when a class is constructed
         "completions_per_call": getattr(function, "completions_per_call", None),
-        "value_of_failure": getattr(function, "value_of_failure", 0.0),
+        "value_of_failure": _value_of_failure(function),
     }
+
+
+def _value_of_failure(function: Callable[..., Any]) -> float | None:
+    value = getattr(function, "value_of_failure", 0.0)
+    try:
+        return None if value is None else reward_of(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"its attribute value_of_failure is {value!r:.100}; it must be a finite number or None") from None
 
 
 @dataclass(frozen=True)
@@ -120,7 +132,7 @@ def _named(function: Callable[..., Any], skip_first: bool) -> _Parameters:
 
 def call(loaded: Loaded, arguments: dict[str, Any], log: CallLog) -> Any:
     """Call the function with the arguments that it accepts. Returns its values or an awaitable of them."""
-    arguments = arguments | loaded.options | {name: getattr(log, name) for name in ARGUMENTS}
+    arguments = arguments | copy.deepcopy(loaded.options) | {name: getattr(log, name) for name in ARGUMENTS}
     if loaded.wants_text:
         arguments["completions"] = [text_of(c) for c in arguments["completions"]]
     if not loaded.signature["open"]:
@@ -147,6 +159,7 @@ def explain(error: BaseException, whole: bool) -> str:
 
 def serve_functions(channel: Channel) -> None:
     """Answer calls one at a time until the other side closes the connection."""
+    home = os.getcwd()
     while True:
         try:
             number, action, target, options, arguments, _ = from_json(channel.receive())
@@ -158,9 +171,15 @@ def serve_functions(channel: Channel) -> None:
             channel.send([number, "started"])
             begun = time.perf_counter()
             answer = ["result", _result(action, loaded, arguments)]
+        except InvalidRewards as error:
+            answer = ["invalid", str(error)]
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward count as its errors too
             answer = ["error", explain(error, whole=action == "score")]
-        _reply(channel, number, answer, time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        signal.setitimer(signal.ITIMER_REAL, 0)  # the next call may be another function's
+        with contextlib.suppress(OSError):
+            os.chdir(home)
+        _reply(channel, number, answer, seconds)
 
 
 def _result(action: str, loaded: Loaded, arguments: dict[str, Any]) -> Any:
@@ -214,7 +233,7 @@ async def serve_coroutines(channel: Channel) -> None:
 async def _answer(
     channel: Channel, number: int, action: str, target: Target, options: dict[str, Any], arguments: dict[str, Any], timeout: float
 ) -> None:
-    begun = time.perf_counter()
+    begun, limit = time.perf_counter(), None
     try:
         loaded = load(target, options)
         channel.send([number, "started"])
@@ -226,8 +245,10 @@ async def _answer(
             log = CallLog(count)
             async with asyncio.timeout(timeout) as limit:
                 answer = ["result", [rewards_of(await call(loaded, arguments, log), count), log.contents()]]
+    except InvalidRewards as error:
+        answer = ["invalid", str(error)]
     except BaseException as error:
-        if isinstance(error, TimeoutError) and limit.expired():
+        if isinstance(error, TimeoutError) and limit is not None and limit.expired():
             answer = ["timeout", "no answer in time"]
         else:
             answer = ["error", explain(error, whole=action == "score")]

@@ -45,6 +45,7 @@ def fails(completions, log_extra, log_metric):
     if "bad" in completions:
         raise ValueError
     return [1.0] * len(completions)
+fails.independent = True
 
 class Keeps:
     def __call__(self, completions, log_metric):

@@ -161,7 +161,7 @@ def test_a_function_that_forks_and_returns_twice_scores_once(folder):
 
 def test_bytes_on_the_connection_cost_the_worker_and_run_nothing(folder, tmp_path):
     kinds = ["pickle", "text", "unknown", "over", "too long", "deep", "dict", "many"]
-    with scorer(folder, f"{folder}/mine.py:writes", f"{folder}/mine.py:good", workers=1) as s:
+    with scorer(folder, {"function": f"{folder}/mine.py:writes", "independent": True}, f"{folder}/mine.py:good", workers=1) as s:
         columns = {"proof": str(tmp_path / "it ran")}
         bad = [rollout for kind in kinds for rollout in rollouts("bad", columns=columns | {"what": kind})]
         scored = s.score([*bad, *rollouts("a", "c", columns=columns | {"what": "nothing"})])
@@ -268,7 +268,7 @@ def test_a_value_that_is_no_reward_is_an_error_of_its_sample(folder, caplog):
 def test_rewards_that_are_no_list_are_an_error_and_their_type_is_named(folder, caplog):
     with scorer(folder, f"{folder}/mine.py:a_dict", f"{folder}/mine.py:a_string") as s:
         assert [r.reward for r in s.score(rollouts("a", "b"))] == [0.0, 0.0]
-    assert "TypeError: it returned a dict; a reward function returns a list" in caplog.text and "it returned a str; a reward" in caplog.text
+    assert "it returned a dict for 1 completions; return a list" in caplog.text and "it returned a str for 1 completions" in caplog.text
 
 
 def test_a_weight_that_makes_a_reward_too_large_is_an_error(folder, caplog):

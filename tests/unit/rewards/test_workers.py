@@ -55,9 +55,6 @@ def exits(completions):
         os._exit(7)
     return [1.0] * len(completions)
 
-def too_few(completions):
-    return [0.5]
-
 def odd_values(completions):
     return [{"nan": float("nan"), "inf": float("inf"), "text": "high", "none": None, "true": True}.get(c, 2) for c in completions]
 
@@ -73,9 +70,6 @@ async def waits(completions):
 
 def torch_or_pydantic_is_loaded(completions):
     return [float(bool({"torch", "pydantic", "yaml"} & sys.modules.keys()))] * len(completions)
-
-def group_size(prompts, completions):
-    return [float(len(completions))] * len(completions)
 
 def sees(prompts, completions, completion_ids, finish_reason, is_truncated, trainer_state, question, difficulty=None, scale=1.0):
     assert [len(x) for x in (prompts, completions, finish_reason, question)] == [len(completion_ids)] * 4
@@ -224,6 +218,8 @@ def test_deep_folders_of_a_reward_are_removed_with_its_worker(folder, tmp_path, 
 
 def test_a_function_too_slow_for_its_share_of_the_batch_loses_nothing(folder):
     with scorer(folder, "mine.py:slow", timeout=1.0) as s:
+        assert [r.reward for r in s.score(rollouts(*"abcdefgh", group=8))] == [8.0] * 8
+    with scorer(folder, {"function": "mine.py:slow", "independent": True}, timeout=1.0) as s:
         assert [r.reward for r in s.score(rollouts(*"abcdefgh", group=8))] == [1.0] * 8  # eight at once miss the deadline
         assert s.metrics()["rewards/slow/timeouts"] == 0
         begun = time.monotonic()
@@ -259,10 +255,7 @@ def test_a_worker_killed_while_idle_is_replaced(folder):
         assert s.metrics()["rewards/gives_process/exceptions"] == 0
 
 
-def test_a_wrong_number_of_rewards_is_an_error_of_every_completion_it_concerns(folder, caplog):
-    with scorer(folder, "mine.py:too_few") as s:
-        scored = s.score(rollouts("a", "b", group=2))
-        assert rewards_of(scored, "too_few") == [0.5, 0.5]  # correct when called one by one
+def test_a_value_that_is_no_number_is_an_error_of_its_completion(folder):
     with scorer(folder, {"function": "mine.py:odd_values"}) as s:
         scored = s.score(rollouts("nan", "inf", "text", "none", "true", "x"))
         assert rewards_of(scored, "odd_values") == [0.0, 0.0, 0.0, None, 1.0, 2.0]
@@ -299,20 +292,6 @@ def test_soft_overlong_takes_the_rollouts_maximum_unless_args_give_another(folde
         scored = s.score(batch)
         assert rewards_of(scored, "soft_overlong") == [-0.5, -1.0]
         assert rewards_of(scored, "soft_overlong_2") == [0.0, -21.0]
-
-
-def test_a_fast_function_sees_whole_groups(folder):
-    with scorer(folder, "mine.py:group_size") as s:
-        assert [r.reward for r in s.score(rollouts(*"abcdefghi", group=3))] == [3.0] * 9  # an even split would cut the second group
-        assert [r.reward for r in s.score(rollouts(*"abcdefgh", group=2))] == [4.0] * 8
-        assert [r.reward for r in s.score(rollouts(*"abcdefgh", group=8))] == [8.0] * 8
-
-
-def test_the_first_call_of_a_function_of_unknown_speed_is_not_large(folder):
-    with scorer(folder, "mine.py:group_size") as s:
-        batch = rollouts(*"a" * 200, group=40)
-        assert [r.reward for r in s.score(batch)] == [40.0] * 200
-        assert [r.reward for r in s.score(batch)] == [80.0] * 160 + [40.0] * 40
 
 
 def test_metrics_give_mean_and_unbiased_std_over_what_was_scored(folder):
