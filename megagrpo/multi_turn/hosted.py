@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from megagrpo.multi_turn.schema import tool_schema
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import Channel, ProtocolError, as_json, from_json
-from megagrpo.rewards.workers.values import reward_of
+from megagrpo.rewards.workers.values import LARGEST, InvalidRewards, reward_of
 from megagrpo.rewards.workers.worker import explain, find, leave_trainer, tie_to_parent
 
 Arguments = dict[str, Any]
@@ -101,7 +101,7 @@ def _answer(function: Callable[..., Any], arguments: Arguments) -> tuple[list[di
         case (list() as messages, bool() as done):
             return messages, done, None
         case (list() as messages, bool() as done, reward):
-            return messages, done, None if reward is None else reward_of(reward)
+            return messages, done, _reward(f"the reward of `{getattr(function, '__qualname__', function)}`", reward)
     raise TypeError(f"a scheduler must return (messages, done) or (messages, done, reward), not {answer!r:.200}")
 
 
@@ -210,16 +210,20 @@ def _is_told(verb: str, answer: Any) -> bool:
             if verb == "reset":
                 return isinstance(value, str | None)
             if verb == "reward":
-                return isinstance(value, dict) and all(isinstance(reward, float | None) for reward in value.values())
+                return isinstance(value, dict) and all(map(_is_reward, value.values()))
             return _is_scheduled(value) if verb == "step" else _is_used(value)
     return False
 
 
 def _is_scheduled(answer: Any) -> bool:
     match answer:
-        case [list() as messages, bool(), None | float()]:
-            return all(isinstance(message, dict) for message in messages)
+        case [list() as messages, bool(), reward]:
+            return _is_reward(reward) and all(isinstance(message, dict) for message in messages)
     return False
+
+
+def _is_reward(value: Any) -> bool:
+    return value is None or (type(value) is float and abs(value) <= LARGEST)  # False for NaN
 
 
 def _is_used(answer: Any) -> bool:
@@ -241,6 +245,8 @@ def _live(channel: Channel, scheduler: Target | None, scheduler_args: Arguments,
         try:
             episode = episode or _Episode(scheduler, scheduler_args, environment)
             answer = {"value": episode.do(verb, arguments)}
+        except InvalidRewards as error:
+            answer = {"failure": str(error)}
         except BaseException as error:
             answer = {"failure": explain(error, whole=False)}
         if os.getpid() != own:  # user code has forked, and the copy has returned too
@@ -271,9 +277,13 @@ class _Episode:
             assert self.scheduler is not None, "only a scheduler class is asked for steps"
             return _answer(self.scheduler.step, arguments)
         if verb == "reward":
-            return {type(p).__name__: _reward(_settled(p.get_reward())) for p in responders if hasattr(p, "get_reward")}
+            judges = {type(p).__name__: p for p in responders if hasattr(p, "get_reward")}
+            return {name: _reward(f"`{name}.get_reward`", _settled(p.get_reward())) for name, p in judges.items()}
         return _used(getattr(self.environment, verb), arguments)
 
 
-def _reward(value: Any) -> float | None:
-    return None if value is None else reward_of(value)
+def _reward(what: str, value: Any) -> float | None:
+    try:
+        return None if value is None else reward_of(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRewards(f"{what}: {error}") from None

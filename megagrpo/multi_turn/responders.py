@@ -4,6 +4,7 @@ run."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from megagrpo.multi_turn.registry import targets
 from megagrpo.process.terminal import get_logger
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
+from megagrpo.rewards.workers.values import reward_of
 
 _HOSTED = Target("megagrpo.multi_turn.hosted", "Hosted")
 TURNS = "turns"  # name of the scheduler's reward column
@@ -99,7 +101,11 @@ class Responders:
         if self.has_scheduler:
             for conversation in conversations:
                 judged = [reward for reward in conversation.turn_rewards if reward is not None]
-                conversation.rewards[TURNS] = sum(judged) if judged else None
+                try:
+                    conversation.rewards[TURNS] = reward_of(math.fsum(judged)) if judged else None
+                except ValueError as error:
+                    self.break_off(conversation, f"the sum of its turns' rewards: {error}")
+                    conversation.rewards[TURNS] = 0.0
         if self._keeps_state:
             self._answers([self._call("finish", dict(number=c.number), _GRACE, self._lane_of(c)) for c in conversations])
 
@@ -107,7 +113,8 @@ class Responders:
         """End a conversation that cannot continue. The first one since `begin` is logged."""
         conversation.ended = "failed"
         if not self._failed:
-            log.warning("multi_turn: the response to prompt %d failed: %s", conversation.prompt.prompt_id, reason)
+            which = conversation.index, conversation.prompt.prompt_id
+            log.warning("multi_turn: response %d to prompt %d failed (counted in multi_turn/failures): %s", *which, reason)
         self._failed = self._failed or reason
 
     def close(self) -> None:

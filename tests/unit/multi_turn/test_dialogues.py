@@ -29,6 +29,8 @@ import asyncio
 import os
 import time
 
+import numpy
+
 
 def divide(a: float, b: float) -> float:
     """Divides.
@@ -115,6 +117,24 @@ class NoReset:
 class Mute:
     def reset(self):
         """No tools, no reward."""
+
+
+ODD = {"inf": float("inf"), "nan": float("nan"), "text": "1", "list": [1.0], "large": 1e300}
+ODD |= {"numpy": numpy.float32(0.5), "true": True, "none": None}
+
+
+class Odd:
+    """Gives the reward that the row names."""
+
+    def reset(self, kind, **columns):
+        self.kind = kind
+
+    def get_reward(self):
+        return ODD[self.kind]
+
+
+def odd_turn(messages, kind):
+    return messages, True, ODD[kind]
 
 
 class Patient:
@@ -225,7 +245,7 @@ def test_an_environment_that_hangs_or_dies_costs_its_own_response_only(responder
         first, second = table.use_tools(both, [[call(method), call("add", amount=1)], [call("add", amount=1)]])
     assert reason in contents(first)[0] and "its process has ended" in contents(first)[1]
     assert (both[0].ended, both[1].ended) == ("failed", "") and contents(second)[0].startswith("1 in")
-    assert f"the response to prompt 0 failed: {reason}" in caplog.text
+    assert f"response 0 to prompt 0 failed (counted in multi_turn/failures): {reason}" in caplog.text
     table.finish(both)
     assert [c.rewards for c in both] == [{"Counter": 0.0}, {"Counter": 0.5}] and both[1].ended == ""
 
@@ -290,7 +310,7 @@ def test_a_scheduler_that_fails_ends_the_response_and_the_run_goes_on(responders
     with caplog.at_level(logging.WARNING):
         assert table.schedule(both) == [None, None]
     assert [c.ended for c in both] == ["failed", "failed"]
-    assert reason in caplog.text and caplog.text.count("the response to prompt") == 1
+    assert reason in caplog.text and caplog.text.count("to prompt 0 failed") == 1
     table.finish(both)
     assert [c.rewards for c in both] == [{"turns": None}] * 2
 
@@ -302,6 +322,45 @@ def test_a_scheduler_that_is_a_class_remembers(responders):
     assert [(m[-1]["content"], done) for m, done, _ in first + second] == [("asked 1", False), ("asked 1", False), ("asked 2", True)]
     table.finish(both)
     assert [c.rewards for c in both] == [{"Patient": 20.0, "turns": None}, {"Patient": 10.0, "turns": None}]
+
+
+REFUSED = {
+    "inf": "it returned inf, which is not finite",
+    "nan": "it returned nan, which is not finite",
+    "text": "it returned a str, '1'; a reward must be a number or None",
+    "list": "it returned a list, [1.0]; a reward must be a number or None",
+    "large": "it returned 1e+300; a reward must lie within ±1e+15",
+}
+GIVEN = {"numpy": 0.5, "true": 1.0, "none": None}
+
+
+def test_the_reward_of_an_environment_passes_the_checks_of_a_reward_function(responders, caplog):
+    table, asked = responders(environment="Odd", workers=1), [conversation(i, kind=kind) for i, kind in enumerate((*REFUSED, *GIVEN))]
+    for one in asked:
+        table.begin([one])
+        table.finish([one])
+    assert [c.rewards["Odd"] for c in asked] == [*[0.0] * len(REFUSED), *GIVEN.values()]
+    assert [c.ended for c in asked] == ["failed"] * len(REFUSED) + [""] * len(GIVEN)
+    said = [record.getMessage() for record in caplog.records]
+    for i, (text, reason) in enumerate(zip(said, REFUSED.values(), strict=True)):
+        assert f"response {i} to prompt {i} failed" in text and f"`Odd.get_reward`: {reason}" in text
+
+
+def test_the_reward_of_a_turn_and_the_sum_of_turns_pass_the_same_checks(responders, caplog):
+    table, asked = responders(scheduler="odd_turn", workers=1), [conversation(i, kind=kind) for i, kind in enumerate((*REFUSED, *GIVEN))]
+    for one, reason in zip(asked, (*REFUSED.values(), *[None] * len(GIVEN)), strict=True):
+        table.begin([one])
+        caplog.clear()
+        (answer,) = table.schedule([one])
+        assert (answer is None) == (reason is not None) and f"the reward of `odd_turn`: {reason}" * (reason is not None) in caplog.text
+        one.turn_rewards += [] if answer is None else [answer[2]]
+    table.finish(asked)
+    assert [c.rewards["turns"] for c in asked] == [*[None] * len(REFUSED), *GIVEN.values()]
+    asked = [conversation(i, kind="large") for i in range(2)]
+    asked[0].turn_rewards, asked[1].turn_rewards = [8e14, 8e14], [8e14, None]
+    table.finish(asked)
+    assert [c.rewards["turns"] for c in asked] == [0.0, 8e14] and [c.ended for c in asked] == ["failed", ""]
+    assert "the sum of its turns' rewards: it returned 1.6e+15" in caplog.text
 
 
 RIGHT, WRONG = "<think>so</think><answer>$7$</answer>", "<think>so\nno</think>\n<answer>$8$</answer>"
