@@ -14,6 +14,7 @@ from megagrpo.config import RunConfig
 from megagrpo.types import ScoredRollout, TrainSample
 
 STD_EPSILON = 1e-4  # added to every standard deviation, as TRL and ms-swift do
+ROUNDING = 1e-12  # rewards that differ by less, relative to the largest or to 1, count as equal: 0.1 + 0.2 and 0.3
 Scale = Literal["group", "batch", "none"]
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
@@ -27,10 +28,13 @@ def group_advantages(rewards: Tensor, scale: Scale, estimator: Estimator = "grpo
     mean, over the standard deviation of all such differences (Hu et al. 2025, arXiv 2501.03262).
 
     Standard deviations are unbiased and ignore NaN. Unscorable responses, groups of equal rewards (a batch of them for
-    reinforce_plus_plus) and groups with one scorable response get exactly 0.
+    reinforce_plus_plus) and groups with one scorable response get exactly 0. Rewards are equal if they differ by rounding only. Raises
+    ValueError for an infinite reward.
     """
     if rewards.dim() != 2:
         raise ValueError(f"rewards must be [prompts, generations], got shape {tuple(rewards.shape)}")
+    if rewards.isinf().any():
+        raise ValueError("rewards must be finite, or NaN where no function could score")
     rewards = rewards.double()
     if estimator == "reinforce_plus_plus":
         everything = rewards.flatten()[None]
@@ -83,6 +87,17 @@ def flat_groups(scored: Sequence[ScoredRollout], config: RunConfig) -> list[bool
     return torch.stack([_is_flat(r) for r in rewards_by_function(scored, group).unbind(-1)]).all(0)[:, 0].tolist()
 
 
+def charged_kl(scored: Sequence[ScoredRollout], kl: Tensor, config: RunConfig) -> Tensor:
+    """The KL [N] that each reward pays, from the `kl` [N] of the loss tokens. A response whose tokens are all masked has none: it pays the
+    mean of its group's others, so that their advantages are those of rewards and KL among themselves."""
+    if not config.algorithm.mask_truncated_completions:
+        return kl
+    masked = torch.tensor([s.rollout.finish_reason == "length" for s in scored]).view(-1, config.rollout.num_generations)
+    groups = kl.view_as(masked)
+    counted = (groups * ~masked).sum(1, keepdim=True) / (~masked).sum(1, keepdim=True).clamp(min=1)
+    return torch.where(masked, counted, groups).flatten()
+
+
 def less_kl(scored: Sequence[ScoredRollout], kl: Tensor, beta: float) -> list[ScoredRollout]:
     """The rollouts with beta times the KL of each response [N] taken from its reward: the penalty of RLHF's PPO (Ziegler et al. 2019,
     arXiv 1909.08593, eq. 2), whose KL is k1 summed over the response."""
@@ -98,11 +113,11 @@ def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def _is_flat(rewards: Tensor) -> Tensor:
-    """[P, 1] bool: every scorable reward of the group is the same number."""
+    """[P, 1] bool: every scorable reward of the group is the same number, up to `ROUNDING`."""
     known = ~rewards.isnan()
     low = torch.where(known, rewards, math.inf).amin(dim=1, keepdim=True)
     high = torch.where(known, rewards, -math.inf).amax(dim=1, keepdim=True)
-    return low >= high
+    return high - low <= ROUNDING * torch.maximum(low.abs(), high.abs()).clamp(min=1)
 
 
 def rewards_by_group(scored: Sequence[ScoredRollout], num_generations: int) -> Tensor:

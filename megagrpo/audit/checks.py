@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from statistics import fmean
 
 import torch
 
@@ -116,7 +117,8 @@ def _masks(step: Step, update: DumpedUpdate) -> Check:
 
 
 def _with_kl(step: Step, table: list[list[float | None]]) -> list[list[float | None]]:
-    """Return the table with one more reward for each scored sample: the sum of log(old / reference) over its tokens.
+    """Return the table with one more reward for each scored sample: the sum of log(old / reference) over its tokens; for a masked sample
+    the mean of its group's others.
 
     It is computed from the dumped rows, which have checks of their own.
     """
@@ -125,6 +127,11 @@ def _with_kl(step: Step, table: list[list[float | None]]) -> list[list[float | N
         log_ratios = update.rows["old_logprobs"].double() - update.rows["ref_logprobs"].double()
         for sample, log_ratio in zip(update.rows["sample"].tolist(), log_ratios.tolist(), strict=True):
             kl[sample] += log_ratio
+    for start in range(0, len(kl), size := step.config.rollout.num_generations):
+        counted = [kl[i] for i in range(start, start + size) if not step.is_masked(step.samples[i])]
+        for i in range(start, start + size):
+            if step.is_masked(step.samples[i]):
+                kl[i] = fmean(counted) if counted else 0.0
     return [[*row, None if all(value is None for value in row) else of] for row, of in zip(table, kl, strict=True)]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megagrpo.algorithms.advantages import advantages_of, less_kl, reward_statistics, rewards_by_group, to_samples
+from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl, reward_statistics, rewards_by_group, to_samples
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
@@ -198,7 +198,7 @@ class Trainer:
     def with_kl_in_reward(self, scored: Sequence[ScoredRollout], batches: list[TrainBatch]) -> tuple[Tensor, list[TrainBatch], float]:
         """Subtract beta times each response's KL from its reward. Returns the new advantages [P, G] float64, the batches with these
         advantages, and the mean KL."""
-        kl = kl_by_sample(batches, self.layout)
+        kl = charged_kl(scored, kl_by_sample(batches, self.layout), self.config)
         advantages = advantages_of(less_kl(scored, kl, self.config.algorithm.beta), self.config)
         return advantages, [batch.with_advantages(advantages.flatten()) for batch in batches], kl.mean().item()
 

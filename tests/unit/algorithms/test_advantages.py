@@ -43,6 +43,29 @@ def test_a_group_of_equal_rewards_gets_exactly_zero_even_when_its_mean_rounds(sc
     assert group_advantages(rewards, scale)[1].abs().min() > 0
 
 
+DUST = {
+    "sums of floats": [0.1 + 0.2, 0.3, 0.3],
+    "weighted sums that cancel": [0.1 + 0.2 - 0.3, 0.0, 0.0],
+    "large": [1e8 / 3 * 3 + 1e-8, 1e8, 1e8],
+    "with one that nothing could score": [0.7 * 3, 2.1, math.nan],
+}
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo", "reinforce_plus_plus_baseline"])
+@pytest.mark.parametrize("rewards", DUST.values(), ids=DUST)
+def test_rewards_that_differ_by_rounding_only_teach_nothing(rewards, estimator):
+    rows = torch.tensor([rewards, [0.0, 1.0, 0.0], [1e8, 1e8 + 1e-3, 1e8]], dtype=torch.float64)
+    advantages = group_advantages(rows, "none", estimator)
+    assert not advantages[0].any() and advantages[1].all() and advantages[2].all()
+    assert reward_statistics(rows)["frac_reward_zero_std"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_an_infinite_reward_is_refused(scale):
+    with pytest.raises(ValueError, match="rewards must be finite, or NaN"):
+        group_advantages(torch.tensor([[1.0, math.inf], [0.0, 1.0]]), scale)
+
+
 def test_a_batch_without_any_score_has_no_statistics_and_no_gradient():
     rewards = torch.full((2, 3), math.nan)
     assert group_advantages(rewards, "batch").abs().max() == 0

@@ -113,6 +113,12 @@ def test_a_loss_that_cannot_be_used_is_refused_in_one_line_with_the_rule(tmp_pat
     assert "\n" not in str(problem)
 
 
+def test_values_at_masked_tokens_do_not_count_when_a_loss_is_tried(tmp_path):
+    body = "torch.where(tokens.sequences.mask, tokens.ratio * tokens.advantages, float('nan'))"
+    (tmp_path / "own.py").write_text(f"import torch\n\n\ndef own(tokens, algorithm):\n    return {body}\n")
+    assert make_loss(settings(loss_type=f"{tmp_path}/own.py:own"))
+
+
 def test_a_wrong_signature_is_named(tmp_path):
     (tmp_path / "bad.py").write_text("def bad(logprobs, old, advantages):\n    return logprobs\n")
     with pytest.raises(ProblemError, match=r"bad` cannot be called as a loss: missing a required argument: 'advantages'; a loss takes"):

@@ -2,12 +2,13 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from megagrpo.algorithms.advantages import advantages_of, less_kl
+from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl
 from megagrpo.config import RunConfig
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 
@@ -43,3 +44,16 @@ def test_what_cannot_be_scored_stays_without_advantage():
     assert math.isnan(penalized[0].reward) and [s.reward for s in penalized[1:]] == [0.5, -0.5]
     advantages = advantages_of(penalized, config(rollout=dict(num_generations=3)))
     assert advantages[0, 0] == 0 and advantages[0, 1] > 0 > advantages[0, 2]
+
+
+def test_a_masked_response_pays_the_mean_kl_of_its_group():
+    masked = replace(scored(1.0), rollout=replace(scored(1.0).rollout, finish_reason="length"))
+    rows, kl = [masked, scored(1.0), scored(1.0), masked, masked, masked], torch.tensor([0.0, 2.0, 4.0, 0.0, 0.0, 0.0])
+    algorithm = dict(beta=0.5, kl_in_reward=True, kl_estimator="k1", scale_rewards="none")
+    settings = config(algorithm=algorithm, rollout=dict(num_generations=3))
+    assert charged_kl(rows, kl, settings) is kl
+    settings = config(algorithm=algorithm | dict(mask_truncated_completions=True), rollout=dict(num_generations=3))
+    charged = charged_kl(rows, kl, settings)
+    assert charged.tolist() == [3.0, 2.0, 4.0, 0.0, 0.0, 0.0]
+    first, second = advantages_of(less_kl(rows, charged, 0.5), settings)
+    assert first[0] == 0 < first[1] == -first[2] and not second.any()

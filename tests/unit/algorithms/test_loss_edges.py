@@ -82,6 +82,12 @@ def test_a_group_of_one_sign_teaches_real_nothing(advantages):
     assert loss == 0 and not gradient.any()
 
 
+def test_a_group_of_one_sign_counts_in_the_divisor_of_real():
+    loss, _, _ = step("real", [1.0, -1.0, 0.0, 0.0], [3, 2, 3, 2])
+    score = (-1.1 - -1.2) / 0.5  # of every response: the mean log-ratio over tau
+    assert loss.item() == pytest.approx((math.log1p(math.exp(score)) + math.log1p(math.exp(-score))) / 2, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_two_responses_are_pushed_apart(name):
     _, gradient, mask = step(name, [0.7, -0.7], [3, 3])
