@@ -191,6 +191,8 @@ class MegatronPolicy:
         if early_differs:  # the loss's gradient at a token depends on other tokens, although the loss says that it does not
             self._early = False
             return self.backward(batch, loss_fn, denominator)
+        if self.config.algorithm.gradient_is_local and not self._early:
+            metrics["train/late_gradients"] = Metric(1.0)
         metrics["loss"] = Metric(metrics["loss"].sum)
         if bad is not None or not math.isfinite(metrics["loss"].value):
             raise NonFiniteError(bad, metrics)

@@ -1,5 +1,7 @@
 """The exact KL over a sharded vocabulary against plain float64. `test_gradient_parity.py` tests it in every layout."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,7 +120,8 @@ def head_products(algorithm: dict) -> float:
     divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
     batch = add_step_terms(batch, policy, divisor, config.algorithm.entropy_coef)
     with CountHeadProducts() as counted:
-        policy.backward(batch, make_loss(config), divisor)
+        metrics = policy.backward(batch, make_loss(config), divisor)
+    assert "train/late_gradients" not in metrics
     return counted.products / sum(-(-int(m.loss_mask.sum()) // config.train.logprob_chunk) for m in batch.micro_batches)
 
 
@@ -148,3 +151,27 @@ NOT_LOCAL = [
 @pytest.mark.parametrize("algorithm", LOCAL + NOT_LOCAL, ids=lambda a: " ".join(map(str, a.values())))
 def test_only_a_gradient_that_depends_on_its_token_alone_is_computed_early(algorithm):
     assert run_ranks(head_products, 1, dict(beta=0.0) | algorithm) == [3 if algorithm in LOCAL else 4]
+
+
+def late_gradients(num_iterations: int) -> tuple[list[float], list[bool], int]:
+    """(gradient norms, whether the metric is there) of two passes whose loss is not local although it says so, the second one without early
+    gradients from the start, and the length of the schedule."""
+    config = tiny_run(algorithm=dict(loss_type="dapo", num_iterations=num_iterations))
+    policy, batch, _ = prepare(config, tiny_model("qwen2_untied"), init_layout(config.parallel), random_samples()[:4])
+    divisor, loss = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length), make_loss(config)
+
+    def not_local(inputs):
+        result = loss(inputs)
+        return replace(result, numerator=result.numerator * inputs.policy_logprobs.square().sum())
+
+    norms, metrics = [], []
+    for _ in range(2):
+        metrics.append("train/late_gradients" in policy.backward(batch, not_local, divisor))
+        norms.append(sum(p.main_grad.norm().item() for chunk in policy.chunks for p in chunk.parameters()))
+    return norms, metrics, policy.scheduler.lr_decay_steps
+
+
+def test_a_pass_that_is_repeated_without_early_gradients_says_so_and_the_schedule_counts_optimizer_steps():
+    ((norms, metrics, length),) = run_ranks(late_gradients, 1, 3)
+    assert metrics == [True, True] and norms[0] == norms[1] > 0
+    assert length == 100 * 3 + 1  # of a shrunk run
