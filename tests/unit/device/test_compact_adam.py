@@ -6,6 +6,7 @@ import pytest
 import torch
 from ranks import run_ranks
 
+from megagrpo.device import block_elements
 from megagrpo.device.adam import FusedAdam
 from megagrpo.device.compact_adam import FP8, CompactAdam, round_mantissa, to_fp8
 from megagrpo.device.memory import resident_gb
@@ -67,6 +68,17 @@ def test_what_a_checkpoint_reads_and_writes_is_stored_without_loss(dtype):
     assert sum(t.nbytes for t in optimizer.state[weight].values()) == sum(t.nbytes for t in state.values())
     optimizer.dense_moments()
     assert all(torch.equal(optimizer.state[weight][name], tensor) for name, tensor in dense.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
+def test_moments_of_a_large_tensor_are_those_of_its_own_elements(dtype):
+    size = 2 * block_elements() + 100  # a step takes the tensor in three parts; the last block is not full
+    weight = torch.nn.Parameter(torch.zeros(size))
+    weight.grad = torch.logspace(-3, 3, size)
+    optimizer = compact(dtype)([weight])
+    optimizer.step()
+    for name, expected in {"exp_avg": 0.1 * weight.grad, "exp_avg_sq": 0.001 * weight.grad**2}.items():
+        assert ((optimizer.dense_moment(weight, name) / expected - 1).abs() < 0.27).all(), name  # a square of e4m3 values
 
 
 def test_rounding_is_right_on_the_mean_and_never_further_than_the_next_value():

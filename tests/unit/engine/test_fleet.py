@@ -131,6 +131,15 @@ def test_a_server_that_stopped_serving_during_a_push_does_not_hold_its_weights()
         assert fleet.serving() == ["b"]
 
 
+def test_a_server_that_died_after_it_loaded_a_version_does_not_hold_it_when_it_returns():
+    fleet = fleet_in(State.SERVING)
+    fleet.loaded("a", 1)
+    fleet.died("a")
+    assert fleet.may_start("a")
+    fleet.needs_weights("a")
+    assert fleet.updatable() == ["a", "b"] and fleet.holding(1) == []
+
+
 def test_a_waiting_server_gets_updates_and_requests_only_after_them():
     fleet = fleet_in(State.NEEDS_WEIGHTS)
     assert fleet.updatable() == ["a", "b"] and fleet.serving() == ["b"]

@@ -53,3 +53,7 @@ def test_optimizer_steps_combine_as_each_metric_says_over_those_that_report_it()
     one = {"loss": Metric(6.0, 3), "rate": Metric(0.1, reduce="last"), "far": Metric(5.0, 9, "max"), "near": Metric(-1.0, 9, "min")}
     two = {"loss": Metric(1.0, 4), "rate": Metric(0.2, reduce="last"), "far": Metric(4.0, 9, "max"), "near": Metric(-3.0, 9, "min")}
     assert over_updates([one, two, {"norm": Metric(7.0)}]) == {"loss": 1.125, "rate": 0.2, "far": 5.0, "near": -3.0, "norm": 7.0}
+
+
+def test_the_last_of_two_parts_is_the_later_one():
+    assert Metric(0.1, reduce="last").merge(Metric(0.2, reduce="last")).value == 0.2

@@ -113,6 +113,15 @@ def test_a_wish_for_a_checkpoint_holds_for_one_step_and_a_stop_for_good(file):
     assert callbacks.should_training_stop
 
 
+def test_several_callbacks_run_in_the_order_of_the_list_and_share_one_control(file):
+    run = config(f"{file}:Wishes", f"{file}:Notes")
+    _, notes = instances = load_callbacks(run)
+    callbacks = Callbacks(run, Alone(), instances)
+    callbacks.step_end(1, {})
+    callbacks.step_begin()
+    assert notes.seen[-1] == ("on_step_begin", "mine", True)  # the wish of the first
+
+
 def test_the_state_cannot_be_changed(file):
     (notes,) = instances = load_callbacks(run := config(f"{file}:Notes"))
     callbacks, states = Callbacks(run, Alone(), instances), []
