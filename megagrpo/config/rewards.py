@@ -34,8 +34,8 @@ class RewardsSection(Section):
     plugins: list[str] = []
     """Python files that register reward functions by name."""
     timeout: Seconds = 10.0
-    """Timeout in seconds for scoring one completion; a call with a group of n completions gets n times as long. Then the worker is killed, and
-    the group scores 0 and counts as n timeouts. With `independent` only the completion that timed out does."""
+    """Timeout in seconds for scoring one completion; a call with a group of n completions gets n times as long. Then the worker is killed,
+    and the group scores 0 and counts as n timeouts. With `independent` only the completion that timed out does."""
     workers: Count = 2
     """Worker processes per rank that scores."""
     concurrency: PositiveInt = 16
