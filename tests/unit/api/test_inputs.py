@@ -88,9 +88,9 @@ def test_functions_of_every_kind_score_in_workers(tmp_path):
         scored = scorer.score(rollouts)
         again = scorer.score(rollouts)
     assert [s.rewards["closure"] for s in scored] == [2.0, 6.0] and [s.rewards["waits"] for s in scored] == [0.0, 1.0]
-    constant = {"lambda_function": 1.5, "scaled": 4.0, "Constructed": 9.0, "Stateful": 11.0, "lambda_function_2": None}
+    constant = {"lambda_function": 1.5, "scaled": 4.0, "Constructed": 9.0, "lambda_function_2": None}
     assert [{name: s.rewards[name] for name in constant} for s in scored] == [constant, constant]
-    assert again[0].rewards["Stateful"] > 11.0  # the state lives as long as the worker
+    assert [s.rewards["Stateful"] for s in scored + again] == [11.0, 12.0, 13.0, 14.0]  # the state lives as long as the worker
 
 
 def test_the_same_objects_have_the_same_folder_and_a_change_has_another(tmp_path):
