@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     from megagrpo.report.collect import read_run
     from megagrpo.report.payload import payload
 
-    folders = [Path(name) for name in options.runs]
+    folders = list({Path(name).resolve(): Path(name) for name in options.runs}.values())  # each run once, also through a link
     output = Path(options.output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
     if output.is_dir():
         raise ConfigError(f"--output: {output} is a folder; name a file, such as {output / 'report.html'}")

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError
 from megagrpo.config.yaml_text import parse_yaml
+from megagrpo.report.privacy import Privacy, privacy_of
 
-LOCK = ".lock"
+LOCK, COMPLETIONS = ".lock", "completions.jsonl"
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
+_REWARD = re.compile(rb'"finish_reason": (?:"\w*"|null), "reward": (-?[\d.eE+-]+|null),')
 
 Row = dict[str, Any]
+
+
+@dataclass
+class StepRewards:
+    """The number of responses of a step, and the smallest and the largest reward of one, if any has a reward."""
+
+    count: int = 0
+    low: float = math.inf
+    high: float = -math.inf
 
 
 @dataclass(frozen=True)
@@ -47,6 +60,20 @@ class RunFiles:
         for part in key.split("."):
             here = here.get(part) if isinstance(here, dict) else None
         return here
+
+    @cached_property
+    def privacy(self) -> Privacy:
+        """What the page of this run hides."""
+        try:
+            lock = (self.folder / LOCK).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            lock = ""
+        return privacy_of(self.folder, self.config, lock)
+
+    @cached_property
+    def rewards(self) -> dict[int, StepRewards]:
+        """The rewards of each step in `completions.jsonl`."""
+        return rewards_per_step(self.folder / COMPLETIONS)
 
     @property
     def last_start(self) -> Row:
@@ -104,15 +131,28 @@ def read_lines(file: Path, damaged: dict[str, int], steps: Collection[int] | Non
                 yield row
 
 
-def responses_per_step(file: Path) -> dict[int, int]:
-    """Return step -> number of responses in `completions.jsonl`; reads the beginning of each line only."""
-    counts: dict[int, int] = {}
+def rewards_per_step(file: Path) -> dict[int, StepRewards]:
+    """Return step -> rewards of the responses in `completions.jsonl`. Lines in the format of a run are searched, not parsed."""
+    steps: dict[int, StepRewards] = {}
     if file.is_file():
         with open(file, "rb") as lines:
             for line in lines:
-                if match := _STEP.match(line):
-                    counts[int(match[1])] = counts.get(int(match[1]), 0) + 1
-    return counts
+                if not (match := _STEP.match(line)):
+                    continue
+                step, reward = steps.setdefault(int(match[1]), StepRewards()), _reward_in(line)
+                step.count += 1
+                if reward is not None:
+                    step.low, step.high = min(step.low, reward), max(step.high, reward)
+    return steps
+
+
+def _reward_in(line: bytes) -> float | None:
+    try:
+        value = match[1] if (match := _REWARD.search(line)) else json.loads(line).get("reward")
+        reward = math.nan if value in (None, b"null") else float(value)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return reward if math.isfinite(reward) else None
 
 
 def _read_config(file: Path, damaged: dict[str, int]) -> dict[str, Any]:

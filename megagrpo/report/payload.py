@@ -11,7 +11,7 @@ from typing import Any
 
 from megagrpo.process.terminal import printable
 from megagrpo.report import settings
-from megagrpo.report.collect import RunFiles
+from megagrpo.report.collect import Row, RunFiles
 from megagrpo.report.findings import findings
 from megagrpo.report.plan_check import plan_against_measured
 from megagrpo.report.reduce import MAX_POINTS, curves, number, result, state
@@ -33,12 +33,13 @@ class Payload:
 
 def payload(runs: Sequence[RunFiles], static_bytes: int) -> Payload:
     """Return the data of the runs. `static_bytes` of the page's limit are used by its code."""
-    described = [describe(run, MAX_POINTS // len(runs)) for run in runs]
+    described = [describe(run, MAX_POINTS // len(runs)) | {"label": label} for run, label in zip(runs, labels(runs), strict=True)]
+    settings.tell_apart([run.config for run in runs], [one["config"] for one in described])
     used = static_bytes + len(json.dumps(described))  # compression of the head makes room for what is added below
-    chosen = []
+    chosen: list[Chosen] = []
     for index, run in enumerate(runs):
         share = (MAX_BYTES - used) // (len(runs) - index)
-        chosen.append(choose(run, max(0, share)))
+        chosen.append(choose(run, max(0, share), set().union(*(one.prompts for one in chosen))))
         used += sum(map(len, chosen[-1].chunks.values()))
         described[index]["responses"] = {"steps": [[s, *counts] for s, counts in chosen[-1].shown.items()], "count": chosen[-1].responses}
         described[index]["damaged"] = {printable(name): count for name, count in run.damaged.items()}
@@ -47,26 +48,59 @@ def payload(runs: Sequence[RunFiles], static_bytes: int) -> Payload:
     return Payload(json.dumps(head, ensure_ascii=False, allow_nan=False, separators=(",", ":")), chunks, chosen)
 
 
+def labels(runs: Sequence[RunFiles]) -> list[str]:
+    """Return a name for each run that no other run of the page has: its own, else with the last parts of its folder, else with a number."""
+    names = [run.name for run in runs]
+    found = list(names)
+    for depth in (1, 2, 3):
+        alike = {label for label in found if found.count(label) > 1}
+        for i, run in enumerate(runs):
+            tail = "/".join(run.folder.resolve().parts[1:][-depth:])
+            if found[i] in alike:
+                found[i] = tail if tail.endswith(f"/{names[i]}") else names[i] if tail == names[i] else f"{names[i]} ({tail})"
+    found = [printable(run.privacy.text(label)) for run, label in zip(runs, found, strict=True)]
+    return [f"{label} #{found[:i].count(label) + 1}" if found.count(label) > 1 else label for i, label in enumerate(found)]
+
+
 def describe(run: RunFiles, max_points: int) -> dict[str, Any]:
-    """Return everything that the page shows of a run, except its responses."""
+    """Return everything that the page shows of a run, except its responses. Only names of metrics and keys may name a machine."""
     start = run.last_start
-    return {
+    notes = {
         "name": printable(run.name),
         "folder": printable(str(run.folder.resolve())),
         "state": state(run),
-        "result": result(run),
         "model": printable(str(run.setting("model.path") or "")),
         "facts": facts(run),
         "versions": {printable(str(k)): printable(str(v)) for k, v in start.get("versions", {}).items()} if start else {},
         "device": printable(str(start.get("device") or "")),
-        "training": _printable_names(curves(run.steps, max_points)),
-        "evaluations": _printable_names(curves(run.evaluations, max_points)),
         "findings": findings(run),
         "messages": messages(run),
-        "config": settings.rows(run.config),
         "layout": layout(run),
         "plan": plan_against_measured(run),
     }
+    return run.privacy.notes(notes) | {
+        "result": result(run),
+        "training": _printable_names(curves(with_reward_range(run), max_points)),
+        "evaluations": _printable_names(curves(run.evaluations, max_points)),
+        "config": settings.rows(run.config, run.privacy),
+    }
+
+
+def with_reward_range(run: RunFiles) -> list[Row]:
+    """Return the steps with `reward_low` and `reward_high`: one standard deviation around the mean, within the rewards of the step.
+
+    A step whose responses are not in `completions.jsonl` has none.
+    """
+    rows = []
+    for row in run.steps:
+        mean, spread, rewards = number(row.get("reward")), number(row.get("reward_std_batch")), run.rewards.get(row["step"])
+        if mean is not None and spread is not None and rewards is not None and rewards.low <= rewards.high:
+            row = row | {
+                "reward_low": max(mean - spread, min(mean, rewards.low)),
+                "reward_high": min(mean + spread, max(mean, rewards.high)),
+            }
+        rows.append(row)
+    return rows
 
 
 def facts(run: RunFiles) -> list[list[str]]:

@@ -54,13 +54,15 @@ def _mean(rows: Sequence[Row], name: str) -> float | None:
 def result(run: RunFiles) -> dict[str, Any]:
     """Return the main figures of a run; a figure that the files lack is None."""
     steps, evaluated = run.steps, main_evaluation(run)
+    rewards = [(row["step"], value) for row in steps if (value := number(row.get("reward"))) is not None]
     times = [float(row["time/step"]) for row in steps if number(row.get("time/step")) is not None]
     tokens = [float(row["num_tokens"]) for row in steps if number(row.get("num_tokens")) is not None]
     walls = [when for row in [*steps, *run.evaluations] if (when := when_of(row)) is not None]
     return {
         "steps": steps[-1]["step"] if steps else 0,
         "max_steps": number(run.setting("run.max_steps")),
-        "reward": [number(steps[0].get("reward")), number(steps[-1].get("reward"))] if steps else [None, None],
+        "reward": [rewards[0][1], rewards[-1][1]] if rewards else [None, None],
+        "reward_steps": [rewards[0][0], rewards[-1][0]] if rewards else [None, None],
         "evaluation": evaluated,
         "training_seconds": number(math.fsum(times)) if times else None,
         "wall_seconds": round(max(walls) - min(walls) + (times[0] if times else 0), 1) if walls else None,
@@ -74,24 +76,36 @@ def result(run: RunFiles) -> dict[str, Any]:
 
 def main_evaluation(run: RunFiles) -> dict[str, Any] | None:
     """Return name, first and last value, and steps of the evaluation metric that says most; None without evaluations."""
+    name, values = evaluation_values(run)
+    if not values:
+        return None
+    (first_step, first), (last_step, last) = values[0], values[-1]
+    return {"name": name.removeprefix("eval/"), "first": first, "last": last, "steps": [first_step, last_step], "count": len(values)}
+
+
+def evaluation_values(run: RunFiles) -> tuple[str, list[tuple[int, float]]]:
+    """Return the name and the (step, value) pairs of the evaluation metric that says most: pass@1, else the reward, of the first set."""
     names = list(dict.fromkeys(name for row in run.evaluations for name in row if name.startswith("eval/")))
-    ranked = [n for n in names if n.endswith("pass@1")] + [n for n in names if n.endswith("/reward")]
-    for name in ranked:
+    for name in [n for n in names if n.endswith("pass@1")] + [n for n in names if n.endswith("/reward")]:
         values = [(row["step"], value) for row in run.evaluations if (value := number(row.get(name))) is not None]
         if values:
-            (first_step, first), (last_step, last) = values[0], values[-1]
-            return {"name": name.removeprefix("eval/"), "first": first, "last": last, "steps": [first_step, last_step]}
-    return None
+            return name, values
+    return "", []
 
 
 def state(run: RunFiles) -> dict[str, str]:
-    """Return the state of the run (`finished`, `running` or `stopped`) and a text that says so."""
+    """Return the state of the run and a text that says so. `failed`: it ended early and no message says why; `stopped` otherwise."""
     done = run.steps[-1]["step"] if run.steps else 0
     limit = run.setting("run.max_steps")
-    texts = [str(message.get("text", "")) for message in run.messages]
-    if run.running:
-        return {"state": "running", "text": f"running, step {done:,} of {limit:,}" if isinstance(limit, int) else f"running, step {done:,}"}
-    if any(text.startswith("finished ") for text in texts[-5:]) or (isinstance(limit, int) and done >= limit):
-        return {"state": "finished", "text": f"finished, {done:,} steps"}
+    texts = [str(message.get("text", "")) for message in run.messages[-5:]]
     of = f" of {limit:,}" if isinstance(limit, int) else ""
-    return {"state": "stopped", "text": f"stopped after step {done:,}{of}"}
+    if run.running:
+        return {"state": "running", "text": f"running, step {done:,}{of}"}
+    if any(text.startswith("finished ") for text in texts) or (isinstance(limit, int) and done >= limit):
+        return {"state": "finished", "text": f"finished, {done:,} step{'s' if done != 1 else ''}"}
+    if any(text.startswith(("stop requested", "the time limit is near")) for text in texts):
+        return {"state": "stopped", "text": f"stopped on request after step {done:,}{of}"}
+    return {
+        "state": "failed" if of else "stopped",
+        "text": f"ended early, after step {done:,}{of}" if of else f"stopped after step {done:,}",
+    }

@@ -11,15 +11,15 @@ import gzip
 import json
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from megagrpo.process.terminal import printable
-from megagrpo.report.collect import Row, RunFiles, read_lines, responses_per_step
+from megagrpo.report.collect import COMPLETIONS, Row, RunFiles, read_lines
 from megagrpo.report.reduce import number
 
-COMPLETIONS, TOKENS = "completions.jsonl", "tokens.jsonl"
+TOKENS = "tokens.jsonl"
 MAX_STEPS = 48  # per run
 TOKEN_SHARE = 0.6  # of the responses' bytes, at most, for groups with tokens
 MIN_ROOM = 4000  # bytes; less room is not filled
@@ -35,17 +35,18 @@ class Chosen:
     chunks: dict[int, str] = field(default_factory=dict)
     shown: dict[int, list[int]] = field(default_factory=dict)  # step -> [groups on the page, groups of the step]
     responses: list[int] = field(default_factory=lambda: [0, 0])  # responses on the page, responses of the run
+    prompts: set[str] = field(default_factory=set)  # keys of the prompts on the page
 
 
-def choose(run: RunFiles, budget: int) -> Chosen:
-    """Return the responses of the run that fit into `budget` bytes of the page."""
-    counts = responses_per_step(run.folder / COMPLETIONS)
-    steps = chosen_steps(run, sorted(counts))
+def choose(run: RunFiles, budget: int, prompts: Collection[str] = ()) -> Chosen:
+    """Return the responses of the run that fit into `budget` bytes of the page. Groups of `prompts`, which other runs on the page show,
+    come first."""
+    steps = chosen_steps(run, sorted(run.rewards))
     groups = {step: groups_of(rows, _group_size(run)) for step, rows in _rows_by_step(run, steps).items()}
     chosen, room = Chosen(), budget * 3 // 4  # base64 takes four characters for three bytes
     taken: dict[int, list[int]] = {step: [] for step in groups}
     token_room = room * TOKEN_SHARE
-    for step, index in offers(groups):
+    for step, index in offers(groups, prompts):
         group = groups[step][index]
         size = len(_compressed([group]))
         if _has_tokens(group):
@@ -64,7 +65,8 @@ def choose(run: RunFiles, budget: int) -> Chosen:
             chosen.chunks[step] = base64.b64encode(_compressed([groups[step][i] for i in sorted(indices)])).decode()
             chosen.shown[step] = [len(indices), len(groups[step])]
             chosen.responses[0] += sum(len(groups[step][i]["responses"]) for i in indices)
-    chosen.responses[1] = sum(counts.values())
+            chosen.prompts |= {prompt_key(groups[step][i]) for i in indices}
+    chosen.responses[1] = sum(step.count for step in run.rewards.values())
     return chosen
 
 
@@ -79,7 +81,7 @@ def chosen_steps(run: RunFiles, steps: Sequence[int], most: int = MAX_STEPS) -> 
     return sorted(special | {steps[round(i * (len(steps) - 1) / (even - 1))] for i in range(even)})
 
 
-def offers(groups: dict[int, list[dict[str, Any]]]) -> Iterator[tuple[int, int]]:
+def offers(groups: dict[int, list[dict[str, Any]]], prompts: Collection[str] = ()) -> Iterator[tuple[int, int]]:
     """Yield (step, index of the group): the most interesting group of every step, then the second one, and so on.
 
     The steps of a round are the last, the first, then steps between, so that a page with little room still covers the run.
@@ -87,6 +89,8 @@ def offers(groups: dict[int, list[dict[str, Any]]]) -> Iterator[tuple[int, int]]
     steps = sorted(groups)
     spread = sorted(range(len(steps)), key=lambda i: (i != len(steps) - 1, i != 0, -(i & -i)))  # by the largest power of 2 in the index
     ranked = {step: ranking(of_step) for step, of_step in groups.items()}
+    if prompts:
+        ranked = {step: sorted(order, key=lambda i: prompt_key(groups[step][i]) not in prompts) for step, order in ranked.items()}
     for place in range(max(map(len, ranked.values()), default=0)):
         for i in spread:
             if place < len(ranked[steps[i]]):
@@ -107,6 +111,11 @@ def groups_of(rows: Sequence[Row], size: int | None) -> list[dict[str, Any]]:
 def _group(rows: Sequence[Row]) -> dict[str, Any]:
     prompt = messages_of(rows[0].get("prompt"))
     return {"prompt_id": rows[0].get("prompt_id"), "prompt": prompt, "responses": [_response(row) for row in rows]}
+
+
+def prompt_key(group: dict[str, Any]) -> str:
+    """Return what identifies a prompt in the runs of a page: its text."""
+    return json.dumps(group["prompt"])
 
 
 def messages_of(prompt: Any) -> list[list[str]]:
@@ -153,11 +162,11 @@ def _rows_by_step(run: RunFiles, steps: Sequence[int]) -> dict[int, list[Row]]:
     wanted = set(steps)
     rows: dict[int, list[Row]] = {step: [] for step in steps}
     for row in read_lines(run.folder / COMPLETIONS, run.damaged, wanted):
-        rows[row["step"]].append(row)
+        rows[row["step"]].append(run.privacy.row(row))
     for row in read_lines(run.folder / TOKENS, run.damaged, wanted):
         of_step, sample = rows[row["step"]], row.get("sample")
         if isinstance(sample, int) and 0 <= sample < len(of_step) and of_step[sample].get("prompt_id") == row.get("prompt_id"):
-            of_step[sample]["tokens"] = row
+            of_step[sample]["tokens"] = run.privacy.row(row)
     return {step: of_step for step, of_step in rows.items() if of_step}
 
 

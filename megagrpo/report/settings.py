@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pydantic_core import PydanticUndefined
@@ -11,20 +11,39 @@ from pydantic_core import PydanticUndefined
 from megagrpo.config import RunConfig
 from megagrpo.config.io import fields
 from megagrpo.process.terminal import printable
+from megagrpo.report.privacy import SECRET_KEY, Privacy
 from megagrpo.report.responses import text_of
 
 
-def rows(config: dict[str, Any]) -> list[list[Any]]:
+def rows(config: dict[str, Any], privacy: Privacy) -> list[list[Any]]:
     """Return [key, value, default, changed] of every key, in order. A key without a default, or that this version lacks, has None there
-    and counts as changed if it has a value."""
+    and counts as changed if it has a value. Values are without paths of the machine and credentials."""
     defaults = _defaults()
     found = []
     for key, value in _flat(config):
         known = defaults.get(_pattern(key, defaults), PydanticUndefined)
         default = None if known is PydanticUndefined else _text(known)
         changed = value is not None and value != known
-        found.append([printable(key), _text(value), default, changed])
+        text = "<credential>" if value and isinstance(value, str) and SECRET_KEY.search(key) else privacy.text(_text(value))
+        found.append([printable(key), text, default, changed])
     return found
+
+
+def tell_apart(configs: Sequence[dict[str, Any]], shown: Sequence[list[list[Any]]]) -> None:
+    """Number the values of several runs that differ and are shown alike because their paths are shortened, as in "…/data/train.jsonl (2)".
+    Changes `shown`, the rows of the configs."""
+    originals = [{printable(key): _text(value) for key, value in _flat(config)} for config in configs]
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for values, table in zip(originals, shown, strict=True):
+        for key, text, *_ in table:
+            alike = kinds.setdefault((key, text), [])
+            if values[key] not in alike:
+                alike.append(values[key])
+    for values, table in zip(originals, shown, strict=True):
+        for row in table:
+            alike = kinds[row[0], row[1]]
+            if len(alike) > 1:
+                row[1] += f" ({alike.index(values[row[0]]) + 1})"
 
 
 def _flat(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -4,7 +4,7 @@ import json
 import pytest
 
 from megagrpo.config import ConfigError
-from megagrpo.report.collect import read_lines, read_run, responses_per_step
+from megagrpo.report.collect import StepRewards, read_lines, read_run, rewards_per_step
 from megagrpo.report.reduce import curves, number, result, state
 from tests.unit.report.synthetic import append, make_run
 
@@ -61,7 +61,19 @@ def test_responses_of_other_steps_are_skipped_without_reading_them(tmp_path):
     file, damaged = tmp_path / "completions.jsonl", {}
     file.write_text('{"step": 1, "a": 1}\n{"step": 2, broken}\n{"step": 3, "a": 3}\n{"a": 4, "step": 3}\n')
     assert [row["a"] for row in read_lines(file, damaged, {1, 3})] == [1, 3, 4] and not damaged
-    assert responses_per_step(file) == {1: 1, 2: 1, 3: 1}
+    assert {step: rewards.count for step, rewards in rewards_per_step(file).items()} == {1: 1, 2: 1, 3: 1}
+
+
+def test_the_smallest_and_the_largest_reward_of_a_step_are_found_whatever_its_texts_say(tmp_path):
+    file, text = tmp_path / "completions.jsonl", '\\"finish_reason": "stop", "reward": 9, "reward": 8'
+    for reward in (0.5, None, -1.0, 1e-3):
+        row = {"step": 1, "prompt": [{"role": "user", "content": text}], "completion": text, "finish_reason": "stop"}
+        append(file, row | {"reward": reward, "rewards": {"reward": 7.0}, "advantage": 6.0})
+    append(file, {"step": 2, "rewards": {"reward": 7.0}, "reward": 2})  # another order of keys
+    append(file, {"step": 3, "reward": "high"})
+    found = rewards_per_step(file)
+    assert (found[1], found[2]) == (StepRewards(4, -1.0, 0.5), StepRewards(1, 2.0, 2.0))
+    assert found[3].count == 1 and found[3].low > found[3].high  # no reward
 
 
 def test_the_last_line_of_a_repeated_step_counts(run):
@@ -69,13 +81,15 @@ def test_the_last_line_of_a_repeated_step_counts(run):
     assert read_run(run).steps[1]["reward"] == 9.0
 
 
-def test_the_state_of_a_run_is_finished_stopped_or_running(run):
+def test_the_state_of_a_run_is_finished_failed_stopped_or_running(run):
     files = read_run(run)
     assert state(files) == {"state": "finished", "text": "finished, 6 steps"}
     lines = (run / "metrics.jsonl").read_text().splitlines()
     (run / "metrics.jsonl").write_text("\n".join(line for line in lines if json.loads(line)["step"] < 4) + "\n")
     (run / "messages.jsonl").unlink()
-    assert state(read_run(run)) == {"state": "stopped", "text": "stopped after step 3 of 6"}
+    assert state(read_run(run)) == {"state": "failed", "text": "ended early, after step 3 of 6"}
+    append(run / "messages.jsonl", {"step": 3, "text": "stop requested (SIGTERM) after step 3"})
+    assert state(read_run(run)) == {"state": "stopped", "text": "stopped on request after step 3 of 6"}
     with open(run / ".lock", "w") as lock:  # a killed run leaves this file without a lock
         assert state(read_run(run))["state"] == "stopped"
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -104,6 +118,6 @@ def test_the_distance_of_the_mismatch_from_one_is_kept():
 
 def test_the_result_has_first_and_last_values_and_totals(run):
     figures = result(read_run(run))
-    assert figures["evaluation"] == {"name": "pass@1", "first": 0.25, "last": 0.95, "steps": [0, 6]}
+    assert figures["evaluation"] == {"name": "pass@1", "first": 0.25, "last": 0.95, "steps": [0, 6], "count": 4}
     assert figures["steps"] == figures["max_steps"] == 6 and figures["tokens"] == 6 * 153600
     assert figures["training_seconds"] == pytest.approx(sum(row["time/step"] for row in read_run(run).steps), rel=1e-4)
