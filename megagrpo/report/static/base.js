@@ -41,22 +41,22 @@ function short(value, digits = 4) {
   const size = Math.abs(value);
   if (size >= 1e9) return value.toExponential(2);
   if (size >= 1e6) return `${+(value / 1e6).toPrecision(digits)}M`;
-  if (size >= 1e4) return Math.round(value).toLocaleString("en-US");
+  if (size >= 1e3) return Math.round(value).toLocaleString("en-US");
   if (size > 0 && size < 1e-3) return value.toExponential(Math.min(2, digits - 1)).replace(/\.?0*e-/, "e−").replace(/^-/, "−");
   return String(+value.toPrecision(digits)).replace("-", "−");
 }
 
-/** Format a number in the unit of its chart. */
+/** Format a number in its unit. Every place of the page that shows a quantity uses this function, so it has the same digits everywhere. */
 function withUnit(value, unit) {
   if (!isNumber(value)) return NONE;
-  if (unit === "share") return `${short(value * 100, 3)}%`;
+  if (unit === "share") return percent(value);
   if (unit === "s") return duration(value);
-  return short(value);
+  return unit === "GiB" ? gib(value) : short(value);
 }
 
 const plural = (count, noun) => `${count.toLocaleString("en-US")} ${noun}${count === 1 ? "" : "s"}`;
-const signed = (value) => (isNumber(value) ? (value > 0 ? "+" : "") + short(value, 3) : NONE);
-const percent = (value) => (isNumber(value) ? `${short(value * 100, 3)}%` : NONE);
+const signed = (value) => (isNumber(value) ? (value > 0 ? "+" : "") + short(value) : NONE);
+const percent = (value) => (!isNumber(value) ? NONE : value > 0 && value < 1e-4 ? "< 0.01%" : `${short(value * 100, 3)}%`);
 
 /** Format seconds: 0.42 s, 12.3 s, 4 min 20 s, 3 h 5 min, 2 d 4 h. */
 function duration(seconds) {

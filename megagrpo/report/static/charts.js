@@ -1,31 +1,32 @@
 "use strict";
 // The charts of the page: what each one shows, in which unit, and what it means.
 //
-// `series`: [metric, label]; a metric that ends with * stands for every metric with that ending after `rewards/`. `band`: a metric that is
-// drawn as a band around the first series. `eval`: endings of evaluation metrics that are drawn as points. `log`: the chart can be
-// logarithmic. `alarm`: alarms of this metric are marked in the plot. `zero`: the axis begins at 0. `minus` is subtracted from every value.
+// `series`: [metric, label]; a metric that ends with * stands for every metric with that ending after `rewards/`.
+// `band`: two metrics, the lower and the upper edge of a band around the first series. `evaluation`: evaluation metrics, drawn as points.
+// `log`: the chart can be logarithmic. `alarm`: alarms of this metric are marked in the plot and on the card, above `limit` if the chart has
+// one. `zero`: the axis begins at 0. `minus` is subtracted from every value. `healthy`: said when the check of the alarm passed.
 
 const LEARNING = [
-  { id: "reward", title: "Reward", unit: "reward", hero: true, series: [["reward", "reward"]], band: "reward_std_batch",
-    text: "Mean reward of each step. The band is one standard deviation over the step's responses." },
-  { id: "evaluation", title: "Evaluation", unit: "auto", evaluation: true, points: true, series: [],
+  { id: "reward", title: "Reward", unit: "reward", hero: true, series: [["reward", "reward"]], band: ["reward_low", "reward_high"], alarm: "reward",
+    text: "Mean reward of each step. The band is one standard deviation over the step's responses, cut at their lowest and highest reward." },
+  { id: "evaluation", title: "Evaluation", unit: "auto", evaluation: true, points: true, series: [], alarm: "evaluation",
     text: "Held-out prompts, before the first step and at intervals." },
-  { id: "functions", title: "Reward functions", unit: "reward", series: [["rewards/*/mean", "*"]], atLeast: 2,
+  { id: "functions", title: "Reward functions", unit: "reward", series: [["rewards/*/mean", "*"]], atLeast: 2, alarm: "rewards/*/exceptions",
     text: "Mean of each function before its weight." },
   { id: "spread", title: "Spread in groups", unit: "reward", zero: true, series: [["reward_std", "std"]],
     text: "Standard deviation of the rewards within a group. At 0 nothing is learned." },
-  { id: "solved", title: "Groups without a difference", unit: "share", zero: true, alarm: "frac_reward_zero_std", series: [["frac_reward_zero_std", "groups"]],
+  { id: "solved", title: "Groups without a difference", unit: "share", zero: true, alarm: "frac_reward_zero_std", limit: 0.5, series: [["frac_reward_zero_std", "groups"]],
     text: "Share of groups whose rewards are all equal: they have no gradient." },
   { id: "length", title: "Response length", unit: "tokens", log: true, series: [["completions/mean_length", "mean"]],
     text: "Mean tokens of a response." },
-  { id: "cut", title: "Truncated responses", unit: "share", zero: true, alarm: "completions/clipped_ratio", series: [["completions/clipped_ratio", "truncated"]],
+  { id: "cut", title: "Truncated responses", unit: "share", zero: true, alarm: "completions/clipped_ratio", limit: 0.5, series: [["completions/clipped_ratio", "truncated"]],
     text: "Share of responses that reached rollout.max_completion_length." },
 ];
 
 const HEALTH = [
   { id: "entropy", title: "Entropy", unit: "nats", zero: true, alarm: "entropy", log: true, series: [["entropy", "entropy"]],
     text: "Of the policy, per token. A fall to 0 at a low reward is a collapse." },
-  { id: "mismatch", title: "Engine mismatch", unit: "factor", log: true, minus: 1, zero: true, alarm: "mismatch/alarms",
+  { id: "mismatch", title: "Engine mismatch", unit: "factor", log: true, minus: 1, zero: true, alarm: "mismatch/alarms", healthy: "trainer and engine agree",
     series: [["token_mult_prob_error", "token_mult_prob_error − 1"]], text: "How far the probabilities of vLLM and trainer are apart. 0 means that they agree." },
   { id: "divergence", title: "Divergence from vLLM", unit: "nats", log: true,
     series: [["gen_kl_error", "gen_kl"], ["policy_kl_error", "policy_kl"], ["js_divergence_error", "js"]],
@@ -35,7 +36,7 @@ const HEALTH = [
     text: "Before clipping to train.max_grad_norm." },
   { id: "clip", title: "Clipped ratios", unit: "share", zero: true, series: [["clip_ratio/low_mean", "low"], ["clip_ratio/high_mean", "high"]],
     text: "Share of loss tokens outside the clip range. 0 with one optimizer step per batch." },
-  { id: "loss", title: "Loss", unit: "", alarm: "train/skipped_steps", series: [["loss", "loss"]], text: "Near 0 by construction on policy: watch the reward instead." },
+  { id: "loss", title: "Loss", unit: "", alarm: ["train/skipped_steps", "loss"], series: [["loss", "loss"]], text: "Near 0 by construction on policy: watch the reward instead." },
   { id: "rate", title: "Learning rate", unit: "", zero: true, log: true, series: [["learning_rate", "rate"]], text: "Of the last optimizer step." },
 ];
 
@@ -77,9 +78,18 @@ function evaluationSeries(names) {
   return [];
 }
 
+const FEW = 3; // evaluations below which their chart comes last
+
+/** The charts of a section: an evaluation with few points makes room for the curves. */
+function ordered(charts, runs) {
+  const few = (chart) => chart.evaluation && runs.every((run) => run.evaluations.step.length < FEW);
+  return [...charts.filter((chart) => !few(chart)), ...charts.filter(few)];
+}
+
 /** Metrics that no chart above shows. */
 function otherMetrics(runs) {
   const shown = new Set([...LEARNING, ...HEALTH, ...SPEED].flatMap((chart) => seriesOf(chart, runs).map(([metric]) => metric)));
+  for (const { band } of LEARNING) for (const metric of band || []) shown.add(metric);
   const all = new Set(runs.flatMap((run) => Object.keys(run.training.metrics)));
   return [...all].filter((name) => !shown.has(name)).sort();
 }

@@ -5,11 +5,13 @@ function alarmsSection(runs) {
   const many = runs.length > 1;
   const blocks = runs.map((run) => {
     const { alarms, passed, unknown } = run.findings;
-    return el("div", { class: "alarm-run" }, many && el("h3", {}, el("i", { class: "dot", style: { background: runColorVariable(run.index) } }), run.name),
+    return el("div", { class: "alarm-run" }, many && el("h3", {}, el("i", { class: "dot", style: { background: runColorVariable(run.index) } }), run.label),
       alarms.map(alarmCard), checks(alarms, passed, unknown));
   });
   const total = runs.reduce((sum, run) => sum + run.findings.alarms.length, 0);
-  return section("alarms", "Alarms", total ? `${total} to look at. Each one says what it means and what to do.` : "Nothing to worry about.", blocks);
+  const checked = runs.some((run) => run.findings.passed.length);
+  const none = checked ? "None of the checks below found a problem." : "The run recorded nothing that could be checked.";
+  return section("alarms", "Alarms", total ? `${total} to look at. Each one says what it means and what to do.` : none, blocks);
 }
 
 function alarmCard(alarm) {
@@ -19,16 +21,15 @@ function alarmCard(alarm) {
     el("p", { class: "note" }, alarm.page));
 }
 
-/** Steps as ranges: step 3, 7–12. */
-function spans(steps) {
-  const all = ranges(steps);
+/** Ranges of steps in words: step 3, 7–12. */
+function spans(all) {
   const texts = all.slice(0, 8).map(([a, b]) => (a === b ? short(a, 8) : `${short(a, 8)}–${short(b, 8)}`));
-  return steps.length ? `step ${texts.join(", ")}${all.length > 8 ? ", …" : ""}` : "";
+  return all.length ? `step ${texts.join(", ")}${all.length > 8 ? ", …" : ""}` : "";
 }
 
 function checks(alarms, passed, unknown) {
   const item = (kind, text) => el("li", { class: kind }, text);
-  return el("ul", { class: "checks" }, passed.map((text) => item("ok", text)), unknown.map((text) => item("unknown", `${text} (not recorded)`)));
+  return el("ul", { class: "checks" }, passed.map(([name, evidence]) => item("ok", evidence ? `${name}: ${evidence}` : name)), unknown.map((text) => item("unknown", `${text} (not recorded)`)));
 }
 
 // ------------------------------------------------------------------------------------------------------------ layout and plan
@@ -38,10 +39,11 @@ function machineSection(runs) {
   return section("machine", "Layout and plan", "Where the ranks are, and what the plan predicts against what the run measured.", el("div", { class: "pair" }, cards));
 }
 
-const titled = (run, many, title) => el("h3", {}, many && el("i", { class: "dot", style: { background: runColorVariable(run.index) } }), title, many && el("span", { class: "quiet" }, run.name));
+const titled = (run, many, title) => el("h3", {}, many && el("i", { class: "dot", style: { background: runColorVariable(run.index) } }), title, many && el("span", { class: "quiet" }, run.label));
 
 /** Ranks as a grid: one block per data-parallel replica, one row per pipeline stage, one cell per rank. */
 function layoutCard(run, many) {
+  if (!run.layout.ranks && !run.layout.tp) return null;
   const { tp, cp, pp, dp, ep, ranks, servers, server_tp: serverTp, server_pp: serverPp, server_dp: serverDp, placed } = run.layout;
   const workers = { tp: serverTp || 1, pp: serverPp || 1, dp: serverDp || 1 }, serverWidth = workers.tp * workers.dp;
   const sizes = { tp: tp || 1, cp: cp || 1, pp: pp || 1 }, width = sizes.tp * sizes.cp;
@@ -75,23 +77,27 @@ function planCard(run, many) {
   const bars = phases.map(([phase, parts]) => el("div", { class: "memory" }, el("span", { class: "label" }, phase),
     el("div", { class: "track" }, used.map((name) => el("i", { title: `${name}: ${gib(parts[name])}`, style: { width: `${((parts[name] || 0) / most) * 100}%`, background: `var(--series-${used.indexOf(name) % 7})` } }))),
     el("b", {}, gib(parts.total))));
-  const line = el("div", { class: "memory measured" }, el("span", { class: "label" }, "measured peak"),
-    el("div", { class: "track" }, el("i", { style: { width: `${((measured || 0) / most) * 100}%` } })), el("b", {}, measured === null ? "not measured" : gib(measured)));
+  const line = measured !== null && el("div", { class: "memory measured" }, el("span", { class: "label" }, "measured peak"),
+    el("div", { class: "track" }, el("i", { style: { width: `${(measured / most) * 100}%` } })), el("b", {}, gib(measured)));
   return el("article", { class: "card" }, titled(run, many, "Memory: plan and measurement"),
     el("p", { class: "legend-row" }, used.map((name, i) => el("span", { class: "chip" }, el("i", { style: { background: `var(--series-${i % 7})` } }), name))),
     bars, line, notes.map((text) => el("p", { class: "note" }, text)));
 }
 
+/** Seconds of each phase as measured, beside the plan's where it predicts them. */
 function timesCard(run, many) {
-  const { predicted, measured, mfu, measured_mfu: measuredMfu, times_notes: notes } = run.plan;
-  const names = ["generate", "logprobs", "train", "sync", "step"].filter((name) => isNumber(measured[name]) || isNumber(predicted[name]));
-  const rows = names.map((name) => {
-    const factor = isNumber(predicted[name]) && isNumber(measured[name]) && predicted[name] > 0 ? `${short(measured[name] / predicted[name], 2)}×` : NONE;
-    return el("tr", {}, el("th", { scope: "row" }, name), [duration(predicted[name]), isNumber(measured[name]) ? duration(measured[name]) : "not measured", factor].map((text) => el("td", { class: "number" }, text)));
+  const { predicted, measured, mfu, measured_mfu: measuredMfu, times_notes: notes } = run.plan, planned = Object.keys(predicted).length > 0;
+  const rows = ["generate", "logprobs", "train", "sync", "step"].filter((name) => isNumber(measured[name]) || isNumber(predicted[name])).map((name) => {
+    const [plan, real] = [predicted[name], measured[name]], known = isNumber(real) ? duration(real) : "not measured";
+    return [name, ...(planned ? [duration(plan), known, plan > 0 && isNumber(real) ? `${short(real / plan, 2)}×` : NONE] : [known, percent(real / measured.step)])];
   });
-  rows.push(el("tr", {}, el("th", { scope: "row" }, "MFU of train"), [percent(mfu), isNumber(measuredMfu) ? percent(measuredMfu) : "not measured", NONE].map((text) => el("td", { class: "number" }, text))));
-  return el("article", { class: "card" }, titled(run, many, "Seconds: plan and measurement"), el("p", { class: "note" }, "Mean of the steps after the first one."),
-    el("table", { class: "plain" }, el("thead", {}, el("tr", {}, ["phase", "plan", "measured", "ratio"].map((text, i) => el("th", { scope: "col", class: i ? "number" : "" }, text)))), el("tbody", {}, rows)), notes.map((text) => el("p", { class: "note" }, text)));
+  if (!rows.length) return null;
+  if (planned) rows.push(["MFU of train", percent(mfu), isNumber(measuredMfu) ? percent(measuredMfu) : "not measured", NONE]);
+  else if (isNumber(measuredMfu)) rows.push(["MFU of train", percent(measuredMfu), ""]);
+  const head = ["phase", ...(planned ? ["plan", "measured", "ratio"] : ["measured", "of a step"])];
+  const cells = ([name, ...texts]) => el("tr", {}, el("th", { scope: "row" }, name), texts.map((text) => el("td", { class: "number" }, text)));
+  return el("article", { class: "card" }, titled(run, many, planned ? "Seconds: plan and measurement" : "Seconds of a step"), el("p", { class: "note" }, "Mean of the steps after the first one."),
+    el("table", { class: "plain" }, el("thead", {}, el("tr", {}, head.map((text, i) => el("th", { scope: "col", class: i ? "number" : "" }, text)))), el("tbody", {}, rows.map(cells))), notes.map((text) => el("p", { class: "note" }, text)));
 }
 
 // ------------------------------------------------------------------------------------------------------------- configuration
@@ -111,7 +117,7 @@ function configSection(runs) {
   const options = [...(many ? [["differing", "differing"]] : []), ["changed", "changed from default"], ["all", "all"]];
   const search = el("input", { type: "search", placeholder: "search keys", "aria-label": "search keys", on: { input: () => { state.search = search.value.toLowerCase(); update(); } } });
   update();
-  const head = ["key", ...runs.map((run) => (many ? run.name : "value")), "default"];
+  const head = ["key", ...runs.map((run) => (many ? run.label : "value")), "default"];
   return section("configuration", "Configuration", "From resolved.yaml. Bold values differ from the default.",
     el("div", { class: "filters" }, choice("keys", options, state.show, (name) => { state.show = name; update(); }), search), count,
     el("div", { class: "scroll" }, el("table", { class: "plain config" }, el("thead", {}, el("tr", {}, head.map((text) => el("th", { scope: "col" }, text)))), body)));
@@ -128,7 +134,7 @@ function recordsSection(runs) {
     const versions = Object.entries(run.versions).map(([name, version]) => `${name} ${version}`).join(" · ");
     const damaged = Object.entries(run.damaged).map(([name, count]) => `${plural(count, "unreadable line")} in ${name}`).join(", ");
     const averaged = run.training.per_point > 1 ? `Each point of a curve is the mean of ${run.training.per_point} steps; metrics.jsonl holds every step.` : "";
-    return el("div", { class: "record" }, runs.length > 1 && el("h3", {}, run.name), el("p", { class: "mono" }, run.folder), el("p", { class: "note" }, versions || "Versions were not recorded."),
+    return el("div", { class: "record" }, runs.length > 1 && el("h3", {}, run.label), el("p", { class: "mono" }, run.folder), el("p", { class: "note" }, versions || "Versions were not recorded."),
       averaged && el("p", { class: "note" }, averaged), damaged && el("p", { class: "note warn" }, `${damaged}: left out.`),
       run.messages.length > 0 && el("details", {}, el("summary", {}, `${run.messages.length} messages of the run`), el("ol", { class: "messages" }, run.messages.map(([step, , text]) => el("li", {}, el("span", { class: "quiet" }, `step ${step}`), text)))));
   });

@@ -20,7 +20,7 @@ async function main() {
   const app = document.getElementById("app");
   const data = await decode(document.getElementById("head").textContent);
   const runs = data.runs.map((run, index) => ({ ...run, index }));
-  const sections = [["learning", "Learning"], ["health", "Health"], ["speed", "Speed"], ["responses", "Responses"], ["alarms", "Alarms"], ["machine", "Layout"], ["configuration", "Config"]];
+  const sections = [["learning", "Learning"], ["health", "Health"], ["speed", "Speed"], ["responses", "Responses"], ["alarms", "Alarms"], ["machine", "Layout"], ["configuration", "Config"], ["records", "Records"]];
   const bar = toolbar(runs, sections);
   const phases = phasesCard(runs), speed = chartGrid(SPEED, runs, phases ? [phases] : []);
   app.replaceChildren(masthead({ ...data, runs }), bar, el("main", {},

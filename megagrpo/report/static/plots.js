@@ -52,19 +52,37 @@ function linesOf(chart, runs, series) {
       if (!values || !values.some(isNumber)) return;
       const color = many || series.length === 1 ? runColor(run.index) : seriesColor(place);
       const x = table[view.axis], dash = many && place ? [6 - (place % 3) * 2, 4] : null;
-      const name = !many ? label : series.length === 1 ? run.name : `${run.name} ${label}`;
+      const name = !many ? label : series.length === 1 ? run.label : `${run.label} ${label}`;
       const weight = chart.points ? 0 : view.smoothing, main = smoothed(values, weight);
-      const spread = place === 0 && table.metrics[chart.band];
-      if (spread) {
-        const wide = smoothed(spread, weight);
-        for (const [kind, sign] of [["high", 1], ["low", -1]])
-          lines.push({ x, y: main.map((v, i) => (isNumber(v) && isNumber(wide[i]) ? v + sign * wide[i] : null)), kind, color });
-      }
+      const [low, high] = (place === 0 && chart.band?.map((edge) => table.metrics[edge])) || [];
+      if (low && high) lines.push({ x, y: smoothed(high, weight), kind: "high", color }, { x, y: smoothed(low, weight), kind: "low", color });
       if (weight) lines.push({ x, y: values, kind: "raw", color });
       lines.push({ x, y: main, kind: chart.points ? "points" : "main", color, dash, label: name, metric });
     });
   }
+  return separated(lines);
+}
+
+/** Let a line that covers an earlier one show it: dashes over a line, a small point on a large one. `same` names what it covers. */
+function separated(lines) {
+  const named = lines.filter((line) => line.label);
+  named.forEach((line, i) => {
+    const covered = named.slice(0, i).filter((other) => alike(line, other));
+    if (!covered.length) return;
+    line.same = covered[0].label;
+    line.dash = [[8, 8], [3, 13], [1, 7]][Math.min(covered.length, 3) - 1];
+    for (const other of covered) Object.assign(other, { size: (other.size || POINT) + 5, width: 3 });
+  });
   return lines;
+}
+
+/** Whether two lines cover each other: at most points of the shorter one, they are nearer than a line is wide. */
+function alike(one, other) {
+  const values = new Map(other.x.map((x, i) => [x, other.y[i]]));
+  const pairs = one.x.map((x, i) => [one.y[i], values.get(x)]).filter((pair) => pair.every(isNumber)), all = pairs.flat();
+  const near = 0.005 * (all.reduce((a, b) => Math.max(a, b), -Infinity) - all.reduce((a, b) => Math.min(a, b), Infinity));
+  const points = Math.min(...[one, other].map((line) => line.y.filter(isNumber).length));
+  return pairs.filter(([a, b]) => Math.abs(a - b) <= near).length > points / 2;
 }
 
 /** The lines of stacked phases of one run, from the bottom up. `own` holds the values before stacking. */
@@ -91,10 +109,13 @@ class Plot {
     this.area = el("div", { class: "plot", tabindex: "0", role: "img", on: { keydown: (event) => this.key(event) } });
     this.logButton = chart.log && el("button", { type: "button", class: "small", "aria-pressed": "false", title: "logarithmic axis",
       on: { click: () => this.toggleLog() } }, "log");
-    const head = el("div", { class: "card-head" }, el("h3", {}, chart.title), this.logButton);
+    this.badge = el("a", { href: "#alarms", hidden: true });
+    this.note = el("p", { class: "note" });
+    const head = el("div", { class: "card-head" }, el("h3", {}, chart.title), this.badge, this.logButton);
     this.card = el("article", { class: `card chart${chart.hero ? " hero" : ""}${chart.stack ? " wide" : ""}`, id: `chart-${chart.id}` },
-      head, this.readout, this.area, el("p", { class: "note" }, chart.text));
+      head, this.readout, this.area, this.note);
     this.card.plot = this;
+    this.mark();
     this.sized = new ResizeObserver(() => this.uplot && this.uplot.setSize(this.size()));
     this.sized.observe(this.area);
     visiblePlots.observe(this.card);
@@ -108,6 +129,20 @@ class Plot {
   seen(near) {
     this.near = near;
     if (near && this.stale) this.draw();
+  }
+
+  /** Say on the card whether an alarm concerns its metric. */
+  mark() {
+    const { healthy } = this.chart, runs = visible(this.runs);
+    const worst = runs.flatMap((run) => alarmsOf(this.chart, run)).map(({ severity }) => severity).sort()[0];
+    const evidence = healthy && runs.length && runs.every((run) => run.findings.passed.some(([name]) => name === healthy)) && `Healthy: ${healthy}.`;
+    this.badge.hidden = !worst && !evidence;
+    this.badge.className = `badge ${worst || "fine"}`;
+    this.badge.textContent = worst || "healthy";
+    this.card.classList.toggle("alarmed", Boolean(worst));
+    const same = (this.lines || []).filter((line) => line.same), more = same.length > 2 ? ` and ${same.length - 2} more` : "";
+    const covers = same.length ? `Same curve: ${same.slice(0, 2).map((line) => `${line.label} and ${line.same}`).join("; ")}${more}.` : "";
+    this.note.textContent = [evidence, this.chart.text, covers].filter(Boolean).join(" ");
   }
 
   invalidate() {
@@ -127,6 +162,7 @@ class Plot {
     this.uplot = null;
     this.lines = this.chart.stack ? stackOf(this.stackRun) : linesOf(this.chart, this.runs, this.series);
     const shown = this.lines.filter((line) => line.x.some(isNumber));
+    this.mark();
     this.area.classList.toggle("empty", !shown.length);
     this.area.setAttribute("aria-label", this.summary());
     if (!shown.length) return this.readout.replaceChildren();
@@ -154,7 +190,7 @@ class Plot {
       axes: [
         { ...common, size: 26, gap: 4, space: 60, grid: { show: false },
           incrs: axis === "step" ? STEP_INCREMENTS : TIME_INCREMENTS, values: (u, at) => at.map((v) => (axis === "step" ? short(v) : ticks(v, at))) },
-        { ...common, size: 48, gap: 6, space: log ? 24 : 34, values: (u, at) => at.map((v) => (v === null ? "" : this.unit() === "s" ? ticks(v, at) : withUnit(v, this.unit()))) },
+        { ...common, size: (u, labels) => Math.max(44, ...(labels || []).map((label) => 16 + 6.3 * label.length)), gap: 6, space: log ? 24 : 34, values: (u, at) => at.map((v) => (v === null ? "" : this.unit() === "s" ? ticks(v, at) : withUnit(v, this.unit()))) },
       ],
       cursor: { y: false, sync: { key: "report", scales: ["x", null] }, drag: { x: true, y: false, setScale: false },
         points: { size: (u, i) => (this.hasPoint(lines[i - 1]) ? 7 : 0), width: 1.5, stroke: (u, i) => lines[i - 1].color, fill: () => css("--card") },
@@ -183,12 +219,17 @@ class Plot {
 
   /** Mark the steps of this metric's alarms behind the curves. */
   markAlarms(u) {
+    const { ctx, bbox } = u, { limit } = this.chart;
+    if (limit > u.scales.y.min && limit < u.scales.y.max) {
+      ctx.fillStyle = css("--warn");
+      const y = u.valToPos(limit, "y", true);
+      for (let x = bbox.left; x < bbox.left + bbox.width; x += 8) ctx.fillRect(x, y, 4, 1);
+    }
     if (!this.chart.alarm || view.axis !== "step") return;
-    const { ctx, bbox } = u;
     ctx.fillStyle = `${css("--warn")}38`;
     for (const run of visible(this.runs)) {
-      for (const alarm of run.findings.alarms.filter(({ metric }) => metric === this.chart.alarm)) {
-        for (const [first, last] of ranges(alarm.steps)) {
+      for (const alarm of alarmsOf(this.chart, run)) {
+        for (const [first, last] of alarm.steps) {
           const [left, right] = [first - 0.5, last + 0.5].map((step) => Math.max(bbox.left, Math.min(bbox.left + bbox.width, u.valToPos(step, "x", true))));
           if (right > left || (left > bbox.left && left < bbox.left + bbox.width)) ctx.fillRect(left, bbox.top, Math.max(2, right - left), bbox.height);
         }
@@ -250,25 +291,32 @@ class Plot {
 const STEP_INCREMENTS = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1e6];
 const TIME_INCREMENTS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800];
 
+const POINT = 7;
+
+/** The alarms of a run that concern a chart. An alarm of several metrics concerns those with missing values. */
+function alarmsOf({ alarm, series }, run) {
+  const incomplete = ([metric]) => run.training.metrics[metric]?.includes(null) ?? true;
+  return run.findings.alarms.filter(({ metric }) => {
+    const metrics = metric.split(" ");
+    return metrics.some((name) => [alarm].flat().includes(name)) && (metrics.length === 1 || series.some(incomplete));
+  });
+}
+
+/** Rows of a column that have no neighbour to draw a line to. A row that the column's run lacks is undefined, and no gap. */
+function isolated(column) {
+  const rows = [...column.keys()].filter((row) => column[row] !== undefined);
+  return rows.filter((row, i) => isNumber(column[row]) && !isNumber(column[rows[i - 1]]) && !isNumber(column[rows[i + 1]]));
+}
+
 function seriesOptions(line, index) {
   const hidden = { show: false };
-  const points = { show: line.kind === "points" || undefined, size: line.kind === "points" ? 7 : 5, fill: line.color, stroke: line.color };
+  const all = line.kind === "points", points = { show: true, size: all ? line.size || POINT : 5, fill: line.color, stroke: line.color };
+  if (!all) points.filter = (u, i) => isolated(u.data[i]);
   const gaps = { spanGaps: line.kind === "points" };
   if (line.kind === "high" || line.kind === "low") return { stroke: "transparent", width: 0, points: hidden };
   if (line.kind === "raw") return { stroke: `${line.color}44`, width: 1, points: hidden };
-  if (line.kind === "stack") return { stroke: line.color, width: 1, points: hidden, fill: index ? undefined : `${line.color}d0` };
-  return { stroke: line.color, width: 1.75, dash: line.dash || undefined, points, ...gaps };
-}
-
-/** Steps as ranges [first, last]. */
-function ranges(steps) {
-  const found = [];
-  for (const step of steps) {
-    const last = found.at(-1);
-    if (last && step === last[1] + 1) last[1] = step;
-    else found.push([step, step]);
-  }
-  return found;
+  if (line.kind === "stack") return { stroke: line.color, width: 1, points, fill: index ? undefined : `${line.color}d0` };
+  return { stroke: line.color, width: line.width || 1.75, dash: line.dash || undefined, points, ...gaps };
 }
 
 function xRange(low, high) {
@@ -287,7 +335,7 @@ function nearest(column, index) {
 
 /** The cards of the charts that have values in any run, after `first`. */
 function chartGrid(charts, runs, first = []) {
-  const filled = charts.map((chart) => [chart, seriesOf(chart, runs)]).filter(([, series]) => series.length);
+  const filled = ordered(charts, runs).map((chart) => [chart, seriesOf(chart, runs)]).filter(([, series]) => series.length);
   const cards = [...first, ...filled.map(([chart, series]) => new Plot(chart, runs, series).card)];
   widen(cards);
   return el("div", { class: "charts" }, cards);
@@ -308,7 +356,7 @@ function phasesCard(runs) {
   const chart = { id: "phases", title: "Seconds of a step", unit: "s", stack: true, text: "Seconds of rank 0 by phase. “other” is the time between phases." };
   const plot = new Plot(chart, timed, []);
   if (timed.length > 1) {
-    const options = timed.map((run) => [run.index, run.name]);
+    const options = timed.map((run) => [run.index, run.label]);
     plot.card.querySelector(".card-head").append(choice("run", options, timed[0].index, (index) => {
       plot.stackRun = timed.find((run) => run.index === index);
       plot.invalidate();

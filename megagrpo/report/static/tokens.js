@@ -52,9 +52,20 @@ function responseText(response, mode) {
   return box;
 }
 
-function colorLegend(mode) {
+function colorLegend(mode, groups) {
   const [, , text] = COLORS.find(([name]) => name === mode), scale = SCALES[mode];
-  return [scale && el("span", { class: `scale ${mode}` }, scale.map((label) => el("span", {}, label))), el("span", { class: "quiet" }, text)];
+  return [scale && el("span", { class: `scale ${mode}` }, scale.map((label) => el("span", {}, label))), el("span", { class: "quiet" }, text),
+    mode === "ratio" && agreement(groups)];
+}
+
+/** Say in words how far trainer and vLLM are apart: where they agree, no token has a colour. */
+function agreement(groups) {
+  const apart = groups.flatMap((group) => group.responses).flatMap(({ tokens }) => tokens?.difference || []).filter(isNumber).map(Math.abs);
+  if (!apart.length) return null;
+  const most = apart.reduce((a, b) => Math.max(a, b)), far = apart.filter((d) => d >= 0.1).length, text = percent(Math.expm1(most));
+  const words = most < 0.01 ? `Trainer and vLLM agree: of ${plural(apart.length, "token")} none differs by more than ${most < 5e-4 ? "0.1%" : text}, so none has a colour.`
+    : `${plural(far, "token")} of ${apart.length.toLocaleString("en-US")} differ by 10% or more; the largest difference is ${text}.`;
+  return el("b", { class: "verdict" }, words);
 }
 
 const tooltip = el("div", { class: "tooltip", role: "tooltip", hidden: true });

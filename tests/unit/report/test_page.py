@@ -55,6 +55,11 @@ def chart(browser, name: str, code: str):
     return browser.js(f"const p = document.getElementById('chart-{name}').plot; return {code}")
 
 
+def chart_order(browser) -> list[str]:
+    """The charts of the first section, in order."""
+    return browser.js("return [...document.querySelectorAll('#learning .chart')].map((card) => card.id)")
+
+
 @pytest.fixture(scope="module")
 def one(browser, tmp_path_factory):
     folder = tmp_path_factory.mktemp("one")
@@ -65,7 +70,8 @@ def one(browser, tmp_path_factory):
 
 
 def test_the_head_shows_the_result_and_the_plots_hold_the_numbers_of_the_run(one):
-    assert one.texts("h1") == ["first"] and one.texts(".pill") == ["finished, 10 steps"]
+    assert one.texts("h1") == ["first"]
+    assert one.texts(".pill") == ["finished, 10 steps", "Metrics are not numbers", "Most groups have equal rewards"]
     assert one.texts(".tile.result") == ["Evaluation pass@195%↑ from 25%"]
     xs, ys = chart(one, "reward", "[[...p.uplot.data[0]], [...p.uplot.data.at(-1)]]")
     assert xs == list(range(1, 11)) and ys[9] is None and 0.1 < ys[0] < 0.4 < ys[8] < 1
@@ -73,6 +79,20 @@ def test_the_head_shows_the_result_and_the_plots_hold_the_numbers_of_the_run(one
     seconds = chart(one, "phases", "p.lines.map((line) => [line.label, line.own[0]])")
     assert [name for name, _ in seconds] == ["generate", "reward", "logprobs", "train", "sync", "other"] and seconds[0][1] > 5
     calm(one)
+
+
+def test_the_reward_band_stays_within_the_rewards_of_the_step(one):
+    edges = chart(one, "reward", "p.lines.filter((line) => /low|high/.test(line.kind)).flatMap((line) => line.y.slice(0, 9))")
+    assert min(edges) == 0 and max(edges) == 1 and len(edges) == 18
+
+
+def test_every_place_shows_a_quantity_with_the_same_digits(one):
+    reward, memory = one.texts("#chart-reward .chip b")[0], one.texts("#chart-memory .chip b")[0]
+    assert one.texts(".tile strong")[1] == reward and one.texts(".tile strong")[5] == memory == "42 GiB" and len(reward) >= 5
+
+
+def test_three_evaluations_are_beside_the_reward(one):
+    assert chart_order(one)[:2] == ["chart-reward", "chart-evaluation"]
 
 
 def test_hover_shows_the_values_of_a_step_and_arrow_keys_move_the_cursor(one):
@@ -186,10 +206,10 @@ def test_the_config_shows_changed_keys_and_can_show_and_search_all(one):
 
 def test_more_metrics_layout_plan_and_messages_are_there(one):
     one.click(".more-metrics summary")
-    assert "rewards/exact_number/std" in one.texts(".more-metrics h3")
+    one.until(lambda: "rewards/exact_number/std" in one.texts(".more-metrics h3"))  # the event of the click comes later
     assert one.texts(".rank") == ["0", "0"] and "optimizer" in one.texts("#machine .legend-row")[0]
     assert "finished 9 steps" in one.texts(".messages li")[-1]
-    assert len(one.texts(".checks li.ok")) == 8
+    assert len(one.texts(".checks li.ok")) == 9
     calm(one)
 
 
@@ -207,12 +227,13 @@ def test_several_runs_are_overlaid_and_their_differences_listed(browser, tmp_pat
         for i, name in enumerate(("a", "b"))
     ]
     show(browser, tmp_path, *runs)
-    assert browser.texts("h1") == ["2 runs compared"] and browser.texts(".comparison tbody th") == ["a", "b"]
+    assert browser.texts("h1") == ["2 runs compared"]
+    assert [text.partition("started")[0] for text in browser.texts(".comparison tbody th")] == ["a", "b"]
     assert chart(browser, "reward", "p.lines.filter((line) => line.label).map((line) => line.label)") == ["a", "b"]
     browser.click(".legend button", "a")
     assert chart(browser, "reward", "p.lines.filter((line) => line.label).map((line) => line.label)") == ["b"]
     assert browser.texts(".config tbody th") == ["run.name", "run.seed"]
-    browser.click("#responses .filters > .choice button", "b")
+    browser.click("#responses .filters > .choice button[data-value='1']")
     browser.until(lambda: browser.texts(".group"))
     browser.click("#chart-phases .choice button", "b")
     calm(browser)
@@ -221,7 +242,9 @@ def test_several_runs_are_overlaid_and_their_differences_listed(browser, tmp_pat
 def test_a_run_without_evaluation_responses_config_and_most_metrics_has_a_page(browser, tmp_path):
     append(tmp_path / "metrics.jsonl", {"step": 1, "reward": None, "loss": 0.5, "grad_norm": None})
     show(browser, tmp_path, tmp_path)
-    assert browser.texts(".pill") == ["stopped after step 1"] and "no responses" in browser.texts("#responses")[0]
+    assert (
+        browser.texts(".pill") == ["stopped after step 1", "Metrics are not numbers"] and "no responses" in browser.texts("#responses")[0]
+    )
     assert "The plan is not available" in browser.texts("#machine")[0] and "Versions were not recorded." in browser.texts("#records")[0]
     assert chart(browser, "loss", "[...p.uplot.data[1]]") == [0.5]
     calm(browser)
@@ -285,6 +308,77 @@ def test_the_security_policy_blocks_other_scripts_and_every_request(browser, tmp
     assert any("Content Security Policy" in error for error in browser.errors())
 
 
+@pytest.fixture(scope="module")
+def twins(browser, tmp_path_factory):
+    """Two runs of one name with the same metrics, evaluated twice; the second one has other responses."""
+    folder = tmp_path_factory.mktemp("twins")
+    runs = [make_run(folder / where / "twin", steps=4, groups=3, seed=seed, evaluate=False) for seed, where in enumerate(("new", "old"))]
+    rows = (runs[0] / "metrics.jsonl").read_text().splitlines()
+    for run in runs:
+        (run / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+        for step, share in ((0, 0.2), (4, 0.9)):
+            append(run / "metrics.jsonl", {"step": step, "eval/pass@1": share})
+    show(browser, folder, *runs)
+    return browser
+
+
+def test_runs_of_one_name_have_labels_and_curves_of_their_own(twins):
+    assert twins.texts(".toolbar .legend button") == ["new/twin", "old/twin"]
+    assert chart(twins, "reward", "p.lines.filter((line) => line.label).map((line) => [line.dash, line.width ?? 0])") == [
+        [None, 3],
+        [[8, 8], 0],
+    ]
+    assert chart(twins, "evaluation", "p.lines.map((line) => line.size ?? 0)") == [12, 0]
+    assert "Same curve: old/twin and new/twin." in twins.texts("#chart-reward .note")[0]
+    calm(twins)
+
+
+def test_two_evaluations_come_after_the_curves(twins):
+    assert chart_order(twins)[0] == "chart-reward" and chart_order(twins)[-1] == "chart-evaluation"
+
+
+def test_the_responses_of_two_runs_to_a_prompt_are_side_by_side(twins):
+    twins.until(lambda: twins.all(".together"))
+    assert len(twins.all(".group")) == len(twins.all(".together")) == 3
+    assert twins.texts(".group:first-of-type h4") == ["new/twinstep 4", "old/twinstep 4"]
+    tables = twins.texts(".group:first-of-type tbody")
+    assert len(tables) == 2 and tables[0] != tables[1]
+    left, right = (e.rect for e in twins.all(".group:first-of-type .together > section"))
+    assert left["y"] == right["y"] and left["x"] + left["width"] <= right["x"] + 1
+    twins.click("#responses .step button", "←")
+    twins.until(lambda: twins.texts(".group:first-of-type h4") == ["new/twinstep 3", "old/twinstep 3"])
+    calm(twins)
+
+
+def test_an_alarm_is_on_the_plot_of_its_metric_and_a_healthy_comparison_says_so(twins):
+    assert twins.texts("#chart-solved .badge") == ["warning"] and chart(twins, "solved", "p.card.classList.contains('alarmed')")
+    assert twins.texts("#chart-mismatch .badge") == ["healthy"]
+    assert twins.texts("#chart-mismatch .note")[0].startswith("Healthy: trainer and engine agree.")
+    assert twins.all("#chart-reward .badge[hidden]")
+    calm(twins)
+
+
+def test_tokens_on_which_trainer_and_engine_agree_are_counted_in_words(browser, tmp_path):
+    run = make_run(tmp_path / "run", steps=1, groups=1)
+    rows = [json.loads(line) for line in (run / "tokens.jsonl").read_text().splitlines()]
+    (run / "tokens.jsonl").unlink()
+    for row in rows:
+        append(run / "tokens.jsonl", row | {"trainer_logprobs": [value + 1e-5 for value in row["rollout_logprobs"]]})
+    show(browser, tmp_path, run)
+    browser.click(".colors button[data-value=ratio]")
+    count = sum(len(row["tokens"]) for row in rows)
+    assert browser.texts(".verdict") == [f"Trainer and vLLM agree: of {count} tokens none differs by more than 0.1%, so none has a colour."]
+    calm(browser)
+
+
+def test_a_run_of_one_step_shows_its_points_and_measured_seconds_without_a_plan(browser, tmp_path):
+    show(browser, tmp_path, make_run(tmp_path / "run", steps=1, groups=1, evaluate=False))
+    assert chart(browser, "entropy", "p.uplot.series[1].points.filter(p.uplot, 1)") == [0]
+    assert browser.texts("#machine thead th") == ["phase", "measured", "of a step"]
+    assert not [text for text in browser.texts("#machine td") if "–" in text]
+    calm(browser)
+
+
 def test_the_page_fits_a_narrow_screen(browser, tmp_path):
     browser.driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
@@ -293,6 +387,13 @@ def test_the_page_fits_a_narrow_screen(browser, tmp_path):
         show(browser, tmp_path, make_run(tmp_path / "run", steps=3, length=80))
         assert browser.js("return document.documentElement.scrollWidth") == 400
         assert chart(browser, "reward", "p.area.clientWidth") < 400
+        browser.js("document.getElementById('speed').scrollIntoView()")
+        places = browser.js(
+            "return [...document.querySelectorAll('.pinned nav a, .zoom input')].map((e) => { const r = e.getBoundingClientRect();"
+            "return [r.left, r.right, r.top, r.bottom]; })"
+        )
+        assert len(places) == 10
+        assert all(0 <= left < right <= 400 and 0 <= top < bottom <= 140 for left, right, top, bottom in places)
     finally:
         browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     calm(browser)
