@@ -1,6 +1,6 @@
 """Draws docs/images: python docs/pictures.py [RUN]. RUN is the folder of a finished quickstart; without it only the layout is drawn.
 
-The picture of the report needs RUN/report.html, as `megagrpo report` writes it, and Debian's chromium with its driver.
+The pictures of the report need RUN/report.html, as `megagrpo report` writes it, and Debian's chromium with its driver.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ def layout() -> Picture:
     return picture
 
 
-def report(page: Path, picture: Path) -> None:
-    """Take a screenshot of the first sections of a report."""
+def report(page: Path) -> None:
+    """Take screenshots of a report: its first sections, and the responses of step 2 with coloured tokens."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -151,7 +151,13 @@ def report(page: Path, picture: Path) -> None:
         driver.get(page.resolve().as_uri())
         while not driver.execute_script("return document.documentElement.dataset.ready === 'true'"):
             time.sleep(0.1)
-        driver.save_screenshot(picture)
+        driver.save_screenshot(IMAGES / "report.png")
+        for click in ("[aria-label='previous recorded step']",) * 6 + ("[data-value=surprise]",):
+            driver.execute_script("document.querySelector(arguments[0]).click()", click)
+        driver.execute_script("document.querySelector('.toolbar').remove(); scrollTo(0, document.querySelector('#responses').offsetTop)")
+        driver.set_window_size(1360, 1243)
+        time.sleep(1)
+        driver.save_screenshot(IMAGES / "report-responses.png")
     finally:
         driver.quit()
 
@@ -163,7 +169,7 @@ def main() -> None:
     if len(sys.argv) > 1:
         lines = (Path(sys.argv[1]) / "metrics.jsonl").read_text().splitlines()
         curve([json.loads(line) for line in lines]).write(IMAGES / "quickstart.svg")
-        report(Path(sys.argv[1]) / "report.html", IMAGES / "report.png")
+        report(Path(sys.argv[1]) / "report.html")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,24 @@ function moreMetrics(runs) {
   return details;
 }
 
+/** Print in light colours, with every plot, also those that were never in view. */
+function printing() {
+  const { dataset } = document.documentElement;
+  let theme;
+  addEventListener("beforeprint", () => {
+    theme = dataset.theme;
+    dataset.theme = "light";
+    view.paper = true;
+    for (const plot of view.plots) plot.draw();
+  });
+  addEventListener("afterprint", () => {
+    if (theme) dataset.theme = theme;
+    else delete dataset.theme;
+    view.paper = false;
+    redraw();
+  });
+}
+
 async function main() {
   const app = document.getElementById("app");
   const data = await decode(document.getElementById("head").textContent);
@@ -31,6 +49,7 @@ async function main() {
     el("footer", {}, `Made by megagrpo ${data.version}. This file loads nothing from a network.`), tooltip);
   for (const listener of view.listeners) listener();
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  printing();
   document.documentElement.dataset.ready = "true";
 }
 

@@ -2,7 +2,7 @@
 // Interactive plots: hover, zoom by dragging, arrow keys, logarithmic axis, smoothing. All plots share cursor and zoom.
 
 /** What all plots show: visible runs, x axis, zoom, smoothing. `plots` are redrawn by `redraw`. */
-const view = { hidden: new Set(), axis: "step", range: null, smoothing: 0, plots: [], listeners: [] };
+const view = { hidden: new Set(), paper: false, axis: "step", range: null, smoothing: 0, plots: [], listeners: [] };
 
 function redraw() {
   for (const plot of view.plots) plot.invalidate();
@@ -123,6 +123,7 @@ class Plot {
   }
 
   size() {
+    if (view.paper) return { width: this.chart.stack ? 620 : 296, height: 160 }; // a column of A4 and of letter paper
     return { width: Math.max(160, this.area.clientWidth), height: Math.max(120, this.area.clientHeight) };
   }
 

@@ -379,6 +379,17 @@ def test_a_run_of_one_step_shows_its_points_and_measured_seconds_without_a_plan(
     calm(browser)
 
 
+def test_a_printed_page_has_every_plot_in_light_colours(browser, tmp_path):
+    show(browser, tmp_path, make_run(tmp_path / "run", steps=3, groups=1))
+    drawn = "return [...document.querySelectorAll('.chart')].filter((card) => card.plot.uplot).length"
+    assert browser.js(drawn) < len(browser.all(".chart"))  # plots out of view are drawn later
+    browser.js("dispatchEvent(new Event('beforeprint'))")
+    assert browser.js(drawn) == len(browser.all(".chart")) and browser.js("return document.documentElement.dataset.theme") == "light"
+    browser.js("dispatchEvent(new Event('afterprint'))")
+    assert browser.js("return document.documentElement.dataset.theme ?? null") is None
+    calm(browser)
+
+
 def test_the_page_fits_a_narrow_screen(browser, tmp_path):
     browser.driver.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride", {"width": 400, "height": 800, "deviceScaleFactor": 1, "mobile": True}
