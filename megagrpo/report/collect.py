@@ -148,7 +148,7 @@ def rewards_per_step(file: Path) -> dict[int, StepRewards]:
 
 def _reward_in(line: bytes) -> float | None:
     try:
-        value = match[1] if (match := _REWARD.search(line)) else json.loads(line).get("reward")
+        value = match[1] if (match := _REWARD.match(line, max(0, line.find(b'"finish_reason"')))) else json.loads(line).get("reward")
         reward = math.nan if value in (None, b"null") else float(value)
     except (ValueError, TypeError, RecursionError):
         return None

@@ -189,7 +189,8 @@ def _gradient_spikes(run: RunFiles) -> list[int] | None:
     values = [(row["step"], value) for row in run.steps if (value := number(row.get("grad_norm"))) is not None]
     if not values:
         return None
-    spikes = [step for step, value in values if value > 10 * statistics.median(v for _, v in values)]
+    limit = 10 * statistics.median(value for _, value in values)
+    spikes = [step for step, value in values if value > limit]
     return spikes if len(spikes) >= 3 else []
 
 
