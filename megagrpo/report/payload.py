@@ -14,7 +14,7 @@ from megagrpo.report import settings
 from megagrpo.report.collect import Row, RunFiles
 from megagrpo.report.findings import findings
 from megagrpo.report.plan_check import plan_against_measured
-from megagrpo.report.reduce import MAX_POINTS, curves, number, result, state
+from megagrpo.report.reduce import curves, number, result, rows_per_point, state
 from megagrpo.report.responses import Chosen, choose
 
 MAX_BYTES = 2_900_000  # of a page
@@ -33,7 +33,8 @@ class Payload:
 
 def payload(runs: Sequence[RunFiles], static_bytes: int) -> Payload:
     """Return the data of the runs. `static_bytes` of the page's limit are used by its code."""
-    described = [describe(run, MAX_POINTS // len(runs)) | {"label": label} for run, label in zip(runs, labels(runs), strict=True)]
+    averaged = rows_per_point([run.steps for run in runs]), rows_per_point([run.evaluations for run in runs])
+    described = [describe(run, *averaged) | {"label": label} for run, label in zip(runs, labels(runs), strict=True)]
     settings.tell_apart([run.config for run in runs], [one["config"] for one in described])
     used = static_bytes + len(json.dumps(described))  # compression of the head makes room for what is added below
     chosen: list[Chosen] = []
@@ -62,7 +63,7 @@ def labels(runs: Sequence[RunFiles]) -> list[str]:
     return [f"{label} #{found[:i].count(label) + 1}" if found.count(label) > 1 else label for i, label in enumerate(found)]
 
 
-def describe(run: RunFiles, max_points: int) -> dict[str, Any]:
+def describe(run: RunFiles, steps_per_point: int, evaluations_per_point: int) -> dict[str, Any]:
     """Return everything that the page shows of a run, except its responses. Only names of metrics and keys may name a machine."""
     start = run.last_start
     notes = {
@@ -80,8 +81,8 @@ def describe(run: RunFiles, max_points: int) -> dict[str, Any]:
     }
     return run.privacy.notes(notes) | {
         "result": result(run),
-        "training": _printable_names(curves(with_reward_range(run), max_points)),
-        "evaluations": _printable_names(curves(run.evaluations, max_points)),
+        "training": _printable_names(curves(with_reward_range(run), steps_per_point)),
+        "evaluations": _printable_names(curves(run.evaluations, evaluations_per_point)),
         "config": settings.rows(run.config, run.privacy),
     }
 

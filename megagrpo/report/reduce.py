@@ -14,6 +14,12 @@ NEAR_ONE = ("token_mult_prob_error",)  # metrics whose distance from 1 counts; t
 NOT_CURVES = ("step", "wall_time")
 
 
+def rows_per_point(rows: Sequence[Sequence[Row]]) -> int:
+    """Return how many rows the points of these curves average, so that a page has `MAX_POINTS`. It is the same number for all runs, so
+    equal runs of different lengths have equal curves."""
+    return max(1, math.ceil(max(map(len, rows)) * len(rows) / MAX_POINTS))
+
+
 def number(value: Any, digits: int = DIGITS) -> float | None:
     """Return a number with so many significant digits; None for any other value."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
@@ -22,12 +28,11 @@ def number(value: Any, digits: int = DIGITS) -> float | None:
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded
 
 
-def curves(rows: Sequence[Row], max_points: int) -> dict[str, Any]:
-    """Return steps, seconds since the first row, and one list of values per metric. Above `max_points` rows, neighbours are averaged.
+def curves(rows: Sequence[Row], per_point: int = 1) -> dict[str, Any]:
+    """Return steps, seconds since the first row, and one list of values per metric. Each point is the mean of `per_point` neighbours.
 
-    `per_point` is the number of rows per point. A metric that a row lacks is None there.
+    A metric that a row lacks is None there.
     """
-    per_point = max(1, math.ceil(len(rows) / max_points))
     parts = [rows[i : i + per_point] for i in range(0, len(rows), per_point)]
     names = dict.fromkeys(name for row in rows for name in row if name not in NOT_CURVES)
     begin = next((when for row in rows if (when := when_of(row)) is not None), 0.0)

@@ -51,7 +51,7 @@ function linesOf(chart, runs, series) {
       const values = table.metrics[metric]?.map((value) => (isNumber(value) ? value - (chart.minus || 0) : null));
       if (!values || !values.some(isNumber)) return;
       const color = many || series.length === 1 ? runColor(run.index) : seriesColor(place);
-      const x = table[view.axis], dash = many && place ? [6 - (place % 3) * 2, 4] : null;
+      const x = table[view.axis], dash = many && place ? [6 - (place % 3) * 2, 4] : run.index > 7 ? [2, 4] : null; // colours repeat from the ninth run on
       const name = !many ? label : series.length === 1 ? run.label : `${run.label} ${label}`;
       const weight = chart.points ? 0 : view.smoothing, main = smoothed(values, weight);
       const [low, high] = (place === 0 && chart.band?.map((edge) => table.metrics[edge])) || [];

@@ -5,7 +5,7 @@ import pytest
 
 from megagrpo.config import ConfigError
 from megagrpo.report.collect import StepRewards, read_lines, read_run, rewards_per_step
-from megagrpo.report.reduce import curves, number, result, state
+from megagrpo.report.reduce import curves, number, result, rows_per_point, state
 from tests.unit.report.synthetic import append, make_run
 
 
@@ -96,14 +96,19 @@ def test_the_state_of_a_run_is_finished_failed_stopped_or_running(run):
         assert state(read_run(run)) == {"state": "running", "text": "running, step 3 of 6"}
 
 
-def test_curves_keep_gaps_and_average_neighbours_above_the_limit():
+def test_runs_of_a_page_are_averaged_over_the_same_number_of_steps():
+    long, short = [{}] * 2500, [{}] * 700
+    assert [rows_per_point(rows) for rows in ([short], [long], [short, short], [long, short], [[]])] == [1, 2, 1, 3, 1]
+
+
+def test_curves_keep_gaps_and_average_neighbours():
     rows = [{"step": i, "wall_time": 100.0 + i, "loss": float(i), "kl": None if i < 4 else 1.0, "nan": None} for i in range(1, 7)]
-    whole = curves(rows, 10)
+    whole = curves(rows)
     assert whole["step"] == [1, 2, 3, 4, 5, 6] and whole["seconds"] == [0, 1, 2, 3, 4, 5] and whole["per_point"] == 1
     assert whole["metrics"] == {"loss": [1, 2, 3, 4, 5, 6], "kl": [None, None, None, 1, 1, 1]}
-    half = curves(rows, 3)
+    half = curves(rows, 2)
     assert half["step"] == [2, 4, 6] and half["metrics"] == {"loss": [1.5, 3.5, 5.5], "kl": [None, 1, 1]} and half["per_point"] == 2
-    assert curves([], 3)["step"] == []
+    assert curves([])["step"] == []
 
 
 def test_numbers_are_rounded_to_five_digits_and_others_are_none():
@@ -113,7 +118,7 @@ def test_numbers_are_rounded_to_five_digits_and_others_are_none():
 
 def test_the_distance_of_the_mismatch_from_one_is_kept():
     rows = [{"step": 1, "token_mult_prob_error": 1.0000088123}]
-    assert curves(rows, 10)["metrics"]["token_mult_prob_error"] == [1.000008812]
+    assert curves(rows)["metrics"]["token_mult_prob_error"] == [1.000008812]
 
 
 def test_the_result_has_first_and_last_values_and_totals(run):
