@@ -7,7 +7,8 @@ and for its threads. None of them needs root:
 - Landlock: the program can open the job's folder, and Python's own files to read. Where the kernel lacks it, a mount namespace does that.
 - seccomp: no sockets, no new processes, no signals to others, no tracing, no way around (io_uring, namespaces, memory outside of limits).
 - user, mount and network namespaces: no network device, and a folder in memory that the kernel limits and removes with the process.
-- counts: the parent answers each new thread and, where the folder lies on a disk, each new file (seccomp's user notification).
+- counts: the parent answers each new thread, each call that takes memory of the kernel and, where the folder lies on a disk, each new file
+  (seccomp's user notification).
 - resource limits: processor time, memory, size of a file, descriptors.
 """
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
     from megagrpo.rewards.sandbox.sandbox import Job
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS = 1, 38
+PR_SET_PDEATHSIG, PR_SET_NO_NEW_PRIVS, PR_SET_THP_DISABLE = 1, 38, 41
+F_ADD_SEALS, F_SEAL_ALL = 1033, 1 | 2 | 4 | 8  # no more seals, and the length and content stay
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWNET = 0x20000, 0x8000000, 0x10000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 SECCOMP = {"x86_64": 317, "aarch64": 277}  # number of the system call
@@ -39,6 +41,7 @@ def succeeded(result: int) -> bool:
 
 
 def limit_resources(job: "Job", file_bytes: int) -> None:
+    LIBC.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # a huge page stays whole while one small page of it is mapped
     limits = {
         resource.RLIMIT_AS: job["memory_mb"] << 20,
         resource.RLIMIT_CPU: job["cpu_seconds"],
@@ -189,10 +192,11 @@ def install(instructions: bytes, flags: int = 0) -> int:
 
 
 def feed_input(text: bytes) -> None:
-    """Make `text` the program's standard input."""
-    file = os.memfd_create("input")
+    """Make `text` the program's standard input, which the program cannot change."""
+    file = os.memfd_create("input", os.MFD_ALLOW_SEALING)
     os.write(file, text) if len(text) < 65536 else open(file, "wb", closefd=False).write(text)
     os.lseek(file, 0, os.SEEK_SET)
+    LIBC.fcntl(file, F_ADD_SEALS, F_SEAL_ALL)
     os.dup2(file, 0)
     os.close(file)
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)

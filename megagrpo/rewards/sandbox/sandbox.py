@@ -35,7 +35,8 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 class Limits:
     """Resource limits of a program. `seconds` is wall-clock time; CPU time is limited to the next whole number.
 
-    `file_mb` and `max_files` (folders count) limit all files together, including deleted ones that are still open.
+    `memory_mb` limits its mappings, and `kernel_bytes` what the kernel keeps for them, for sockets and for file locks. `file_mb` and
+    `max_files` (folders count) limit all files together, including deleted ones that are still open.
     """
 
     seconds: float = 5.0
@@ -44,6 +45,11 @@ class Limits:
     file_mb: int = 16
     max_files: int = 200
     max_threads: int = 64
+    kernel_mb: int = 32
+
+    @property
+    def kernel_bytes(self) -> int:
+        return (self.kernel_mb << 20) + (self.memory_mb << 20) // 128  # page tables of memory without holes take 1/512
 
 
 class Job(TypedDict):
@@ -132,7 +138,7 @@ def _watch(job: Job, folder: Path, limits: Limits) -> Ran:
         os.close(their_reports)
         their_mailbox.close()
     try:
-        with Counts(mailbox, process.pid, limits.max_threads, FEW_FILES) as counts:
+        with Counts(mailbox, process.pid, limits.max_threads, FEW_FILES, limits.kernel_bytes) as counts:
             ended, stdout, report = _read(process, reports, counts, limits)
     finally:
         _kill(process)
@@ -162,8 +168,10 @@ def _read(process: subprocess.Popen[bytes], reports: int, counts: Counts, limits
                 return "time", texts[output], texts[reports]
             for key, _ in selector.select(left):
                 if key.fd == counts.fileno():
-                    selector.unregister(key.fd)
-                    if counts.answer():
+                    more = counts.answer()
+                    if not more or key.fd != counts.fileno():  # the listener has replaced the mailbox
+                        selector.unregister(key.fd)
+                    if more and key.fd != counts.fileno():
                         selector.register(counts.fileno(), selectors.EVENT_READ)
                     continue
                 data = os.read(key.fd, 65536)
@@ -223,7 +231,7 @@ def _readable(packages: bool) -> list[str]:
     """Return the files that Python needs to run."""
     prefixes = [sys.base_prefix, *_module_path(packages), sysconfig.get_config_var("LIBDIR") or "/usr/lib"]
     system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime"]
-    devices = ["/dev/null", "/dev/zero", "/dev/urandom", "/dev/random"]
+    devices = ["/dev/null", "/dev/urandom", "/dev/random"]
     own = [p for p in prefixes if p not in ("/", "/usr")]
     return [p for p in dict.fromkeys(own + system + devices) if os.path.exists(p)]
 
@@ -260,6 +268,31 @@ fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {pid})
 """
 _MEMORY = """
 block = bytearray({memory} << 20)
+"""
+_HOLES = """
+import mmap
+block = mmap.mmap(-1, 1 << 20)
+"""
+_TABLES = """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_long, [ctypes.c_long] * 6
+libc.munmap.argtypes = [ctypes.c_long] * 2
+pages = []
+while len(pages) <= {kernel_bytes} >> 13 and -1 not in pages[-1:]:
+    pages.append(libc.mmap(1 << 44 | len(pages) << 30, 4096, 3, 0x22, -1, 0))
+for page in pages:
+    libc.munmap(page, 4096)
+assert -1 not in pages
+"""
+_DESCRIPTORS = """
+import ctypes
+assert ctypes.CDLL(None).close_range(1000, 1000, 2) == 0
+"""
+_PIPES = """
+import ctypes, os
+page = ctypes.create_string_buffer(1)
+assert ctypes.CDLL(None).vmsplice(os.pipe()[1], (ctypes.c_void_p * 2)(ctypes.addressof(page), 1), 1, 0) == 1
 """
 _DISK = """
 import os
@@ -302,7 +335,7 @@ def missing_guarantees(walls: tuple[str, ...] = WALLS) -> dict[str, str]:
     """Try to break each guarantee of the sandbox on this machine. Returns guarantee -> the program that broke it; empty when all hold.
 
     ValueError when not even a harmless program runs."""
-    limits = Limits(seconds=20.0, memory_mb=256, file_mb=1)
+    limits = Limits(seconds=20.0, memory_mb=256, file_mb=1, kernel_mb=4)
     harmless = run(_HARMLESS, limits, tests=["pass"], walls=walls)
     if harmless.passed != [True]:
         raise ValueError(f"code_execution: not even a harmless program runs in the sandbox: {harmless}")
@@ -312,7 +345,7 @@ def missing_guarantees(walls: tuple[str, ...] = WALLS) -> dict[str, str]:
             "no network": [_TCP.format(port=port), _UDP.format(port=port)],
             "no file outside its folder": [_FILES, _WRITE.format(path=str(Path(outside) / "x"))],
             "no other process": [_PROCESSES, _SIGNALS.format(pid=os.getpid()), _OWNERS.format(pid=os.getpid())],
-            "bounded memory": [_MEMORY.format(memory=512)],
+            "bounded memory": [_MEMORY.format(memory=512), _TABLES.format(kernel_bytes=limits.kernel_bytes), _HOLES, _DESCRIPTORS, _PIPES],
             "bounded files": [_DISK.format(file_mb=limits.file_mb), _FOLDERS.format(max_files=limits.max_files)],
             "bounded threads": [_THREADS.format(max_threads=limits.max_threads)],
         }

@@ -50,6 +50,17 @@ DENIED = {
     "userfaultfd": (323, 282),
     "io_uring_setup": (425, 425),
     "io_setup": (206, 0),
+    # A pipe or a socket would keep pages that the program has unmapped or cut off, a huge page for each byte.
+    "vmsplice": (278, 75),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "sendfile": (40, 71),
+    # Each splits mappings, or makes one that the parent does not see.
+    "mbind": (237, 235),
+    "set_mempolicy_home_node": (450, 450),
+    "pkey_mprotect": (329, 288),
+    "remap_file_pages": (216, 234),
+    "map_shadow_stack": (453, 453),
     "sync": (162, 81),
     "syncfs": (306, 267),
     "keyctl": (250, 219),
@@ -111,7 +122,8 @@ DENIED = {
     "utimensat": (280, 88),
 }
 CLONE, CLONE3, TGKILL, PRLIMIT, PRCTL = (56, 220), (435, 435), (234, 131), (302, 261), (157, 167)
-FCNTL, IOCTL, SOCKETPAIR = (72, 25), (16, 29), (53, 199)
+FCNTL, IOCTL, SOCKETPAIR, CLOSE_RANGE = (72, 25), (16, 29), (53, 199), (436, 436)
+MMAP, MUNMAP, MREMAP, MPROTECT, MADVISE = (9, 222), (11, 215), (25, 216), (10, 226), (28, 233)
 OPEN, OPENAT, OPENAT2, FALLOCATE, RENAMEAT2 = (2, None), (257, 56), (437, 437), (285, 47), (316, 276)
 CREATES = {  # a file or folder, always
     "creat": (85, None),
@@ -124,15 +136,18 @@ CREATES = {  # a file or folder, always
     "symlink": (88, None),
     "symlinkat": (266, 36),
 }
-CLONE_THREAD = 0x10000
-PRCTLS = (3, 4, 15, 16, 23, 38, 39, 0x53564D41)  # dumpable, thread names, capability sets, no new privileges, names of memory
+CLONE_THREAD, CLONE_FILES, CLOSE_RANGE_UNSHARE = 0x10000, 0x400, 2  # the limit on descriptors holds for one table of the process
+PRCTLS = (3, 4, 15, 16, 23, 38, 39)  # dumpable, thread names, capability sets, no new privileges
+LOCKS = (6, 7, 37, 38)  # fcntl: F_SETLK, F_SETLKW and those of an open file; no limit counts locks
+MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20  # together: memory that stays while one page of it is mapped
+MADV_DONTNEED, MADV_FREE = 4, 8  # other advice may split mappings: it is ignored
 SENDS_SIGNALS = (8, 10, 15)  # fcntl: F_SETOWN, F_SETSIG and F_SETOWN_EX make the kernel signal any process of the user
 F_SETLEASE, F_SETPIPE_SZ = 1024, 1031  # delays others who open one of Python's files; takes memory that no limit counts
 IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)  # TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX
 AF_UNIX, SOCK_STREAM, SOCK_TYPES = 1, 1, 0xF
 RENAME_WHITEOUT = 4  # leaves a device file under the old name
 O_ACCMODE, O_CREAT, O_TRUNC, O_TMPFILE = 0x3, 0x40, 0x200, 0x400000  # the bit of O_TMPFILE that no other flag has
-EPERM, EINVAL, ENOTTY, ENOSYS, EOPNOTSUPP, EDQUOT = 1, 22, 25, 38, 95, 122
+EPERM, ENOMEM, EINVAL, ENOTTY, ENOSYS, EOPNOTSUPP, EDQUOT = 1, 12, 22, 25, 38, 95, 122
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 ALLOW, KILL, COUNT = 0x7FFF0000, 0x80000000, 0x7FC00000  # COUNT: the parent answers the call (SECCOMP_RET_USER_NOTIF)
@@ -145,9 +160,13 @@ def fail(error: int) -> int:
 
 
 def build_counter(machine: str, limits_files: bool) -> Code:
-    """Build the filter that lets the parent answer each new thread and, with `limits_files`, each call that can create a file."""
+    """Build the filter that lets the parent answer each new thread, the calls that take kernel memory (mappings, locks, socket pairs) and,
+    with `limits_files`, each call that can create a file."""
     audit, column = ARCHITECTURES[machine]
-    code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), _give(ALLOW), (_LOAD, 0, 0, 0), *_call(CLONE[column], [_give(COUNT)])]
+    code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), _give(ALLOW), (_LOAD, 0, 0, 0)]
+    for numbers in (CLONE, MMAP, MUNMAP, MREMAP, MPROTECT, SOCKETPAIR):
+        code += _call(numbers[column], [_give(COUNT)])
+    code += _call(FCNTL[column], [_argument(1), *(step for c in LOCKS for step in ((_EQUAL, 0, 1, c), _give(COUNT))), _give(ALLOW)])
     return [*code, *(_creations(column, COUNT) if limits_files else []), _give(ALLOW)]
 
 
@@ -159,11 +178,14 @@ def build_filter(machine: str, pid: int, counts: bool, limits_files: bool) -> Co
     for numbers in DENIED.values():
         code += _call(numbers[column], [_give(fail(EPERM))])
     code += _call(CLONE3[column], [_give(fail(ENOSYS))])  # its flags lie in memory: the C library falls back to clone
-    code += _call(CLONE[column], [_argument(0), (_ANY_BIT, 1, 0, CLONE_THREAD), _give(fail(EPERM)), _give(ALLOW)])
+    code += _call(CLONE[column], [_argument(0), *_all_bits(CLONE_THREAD | CLONE_FILES, ALLOW), _give(fail(EPERM))])
+    code += _call(CLOSE_RANGE[column], [_argument(2), *_all_bits(CLOSE_RANGE_UNSHARE, fail(EPERM)), _give(ALLOW)])
+    code += _call(MMAP[column], [_argument(3), *_all_bits(MAP_SHARED | MAP_ANONYMOUS, fail(EPERM)), _give(ALLOW)])
+    code += _call(MADVISE[column], _only(2, (MADV_DONTNEED, MADV_FREE), 0))
     code += _call(TGKILL[column], _only(0, (pid,), EPERM))
     code += _call(PRLIMIT[column], _only(0, (0,), EPERM))
     code += _call(PRCTL[column], _only(0, PRCTLS, EINVAL))  # the signal at the parent's death stays set
-    code += _call(FCNTL[column], _all_but(1, (*SENDS_SIGNALS, F_SETLEASE, F_SETPIPE_SZ), EPERM))
+    code += _call(FCNTL[column], _all_but(1, (*SENDS_SIGNALS, F_SETLEASE, F_SETPIPE_SZ, *(() if counts else LOCKS)), EPERM))
     code += _call(IOCTL[column], _only(1, IOCTLS, ENOTTY))
     # A datagram socket can send to any address, so only pairs of streams.
     stream = [_argument(1), (_AND, 0, 0, SOCK_TYPES), (_EQUAL, 1, 0, SOCK_STREAM), _give(fail(EPERM)), _give(ALLOW)]
@@ -196,6 +218,11 @@ def _opens(column: int, *checks: Code) -> Code:
 def pack(code: Code) -> bytes:
     """Encode `code` for the kernel: struct sock_filter, 8 bytes each."""
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in code)
+
+
+def _all_bits(bits: int, action: int) -> Code:
+    """Give `action` when the loaded value has all of `bits`. Otherwise the value is lost."""
+    return [(_AND, 0, 0, bits), (_EQUAL, 0, 1, bits), _give(action)]
 
 
 def _give(action: int) -> tuple[int, int, int, int]:

@@ -24,6 +24,7 @@ LAYERS = {
     "no namespaces": ("landlock", "seccomp", "counts"),
     "no Landlock": ("namespaces", "mounts", "seccomp", "counts"),
 }
+GUARANTEES = ("no network", "no file outside its folder", "no other process", "bounded memory", "bounded files", "bounded threads")
 ADD = "def add(a, b):\n    return a + b\n"
 TRAPS = {
     "fork": "import os\nif os.fork() == 0:\n    os._exit(0)",
@@ -66,6 +67,21 @@ TRAPS = {
     "more memory": "x = []\nwhile True:\n    x.append(bytearray(1 << 20))",
     "memory without a limit": "import os\nos.memfd_create('x')",
     "memory in a secret area": "import ctypes\nassert ctypes.CDLL(None).syscall(447, 0) >= 0",
+    "memory that stays while a page of it is mapped": "import mmap\nmmap.mmap(-1, 1 << 20)",
+    "the same through a device": "import mmap, os\nmmap.mmap(os.open('/dev/zero', os.O_RDWR), 1 << 20)",
+    "pages kept by a pipe": "import os\nfile = os.open('x', os.O_CREAT | os.O_RDWR)\nos.write(file, b'x' * 9)\n"
+    "os.splice(file, os.pipe()[1], 9, 0)",
+    "pages kept by a socket": "import os, socket\nfile = os.open('x', os.O_CREAT | os.O_RDWR)\nos.write(file, b'x' * 9)\n"
+    "os.sendfile(socket.socketpair()[0].fileno(), file, 0, 9)",
+    "pages kept by a second pipe": "import ctypes, os\none, two = os.pipe(), os.pipe()\nos.write(one[1], b'x')\n"
+    "assert ctypes.CDLL(None).tee(one[0], two[1], 1, 0) == 1",
+    "pages given to a pipe": "import ctypes, os\npage = ctypes.create_string_buffer(1)\n"
+    "assert ctypes.CDLL(None).vmsplice(os.pipe()[1], (ctypes.c_void_p * 2)(ctypes.addressof(page), 1), 1, 0) == 1",
+    "descriptors of a thread's own": "import ctypes\nassert ctypes.CDLL(None).close_range(1000, 1000, 2) == 0",
+    "growth of its input": "import os\nos.pwrite(0, b'x', 1 << 20)",
+    "length of its input": "import os\nos.ftruncate(0, 1 << 20)",
+    "names of memory": "import ctypes\npage = ctypes.CDLL(None).valloc\npage.restype = ctypes.c_void_p\n"
+    "assert ctypes.CDLL(None).prctl(0x53564D41, 0, ctypes.c_void_p(page(4096)), 4096, b'x') == 0",
     "raised limits": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))",
     "a large file": "open('x', 'wb').write(bytes(64 << 20))",
     "a daemon": "import ctypes\nassert ctypes.CDLL(None).prctl(1, 0, 0, 0, 0) == 0",
@@ -135,10 +151,10 @@ def test_every_guarantee_holds_with_either_kind_of_wall(walls):
     "walls, missing",
     [
         (("seccomp", "counts"), ["no file outside its folder"]),
-        (("landlock", "seccomp"), ["bounded threads"]),
-        (("landlock",), ["no network", "no other process", "bounded files", "bounded threads"]),
-        (("namespaces", "mounts"), ["no other process", "bounded threads"]),
-        ((), ["no network", "no file outside its folder", "no other process", "bounded files", "bounded threads"]),
+        (("landlock", "seccomp"), ["bounded memory", "bounded threads"]),
+        (("landlock",), ["no network", "no other process", "bounded memory", "bounded files", "bounded threads"]),
+        (("namespaces", "mounts"), ["no other process", "bounded memory", "bounded threads"]),
+        ((), list(GUARANTEES)),
     ],
     ids=str,
 )
@@ -201,6 +217,25 @@ def test_a_program_may_use_threads_files_of_its_own_and_installed_packages():
     program += "\nt.start()\nt.join()"
     assert run(program, Limits()).stdout == "x\n"
     assert run("import numpy", Limits(), packages=False).passed == [] and run("import json", Limits(), packages=False).passed == [True]
+
+
+def test_a_program_has_no_huge_pages():
+    assert run("import ctypes\nprint(ctypes.CDLL(None).prctl(42, 0, 0, 0, 0))", SHORT, walls=()).stdout == "1\n"  # PR_GET_THP_DISABLE
+
+
+def test_a_program_may_use_asyncio_sqlite_numpy_maps_of_its_input_and_much_memory_in_parts():
+    programs = {
+        "import asyncio\nasync def one(): return 1\nfor _ in range(50): asyncio.run(one())\nprint(1)": "1",
+        "import sqlite3\nbase = sqlite3.connect('x.db')\nbase.execute('create table t (a)')\nfor i in range(50):\n"
+        "    base.execute('insert into t values (1)')\n    base.commit()\nprint(base.execute('select sum(a) from t').fetchone()[0])": "50",
+        "import mmap\nprint(mmap.mmap(0, 0, access=mmap.ACCESS_READ)[:5].decode())": "input",
+        "import numpy as np\na = np.ones((1000, 1000))\nfor _ in range(20): a = a @ np.eye(1000)\nprint(int(a.sum()))": "1000000",
+        "kept = [bytes(1 << 18) for _ in range(800)]\nfor _ in range(20): kept[::2] = [bytes(1 << 18) for _ in range(400)]\nprint(1)": "1",
+        "import os, shutil\nopen('a', 'wb').write(b'x' * 99999)\nprint(os.path.getsize(shutil.copyfile('a', 'b')))": "99999",
+    }
+    for program, printed in programs.items():
+        ran = run(program, Limits(seconds=20.0), stdin="input of the program")
+        assert (ran.stdout, ran.passed) == (printed + "\n", [True]), program
 
 
 def test_python_tests_run_after_the_program():

@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -107,7 +108,7 @@ def test_no_program_reaches_shared_memory_queues_or_semaphores_of_others_without
 # Machine code for x86-64: getpid by the i386 numbers (int 0x80), whose result comes back in eax.
 I386 = """
 import ctypes, mmap
-code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+code = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
 code.write(b"\\xb8\\x14\\x00\\x00\\x00\\xcd\\x80\\xc3")
 assert ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(code)))() > 0
 """
@@ -160,9 +161,9 @@ def test_a_program_has_no_more_threads_than_its_limit(walls):
     assert 8 < int(run(program, LIMITS, walls=walls).stdout) <= LIMITS.max_threads
 
 
-def test_on_a_linux_that_cannot_count_the_start_check_says_that_threads_are_not_bounded(monkeypatch):
+def test_on_a_linux_that_cannot_count_the_start_check_says_that_memory_and_threads_are_not_bounded(monkeypatch):
     monkeypatch.setattr(sandbox, "COUNTS_SINCE", (99, 0))
-    assert list(missing_guarantees(WITHOUT_LANDLOCK)) == ["bounded threads"]
+    assert list(missing_guarantees(WITHOUT_LANDLOCK)) == ["bounded memory", "bounded threads"]
     assert run("open('x', 'w').write('x')", LIMITS).passed == [True]
     assert run("open('x', 'w').write('x')", LIMITS, walls=WITHOUT_NAMESPACES).ended == "died"
 
@@ -304,14 +305,21 @@ def test_the_filter_decides_as_its_table_says_on(machine, counts):
         assert of(system_calls.OPENAT, 0, 0, flags) == action
     assert of(system_calls.OPENAT, 0, 0, 0o1000) == fails(1)
     assert of(system_calls.OPENAT, 0, 0, 0o102, filters=free) == allow and of(system_calls.OPENAT, 0, 0, 0o1000, filters=free) == fails(1)
-    assert of(system_calls.CLONE, 0x10000) == (system_calls.COUNT if counts else allow) and of(system_calls.CLONE, 0x11) == fails(1)
+    asked = system_calls.COUNT if counts else allow
+    assert of(system_calls.CLONE, 0x10400) == asked and {of(system_calls.CLONE, flags) for flags in (0x10000, 0x411)} == {fails(1)}
+    mappings = system_calls.MUNMAP, system_calls.MREMAP, system_calls.MPROTECT
+    assert {of(call, 0, 4096) for call in mappings} == {of(system_calls.MMAP, 0, 4096, 3, 0x22)} == {asked}
+    assert {of(system_calls.MMAP, 0, 4096, 3, flags) for flags in (0x21, 0x23, 0x4031)} == {fails(1)}
+    assert of(system_calls.MADVISE, 0, 4096, 4) == allow and of(system_calls.MADVISE, 0, 4096, 14) == fails(0)
+    assert of(system_calls.CLOSE_RANGE, 3, 9, 0) == allow and of(system_calls.CLOSE_RANGE, 3, 9, 6) == fails(1)
+    assert {of(system_calls.FCNTL, 0, command) for command in (6, 7, 37, 38)} == {system_calls.COUNT if counts else fails(1)}
     assert {of(system_calls.FCNTL, 0, command) for command in (8, 8 | 1 << 32, 10, 15, 1024, 1031)} == {fails(1)}
     assert {of(system_calls.FCNTL, 0, command) for command in (1, 3, 1030)} == {allow}
     assert {of(system_calls.IOCTL, 0, command) for command in (0x8901, 0x8902, 0x8901 | 1 << 32, 0x40086602, 0x5412)} == {fails(25)}
     assert of(system_calls.IOCTL, 0, 0x5401) == allow
-    for domain, kind, action in ((1, 1, allow), (1, 0x80801, allow), (1, 2, fails(1)), (1, 5, fails(1)), (2, 1, fails(1))):
+    for domain, kind, action in ((1, 1, asked), (1, 0x80801, asked), (1, 2, fails(1)), (1, 5, fails(1)), (2, 1, fails(1))):
         assert of(system_calls.SOCKETPAIR, domain, kind) == action
-    for option, action in ((1, fails(22)), (22, fails(22)), (62, fails(22)), (15, allow), (0x53564D41, allow)):
+    for option, action in ((1, fails(22)), (22, fails(22)), (62, fails(22)), (0x53564D41, fails(22)), (15, allow)):
         assert of(system_calls.PRCTL, option) == action
     assert of(system_calls.RENAMEAT2, 0, 0, 0, 0, 4) == fails(1) and of(system_calls.RENAMEAT2, 0, 0, 0, 0, 1) == allow
     assert of(system_calls.TGKILL, 77) == allow and of(system_calls.TGKILL, 78) == fails(1)
@@ -353,3 +361,45 @@ print(total >> 20)
 """
     default = int(Path("/proc/sys/net/core/wmem_default").read_text())
     assert int(run(program, LIMITS, walls=walls).stdout) <= 1 + (64 * default >> 20)
+
+
+SEND_BUFFER = socket.socket(socket.AF_UNIX).getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+# Each prints how many it has, and each takes at least BYTES of the kernel.
+KERNEL_MEMORY = {
+    "pages far from each other": (8192, "assert map(1 << 44 | count << 30, 4096, 3) != -1"),
+    "pages with holes between them": (4096, "at = map(0, 4 << 20, 3)\n    assert at != -1 and unmap(at + 4096, (4 << 20) - 4096) == 0"),
+    "pages with other rights than their neighbours": (256, "assert protect(whole + 8192 * count, 4096, 3) == 0"),
+    "pages of a heap with holes": (4096, "at = more(1 << 21)\n    assert at > 0 and unmap(at, (1 << 21) - 4096) == 0"),
+    "locks": (192, "file = files[count % 16]\n    fcntl.fcntl(file, 6, struct.pack('hhqqi4x', 1, 0, 2 * count, 1, 0))"),
+    "locks of an open file": (192, "file = files[count % 16]\n    fcntl.fcntl(file, 37, struct.pack('hhqqi4x', 1, 0, 2 * count, 1, 0))"),
+    "socket pairs": (
+        2 * socket.socket(socket.AF_UNIX).getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF),
+        "files.append(socket.socketpair())",
+    ),
+}
+TAKE = """
+import ctypes, fcntl, os, socket, struct
+libc = ctypes.CDLL(None)
+libc.mmap.restype, libc.mmap.argtypes = ctypes.c_long, [ctypes.c_long] * 6
+libc.sbrk.restype, libc.sbrk.argtypes = ctypes.c_long, [ctypes.c_long]
+unmap, protect = libc.munmap, libc.mprotect
+unmap.argtypes, protect.argtypes = [ctypes.c_long] * 2, [ctypes.c_long] * 3
+map, more = lambda at, length, rights: libc.mmap(at, length, rights, 0x22, -1, 0), libc.sbrk
+whole, files, count = map(0, 160 << 20, 1), [os.open(str(i), os.O_CREAT | os.O_RDWR) for i in range(16)], 0
+try:
+  while count < 20000:
+    {take}
+    count += 1
+except (AssertionError, OSError):
+    pass
+os.write(1, str(count).encode())
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("taken", KERNEL_MEMORY)
+def test_a_program_takes_no_more_memory_of_the_kernel_than_its_limit_by(taken):
+    limits = Limits(seconds=30.0, memory_mb=256, kernel_mb=1)
+    each, take = KERNEL_MEMORY[taken]
+    count = int(run(TAKE.format(take=take), limits).stdout)
+    assert 0 < count * each <= limits.kernel_bytes
