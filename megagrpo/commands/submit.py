@@ -2,21 +2,27 @@
 
     megagrpo submit my_run.yaml --cluster generic
     megagrpo submit my_run.yaml --cluster my_cluster.yaml --resume --sbatch dependency=singleton --submit
-    megagrpo submit my_run.yaml --cluster kubernetes --kubernetes | kubectl apply -f -
+    megagrpo submit my_run.yaml --cluster my_kubernetes.yaml | kubectl apply -f -
 
-Prints an sbatch script, or with --kubernetes the manifest of a JobSet; --submit passes the script to sbatch instead. CLUSTER is a file, or
-the name of a shipped one. Needs pydantic and PyYAML, but neither torch nor a GPU. Exit code 2: config, cluster or an option is wrong, and
-nothing was submitted. docs/slurm.md describes the job.
+Prints an sbatch script, which --submit passes to sbatch instead; for a cluster with storage_claim the manifest of a JobSet. CLUSTER is a
+file, or the name of a shipped one. A config named megagrpo:NAME keeps this name in the job. A path that the job would not find is an error.
+Needs pydantic and PyYAML, but neither torch nor a GPU. Exit code 2: config, cluster or an option is wrong, and nothing was submitted.
+docs/slurm.md describes the job.
 """
 
 from __future__ import annotations
 
 import argparse
 import subprocess
+from typing import TYPE_CHECKING
 
 from megagrpo.commands.config_arguments import add_config, add_resume, config_path, load, overrides
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.config.io import SHIPPED
 from megagrpo.process.terminal import warn
+
+if TYPE_CHECKING:
+    from megagrpo.launch.job import Cluster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,24 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sbatch", action="append", default=[], metavar="option=value", help="for example --sbatch dependency=singleton")
     to = parser.add_mutually_exclusive_group()
     to.add_argument("--submit", action="store_true", help="pass the script to sbatch")
-    to.add_argument("--kubernetes", action="store_true", help="print the manifest of a JobSet")
+    to.add_argument("--kubernetes", action="store_true", help="print the manifest of a JobSet; CLUSTER must have storage_claim")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print or submit the job, and return the exit code. Raises ConfigError for a wrong config, cluster or option."""
-    from megagrpo.launch.job import cluster_file, load_cluster, place, shipped_clusters
+    from megagrpo.launch.job import check_paths, cluster_file, load_cluster, place, shipped_clusters
     from megagrpo.launch.kubernetes import manifest
     from megagrpo.launch.slurm import sbatch_script
 
     if options.cluster is None:
         raise ConfigError(f"--cluster: required, but missing; name a YAML file, or one of {', '.join(shipped_clusters())}")
     cluster = load_cluster(cluster_file(options.cluster))
+    check_kind(options, cluster)
     cluster.sbatch.update({name: value or True for name, _, value in (option.partition("=") for option in options.sbatch)})
     config = load(options)
     placement = place(config, cluster)
+    name = options.config if options.config.startswith(SHIPPED) else str(config_path(options).resolve())
+    check_paths(config, name, cluster)
     check_plan(config, placement.world_size, cluster.gpu_memory_gb if cluster.gpus_per_node else None)
-    render = manifest if options.kubernetes else sbatch_script
-    text = render(config, config_path(options), overrides(options), cluster, placement)
+    render = manifest if cluster.storage_claim else sbatch_script
+    text = render(config, name, overrides(options), cluster, placement)
     if not options.submit:
         print(text, end="")
         return 0
@@ -52,6 +61,25 @@ def run(options: argparse.Namespace) -> int:
         return subprocess.run(["sbatch"], input=text, text=True).returncode
     except FileNotFoundError:
         raise ConfigError("sbatch: command not found; run --submit on a host with Slurm's commands") from None
+
+
+def check_kind(options: argparse.Namespace, cluster: Cluster) -> None:
+    """Raise ConfigError for an option or a key of the cluster that has no effect on its kind, and for a placeholder as image."""
+    from megagrpo.launch.job import cluster_file
+
+    image = cluster.container.image if cluster.container else ""
+    if image.partition("/")[0].endswith(".example"):  # no registry has this suffix (RFC 2606)
+        file = cluster_file(options.cluster)
+        raise ConfigError(f"container.image: {image} is a placeholder; copy {file}, name your image in the copy, and pass it to --cluster")
+    if cluster.storage_claim is None:
+        if options.kubernetes:
+            raise ConfigError(f"--kubernetes: {options.cluster} describes a Slurm cluster; name one with storage_claim and container.image")
+        return
+    words = {"--submit": options.submit, "--sbatch": options.sbatch, "sbatch": cluster.sbatch, "setup": cluster.setup}
+    for name, value in (words | {"container.mounts": cluster.container and cluster.container.mounts}).items():
+        if value:
+            fix = "pipe the manifest to kubectl apply -f -" if name == "--submit" else "leave it out"
+            raise ConfigError(f"{name}: has no effect on Kubernetes, which {options.cluster} describes (storage_claim); {fix}")
 
 
 def check_plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None) -> None:

@@ -52,6 +52,17 @@ def path_problems(config: RunConfig) -> list[Problem]:
     return problems
 
 
+def paths_in(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the key and the absolute path of each file and folder that a config names, without the name of a function in it."""
+    values = config.model_dump()
+    for pattern in PATHS:
+        for owner, name, key in _strings(values, pattern.split(".")):
+            in_file = _FUNCTION_IN_FILE.fullmatch(owner[name])
+            path = in_file[1] if in_file else owner[name].removeprefix(_REWARD_MODEL)
+            if os.path.isabs(path):
+                yield key, path
+
+
 def is_user_code(text: str) -> bool:
     """Whether `text` has the form of a name in the user's code: `path/file.py:name` or `package.module:name`."""
     return bool(_FUNCTION_IN_FILE.fullmatch(text) or _FUNCTION_IN_MODULE.fullmatch(text))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import sys
 from dataclasses import dataclass, field, fields, replace
@@ -12,7 +13,8 @@ from typing import Any, Literal
 import yaml
 
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.config.io import CLUSTERS, shipped_configs
+from megagrpo.config.io import CLUSTERS, SHIPPED, shipped_configs
+from megagrpo.config.paths import paths_in
 
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|(API|ACCESS|SECRET)_KEY)$", re.IGNORECASE)  # as HF_TOKEN and WANDB_API_KEY
@@ -32,8 +34,8 @@ def job_python() -> str:
 
 @dataclass(frozen=True)
 class Container:
-    """The container in which commands run. `mounts` are `HOST:INSIDE[:ro]`; the repository and the run folder must be mounted under their
-    host paths."""
+    """The container in which commands run. `mounts` are `HOST:INSIDE[:ro]`; the job's folder and every path of the config must be mounted
+    under their host paths (`check_paths`)."""
 
     image: str
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
@@ -58,7 +60,7 @@ class Cluster:
     restarts: int = 10  # of one job, after preemption or at its time limit
     restart_failed: bool = False  # restart also after a failure, for example of a GPU or the network, but not after a config error
     lead_seconds: int = 60  # Slurm: seconds from SIGUSR1 to the time limit, if the trainer still runs; Kubernetes: until SIGKILL
-    storage_claim: str | None = None  # Kubernetes: claim of the volume that all nodes share
+    storage_claim: str | None = None  # claim of the volume that all nodes share; makes the cluster one of Kubernetes
     storage_path: str = "/shared"  # Kubernetes: mount path of that volume
 
 
@@ -97,6 +99,8 @@ def load_cluster(path: str | Path) -> Cluster:
                 problems.append("container.image: required, but missing; name an image")
             if container.get("runtime", "pyxis") not in ("pyxis", "apptainer"):
                 problems.append(f"container.runtime: {container['runtime']}; choose pyxis or apptainer")
+    if raw.get("storage_claim") and container is None:
+        problems.append("container: Kubernetes (storage_claim) needs an image; set container.image")
     for key, low in (("gpus_per_node", 0), ("ranks_per_node", 1), ("restarts", 0), ("lead_seconds", 1)):
         if isinstance(raw.get(key, low), int) and raw.get(key, low) < low:
             problems.append(f"{key}: must be at least {low} (got {raw[key]})")
@@ -112,6 +116,38 @@ def load_cluster(path: str | Path) -> Cluster:
     if "env" in raw:
         raw["env"] = {name: str(value) for name, value in raw["env"].items()}
     return Cluster(**raw | {"setup": tuple(raw.get("setup", ()))})
+
+
+def check_paths(config: RunConfig, config_name: str, cluster: Cluster) -> None:
+    """Raise ConfigError that names each path which a job would not find: a relative one, when the job works in another folder, and one
+    that no mount of the cluster's container holds under the same path. Files of a shipped config are not checked: every image has them."""
+    root, container, shipped = job_folder(), cluster.container, shipped_configs().resolve()
+    paths = {
+        key: [path for path in written if shipped not in Path(path).resolve().parents]
+        for key, written in paths_in(config.model_dump()).items()
+    }
+    relative = [f"  {key}: {path}" for key, written in paths.items() for path in written if not os.path.isabs(os.path.expanduser(path))]
+    if relative and root != Path.cwd():
+        raise ConfigError("\n".join([f"relative paths: the job works in {root}, not in the current folder; make them absolute", *relative]))
+    if container is None:
+        return
+    paths |= {"run.output_dir": [str(root / config.run.output_dir)], "the job's folder": [str(root)]}
+    paths |= {} if config_name.startswith(SHIPPED) else {"CONFIG": [config_name]}
+    paths |= {"python": [cluster.python]} if cluster.python == sys.executable else {}
+    mounts = (cluster.storage_path,) if cluster.storage_claim else container.mounts
+    held = [Path(source) for source, inside in ((mount.split(":") * 2)[:2] for mount in mounts) if source == inside]
+    if cluster.storage_claim is None and container.runtime == "apptainer":
+        held.append(Path.home())  # apptainer mounts it by default
+    outside = [
+        f"  {key}: {path}"
+        for key, written in paths.items()
+        for path in map(os.path.abspath, map(os.path.expanduser, written))
+        if not any(folder in (Path(path), *Path(path).parents) for folder in held)
+    ]
+    if outside:
+        key, fix = ("storage_path", "") if cluster.storage_claim else ("container.mounts", ", or add FOLDER:FOLDER")
+        what = f"{key}: no mount of the container holds these paths of the job under the same path (mounts: {', '.join(mounts) or 'none'})"
+        raise ConfigError("\n".join([f"{what}; move them below a mount and submit from there{fix}", *outside]))
 
 
 def _problems(raw: dict[str, Any], into: type[Cluster | Container], prefix: str) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -18,14 +17,12 @@ LONGEST_NAME = 40  # characters; a pod's name, which adds suffixes, may have 63
 GRACE_SECONDS_SPARE = 60  # in addition to the cluster's lead_seconds, to stop servers and flush logs
 
 
-def manifest(config: RunConfig, config_path: Path, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
+def manifest(config: RunConfig, config_name: str, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
     """Return the manifest as YAML. Raises ConfigError for a cluster or a run that Kubernetes does not support.
 
     Pods mount the claim `storage_claim` and the secret NAME-token. Servers listen on fixed ports, and pods have DNS names in the JobSet's
     subdomain, so the servers' addresses are known in advance.
     """
-    if cluster.container is None or cluster.storage_claim is None:
-        raise ConfigError("container, storage_claim: Kubernetes needs an image and a volume that all pods share; set both")
     if placement.server_nodes and placement.first_server_gpu:
         raise ConfigError("rollout.servers: on Kubernetes servers must fill whole nodes, without ranks; change servers or run.nodes")
     name = re.sub(r"[^a-z0-9]+", "-", config.run.name.lower())[:LONGEST_NAME].strip("-")
@@ -36,7 +33,7 @@ def manifest(config: RunConfig, config_path: Path, overrides: Sequence[str], clu
         for node in range(0, placement.server_nodes, placement.nodes_per_server)
         for server in range(placement.servers_per_node)
     ]
-    run = [_literal(word) for word in (str(config_path.resolve()), *overrides)]
+    run = [_literal(word) for word in (config_name, *overrides)]
     trainer = ["-m", "megagrpo.launch.node", "--nodes", str(placement.trainer_nodes), "--ranks", str(placement.ranks_per_node)]
     trainer += [
         "--master",
@@ -85,7 +82,7 @@ def _literal(word: str) -> str:
 
 def _job(role: str, nodes: int, command: list[str], name: str, cluster: Cluster) -> dict[str, Any]:
     """Return a Job with one pod on each of `nodes`. A failed pod fails its Job; the JobSet then restarts all pods."""
-    assert cluster.container is not None, "`manifest` requires a container"
+    assert cluster.container is not None, "`load_cluster` requires a container"
     gpus = {"nvidia.com/gpu": cluster.gpus_per_node} if cluster.gpus_per_node else {}
     env = {"PYTHONPATH": ".", "PYTHONUNBUFFERED": "1", "MEGAGRPO_JOB": f"kubernetes-{name}", TOKEN_FILE_VARIABLE: "/secret/token"}
     env |= {key: _literal(value) for key, value in cluster.env.items()}

@@ -19,13 +19,13 @@ HOURS = re.compile(r"(\d+-)?\d+:\d+:\d+")
 OURS = ("nodes", "ntasks-per-node", "gpus-per-node", "job-name", "signal", "requeue", "open-mode")  # sbatch options that this file sets
 
 
-def sbatch_script(config: RunConfig, config_path: Path, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
-    """Return the whole script. Raises ConfigError for a value that the script cannot contain."""
+def sbatch_script(config: RunConfig, config_name: str, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
+    """Return the whole script. `config_name` is a path or megagrpo:NAME. Raises ConfigError for a value that the script cannot contain."""
     top, _, rest = TEMPLATE.read_text().partition(BEGIN)
     _, _, body = rest.partition(END)
     shebang = top.partition("\n")[0]
     header = "\n".join(f"#SBATCH --{option}" for option in _header(config, cluster, placement))
-    settings = _settings(config, config_path, overrides, cluster, placement)
+    settings = _settings(config, config_name, overrides, cluster, placement)
     return f"{shebang}\n# {config.run.name}: written by megagrpo submit\n{header}\n\n{BEGIN}{settings}\n{END}{body}"
 
 
@@ -66,7 +66,7 @@ def _array(words: Sequence[str]) -> str:
     return f"({' '.join(quoted)})"
 
 
-def _settings(config: RunConfig, config_path: Path, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
+def _settings(config: RunConfig, config_name: str, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
     container, q = cluster.container, shlex.quote
     root = job_folder()
     names = {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface} if cluster.interface else {}
@@ -84,7 +84,7 @@ def _settings(config: RunConfig, config_path: Path, overrides: Sequence[str], cl
     exports = [f"export {name}={q(value)}" for name, value in environment.items()]
     values = {
         "REPOSITORY": q(str(root)),
-        "CONFIG": q(str(config_path.resolve())),
+        "CONFIG": q(config_name),
         "OVERRIDES": _array(overrides),
         "RUN_FOLDER": q(str(Path(config.run.output_dir) / config.run.name)),
         "PYTHON": q(cluster.python),

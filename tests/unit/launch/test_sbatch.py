@@ -101,7 +101,7 @@ def start(tmp_path: Path, *overrides: str, cluster: Cluster | None = None, **env
     overrides = [f"run.output_dir={tmp_path}", "run.nodes=2", "rollout.placement=dedicated", *overrides]
     path = ROOT / "configs" / "quickstart.yaml"
     made, cluster = load_config(path, overrides), cluster or Cluster(gpus_per_node=0)
-    (tmp_path / "job.sh").write_text(sbatch_script(made, path, overrides, cluster, place(made, cluster)))
+    (tmp_path / "job.sh").write_text(sbatch_script(made, str(path), overrides, cluster, place(made, cluster)))
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "BOOK": str(book)}
     path = {"PATH": f"{commands}:{os.environ['PATH']}"}
     bare = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
