@@ -16,7 +16,7 @@ from megagrpo.api.rows import Rows
 from megagrpo.config import ConfigError, RunConfig, evaluation_sets, override_text
 from megagrpo.config.paths import anchored
 from megagrpo.config.yaml_text import shortened
-from megagrpo.records.run_files import FROM_PYTHON
+from megagrpo.records.run_files import FROM_PYTHON, make_run_folder
 
 type Reward = str | Callable[..., Any] | Mapping[str, Any]
 """A reward function, its name as in `rewards.functions.N.function`, or a mapping of `function` and its other keys such as `weight`."""
@@ -89,14 +89,15 @@ class Inputs:
         """Write the objects into a folder of the run that is named after their content, and return it. Raises ConfigError."""
         above = (run_folder / FROM_PYTHON).absolute()
         try:
-            above.mkdir(parents=True, exist_ok=True)
+            make_run_folder(run_folder)
+            above.mkdir(exist_ok=True)
             partial = Path(tempfile.mkdtemp(prefix=".partial_", dir=above))
             try:
                 self._write_files(partial)
                 folder = above / _digest(partial)
                 if not folder.exists():
                     partial.rename(folder)
-                    folder.chmod(0o755)
+                    folder.chmod(above.stat().st_mode & 0o777)  # as the umask says, unlike mkdtemp
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         except OSError as error:

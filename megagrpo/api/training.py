@@ -16,7 +16,7 @@ from megagrpo.api.run import Run
 from megagrpo.api.settings import ConfigLike, Overrides, read
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.process.terminal import show, warn
-from megagrpo.records.run_files import FROM_PYTHON
+from megagrpo.records.run_files import FROM_PYTHON, make_run_folder
 
 LOG = "train.log"
 TO_BE_CONTINUED = 85  # exit code of a run that has saved at its time limit
@@ -112,7 +112,8 @@ def _check_plan(config: RunConfig, ranks: int | None) -> None:
 
 def _made(folder: Path) -> Path:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_run_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"run.output_dir: {folder} cannot be created: {error.strerror}; name another folder") from error
     return folder

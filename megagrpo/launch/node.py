@@ -21,6 +21,7 @@ from megagrpo.config import ConfigError, load_config
 from megagrpo.launch.local import Nodes, run_ranks, set_connections, set_thread_environment
 from megagrpo.process.terminal import warn
 from megagrpo.process.variables import NODE_INDICES
+from megagrpo.records.run_files import make_run_folder
 
 
 class RankLogs(LogsSpecs):
@@ -37,7 +38,7 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Return the log files: local rank -> its file, for standard output and standard error."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_run_folder(self.folder)
         files = {local: str(self.folder / f"rank_{int(env['RANK']):05d}.log") for local, env in envs.items()}
         printed = {local: files[local] for local, env in envs.items() if int(env["RANK"]) == self.main}
         errors = {local: str(self.folder / f".error_{env['RANK']}.json") for local, env in envs.items()}

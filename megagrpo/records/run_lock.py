@@ -13,6 +13,8 @@ import socket
 from pathlib import Path
 from typing import TextIO
 
+from megagrpo.records.run_files import make_run_folder
+
 LOCK = ".lock"
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # a file system without file locks, such as Lustre mounted without `flock`
 
@@ -36,7 +38,7 @@ class RunLock:
         """
         while not self._is_ours():
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
+                make_run_folder(self.folder)
                 file = self._path.open("a+")
             except OSError as error:
                 said = f"{self.folder} cannot be created or written to: {error.strerror}"

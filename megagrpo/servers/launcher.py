@@ -25,6 +25,7 @@ import httpx
 from megagrpo.engine.http import CERTIFICATES, MovedServers
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.process.progress import SILENT, Progress, Task
+from megagrpo.records.run_files import make_run_folder
 from megagrpo.servers import early_start
 from megagrpo.servers.command_line import server_command, server_environment
 from megagrpo.servers.followers import Followers, PartFault
@@ -200,7 +201,7 @@ class Launcher:
             raise EngineStartError(f"vLLM is not installed for {sys.executable}; run `megagrpo install`")
         if Path(self.options.model).is_absolute() and not Path(self.options.model, "config.json").exists():
             raise EngineStartError(f"model.path: {self.options.model} holds no config.json; vLLM needs a Hugging Face folder")
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        make_run_folder(self.log_dir)
         remove_stale()
         if self._moved is not None:
             self._moved.forget()

@@ -64,6 +64,7 @@ class SharedMemory:
         self.node = of_ranks[ranks.world_rank]
         self.folders = {node: Path(everyone[of_ranks.index(node)][1]) for node in set(of_ranks)}  # its first rank's proposal
         self.folder = self.folders[self.node]
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._pid = os.getpid()
         self._leads = of_ranks.index(self.node) == ranks.world_rank
         self._remover = remove_when_orphaned(self.folder) if self._leads else None

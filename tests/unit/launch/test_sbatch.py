@@ -155,6 +155,7 @@ def test_the_token_is_for_the_owner_only_and_in_no_command_line(tmp_path):
     job = run(tmp_path)
     token = job.noted("token")
     assert len(token) == 64 and job.noted("mode") == "600\n"
+    assert (tmp_path / "quickstart.jobs").stat().st_mode & 0o007 == 0
     assert not any(token in word for step in job.steps for word in job.words(step)) and token not in job.out
     assert not (job.folder / "token").exists()
 
