@@ -119,30 +119,33 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def check_paths(config: RunConfig, config_name: str, cluster: Cluster) -> None:
-    """Raise ConfigError that names each path which a job would not find: a relative one, when the job works in another folder, and one
-    that no mount of the cluster's container holds under the same path. Files of a shipped config are not checked: every image has them."""
+    """Raise ConfigError that names each path of the job that no mount of the cluster's container holds under the same path. Files of a
+    shipped config are not checked: every image has them."""
     root, container, shipped = job_folder(), cluster.container, shipped_configs().resolve()
-    paths = {
-        key: [path for path in written if shipped not in Path(path).resolve().parents]
-        for key, written in paths_in(config.model_dump()).items()
-    }
-    relative = [f"  {key}: {path}" for key, written in paths.items() for path in written if not os.path.isabs(os.path.expanduser(path))]
-    if relative and root != Path.cwd():
-        raise ConfigError("\n".join([f"relative paths: the job works in {root}, not in the current folder; make them absolute", *relative]))
     if container is None:
         return
+    paths: dict[str, list[str]] = {}
+    for key, path in paths_in(config):
+        if shipped not in Path(path).resolve().parents:
+            paths.setdefault(key, []).append(path)
     paths |= {"run.output_dir": [str(root / config.run.output_dir)], "the job's folder": [str(root)]}
     paths |= {} if config_name.startswith(SHIPPED) else {"CONFIG": [config_name]}
     paths |= {"python": [cluster.python]} if cluster.python == sys.executable else {}
     mounts = (cluster.storage_path,) if cluster.storage_claim else container.mounts
-    held = [Path(source) for source, inside in ((mount.split(":") * 2)[:2] for mount in mounts) if source == inside]
+    held: dict[Path, list[str]] = {}  # folder -> flags of its mount
+    for source, inside, *flags in (mount.split(":") if ":" in mount else (mount, mount) for mount in mounts):
+        if source == inside:
+            held[Path(source)] = flags
     if cluster.storage_claim is None and container.runtime == "apptainer":
-        held.append(Path.home())  # apptainer mounts it by default
+        held.setdefault(Path.home(), [])  # apptainer mounts it by default
     outside = [
         f"  {key}: {path}"
         for key, written in paths.items()
-        for path in map(os.path.abspath, map(os.path.expanduser, written))
-        if not any(folder in (Path(path), *Path(path).parents) for folder in held)
+        for path in map(os.path.abspath, written)
+        if not any(
+            folder in (Path(path), *Path(path).parents) and not (key == "run.output_dir" and "ro" in flags)
+            for folder, flags in held.items()
+        )
     ]
     if outside:
         key, fix = ("storage_path", "") if cluster.storage_claim else ("container.mounts", ", or add FOLDER:FOLDER")
