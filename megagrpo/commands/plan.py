@@ -89,6 +89,13 @@ def print_plan(
     if gpu is None and (search or prompt_tokens or response_tokens):
         argument = "--search" if search else "prompt_tokens" if prompt_tokens else "response_tokens"
         raise ConfigError(f"{argument}: predicted seconds need a kind of GPU; add --gpu, one of {', '.join(GPUS)}")
+    limits = {
+        "prompt_tokens": (prompt_tokens, config.rollout.max_prompt_length),
+        "response_tokens": (response_tokens, config.max_response_length),
+    }
+    for argument, (average, limit) in limits.items():
+        if average is not None and average > limit:
+            raise ConfigError(f"{argument}: {average:g} is above the longest that the config allows, {limit}; lower it, or raise the limit")
     if link_gb_per_s is not None and not weight_sync:
         raise ConfigError("link_gb_per_s: only a plan of a weight sync reads it; add --weight-sync")
     world_size, kind = world_size or config.parallel.smallest_world, None if gpu is None else GPUS[gpu]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import subprocess
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from megagrpo.commands.config_arguments import add_config, add_resume, config_path, load, overrides
@@ -87,7 +88,10 @@ def check_plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None) 
     from megagrpo.plan import plan
     from megagrpo.plan.shapes import UnseenModel
 
+    package = config.model.path.removeprefix("package:")
     try:
+        if package != config.model.path and find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
         problems = plan(config, world_size, gpu_memory_gb).problems
     except ModuleNotFoundError as error:  # models from the hub or a package need more packages than this script
         problems = [UnseenModel(("model.path",), f"{config.model.path} needs {error.name}, which is not installed on this host")]

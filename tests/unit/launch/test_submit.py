@@ -404,6 +404,13 @@ def test_a_machine_without_the_hubs_package_leaves_the_plan_to_the_job(monkeypat
     )
 
 
+def test_a_machine_without_the_models_package_leaves_the_plan_to_the_job(capsys):
+    assert main(["submit", str(QUICKSTART), "model.path=package:no_such_model", "--cluster", str(PRETEND)]) == 0
+    printed = capsys.readouterr()
+    assert is_shell(printed.out)
+    assert printed.err.startswith("not checked on this host: model.path: package:no_such_model needs no_such_model, which is not installed")
+
+
 def test_submit_gives_the_script_to_sbatch(capfd, monkeypatch, tmp_path):
     (tmp_path / "sbatch").write_text("#!/bin/bash\n[ $# = 0 ] || exit 9\nhead -n 2\n")
     (tmp_path / "sbatch").chmod(0o755)

@@ -338,6 +338,8 @@ def test_the_command_says_all_of_it_in_json_without_torch(tmp_path):
         ({"gpu": "h300"}, "--gpu: h300 is not known; choose one of a100, h100, h200, b200"),
         ({"search": True}, "--search: predicted seconds need a kind of GPU; add --gpu, one of a100, h100, h200, b200"),
         ({"response_tokens": 5.0}, "response_tokens: predicted seconds need a kind of GPU"),
+        ({"gpu": "h100", "response_tokens": 1e6}, "response_tokens: 1e+06 is above the longest that the config allows, "),
+        ({"gpu": "h100", "prompt_tokens": 1e6}, "prompt_tokens: 1e+06 is above the longest that the config allows, "),
     ],
 )
 def test_what_is_asked_wrongly_is_refused(asked, message):
