@@ -1,7 +1,7 @@
 """Writes the job of CONFIG for a cluster, and optionally submits it.
 
     megagrpo submit my_run.yaml --cluster generic
-    megagrpo submit my_run.yaml --cluster my_cluster.yaml --resume --sbatch dependency=singleton --submit
+    megagrpo submit my_run.yaml --cluster my_cluster.yaml --resume --submit
     megagrpo submit my_run.yaml --cluster my_kubernetes.yaml | kubectl apply -f -
 
 Prints an sbatch script, which --submit passes to sbatch instead; for a cluster with storage_claim the manifest of a JobSet. CLUSTER is a
