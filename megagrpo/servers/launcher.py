@@ -25,6 +25,7 @@ import httpx
 from megagrpo.engine.http import CERTIFICATES, MovedServers
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.process.progress import SILENT, Progress, Task
+from megagrpo.process.shm_names import remove_stale
 from megagrpo.records.run_files import make_run_folder
 from megagrpo.servers import early_start
 from megagrpo.servers.command_line import server_command, server_environment
@@ -33,7 +34,6 @@ from megagrpo.servers.launched import LaunchedServer
 from megagrpo.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.servers.ports import check_port, free_ports, is_free
 from megagrpo.servers.supervisor import ENGINE_ENDED, GRACE_SECONDS, supervise
-from megagrpo.transfer.shm_names import remove_stale
 
 HOST = "127.0.0.1"
 LOG_LINES = 30  # log lines shown when a server does not start and no process logged an exception

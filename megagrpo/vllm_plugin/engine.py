@@ -25,12 +25,12 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from megagrpo.process.parent_death import tie_process_tree
+from megagrpo.process.shm_names import CPU_WORKERS, name_segments_by_owner, owned
 from megagrpo.transfer.cuda_handles import DeviceMaps
 from megagrpo.transfer.exchange import clear_frames
 from megagrpo.transfer.ledger import Ledgers
 from megagrpo.transfer.manifest import Bookmark, Manifest, SharedFiles, WeightSyncError
 from megagrpo.transfer.notes import DirectRequest
-from megagrpo.transfer.shm_names import CPU_WORKERS, name_segments_by_owner, owned
 from megagrpo.vllm_plugin.cpu_experts import exchange_tokens, use_expert_map
 from megagrpo.vllm_plugin.cpu_stages import make_stage_buffers
 from megagrpo.vllm_plugin.loading import Loading, first_names

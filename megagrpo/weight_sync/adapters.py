@@ -6,7 +6,6 @@ request is served with another version. Every worker reports the checksums of it
 
 from __future__ import annotations
 
-import shutil
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +20,7 @@ from megagrpo.config import LoraSection
 from megagrpo.engine.protocol import Engine
 from megagrpo.parallel.layout import Layout
 from megagrpo.process.progress import SILENT_TASK, Task
+from megagrpo.process.removal import remove
 from megagrpo.transfer.checksums import checksum
 from megagrpo.transfer.manifest import DTYPES, WeightSyncError
 from megagrpo.weight_sync.shared_memory import SharedMemory
@@ -51,7 +51,7 @@ class AdapterSync(WeightSync):
         sums: Sums = {}
         self._checksum_seconds = 0.0
         if first:
-            shutil.rmtree(folder, ignore_errors=True)  # left by a failed push
+            remove(folder)  # left by a failed push
         handover.before_sending()
         try:
             blocks, dtype = cast(Parameters, list(parameters)), DTYPES[self.dtype]
@@ -98,7 +98,7 @@ class AdapterSync(WeightSync):
                 self._delivered_adapter = folder, sums, version
             for old in self.folder.glob("adapter*"):
                 if old != folder:
-                    shutil.rmtree(old, ignore_errors=True)
+                    remove(old)
         except Exception as error:
             return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
         size = sum(path.stat().st_size for path in folder.iterdir())

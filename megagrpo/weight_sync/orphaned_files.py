@@ -29,7 +29,7 @@ def main(parent: int, folder: Path) -> None:
     while os.getppid() == parent:
         time.sleep(PERIOD)
     sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file is run by its path, so the package is not importable
-    from megagrpo.transfer.shm_names import remove_stale
+    from megagrpo.process.shm_names import remove_stale
 
     for attempt in range(ATTEMPTS.stop):
         remove_stale(folder.parent)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import shutil
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,10 +20,12 @@ from typing import Any, NamedTuple
 
 from megagrpo.engine.protocol import Engine
 from megagrpo.families.boxes import brackets
+from megagrpo.process.ownership import make_folder
 from megagrpo.process.progress import SILENT_TASK, Task
+from megagrpo.process.removal import remove, remove_tree
+from megagrpo.process.shm_names import FOLDER, SHARED_MEMORY, remove_stale
 from megagrpo.transfer.ledger import NUM_SLOTS, Ledgers
 from megagrpo.transfer.manifest import Bookmark, Manifest, SharedBlock, SharedTensor, WeightSyncError
-from megagrpo.transfer.shm_names import SHARED_MEMORY, WEIGHTS, owned, remove_stale
 from megagrpo.weight_sync.node_shares import NodeFiles, Nodes, Transfer
 from megagrpo.weight_sync.orphaned_files import remove_when_orphaned
 from megagrpo.weight_sync.slots import BlockInFile, BlockToWrite, Slots, by_layer
@@ -53,20 +54,30 @@ class SharedMemory:
         self._blocks: list[list[BlockInFile]] = []  # per rank
         self._tensors: dict[tuple[int, int], dict[str, SharedTensor]] = {}  # (slot, node) -> tensors and their blocks
         remove_stale(folder)
-        proposed = str(folder / owned(WEIGHTS))  # rank 0's folder is used
-        everyone = ranks.all_gather_objects((socket.gethostname(), proposed))
-        if nodes is None and len(hosts := sorted({host for host, _ in everyone})) > 1:
-            raise ValueError(
-                f"rollout.weight_sync_transport: shared_memory needs all ranks on one host; they are on {', '.join(hosts)}; use p2p"
-            )
+        first = nodes.of_ranks.index(nodes.of_ranks[ranks.world_rank]) if nodes else 0  # the first rank of this node
+        self._leads, made, problem = first == ranks.world_rank, "", ""
+        if self._leads:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                path, self._lock = make_folder(FOLDER, folder)
+                made = str(path)
+            except OSError as error:
+                problem = f"{folder} cannot be written to: {error.strerror}"
+        everyone: list[tuple[str, str, str]] = ranks.all_gather_objects((socket.gethostname(), made, problem))
+        hosts = sorted({host for host, *_ in everyone})
+        if nodes is None and len(hosts) > 1:
+            problem = f"shared_memory needs all ranks on one host; they are on {', '.join(hosts)}; use p2p"
+        if problem := problem or next((problem for *_, problem in everyone if problem), ""):
+            if made:
+                remove_tree(made)
+            raise ValueError(f"rollout.weight_sync_transport: {problem}")
         self.nodes = nodes or Nodes((0,) * len(everyone))
         of_ranks = self.nodes.of_ranks
         self.node = of_ranks[ranks.world_rank]
-        self.folders = {node: Path(everyone[of_ranks.index(node)][1]) for node in set(of_ranks)}  # its first rank's proposal
+        self.folders = {node: Path(everyone[of_ranks.index(node)][1]) for node in set(of_ranks)}  # its first rank's
         self.folder = self.folders[self.node]
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._pid = os.getpid()
-        self._leads = of_ranks.index(self.node) == ranks.world_rank
         self._remover = remove_when_orphaned(self.folder) if self._leads else None
         atexit.register(self.close)
 
@@ -78,9 +89,11 @@ class SharedMemory:
             self._published.close()
             self._published = None
         if self._remover is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_tree(self.folder)
+            os.close(self._lock)
             self._remover.kill()
             self._remover.wait()
+            self._remover = None
         atexit.unregister(self.close)
 
     def prepare(self, parameters: Sequence[Weight], version: int, engine: Engine | None) -> FileUpdate:
@@ -178,7 +191,7 @@ class FileUpdate:
             if server in servers:
                 return self._order(folder / self.path.name, replies_of(folder, server))
         replies = replies_of(self.folder, server)
-        shutil.rmtree(replies, ignore_errors=True)
+        remove(replies)
         replies.mkdir(parents=True)
         if not self.path.exists():
             self.manifest.save(self.path)

@@ -17,6 +17,7 @@ from torch import Tensor
 from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import Box, extent
 from megagrpo.process.progress import SILENT_TASK, Task
+from megagrpo.process.removal import remove
 from megagrpo.transfer.checksums import checksum, copy_checked, finite_as, first_false, on_host
 from megagrpo.transfer.ledger import HEADER, NUM_SLOTS, Ledger, ledger_path
 from megagrpo.transfer.manifest import ALIGNMENT, DTYPES, Bookmark, WeightSyncError
@@ -184,12 +185,12 @@ def allocate(path: Path, count: int) -> Tensor:
     Space is reserved now, because a write to full shared memory would kill the process. Raises WeightSyncError when shared memory is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
+    remove(path)
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
     try:
         os.posix_fallocate(descriptor, 0, count)
     except OSError as error:
-        path.unlink(missing_ok=True)
+        remove(path)
         if error.errno != errno.ENOSPC:
             raise
         free = shutil.disk_usage(path.parent).free

@@ -17,10 +17,9 @@ from ranks import run_ranks
 from megagrpo.engine.client import VllmEngine
 from megagrpo.servers.launcher import healthy
 from megagrpo.servers.ports import free_ports
-from megagrpo.transfer.shm_names import owner
 from tests.e2e.test_push_to_vllm import push_from_megatron
 from tests.e2e.tiny_servers import PROMPTS, below, greedy, model_folder, naive_logprobs, weights
-from tests.e2e.world import wait_for
+from tests.e2e.world import alive, wait_for
 
 QUICKSTART = Path(__file__).parents[2] / "configs/quickstart.yaml"
 TOKEN = "a-token-of-the-tests-1234"
@@ -65,7 +64,7 @@ def two_nodes(model: Path, folder: Path, *overrides: str) -> Iterator[Nodes]:
             command.terminate()
         codes = [command.wait(60) for command in commands]
     assert codes == [0, 0], nodes.out(0) + nodes.out(1)
-    assert family and not [pid for pid in family if owner(pid)]
+    assert family and not [pid for pid in family if alive(pid)]
 
 
 def assert_log_probs(engine: VllmEngine, folder: Path) -> list[tuple]:
@@ -129,7 +128,7 @@ def test_a_server_restarts_when_a_worker_of_any_node_dies(node, tmp_path):
         others = workers_below(nodes.commands[1 - node])
         os.kill(*workers_below(nodes.commands[node]), signal.SIGKILL)
         wait_for(lambda: "restarting it, 1 of 3 times" in nodes.out(0) and healthy(url), "restart of the server", 300)
-        assert not [pid for pid in others if owner(pid)]
+        assert not [pid for pid in others if alive(pid)]
         assert greedy(VllmEngine([url], str, max_num_seqs=64, token=TOKEN)) == fresh
     assert ("its part on node 1 (n1) ended with exit code" in nodes.out(0)) == (node == 1)
 

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
-from megagrpo.process.scratch import remove_tree
+from megagrpo.process.removal import temporary_folder
 from megagrpo.rewards.sandbox.counts import Counts
 
 WALLS = ("namespaces", "mounts", "landlock", "seccomp", "counts")
@@ -91,8 +91,7 @@ def run(
     program: str, limits: Limits, tests: list[str] | None = None, stdin: str = "", walls: tuple[str, ...] = WALLS, packages: bool = True
 ) -> Ran:
     """Run a Python program, then `tests` (also Python) in the same namespace, in a temporary folder that is removed afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="megagrpo_code_"))
-    try:
+    with temporary_folder("megagrpo_code_") as folder:
         (folder / "work").mkdir()
         (folder / "root").mkdir()
         token = secrets.token_hex(16)
@@ -115,8 +114,6 @@ def run(
             "cpu_seconds": int(limits.seconds) + 1,
         }
         return _watch(job, folder / "work", limits)
-    finally:
-        remove_tree(folder)
 
 
 def _watch(job: Job, folder: Path, limits: Limits) -> Ran:
@@ -339,11 +336,11 @@ def missing_guarantees(walls: tuple[str, ...] = WALLS) -> dict[str, str]:
     harmless = run(_HARMLESS, limits, tests=["pass"], walls=walls)
     if harmless.passed != [True]:
         raise ValueError(f"code_execution: not even a harmless program runs in the sandbox: {harmless}")
-    with tempfile.TemporaryDirectory(prefix="megagrpo_code_") as outside, socket.create_server(("127.0.0.1", 0)) as server:
+    with temporary_folder("megagrpo_code_") as outside, socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         attempts = {
             "no network": [_TCP.format(port=port), _UDP.format(port=port)],
-            "no file outside its folder": [_FILES, _WRITE.format(path=str(Path(outside) / "x"))],
+            "no file outside its folder": [_FILES, _WRITE.format(path=str(outside / "x"))],
             "no other process": [_PROCESSES, _SIGNALS.format(pid=os.getpid()), _OWNERS.format(pid=os.getpid())],
             "bounded memory": [_MEMORY.format(memory=512), _TABLES.format(kernel_bytes=limits.kernel_bytes), _HOLES, _DESCRIPTORS, _PIPES],
             "bounded files": [_DISK.format(file_mb=limits.file_mb), _FOLDERS.format(max_files=limits.max_files)],

@@ -90,7 +90,6 @@ PRINTS = {  # that print only our own text
     ("completion.py", "shtab.complete(top, options.shell)"),
     ("parser.py", "versions()"),
     ("run_lock.py", "f'process {os.getpid()} on host {socket.gethostname()}'"),
-    ("scratch.py", "owner"),
     ("submit.py", "text"),  # a script, in which every value is quoted
     ("supervisor.py", "f'the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it'"),
     ("terminal.py", "printable(str(text))"),
