@@ -6,7 +6,6 @@ import json
 import secrets
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,6 +26,7 @@ from megagrpo.engine.protocol import EngineError, EngineStartError
 from megagrpo.families.config import load_hf_config
 from megagrpo.families.sources import resolve_model
 from megagrpo.parallel.spawn import RankFailed, run_ranks
+from megagrpo.process.removal import temporary_folder
 from megagrpo.process.terminal import warn
 from megagrpo.records.checkpoint import BEST, STATE_FILE, newest_checkpoint
 from megagrpo.records.progress import conversion_progress, run_progress
@@ -232,7 +232,7 @@ class Serving:
             )
         check_urls(urls)
         self._token = read_token(self._config.rollout.token_file)
-        self._scratch = Path(self._resources.enter_context(tempfile.TemporaryDirectory(prefix="megagrpo_serving_")))
+        self._scratch = self._resources.enter_context(temporary_folder("megagrpo_serving_"))
         self.folder, self.adapter = find_weights(self._config, checkpoint, self._scratch, self._say)
         if adapter is not None:
             self.adapter = Path(adapter)

@@ -9,14 +9,15 @@ It also ends a server whose engine process has ended, when the API server stays 
 
 When the trainer ends, even by SIGKILL, the kernel gives this process a new parent; it checks its parent ten times a second. Orphaned
 descendants become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. It removes the files that the server leaves in shared
-memory and in the temporary directory, and the temporary files of a killed trainer. From this project it imports only `process.scratch` and
-`process.hand_over`, so that it starts fast and stays small.
+memory and in the temporary directory, and the temporary files of a killed trainer. From this project it imports only modules of `process`
+that need nothing else, so that it starts fast and stays small.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import select
 import signal
 import subprocess
@@ -28,9 +29,8 @@ from pathlib import Path
 from typing import IO
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-SHARED = "/dev/shm/"
-VLLM_FILES = ("psm_", "vllm_")
-SCRATCH = "megagrpo_tmp_"  # prefix of a trainer's temporary folder (process/scratch.py)
+# files of vLLM in shared memory without their owner in the name; process/shm_names.py removes the others
+VLLM_FILES = re.compile(r"/dev/shm/(?!psm_megagrpo-|vllm_dist_megagrpo-)(?:psm|vllm)_[^/]+")
 EARLY = "--early"
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 LONGEST = 107 - len("/vllm-12345678/") - 36  # longest path for the temporary folder: vLLM makes sockets in it, with names of 36 characters
@@ -43,7 +43,9 @@ def main() -> int:
     """Return the server's exit status: 128 + the signal's number when it was killed, ENGINE_ENDED when this process killed it without an
     engine, 0 when this process ended it on a signal or because the trainer is gone."""
     sys.path.append(str(Path(__file__).resolve().parents[2]))  # this file is run by its path, so the package is not importable
-    from megagrpo.process.scratch import remove_tree
+    from megagrpo.process.ownership import TEMPORARY, remove_if_left
+    from megagrpo.process.removal import remove_own_file, remove_tree
+    from megagrpo.process.shm_names import remove_stale
 
     parent, grace, waits = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == EARLY
     command = sys.argv[3 + waits :]
@@ -64,7 +66,7 @@ def main() -> int:
     folder = tempfile.mkdtemp(prefix="vllm-", dir=trainer_tmp if len(str(trainer_tmp)) <= LONGEST else "/tmp")
     environment = {**os.environ, "TMPDIR": folder}
     server = subprocess.Popen(command, env=environment, preexec_fn=tie, stdin=subprocess.PIPE if waits else None)
-    files: set[str] = set()
+    files: dict[str, int] = {}  # path -> inode
     begun = scanned = time.monotonic()
     engine_seen, stuck = 0.0, False  # when an engine process was last seen; 0: never
     while server.poll() is None and not signals and os.getppid() == parent and not stuck:
@@ -85,14 +87,15 @@ def main() -> int:
     if stuck and status is None:
         print(f"the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it", flush=True)
         status = ENGINE_ENDED
-    files |= shared_files(descendants())
-    end(server, grace)
-    for file in files:
-        Path(file).unlink(missing_ok=True)
+    end(server, grace, files)
+    if files:
+        elsewhere = shared_files([int(entry) for entry in os.listdir("/proc") if entry.isdigit()])
+        for file in files.keys() - elsewhere.keys():  # a file that another process maps is not only the server's
+            remove_own_file(file, files[file])
+    remove_stale()
     remove_tree(folder)
     if os.getppid() != parent:
-        if trainer_tmp.name.startswith(SCRATCH):
-            remove_tree(trainer_tmp)
+        remove_if_left(trainer_tmp, TEMPORARY)
     return 0 if status is None else status if status >= 0 else 128 - status
 
 
@@ -121,22 +124,33 @@ def pass_on(server: subprocess.Popen[bytes]) -> None:
     send(data, server.stdin)
 
 
-def end(server: subprocess.Popen[bytes], grace: float) -> None:
-    """Send SIGTERM to the server, then, after `grace` seconds, SIGKILL to all remaining descendants of this process."""
-    deadline = time.monotonic() + grace
+def end(server: subprocess.Popen[bytes], grace: float, files: dict[str, int]) -> None:
+    """Send SIGTERM to the server, then, after `grace` seconds, SIGKILL to all remaining descendants of this process.
+
+    Adds to `files` the shared memory that they map now and meanwhile: a server that still starts may create some after SIGTERM. SIGKILL goes to
+    children only, whose process ids nobody can reuse before `reap`. Their children become children of this process.
+    """
+    files |= shared_files(descendants())
+    scanned = time.monotonic()
+    deadline = scanned + grace
     if server.poll() is None:
         server.terminate()
-    while descendants() and time.monotonic() < deadline:
+    while (left := descendants()) and time.monotonic() < deadline:
+        if time.monotonic() - scanned > 0.5:
+            scanned = time.monotonic()
+            files |= shared_files(left)
         reap()
         time.sleep(0.05)
         if server.poll() is not None:
             deadline = min(deadline, time.monotonic() + 1.0)
-    while left := descendants():
-        for pid in left:
+    immune: set[int] = set()  # children with another user's rights, such as sudo
+    while children := set(descendants(levels=1)) - immune:
+        files |= shared_files(descendants())
+        for pid in children:
             try:
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+            except PermissionError:
+                immune.add(pid)
         reap()
         time.sleep(0.02)
 
@@ -150,23 +164,22 @@ def reap() -> None:
         pass
 
 
-def descendants() -> list[int]:
-    """Return the process ids of all living descendants of this process."""
+def descendants(levels: int = -1) -> list[int]:
+    """Return the process ids of all living descendants of this process; with `levels=1` of its children."""
     parents = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             try:
-                state, ppid = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[:2]
+                state, ppid = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
             except OSError:
                 continue
             if state != "Z":
                 parents[int(entry)] = int(ppid)
-    pids, todo = [], [os.getpid()]
-    while todo:
-        pid = todo.pop()
-        below = [child for child, ppid in parents.items() if ppid == pid]
-        pids += below
-        todo += below
+    pids, above = list[int](), {os.getpid()}
+    while above and levels:
+        above = {child for child, ppid in parents.items() if ppid in above}
+        pids += above
+        levels -= 1
     return pids
 
 
@@ -181,16 +194,16 @@ def has_engine(pids: list[int]) -> bool:
     return False
 
 
-def shared_files(pids: list[int]) -> set[str]:
-    """Return vLLM's shared memory files that these processes have mapped. A killed process leaves them behind."""
-    files = set()
+def shared_files(pids: list[int]) -> dict[str, int]:
+    """Return path -> inode of vLLM's shared memory files that these processes have mapped. A killed process leaves them behind."""
+    files = {}
     for pid in pids:
         try:
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
         except OSError:
             continue
-        paths = (line.partition(SHARED)[2] for line in lines)
-        files |= {SHARED + path for path in paths if path.startswith(VLLM_FILES) and not path.endswith("(deleted)")}
+        fields = (line.split(maxsplit=5) for line in lines)  # addresses, rights, offset, device, inode, path
+        files |= {path: int(inode) for *_, inode, path in fields if VLLM_FILES.fullmatch(path) and not path.endswith("(deleted)")}
     return files
 
 

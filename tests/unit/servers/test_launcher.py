@@ -20,11 +20,12 @@ from megagrpo.config import load_config
 from megagrpo.engine.http import MovedServers, NoAnswer, Servers, answers
 from megagrpo.engine.protocol import EngineStartError, derive_seed
 from megagrpo.process import variables
+from megagrpo.process.ownership import owner_in
+from megagrpo.process.shm_names import CPU_WORKERS, FOLDER, SEGMENTS, remove_stale
 from megagrpo.servers import command_line
 from megagrpo.servers.launcher import Launcher, Server
 from megagrpo.servers.options import ServerOptions
 from megagrpo.servers.serving import make_launcher
-from megagrpo.transfer.shm_names import CPU_WORKERS, owner, remove_stale
 
 SUPERVISOR = Path(supervisor_module.__file__)
 # A server with a child that ignores SIGTERM and leaves its process group, and with an orphaned grandchild.
@@ -182,13 +183,13 @@ def test_files_that_a_server_had_mapped_which_is_killed_soon_are_removed():
 
 def test_segments_of_a_process_that_was_killed_are_removed_at_the_next_start_and_no_others():
     code = "import sys, time; from multiprocessing import resource_tracker, shared_memory; "
-    code += "from megagrpo.transfer.shm_names import name_segments_by_owner; name_segments_by_owner(); "
+    code += "from megagrpo.process.shm_names import name_segments_by_owner; name_segments_by_owner(); "
     code += "resource_tracker.register = lambda *_: None; "  # as if the tracker was killed
     code += "print(shared_memory.SharedMemory(create=True, size=64).name, flush=True); time.sleep(60)"
     made = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     files = [Path("/dev/shm", process.stdout.readline().strip()) for process in made]
     try:
-        assert [file.name.split(".")[0] for file in files] == [f"psm_megagrpo-{process.pid}" for process in made]
+        assert [file.name.split(".")[0] for file in files] == [f"{SEGMENTS}{process.pid}" for process in made]
         made[0].kill()
         made[0].wait()
         assert all(file.exists() for file in files)
@@ -202,8 +203,11 @@ def test_segments_of_a_process_that_was_killed_are_removed_at_the_next_start_and
 
 
 def test_files_of_cpu_workers_are_removed_when_their_engine_has_ended_and_no_others(tmp_path):
-    engine = subprocess.Popen(["sleep", "60"])
-    files = [tmp_path / f"{CPU_WORKERS}{owner(pid)}-1a2b3c4d-tp:0-[0-1]-cpushm_0" for pid in (engine.pid, os.getpid())]
+    code = "import sys, time; from pathlib import Path; from megagrpo.process.ownership import make_folder; "
+    code += f"print(make_folder({FOLDER!r}, Path(sys.argv[1]))[0].name, flush=True); time.sleep(60)"
+    engine, other = (subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) for _ in range(2))
+    owners = [owner_in(process.stdout.readline().strip(), FOLDER) for process in (engine, other)]
+    files = [tmp_path / f"{CPU_WORKERS}{owner}-1a2b3c4d-tp:0-[0-1]-cpushm_0" for owner in owners]
     files.append(tmp_path / "vllm_dist_5e6f-tp:0-[0-1]-cpushm_0")  # belongs to another program
     for file in files:
         file.write_bytes(bytes(4096))
@@ -213,7 +217,9 @@ def test_files_of_cpu_workers_are_removed_when_their_engine_has_ended_and_no_oth
     os.waitid(os.P_PID, engine.pid, os.WEXITED | os.WNOWAIT)  # the engine is a zombie now
     remove_stale(tmp_path)
     assert [file.exists() for file in files] == [False, True, True]
-    engine.wait()
+    for process in (engine, other):
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture
