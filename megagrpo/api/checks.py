@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from megagrpo.api.rows import Rows
 from megagrpo.api.settings import ConfigLike, Overrides, read
 from megagrpo.api.tables import flat_rewards, table
 from megagrpo.config import ConfigError
+from megagrpo.process.removal import temporary_folder
 
 if TYPE_CHECKING:
     import pandas
@@ -133,8 +133,8 @@ def verify(
     """
     settings, texts = read(config, overrides), [_layout_text(layout) for layout in layouts]
     options = [word for text in texts for word in ("--layout", text)] + ([] if ranks is None else ["--ranks", str(ranks)])
-    with tempfile.TemporaryDirectory(prefix="megagrpo_verify_") as folder:
-        ended = child.run(child.MAIN, ["verify", *settings.words(lambda: Path(folder)), *options, "--json"])
+    with temporary_folder("megagrpo_verify_") as folder:
+        ended = child.run(child.MAIN, ["verify", *settings.words(lambda: folder), *options, "--json"])
     try:
         result = json.loads(ended.out)
     except ValueError:
@@ -175,13 +175,13 @@ def evaluate(
     """
     settings = read(config, overrides)
     inputs = collect(reward_functions, None, eval_dataset, None)
-    with tempfile.TemporaryDirectory(prefix="megagrpo_evaluate_") as folder:
-        inputs.check_rows(settings.validated(inputs.overrides(Path(folder))))
-        more = inputs.overrides(inputs.write(Path(folder)) if inputs.to_write else Path(folder))
+    with temporary_folder("megagrpo_evaluate_") as folder:
+        inputs.check_rows(settings.validated(inputs.overrides(folder)))
+        more = inputs.overrides(inputs.write(folder) if inputs.to_write else folder)
         options = [] if checkpoint is None else ["--checkpoint", os.fspath(checkpoint)]
         options += [] if adapter is None else ["--adapter", os.fspath(adapter)]
         output = Path(folder, "evaluation.json")
-        words = ["eval", *settings.words(lambda: Path(folder), more), *options, "--output", str(output)]
+        words = ["eval", *settings.words(lambda: folder, more), *options, "--output", str(output)]
         ended = child.run(child.MAIN, words)
         if ended.exit_code:
             raise CommandFailed("megagrpo eval", ended.exit_code, ended.output)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from megagrpo.api import child
 from megagrpo.api.errors import CommandFailed
 from megagrpo.config import ConfigError
+from megagrpo.process.removal import temporary_folder
 from megagrpo.rewards.target import did_you_mean
 
 type Prompt = str | Sequence[Mapping[str, Any]]
@@ -37,8 +37,8 @@ def generate(config: Path, prompts: Any, n: int | None, checkpoint: str | os.Pat
         "checkpoint": None if checkpoint is None else os.fspath(checkpoint),
         "options": {name: value for name, value in options.items() if value is not None},
     }
-    with tempfile.TemporaryDirectory(prefix="megagrpo_generate_") as folder:
-        question, answer = Path(folder, "request.json"), Path(folder, "answer.json")
+    with temporary_folder("megagrpo_generate_") as folder:
+        question, answer = folder / "request.json", folder / "answer.json"
         question.write_text(json.dumps(request))
         ended = child.run("megagrpo.api.generation_process", [str(question), str(answer)])
         if ended.exit_code:

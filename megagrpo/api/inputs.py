@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from megagrpo.api.rows import Rows
 from megagrpo.config import ConfigError, RunConfig, evaluation_sets, override_text
 from megagrpo.config.paths import anchored
 from megagrpo.config.yaml_text import shortened
+from megagrpo.process.removal import remove
 from megagrpo.records.run_files import FROM_PYTHON, make_run_folder
 
 type Reward = str | Callable[..., Any] | Mapping[str, Any]
@@ -99,7 +99,7 @@ class Inputs:
                     partial.rename(folder)
                     folder.chmod(above.stat().st_mode & 0o777)  # as the umask says, unlike mkdtemp
             finally:
-                shutil.rmtree(partial, ignore_errors=True)
+                remove(partial)
         except OSError as error:
             raise ConfigError(f"run.output_dir: {above} cannot be written: {error.strerror or error}; name another folder") from error
         return folder

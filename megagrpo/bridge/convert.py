@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, reduce
@@ -34,6 +33,7 @@ from megagrpo.families.sources import resolve_model
 from megagrpo.parallel.agree import RankError, on_first_rank, run_and_agree, run_own_and_agree
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.process.progress import SILENT, Progress, Task
+from megagrpo.process.removal import remove
 
 _COMMIT = 2**28  # bytes between two commits: a kill loses at most this much work
 
@@ -65,14 +65,14 @@ def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT
             add_pieces(frame, [piece for pieces in everyone for piece in pieces])
             for file in frame.iterdir():
                 file.rename(folder.path / file.name)
-            frame.rmdir()
+            remove(frame)
 
         run_and_agree(layout, finish, here=layout.world_rank == 0)
 
 
 def _empty(folder: Path) -> None:
     """Create the folder empty: a killed attempt may have left files in it."""
-    shutil.rmtree(folder, ignore_errors=True)
+    remove(folder)
     folder.mkdir()
 
 

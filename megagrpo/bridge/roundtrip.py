@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from megagrpo.families.config import load_hf_config
 from megagrpo.families.sources import INDEX, resolve_model
 from megagrpo.parallel.agree import on_first_rank
 from megagrpo.parallel.layout import Layout
+from megagrpo.process.removal import remove
 from megagrpo.process.terminal import show
 
 SHOWN = 5  # limit of the differences that are printed
@@ -31,7 +31,7 @@ def check(model: str, manifest: Path | None, scratch: Path, layout: Layout) -> b
         return on_first_rank(layout, lambda: _report(source, folder / "hf", manifest or Path(f"{source.name}.manifest.json")))
     finally:
         if layout.world_rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
 
 
 def _report(source: Path, back: Path, manifest: Path) -> bool:

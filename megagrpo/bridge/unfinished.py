@@ -11,6 +11,7 @@ from typing import Any
 
 from megagrpo.parallel.agree import run_and_agree, run_own_and_agree
 from megagrpo.parallel.layout import Layout
+from megagrpo.process.removal import remove
 
 _PURPOSE = "purpose.json"
 
@@ -19,7 +20,7 @@ class Unfinished:
     """The folder `path` beside `folder`; `publish` renames it to `folder`. Collective.
 
     Files of a killed process are kept if they were written for the same `purpose`, and deleted otherwise. Raises ValueError when `folder`
-    is not empty, or another process writes it.
+    is not empty, another process writes it, or `path` is a link or a folder that no process of this kind has made.
     """
 
     def __init__(self, folder: Path, layout: Layout, purpose: dict[str, Any]):
@@ -30,20 +31,26 @@ class Unfinished:
 
     def _claim(self, purpose: dict[str, Any]) -> None:
         refuse_taken(self.folder)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.path, os.O_RDONLY)  # the kernel releases the lock when the process ends
+        stamp, fresh = self.path / _PURPOSE, self.path / f"{_PURPOSE}.new"
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path, os.O_DIRECTORY | os.O_NOFOLLOW)  # the kernel releases the lock when the process ends
+            foreign = not stamp.is_file() and any(path != fresh for path in self.path.iterdir())
+        except (FileExistsError, NotADirectoryError):
+            foreign = True
+        if foreign:
+            raise ValueError(f"{self.path} was not made by this command; rename it, or name another folder than {self.folder}")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"{self.folder} is being written by another process; wait for it, or name another folder") from None
         text = json.dumps(purpose, sort_keys=True)
-        stamp = self.path / _PURPOSE
         if not stamp.exists() or stamp.read_text() != text:
-            for old in self.path.iterdir():
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
-            fresh = stamp.with_suffix(".new")
-            fresh.write_text(text)
-            fresh.rename(stamp)
+            for purpose_now in ("", text):  # the stamp comes first and last: a kill between leaves files for no purpose
+                fresh.write_text(purpose_now)
+                fresh.rename(stamp)
+                for old in set(self.path.iterdir()) - {stamp}:
+                    remove(old)
 
     def check_space(self, needed: int) -> None:
         """Raises OSError on every rank when the disk has less than the sum of all ranks' `needed` bytes. `needed` excludes bytes already
@@ -58,7 +65,7 @@ class Unfinished:
 
     def _publish(self) -> None:
         for own in [self.path / _PURPOSE, *self.path.glob("journal_*.jsonl")]:
-            own.unlink()
+            remove(own)
         self.path.rename(self.folder)
         os.close(self._lock)
 
@@ -66,7 +73,7 @@ class Unfinished:
         """Remove everything written, because a retry would fail again. Every rank calls it; no rank waits for another."""
         self.journal.close()
         if self._layout.world_rank == 0:
-            shutil.rmtree(self.path, ignore_errors=True)
+            remove(self.path)
             os.close(self._lock)
 
 

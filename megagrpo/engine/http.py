@@ -16,6 +16,7 @@ import httpx
 from megagrpo.engine.access import headers
 from megagrpo.engine.fleet import Fleet
 from megagrpo.engine.protocol import EngineDeadError
+from megagrpo.process.removal import remove
 from megagrpo.transfer.manifest import WeightSyncError
 
 # shared: each client would otherwise load the certificates again, which takes longer than a request
@@ -189,7 +190,7 @@ class MovedServers:
 
     def forget(self) -> None:
         """Remove the file of an earlier start."""
-        self._file.unlink(missing_ok=True)
+        remove(self._file)
 
     async def send(self, request: httpx.Request, transport: httpx.AsyncBaseTransport) -> httpx.Response:
         """Send `request` through `transport` to the current address of its server.

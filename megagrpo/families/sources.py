@@ -7,12 +7,15 @@ import fcntl
 import importlib.util
 import os
 import re
-import shutil
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 from megagrpo.config import Problem, ProblemError
 from megagrpo.families.config import architecture_problems, of_model, read_raw_config
+from megagrpo.process.code_caches import user_cache
+from megagrpo.process.ownership import open_lock
+from megagrpo.process.removal import remove
 from megagrpo.process.terminal import show
 
 INDEX = "model.safetensors.index.json"  # index of a sharded checkpoint
@@ -82,6 +85,9 @@ def _from_package(package: str, key: str) -> Path:
     folder = cache_folder() / f"{package}-{source.stem}-{source.stat().st_size}-bf16"
     with _only_one_process(folder):
         if not folder.exists():
+            for left in folder.parent.iterdir():
+                if re.fullmatch(rf"\.{re.escape(folder.name)}\.[0-9a-f]{{16}}\.tmp", left.name):
+                    remove(left)  # of a killed process: this one holds the lock
             show(f"converting {source.name} of package {package} to {folder} (once)")
             with new_folder(folder) as unfinished:
                 _convert_gguf(source, unfinished)
@@ -118,8 +124,8 @@ def _convert_gguf(source: Path, folder: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of converted models: $MEGAGRPO_CACHE, else ~/.cache/megagrpo. Creates it if missing."""
-    folder = Path(os.environ.get("MEGAGRPO_CACHE") or Path.home() / ".cache" / "megagrpo")
+    """Return the folder of converted models: $MEGAGRPO_CACHE, else `megagrpo` in the user's cache. Creates it if missing."""
+    folder = Path(os.environ.get("MEGAGRPO_CACHE") or user_cache() / "megagrpo")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -128,20 +134,19 @@ def cache_folder() -> Path:
 def new_folder(folder: Path) -> Iterator[Path]:
     """Context manager: yield a temporary folder beside `folder`, rename it on success and delete it on an error, so that `folder` is
     complete or absent."""
-    unfinished = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")  # a process id may be another container's too
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
         unfinished.rename(folder)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        remove(unfinished)
         raise
 
 
 @contextlib.contextmanager
 def _only_one_process(folder: Path) -> Iterator[None]:
     """Context manager: hold a lock beside `folder`. The system releases it when the process dies."""
-    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+    with os.fdopen(open_lock(folder.with_name(f".{folder.name}.lock"))) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

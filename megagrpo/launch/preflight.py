@@ -18,6 +18,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -62,9 +63,8 @@ def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[s
         lines.append("apex: the installed package is another project with this name, not NVIDIA's apex; uninstall it (docs/gpu.md)")
     try:
         make_run_folder(folder)
-        probe = folder / f".probe.{socket.gethostname()}.{os.getpid()}"
-        probe.write_text("")
-        probe.unlink()
+        with tempfile.TemporaryFile(prefix=".probe.", dir=folder):
+            pass
         if (free := shutil.disk_usage(folder).free / 2**30) < FREE_GIB:
             lines.append(f"disk: {folder} has {free:.2f} GiB free, but a run needs at least {FREE_GIB:g}; free some space")
     except OSError as error:

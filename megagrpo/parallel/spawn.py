@@ -15,7 +15,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -33,6 +32,7 @@ import megagrpo.parallel.layout  # noqa: F401
 from megagrpo import device
 from megagrpo.parallel.rendezvous import stay_on_this_host
 from megagrpo.process.parent_death import end_with_parent
+from megagrpo.process.removal import temporary_folder
 
 
 class RankFailed(RuntimeError):
@@ -55,23 +55,23 @@ def run_ranks(
     """
     start = start or ("spawn" if device.has_gpu() else "fork")
     context = multiprocessing.get_context("spawn") if start == "spawn" else multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+    with temporary_folder("ranks_") as folder:
         ranks: dict[int, BaseProcess] = {}
         sys.stdout.flush()
         sys.stderr.flush()
         try:
             for rank in range(n):
-                ranks[rank] = context.Process(target=_rank, args=(rank, n, Path(folder), os.getpid(), function, args))
+                ranks[rank] = context.Process(target=_rank, args=(rank, n, folder, os.getpid(), function, args))
                 with _environment(env or {}), warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # torch warns of its two idle helper threads, which no rank needs
                     ranks[rank].start()
-            _wait(ranks, Path(folder), timeout)
+            _wait(ranks, folder, timeout)
         finally:
             for process in ranks.values():
                 if process.pid is not None:
                     process.kill()
                     process.join()
-        return [pickle.loads((Path(folder) / f"result_{rank}").read_bytes()) for rank in range(n)]
+        return [pickle.loads((folder / f"result_{rank}").read_bytes()) for rank in range(n)]
 
 
 @contextlib.contextmanager

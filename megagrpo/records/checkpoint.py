@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import textwrap
 import time
@@ -43,6 +44,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.policy.optimizer import dense_moments
 from megagrpo.policy.reference import Reference
+from megagrpo.process.removal import remove
 from megagrpo.records.run_files import BEST as BEST
 from megagrpo.records.run_files import STATE_FILE as STATE_FILE
 from megagrpo.records.run_files import checkpoints as checkpoints
@@ -157,7 +159,7 @@ class Checkpointer:
                 saving.write.wait()
             full = f"; {readable(shutil.disk_usage(self.folder).free)} of disk space free" if self.folder.exists() else ""
             if self.layout.world_rank == 0:
-                shutil.rmtree(saving.partial, ignore_errors=True)
+                remove(saving.partial)
             raise CheckpointError(f"writing checkpoint {saving.final} failed; earlier checkpoints remain: {error}{full}") from error
 
     def load(self, path: Path) -> TrainState:
@@ -201,7 +203,8 @@ class Checkpointer:
     def _prepare(self, partial: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for stale in self.folder.glob(".step_*.partial"):
-            shutil.rmtree(stale)
+            if re.fullmatch(r"\.step_\d{6,}(\.old)?\.partial", stale.name):
+                remove(stale)
         free = shutil.disk_usage(self.folder).free
         if free < self._bytes_needed:
             raise OSError(f"the disk is full: {readable(free)} free, at least {readable(self._bytes_needed)} needed")
@@ -231,13 +234,13 @@ class Checkpointer:
         (partial / CHECKSUMS).write_text(json.dumps(written | checksums(partial, others), indent=1))
         for path in [*others, partial / CHECKSUMS, partial]:
             _to_disk(path)
-        if final.exists():
+        if os.path.lexists(final):
             _remove(final)
         partial.rename(final)
         _to_disk(self.folder)
         best = self.folder / f"step_{state.best_step:06d}"
         for old in checkpoints(self.folder)[: -self.keep]:
-            if old != best:
+            if old != best and not old.is_symlink():  # a link is the user's
                 _remove(old)
         if best == final:
             _point(self.folder / BEST, best)
@@ -377,12 +380,12 @@ def _remove(checkpoint: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that remains of an interrupted removal do not count as a checkpoint; the next save
     deletes them."""
     aside = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.partial"))
-    shutil.rmtree(aside, ignore_errors=True)
+    remove(aside)
 
 
 def _point(link: Path, checkpoint: Path) -> None:
     """Replace the link atomically, so that it never points to nothing."""
     fresh = link.with_name(f".{link.name}.partial")
-    fresh.unlink(missing_ok=True)
+    remove(fresh)
     fresh.symlink_to(checkpoint.name)
     fresh.replace(link)

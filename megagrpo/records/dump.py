@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,6 +38,7 @@ from megagrpo.parallel.agree import run_and_agree
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import moments_of
 from megagrpo.policy.reference import Reference
+from megagrpo.process.removal import remove
 from megagrpo.records.starts import package_versions
 from megagrpo.types import LossFn, LossInputs, LossOutput, ScoredRollout
 
@@ -126,13 +126,13 @@ class StepDumps:
         except (OSError, ValueError, RuntimeError) as error:
             self._say(f"warning: dumping step {self._step} failed; training continues: {error}")
             if self._layout.world_rank == 0:
-                shutil.rmtree(self._partial, ignore_errors=True)
+                remove(self._partial)
             self._step = 0
             return False
         return True
 
     def _clear(self) -> None:
-        shutil.rmtree(self._partial, ignore_errors=True)
+        remove(self._partial)
         self._partial.mkdir(parents=True)
 
     def _save_weights(self) -> None:
@@ -191,8 +191,7 @@ class StepDumps:
         }
         save_file(_token_rows(scored), self._partial / "samples.safetensors")
         (self._partial / STEP_FILE).write_text(json.dumps(_plain(contents), indent=1, ensure_ascii=False, allow_nan=False))
-        if self._final.exists():  # left by the run before it was resumed from an earlier step
-            shutil.rmtree(self._final)
+        remove(self._final)  # left by the run before it was resumed from an earlier step
         self._partial.rename(self._final)
 
 

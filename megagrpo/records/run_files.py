@@ -23,7 +23,8 @@ def make_run_folder(folder: Path) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first."""
-    return sorted(p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", p.name) and (p / STATE_FILE).is_file())
+    complete = (p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", p.name) and (p / STATE_FILE).is_file())
+    return sorted(complete, key=lambda p: int(p.name.removeprefix("step_")))
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

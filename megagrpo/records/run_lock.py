@@ -13,6 +13,8 @@ import socket
 from pathlib import Path
 from typing import TextIO
 
+from megagrpo.process.ownership import open_lock
+from megagrpo.process.removal import remove, remove_empty
 from megagrpo.records.run_files import make_run_folder
 
 LOCK = ".lock"
@@ -24,11 +26,13 @@ class RunFolderLost(RuntimeError):
 
 
 class RunLock:
-    """The lock on the run folder `folder`. `take` creates the folder; `release` removes the lock file, and the folder if it is empty."""
+    """The lock on the run folder `folder`. `take` creates the folder; `release` removes the lock file, and the folder if it is empty and
+    `take` created it."""
 
     def __init__(self, folder: Path):
         self.folder, self._path = folder, folder / LOCK
         self._file: TextIO | None = None
+        self._made = False  # whether `take` has created the folder
 
     def take(self) -> None:
         """Take the lock of the folder at this path. Does nothing if this process holds it.
@@ -38,8 +42,9 @@ class RunLock:
         """
         while not self._is_ours():
             try:
+                self._made |= not self.folder.exists()
                 make_run_folder(self.folder)
-                file = self._path.open("a+")
+                file = os.fdopen(open_lock(self._path), "r+")
             except OSError as error:
                 said = f"{self.folder} cannot be created or written to: {error.strerror}"
                 raise ValueError(f"run.output_dir: {said}; name another folder") from None
@@ -55,7 +60,8 @@ class RunLock:
             self._close()
             self._file = file  # unless the folder was moved or deleted between open and flock: then this goes round again
         assert self._file is not None, "`_is_ours` checks it"
-        self._file.truncate(0)
+        self._file.seek(0)
+        self._file.truncate()
         print(f"process {os.getpid()} on host {socket.gethostname()}", file=self._file, flush=True)
 
     def check(self) -> None:
@@ -69,11 +75,9 @@ class RunLock:
     def release(self) -> None:
         """Release the lock. Does nothing if this process does not hold it."""
         if self._is_ours():
-            self._path.unlink(missing_ok=True)
-            try:
-                self.folder.rmdir()  # only succeeds when the run wrote nothing
-            except OSError:
-                pass
+            remove(self._path)
+            if self._made:
+                remove_empty(self.folder)  # only when the run wrote nothing
         self._close()
 
     def _is_ours(self) -> bool:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
+import os
 from pathlib import Path
 
 from megagrpo.config import RunConfig, save_resolved
+from megagrpo.process.removal import remove
 from megagrpo.process.terminal import show
 from megagrpo.records.checkpoint import CheckpointError, checked, newest_checkpoint
 from megagrpo.records.run_files import FROM_PYTHON
@@ -36,13 +37,16 @@ def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None)
             raise ValueError(
                 f"run.name: {folder} holds an earlier run; continue it with --resume, pick another name, or set run.overwrite=true"
             )
-        aside = next(p for p in (folder.with_name(f"{folder.name}.{i}") for i in range(1, 10_000)) if not p.exists())
-        shutil.move(folder, aside)
+        aside = next(p for p in (folder.with_name(f"{folder.name}.{i}") for i in range(1, 10_000)) if not os.path.lexists(p))
+        try:
+            folder.rename(aside)
+        except OSError as error:
+            raise ValueError(f"run.overwrite: {folder} cannot be moved to {aside}: {error.strerror}; set another run.name") from None
         show(f"the earlier run in {folder} was moved to {aside}" + (" (run.overwrite)" if config.run.overwrite else ""))
-        (aside / LOCK).unlink(missing_ok=True)
+        remove(aside / LOCK)  # which this process holds
         lock.take()
         if (aside / FROM_PYTHON).exists():  # both runs' configs name files in it
-            shutil.move(aside / FROM_PYTHON, folder / FROM_PYTHON)
+            (aside / FROM_PYTHON).rename(folder / FROM_PYTHON)
     save_resolved(config, folder)
     if job is not None:
         begun_by.write_text(job)
