@@ -31,7 +31,7 @@ class Unfinished:
 
     def _claim(self, purpose: dict[str, Any]) -> None:
         refuse_taken(self.folder)
-        stamp, fresh = self.path / _PURPOSE, self.path / f"{_PURPOSE}.new"
+        stamp, fresh = self.path / _PURPOSE, (self.path / _PURPOSE).with_suffix(".new")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path, os.O_DIRECTORY | os.O_NOFOLLOW)  # the kernel releases the lock when the process ends

@@ -30,16 +30,17 @@ def user_cache() -> Path:
 def code_caches(temporary: Path) -> dict[str, str]:
     """Return variable -> folder of this run's caches of compiled code. torch's is kept in the user's cache, for the next run.
 
-    If another user could write there or to the home folder, all caches go to `temporary`, and a warning names the reason.
+    If another user could write there or to the home folder, all caches go to `temporary`, and a warning names the reason. Without a home
+    folder that this user can write to, they go there without a warning: such a machine keeps nothing.
     """
     try:
         folder = user_cache() / "megagrpo" / "torchinductor"
         problem = not_private(folder, create=True) or not_private(Path.home())
         if not problem:
             return {COMPILED: str(folder)}
-    except (OSError, RuntimeError) as error:
-        problem = str(error)
-    if os.environ.get("RANK", "0") == "0":
+    except (OSError, RuntimeError):
+        problem = ""
+    if problem and os.environ.get("RANK", "0") == "0":
         warn(
             f"warning: {problem}, so code that this run compiles is not kept for the next run; set {COMPILED} to a folder that only you "
             "can write to"

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import textwrap
 import time
@@ -48,6 +47,7 @@ from megagrpo.process.removal import remove
 from megagrpo.records.run_files import BEST as BEST
 from megagrpo.records.run_files import STATE_FILE as STATE_FILE
 from megagrpo.records.run_files import checkpoints as checkpoints
+from megagrpo.records.run_files import make_room, partial_of, remove_old, remove_partial
 from megagrpo.records.run_files import newest_checkpoint as newest_checkpoint
 from megagrpo.types import TrainState
 
@@ -121,7 +121,7 @@ class Checkpointer:
         assert self._saving is None, "two checkpoints at a time"
         final = self.folder / f"step_{state.step:06d}"
         reference_moved = self.reference is not None and self.reference.moved
-        saving = self._saving = _Saving(final, self.folder / f".{final.name}.partial", state, reference_moved)
+        saving = self._saving = _Saving(final, partial_of(final), state, reference_moved)
         with self._all_or_nothing(saving):
             run_and_agree(self.layout, lambda: self._prepare(saving.partial), here=self.layout.world_rank == 0)
             self._write_adapter(saving.partial)
@@ -202,9 +202,7 @@ class Checkpointer:
 
     def _prepare(self, partial: Path) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for stale in self.folder.glob(".step_*.partial"):
-            if re.fullmatch(r"\.step_\d{6,}(\.old)?\.partial", stale.name):
-                remove(stale)
+        remove_partial(self.folder)
         free = shutil.disk_usage(self.folder).free
         if free < self._bytes_needed:
             raise OSError(f"the disk is full: {readable(free)} free, at least {readable(self._bytes_needed)} needed")
@@ -234,14 +232,11 @@ class Checkpointer:
         (partial / CHECKSUMS).write_text(json.dumps(written | checksums(partial, others), indent=1))
         for path in [*others, partial / CHECKSUMS, partial]:
             _to_disk(path)
-        if os.path.lexists(final):
-            _remove(final)
+        make_room(final)
         partial.rename(final)
         _to_disk(self.folder)
         best = self.folder / f"step_{state.best_step:06d}"
-        for old in checkpoints(self.folder)[: -self.keep]:
-            if old != best and not old.is_symlink():  # a link is the user's
-                _remove(old)
+        remove_old(self.folder, self.keep, best)
         if best == final:
             _point(self.folder / BEST, best)
 
@@ -374,13 +369,6 @@ def _to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _remove(checkpoint: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that remains of an interrupted removal do not count as a checkpoint; the next save
-    deletes them."""
-    aside = checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old.partial"))
-    remove(aside)
 
 
 def _point(link: Path, checkpoint: Path) -> None:

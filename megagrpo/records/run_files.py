@@ -1,13 +1,17 @@
-"""Names of the files and folders of a run, and the list of its checkpoints. Imports the standard library only."""
+"""Names of the files and folders of a run; its checkpoints, and the removal of old ones. Needs no package but the standard library."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from pathlib import Path
 
+from megagrpo.process.removal import remove
+
 CHECKPOINTS = "checkpoints"  # folder of a run's checkpoints
 STATE_FILE = "megagrpo.json"  # a checkpoint that has this file is complete
+_CHECKPOINT = r"step_\d{6,}"
 BEST = "best"  # name of the link to the checkpoint with the best evaluation
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 RESOLVED = "resolved.yaml"  # the config of a run, with every value
@@ -23,7 +27,7 @@ def make_run_folder(folder: Path) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first."""
-    complete = (p for p in folder.glob("step_*") if re.fullmatch(r"step_\d{6,}", p.name) and (p / STATE_FILE).is_file())
+    complete = (p for p in folder.glob("step_*") if re.fullmatch(_CHECKPOINT, p.name) and (p / STATE_FILE).is_file())
     return sorted(complete, key=lambda p: int(p.name.removeprefix("step_")))
 
 
@@ -31,3 +35,41 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """Return the complete checkpoint with the highest step, or None."""
     complete = checkpoints(folder)
     return complete[-1] if complete else None
+
+
+def partial_of(checkpoint: Path, what: str = "") -> Path:
+    """Return the folder in which a checkpoint is written, or with `what` another one that `remove_partial` removes."""
+    return checkpoint.with_name(f".{checkpoint.name}{what}.partial")
+
+
+def remove_partial(folder: Path) -> None:
+    """Remove checkpoints in `folder` whose writing or removal was interrupted."""
+    for path in folder.glob(".step_*.partial"):
+        if re.fullmatch(rf"\.{_CHECKPOINT}(\.old)?\.partial", path.name):
+            remove(path)
+
+
+def remove_checkpoint(checkpoint: Path) -> None:
+    """Remove a checkpoint. It is renamed first, so that remains of an interrupted removal do not count as a checkpoint. Of a link only the
+    link is removed."""
+    remove(checkpoint.rename(partial_of(checkpoint, ".old")))
+
+
+def make_room(checkpoint: Path) -> None:
+    """Remove the checkpoint or link at this path. Anything else there is not a run's, and is renamed."""
+    if checkpoint.is_symlink() or (checkpoint / STATE_FILE).is_file():
+        remove_checkpoint(checkpoint)
+    elif os.path.lexists(checkpoint):
+        checkpoint.rename(next_free(checkpoint))
+
+
+def remove_old(folder: Path, keep: int, best: Path) -> None:
+    """Remove all checkpoints but the newest `keep` and `best`. Links stay: a run makes none with a checkpoint's name."""
+    for old in checkpoints(folder)[:-keep]:
+        if old != best and not old.is_symlink():
+            remove_checkpoint(old)
+
+
+def next_free(path: Path) -> Path:
+    """Return the first of PATH.1, PATH.2, ... at which there is nothing, not even a broken link."""
+    return next(p for p in (path.with_name(f"{path.name}.{i}") for i in range(1, 10_000)) if not os.path.lexists(p))

@@ -127,8 +127,8 @@ def pass_on(server: subprocess.Popen[bytes]) -> None:
 def end(server: subprocess.Popen[bytes], grace: float, files: dict[str, int]) -> None:
     """Send SIGTERM to the server, then, after `grace` seconds, SIGKILL to all remaining descendants of this process.
 
-    Adds to `files` the shared memory that they map now and meanwhile: a server that still starts may create some after SIGTERM. SIGKILL goes to
-    children only, whose process ids nobody can reuse before `reap`. Their children become children of this process.
+    Adds to `files` the shared memory that they map until then: a server that still starts may create some after SIGTERM. SIGKILL goes to
+    children only, whose process ids stay taken until `reap`. Their own children become children of this process.
     """
     files |= shared_files(descendants())
     scanned = time.monotonic()
@@ -196,7 +196,7 @@ def has_engine(pids: list[int]) -> bool:
 
 def shared_files(pids: list[int]) -> dict[str, int]:
     """Return path -> inode of vLLM's shared memory files that these processes have mapped. A killed process leaves them behind."""
-    files = {}
+    files: dict[str, int] = {}
     for pid in pids:
         try:
             lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()

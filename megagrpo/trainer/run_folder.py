@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from megagrpo.config import RunConfig, save_resolved
 from megagrpo.process.removal import remove
 from megagrpo.process.terminal import show
 from megagrpo.records.checkpoint import CheckpointError, checked, newest_checkpoint
-from megagrpo.records.run_files import FROM_PYTHON
+from megagrpo.records.run_files import FROM_PYTHON, next_free
 from megagrpo.records.run_lock import LOCK, RunLock
 
 
@@ -37,7 +36,7 @@ def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None)
             raise ValueError(
                 f"run.name: {folder} holds an earlier run; continue it with --resume, pick another name, or set run.overwrite=true"
             )
-        aside = next(p for p in (folder.with_name(f"{folder.name}.{i}") for i in range(1, 10_000)) if not os.path.lexists(p))
+        aside = next_free(folder)
         try:
             folder.rename(aside)
         except OSError as error:

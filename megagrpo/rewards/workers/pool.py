@@ -129,7 +129,8 @@ class Worker:
     def _is_dead_or_out_of_sync(self) -> bool:
         """Whether an idle worker has died, or has sent anything although no call is open."""
         try:
-            return self.process.poll() is not None or bool(self.channel.arrived()) or self.channel.has_half_a_message
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # its id stays taken until `kill`
+            return ended is not None or bool(self.channel.arrived()) or self.channel.has_half_a_message
         except (EOFError, ProtocolError):
             return True
 

@@ -113,6 +113,38 @@ def test_what_was_left_for_another_purpose_is_cleared_and_what_all_ranks_need_mu
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.parametrize("what", ["a folder of the user", "a link to somebody's folder", "a file"])
+def test_a_partial_folder_that_no_conversion_made_stays(what, tmp_path):
+    theirs, partial = tmp_path / "theirs", tmp_path / ".out.partial"
+    theirs.mkdir()
+    (theirs / "notes").touch()
+    if what == "a file":
+        partial.touch()
+    elif what == "a folder of the user":
+        theirs.rename(partial)
+        theirs = partial
+    else:
+        partial.symlink_to(theirs)
+    with pytest.raises(ValueError, match=r"\.out\.partial was not made by this command; rename it, or name another folder than .*out"):
+        Unfinished(tmp_path / "out", TwoRanks(), dict(of="this"))
+    assert (theirs / "notes").exists() and os.path.lexists(partial)
+
+
+def test_a_kill_while_files_of_another_purpose_are_cleared_leaves_files_for_no_purpose(tmp_path):
+    first = Unfinished(tmp_path / "out", TwoRanks(), dict(of="this"))
+    first.journal.write(["done"])
+    (first.path / "part").symlink_to(tmp_path)
+    os.close(first._lock)
+    pid = os.fork()
+    if not pid:
+        unfinished.remove = lambda path: os._exit(0)
+        Unfinished(tmp_path / "out", TwoRanks(), dict(of="that"))
+        os._exit(1)
+    assert os.waitpid(pid, 0)[1] == 0
+    again = Unfinished(tmp_path / "out", TwoRanks(), dict(of="this"))
+    assert again.journal.lines == [] and not os.path.lexists(again.path / "part") and tmp_path.exists()
+
+
 def left_behind(out, layout, source):
     """The tensors that an interrupted attempt finds from earlier attempts."""
     with pytest.raises(KeyboardInterrupt), _unfinished(out, layout, source) as folder:

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from megagrpo.families import sources
 from megagrpo.families.sources import new_folder, resolve_model
 
 LLAMA = dict(model_type="llama", num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=9)
@@ -81,6 +82,20 @@ def test_smollm2_has_its_chat_format_and_counts_digits_one_by_one():
     assert tokenizer.convert_ids_to_tokens(tokenizer("1234567890")["input_ids"]) == list("1234567890")
     assert tokenizer.eos_token == "<|im_end|>"
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_what_a_killed_conversion_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    made = tmp_path / "cache" / "stand_in-tiny-4-bf16"
+    for name in (f".{made.name}.0123456789abcdef.tmp", f".{made.name}.mine.tmp"):
+        (made.parent / name).mkdir(parents=True)
+    (tmp_path / "stand_in").mkdir()
+    (tmp_path / "stand_in" / "__init__.py").touch()
+    (tmp_path / "stand_in" / "tiny.gguf").write_text("GGUF")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("MEGAGRPO_CACHE", str(made.parent))
+    monkeypatch.setattr(sources, "_convert_gguf", lambda source, folder: (folder / "config.json").touch())
+    assert sources._from_package("stand_in", "model.path") == made
+    assert {path.name for path in made.parent.iterdir()} == {made.name, f".{made.name}.mine.tmp", f".{made.name}.lock"}
 
 
 def test_a_new_folder_is_complete_or_absent(tmp_path):

@@ -1,6 +1,5 @@
 """What a clean-up removes: only what is of this user and this package, and whose owner has ended, whatever its content is."""
 
-import ctypes
 import os
 import signal
 import stat

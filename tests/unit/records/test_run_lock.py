@@ -62,6 +62,23 @@ def test_a_release_removes_the_lock_file_and_an_empty_folder(tmp_path):
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["metrics.jsonl"]
 
 
+def test_a_release_leaves_a_folder_that_the_user_has_made(tmp_path):
+    (tmp_path / "run").mkdir()
+    lock = RunLock(tmp_path / "run")
+    lock.take()
+    lock.release()
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_a_link_in_place_of_the_lock_is_refused_and_its_target_stays(tmp_path):
+    (tmp_path / "theirs").write_text("text")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK).symlink_to(tmp_path / "theirs")
+    with pytest.raises(ValueError, match=r"run\.output_dir: .* cannot be created or written to: Too many levels of symbolic links"):
+        RunLock(tmp_path / "run").take()
+    assert (tmp_path / "theirs").read_text() == "text"
+
+
 @pytest.mark.parametrize(
     "lose",
     [

@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import mmap
 import os
 import signal
 import socket
@@ -20,7 +21,7 @@ from megagrpo.config import load_config
 from megagrpo.engine.http import MovedServers, NoAnswer, Servers, answers
 from megagrpo.engine.protocol import EngineStartError, derive_seed
 from megagrpo.process import variables
-from megagrpo.process.ownership import owner_in
+from megagrpo.process.ownership import TEMPORARY, make_folder, owner_in
 from megagrpo.process.shm_names import CPU_WORKERS, FOLDER, SEGMENTS, remove_stale
 from megagrpo.servers import command_line
 from megagrpo.servers.launcher import Launcher, Server
@@ -171,6 +172,89 @@ def test_files_that_a_killed_server_had_mapped_are_removed():
     supervisor.terminate()
     supervisor.wait(20)
     assert not name.exists()
+
+
+AFTER_SIGTERM = """
+import mmap, os, signal, sys, time
+def later(*_):
+    if os.fork() == 0:
+        os.setsid()
+    for name in sys.argv[1:]:
+        with open(name.format(os.getpid()), "w+b") as file:
+            file.truncate(4096)
+            kept.append(mmap.mmap(file.fileno(), 0))
+    print("made", flush=True)
+    time.sleep(600)
+kept = []
+signal.signal(signal.SIGTERM, later)
+print("up", flush=True)
+time.sleep(600)
+"""
+NAMED_AFTER_SIGTERM = """
+import os, signal, time
+from megagrpo.process.shm_names import SEGMENTS, owned
+def later(*_):
+    open("/dev/shm/" + owned(SEGMENTS), "w").close()
+    print(owned(SEGMENTS), flush=True)
+    os._exit(0)
+signal.signal(signal.SIGTERM, later)
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+def end_after_sigterm(grace: int, code: str, *words: str) -> str:
+    """What a supervised server printed after the supervisor was asked to stop; the supervisor has ended."""
+    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(grace), sys.executable, "-c", code, *words]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
+        assert supervisor.stdout.readline() == "up\n"
+        supervisor.terminate()
+        return supervisor.stdout.read()
+
+
+def test_files_that_a_starting_server_makes_after_sigterm_are_removed():
+    names = [f"/dev/shm/{kind}_late{os.getpid()}_{{}}" for kind in ("psm", "vllm_offload")]
+    end_after_sigterm(2, AFTER_SIGTERM, *names)
+    assert not list(Path("/dev/shm").glob(f"*_late{os.getpid()}_*"))
+
+
+def test_segments_that_a_starting_server_makes_after_sigterm_are_removed_without_being_mapped():
+    owner = end_after_sigterm(20, NAMED_AFTER_SIGTERM).removeprefix(SEGMENTS).partition("-")[0]
+    assert owner and not list(Path("/dev/shm").glob(f"*{owner}*"))
+
+
+def test_files_that_a_server_maps_and_that_are_not_only_its_own_stay(tmp_path):
+    """A file that another process maps, a file of another user, and a file behind the name that was replaced meanwhile."""
+    shared, theirs, replaced = (Path(f"/dev/shm/psm_{name}{os.getpid()}") for name in ("shared", "theirs", "replaced"))
+    kept = [mmap.mmap(os.open(path, os.O_CREAT | os.O_RDWR), 0) for path in (shared, theirs, replaced) if path.write_bytes(bytes(4096))]
+    for other in kept[1:]:
+        other.close()
+    if os.getuid() == 0:
+        os.chown(theirs, 65534, 65534)
+    code = "import mmap, os, sys, time; kept = [mmap.mmap(os.open(name, os.O_RDWR), 0) for name in sys.argv[1:]]; print('up', flush=True); "
+    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", code + "time.sleep(60)"]
+    supervisor = subprocess.Popen([*command, shared, theirs, replaced], stdout=subprocess.PIPE)
+    try:
+        supervisor.stdout.readline()
+        replaced.unlink()
+        replaced.symlink_to(tmp_path)
+        supervisor.terminate()
+        supervisor.wait(20)
+        assert shared.exists() and replaced.is_symlink() and (theirs.exists() or os.getuid() != 0)
+    finally:
+        for path in (shared, theirs, replaced):
+            path.unlink(missing_ok=True)
+
+
+def test_a_supervisor_leaves_the_temporary_files_of_a_process_that_lives(tmp_path):
+    """The launcher's folder is its ranks' temporary directory: a rank's supervisor must not take it when only the rank has ended."""
+    folder, lock = make_folder(TEMPORARY, tmp_path)
+    command = [sys.executable, "-S", str(SUPERVISOR), "1", "1", "true"]  # its parent is not process 1
+    subprocess.run(command, env={**os.environ, "TMPDIR": str(folder)}, timeout=20)
+    assert folder.exists()
+    os.close(lock)
+    subprocess.run(command, env={**os.environ, "TMPDIR": str(folder)}, timeout=20)
+    assert not folder.exists()
 
 
 def test_files_that_a_server_had_mapped_which_is_killed_soon_are_removed():
