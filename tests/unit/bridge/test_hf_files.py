@@ -130,7 +130,8 @@ def test_a_partial_folder_that_no_conversion_made_stays(what, tmp_path):
     assert (theirs / "notes").exists() and os.path.lexists(partial)
 
 
-def test_a_kill_while_files_of_another_purpose_are_cleared_leaves_files_for_no_purpose(tmp_path):
+@pytest.mark.parametrize("purpose", ["this", "that"])
+def test_a_kill_while_files_of_another_purpose_are_cleared_leaves_files_for_no_purpose(purpose, tmp_path):
     first = Unfinished(tmp_path / "out", TwoRanks(), dict(of="this"))
     first.journal.write(["done"])
     (first.path / "part").symlink_to(tmp_path)
@@ -141,7 +142,7 @@ def test_a_kill_while_files_of_another_purpose_are_cleared_leaves_files_for_no_p
         Unfinished(tmp_path / "out", TwoRanks(), dict(of="that"))
         os._exit(1)
     assert os.waitpid(pid, 0)[1] == 0
-    again = Unfinished(tmp_path / "out", TwoRanks(), dict(of="this"))
+    again = Unfinished(tmp_path / "out", TwoRanks(), dict(of=purpose))
     assert again.journal.lines == [] and not os.path.lexists(again.path / "part") and tmp_path.exists()
 
 

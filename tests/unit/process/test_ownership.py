@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,15 @@ def memory() -> Iterator[Path]:
     assert remove_tree(folder)
 
 
-@pytest.fixture
-def holder(memory) -> Iterator[subprocess.Popen]:
-    with subprocess.Popen([sys.executable, "-c", HOLDS, FOLDER, memory], stdout=subprocess.PIPE, text=True) as process:
-        yield process
-        process.kill()
+@contextmanager
+def running(memory: Path, *before: str, code: str = HOLDS) -> Iterator[subprocess.Popen]:
+    """A process that has a folder in `memory` and prints its path. It is killed at the end."""
+    command = [*before, sys.executable, "-c", code, FOLDER, memory]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def left_by_an_ended_process(parent: Path, prefix: str = FOLDER) -> Path:
@@ -76,24 +81,25 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_files_of_an_ended_process_go_and_files_of_a_living_one_stay(memory, holder):
-    living = Path(holder.stdout.readline().strip())
-    owners = [owner_in(living.name, FOLDER), owner_in(left_by_an_ended_process(memory).name, FOLDER)]
-    for owner in owners:
-        for label in (SEGMENTS, CPU_WORKERS):
-            (memory / f"{label}{owner}-1a2b3c4d-tp:0-[0-1]").touch()
-    remove_stale(memory)
-    assert names(memory) == {living.name, *(f"{label}{owners[0]}-1a2b3c4d-tp:0-[0-1]" for label in (SEGMENTS, CPU_WORKERS))}
-    holder.kill()
-    os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # a zombie, which init may never reap
-    remove_stale(memory)
-    assert names(memory) == set()
+def test_files_of_an_ended_process_go_and_files_of_a_living_one_stay(memory):
+    with running(memory) as holder:
+        living = Path(holder.stdout.readline().strip())
+        owners = [owner_in(living.name, FOLDER), owner_in(left_by_an_ended_process(memory).name, FOLDER)]
+        for owner in owners:
+            for label in (SEGMENTS, CPU_WORKERS):
+                (memory / f"{label}{owner}-1a2b3c4d-tp:0-[0-1]").touch()
+        remove_stale(memory)
+        assert names(memory) == {living.name, *(f"{label}{owners[0]}-1a2b3c4d-tp:0-[0-1]" for label in (SEGMENTS, CPU_WORKERS))}
+        holder.kill()
+        os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # a zombie, which init may never reap
+        remove_stale(memory)
+        assert names(memory) == set()
 
 
 @needs_namespaces
 def test_files_of_a_process_in_another_pid_namespace_stay_until_it_ends(memory):
     """Two containers with one /dev/shm do not see each other's processes."""
-    with subprocess.Popen([*OWN_NAMESPACE, sys.executable, "-c", HOLDS, FOLDER, memory], stdout=subprocess.PIPE, text=True) as container:
+    with running(memory, *OWN_NAMESPACE) as container:
         folder = Path(container.stdout.readline().strip())
         assert folder.name.startswith(f"{FOLDER}1.")
         remove_stale(memory)
@@ -191,16 +197,15 @@ def test_a_clean_up_goes_on_after_an_entry_that_it_cannot_remove(memory):
 def test_a_clean_up_beside_processes_that_come_and_go_raises_nothing(memory):
     code = HOLDS.replace("time.sleep(600)", "while True: make_folder(sys.argv[1], Path(sys.argv[2]))[0].rename(sys.argv[2] + '/x')")
     code = code.replace("print(", "import os; [os.mkdir(sys.argv[2] + '/x')]; print(")
-    with subprocess.Popen([sys.executable, "-c", code, FOLDER, memory], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    with running(memory, code=code) as process:
         process.stdout.readline()
         for _ in range(50):
             remove_stale(memory)
-        process.kill()
 
 
 def test_a_lock_that_another_fork_still_holds_counts_as_alive(memory):
     code = HOLDS.replace("time.sleep(600)", "import os; os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(600)")
-    with subprocess.Popen([sys.executable, "-c", code, FOLDER, memory], stdout=subprocess.PIPE, text=True) as process:
+    with running(memory, code=code) as process:
         folder, fork = Path(process.stdout.readline().strip()), int(process.stdout.readline())
         process.wait()
         remove_stale(memory)
