@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import IO
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-# files of vLLM in shared memory without their owner in the name; process/shm_names.py removes the others
-VLLM_FILES = re.compile(r"/dev/shm/(?!psm_megagrpo-|vllm_dist_megagrpo-)(?:psm|vllm)_[^/]+")
+VLLM_FILES = re.compile(r"/dev/shm/(?:psm_|vllm_|VLLM_|nccl-|sem\.mp-)[^/]+")  # files of vLLM, NCCL and multiprocessing
 EARLY = "--early"
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 LONGEST = 107 - len("/vllm-12345678/") - 36  # longest path for the temporary folder: vLLM makes sockets in it, with names of 36 characters
