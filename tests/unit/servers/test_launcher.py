@@ -246,6 +246,30 @@ def test_files_that_a_server_maps_and_that_are_not_only_its_own_stay(tmp_path):
             path.unlink(missing_ok=True)
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can start a child with another user's rights")
+def test_a_child_with_another_users_rights_does_not_keep_the_supervisor():
+    """Such as sudo, which the supervisor's user may not signal."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            server = subprocess.Popen(["true"])
+            server.wait()
+            if os.fork() == 0:
+                os.close(write)
+                os.read(read, 1)  # until the test has ended
+                os._exit(0)
+            os.setuid(65534)
+            supervisor_module.end(server, 0.1, {})
+            os._exit(0)
+        finally:
+            os._exit(1)
+    ended = os.waitpid(pid, 0)[1]
+    os.close(write)
+    os.close(read)
+    assert ended == 0
+
+
 def test_a_supervisor_leaves_the_temporary_files_of_a_process_that_lives(tmp_path):
     """The launcher's folder is its ranks' temporary directory: a rank's supervisor must not take it when only the rank has ended."""
     folder, lock = make_folder(TEMPORARY, tmp_path)

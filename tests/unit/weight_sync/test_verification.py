@@ -185,6 +185,13 @@ def test_ranks_on_two_hosts_are_refused(tmp_path):
 
     with pytest.raises(ValueError, match=r"all ranks on one host; they are on .*elsewhere"):
         SharedMemory(Two(), "float32", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_shared_memory_that_cannot_be_written_to_is_a_clear_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"rollout\.weight_sync_transport: .*/file cannot be written to: File exists"):
+        SharedMemory(OneRank(), "float32", tmp_path / "file")
 
 
 def test_shared_memory_that_is_too_small_is_a_clear_error():
