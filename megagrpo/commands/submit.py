@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from megagrpo.commands.config_arguments import add_config, add_resume, config_path, load, overrides
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.config.io import SHIPPED
-from megagrpo.process.terminal import warn
+from megagrpo.process.terminal import warn, write_output
 
 if TYPE_CHECKING:
     from megagrpo.launch.job import Cluster
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
     render = manifest if cluster.storage_claim else sbatch_script
     text = render(config, name, overrides(options), cluster, placement)
     if not options.submit:
-        print(text, end="")
+        write_output(text)
         return 0
     try:
         return subprocess.run(["sbatch"], input=text, text=True).returncode

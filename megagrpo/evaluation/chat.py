@@ -10,7 +10,7 @@ from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, read_chat_template
 from megagrpo.engine.protocol import Engine, derive_seed
 from megagrpo.families.config import load_hf_config
-from megagrpo.process.terminal import show, warn
+from megagrpo.process.terminal import show, warn, write_output
 from megagrpo.rollout.collector import sampling_params
 from megagrpo.servers.serving import Serving
 from megagrpo.types import Prompt, SamplingParams
@@ -92,16 +92,13 @@ def connect(serving: Serving, options: argparse.Namespace) -> Chat:
 
 def _print(response: str) -> None:
     """Print a response: unchanged to a file or a program, made printable on a terminal."""
-    if sys.stdout.isatty():
-        show(response)
-    else:
-        print(response, flush=True)
+    show(response) if sys.stdout.isatty() else write_output(f"{response}\n")
 
 
 def converse(chat: Chat) -> None:
     """Answer line by line until the input ends. An error is printed, and the conversation goes on."""
     while True:
-        print("> ", end="", file=sys.stderr, flush=True)
+        write_output("> ", sys.stderr)
         line = sys.stdin.readline()
         text = line.strip()
         if not line or text == "/exit":

@@ -6,13 +6,15 @@ Every place that prints text from outside this package uses this module. Files o
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO
 
 # C0 but tab and newline, DEL, C1, the marks and overrides of bidirectional text, line separators, surrogates, tags.
@@ -29,6 +31,14 @@ class LogLevelError(ValueError):
     """`MEGAGRPO_LOG_LEVEL` is not a log level."""
 
 
+class OutputError(Exception):
+    """Standard output cannot be written: its reader has closed the pipe, or its disk is full."""
+
+    def __init__(self, error: OSError):
+        super().__init__(f"megagrpo: standard output cannot be written: {error.strerror}; free space there, or write to another place")
+        self.is_closed_pipe = error.errno == errno.EPIPE
+
+
 def printable(text: str) -> str:
     """Return `text` with each control character written as its escape, `\\x1b` for ESC. Tabs and newlines stay."""
     return _STEERING.sub(lambda match: match[0].encode("unicode_escape").decode(), text.replace("\r\n", "\n"))
@@ -40,15 +50,41 @@ def one_line(text: str) -> str:
 
 
 def show(text: object, file: IO[str] | None = None) -> None:
-    """Print `printable` text and flush, on standard output or `file`."""
-    print(printable(str(text)), file=sys.stdout if file is None else file, flush=True)
+    """Print `printable` text and flush, on standard output or `file`. Raises OutputError."""
+    write_output(f"{printable(str(text))}\n", file)
+
+
+def write_output(text: str, file: IO[str] | None = None) -> None:
+    """Write `text` unchanged and flush, to standard output or `file`; nothing when the stream is closed. Raises OutputError."""
+    stream = sys.stdout if file is None else file
+    if stream is not None:
+        with output_errors(stream):
+            stream.write(text)
+            stream.flush()
 
 
 def warn(text: object) -> None:
-    """Print `printable` text and flush, on standard error. On a terminal long lines are wrapped at words."""
+    """Print `printable` text and flush, on standard error. On a terminal long lines are wrapped at words. A failure is ignored: no stream
+    is left that could report it."""
     if sys.stderr is not None and sys.stderr.isatty():
         text = "\n".join(wrapped(str(text), min(WIDTH, shutil.get_terminal_size().columns)))
-    show(text, sys.stderr)
+    if sys.stderr is not None:
+        with contextlib.suppress(OutputError):
+            show(text, sys.stderr)
+
+
+@contextlib.contextmanager
+def output_errors(stream: IO[str]) -> Iterator[None]:
+    """Context manager for writes. An OSError of a standard stream becomes OutputError, and all later output of the stream is discarded, its
+    buffer included, which Python writes when it exits."""
+    try:
+        yield
+    except OSError as error:
+        if stream not in (sys.stdout, sys.stderr):
+            raise
+        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+        raise OutputError(error) from error
 
 
 def wrapped(text: str, width: int = WIDTH, indent: int = 2, whole_words: bool = True) -> list[str]:

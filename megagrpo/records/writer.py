@@ -85,7 +85,4 @@ class MetricsWriter:
         if name in self._failed:
             return
         self._failed.add(name)
-        try:
-            warn(f"warning: {name} failed and may be incomplete; training continues. {type(error).__name__}: {error}")
-        except OSError:
-            pass  # stderr is closed
+        warn(f"warning: {name} failed and may be incomplete; training continues. {type(error).__name__}: {error}")

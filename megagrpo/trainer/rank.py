@@ -18,7 +18,7 @@ from megagrpo.engine.protocol import EngineError
 from megagrpo.parallel.agree import RankError
 from megagrpo.parallel.layout import Layout, init_layout
 from megagrpo.plan import plan
-from megagrpo.process.terminal import set_log_level, warn
+from megagrpo.process.terminal import OutputError, set_log_level, warn
 from megagrpo.records.checkpoint import CheckpointError
 from megagrpo.records.run_lock import RunFolderLost
 from megagrpo.trainer.alarms import BrokenTraining
@@ -41,12 +41,12 @@ class Ending:
 
 @contextmanager
 def exit_code() -> Iterator[Ending]:
-    """Context manager: yields the Ending and sets its exit code. Errors of a run are printed; ConfigError (exit code 2) passes through."""
+    """Context manager: yields the Ending and sets its exit code. Errors of a run are printed; ConfigError and OutputError pass through."""
     ending = Ending()
     try:
         yield ending
         ending.code = _exit_code(ending.stopped_by)
-    except ConfigError:
+    except (ConfigError, OutputError):
         raise
     except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining, CallbackError, RunFolderLost) as error:
         warn(f"{ending.name} stops: {error}")

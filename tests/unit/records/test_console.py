@@ -1,14 +1,18 @@
 """The console's lines with extreme values, on terminals and in pipes, and at each log level."""
 
 import io
+import os
 import re
+import sys
 
 import pytest
 from rich.console import Console
 
 from megagrpo.config import load_config
+from megagrpo.process.terminal import write_output
 from megagrpo.records.completions import completion_rows
 from megagrpo.records.console import EVALUATION_COLUMNS, STEP_COLUMNS, ConsoleSink
+from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 from tests.unit.records.test_metrics import CONFIG
 
@@ -63,3 +67,18 @@ def test_the_log_level_leaves_lines_out(level, shown, monkeypatch):
     assert lines(STEP, SAMPLE, INFO, BAD, overrides=(f"run.log_level={level}",)) == expected
     monkeypatch.setenv("MEGAGRPO_LOG_LEVEL", level)
     assert lines(STEP, SAMPLE, INFO, BAD, overrides=("run.log_level=error",)) == expected
+
+
+@pytest.mark.parametrize("output", ["a closed pipe", "a full disk"])
+def test_a_run_whose_lines_cannot_be_written_goes_on_and_leaves_nothing_to_flush(output, tmp_path, monkeypatch, capsys):
+    reader, pipe = os.pipe()
+    os.close(reader)
+    with os.fdopen(pipe, "w") as closed, open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", closed if output == "a closed pipe" else full)
+        writer = MetricsWriter(tmp_path, load_config(CONFIG, ["run.trackers=[]"]))
+        for line in ("first", "second"):
+            writer.message(line)
+        writer.close()
+        write_output("")  # as `megagrpo.__main__` does at the end of a command
+    (warning,) = capsys.readouterr().err.splitlines()
+    assert warning.startswith("warning: console failed and may be incomplete; training continues. ")
