@@ -26,5 +26,5 @@ COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`
     "roundtrip": "check that converting a model there and back changes no byte",
     "keys": "list the keys of a config with type, default and meaning",
     "schema": "print the JSON schema of a config, for editors",
-    "completion": "print a completion script for bash, zsh or tcsh",
+    "completion": "print a completion script for bash, zsh, fish or tcsh",
 }
