@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import IO
 
 # C0 but tab and newline, DEL, C1, the marks and overrides of bidirectional text, line separators, surrogates, tags.
@@ -55,12 +55,23 @@ def show(text: object, file: IO[str] | None = None) -> None:
 
 
 def write_output(text: str, file: IO[str] | None = None) -> None:
-    """Write `text` unchanged and flush, to standard output or `file`; nothing when the stream is closed. Raises OutputError."""
+    """Write `text` unchanged and flush, to standard output or `file`; nothing when the stream is closed.
+
+    An OSError of a standard stream becomes OutputError. All later output of the stream is then discarded, its buffer included, which Python
+    writes when it exits.
+    """
     stream = sys.stdout if file is None else file
-    if stream is not None:
-        with output_errors(stream):
-            stream.write(text)
-            stream.flush()
+    if stream is None:
+        return
+    try:
+        stream.write(text)
+        stream.flush()
+    except OSError as error:
+        if stream not in (sys.stdout, sys.stderr):
+            raise
+        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+        raise OutputError(error) from error
 
 
 def warn(text: object) -> None:
@@ -71,20 +82,6 @@ def warn(text: object) -> None:
     if sys.stderr is not None:
         with contextlib.suppress(OutputError):
             show(text, sys.stderr)
-
-
-@contextlib.contextmanager
-def output_errors(stream: IO[str]) -> Iterator[None]:
-    """Context manager for writes. An OSError of a standard stream becomes OutputError, and all later output of the stream is discarded, its
-    buffer included, which Python writes when it exits."""
-    try:
-        yield
-    except OSError as error:
-        if stream not in (sys.stdout, sys.stderr):
-            raise
-        with contextlib.suppress(OSError), open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), stream.fileno())
-        raise OutputError(error) from error
 
 
 def wrapped(text: str, width: int = WIDTH, indent: int = 2, whole_words: bool = True) -> list[str]:

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from megagrpo.config import RunConfig, evaluation_sets
-from megagrpo.process.terminal import one_line, output_errors, printable, quiets, wrapped
+from megagrpo.process.terminal import one_line, printable, quiets, wrapped, write_output
 from megagrpo.records.completions import Row, best_and_worst
 from megagrpo.records.screen import MAX_WIDTH, lines_console
 
@@ -108,8 +108,7 @@ class ConsoleSink:
             self._print(Text(line, style="yellow" if is_warning else ""))
 
     def close(self) -> None:
-        with output_errors(self._console.file):  # a run whose lines cannot be written ends with its own exit code
-            self._console.file.flush()
+        write_output("", self._console.file)  # after an error the rest is discarded, so the run ends with its own exit code
 
     @property
     def _width(self) -> int:

@@ -71,8 +71,12 @@ def test_a_wrong_command_line_ends_with_code_2_and_names_the_fix(words, message,
     assert message in said.err and said.out == ""
 
 
-@pytest.mark.parametrize("words", ["keys", "--help", "--version", "completion zsh", f"plan {QUICKSTART}"])
-def test_a_command_whose_pipe_is_closed_ends_without_a_message(words):
+@pytest.mark.parametrize(
+    ("words", "unbuffered"),
+    [("keys", ""), ("keys", "1"), ("--help", ""), ("--version", ""), ("completion zsh", ""), (f"plan {QUICKSTART}", "")],
+)
+def test_a_command_whose_pipe_is_closed_ends_without_a_message(words, unbuffered, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer) as closed:
@@ -86,8 +90,9 @@ def test_a_shell_reads_the_first_line_of_a_long_output():
     assert ended.stdout in ("{\n141\n", "{\n0\n") and ended.stderr == ""  # 0: everything fitted into the pipe before head ended
 
 
-@pytest.mark.parametrize("words", ["keys", "train --help"])
-def test_a_full_disk_under_the_output_is_one_line_and_code_1(words):
+@pytest.mark.parametrize(("words", "unbuffered"), [("keys", ""), ("keys", "1"), ("train --help", "")])
+def test_a_full_disk_under_the_output_is_one_line_and_code_1(words, unbuffered, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with open("/dev/full", "w") as full:
         ended = subprocess.run([*COMMAND, *words.split()], stdout=full, stderr=subprocess.PIPE, text=True)
     message = "megagrpo: standard output cannot be written: No space left on device; free space there, or write to another place\n"

@@ -88,6 +88,7 @@ PRINTS = {  # that print only our own text, or print text unchanged on purpose
     ("__main__.py", "''"),
     ("chat.py", "'> '"),
     ("chat.py", "f'{response}\\n'"),  # to a file or a program
+    ("console.py", "''"),
     ("parser.py", "message"),
     ("run_lock.py", "f'process {os.getpid()} on host {socket.gethostname()}'"),
     ("submit.py", "text"),  # a script, in which every value is quoted

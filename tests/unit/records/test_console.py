@@ -69,12 +69,15 @@ def test_the_log_level_leaves_lines_out(level, shown, monkeypatch):
     assert lines(STEP, SAMPLE, INFO, BAD, overrides=("run.log_level=error",)) == expected
 
 
+@pytest.mark.parametrize("unbuffered", [False, True])
 @pytest.mark.parametrize("output", ["a closed pipe", "a full disk"])
-def test_a_run_whose_lines_cannot_be_written_goes_on_and_leaves_nothing_to_flush(output, tmp_path, monkeypatch, capsys):
+def test_a_run_whose_lines_cannot_be_written_goes_on_and_leaves_nothing_to_flush(output, unbuffered, tmp_path, monkeypatch, capsys):
     reader, pipe = os.pipe()
     os.close(reader)
-    with os.fdopen(pipe, "w") as closed, open("/dev/full", "w") as full:
-        monkeypatch.setattr(sys, "stdout", closed if output == "a closed pipe" else full)
+    with os.fdopen(pipe, "wb", 0) as closed, open("/dev/full", "wb", 0) as full:
+        raw = closed if output == "a closed pipe" else full
+        stdout = io.TextIOWrapper(raw if unbuffered else io.BufferedWriter(raw), write_through=unbuffered)
+        monkeypatch.setattr(sys, "stdout", stdout)
         writer = MetricsWriter(tmp_path, load_config(CONFIG, ["run.trackers=[]"]))
         for line in ("first", "second"):
             writer.message(line)
