@@ -32,8 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal, and return the exit code. Raises ConfigError when a server does not start."""
-    config = load(options)
-    with without_garbage_collection():
-        from megagrpo.servers.remote import Span, serve
-    span = None if options.head is None else Span(options.head, options.node)
-    return serve(config, options.urls, options.logs, options.reach, options.first_gpu, span)
+    from megagrpo.servers.serve_inputs import Span, check_inputs, reported_errors
+
+    config, span = load(options), None if options.head is None else Span(options.head, options.node)
+    with reported_errors(options.urls):
+        inputs = check_inputs(config, span)
+        with without_garbage_collection():
+            from megagrpo.servers.remote import serve
+        return serve(config, options.urls, options.logs, options.reach, options.first_gpu, inputs)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import threading
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megagrpo.config import ConfigError, RunConfig
+from megagrpo.config import RunConfig
 from megagrpo.device import quiet
-from megagrpo.engine.access import read_token
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.families.sources import resolve_model
 from megagrpo.process.terminal import show, warn
-from megagrpo.process.variables import NODE_INDICES
 from megagrpo.servers.followers import FOLLOW_SECONDS, Followers, Reports
 from megagrpo.servers.hang_detection import HangDetector
 from megagrpo.servers.launcher import Launcher
 from megagrpo.servers.options import ServerNode
+from megagrpo.servers.serve_inputs import Inputs, Place, node_name, write
 from megagrpo.servers.serving import engine_dtype, make_launcher
 from megagrpo.transfer.exchange import Deadline, own_address
 from megagrpo.transfer.manifest import WeightSyncError
@@ -29,36 +25,27 @@ from megagrpo.transfer.manifest import WeightSyncError
 SERVE_LOOP_SECONDS = 0.5  # between two looks at the servers
 
 
-@dataclass(frozen=True)
-class Span:
-    """The nodes of servers on several nodes, as on the command line: `heads` holds HOST:PORT of the first node of each server, separated by
-    commas. `node` is the index of this node among the nodes of all servers; None reads it from Slurm's or Kubernetes' environment."""
-
-    heads: str
-    node: int | None = None
-
-
-def serve(config: RunConfig, urls: Path | None, logs: Path, reach: str | None, first_gpu: int, span: Span | None = None) -> int:
-    """Start `rollout.servers` servers on the GPUs from `first_gpu` and keep them running until SIGTERM or Ctrl-C. With `span` start this
-    node's part of one server on several nodes.
+def serve(config: RunConfig, urls: Path | None, logs: Path, reach: str | None, first_gpu: int, inputs: Inputs) -> int:
+    """Start `rollout.servers` servers on the GPUs from `first_gpu` and keep them running until SIGTERM or Ctrl-C. With `inputs.place` start
+    this node's part of one server on several nodes.
 
     Returns 0 after a signal, and 1 when every server has exceeded `rollout.max_restarts`, or a node of the server is lost, so that the
     caller can restart the command.
 
     The servers listen on this machine's address on the route to `reach`, by default on `rollout.interface`. They accept only requests
-    with the token of `rollout.token_file` or the environment. Once all are healthy, the file NODE.url in the folder `urls` holds one
-    line per server. Logs go to a subfolder with this machine's name in `logs`.
+    with `inputs.token`. Once all are healthy, the file NODE.url in the folder `urls` holds one line per server. Logs go to a subfolder
+    with this machine's name in `logs`.
 
-    Raises ConfigError, and writes a file NODE.failed, when a server does not start or there is no token.
+    Raises ValueError or OSError when a server does not start.
     """
     quiet()
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    name, token = node_name(), inputs.token
+    port = 0 if inputs.place is None else inputs.place.port
     try:
-        node, port = (None, 0) if span is None else this_node(config, span, stop)
-        token = _token(config)
+        node = None if inputs.place is None else this_node(config, inputs.place, stop)
         if node is not None and node.index > 0:
             return _follow(config, _launcher(config, logs / name, None, 0, token, node), port, token, name, stop)
         followers = None if node is None else Followers(node.first, port, token, config.rollout.nodes_per_server)
@@ -69,28 +56,14 @@ def serve(config: RunConfig, urls: Path | None, logs: Path, reach: str | None, f
             if urls is not None:
                 write(urls, f"{name}.url", "".join(f"{url}\n" for url in addresses))
             return 0 if _watch(launcher, stop, config.rollout.weight_sync_timeout) else 1
-    except (ValueError, OSError, EngineStartError, WeightSyncError) as error:
-        if urls is not None:
-            with suppress(OSError):
-                write(urls, f"{name}.failed", f"{error}\n")
-        raise ConfigError(str(error)) from error
+    except (EngineStartError, WeightSyncError) as error:
+        raise ValueError(str(error)) from error
 
 
-def this_node(config: RunConfig, span: Span, stop: threading.Event) -> tuple[ServerNode, int]:
-    """Return this node of its server, and the port of the first node's board. Raises ValueError when `span` does not fit
-    `rollout.nodes_per_server`, or names a host that is unknown for `rollout.startup_timeout` seconds."""
-    count, heads = config.rollout.nodes_per_server, span.heads.split(",")
-    if count == 1:
-        raise ValueError(f"--head: {span.heads} only applies to servers on several nodes; set rollout.nodes_per_server, or leave it out")
-    index = span.node if span.node is not None else next((int(os.environ[key]) for key in NODE_INDICES if key in os.environ), None)
-    if index is None or not 0 <= index < count * len(heads):
-        said = f"{count * len(heads)} nodes, rollout.nodes_per_server {count} for each address of --head; use 0 to {count * len(heads) - 1}"
-        raise ValueError(f"--node: {'missing' if index is None else index}, but there are {said}")
-    host, colon, port = heads[index // count].rpartition(":")
-    if not (host and colon and port.isdigit()):
-        raise ValueError(f"--head: {heads[index // count]} is not HOST:PORT; write it as 10.0.0.1:29600")
-    first = _address(host, Deadline(config.rollout.startup_timeout), stop)
-    return ServerNode(index % count, first if index % count == 0 else own_address(f"http://{first}"), first), int(port)
+def this_node(config: RunConfig, place: Place, stop: threading.Event) -> ServerNode:
+    """Return this node of its server. Raises ValueError when the first node's host is unknown for `rollout.startup_timeout` seconds."""
+    first = _address(place.host, Deadline(config.rollout.startup_timeout), stop)
+    return ServerNode(place.index, own_address(f"http://{first}") if place.index else first, first)
 
 
 def _address(host: str, deadline: Deadline, stop: threading.Event) -> str:
@@ -131,21 +104,6 @@ def _progress(node: str, stop: threading.Event, text: str) -> None:
     if stop.is_set():
         raise SystemExit(0)
     show(f"{node}: {text}")
-
-
-def write(folder: Path, name: str, text: str) -> None:
-    """Write a file that is complete or absent."""
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".{name}"
-    unfinished.write_text(text)
-    unfinished.rename(folder / name)
-
-
-def _token(config: RunConfig) -> str:
-    token = read_token(config.rollout.token_file)
-    if token is None:
-        raise ValueError("rollout.token_file: servers for a remote trainer need its token; `openssl rand -hex 32` makes one")
-    return token
 
 
 def _launcher(

@@ -1,5 +1,8 @@
 """`megagrpo serve`: its instructions for a trainer elsewhere, and when it ends. tests/slurm runs it with real servers."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,6 +16,7 @@ from megagrpo.servers import hang_detection
 from megagrpo.servers import remote as serve
 from megagrpo.servers.launcher import healthy
 from megagrpo.servers.options import ServerOptions
+from megagrpo.servers.serve_inputs import write
 from tests.unit.config.test_placement import QUICKSTART
 from tests.unit.servers.test_restarts import Stand, Wedged, impatient, kill, stop, wait_until
 
@@ -28,7 +32,7 @@ def stand(tmp_path):
 
 
 def test_addresses_are_in_a_file_of_the_node_which_is_complete_or_absent(tmp_path):
-    serve.write(tmp_path / "urls", "n2.url", "http://10.0.0.2:1\nhttp://10.0.0.2:2\n")
+    write(tmp_path / "urls", "n2.url", "http://10.0.0.2:1\nhttp://10.0.0.2:2\n")
     assert [path.name for path in (tmp_path / "urls").iterdir()] == ["n2.url"]
     assert (tmp_path / "urls" / "n2.url").read_text() == "http://10.0.0.2:1\nhttp://10.0.0.2:2\n"
 
@@ -109,10 +113,24 @@ def test_servers_listen_where_the_trainer_reaches_them_and_leave_it_its_gpus(mon
     assert made == {"num_ranks": 6, "host": "127.0.0.1", "token": "a-token-of-the-tests-1234"} | alone
 
 
-def test_servers_for_a_trainer_elsewhere_need_a_token(monkeypatch):
-    monkeypatch.delenv("MEGAGRPO_TOKEN", raising=False)
-    with pytest.raises(ValueError, match=r"rollout\.token_file: servers for a remote trainer need its token"):
-        serve._token(load_config(QUICKSTART))
+@pytest.mark.parametrize(
+    ("words", "token", "message"),
+    [
+        ((), "", "rollout.token_file: servers for a remote trainer need its token; `openssl rand -hex 32` makes one"),
+        ((), "short", "MEGAGRPO_TOKEN: a token must be one word of 16 or more characters"),
+        (("rollout.token_file=/nowhere/token",), "", "rollout.token_file: /nowhere/token cannot be read: No such file or directory"),
+        (("--head", "127.0.0.1"), "a-token-of-the-tests-1234", "--head: 127.0.0.1 only applies to servers on several nodes"),
+        (("model.path=/nowhere",), "a-token-of-the-tests-1234", "model.path: /nowhere does not exist"),
+    ],
+)
+def test_a_wrong_input_of_serve_is_named_before_torch_is_imported(words, token, message, tmp_path):
+    code = f"import sys; from megagrpo.__main__ import main; code = main({['serve', str(QUICKSTART), '--urls', 'urls', *words]!r})\n"
+    code += "print(code, sorted({'torch', 'vllm', 'transformers', 'megatron', 'numpy'} & sys.modules.keys()))"
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MEGAGRPO_TOKEN")}
+    own |= {"SLURMD_NODENAME": "n2"} | ({"MEGAGRPO_TOKEN": token} if token else {})
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=own, capture_output=True, text=True)
+    assert ended.stdout == "2 []\n" and message in ended.stderr
+    assert message in (tmp_path / "urls" / "n2.failed").read_text()
 
 
 def test_the_command_line_of_serve():
@@ -126,9 +144,9 @@ def test_a_server_that_cannot_start_ends_it_with_code_2_and_says_so_to_the_job(m
     monkeypatch.setattr("signal.signal", lambda *_: None)  # keeps pytest's handlers
     monkeypatch.setenv("MEGAGRPO_TOKEN", "a-token-of-the-tests-1234")
     monkeypatch.setenv("SLURMD_NODENAME", "n2")
-    assert main(["serve", str(QUICKSTART), "model.path=/nowhere", "--urls", str(tmp_path)]) == 2
-    assert "model.path: /nowhere does not exist" in capsys.readouterr().err
-    assert "model.path: /nowhere does not exist" in (tmp_path / "n2.failed").read_text()
+    assert main(["serve", str(QUICKSTART), "model.path=package:nowhere", "--urls", str(tmp_path)]) == 2
+    assert "model.path: no installed package 'nowhere'" in capsys.readouterr().err
+    assert "model.path: no installed package 'nowhere'" in (tmp_path / "n2.failed").read_text()
 
 
 def test_it_gives_up_waiting_for_servers_when_asked_to_stop():
