@@ -84,6 +84,19 @@ def warn(text: object) -> None:
             show(text, sys.stderr)
 
 
+class LineTimes:
+    """When the lines of one wait are due: after `first` seconds, and then whenever the wait is twice as long, so a log stays short."""
+
+    def __init__(self, first: float):
+        self._next = first
+
+    def due(self, seconds: float) -> bool:
+        """Whether a line is due after `seconds` of waiting. True once for each line."""
+        if is_due := seconds >= self._next:
+            self._next = 2 * seconds
+        return is_due
+
+
 def wrapped(text: str, width: int = WIDTH, indent: int = 2, whole_words: bool = True) -> list[str]:
     """Return the lines of `text`, wrapped at spaces to `width` columns. Later parts of a line are indented by `indent` more spaces than
     the line. A word that is too long stays whole, so that a path can be copied, unless `whole_words` is False."""

@@ -1,4 +1,4 @@
-"""Progress of long work: bars at the bottom of a terminal that vanish at their end, or a line every 10 s for a conversion in a pipe."""
+"""Progress of long work: bars at the bottom of a terminal that vanish at their end, or a few lines for a conversion in a pipe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from rich import progress as bars
 from rich.console import Console
@@ -15,10 +15,10 @@ from rich.text import Text
 
 from megagrpo.config import RunSection
 from megagrpo.process.progress import SILENT, Progress, Task
-from megagrpo.process.terminal import one_line, quiets, warn
+from megagrpo.process.terminal import LineTimes, one_line, quiets, warn
 from megagrpo.records.screen import bars_console, is_terminal
 
-LINE_SECONDS = 10.0  # between two lines in a pipe
+LINE_SECONDS = 10.0  # of a conversion in a pipe, until the first line
 REFRESHES = 5.0  # of the bars per second
 TITLE = 40  # columns of a title
 BAR = 20  # columns of a bar
@@ -115,7 +115,7 @@ class _Rate(bars.ProgressColumn):
 
 
 class Lines:
-    """Prints a line on standard error for a task that takes longer than 10 s, every 10 s, and at the end of every task with a total."""
+    """Prints a line of a task on standard error after 10 s, whenever its time has doubled, and at the end if it has a total."""
 
     draws = False
 
@@ -130,7 +130,7 @@ class Lines:
 class _Lines:
     def __init__(self, title: str):
         self._title, self._total, self._unit, self._before, self._done = title, 0.0, "", 0.0, 0.0
-        self._start = self._shown = time.monotonic()
+        self._start, self._times = time.monotonic(), LineTimes(LINE_SECONDS)
 
     def expect(self, total: float, unit: str, done: float = 0) -> None:
         self._total, self._unit, self._before, self._done = total, unit, done, done
@@ -139,20 +139,18 @@ class _Lines:
 
     def advance(self, count: float = 1, tokens: int = 0) -> None:
         self._done += count
-        if self._done < self._total and time.monotonic() - self._shown >= LINE_SECONDS:
+        if self._done < self._total and self._times.due(time.monotonic() - self._start):
             self.show()
 
     def show(self) -> None:
         """Print the state as a line."""
         if not self._unit:
             return
-        self._shown = time.monotonic()
-        seconds = self._shown - self._start
+        seconds = time.monotonic() - self._start
         speed = (self._done - self._before) / max(seconds, 1e-9)
         left = "" if self._done >= self._total else f", {(self._total - self._done) / max(speed, 1):.0f} s left"
         share = self._done / self._total if self._total else 1.0
-        with suppress(OSError):  # standard error is closed
-            warn(f"{self._title}: {share:4.0%} of {self._amount(self._total)}, {self._amount(speed)}/s, {seconds:.0f} s{left}")
+        warn(f"{self._title}: {share:4.0%} of {self._amount(self._total)}, {self._amount(speed)}/s, {seconds:.0f} s{left}")
 
     def _amount(self, number: float) -> str:
         return size(number) if self._unit == "B" else f"{number:.0f} {self._unit}"

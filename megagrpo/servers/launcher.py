@@ -26,6 +26,7 @@ from megagrpo.engine.http import CERTIFICATES, MovedServers
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.process.progress import SILENT, Progress, Task
 from megagrpo.process.shm_names import remove_stale
+from megagrpo.process.terminal import LineTimes
 from megagrpo.records.run_files import make_run_folder
 from megagrpo.servers import early_start
 from megagrpo.servers.command_line import server_command, server_environment
@@ -36,6 +37,7 @@ from megagrpo.servers.ports import check_port, free_ports, is_free
 from megagrpo.servers.supervisor import ENGINE_ENDED, GRACE_SECONDS, supervise
 
 HOST = "127.0.0.1"
+LINE_SECONDS = 10.0  # of waiting for servers, until the first line
 LOG_LINES = 30  # log lines shown when a server does not start and no process logged an exception
 ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")  # prefix of each line that one of vLLM's processes logs as an error
 KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number)}  # exit code -> signal
@@ -216,7 +218,8 @@ class Launcher:
                 server.end()
 
     def wait(self, say: Callable[[str], None] = lambda text: None) -> list[str]:
-        """Wait until all servers respond and return their URLs. `say` gets a line every few seconds, or one if `self.progress` is drawn.
+        """Wait until all servers respond and return their URLs. `say` gets a line after 10 s and whenever the wait has doubled, or one line
+        if `self.progress` is drawn.
 
         A server that was killed is restarted. Raises EngineStartError when a server exits by itself, is killed too often, or does not
         respond within `startup_timeout` seconds. The message has the cause, or else the end of the log. All servers are stopped then.
@@ -225,7 +228,7 @@ class Launcher:
             return self._wait(say, task)
 
     def _wait(self, say: Callable[[str], None], task: Task) -> list[str]:
-        begun, reported = time.monotonic(), 0.0
+        begun, lines, said = time.monotonic(), LineTimes(LINE_SECONDS), False
         waiting = list(range(self.num_servers))
         while waiting:
             task.expect(self.num_servers, "servers", done=self.num_servers - len(waiting))
@@ -243,10 +246,9 @@ class Launcher:
                     absent = f"; megagrpo serve has not joined it on node {', '.join(map(str, missing))}" if missing else ""
                     self._give_up(server, f"did not respond within {self.startup_timeout:.0f} s (rollout.startup_timeout){absent}")
             waiting = [index for index in waiting if not healthy(self.servers[index].address)]
-            if waiting and now - begun - reported >= 5 and not (reported and self.progress.draws):
-                reported = now - begun
-                log = self.servers[waiting[0]].log
-                say(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {reported:.0f} s, log {log}")
+            if waiting and not (said and self.progress.draws) and lines.due(now - begun):
+                said, log = True, self.servers[waiting[0]].log
+                say(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {now - begun:.0f} s, log {log}")
             time.sleep(0.1 if waiting else 0)
         return self.urls
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from megagrpo.__main__ import main
 from megagrpo.config import load_config
-from megagrpo.process.terminal import Formatter, get_logger, one_line, printable, show, side_by_side, wrapped
+from megagrpo.process.terminal import Formatter, LineTimes, get_logger, one_line, printable, show, side_by_side, wrapped
 from megagrpo.records.completions import completion_rows
 from megagrpo.records.console import ConsoleSink
 from megagrpo.records.writer import MetricsWriter
@@ -173,3 +173,9 @@ def test_libraries_draw_no_bars_in_a_pipe(rank):
     code = "hide_bars_of_libraries()\nfrom tqdm import tqdm\nlist(tqdm(range(3)))"
     assert ended(code, RANK=rank).stderr == ""
     assert "3/3" in ended(code.replace("hide_bars_of_libraries()", "")).stderr
+
+
+def test_a_wait_of_an_hour_has_few_lines():
+    times = LineTimes(10.0)
+    assert [tenth / 10 for tenth in range(36_000) if times.due(tenth / 10)] == [10, 20, 40, 80, 160, 320, 640, 1280, 2560]
+    assert not LineTimes(10.0).due(9.9) and LineTimes(10.0).due(1000.0)

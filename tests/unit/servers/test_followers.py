@@ -10,10 +10,12 @@ import pytest
 from megagrpo.config import load_config
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.servers import followers as followers_module
+from megagrpo.servers import launcher as launcher_module
 from megagrpo.servers import remote
 from megagrpo.servers.followers import Followers, Reports
 from megagrpo.servers.launcher import healthy
 from megagrpo.servers.options import NodePorts, ServerNode, ServerOptions
+from megagrpo.servers.serve_inputs import Span, place_of
 from megagrpo.transfer.manifest import WeightSyncError
 from tests.unit.config.test_placement import QUICKSTART
 from tests.unit.servers.test_restarts import Stand, kill, wait_until
@@ -138,7 +140,9 @@ def test_a_follower_ends_its_part_when_the_first_node_has_ended(tmp_path, capsys
     assert "the server's first node 127.0.0.1:" in capsys.readouterr().err
 
 
-def test_a_server_that_waits_for_a_node_names_it(tmp_path):
+def test_a_server_that_waits_for_a_node_names_it_and_logs_few_lines(tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher_module, "LINE_SECONDS", 0.05)
+    said = []
     (tmp_path / "config.json").write_text("{}")
     board = Followers(HERE, 0, TOKEN, 2)
     settings = ServerOptions(str(tmp_path), "float32", 64, tp=2, nodes=2)
@@ -147,17 +151,20 @@ def test_a_server_that_waits_for_a_node_names_it(tmp_path):
         def _command(self, port):
             return ["sleep", "60"]
 
-    with Silent(settings, tmp_path, node=ServerNode(0, HERE, HERE), followers=board, startup_timeout=0.3) as launcher:
+    with Silent(settings, tmp_path, node=ServerNode(0, HERE, HERE), followers=board, startup_timeout=1.2) as launcher:
         launcher.start()
         with pytest.raises(EngineStartError, match=r"rollout\.startup_timeout\); megagrpo serve has not joined it on node 1"):
-            launcher.wait()
+            launcher.wait(said.append)
+    assert 1 <= len(said) <= 6 and all(line.startswith("waiting for 1 vLLM server: ") for line in said)  # at 0.05 s, 0.1 s, 0.2 s ...
 
 
 NODES = ("rollout.tp=2", "rollout.nodes_per_server=2", "rollout.placement=dedicated", "run.nodes=4")
 
 
 def spanned(heads, node=None, *overrides):
-    return remote.this_node(load_config(QUICKSTART, [*NODES, *overrides]), remote.Span(heads, node), threading.Event())
+    config = load_config(QUICKSTART, [*NODES, *overrides])
+    place = place_of(config, Span(heads, node))
+    return remote.this_node(config, place, threading.Event()), place.port
 
 
 def test_nodes_of_a_server_follow_each_other_and_slurm_numbers_them(monkeypatch):
