@@ -1,11 +1,13 @@
 """Builds the documentation site: python docs/site.py [FOLDER]
 
 A page keeps the path that it has in the repository, so one relative link works on the site and on a git host.
-A link to a file that is not Markdown leads, on the site, to a page that shows the file.
+A link to a file that is not Markdown leads, on the site, to a page that shows the file. A link whose text is the name of a page shows, on
+the site, the page's title.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 import shutil
 import subprocess
@@ -17,10 +19,11 @@ from pathlib import Path, PurePosixPath
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-HOME = "README.md"
+FRONT = {"docs/README.md": "index.md", "README.md": "overview.md"}  # pages with another name on the site
 CONFIG = ROOT / "docs" / "mkdocs.yml"
 _PICTURES = (".svg", ".png")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".jsonl": "json", ".sh": "bash", ".toml": "toml"}
+_PAGE_NAME = re.compile(r"\[`?[\w./-]+\.md`?\]\(")
 _CODE = re.compile(r"(^(?P<fence>`{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?\[(?:[^\]\[]|\[[^\]]*\])*\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 
@@ -31,8 +34,8 @@ class BrokenLink(ValueError):
 
 def staged_name(path: str, root: Path = ROOT) -> str:
     """The name of the page that shows `path`, a file or folder of the repository."""
-    if path == HOME:
-        return "index.md"
+    if path in FRONT:
+        return FRONT[path]
     if (root / path).is_dir():
         return f"{path}/index.md"
     if path.endswith("/README.md"):
@@ -47,14 +50,15 @@ def links(text: str) -> list[str]:
 
 
 def rewritten(text: str, page: str, root: Path = ROOT) -> str:
-    """The text of `page` with each relative link pointing to the staged name of its target."""
+    """The text of `page` with each relative link pointing to the staged name of its target, and with titles for names of pages."""
     here = PurePosixPath(staged_name(page, root)).parent
 
     def relink(link: re.Match[str]) -> str:
         if _is_address(link[2]):
             return link[0]
-        target = PurePosixPath(staged_name(resolved(page, link[2], root), root))
-        return f"{link[1]}{_relative(target, here)}{link[3]}"
+        path = resolved(page, link[2], root)
+        shown = f"[{title(path, root)}](" if _PAGE_NAME.fullmatch(link[1]) else link[1]
+        return f"{shown}{_relative(PurePosixPath(staged_name(path, root)), here)}{link[3]}"
 
     return _outside_code(text, lambda part: _LINK.sub(relink, part))
 
@@ -66,6 +70,12 @@ def resolved(page: str, target: str, root: Path = ROOT) -> str:
         raise BrokenLink(f"{page}: {target} does not exist; correct the link")
     readme = path / "README.md"
     return (readme if readme.exists() else path).resolve().relative_to(root.resolve()).as_posix()
+
+
+def title(path: str, root: Path = ROOT) -> str:
+    """The name of a page in the navigation, or else its first heading."""
+    (heading,) = re.findall(r"\A# (.*)$", (root / path).read_text(), re.MULTILINE) or [path]
+    return _navigation().get(path, heading)
 
 
 def stage(folder: Path, pages: Iterable[str], root: Path = ROOT) -> None:
@@ -92,7 +102,7 @@ def build(folder: Path) -> None:
     """Builds the site into `folder`; ends with the builder's messages when a link or an anchor leads nowhere."""
     with tempfile.TemporaryDirectory() as name:
         project = Path(name)
-        stage(project / "pages", [HOME, *navigation(), *markdown_pages()])
+        stage(project / "pages", [*navigation(), *markdown_pages()])
         shutil.copytree(ROOT / "docs" / "assets", project / "pages" / "assets")
         config = CONFIG.read_text().replace("ROOT", str(ROOT))
         (project / "mkdocs.yml").write_text(config)
@@ -109,13 +119,22 @@ def markdown_pages() -> list[str]:
 
 
 def navigation() -> list[str]:
-    """The pages that the navigation names besides the home page, in its order."""
-    found: list[str] = []
+    """The pages that the navigation names, in its order."""
+    return list(_navigation())
+
+
+@functools.cache
+def _navigation() -> dict[str, str]:
+    """The pages that the navigation names -> their titles there."""
+    found: dict[str, str] = {}
+    paths = {staged: path for path, staged in FRONT.items()}
 
     def collect(entry: object) -> None:
-        if isinstance(entry, str) and entry != "index.md":
-            found.append(entry)
-        for part in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
+        for name, part in entry.items() if isinstance(entry, dict) else ():
+            if isinstance(part, str):
+                found[paths.get(part, part)] = name
+            collect(part)
+        for part in entry if isinstance(entry, list) else ():
             collect(part)
 
     collect(yaml.safe_load(CONFIG.read_text())["nav"])

@@ -63,7 +63,7 @@ def pages(site):
 
 
 def test_every_page_of_the_docs_is_built_and_has_a_title_of_its_own(site, pages):
-    for name in [TOOL.HOME, *TOOL.markdown_pages()]:
+    for name in [*TOOL.FRONT, *TOOL.markdown_pages()]:
         built = TOOL.staged_name(name).removesuffix(".md")
         path = site / f"{built}.html" if built.endswith("index") else site / built / "index.html"
         assert len(pages[path].title.strip()) > len("megagrpo"), name
@@ -106,9 +106,9 @@ def test_the_reference_shows_fields_and_docstrings(site):
 def test_a_link_to_a_file_leads_to_a_page_that_shows_it(tmp_path):
     root = _small_repository(tmp_path / "repository")
     TOOL.stage(tmp_path / "pages", ["README.md", "docs/guide.md"], root)
-    assert (tmp_path / "pages" / "index.md").read_text() == "# Home\n\n[guide](docs/guide.md#part) ![plot](docs/plot.svg)\n"
+    assert (tmp_path / "pages" / "overview.md").read_text() == "# Home\n\n[guide](docs/guide.md#part) ![plot](docs/plot.svg)\n"
     guide = (tmp_path / "pages" / "docs" / "guide.md").read_text()
-    assert "[home](../index.md) [`config`](../configs/run.yaml.md) [all](../configs/index.md) [web](https://a.b/c.yaml)" in guide
+    assert "[home](../overview.md) [`config`](../configs/run.yaml.md) [all](../configs/index.md) [web](https://a.b/c.yaml)" in guide
     assert "`[code](../configs/run.yaml)`" in guide
     shown = (tmp_path / "pages" / "configs" / "run.yaml.md").read_text()
     assert shown.endswith("# configs/run.yaml\n\n````yaml\na: |\n  ```\n````\n") and "exclude: true" in shown
