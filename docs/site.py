@@ -8,6 +8,7 @@ the site, the page's title.
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shutil
 import subprocess
@@ -110,7 +111,32 @@ def build(folder: Path) -> None:
         done = subprocess.run(command, cwd=project, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"{done.stdout}{done.stderr}")
+        rank_search(project / "site" / "search.json")
         shutil.copytree(project / "site", folder, dirs_exist_ok=True)
+
+
+def rank_search(index: Path) -> None:
+    """Rewrite the search index so that the page on a subject comes before its mentions.
+
+    The search prefers early words of titles, and then the order of the index. So the title of a page begins with its name in the
+    navigation, the title of a Python object is its full name, and pages come in the order of the navigation, other files last.
+    """
+    content = json.loads(index.read_text())
+    names = _navigation()
+    found = {staged_name(path).removesuffix("index.md").removesuffix(".md"): path for path in names}
+    order = {path: place for place, path in enumerate(names)}
+    for item in content["items"]:
+        page, _, anchor = item["location"].partition("#")
+        path = found.get(page.strip("/"), "")
+        if anchor.startswith("megagrpo."):
+            item["title"] = anchor
+        elif not anchor and path and not item["title"].startswith(names[path]):
+            item["title"] = f"{names[path]}: {item['title']}"
+        elif not anchor and not path:
+            item["title"] = f"{item['location'].strip('/')}: {item['title']}"
+        item["order"] = order.get(path, len(order))
+    content["items"].sort(key=lambda item: item.pop("order"))
+    index.write_text(json.dumps(content))
 
 
 def markdown_pages() -> list[str]:

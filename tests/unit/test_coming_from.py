@@ -19,6 +19,7 @@ KEYS = {key for key, _ in fields(RunConfig)}
 SECTIONS = "|".join(RunConfig.model_fields)
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 ARGS = "rewards.functions.N.args"
+NO = re.compile(r"(?:no|not there), (?:by design: .+|not yet(?:: .+)?|use .+)")  # a row without a counterpart, with its reason
 SHOWN_BY = shown_by.KEYS | shown_by_peers.KEYS
 SAYS = shown_by.SAYS | shown_by_peers.SAYS
 DIFFERS = shown_by.DIFFERS | shown_by_peers.DIFFERS
@@ -53,10 +54,12 @@ def keys_of(names: list[str], text: str) -> list[str]:
 
 
 def says_more(text: str) -> bool:
-    """Whether the second cell of a row contains more than key names, links, and a note that the argument is missing."""
+    """Whether the second cell of a row contains more than key names, links, and a note that the argument is missing, and why."""
+    if NO.fullmatch(text):
+        return False
     links = r"\(\[[^]]*\]\([^)]*\)\)"
     keys = rf"the same under `(?:{SECTIONS})\.`|`(?:{SECTIONS})\.[\w.]+`"
-    rest = re.sub(rf"{links}|{keys}|^not there|^no$", "", text)
+    rest = re.sub(rf"{links}|{keys}|^not there", "", text)
     return re.sub(r"\band\b|[+,]", "", rest).strip() != ""
 
 
@@ -96,13 +99,23 @@ def source_of(test: str) -> str:
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_a_row_without_a_counterpart_has_a_reason(page):
+    assert [names for names, text in table(page) if text in ("no", "not there", "not yet")] == []
+    assert [
+        text
+        for _, text in table(page)
+        if re.match(r"(no|not there), ", text) and not re.match(r"not there, but for", text) and not NO.fullmatch(text)
+    ] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_what_a_row_leads_to_exists(page):
     for names, text in table(page):
         assert {key for key in keys_of(names, text) if key != ARGS} <= KEYS, names
 
 
 def test_the_table_of_tests_is_that_of_the_rows():
-    named = {key for page in PAGES for names, text in table(page) for key in keys_of(names, text)}
+    named = {key for page in PAGES for names, text in table(page) if not NO.fullmatch(text) for key in keys_of(names, text)}
     named |= {key for page in PAGES for row in differences(page) for key in keys_of([], " ".join(row))}
     assert SHOWN_BY.keys() == named
     assert SAYS == {page: {n[0]: SAYS[page].get(n[0]) for n, text in table(page) if says_more(text)} for page in PAGES}

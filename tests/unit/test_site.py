@@ -1,7 +1,10 @@
 """The documentation site builds without a warning, and every link on it leads to a page and an anchor."""
 
 import importlib.util
+import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -93,9 +96,57 @@ def test_pages_load_nothing_from_another_host(site, pages):
     assert re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//[^)\"']*", styles) == []
 
 
-def test_the_search_index_finds_a_key_of_the_config(site):
-    (index,) = site.rglob("search*.json")
-    assert "importance_correction_max" in index.read_text()
+FIRST = {  # what a reader types into the search -> what must come first
+    "learning rate": "docs/config/train/#trainlearning_rate",
+    "max_completion_length": "docs/config/rollout/#rolloutmax_completion_length",
+    "importance_correction_max": "docs/config/algorithm/#algorithmimportance_correction_max",
+    "temperature": "docs/config/rollout/#rollouttemperature",
+    "tensor parallel": "docs/config/parallel/#paralleltp",
+    "wandb": "docs/config/run/#runwandb",
+    "resume": "docs/config/run/#runresume",
+    "OOM": "docs/troubleshooting/#cuda-out-of-memory-oom-in-the-trainer-or-vllm",
+    "CUDA out of memory": "docs/troubleshooting/#cuda-out-of-memory-oom-in-the-trainer-or-vllm",
+    "vllm memory": "docs/troubleshooting/#cuda-out-of-memory-oom-in-the-trainer-or-vllm",
+    "hang": "docs/troubleshooting/#vllm-hangs-at-the-start",
+    "NaN": "docs/troubleshooting/#nan-loss-nan-gradient-and-exploding-kl",
+    "loss is 0": "docs/troubleshooting/#the-loss-is-0",
+    "NCCL timeout": "docs/troubleshooting/#nccl-timeout-a-collective-hangs",
+    "multi node": "docs/troubleshooting/#multi-node-rendezvous-fails",
+    "install": "docs/install/",
+    "checkpoint": "docs/checkpoints/",
+    "export": "docs/checkpoints/#exporting-a-trained-run",
+    "kl": "docs/kl/",
+    "lora": "docs/lora/",
+    "slurm": "docs/slurm/",
+    "evaluation": "docs/evaluation/",
+    "notebook": "docs/python/",
+    "async": "docs/async/",
+    "custom reward": "docs/your_own_task/#a-custom-reward-function",
+    "SamplingParams": "docs/api/types/#megagrpo.types.SamplingParams",
+}
+
+
+def test_the_search_of_the_site_finds_the_page_on_a_subject_first(site):
+    """The site's own search program runs under Node, with the site's own index."""
+    if shutil.which("node") is None:
+        pytest.skip("node is not installed")
+    (worker,) = site.glob("assets/javascripts/workers/search*.js")
+    command = ["node", str(Path(__file__).with_name("site_search.js")), str(worker), str(site / "search.json"), *FIRST]
+    found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+    assert {query: locations[:1] for query, locations in zip(FIRST, found, strict=True)} == {query: [page] for query, page in FIRST.items()}
+
+
+def test_a_link_with_the_name_of_a_page_shows_its_title(site):
+    shown = (site / "docs" / "troubleshooting" / "index.html").read_text()
+    assert ">GPUs</a>" in shown and not re.search(r">[\w/]+\.md</a>", shown)
+
+
+def test_the_site_begins_with_a_page_that_leads_everywhere(site, pages):
+    text = (site / "index.html").read_text()
+    assert 'class="grid cards"' in text
+    assert {"docs/install/", "docs/config/", "docs/troubleshooting/", "overview/"} <= {
+        link.removeprefix("./") for link in pages[site / "index.html"].links
+    }
 
 
 def test_the_reference_shows_fields_and_docstrings(site):
