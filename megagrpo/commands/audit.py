@@ -17,11 +17,11 @@ from megagrpo.process.imports import without_garbage_collection
 from megagrpo.process.terminal import show
 
 EPILOG = """Tolerances by the run's precision, times the number itself where that is above 1 (log-probs, entropy, KL in nats; the loss
-relative to its tokens' mean absolute value; the gradient norm relative). Tokens, masks and denominators are exact. Numbers that the run
-stores or sums in float32 may differ by 1e-6 and 1e-5.
+relative to its tokens' mean absolute value; the gradient's norm relative; `tensor`: the gradient of one tensor). Tokens, masks and
+denominators are exact. Numbers that the run stores or sums in float32 may differ by 1e-6 and 1e-5.
 
 """ + "\n".join(
-    f"  {dtype:8}  one token {t.token:g}  average {t.average:g}  loss {t.loss:g}  gradient norm {t.grad_norm:g}  of a tensor {t.gradient:g}"
+    f"  {dtype:8}  token {t.token:g}  average {t.average:g}  loss {t.loss:g}  norm {t.grad_norm:g}  tensor {t.gradient:g}"
     for dtype, t in TOLERANCES.items()
 )
 

@@ -1,8 +1,8 @@
 """Checks this machine before the first run: driver, GPUs, links, packages, limits, memory and environment variables.
 
-    megagrpo doctor                                       # what any run needs
-    megagrpo doctor my_run.yaml world_size=8              # what this run needs
-    megagrpo doctor --report doctor.json                  # one file for the developers, without secrets
+    megagrpo doctor                             # what any run needs
+    megagrpo doctor my_run.yaml world_size=8    # what this run needs
+    megagrpo doctor --report doctor.json        # for the developers, no secrets
 
 Each line is a check: ok, warn, fail or skipped, what was found, and the fix. Nothing on the machine is changed, and torch is not imported.
 Without a GPU it checks what a run on the CPU needs. Exit code 0: no check failed, 1: with --strict, at least one warning, 2: a check

@@ -1,6 +1,6 @@
 """Installs what a wheel of megagrpo cannot require: vLLM's build for this machine, its requirements, and more extras.
 
-    megagrpo install              # cpu or gpu, whichever fits this machine, and the quickstart's model
+    megagrpo install              # what fits this machine, and a small model
     megagrpo install gpu wandb
     megagrpo install data         # one more extra
 

@@ -1,7 +1,8 @@
 """Checks that converting a model to Megatron's format and back changes no byte, and writes a manifest of the model.
 
     megagrpo roundtrip MODEL
-    megagrpo launch 4 roundtrip MODEL --tp 2 --ep 2 --manifest model.json --scratch /data
+    megagrpo launch 4 roundtrip MODEL --tp 2 --ep 2 --manifest model.json \\
+        --scratch /data
 
 Converts MODEL in both directions in --scratch, which temporarily needs twice the model's size. Compares names, dtypes, shapes and bytes of
 all tensors, the files byte by byte, and the index. The manifest holds the sha256 of every tensor and file. Exit code 0: everything is

@@ -1,8 +1,10 @@
 """Starts the vLLM servers of CONFIG on this machine for a trainer on other machines, and keeps them running until SIGTERM or Ctrl-C.
 
-    MEGAGRPO_TOKEN_FILE=token megagrpo serve my_run.yaml rollout.servers=2 --urls addresses --reach trainer-node
+    MEGAGRPO_TOKEN_FILE=token megagrpo serve my_run.yaml rollout.servers=2 \\
+        --urls addresses --reach trainer-node
 
-    megagrpo serve my_run.yaml --head 10.0.0.1:29600 --node 0    # a server on several nodes: on each of them, with its index
+    # a server on several nodes: on each of them, with its index
+    megagrpo serve my_run.yaml --head 10.0.0.1:29600 --node 0
 
 Jobs of `megagrpo submit` run this command (docs/slurm.md). The servers accept only requests with the token of `rollout.token_file` or the
 environment. Exit code 0: ended by a signal, 1: every server exceeded rollout.max_restarts or lost a node, 2: a server did not start.
