@@ -36,7 +36,7 @@ def index() -> str:
     blocks = []
     for section in RunConfig.model_fields:
         keys = [match[1] for line in render_help(section).splitlines() if (match := _KEY.fullmatch(line))]
-        names = (f"[`{key.removeprefix(f'{section}.')}`](config/{section}.md#{re.sub(r'[^\w]', '', key.lower())})" for key in keys)
+        names = (f"[`{key}`](config/{section}.md#{re.sub(r'[^\w]', '', key.lower())})" for key in keys)
         blocks.append(f"### `{section}`\n\n[{len(keys)} keys](config/{section}.md):\n" + ",\n".join(names))
     return "\n\n".join(blocks)
 

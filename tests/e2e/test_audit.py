@@ -198,7 +198,7 @@ def test_a_dump_that_is_not_there_is_answered_with_those_that_are(dumped, tmp_pa
     assert code == 2 and said.startswith(f"--model: {tmp_path} holds no config.json; give the folder of the model")
     assert world.audit(dumped.folder, "--step", 1, "--nonsense")[0] == 2 and world.audit()[0] == 2
     code, said = world.audit("--help")
-    assert code == 0 and "float32   one token 0.0002  average 2e-05" in said
+    assert code == 0 and "float32   token 0.0002  average 2e-05" in said
 
 
 def test_a_dump_that_cannot_be_written_is_given_up_and_the_run_goes_on(dumped, tmp_path):

