@@ -64,7 +64,8 @@ def write_output(text: str, file: IO[str] | None = None) -> None:
     if stream is None:
         return
     try:
-        stream.write(text)
+        if text:  # writing nothing to a full disk is an error without a buffer
+            stream.write(text)
         stream.flush()
     except OSError as error:
         if stream not in (sys.stdout, sys.stderr):
@@ -156,7 +157,7 @@ def log_to_stderr() -> None:
 def hide_bars_of_libraries() -> None:
     """Let libraries draw no progress bars in a pipe, whose lines they would break, and on ranks other than 0. Call it before their
     imports."""
-    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
 

@@ -99,10 +99,10 @@ def test_a_full_disk_under_the_output_is_one_line_and_code_1(words, unbuffered, 
     assert (ended.returncode, ended.stderr) == (1, message)
 
 
-def test_a_full_disk_under_the_messages_changes_no_exit_code():
-    with open("/dev/full", "w") as full:
-        ended = subprocess.run([*COMMAND, "plan", "gone.yaml"], stdout=subprocess.PIPE, stderr=full)
-    assert (ended.returncode, ended.stdout) == (2, b"")
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", ">/dev/full", ">&-"])
+def test_a_stream_that_cannot_be_written_changes_the_code_of_no_wrong_command(redirection, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    assert subprocess.run(["bash", "-c", f'"$@" {redirection}', "bash", *COMMAND, "plan", "gone.yaml"], capture_output=True).returncode == 2
 
 
 def test_options_and_keys_may_be_mixed_and_keys_may_have_dashes():
