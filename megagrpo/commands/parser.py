@@ -12,7 +12,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
 from megagrpo.commands import COMMANDS
 from megagrpo.config import ConfigError
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         """Raise ConfigError with the message of argparse."""
         raise ConfigError(f"{self.prog}: {message}; see {self.prog} --help")
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, message: str, file: Any = None) -> None:
         """Print the help. argparse itself ignores errors of standard output. Raises OutputError."""
         write_output(message, file)
 

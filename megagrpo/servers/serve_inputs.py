@@ -26,7 +26,8 @@ class Span:
     node: int | None = None
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """This node's index among the nodes of its server, and the address of the first node's board."""
 
     index: int
