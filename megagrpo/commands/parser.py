@@ -12,6 +12,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from megagrpo.commands import COMMANDS

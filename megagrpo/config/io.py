@@ -103,14 +103,22 @@ def shipped_config(name: str) -> Path:
         near = difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
         hint = f"; did you mean {SHIPPED}{near[0]}?" if near else ""
         raise ConfigError(f"no shipped config {name}{hint}; shipped: {', '.join(known)}")
-    return shipped_configs() / known[stem]
+    return known[stem]
 
 
 def shipped_names() -> dict[str, Path]:
-    """Return the names of the shipped configs without `megagrpo:`, with their files below `shipped_configs()`."""
+    """Return the name of every shipped config without `megagrpo:`, and its file."""
     folder = shipped_configs()
     paths = (file.relative_to(folder) for file in sorted(folder.rglob("*.yaml")))
-    return {str(path.parent if path.name == FOLDER_CONFIG else path.with_suffix("")): path for path in paths if path.parts[0] != CLUSTERS}
+    names = {str(path.parent if path.name == FOLDER_CONFIG else path.with_suffix("")): path for path in paths if path.parts[0] != CLUSTERS}
+    return {name: folder / path for name, path in names.items()}
+
+
+def _shipped_hint(path: Path) -> str:
+    """Return a hint for a missing file with the name of a shipped config, as configs/quickstart.yaml of a clone."""
+    stem = path.as_posix().rpartition("configs/")[2].removesuffix(".yaml").removesuffix("/run")
+    near = difflib.get_close_matches(stem, shipped_names(), n=1, cutoff=0.85)
+    return f"; did you mean the shipped config {SHIPPED}{near[0]}?" if near else ""
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
