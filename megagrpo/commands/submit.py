@@ -2,7 +2,7 @@
 
     megagrpo submit my_run.yaml --cluster generic
     megagrpo submit my_run.yaml --cluster my_cluster.yaml --resume --submit
-    megagrpo submit my_run.yaml --cluster my_kubernetes.yaml | kubectl apply -f -
+    megagrpo submit my_run.yaml --cluster my_k8s.yaml | kubectl apply -f -
 
 Prints an sbatch script, which --submit passes to sbatch instead; for a cluster with storage_claim the manifest of a JobSet. CLUSTER is a
 file, or the name of a shipped one. A config named megagrpo:NAME keeps this name in the job. A path that the job would not find is an error.
