@@ -9,32 +9,41 @@ if __name__ == "__main__":  # before slow imports: a torchrun that is killed whi
 
 import os
 import sys
+import zlib
 from collections.abc import Sequence
 
 from megagrpo.commands.parser import parse
 from megagrpo.config import ConfigError
+from megagrpo.process.environment import EnvironmentRefused, settle
 from megagrpo.process.scratch import temporary_files
 from megagrpo.process.terminal import LogLevelError, OutputError, hide_bars_of_libraries, log_to_stderr, warn, write_output
+from megagrpo.process.variables import RENDEZVOUS_VARIABLE
 
 CLOSED_PIPE = 141  # exit code, as of a program that SIGPIPE ends
+# Commands that start no ranks, servers or functions of the user: they leave the environment as it is.
+READ_ONLY = ("install", "doctor", "plan", "init", "keys", "schema", "completion", "report", "inspect", "submit")
 
 
 @temporary_files()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for a wrong command line or config, 141 without a message when the reader of standard
-    output has closed the pipe, 1 when standard output cannot be written. Its temporary files are removed."""
+    """Run one command and return its exit code: 2 for a wrong command line, config or environment, 141 without a message when the reader of
+    standard output has closed the pipe, 1 when standard output cannot be written. Its temporary files are removed."""
+    words = sys.argv[1:] if arguments is None else arguments
     try:
-        hide_bars_of_libraries()
         log_to_stderr()
         try:
-            options = parse(sys.argv[1:] if arguments is None else arguments)
+            options = parse(words)
         except SystemExit:  # --help or --version has printed its text
             return 0
+        if words[0] not in READ_ONLY:
+            for text in settle(os.environ):
+                warn(f"warning: {text}")
+        hide_bars_of_libraries()
         code = int(options.run(options))
         write_output("")  # flushes what a library has left in the buffer, whose errors Python would print when it exits
         return code
-    except (ConfigError, LogLevelError) as error:
-        if os.environ.get("RANK", "0") == "0":
+    except (ConfigError, LogLevelError, EnvironmentRefused) as error:
+        if _is_first_to_say(str(error)):
             warn(error)
         return 2
     except OutputError as error:
@@ -42,6 +51,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return CLOSED_PIPE
         warn(error)
         return 1
+
+
+def _is_first_to_say(text: str) -> bool:
+    """Whether no other rank of this launcher has printed `text`: ranks usually find the same problem."""
+    folder = os.environ.get(RENDEZVOUS_VARIABLE)
+    try:
+        if folder:
+            os.close(os.open(f"{folder}/said_{zlib.crc32(text.encode(errors='replace')):08x}", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 if __name__ == "__main__":

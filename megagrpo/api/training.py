@@ -15,6 +15,7 @@ from megagrpo.api.rows import Rows
 from megagrpo.api.run import Run
 from megagrpo.api.settings import ConfigLike, Overrides, read
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.process.environment import launched
 from megagrpo.process.terminal import show, warn
 from megagrpo.records.run_files import FROM_PYTHON, make_run_folder
 
@@ -93,7 +94,7 @@ def _run(words: Sequence[str], folder: Path, environment: Mapping[str, str], qui
 
 def _check_here(ranks: int | None) -> None:
     """Raise ConfigError in a process that a launcher started, and for a wrong number of ranks."""
-    if "RANK" in os.environ:
+    if launched(os.environ):
         raise ConfigError("megagrpo.train: starts the ranks itself; call it in one process, not under torchrun, and set ranks=N")
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
         raise ConfigError(f"ranks: must be a positive number (got {ranks!r})")

@@ -4,8 +4,8 @@
     NPROC=4 megagrpo train my_run.yaml parallel.tp=2
     megagrpo train my_run.yaml --resume
 
-It starts every rank of this machine: NPROC ranks, else one per GPU, else as few as the layout in `parallel` needs. Under a launcher that
-sets RANK it is one rank; `megagrpo submit` starts a run on several nodes. In a clone, launch/local.sh is the same command with the
+It starts every rank of this machine: NPROC ranks, else one per GPU, else as few as the layout in `parallel` needs. Under a launcher of
+ranks, such as torchrun, it is one rank; `megagrpo submit` starts a run on several nodes. In a clone, launch/local.sh is the same command with the
 clone's .venv.
 
 Exit codes: 0 at the end of the run, 1 for an error, 2 for a wrong config or command line, 85 when the run has saved and its scheduler
@@ -19,7 +19,9 @@ import os
 
 from megagrpo.commands.config_arguments import add_config, add_resume, config_path, load, overrides
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.process.environment import launched
 from megagrpo.process.imports import without_garbage_collection
+from megagrpo.trainer.time_limit import end_of_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,13 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train, and return the exit code. Raises ConfigError for a config that cannot run here."""
     config, path = load(options), config_path(options)
-    launched = "RANK" in os.environ  # by a launcher of several ranks
-    if not launched and (ranks := _ranks_to_start(config)) > 1:
+    end_of_run(config.run.time_limit)
+    is_rank = launched(os.environ)
+    if not is_rank and (ranks := _ranks_to_start(config)) > 1:
         from megagrpo.launch.local import ONE_NODE, run_ranks
 
         return run_ranks(ranks, ONE_NODE, ["megagrpo", "train", options.config, *overrides(options)])
     with without_garbage_collection():
-        if not launched:
+        if not is_rank:
             _start_vllm_early(config)
         from megagrpo.trainer import rank
     with rank.exit_code() as ended, rank.make_trainer(config, path.parent, ended) as trainer:

@@ -23,6 +23,8 @@ from megagrpo.process.terminal import warn
 from megagrpo.process.variables import NODE_INDICES
 from megagrpo.records.run_files import make_run_folder
 
+NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
 
 class RankLogs(LogsSpecs):
     """Writes one log file per rank, named by its global rank; the log of rank `main` is also printed."""
@@ -58,7 +60,7 @@ def silent_servers(urls: list[str], seconds: float) -> list[str]:
 
 def _is_healthy(url: str) -> bool:
     try:
-        urllib.request.urlopen(f"{url}/health", timeout=5).close()
+        NO_PROXY.open(f"{url}/health", timeout=5).close()
     except OSError:
         return False
     return True

@@ -11,6 +11,8 @@ import signal
 import threading
 from multiprocessing import parent_process
 
+from megagrpo.process.environment import under_torchrun
+
 LAUNCHER_VARIABLE = "MEGAGRPO_LAUNCHER_PID"  # the launcher sets it to its process id before it starts ranks
 PR_SET_PDEATHSIG = 1
 
@@ -33,7 +35,7 @@ def end_with_torchrun() -> None:
     process id, so a torchrun killed before this call counts too.
     """
     launcher = os.environ.pop(LAUNCHER_VARIABLE, None)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if under_torchrun(os.environ):
         end_with_parent(int(launcher) if launcher else os.getppid(), signal.SIGTERM)
 
 

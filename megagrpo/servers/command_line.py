@@ -15,17 +15,17 @@ from pathlib import Path
 
 from megagrpo.config import LOOPBACK
 from megagrpo.engine.access import GUARD, address_of
-from megagrpo.process.variables import MALLOC, OPENMP, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from megagrpo.process.environment import inherited
+from megagrpo.process.variables import MALLOC, OPENMP, TOKEN_FILE_VARIABLE
 from megagrpo.servers.options import NodePorts, ServerNode, ServerOptions
 
+HOST = "127.0.0.1"
 PLUGIN = Path(__file__).parents[1] / "vllm_plugin"
 MAX_BATCHED_TOKENS = 4096  # tokens of one prefill batch on a CPU
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM allocates adapter slots for
 
 # Flags by which a sleeping server also frees the pools of CUDA graphs and NCCL's buffers. New in vLLM 0.32.
 SLEEP_FLAGS = ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend")
-# Variables of the trainer's GPUs that would slow vLLM down, or select algorithms that its collectives lack.
-TRAINER_VARIABLES = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
 
 
 def server_command(
@@ -98,20 +98,20 @@ def _switches(o: ServerOptions, gpu: bool, headless: bool) -> list[str]:
 def server_environment(
     o: ServerOptions, devices: Sequence[str] | None, workers: int, *, loopback: bool, guarded: bool, node: ServerNode | None = None
 ) -> dict[str, str]:
-    """Return the environment of a server on the GPUs `devices`; None runs vLLM for CPU, where `workers` share the cores of this host. With
-    `loopback` all ranks are on this host too. With `guarded` the server reads its token from standard input. `node`: as in
-    `server_command`."""
-    # vLLM forms process groups of its own, so torchrun's variables for the trainer's ranks must not reach it.
-    ranks = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR MASTER_PORT".split()
-    ours = (*ranks, TOKEN_VARIABLE, TOKEN_FILE_VARIABLE, *TRAINER_VARIABLES)
-    env = {key: value for key, value in os.environ.items() if key not in ours and not key.startswith("TORCHELASTIC_")}
+    """Return the environment of a server: what it inherits (`process/environment.py`), and what the run sets.
+
+    It runs on the GPUs `devices`; None runs vLLM for CPU, where `workers` share the cores of this host. With `loopback` all ranks are on
+    this host too. With `guarded` the server reads its token from standard input. `node`: as in `server_command`.
+    """
+    env = inherited(os.environ)
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
     env["VLLM_PLUGINS"] = "megagrpo"
     env["VLLM_PROCESS_NAME_PREFIX"] = "megagrpo-vllm"  # `ps | grep megagrpo` then shows EngineCore and workers too
+    if loopback:
+        env |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), LOOPBACK)
     if node is None:
         env.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # all workers of a server are on one host
-        if loopback:
-            env["NCCL_SOCKET_IFNAME"] = LOOPBACK  # all ranks that send them weights are on this host too
+        env["VLLM_HOST_IP"] = HOST
     else:
         env["VLLM_HOST_IP"] = node.address  # where the other nodes reach this node's queues
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -120,9 +120,7 @@ def server_environment(
         env[TOKEN_FILE_VARIABLE] = "/dev/stdin"  # a pipe, empty after one read; any process of this user can read an environment
     if o.lora_rank:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
-    env.pop("PYTHONDONTWRITEBYTECODE", None)  # without compiled bytecode of vLLM every start takes twice as long
     if devices is not None:
-        env.pop("OMP_NUM_THREADS", None)  # the launcher of the ranks sets it to a rank's share of the cores
         if o.deterministic:
             env["VLLM_BATCH_INVARIANT"] = "1"
         return env | {"CUDA_VISIBLE_DEVICES": ",".join(devices)}

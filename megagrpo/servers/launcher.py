@@ -29,14 +29,13 @@ from megagrpo.process.shm_names import remove_stale
 from megagrpo.process.terminal import LineTimes
 from megagrpo.records.run_files import make_run_folder
 from megagrpo.servers import early_start
-from megagrpo.servers.command_line import server_command, server_environment
+from megagrpo.servers.command_line import HOST, server_command, server_environment
 from megagrpo.servers.followers import Followers, PartFault
 from megagrpo.servers.launched import LaunchedServer
 from megagrpo.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.servers.ports import check_port, free_ports, is_free
 from megagrpo.servers.supervisor import ENGINE_ENDED, GRACE_SECONDS, supervise
 
-HOST = "127.0.0.1"
 LINE_SECONDS = 10.0  # of waiting for servers, until the first line
 LOG_LINES = 30  # log lines shown when a server does not start and no process logged an exception
 ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")  # prefix of each line that one of vLLM's processes logs as an error
@@ -327,6 +326,6 @@ class Launcher:
 def healthy(url: str) -> bool:
     """Whether the server at `url` passes its health check."""
     try:
-        return httpx.get(f"{url}/health", timeout=5, verify=CERTIFICATES).status_code == 200
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False, verify=CERTIFICATES).status_code == 200
     except httpx.HTTPError:
         return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,7 @@ from megagrpo.records.run_lock import RunFolderLost
 from megagrpo.trainer.alarms import BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError
 from megagrpo.trainer.stop_signals import stop_on_signals
-from megagrpo.trainer.time_limit import OUT_OF_TIME, TO_BE_CONTINUED, check_time_limit, end_of_run
+from megagrpo.trainer.time_limit import OUT_OF_TIME, TO_BE_CONTINUED, end_of_run
 from megagrpo.trainer.trainer import Trainer
 from megagrpo.trainer.wiring import build
 from megagrpo.transfer.manifest import WeightSyncError
@@ -64,8 +63,7 @@ def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterat
     Raises ConfigError for errors that the user can fix in the config.
     """
     set_log_level(config.run.log_level)
-    check_time_limit(config.run.time_limit)
-    ends = end_of_run(config.run.time_limit, time.time())
+    end = end_of_run(config.run.time_limit)
     quiet()
     if config.run.deterministic:
         device.make_deterministic()
@@ -78,7 +76,7 @@ def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterat
         trainer = build(config, base_folder, layout, resources)
         stop_on_signals(trainer.collector.stop)
         if layout.world_rank == 0:
-            trainer.time_limit.ends = ends
+            trainer.time_limit.end = end
         yield trainer
     layout.barrier()  # Servers have stopped and logs are complete: a launcher may kill the other ranks when the first one exits.
     layout.close()

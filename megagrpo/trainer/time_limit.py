@@ -8,8 +8,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 from megagrpo.config import ConfigError
+from megagrpo.process.environment import END_OF_JOB, end_of_job, under_torchrun
 
 OUT_OF_TIME = signal.SIGXCPU  # the signal number that stands for the time limit in StopRequested
 TO_BE_CONTINUED = 85  # exit code of a run that has saved and asks its scheduler to restart it
@@ -17,15 +20,25 @@ FIRST_SAVE_SECONDS = 60.0  # assumed duration of a checkpoint until one was writ
 SPARE_SECONDS = 15.0  # reserve after the last checkpoint
 
 
+KEY = "run.time_limit"
+
+
+class End(NamedTuple):
+    """When a run must end, in seconds since 1970, and the key or variable that says so."""
+
+    time: float
+    key: str
+
+
 class TimeLimit:
-    """Stops a run before its time limit. `ends` is in seconds since 1970, None without a limit.
+    """Stops a run before `end`; None without a limit.
 
     `stop` is called once, possibly from another thread: at the start of a step that would not finish in time, judged by the longest step so
     far, or during a step that takes longer than that.
     """
 
-    def __init__(self, ends: float | None, stop: Callable[[int], None]):
-        self.ends, self._stop = ends, stop
+    def __init__(self, end: End | None, stop: Callable[[int], None]):
+        self.end, self._stop = end, stop
         self._save_seconds, self._longest, self._began = FIRST_SAVE_SECONDS, 0.0, 0.0
         self._timer: threading.Timer | None = None
         self._saved = False
@@ -40,17 +53,14 @@ class TimeLimit:
 
         Raises ConfigError when there is no time for any step, because the run would be restarted again and again.
         """
-        if self.ends is None:
+        if self.end is None:
             return
         now = time.time()
-        left = self.ends - self.lead_seconds - now
+        left = self.end.time - self.lead_seconds - now
         if self._began:
             self._longest = max(self._longest, now - self._began)
         elif left <= 0:
-            raise ConfigError(
-                f"run.time_limit: {self.ends - now:.0f} s are left when the first step begins, and {self.lead_seconds:.0f} s are for a "
-                "checkpoint; raise it, or the time that Slurm gives"
-            )
+            raise ConfigError(f"{self.end.key}: {_too_short(self.end, now, 'when the first step begins, ')}")
         self._began = now
         self.close()
         if left <= self._longest:
@@ -72,21 +82,42 @@ class TimeLimit:
             self._timer = None
 
 
-def check_time_limit(time_limit: str | None) -> None:
-    """Check `run.time_limit`. Raises ConfigError when it leaves no time for a step."""
-    reserved = 1.5 * FIRST_SAVE_SECONDS + SPARE_SECONDS
-    if time_limit is not None and (seconds := seconds_of(time_limit)) <= reserved:
-        reason = f"{time_limit} is {seconds} s, of which {reserved:.0f} s are for a checkpoint, so no step can begin"
-        raise ConfigError(f"run.time_limit: {reason}; raise it above {reserved:.0f} s, or leave it empty")
+def end_of_run(time_limit: str | None) -> End | None:
+    """Return when this run must end; None without a limit. It began when its first process started, and Slurm's end of the job takes
+    precedence over `run.time_limit`.
+
+    Raises ConfigError when no time is left for a step.
+    """
+    end = None
+    if (job := end_of_job(os.environ)) is not None:
+        end = End(job, END_OF_JOB)
+    elif time_limit is not None:
+        end = End(process_start() + seconds_of(time_limit), KEY)
+    now = time.time()
+    if end is not None and end.time - now <= _reserved():
+        raise ConfigError(f"{end.key}: {time_limit if end.key == KEY else os.environ[END_OF_JOB]}: {_too_short(end, now)}")
+    return end
 
 
-def end_of_run(time_limit: str | None, started: float) -> float | None:
-    """Return when a run that began at `started` must end, in seconds since 1970; None without a limit. Slurm's end time takes precedence
-    over `run.time_limit`."""
-    slurm = os.environ.get("SLURM_JOB_END_TIME", "")
-    if slurm.isdigit() and int(slurm) > 0:
-        return float(slurm)
-    return None if time_limit is None else started + seconds_of(time_limit)
+def _reserved() -> float:
+    """Return the time for the first checkpoint, in seconds, before one was written."""
+    return 1.5 * FIRST_SAVE_SECONDS + SPARE_SECONDS
+
+
+def _too_short(end: End, now: float, when: str = "") -> str:
+    fix = "raise it, or leave it empty" if end.key == KEY else "start a longer job, or unset the variable if this is not your job"
+    return f"{when}{end.time - now:.0f} s are left, of which {_reserved():.0f} s are for a checkpoint, so no step can begin; {fix}"
+
+
+def process_start() -> float:
+    """Return when this process started, in seconds since 1970; under torchrun or the launcher of the ranks, when that one started."""
+    pid = os.getppid() if under_torchrun(os.environ) else os.getpid()
+    try:
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # since the boot
+    except (OSError, ValueError, IndexError):
+        return time.time()
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time() - max(0.0, age)
 
 
 def seconds_of(time_limit: str) -> int:
