@@ -7,6 +7,7 @@ if __name__ == "__main__":  # before slow imports: a torchrun that is killed whi
 
     end_with_torchrun()
 
+import contextlib
 import os
 import sys
 import zlib
@@ -21,14 +22,19 @@ from megagrpo.process.variables import RENDEZVOUS_VARIABLE
 
 CLOSED_PIPE = 141  # exit code, as of a program that SIGPIPE ends
 # Commands that start no ranks, servers or functions of the user: they leave the environment as it is.
-READ_ONLY = ("install", "doctor", "plan", "init", "keys", "schema", "completion", "report", "inspect", "submit")
+DOCTOR = "doctor"  # shows the environment of the shell, and writes no file
+READ_ONLY = (DOCTOR, "install", "plan", "init", "keys", "schema", "completion", "report", "inspect", "submit")
 
 
-@temporary_files()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for a wrong command line, config or environment, 141 without a message when the reader of
     standard output has closed the pipe, 1 when standard output cannot be written. Its temporary files are removed."""
     words = sys.argv[1:] if arguments is None else arguments
+    with contextlib.nullcontext() if [*words[:1]] == [DOCTOR] else temporary_files():
+        return _run(words)
+
+
+def _run(words: Sequence[str]) -> int:
     try:
         log_to_stderr()
         try:
@@ -38,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if words[0] not in READ_ONLY:
             for text in settle(os.environ):
                 warn(f"warning: {text}")
-        hide_bars_of_libraries()
+        if words[0] != DOCTOR:
+            hide_bars_of_libraries()
         code = int(options.run(options))
         write_output("")  # flushes what a library has left in the buffer, whose errors Python would print when it exits
         return code

@@ -5,8 +5,8 @@
     megagrpo train my_run.yaml --resume
 
 It starts every rank of this machine: NPROC ranks, else one per GPU, else as few as the layout in `parallel` needs. Under a launcher of
-ranks, such as torchrun, it is one rank; `megagrpo submit` starts a run on several nodes. In a clone, launch/local.sh is the same command with the
-clone's .venv.
+ranks, such as torchrun, it is one rank; `megagrpo submit` starts a run on several nodes. In a clone, launch/local.sh is the same command
+with the clone's .venv.
 
 Exit codes: 0 at the end of the run, 1 for an error, 2 for a wrong config or command line, 85 when the run has saved and its scheduler
 restarts it, 128 + the signal's number when a signal stopped it for good. With several ranks it is the code of the rank that failed first.

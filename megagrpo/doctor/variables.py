@@ -9,45 +9,38 @@ from megagrpo.doctor.gpus import GpuState
 from megagrpo.doctor.machine import Finding, Machine
 from megagrpo.doctor.needs import Needs
 from megagrpo.launch.preflight import BLACKWELL
-
-# variable -> (harmful value, or "" for any; its effect; fix)
-HURTS = {
-    "CUDA_LAUNCH_BLOCKING": ("1", "each kernel waits for the last one: many times slower", "unset it"),
-    "NCCL_P2P_DISABLE": ("1", "GPUs of a node send through host memory", "unset it"),
-    "NCCL_SHM_DISABLE": ("1", "NCCL sends through network sockets within a node", "unset it"),
-    "NCCL_IB_DISABLE": ("1", "NCCL uses TCP between nodes", "unset it, unless the nodes have no RDMA"),
-    "NCCL_NET_GDR_LEVEL": ("LOC", "NCCL copies through host memory before RDMA", "unset it"),
-    "NCCL_ALGO": ("", "an algorithm that a collective lacks is an error", "unset it"),
-    "NCCL_PROTO": ("", "it forbids protocols that NCCL would choose by size", "unset it"),
-    "NCCL_DEBUG": ("TRACE", "NCCL writes a line for each call", "use NCCL_DEBUG=WARN"),
-    "NCCL_ASYNC_ERROR_HANDLING": ("0", "a failed collective hangs and raises no error", "unset it"),
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": ("0", "a failed collective hangs and raises no error", "unset it"),
-    "TORCH_NCCL_BLOCKING_WAIT": ("1", "the host waits for each collective", "unset it"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": ("1", "each allocation is a call of cudaMalloc", "unset it"),
-    "CUBLAS_WORKSPACE_CONFIG": ("", "products may use slower kernels", "use run.deterministic instead"),
-    "NVTE_FLASH_ATTN": ("0", "Transformer Engine has fewer attention kernels to choose from", "unset it"),
-    "NVTE_FUSED_ATTN": ("0", "without flash-attn, attention keeps all scores in memory", "unset it"),
-    "PYTORCH_JIT": ("0", "scripted functions of Megatron run unfused", "unset it"),
-    "TORCHDYNAMO_DISABLE": ("1", "vLLM does not compile its model", "unset it"),
-    "TRITON_INTERPRET": ("1", "Triton kernels run in Python", "unset it"),
-}
+from megagrpo.process.environment import PASSED, REFUSED, REMOVED, TABLE, Verdict, judge, row_of
 
 
 def variable_checks(machine: Machine, needs: Needs, gpus: Sequence[GpuState]) -> Iterator[Finding]:
-    """Check the environment of this shell. Without any `gpus` variables of CUDA and NCCL do not matter."""
+    """Check the environment of this shell by the table of `process/environment.py`: what `megagrpo train` would ignore or refuse, what harms,
+    and each row with a variable that is set. Without any `gpus` variables of CUDA and NCCL harm nothing."""
     environment = machine.environment
-    wrong = [_one_connection(environment, needs, gpus), *(_hurts(environment, name) for name in HURTS)] if gpus else []
-    wrong += [_threads(environment), _python_path(environment)]
-    findings = [finding for finding in wrong if finding is not None]
+    findings = [
+        Finding(verdict.names[0], f"{', '.join(verdict.names)}: {verdict.fate}: {verdict.reason}", _state(verdict), verdict.fix)
+        for verdict in judge(environment)
+    ]
+    wrong = [_one_connection(environment, needs, gpus) if gpus else None, _threads(environment), _python_path(environment)]
+    findings += [*_harmful(environment, bool(gpus)), *(finding for finding in wrong if finding is not None)]
     yield from findings or [Finding("environment", "no harmful variable is set")]
+    for row in TABLE:
+        if names := [name for name in environment if row_of(name) is row]:
+            fate = row.fate if row.fate == REMOVED else PASSED
+            yield Finding("variables", f"{', '.join(names)}: {fate}, {row.effect}")
 
 
-def _hurts(environment: dict[str, str], name: str) -> Finding | None:
-    bad, effect, fix = HURTS[name]
-    value = environment.get(name, "")
-    if not value or (bad and value.upper() != bad):
-        return None
-    return Finding(name, f"{value}: {effect}", "warn", fix)
+def _state(verdict: Verdict) -> str:
+    return "fail" if verdict.fate == REFUSED else "warn"
+
+
+def _harmful(environment: dict[str, str], on_gpus: bool) -> Iterator[Finding]:
+    """Yield a warning for each variable with a value that makes a run slow or wrong."""
+    for name, value in environment.items():
+        row = row_of(name)
+        if row is None or row.harmful is None or not value or (row.on_gpus and not on_gpus):
+            continue
+        if row.harmful in ("", value.upper()):
+            yield Finding(name, f"{value}: {row.effect}", "warn", row.fix)
 
 
 def _one_connection(environment: dict[str, str], needs: Needs, gpus: Sequence[GpuState]) -> Finding | None:

@@ -33,6 +33,7 @@ from megagrpo import device
 from megagrpo.parallel.rendezvous import stay_on_this_host
 from megagrpo.process.parent_death import end_with_parent
 from megagrpo.process.removal import temporary_folder
+from megagrpo.process.variables import RENDEZVOUS_VARIABLE
 
 
 class RankFailed(RuntimeError):
@@ -122,7 +123,8 @@ def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable[..., 
     gc.freeze()  # the garbage collector would touch, and so copy, every page that the fork inherits
     code = 1
     try:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(n))
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(n)}
+        os.environ[RENDEZVOUS_VARIABLE] = str(folder)
         if not device.has_gpu():
             torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool
         device.select_local_device()

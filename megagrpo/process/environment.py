@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import locale
-import os
 import re
 import sys
 import time
@@ -51,11 +50,12 @@ OTHER_RANKS = "GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME N
 END_OF_JOB = "SLURM_JOB_END_TIME"
 PROXIES = "HTTP_PROXY HTTPS_PROXY ALL_PROXY http_proxy https_proxy all_proxy"
 UNPROXIED = "NO_PROXY no_proxy"
+LONGEST_JOB = 10 * 365 * 86400  # seconds
 TEXT = "LC_ALL LC_CTYPE LANG PYTHONUTF8"
 
 # The first row that matches counts.
 TABLE = (
-    # ----------------------------------------------------------------------------------------------- launchers of ranks and schedulers
+    # --------------------------------------------------------------- launchers of ranks and schedulers
     Row(f"{RANKS} {AT}", "torch", IGNORED, "names this process as one rank. Read only from a launcher of ranks, which sets all of "
         "RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT; refused with WORLD_SIZE above 1 but no complete set"),
     Row(OTHER_RANKS, "torchrun", IGNORED, "belongs to the rank of a launcher; ignored where the rank is"),
@@ -70,13 +70,13 @@ TABLE = (
         "another launcher"),
     Row("JOB_COMPLETION_INDEX", "megagrpo", PASSED, "is the index of this node in a Kubernetes job"),
     Row("LOGLEVEL", "torchrun", PASSED, "sets torchrun's log level"),
-    # --------------------------------------------------------------------------------------------------------------------- megagrpo
+    # ---------------------------------------------------------------------------------------- megagrpo
     Row("MEGAGRPO_TOKEN MEGAGRPO_TOKEN_FILE", "megagrpo", REMOVED, "holds the token of servers and ranks; a server reads it from a pipe"),
     Row("MEGAGRPO_LAUNCHER_PID", "megagrpo", REMOVED, "is the process id of the launcher of the ranks"),
     Row("MEGAGRPO_JOB", "megagrpo", PASSED, "is the job of a scheduler: later attempts of it resume the run, and SIGTERM ends it with 85"),
     Row("NPROC", "megagrpo", PASSED, "is the number of ranks"),
     Row("MEGAGRPO_*", "megagrpo", PASSED, "sets the log level, the cache of models, or the kind of CPU"),
-    # ------------------------------------------------------------------------------------------------------------------------- vLLM
+    # -------------------------------------------------------------------------------------------- vLLM
     Row("VLLM_API_KEY", "vLLM", REMOVED, "makes the server reject the run's own token"),
     Row("VLLM_HOST_IP VLLM_LOOPBACK_IP VLLM_PORT VLLM_RPC_BASE_PATH HOST_IP", "vLLM", REMOVED, "is where a server's processes meet; the "
         "run chooses it. Kubernetes sets VLLM_PORT to an URL when a service is named vllm"),
@@ -98,7 +98,7 @@ TABLE = (
         "changes the form of the server's log, in which the run finds why a server ended"),
     _hurts("VLLM_TRACE_FUNCTION", "vLLM", "1", "vLLM writes a line for each function call", on_gpus=False),
     Row("VLLM_*", "vLLM", PASSED, "selects kernels, caches, timeouts and log levels of vLLM"),
-    # ----------------------------------------------------------------------------------------------------------- networks, the hub, trackers
+    # --------------------------------------------------------------------- networks, the hub, trackers
     Row(PROXIES, "httpx, urllib", PASSED, "carries downloads and requests of trackers and rewards, never traffic between ranks, trainer "
         "and servers. Ignored with a warning if httpx cannot use it: another scheme than http, https and socks5, an invalid port, or "
         "socks5 without the package socksio"),
@@ -108,7 +108,7 @@ TABLE = (
         "mode of the hub"),
     Row("TOKENIZERS_PARALLELISM", "Hugging Face", REMOVED, "starts threads in the tokenizer; false for servers"),
     Row("WANDB_* MLFLOW_* TRACKIO_* COMET_*", "trackers", PASSED, "configures a tracker; keys in the config take precedence"),
-    # --------------------------------------------------------------------------------------------------------------------------- CUDA
+    # -------------------------------------------------------------------------------------------- CUDA
     Row("CUDA_VISIBLE_DEVICES", "CUDA", PASSED, "selects GPUs by index or UUID; each server gets its own part. An entry that CUDA does "
         "not accept, such as -1, hides all later ones. Without an NVIDIA driver it has no effect"),
     _hurts("CUDA_LAUNCH_BLOCKING", "CUDA", "1", "each kernel waits for the last one: many times slower"),
@@ -119,7 +119,7 @@ TABLE = (
     _hurts("NVTE_FUSED_ATTN", "Transformer Engine", "0", "without flash-attn, attention keeps all scores in memory"),
     _hurts("NVIDIA_TF32_OVERRIDE TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUDA", "1", "float32 products have 10 bits of mantissa"),
     Row("CUDA_* CUDNN_* CUBLAS_* CUBLASLT_* NVIDIA_* NVTE_*", "CUDA", PASSED, "configures CUDA and its libraries"),
-    # --------------------------------------------------------------------------------------------------------------------- NCCL and gloo
+    # ----------------------------------------------------------------------------------- NCCL and gloo
     _hurts("NCCL_P2P_DISABLE", "NCCL", "1", "GPUs of a node send through host memory"),
     _hurts("NCCL_SHM_DISABLE", "NCCL", "1", "NCCL sends through network sockets within a node"),
     _hurts("NCCL_IB_DISABLE", "NCCL", "1", "NCCL uses TCP between nodes", "unset it, unless the nodes have no RDMA"),
@@ -131,7 +131,7 @@ TABLE = (
     _hurts("TORCH_NCCL_BLOCKING_WAIT NCCL_BLOCKING_WAIT", "torch", "1", "the host waits for each collective"),
     Row("NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME", "NCCL, gloo", PASSED, "names the network interface; a run on one host uses loopback"),
     Row("NCCL_* GLOO_* TP_SOCKET_IFNAME UCX_* FI_*", "NCCL, gloo", PASSED, "configures messages between ranks"),
-    # -------------------------------------------------------------------------------------------------------------------------- torch
+    # ------------------------------------------------------------------------------------------- torch
     _hurts("TORCH_DISTRIBUTED_DEBUG", "torch", "DETAIL", "every collective is checked by another one", on_gpus=False),
     _hurts("PYTORCH_NO_CUDA_MEMORY_CACHING", "torch", "1", "each allocation is a call of cudaMalloc"),
     Row("PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF", "torch", PASSED, "configures torch's allocator; CUDA IPC excludes "
@@ -141,7 +141,7 @@ TABLE = (
     Row("TORCH_* PYTORCH_* TORCHDYNAMO_* TORCHINDUCTOR_*", "torch", PASSED, "configures torch, its compiler and its logs"),
     _hurts("TRITON_INTERPRET", "Triton", "1", "Triton kernels run in Python"),
     Row("TRITON_*", "Triton", PASSED, "configures Triton"),
-    # ------------------------------------------------------------------------------------------------------------------------- threads
+    # ----------------------------------------------------------------------------------------- threads
     Row("OMP_NUM_THREADS", "OpenMP", REMOVED, "is the number of threads of a rank; a server on GPUs chooses its own, one on a CPU gets "
         "rollout.omp_threads"),
     Row("OMP_PLACES OMP_PROC_BIND OMP_THREAD_LIMIT OMP_DYNAMIC GOMP_CPU_AFFINITY KMP_AFFINITY KMP_HW_SUBSET MKL_NUM_THREADS "
@@ -149,7 +149,7 @@ TABLE = (
         "take the trainer's cores"),
     Row("OMP_* GOMP_* KMP_* MKL_* OPENBLAS_* NUMEXPR_* ONEDNN_* DNNL_* ATEN_CPU_CAPABILITY", "OpenMP, MKL, oneDNN", PASSED, "configures "
         "threads and kernels on a CPU"),
-    # -------------------------------------------------------------------------------------------------------------- Python and the system
+    # --------------------------------------------------------------------------- Python and the system
     Row("PYTHONOPTIMIZE", "Python", REFUSED, "removes the assertions by which torch, Megatron and vLLM check shapes and layouts"),
     Row(TEXT, "Python", PASSED, "sets the encoding of text files; refused if it is not UTF-8"),
     Row("PYTHONDONTWRITEBYTECODE", "Python", REMOVED, "makes every start of vLLM take twice as long"),
@@ -169,16 +169,17 @@ class EnvironmentRefused(ValueError):
     """A variable of the environment is refused; the message names it and the fix."""
 
 
-class Settled(NamedTuple):
-    """What a command does about its environment: names of ignored variables by reason, and errors that name refused ones."""
+class Verdict(NamedTuple):
+    """Variables that a command ignores, or refuses with `fate` REFUSED, with the reason and the fix."""
 
-    ignored: dict[str, list[str]]
-    refused: list[str]
+    names: tuple[str, ...]
+    reason: str
+    fix: str = "unset it"
+    fate: str = IGNORED
 
-    @property
-    def warnings(self) -> list[str]:
-        """One line per reason."""
-        return [f"{', '.join(names)}: ignored, because {reason}" for reason, names in self.ignored.items()]
+    def __str__(self) -> str:
+        ignored = "ignored: " if self.fate == IGNORED else ""
+        return f"{', '.join(self.names)}: {ignored}{self.reason}; {self.fix}"
 
 
 def row_of(name: str) -> Row | None:
@@ -197,22 +198,19 @@ def settle(environment: MutableMapping[str, str]) -> list[str]:
 
     Raises EnvironmentRefused.
     """
-    found = judge(environment)
-    if found.refused:
-        raise EnvironmentRefused("\n".join(found.refused))
-    for names in found.ignored.values():
-        for name in names:
+    verdicts = judge(environment)
+    if refused := [str(verdict) for verdict in verdicts if verdict.fate == REFUSED]:
+        raise EnvironmentRefused("\n".join(refused))
+    for verdict in verdicts:
+        for name in verdict.names:
             del environment[name]
     _reach_loopback_directly(environment)
-    return found.warnings
+    return [str(verdict) for verdict in verdicts]
 
 
-def judge(environment: Mapping[str, str]) -> Settled:
-    """Return what `settle` does; changes nothing."""
-    ignored: dict[str, list[str]] = {}
-    for name, reason in [*_ranks(environment), *_end_of_job(environment), *_proxies(environment)]:
-        ignored.setdefault(reason, []).append(name)
-    return Settled(ignored, [*_part_of_ranks(environment), *_interpreter()])
+def judge(environment: Mapping[str, str]) -> list[Verdict]:
+    """Return what `settle` ignores and refuses; changes nothing."""
+    return [*_ranks(environment), *_end_of_job(environment), *_proxies(environment), *_interpreter(environment)]
 
 
 def launched(environment: Mapping[str, str]) -> bool:
@@ -234,44 +232,38 @@ def under_torchrun(environment: Mapping[str, str]) -> bool:
 
 def end_of_job(environment: Mapping[str, str]) -> float | None:
     """Return the end of the Slurm job of this process, in seconds since 1970; None without one, or if the variable cannot be its end."""
-    return None if list(_end_of_job(environment)) or not environment.get(END_OF_JOB) else float(environment[END_OF_JOB])
+    return None if _end_of_job(environment) or not environment.get(END_OF_JOB) else float(environment[END_OF_JOB])
 
 
-def _ranks(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _ranks(environment: Mapping[str, str]) -> Iterator[Verdict]:
     if launched(environment):
         return
-    for name in environment:
-        if _in(name, f"{RANKS} {AT} {OTHER_RANKS}"):
-            yield name, "no launcher of ranks set all that belongs to it; unset it"
-        elif _in(name, "PET_*"):
-            yield name, "it holds options of torchrun, and the run passes its own; unset it"
-
-
-def _part_of_ranks(environment: Mapping[str, str]) -> Iterator[str]:
-    """Yield an error for variables of a rank of several that are incomplete or do not fit together: ignoring them would train once per
-    rank."""
-    world = environment.get("WORLD_SIZE", "")
-    if not environment.get("RANK") or world in ("", "1") or launched(environment):
-        return
     names = [*RANKS.split(), "MASTER_ADDR", "MASTER_PORT"]
-    missing = [name for name in names if not environment.get(name) and not (name in AT and environment.get(RENDEZVOUS_VARIABLE))]
-    numbers = ", ".join(f"{name}={environment[name]}" for name in names if environment.get(name))
-    problem = f"without {', '.join(missing)}" if missing else "the values do not fit together"
-    yield f"{numbers}: {problem}; a launcher of ranks sets all of them. Unset them to train on this machine alone, or start the ranks with "\
-        "megagrpo launch, on several nodes with megagrpo submit"  # fmt: skip
+    if environment.get("RANK") and environment.get("WORLD_SIZE", "") not in ("", "1"):  # ignoring them would train once per rank
+        missing = [name for name in names if not environment.get(name) and not (name in AT and environment.get(RENDEZVOUS_VARIABLE))]
+        values = ", ".join(f"{name}={environment[name]}" for name in names if environment.get(name))
+        problem = f"{', '.join(missing)} missing" if missing else "these values do not fit together"
+        fix = "unset them to train on this machine alone, or start ranks with `megagrpo launch`, on several nodes with `megagrpo submit`"
+        set_here = tuple(name for name in names if name in environment)
+        yield Verdict(set_here, f"{values}, but {problem}; a launcher of ranks sets all of them", fix, REFUSED)
+    elif set_here := tuple(name for name in environment if _in(name, f"{RANKS} {AT} {OTHER_RANKS}")):
+        yield Verdict(set_here, "not all that a launcher of ranks sets is set")
+    if options := tuple(name for name in environment if _in(name, "PET_*")):
+        yield Verdict(options, "the run passes its own options to torchrun")
 
 
-def _end_of_job(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    text = environment.get(END_OF_JOB, "")
+def _end_of_job(environment: Mapping[str, str]) -> list[Verdict]:
+    text, job = environment.get(END_OF_JOB, ""), environment.get("SLURM_JOB_ID")
     now, end = time.time(), _number(text)
     if not text:
-        return
-    if end is None or end > now + 10 * 365 * 86400:
-        yield END_OF_JOB, f"{text} is not a time in seconds since 1970; unset it"
-    elif end < now:
-        yield END_OF_JOB, f"{text} is in the past, so it is the end of another job; unset it"
-    elif (job := _job_of_this_process()) not in (None, environment.get("SLURM_JOB_ID")) and "SLURM_HET_SIZE" not in environment:
-        yield END_OF_JOB, f"it is the end of job {environment.get('SLURM_JOB_ID')}, and this process belongs to job {job}; unset it"
+        return []
+    if end is None or end > now + LONGEST_JOB:
+        return [Verdict((END_OF_JOB,), f"{text} is not the end of a job in seconds since 1970")]
+    if end < now:
+        return [Verdict((END_OF_JOB,), f"{text} is in the past, so that job has ended")]
+    if (own := _job_of_this_process()) not in (None, job) and "SLURM_HET_SIZE" not in environment:
+        return [Verdict((END_OF_JOB,), f"it is the end of job {job}, but this process belongs to job {own}")]
+    return []
 
 
 def _job_of_this_process() -> str | None:
@@ -283,24 +275,20 @@ def _job_of_this_process() -> str | None:
     return match[1] if match else None
 
 
-def _proxies(environment: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _proxies(environment: Mapping[str, str]) -> Iterator[Verdict]:
+    """Yield the proxies for which httpx, which also downloads from the hub, would raise an exception."""
     for name in PROXIES.split():
-        if (value := environment.get(name)) and (fault := _fault_of_proxy(value)):
-            yield name, f"{fault}; downloads use no proxy of this variable"
-
-
-def _fault_of_proxy(value: str) -> str:
-    """Return why httpx cannot use a proxy; empty if it can."""
-    try:
-        parts = urlsplit(value if "://" in value else f"http://{value}")
-        port = parts.port
-    except ValueError:
-        return "its address is invalid"
-    if parts.scheme not in ("http", "https", "socks5", "socks5h") or port == 0:
-        return f"httpx has no proxies of the kind {parts.scheme}; write http, https or socks5"
-    if parts.scheme.startswith("socks") and importlib.util.find_spec("socksio") is None:
-        return "socks5 needs a package: pip install socksio"
-    return ""
+        value = environment.get(name, "")
+        try:
+            parts = urlsplit(value if "://" in value else f"http://{value}")
+            _ = parts.port
+        except ValueError:
+            yield Verdict((name,), "this is not the address of a proxy", "correct or unset it")
+            continue
+        if parts.scheme not in ("http", "https", "socks5", "socks5h"):
+            yield Verdict((name,), f"httpx knows no proxies of the kind {parts.scheme}", "write http, https or socks5, or unset it")
+        elif parts.scheme.startswith("socks") and importlib.util.find_spec("socksio") is None:
+            yield Verdict((name,), "SOCKS proxies need the package socksio, which is not installed", "pip install socksio, or unset it")
 
 
 def _reach_loopback_directly(environment: MutableMapping[str, str]) -> None:
@@ -313,14 +301,15 @@ def _reach_loopback_directly(environment: MutableMapping[str, str]) -> None:
             environment[name] = ",".join(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"]))
 
 
-def _interpreter() -> Iterator[str]:
-    """Yield errors for settings that this interpreter has already taken from its environment or command line."""
+def _interpreter(environment: Mapping[str, str]) -> Iterator[Verdict]:
+    """Yield what this interpreter has already taken from its environment or command line."""
     if sys.flags.optimize:
-        yield "PYTHONOPTIMIZE: Python skips assertions, by which torch, Megatron and vLLM check shapes and layouts; unset it, and leave out -O"
+        reason = "Python skips the assertions by which torch, Megatron and vLLM check shapes and layouts"
+        yield Verdict(("PYTHONOPTIMIZE",), reason, "unset it, and start Python without -O", REFUSED)
     encoding = "utf-8" if sys.flags.utf8_mode else locale.getencoding()
     if encoding.lower().replace("_", "-") not in ("utf-8", "utf8"):
-        names = ", ".join(f"{name}={os.environ[name]}" for name in TEXT.split() if name in os.environ)
-        yield f"{names}: Python would read text files as {encoding}; set PYTHONUTF8=1"
+        names = tuple(name for name in TEXT.split() if name in environment) or ("PYTHONUTF8",)
+        yield Verdict(names, f"Python reads text files as {encoding}", "set PYTHONUTF8=1", REFUSED)
 
 
 def _number(text: str) -> int | None:
