@@ -56,7 +56,8 @@ def visible_gpus() -> list[str] | None:
     if not has_gpu():
         return None
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+    count = torch.cuda.device_count()  # CUDA ignores what follows an entry that names no GPU
+    return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]
 
 
 def name() -> str:

@@ -31,6 +31,8 @@ def check_up(machine: Machine, needs: Needs) -> list[Finding]:
     parts += [lambda: package_checks("gpu" if gpu else "cpu")]
     if gpu:
         parts += [lambda: toolkit_checks(machine, cuda), lambda: foreign_libraries(machine)]
+    if needs.unseen:
+        parts.append(lambda: [Finding("model", f"its size is unknown here: {needs.unseen}", "skipped", "fetch it first")])
     parts += [
         lambda: memory_checks(machine, needs),
         lambda: limit_checks(machine, needs, gpu),

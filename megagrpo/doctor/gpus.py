@@ -6,6 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from megagrpo.doctor.machine import Finding, Machine
 from megagrpo.doctor.needs import Needs
@@ -141,14 +142,18 @@ def driver_check(state: NvidiaState, torch_cuda: str) -> Finding:
 
 
 def visible_gpus(gpus: Sequence[GpuState], environment: dict[str, str]) -> list[GpuState]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible. Ids that are not indices, such as UUIDs, are only counted."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible. UUIDs are only counted. CUDA ignores what follows an invalid entry."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return list(gpus)
-    ids = [name.strip() for name in named.split(",") if name.strip()]
+    ids = list(takewhile(lambda name: _names_a_gpu(name, len(gpus)), map(str.strip, named.split(","))))
     if all(name.isdigit() for name in ids):
-        return [gpus[int(name)] for name in ids if int(name) < len(gpus)]
+        return [gpus[int(name)] for name in ids]
     return list(gpus[: len(ids)])
+
+
+def _names_a_gpu(name: str, count: int) -> bool:
+    return int(name) < count if name.isdigit() else name.startswith(("GPU-", "MIG-"))
 
 
 def _count(visible: Sequence[GpuState], needs: Needs) -> Finding:

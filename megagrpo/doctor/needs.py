@@ -9,7 +9,7 @@ from megagrpo.config.placement import weight_path
 from megagrpo.plan import plan
 from megagrpo.plan.gpus import GPUS_PER_NODE
 from megagrpo.plan.memory import weight_bytes
-from megagrpo.plan.shapes import num_parameters
+from megagrpo.plan.shapes import UnseenModel, num_parameters
 
 SMALLEST_SHM = 1.0  # GiB: NCCL, vLLM and torch's data loaders use some; Docker's default of 64 MiB is too small
 SMALLEST_RAM = 8.0  # GiB for Python, libraries and one server of a small model
@@ -29,6 +29,7 @@ class Needs:
     one_connection: bool = False  # tp or cp, which need CUDA_DEVICE_MAX_CONNECTIONS=1 before Blackwell
     shares_gpu: bool = True  # trainer and vLLM are two processes on one GPU
     cuda_ipc: bool = True
+    unseen: str = ""  # why the size of the model is unknown
 
 
 def needs_of(config: RunConfig, name: str, gpu: bool, world_size: int | None = None) -> Needs:
@@ -36,7 +37,7 @@ def needs_of(config: RunConfig, name: str, gpu: bool, world_size: int | None = N
     nodes have GPUs."""
     parallel, rollout = config.parallel, config.rollout
     world = world_size or parallel.smallest_world
-    made = plan(config, world, GPUS_PER_NODE * 1024.0 if gpu else None, has_data=False)
+    made = plan(config, world, GPUS_PER_NODE * 1024.0 if gpu else None, has_data=False, fetch=False)
     parameters = num_parameters(made.model) if made.model is not None else 0
     nodes = max(config.run.nodes, -(-world // GPUS_PER_NODE) if gpu else 1)
     transport = _transport(config, gpu, nodes == 1)
@@ -55,6 +56,7 @@ def needs_of(config: RunConfig, name: str, gpu: bool, world_size: int | None = N
         one_connection=parallel.tp > 1 or parallel.cp > 1,
         shares_gpu=rollout.placed == "colocated",
         cuda_ipc=transport == "cuda_ipc",
+        unseen=next((problem.text for problem in made.problems if isinstance(problem, UnseenModel)), ""),
     )
 
 

@@ -13,18 +13,20 @@ from megagrpo.process.environment import PASSED, REFUSED, REMOVED, TABLE, Verdic
 
 
 def variable_checks(machine: Machine, needs: Needs, gpus: Sequence[GpuState]) -> Iterator[Finding]:
-    """Check the environment of this shell by the table of `process/environment.py`: what `megagrpo train` would ignore or refuse, what harms,
-    and each row with a variable that is set. Without any `gpus` variables of CUDA and NCCL harm nothing."""
+    """Check the environment of this shell by the table of `process/environment.py`: what a run would ignore or refuse, what harms, and
+    each row with a variable that is set. Without any `gpus` variables of CUDA and NCCL harm nothing."""
     environment = machine.environment
+    verdicts = judge(environment)
     findings = [
-        Finding(verdict.names[0], f"{', '.join(verdict.names)}: {verdict.fate}: {verdict.reason}", _state(verdict), verdict.fix)
-        for verdict in judge(environment)
+        Finding(verdict.names[0], f"{', '.join(verdict.names)}, {verdict.fate}: {verdict.reason}", _state(verdict), verdict.fix)
+        for verdict in verdicts
     ]
     wrong = [_one_connection(environment, needs, gpus) if gpus else None, _threads(environment), _python_path(environment)]
     findings += [*_harmful(environment, bool(gpus)), *(finding for finding in wrong if finding is not None)]
+    judged = {name for verdict in verdicts for name in verdict.names}
     yield from findings or [Finding("environment", "no harmful variable is set")]
     for row in TABLE:
-        if names := [name for name in environment if row_of(name) is row]:
+        if names := [name for name in environment if row_of(name) is row and name not in judged]:
             fate = row.fate if row.fate == REMOVED else PASSED
             yield Finding("variables", f"{', '.join(names)}: {fate}, {row.effect}")
 

@@ -82,7 +82,11 @@ def _from_hub(name: str, key: str) -> Path:
 
 def _from_package(package: str, key: str) -> Path:
     source = _gguf_in(package, key)
-    folder = cache_folder() / f"{package}-{source.stem}-{source.stat().st_size}-bf16"
+    folder = unpacked_folder(package, key)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise _error(key, f"{folder.parent} cannot be created: {e.strerror}; set MEGAGRPO_CACHE to a folder that you can write") from e
     with _only_one_process(folder):
         if not folder.exists():
             for left in folder.parent.iterdir():
@@ -92,6 +96,12 @@ def _from_package(package: str, key: str) -> Path:
             with new_folder(folder) as unfinished:
                 _convert_gguf(source, unfinished)
     return folder
+
+
+def unpacked_folder(package: str, key: str = "model.path") -> Path:
+    """Return the folder of a package's converted weights, which need not exist yet. Raises ProblemError when the package holds no model."""
+    source = _gguf_in(package, key)
+    return cache_folder() / f"{package}-{source.stem}-{source.stat().st_size}-bf16"
 
 
 def _gguf_in(package: str, key: str) -> Path:
@@ -124,10 +134,8 @@ def _convert_gguf(source: Path, folder: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of converted models: $MEGAGRPO_CACHE, else `megagrpo` in the user's cache. Creates it if missing."""
-    folder = Path(os.environ.get("MEGAGRPO_CACHE") or user_cache() / "megagrpo")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    """Return the folder of converted models, which need not exist yet: $MEGAGRPO_CACHE, else `megagrpo` in the user's cache."""
+    return Path(os.environ.get("MEGAGRPO_CACHE") or user_cache() / "megagrpo")
 
 
 @contextlib.contextmanager

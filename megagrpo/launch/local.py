@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 from typing import TYPE_CHECKING, NamedTuple
 
 from megagrpo.config import ConfigError, ParallelSection, RunConfig
@@ -36,14 +35,7 @@ ONE_NODE = Nodes()
 
 def num_gpus() -> int:
     """Return the number of GPUs that are visible to a child process."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([device for device in visible.split(",") if device.strip()])
-    try:
-        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return 0
-    return listing.count("GPU ")
+    return len(visible_gpus(os.environ))
 
 
 def num_ranks(config: RunConfig) -> int:
@@ -76,7 +68,7 @@ def set_thread_environment(ranks: int) -> None:
 def set_connections(parallel: ParallelSection) -> None:
     """Set CUDA_DEVICE_MAX_CONNECTIONS=1 for ranks that overlap messages with products on GPUs before Blackwell, unless it is set. The
     launcher of the servers does not pass it on."""
-    if max(parallel.tp, parallel.cp) > 1 and needs_one_connection(visible_gpus(dict(os.environ))):
+    if max(parallel.tp, parallel.cp) > 1 and needs_one_connection(visible_gpus(os.environ)):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
@@ -89,6 +81,8 @@ def run_ranks(ranks: int, nodes: Nodes, command: list[str], logs: LogsSpecs | No
     ranks. `logs` sets the ranks' log files.
     """
     os.environ.setdefault("LOGLEVEL", "ERROR")
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # defaults of torchrun's options
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -192,11 +192,32 @@ def _driver() -> str:
     return next(iter(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), "")
 
 
-def visible_gpus(environment: dict[str, str]) -> list[str]:
-    """Return the lines of `nvidia-smi -L` for the first GPUs, as many as CUDA_VISIBLE_DEVICES names; all if it is unset."""
-    gpus = [line for line in _nvidia_smi("-L") if line.startswith("GPU ")]
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    return gpus if visible is None else gpus[: len([device for device in visible.split(",") if device.strip()])]
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Return the lines of `nvidia-smi -L` for the GPUs that CUDA_VISIBLE_DEVICES leaves visible: all if it is unset, none without a driver.
+
+    Like CUDA it takes indices and UUIDs, or their beginnings, and ignores what follows an entry that names no GPU.
+    """
+    lines = _nvidia_smi("-L") or _of_the_kernel()
+    gpus, named = [line for line in lines if line.startswith("GPU ")], environment.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return gpus
+    visible: list[str] = []
+    for name in map(str.strip, named.split(",")):
+        if name.isdigit():
+            match = gpus[int(name) : int(name) + 1]
+        else:
+            match = [line for line in lines if name.startswith(("GPU-", "MIG-")) and f"UUID: {name}" in line][:1]
+        if not match:
+            break
+        visible += match
+    return visible
+
+
+def _of_the_kernel() -> list[str]:
+    """Return the driver's list of GPUs in the form of `nvidia-smi -L`, for containers without it."""
+    texts = [file.read_text() for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+    fields = [dict(re.findall(r"^([\w ]+):\s*(.*?)\s*$", text, re.MULTILINE)) for text in texts]
+    return [f"GPU {index}: {one.get('Model', '')} (UUID: {one.get('GPU UUID', '')})" for index, one in enumerate(fields)]
 
 
 if __name__ == "__main__":

@@ -128,12 +128,18 @@ def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths
 
 
 def plan(
-    config: RunConfig, world_size: int, gpu_memory_gb: float | None = None, host_memory_gb: float | None = None, has_data: bool = True
+    config: RunConfig,
+    world_size: int,
+    gpu_memory_gb: float | None = None,
+    host_memory_gb: float | None = None,
+    has_data: bool = True,
+    fetch: bool = True,
 ) -> Plan:
     """Return the plan of `config` on `world_size` ranks.
 
     With `gpu_memory_gb`, the memory of each GPU in GiB, the run must also fit a GPU. With `host_memory_gb` the data that stays in a
-    node's RAM must fit that. With `has_data` False data files are not checked.
+    node's RAM must fit that. With `has_data` False data files are not checked, without `fetch` no model is downloaded or
+    unpacked.
     """
     problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config)
     problems += own_code_problems(config) + output_problems(config)
@@ -151,7 +157,7 @@ def plan(
         ("step", step_text(config, dp)),
     ]
     try:
-        raw = model_shape(config.model.path)
+        raw = model_shape(config.model.path, fetch)
     except ProblemError as error:
         return judged(Plan([*problems, *error.problems], rows, notes=notes), gpu_memory_gb)
     unfit = model_problems(raw, config.parallel)

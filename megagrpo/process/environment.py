@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import locale
+import os
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
@@ -104,6 +106,8 @@ TABLE = (
         "socks5 without the package socksio"),
     Row(UNPROXIED, "httpx, urllib", PASSED, "names hosts without a proxy; the run adds localhost, 127.0.0.1 and ::1"),
     Row("SSL_CERT_FILE SSL_CERT_DIR REQUESTS_CA_BUNDLE CURL_CA_BUNDLE", "httpx, urllib", PASSED, "names certificates for downloads"),
+    Row("HF_HOME HF_DATASETS_CACHE", "Hugging Face", PASSED, "places the caches. If the cache of data sets cannot be written, the run says "
+        "so and uses its temporary folder"),
     Row("HF_* HUGGINGFACE_* HUGGING_FACE_* TRANSFORMERS_* DATASETS_*", "Hugging Face", PASSED, "sets caches, token, endpoint and offline "
         "mode of the hub"),
     Row("TOKENIZERS_PARALLELISM", "Hugging Face", REMOVED, "starts threads in the tokenizer; false for servers"),
@@ -150,10 +154,11 @@ TABLE = (
     Row("OMP_* GOMP_* KMP_* MKL_* OPENBLAS_* NUMEXPR_* ONEDNN_* DNNL_* ATEN_CPU_CAPABILITY", "OpenMP, MKL, oneDNN", PASSED, "configures "
         "threads and kernels on a CPU"),
     # --------------------------------------------------------------------------- Python and the system
+    Row("PYTHONINSPECT", "Python", REFUSED, "replaces the exit code, and opens a prompt at the end"),
     Row("PYTHONOPTIMIZE", "Python", REFUSED, "removes the assertions by which torch, Megatron and vLLM check shapes and layouts"),
     Row(TEXT, "Python", PASSED, "sets the encoding of text files; refused if it is not UTF-8"),
     Row("PYTHONDONTWRITEBYTECODE", "Python", REMOVED, "makes every start of vLLM take twice as long"),
-    Row("PYTHONWARNINGS PYTHONINSPECT PYTHONSTARTUP PYTHONDEVMODE PYTHONASYNCIODEBUG PYTHONPROFILEIMPORTTIME PYTHONMALLOC "
+    Row("PYTHONWARNINGS PYTHONSTARTUP PYTHONDEVMODE PYTHONASYNCIODEBUG PYTHONPROFILEIMPORTTIME PYTHONMALLOC "
         "PYTHONTRACEMALLOC", "Python", REMOVED, "debugs one program; it can stop a server at a warning, or slow it down"),
     Row("PYTHONPATH", "Python", PASSED, "names folders whose modules come before the installed ones"),
     Row("PYTHON*", "Python", PASSED, "configures Python: hashing, buffers, limits, paths"),
@@ -170,12 +175,13 @@ class EnvironmentRefused(ValueError):
 
 
 class Verdict(NamedTuple):
-    """Variables that a command ignores, or refuses with `fate` REFUSED, with the reason and the fix."""
+    """What a command does about variables other than passing them on, with the reason and the fix. Only IGNORED removes them."""
 
     names: tuple[str, ...]
     reason: str
     fix: str = "unset it"
     fate: str = IGNORED
+    instead: tuple[tuple[str, str], ...] = ()  # variables that the command sets
 
     def __str__(self) -> str:
         ignored = "ignored: " if self.fate == IGNORED else ""
@@ -202,15 +208,16 @@ def settle(environment: MutableMapping[str, str]) -> list[str]:
     if refused := [str(verdict) for verdict in verdicts if verdict.fate == REFUSED]:
         raise EnvironmentRefused("\n".join(refused))
     for verdict in verdicts:
-        for name in verdict.names:
+        for name in verdict.names if verdict.fate == IGNORED else ():
             del environment[name]
+        environment.update(verdict.instead)
     _reach_loopback_directly(environment)
     return [str(verdict) for verdict in verdicts]
 
 
 def judge(environment: Mapping[str, str]) -> list[Verdict]:
     """Return what `settle` ignores and refuses; changes nothing."""
-    return [*_ranks(environment), *_end_of_job(environment), *_proxies(environment), *_interpreter(environment)]
+    return [*_ranks(environment), *_end_of_job(environment), *_proxies(environment), *_caches(environment), *_interpreter()]
 
 
 def launched(environment: Mapping[str, str]) -> bool:
@@ -291,6 +298,23 @@ def _proxies(environment: Mapping[str, str]) -> Iterator[Verdict]:
             yield Verdict((name,), "SOCKS proxies need the package socksio, which is not installed", "pip install socksio, or unset it")
 
 
+def _caches(environment: Mapping[str, str]) -> Iterator[Verdict]:
+    """Yield the variable that places the cache of data sets, which reading any data file needs, where it cannot be created."""
+    places = (
+        ("HF_DATASETS_CACHE", ""),
+        ("HF_HOME", "datasets"),
+        ("XDG_CACHE_HOME", "huggingface/datasets"),
+        ("HOME", ".cache/huggingface"),
+    )
+    name, below = next((place for place in places if environment.get(place[0])), ("HOME", ".cache/huggingface"))
+    folder = Path(environment.get(name) or os.path.expanduser("~"), below)
+    existing = next((path for path in (folder, *folder.parents) if path.exists()), Path())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        reason = f"{folder} cannot be written, so data sets are cached in the temporary folder of this run"
+        cache = str(Path(tempfile.gettempdir(), "datasets"))
+        yield Verdict((name,), reason, "set HF_DATASETS_CACHE to a folder that you can write", PASSED, (("HF_DATASETS_CACHE", cache),))
+
+
 def _reach_loopback_directly(environment: MutableMapping[str, str]) -> None:
     """Except this host from proxies, so that trackers and rewards reach their servers on it."""
     if not any(environment.get(name) for name in PROXIES.split()):
@@ -301,15 +325,18 @@ def _reach_loopback_directly(environment: MutableMapping[str, str]) -> None:
             environment[name] = ",".join(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"]))
 
 
-def _interpreter(environment: Mapping[str, str]) -> Iterator[Verdict]:
+def _interpreter() -> Iterator[Verdict]:
     """Yield what this interpreter has already taken from its environment or command line."""
+    if sys.flags.inspect:
+        yield Verdict(
+            ("PYTHONINSPECT",), "Python ends with another exit code than the run", "unset it, and start Python without -i", REFUSED
+        )
     if sys.flags.optimize:
         reason = "Python skips the assertions by which torch, Megatron and vLLM check shapes and layouts"
         yield Verdict(("PYTHONOPTIMIZE",), reason, "unset it, and start Python without -O", REFUSED)
     encoding = "utf-8" if sys.flags.utf8_mode else locale.getencoding()
     if encoding.lower().replace("_", "-") not in ("utf-8", "utf8"):
-        names = tuple(name for name in TEXT.split() if name in environment) or ("PYTHONUTF8",)
-        yield Verdict(names, f"Python reads text files as {encoding}", "set PYTHONUTF8=1", REFUSED)
+        yield Verdict(tuple(TEXT.split()), f"Python reads text files as {encoding}", "set PYTHONUTF8=1", REFUSED)
 
 
 def _number(text: str) -> int | None:

@@ -7,7 +7,7 @@ import pytest
 from megagrpo.process.environment import IGNORED, PASSED, REFUSED, REMOVED, row_of
 from tests.e2e import world
 
-GONE = "/proc/gone"  # nobody can create it
+GONE = "/dev/null/gone"  # nobody can create it
 HOSTILE = {
     "ranks": {
         "RANK": "3",
@@ -80,7 +80,6 @@ HOSTILE = {
     },
     "Python": {
         "PYTHONWARNINGS": "error",
-        "PYTHONINSPECT": "1",
         "PYTHONDEVMODE": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONHASHSEED": "1",
