@@ -8,6 +8,7 @@ if __name__ == "__main__":  # before slow imports: a torchrun that is killed whi
     end_with_torchrun()
 
 import contextlib
+import io
 import os
 import sys
 import zlib
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 2 for a wrong command line, config or environment, 141 without a message when the reader of
     standard output has closed the pipe, 1 when standard output cannot be written. Its temporary files are removed."""
     words = sys.argv[1:] if arguments is None else arguments
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a character that a terminal cannot show ends no command
     with contextlib.nullcontext() if [*words[:1]] == [DOCTOR] else temporary_files():
         return _run(words)
 

@@ -53,6 +53,12 @@ END_OF_JOB = "SLURM_JOB_END_TIME"
 PROXIES = "HTTP_PROXY HTTPS_PROXY ALL_PROXY http_proxy https_proxy all_proxy"
 UNPROXIED = "NO_PROXY no_proxy"
 LONGEST_JOB = 10 * 365 * 86400  # seconds
+DATA_CACHES = {  # variable -> the cache of data sets below its folder; the first variable that is set counts
+    "HF_DATASETS_CACHE": "",
+    "HF_HOME": "datasets",
+    "XDG_CACHE_HOME": "huggingface/datasets",
+    "HOME": ".cache/huggingface/datasets",
+}
 TEXT = "LC_ALL LC_CTYPE LANG PYTHONUTF8"
 
 # The first row that matches counts.
@@ -300,13 +306,7 @@ def _proxies(environment: Mapping[str, str]) -> Iterator[Verdict]:
 
 def _caches(environment: Mapping[str, str]) -> Iterator[Verdict]:
     """Yield the variable that places the cache of data sets, which reading any data file needs, where it cannot be created."""
-    places = (
-        ("HF_DATASETS_CACHE", ""),
-        ("HF_HOME", "datasets"),
-        ("XDG_CACHE_HOME", "huggingface/datasets"),
-        ("HOME", ".cache/huggingface"),
-    )
-    name, below = next((place for place in places if environment.get(place[0])), ("HOME", ".cache/huggingface"))
+    name, below = next((place for place in DATA_CACHES.items() if environment.get(place[0])), ("HOME", DATA_CACHES["HOME"]))
     folder = Path(environment.get(name) or os.path.expanduser("~"), below)
     existing = next((path for path in (folder, *folder.parents) if path.exists()), Path())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):

@@ -82,12 +82,20 @@ class TimeLimit:
             self._timer = None
 
 
+def check_time_limit(time_limit: str | None) -> None:
+    """Check `run.time_limit`. Raises ConfigError when it leaves no time for a step."""
+    if time_limit is not None and (seconds := seconds_of(time_limit)) <= _reserved():
+        reason = f"{time_limit} is {seconds} s, of which {_reserved():.0f} s are for a checkpoint, so no step can begin"
+        raise ConfigError(f"{KEY}: {reason}; raise it above {_reserved():.0f} s, or leave it empty")
+
+
 def end_of_run(time_limit: str | None) -> End | None:
     """Return when this run must end; None without a limit. It began when its first process started, and Slurm's end of the job takes
     precedence over `run.time_limit`.
 
     Raises ConfigError when no time is left for a step.
     """
+    check_time_limit(time_limit)
     end = None
     if (job := end_of_job(os.environ)) is not None:
         end = End(job, END_OF_JOB)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megagrpo.process.environment import IGNORED, PASSED, REFUSED, REMOVED, row_of
+from megagrpo.process.environment import IGNORED, PASSED, REMOVED, row_of
 from tests.e2e import world
 
 GONE = "/dev/null/gone"  # nobody can create it

@@ -93,7 +93,8 @@ def test_a_wrong_run_is_an_error_before_a_process_starts(arguments, message, her
 
 
 def test_under_torchrun_a_run_is_not_started(here, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"megagrpo.train: starts the ranks itself; call it in one process, not under torchrun"):
         megagrpo.train(QUICKSTART)
 

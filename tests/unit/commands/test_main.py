@@ -37,10 +37,22 @@ def test_a_wrong_config_ends_with_code_2_and_no_traceback():
     assert "2 problem(s)" in ended.stderr and "did you mean train.learning_rate?" in ended.stderr and "Traceback" not in ended.stderr
 
 
-def test_only_the_first_rank_prints_the_problems(monkeypatch, capsys):
+def test_one_rank_prints_the_problems_that_all_find(monkeypatch, capsys, tmp_path):
+    for rank in ("3", "0"):
+        for name, value in {"RANK": rank, "WORLD_SIZE": "4", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "4"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MEGAGRPO_RENDEZVOUS", str(tmp_path))
+        assert main(["train", "gone.yaml"]) == 2
+    assert capsys.readouterr().err == "gone.yaml: cannot read it: No such file or directory\n"
+    assert main(["train", "absent.yaml"]) == 2  # a problem of this rank alone
+    assert capsys.readouterr().err == "absent.yaml: cannot read it: No such file or directory\n"
+
+
+def test_a_rank_of_nobody_prints_its_problems(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "3")
     assert main(["train", "gone.yaml"]) == 2
-    assert capsys.readouterr().err == ""
+    assert capsys.readouterr().err.splitlines()[-1] == "gone.yaml: cannot read it: No such file or directory"
+    assert "RANK" not in os.environ
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,8 @@ from megagrpo.doctor.links import parse_ibstat, parse_topology, ports, rdma_chec
 from megagrpo.doctor.machine import STATES, Finding, Machine
 from megagrpo.doctor.needs import Needs, needs_of
 from megagrpo.doctor.packages import foreign_libraries, package_check, package_checks, pinned_versions, toolkit_checks, torch_cuda
-from megagrpo.doctor.variables import HURTS, variable_checks
+from megagrpo.doctor.variables import variable_checks
+from megagrpo.process.environment import TABLE
 
 FIXTURES = Path(__file__).with_name("fixtures")
 XML, TOPOLOGY, IBSTAT = ((FIXTURES / name).read_text() for name in ("two_h200.xml", "topology.txt", "ibstat.txt"))
@@ -145,8 +146,8 @@ def test_the_driver_runs_cuda_builds_of_its_major_version_and_older_ones(driver,
 
 def test_visible_gpus_follow_the_variable(tmp_path):
     gpus = parse_state(XML).gpus
-    counts = {value: len(visible_gpus(gpus, {"CUDA_VISIBLE_DEVICES": value})) for value in ("", "1", "0,1", "5", "GPU-0a1b")}
-    assert counts == {"": 0, "1": 1, "0,1": 2, "5": 0, "GPU-0a1b": 1} and len(visible_gpus(gpus, {})) == 2
+    counts = {value: len(visible_gpus(gpus, {"CUDA_VISIBLE_DEVICES": value})) for value in ("", "1", "0,1", "5", "GPU-0a1b", "0,-1,1")}
+    assert counts == {"": 0, "1": 1, "0,1": 2, "5": 0, "GPU-0a1b": 1, "0,-1,1": 1} and len(visible_gpus(gpus, {})) == 2
     few = one(gpu_checks(machine(tmp_path), Needs(source="my_run", gpus=8), "13.0"), "GPU count")
     assert few.state == "fail" and "my_run uses 8" in few.found
 
@@ -338,12 +339,21 @@ def test_a_missing_libnuma_is_a_failure(monkeypatch):
 # --------------------------------------------------------------------------------------------------------------------------- variables
 
 
-@pytest.mark.parametrize("name", HURTS)
-def test_each_variable_that_hurts_is_found_on_gpus_only(name):
-    made = Machine(environment={name: HURTS[name][0] or "Ring"})
-    gpus = parse_state(XML).gpus
-    assert states(list(variable_checks(made, Needs(), gpus))) == {name: "warn"}
-    assert states(list(variable_checks(made, Needs(), ()))) == {"environment": "ok"}
+HARMFUL = {name: row for row in TABLE if row.harmful is not None for name in row.names.split()}
+
+
+def harms(environment, needs=Needs(), gpus=()):  # noqa: B008
+    """Findings about values that harm, by subject."""
+    found = states(list(variable_checks(Machine(environment={"HF_DATASETS_CACHE": "/tmp"} | environment), needs, gpus)))
+    return {subject: state for subject, state in found.items() if subject != "variables"}
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_each_variable_that_hurts_is_found_on_gpus_only_if_it_hurts_them_only(name):
+    hurting, good = {name: HARMFUL[name].harmful or "Ring"}, {"environment": "ok"}
+    assert harms(hurting, gpus=parse_state(XML).gpus) == {name: "warn"}
+    assert harms(hurting) == (good if HARMFUL[name].on_gpus else {name: "warn"})
+    assert harms({name: "harmless"}) == good
 
 
 def test_one_connection_is_needed_by_tensor_parallelism_before_blackwell():
@@ -351,14 +361,14 @@ def test_one_connection_is_needed_by_tensor_parallelism_before_blackwell():
     blackwell = [replace(gpus[0], name="NVIDIA B200")]
     assert one(variable_checks(Machine(environment={name: "8"}), needs, gpus), name).state == "warn"
     for good in ({}, {name: "1"}):  # the launcher of the ranks sets it
-        assert states(list(variable_checks(Machine(environment=good), needs, gpus))) == {"environment": "ok"}
-    assert states(list(variable_checks(Machine(environment={}), needs, blackwell))) == {"environment": "ok"}
+        assert harms(good, needs, gpus) == {"environment": "ok"}
+    assert harms({}, needs, blackwell) == {"environment": "ok"}
     assert one(variable_checks(Machine(environment={name: "1"}), needs, blackwell), name).state == "warn"
 
 
 def test_threads_and_foreign_packages_are_found():
-    made = Machine(environment={"OMP_NUM_THREADS": "100000", "PYTHONPATH": "/opt/lib/python3.12/site-packages"})
-    assert states(list(variable_checks(made, Needs(), ()))) == {"OMP_NUM_THREADS": "warn", "PYTHONPATH": "warn"}
+    made = {"OMP_NUM_THREADS": "100000", "PYTHONPATH": "/opt/lib/python3.12/site-packages"}
+    assert harms(made) == {"OMP_NUM_THREADS": "warn", "PYTHONPATH": "warn"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------------- checkup

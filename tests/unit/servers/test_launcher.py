@@ -1,6 +1,7 @@
 """The supervisor and the launcher around ordinary processes: no process outlives the process that started it."""
 
 import asyncio
+import http.server
 import importlib.util
 import mmap
 import os
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,11 +22,12 @@ import megagrpo.servers.supervisor as supervisor_module
 from megagrpo.config import load_config
 from megagrpo.engine.http import MovedServers, NoAnswer, Servers, answers
 from megagrpo.engine.protocol import EngineStartError, derive_seed
+from megagrpo.launch.node import silent_servers
 from megagrpo.process import variables
 from megagrpo.process.ownership import TEMPORARY, make_folder, owner_in
 from megagrpo.process.shm_names import CPU_WORKERS, FOLDER, SEGMENTS, remove_stale
 from megagrpo.servers import command_line
-from megagrpo.servers.launcher import Launcher, Server
+from megagrpo.servers.launcher import Launcher, Server, healthy
 from megagrpo.servers.options import ServerOptions
 from megagrpo.servers.serving import make_launcher
 
@@ -524,10 +527,38 @@ def test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key(tmp_p
 
 
 def test_variables_of_the_trainers_gpus_do_not_reach_a_server(tmp_path, monkeypatch):
-    for name in (*command_line.TRAINER_VARIABLES, "OMP_NUM_THREADS", "NCCL_DEBUG"):
+    ours = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "OMP_NUM_THREADS")
+    for name in (*ours, "NCCL_DEBUG"):
         monkeypatch.setenv(name, "1")
     environment = Launcher(ServerOptions(str(tmp_path), "bfloat16", 64), tmp_path, devices=["0"])._environment(0)
-    assert not environment.keys() & {*command_line.TRAINER_VARIABLES, "OMP_NUM_THREADS"} and environment["NCCL_DEBUG"] == "1"
+    assert not environment.keys() & {*ours} and environment["NCCL_DEBUG"] == "1"
+
+
+def test_what_the_run_sets_for_its_servers_replaces_what_the_user_set(options, tmp_path, monkeypatch):
+    for name in ("VLLM_HOST_IP", "VLLM_PLUGINS", "VLLM_SERVER_DEV_MODE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_API_KEY"):
+        monkeypatch.setenv(name, "theirs")
+    environment = Launcher(options, tmp_path)._environment(0)
+    assert "theirs" not in environment.values() and environment["VLLM_HOST_IP"] == "127.0.0.1"
+    elsewhere = Launcher(options, tmp_path, host="10.0.0.1")._environment(0)
+    assert elsewhere["GLOO_SOCKET_IFNAME"] == elsewhere["NCCL_SOCKET_IFNAME"] == "theirs"  # for weights from other hosts
+
+
+def test_a_health_check_uses_no_proxy(monkeypatch):
+    class Healthy(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_): ...
+
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "socks5://127.0.0.1:9" if name.lower() == "all_proxy" else "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "")
+    with http.server.HTTPServer(("127.0.0.1", 0), Healthy) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert healthy(url) and silent_servers([url], 0.1) == []
+        server.shutdown()
 
 
 def test_a_server_that_sleeps_on_a_gpu_gets_the_flags_that_its_vllm_knows(tmp_path, monkeypatch):

@@ -1,13 +1,19 @@
 """When a run stops for its time limit, and the time that it reserves for its end."""
 
+import os
+import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 
+from megagrpo.__main__ import main
 from megagrpo.config import ConfigError, load_config
+from megagrpo.servers import early_start
 from megagrpo.trainer import time_limit
-from megagrpo.trainer.time_limit import OUT_OF_TIME, TimeLimit, end_of_run, seconds_of
+from megagrpo.trainer.time_limit import KEY, OUT_OF_TIME, End, TimeLimit, end_of_run, process_start, seconds_of
 from tests.unit.config.test_placement import QUICKSTART
 
 
@@ -34,7 +40,7 @@ def clock(monkeypatch):
 
 def test_a_step_that_would_not_be_finished_is_not_begun(clock):
     stopped = []
-    limit = TimeLimit(1000 + 400, stopped.append)
+    limit = TimeLimit(End(1000 + 400, KEY), stopped.append)
     limit.step_begins()
     limit.saved(10)  # then 1.5 x 10 + 15 seconds must be left
     assert limit.lead_seconds == 30
@@ -49,7 +55,7 @@ def test_a_step_that_would_not_be_finished_is_not_begun(clock):
 
 def test_a_step_that_takes_too_long_is_interrupted(clock):
     stopped = []
-    limit = TimeLimit(1000 + 400, stopped.append)
+    limit = TimeLimit(End(1000 + 400, KEY), stopped.append)
     limit.step_begins()
     (timer,) = clock[1]
     assert timer.seconds == 400 - (1.5 * time_limit.FIRST_SAVE_SECONDS + time_limit.SPARE_SECONDS)
@@ -64,13 +70,13 @@ def test_a_step_that_takes_too_long_is_interrupted(clock):
 
 
 def test_a_run_without_time_for_a_step_is_not_tried_again_and_again(clock):
-    limit = TimeLimit(1000 + 100, lambda number: pytest.fail("stopped"))
-    with pytest.raises(ConfigError, match=r"run.time_limit: 100 s are left when the first step begins, and 105 s are for a checkpoint"):
+    limit = TimeLimit(End(1000 + 100, "SLURM_JOB_END_TIME"), lambda number: pytest.fail("stopped"))
+    with pytest.raises(ConfigError, match=r"SLURM_JOB_END_TIME: when the first step begins, 100 s are left, of which 105 s are"):
         limit.step_begins()
 
 
 def test_the_longest_checkpoint_counts(clock):
-    limit = TimeLimit(5000, lambda number: None)
+    limit = TimeLimit(End(5000, KEY), lambda number: None)
     assert limit.lead_seconds == 1.5 * time_limit.FIRST_SAVE_SECONDS + time_limit.SPARE_SECONDS
     for seconds, longest in ((4, 4), (8, 8), (2, 8)):
         limit.saved(seconds)
@@ -85,12 +91,35 @@ def test_without_a_limit_nothing_happens(clock):
 
 def test_slurm_knows_the_end_else_the_config(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
-    assert end_of_run(None, 100.0) is None and end_of_run("0:01:00", 100.0) == 160.0
-    for nothing in ("", "NONE", "0"):
-        monkeypatch.setenv("SLURM_JOB_END_TIME", nothing)
-        assert end_of_run("0:01:00", 100.0) == 160.0
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time())))
-    assert end_of_run("0:01:00", 100.0) == float(int(time.time()))
+    assert end_of_run(None) is None
+    age = 3600 + time.time() - process_start()  # of pytest's process
+    limit = f"{int(age // 3600) + 1}:00:00"
+    assert end_of_run(limit) == End(pytest.approx(process_start() + seconds_of(limit), abs=1), KEY)
+    for wrong in ("", "NONE", "0", "1700000000"):
+        monkeypatch.setenv("SLURM_JOB_END_TIME", wrong)
+        assert end_of_run(limit).key == KEY
+    soon = int(time.time()) + 7200
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(soon))
+    assert end_of_run(limit) == End(float(soon), "SLURM_JOB_END_TIME")
+
+
+def test_a_run_without_time_for_a_step_ends_before_a_server_starts(monkeypatch, capsys):
+    monkeypatch.setattr(early_start, "begin", pytest.fail)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 60))
+    assert main(["train", str(QUICKSTART)]) == 2
+    assert re.match(r"SLURM_JOB_END_TIME: \d+: \d+ s are left, of which 105 s are for a checkpoint, .* unset", capsys.readouterr().err)
+
+
+def test_a_run_begins_when_its_first_process_starts(tmp_path):
+    """The script stands for a rank: its parent is the launcher, which sleeps before it starts the rank."""
+    code = "import time; from megagrpo.trainer.time_limit import process_start; print(time.time() - process_start())"
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "ranks"}
+    launcher = f"import subprocess, sys, time; time.sleep(5); subprocess.run([sys.executable, '-c', {code!r}], check=True)"
+    for more, least in (({}, 0.0), (rank, 5.0)):
+        said = subprocess.run([sys.executable, "-c", launcher], env=os.environ | more, capture_output=True, text=True, check=True).stdout
+        assert float(said) >= least
+    alone = subprocess.run([sys.executable, "-c", f"import time; time.sleep(2); {code}"], capture_output=True, text=True, check=True).stdout
+    assert float(alone) >= 2.0
 
 
 def test_time_limits_are_written_as_slurm_has_them():
