@@ -1,6 +1,7 @@
 """The smallest training under hostile environments: it ends with the result that it has without them (docs/environment.md)."""
 
 import os
+import subprocess
 
 import pytest
 
@@ -144,3 +145,21 @@ def test_all_hostile_environments_together_change_no_result(tmp_path):
 def test_each_hostile_environment_changes_no_result(name, tmp_path):
     run = world.finish(world.start(tmp_path, launched=True, **HOSTILE[name]), tmp_path)
     same_as_plain(run)
+
+
+NAMELESS = "hostname gone-host && ip link set lo up"
+SIX = """hostname six && ip link set lo up && ip link add net0 type dummy && ip -6 addr add fd00::1/64 dev net0 nodad && ip link set net0 up &&
+    ip -6 route replace default dev net0 && echo 'fd00::1 six' > {folder}/hosts && mount --bind {folder}/hosts /etc/hosts"""
+HOSTS = {"no network and a name that does not resolve": NAMELESS, "IPv6 only": SIX}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("host", HOSTS)
+def test_hosts_without_a_name_or_an_ipv4_network_change_no_result(host, tmp_path):
+    namespaces = ["unshare", "--uts", "--net", "--mount", "sh", "-c"]
+    made = subprocess.run([*namespaces, "ip link set lo up"], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"namespaces need root and the package iproute2: {made.stderr.strip()}")
+    within = [*namespaces, f'{HOSTS[host].format(folder=tmp_path)} && exec "$@"', "sh"]
+    environment = {"NPROC": "2", "MASTER_ADDR": "gone.invalid"}
+    same_as_plain(world.finish(world.start(tmp_path, launched=True, within=within, **environment), tmp_path))

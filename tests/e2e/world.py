@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -267,9 +267,9 @@ def plain() -> Run:
     return run
 
 
-def start(output: Path, *overrides: str, launched: bool = False, **environment: str) -> subprocess.Popen:
-    """`launch/local.sh` in its own process group."""
-    command = [REPOSITORY / "launch" / "local.sh", *arguments(output, *overrides, launched=launched)]
+def start(output: Path, *overrides: str, launched: bool = False, within: Sequence[str] = (), **environment: str) -> subprocess.Popen:
+    """`launch/local.sh` in its own process group, as the last words of the command `within`."""
+    command = [*within, REPOSITORY / "launch" / "local.sh", *arguments(output, *overrides, launched=launched)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[3]
 # A launcher that starts `python -m megagrpo train` as torchrun does, and sleeps. The rank's imports take seconds.
 LAUNCHER = """
 import os, subprocess, sys, time
-os.environ["TORCHELASTIC_RUN_ID"] = "run"
+os.environ.update(TORCHELASTIC_RUN_ID="run", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
 os.environ.update({variables})
 subprocess.Popen([sys.executable, "-u", "-m", "megagrpo", "train", sys.argv[1], "run.name=" + sys.argv[2]])
 print("up", flush=True)
