@@ -148,8 +148,8 @@ def test_each_hostile_environment_changes_no_result(name, tmp_path):
 
 
 NAMELESS = "hostname gone-host && ip link set lo up"
-SIX = """hostname six && ip link set lo up && ip link add net0 type dummy && ip -6 addr add fd00::1/64 dev net0 nodad && ip link set net0 up &&
-    ip -6 route replace default dev net0 && echo 'fd00::1 six' > {folder}/hosts && mount --bind {folder}/hosts /etc/hosts"""
+SIX = """hostname six && ip link set lo up && ip -6 addr add fd00::1/128 dev lo && ip -6 route add default dev lo &&
+    echo 'fd00::1 six' > {folder}/hosts && mount --bind {folder}/hosts /etc/hosts"""
 HOSTS = {"no network and a name that does not resolve": NAMELESS, "IPv6 only": SIX}
 
 
