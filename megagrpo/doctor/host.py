@@ -126,18 +126,20 @@ def network_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding(
             "ports", f"no server on 127.0.0.1 is reachable: {error}", "fail", "bring the loopback interface up: ip link set lo up"
         )
-    yield name_check(socket.gethostname())
+    yield name_check(socket.gethostname(), needs.nodes)
     yield Finding("clock skew", "one machine cannot measure it", "skipped", "on several nodes: chronyc tracking on each")
     if needs.nodes > 1:
         fix = "the job's preflight checks versions, ports and the rendezvous on all nodes (docs/slurm.md)"
         yield Finding("other nodes", f"{needs.source} uses {needs.nodes} nodes; only this one is checked", "skipped", fix)
 
 
-def name_check(name: str) -> Finding:
-    """Check that the name of this host resolves, which gloo needs to find its address."""
+def name_check(name: str, nodes: int) -> Finding:
+    """Check that the name of this host resolves, which gloo needs on several nodes to find its address."""
     try:
         socket.getaddrinfo(name, None)
     except OSError as error:
+        if nodes == 1:
+            return Finding("host name", f"does not resolve: {error.strerror}; a run on one node does not need it")
         fix = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         return Finding("host name", f"does not resolve: {error.strerror}", "warn", fix)
     return Finding("host name", "resolves")

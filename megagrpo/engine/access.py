@@ -66,9 +66,8 @@ def address_of(interface: str) -> str:
             request = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:
             known = ", ".join(sorted(name for _, name in socket.if_nameindex()))
-            raise ValueError(
-                f"rollout.interface: {interface} has no IPv4 address here ({error.strerror}); choose one of {known}"
-            ) from error
+            fix = "as root: ip addr add 127.0.0.1/8 dev lo" if interface == "lo" else f"choose one of {known}"
+            raise ValueError(f"rollout.interface: {interface} has no IPv4 address here ({error.strerror}); {fix}") from error
     return socket.inet_ntoa(request[20:24])
 
 

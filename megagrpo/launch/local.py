@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from typing import TYPE_CHECKING, NamedTuple
 
 from megagrpo.config import ConfigError, ParallelSection, RunConfig
@@ -83,6 +84,7 @@ def run_ranks(ranks: int, nodes: Nodes, command: list[str], logs: LogsSpecs | No
     os.environ.setdefault("LOGLEVEL", "ERROR")
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]  # defaults of torchrun's options
+    vars(socket).update(getfqdn=lambda name="": name or socket.gethostname())  # the agent asks often, and a silent name server costs 10 s
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
