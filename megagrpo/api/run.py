@@ -95,13 +95,17 @@ class Run:
         weights = None if checkpoint is None else self._checkpoint(checkpoint)
         return generation.generate(self.folder / RESOLVED, prompts, n, weights, options)
 
-    def export(self, folder: str | os.PathLike[str], *, checkpoint: str | os.PathLike[str] = "latest", merge: bool = False) -> Path:
+    def export(
+        self, folder: str | os.PathLike[str], *, checkpoint: str | os.PathLike[str] = "latest", merge: bool = False, dtype: Any = "auto"
+    ) -> Path:
         """Write the trained model as a Hugging Face folder, which transformers and vLLM load.
 
         Args:
             folder: The folder to create.
             checkpoint: `latest`, `best`, or the path of a checkpoint.
             merge: With LoRA, add the adapter to the model's weights. Otherwise a LoRA run exports its adapter, as PEFT saves it.
+            dtype: The dtype of the weights: `float32`, `bfloat16`, `float16`, or a dtype of torch. `auto` means the dtypes of the start
+                model's files. A line says when weights are rounded.
 
         Returns:
             The absolute path of the folder.
@@ -117,7 +121,7 @@ class Run:
         words = ["export", str(adapter if adapter.is_dir() else source), str(out)]
         if adapter.is_dir() and merge:
             words = ["merge", str(adapter), str(out), "--model", self.config.model.path]
-        ended = child.run(child.MAIN, words)
+        ended = child.run(child.MAIN, [*words, "--dtype", _dtype(dtype)])
         if ended.exit_code:
             raise CommandFailed(f"megagrpo {words[0]}", ended.exit_code, ended.output)
         return out
@@ -128,6 +132,7 @@ class Run:
         *,
         checkpoint: str | os.PathLike[str] = "latest",
         merge: bool = False,
+        dtype: Any = "auto",
         private: bool = False,
         revision: str | None = None,
         token: str | None = None,
@@ -140,6 +145,7 @@ class Run:
             repo: The model repository, OWNER/NAME. It is created if it does not exist.
             checkpoint: `latest`, `best`, or the path of a checkpoint.
             merge: As for `export`.
+            dtype: As for `export`.
             private: Create the repository as private.
             revision: The branch to upload to, which is created if it does not exist.
             token: A token with write access; None means HF_TOKEN, or the token of `hf auth login`.
@@ -156,9 +162,10 @@ class Run:
 
         check_repo(repo)
         source = self._checkpoint(checkpoint)
-        out = self.folder / EXPORTS / f"{source.name}{'_merged' if merge else ''}"
+        in_dtype = "" if _dtype(dtype) == "auto" else f"_{_dtype(dtype)}"
+        out = self.folder / EXPORTS / f"{source.name}{'_merged' if merge else ''}{in_dtype}"
         if not out.exists():
-            self.export(out, checkpoint=source, merge=merge)
+            self.export(out, checkpoint=source, merge=merge, dtype=dtype)
         return push(out, repo, private, revision, token)
 
     def _checkpoint(self, checkpoint: str | os.PathLike[str]) -> Path:
@@ -177,6 +184,11 @@ class Run:
         known = [reward for _, reward in rewards if reward is not None]
         progress = f": {rewards[-1][0]} steps" if rewards else ""
         return f"<Run {self.folder}{progress}{f', reward {known[0]:.3g} -> {known[-1]:.3g}' if known else ''}>"
+
+
+def _dtype(dtype: Any) -> str:
+    """Return the name of a dtype: `torch.float32` is float32."""
+    return str(dtype).removeprefix("torch.")
 
 
 def load_run(folder: str | os.PathLike[str]) -> Run:

@@ -22,7 +22,7 @@ from megagrpo.bridge.adapters import ADAPTER_FILES
 from megagrpo.bridge.checksums import CHECKSUMS, verify_others
 from megagrpo.bridge.export import Parameters, Stream, exhaust, find_sources, shapes, stream
 from megagrpo.bridge.families import fill
-from megagrpo.bridge.hf_files import Files, Writer, carry, copy_side_files, files_for, files_of
+from megagrpo.bridge.hf_files import Files, Rounded, Writer, carry, copy_side_files, files_for, files_of, narrows
 from megagrpo.bridge.load import Checkpoint
 from megagrpo.bridge.megatron_io import HF_FILES, Part, Structure, check_is_checkpoint, save_frame, structure
 from megagrpo.bridge.torch_dist import ARCHIVE_BYTES, Piece, PieceWriter, StoredTensors, add_pieces
@@ -102,14 +102,16 @@ def _dtype_of(part: Part, checkpoint: Checkpoint, own: Structure) -> torch.dtype
     return reduce(torch.promote_types, [checkpoint.entry(block.name).dtype for block in part.blocks]) if part.blocks else own.dtype
 
 
-def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout, progress: Progress = SILENT) -> None:
-    """Write `out`: the weights of a distributed checkpoint, with config and tokenizer, in the files and dtypes of the original model.
-    Collective.
+def export_hf(
+    checkpoint: Path, out: Path, model: str | None, layout: Layout, progress: Progress = SILENT, dtype: torch.dtype | None = None
+) -> Rounded:
+    """Write `out`: the weights of a distributed checkpoint, with config and tokenizer, in the files of the original model. Collective.
+    Returns, on rank 0, between which dtypes values have been rounded.
 
-    `model` names the original Hugging Face model; None takes the files in the checkpoint. Raises ValueError when the checkpoint has no such
-    files, holds only an adapter, is damaged, does not fit the model or holds a NaN. Raises ValueError when `out` is not empty. Raises
-    OSError when the disk is too small or cannot be written. Ranks without an error of their own raise RankError. `progress` shows the
-    bytes on rank 0.
+    `dtype` None means the dtypes of the original model. `model` names the original Hugging Face model; None takes the files in the
+    checkpoint. Raises ValueError when the checkpoint has no such files, holds only an adapter, is damaged, does not fit the model, or holds
+    a NaN or a value that is too large for the dtype. Raises ValueError when `out` is not empty. Raises OSError when the disk is too small
+    or cannot be written. Ranks without an error of their own raise RankError. `progress` shows the bytes on rank 0.
     """
     if (checkpoint / ADAPTER_FILES).is_dir():
         raise ValueError(f"{checkpoint} has an adapter but no weights; merge it: megagrpo merge {checkpoint / ADAPTER_FILES} {out}")
@@ -126,21 +128,25 @@ def export_hf(checkpoint: Path, out: Path, model: str | None, layout: Layout, pr
     read = lru_cache(maxsize=1)(lambda part: _read_stored(part, stored))  # one entry: gate and up of a parameter are adjacent
     parameters: Parameters = [(part.name, StoredParameter(part, _stored_dtype(part, stored), read), part.blocks) for part in own.parts]
     sources = find_sources(parameters, layout)
-    files, copies = on_first_rank(layout, lambda: files_for(shapes(sources), source, hf_config))
-    with _unfinished(out, layout, checkpoint, source) as folder:
+    files, copies = on_first_rank(layout, lambda: files_for(shapes(sources), source, hf_config, dtype))
+    rounded: Rounded = set()
+    with _unfinished(out, layout, checkpoint, source, dtype=dtype) as folder:
         done = set(layout.all_gather_objects(folder.journal.lines)[0])
+        pairs = {(sources[name].dtype, files.entries[name].dtype) for name in done}  # of an earlier attempt: taken for rounded
         tensors = stream(parameters, layout, sources, [name for name in sources if name not in done])
 
         def write() -> None:
             if layout.world_rank == 0:
                 with progress.task(f"writing {out.name}") as task:
-                    _write_tensors(tensors, folder, files, copies, done, task)
-                copy_side_files(source, folder.path)
+                    rounded.update(_write_tensors(tensors, folder, files, copies, done, task))
+                rounded.update(pair for pair in pairs if narrows(*pair))
+                copy_side_files(source, folder.path, dtype)
 
         exhaust(write, tensors, layout)
+    return rounded
 
 
-def _write_tensors(tensors: Stream, folder: Unfinished, files: Files, copies: dict[str, str], done: Iterable[str], task: Task) -> None:
+def _write_tensors(tensors: Stream, folder: Unfinished, files: Files, copies: dict[str, str], done: Iterable[str], task: Task) -> Rounded:
     total, before = (sum(files.entries[name].nbytes for name in names) for names in (files.entries, done))
     task.expect(total, "B", before)
     with Writer(folder.path, files, copies) as writer:
@@ -155,6 +161,7 @@ def _write_tensors(tensors: Stream, folder: Unfinished, files: Files, copies: di
                 folder.journal.write(pending)
                 pending, size = [], 0
         writer.sync()
+    return writer.rounded
 
 
 @dataclass(frozen=True)
@@ -191,11 +198,12 @@ def _check_stored(own: Structure, stored: StoredTensors) -> None:
 
 
 @contextlib.contextmanager
-def _unfinished(out: Path, layout: Layout, *sources: Path) -> Iterator[Unfinished]:
-    """Yield the folder that becomes `out`. An error removes it. After a kill or an interrupt, the next attempt from the same sources
-    resumes it."""
+def _unfinished(out: Path, layout: Layout, *sources: Path, dtype: torch.dtype | None = None) -> Iterator[Unfinished]:
+    """Yield the folder that becomes `out`. An error removes it. After a kill or an interrupt, the next attempt from the same sources to
+    the same dtype resumes it."""
     sizes = (layout.world_size, layout.tp_size, layout.pp_size, layout.vpp, layout.pipeline_layers, layout.ep_size, layout.etp_size)
-    folder = Unfinished(out, layout, dict(sources=[[str(source), fingerprint(source)] for source in sources], layout=str(sizes)))
+    named = [[str(source), fingerprint(source)] for source in sources]
+    folder = Unfinished(out, layout, dict(sources=named, layout=str(sizes), dtype=str(dtype)))
     try:
         yield folder
         folder.publish()
@@ -210,10 +218,10 @@ def fingerprint(folder: Path) -> str:
     return sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()).hexdigest()
 
 
-def export_alone(checkpoint: Path, out: Path, progress: Progress = SILENT) -> None:
+def export_alone(checkpoint: Path, out: Path, progress: Progress = SILENT, dtype: torch.dtype | None = None) -> Rounded:
     """Run `export_hf` in a world of this process only, with the model files of the checkpoint."""
     layout = init_layout(ParallelSection())
     try:
-        export_hf(checkpoint, out, None, layout, progress)
+        return export_hf(checkpoint, out, None, layout, progress, dtype)
     finally:
         layout.close()

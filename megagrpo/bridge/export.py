@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megagrpo.bridge.hf_files import SHARD_BYTES, Writer, copy_side_files, files_for, new_files
+from megagrpo.bridge.hf_files import Rounded, Writer, copy_side_files, files_for, new_files
 from megagrpo.bridge.merged import merged_blocks
 from megagrpo.bridge.unfinished import refuse_taken
 from megagrpo.families.blocks import Block
@@ -166,32 +166,36 @@ def save_hf(
     max_shard_bytes: int | None = None,
     dtype: torch.dtype | None = None,
     progress: Progress = SILENT,
-) -> None:
-    """Write the model with merged adapters as a Hugging Face folder. Collective; rank 0 writes. `progress` shows the bytes.
+) -> Rounded:
+    """Write the model with merged adapters as a Hugging Face folder. Collective; rank 0 writes. `progress` shows the bytes. Returns, on
+    rank 0, between which dtypes values have been rounded.
 
-    Config and tokenizer are copied from `source_folder`. The safetensors files have the names and dtypes found there. With
-    `max_shard_bytes` or `dtype`, or when that folder has no weights, files are new. Then `dtype` None means the dtype in config.json. Files
-    hold at most `max_shard_bytes` (default 5 GiB), with an index when there are several.
+    Config and tokenizer are copied from `source_folder`. The safetensors files have the names and, with `dtype` None, the dtypes found
+    there. With `max_shard_bytes`, or when that folder has no weights, files are new. Then `dtype` None means the dtype in config.json.
+    Files hold at most `max_shard_bytes` (default 5 GiB), with an index when there are several.
 
     The folder appears complete or not at all, even when a rank dies or the disk fills. Raises ValueError when `out_folder` is not empty, or
     a weight is NaN or infinite. Raises OSError when the folder cannot be written. Other ranks raise RankError.
     """
     out_folder, source_folder = Path(out_folder), Path(source_folder)
     refuse_non_empty(out_folder, layout)
+    rounded: Rounded = set()
 
     def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
-        if dtype is None and max_shard_bytes is None:
-            files, copies = files_for(shapes(sources), source_folder, hf_config)
+        if max_shard_bytes is None:
+            files, copies = files_for(shapes(sources), source_folder, hf_config, dtype)
         else:
             in_dtype = dtype or getattr(torch, hf_config.dtype)
-            files, copies = new_files({n: (in_dtype, source.shape) for n, source in sources.items()}, max_shard_bytes or SHARD_BYTES), {}
+            files, copies = new_files({n: (in_dtype, source.shape) for n, source in sources.items()}, max_shard_bytes), {}
         with Writer(unfinished, files, copies) as writer, progress.task(f"writing {out_folder.name}") as task:
             task.expect(sum(entry.nbytes for entry in files.entries.values()), "B")
             for name, tensor in tensors:
                 task.advance(writer.write(name, tensor))
-        copy_side_files(source_folder, unfinished)
+        rounded.update(writer.rounded)
+        copy_side_files(source_folder, unfinished, dtype)
 
     save_folder(out_folder, list(merged_blocks(chunks, hf_config, layout)), layout, write)
+    return rounded
 
 
 def shapes(sources: dict[str, Source]) -> dict[str, tuple[int, ...]]:

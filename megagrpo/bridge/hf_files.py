@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +17,22 @@ from torch import Tensor
 
 from megagrpo.bridge.file_names import check_inside
 from megagrpo.bridge.load import Checkpoint
-from megagrpo.bridge.tensor_files import METADATA, NAMES, Entry, first_bad, make_header, parse_header
+from megagrpo.bridge.tensor_files import METADATA, Entry, first_bad, make_header, parse_header
 from megagrpo.bridge.unfinished import check_space
 from megagrpo.families.config import HfConfig
 from megagrpo.families.sources import INDEX, SINGLE
+from megagrpo.transfer.manifest import EXACT
 
 HEADERS = "safetensors_headers.json"  # beside a checkpoint's side files: the headers of the original model's files
 SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".py")
 REMOTE_CODE = "auto_map"  # of config.json: class of transformers -> "module.Class", or "repository--module.Class"
 SHARD_BYTES = 5 * 2**30
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: the new and the old name
 _ROWS = 2**26  # bytes cast and written at once
 
 Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+Rounded = set[tuple[torch.dtype, torch.dtype]]  # pairs (from, to) of dtypes between which at least one value has changed
 
 
 @dataclass(frozen=True)
@@ -70,23 +73,33 @@ class Files:
     def only(self, names: Iterable[str]) -> Files:
         """Return the files with only the tensors in `names`, or this object when all tensors are in `names`."""
         names = set(names)
-        if names >= self.entries.keys():
+        return self._with({name: (entry.dtype, entry.shape) for name, entry in self.entries.items() if name in names})
+
+    def in_dtype(self, dtype: torch.dtype) -> Files:
+        """Return the files with all tensors in `dtype`, except that tensors which every program computes with in float32 are not
+        narrowed."""
+        exact = {name for name, entry in self.entries.items() if name.endswith(EXACT) and entry.dtype.itemsize > dtype.itemsize}
+        return self._with({name: (entry.dtype if name in exact else dtype, entry.shape) for name, entry in self.entries.items()})
+
+    def _with(self, tensors: Tensors) -> Files:
+        """Return the files with these tensors, or this object when nothing changes."""
+        if tensors == {name: (entry.dtype, entry.shape) for name, entry in self.entries.items()}:
             return self
-        files = [_without(file, names) for file in self.files if names & file.entries.keys()]
+        files = [_with(file, tensors) for file in self.files if tensors.keys() & file.entries.keys()]
         if self.index is None:
             return Files(tuple(files), None)
         index = json.loads(self.index)
-        index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name in names}
+        index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name in tensors}
         total = sum(entry.nbytes for file in files for entry in file.entries.values())
         index["metadata"] = index.get("metadata", {}) | {"total_size": total}
         return Files(tuple(files), json.dumps(index, indent=2).encode())
 
 
-def _without(file: File, names: set[str]) -> File:
-    if names >= file.entries.keys():
-        return file
-    tensors = {name: (entry.dtype, entry.shape) for name, entry in file.entries.items() if name in names}
-    return File(file.name, make_header(tensors, json.loads(file.header).get(METADATA)))
+def _with(file: File, tensors: Tensors) -> File:
+    """Return the file with those of its tensors that are in `tensors`."""
+    own = {name: tensors[name] for name in file.entries if name in tensors}
+    unchanged = own == {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
+    return file if unchanged else File(file.name, make_header(own, json.loads(file.header).get(METADATA)))
 
 
 def files_of(folder: Path) -> Files | None:
@@ -102,15 +115,18 @@ def files_of(folder: Path) -> Files | None:
     return Files(tuple(File(name, file.header) for name, file in checkpoint.files.items()), checkpoint.index)
 
 
-def files_for(shapes: Mapping[str, tuple[int, ...]], folder: Path, hf_config: HfConfig) -> tuple[Files, dict[str, str]]:
+def files_for(
+    shapes: Mapping[str, tuple[int, ...]], folder: Path, hf_config: HfConfig, dtype: torch.dtype | None = None
+) -> tuple[Files, dict[str, str]]:
     """Return the files for tensors of these `shapes`, and tensor -> original for tensors that are copies.
 
-    The model in `folder` determines the files, if known. Its tensors without an entry in `shapes`, such as layers for speculative decoding,
-    are dropped. A tied head with a separate tensor is a copy. Raises ValueError when the files lack a tensor or have another shape.
+    The model in `folder` determines the files, if known, and their dtypes when `dtype` is None. Its tensors without an entry in `shapes`,
+    such as layers for speculative decoding, are dropped. A tied head with a separate tensor is a copy. Raises ValueError when the files
+    lack a tensor or have another shape.
     """
     source = files_of(folder)
     if source is None:
-        return new_files({name: (getattr(torch, hf_config.dtype), shape) for name, shape in shapes.items()}), {}
+        return new_files({name: (dtype or getattr(torch, hf_config.dtype), shape) for name, shape in shapes.items()}), {}
     copies = {}
     if hf_config.tied_embeddings and HEAD in source.entries and HEAD not in shapes:
         copies = {HEAD: next(name for name in shapes if name.endswith(EMBEDDING))}
@@ -120,7 +136,7 @@ def files_for(shapes: Mapping[str, tuple[int, ...]], folder: Path, hf_config: Hf
             raise ValueError(f"model: the files of {folder} lack {name}; they belong to another model")
         if files.entries[name].shape != shape:
             raise ValueError(f"model: {name} has shape {shape}, but {files.entries[name].shape} in {folder}, which holds another model")
-    return files, copies
+    return files if dtype is None else files.in_dtype(dtype), copies
 
 
 def new_files(tensors: Tensors, limit: int = SHARD_BYTES) -> Files:
@@ -146,13 +162,14 @@ class Writer:
     """Writes `files` into `folder`: headers and index on construction, then each tensor at its offset, in any order. A context manager.
 
     All space is reserved on construction, so too little disk space is an OSError before the first byte. Files of an earlier attempt keep
-    their bytes.
+    their bytes. `rounded` has the dtypes between which the written values have been rounded.
     """
 
     def __init__(self, folder: Path, files: Files, copies: Mapping[str, str] | None = None):
         self._places = {name: (i, entry) for i, file in enumerate(files.files) for name, entry in file.entries.items()}
         self._files = files
         self._copies = copies or {}
+        self.rounded: Rounded = set()
         check_space(folder, sum(max(file.nbytes - _allocated(folder / file.name), 0) for file in files.files))
         self._open = [os.open(folder / file.name, os.O_RDWR | os.O_CREAT, 0o644) for file in files.files]
         for fd, file in zip(self._open, files.files, strict=True):
@@ -173,7 +190,7 @@ class Writer:
         """Cast `tensor`, of the shape in the header and any dtype, to the file's dtype. Write it and its copies; return the number of
         bytes.
 
-        Raises ValueError when a value is NaN or infinite after the cast.
+        Raises ValueError when a value is NaN or infinite, or becomes infinite by the cast.
         """
         return sum(self._write(stored_name, tensor) for stored_name in (name, *(copy for copy, of in self._copies.items() if of == name)))
 
@@ -183,10 +200,13 @@ class Writer:
         rows = tensor if tensor.dim() else tensor.reshape(1)
         at = self._files.files[i].start + entry.start
         for part in rows.split(max(1, _ROWS * len(rows) // max(entry.nbytes, 1))):
-            part = part.to(entry.dtype).contiguous()
-            if bad := first_bad(part):
-                raise ValueError(f"{name} holds {bad} in {NAMES[entry.dtype]}; these weights are broken, or need a wider dtype")
-            data = part.view(-1).view(torch.uint8).numpy().data
+            cast = part.to(entry.dtype).contiguous()
+            if first_bad(cast):
+                raise ValueError(_bad(name, part, cast))
+            pair = (part.dtype, entry.dtype)
+            if pair not in self.rounded and narrows(*pair) and not torch.equal(cast.to(part.dtype), part):
+                self.rounded.add(pair)
+            data = cast.view(-1).view(torch.uint8).numpy().data
             _write_at(self._open[i], data, at)
             at += len(data)
         return entry.nbytes
@@ -195,6 +215,33 @@ class Writer:
         """Return when all written bytes are on the disk."""
         for fd in self._open:
             os.fdatasync(fd)
+
+
+def narrows(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether `target` cannot hold every value of `source`."""
+    return torch.promote_types(source, target) != target
+
+
+def rounding(rounded: Rounded, cause: str) -> str | None:
+    """Return the line about an export whose values were rounded, or None. `cause` says who chose the dtype."""
+    if not rounded:
+        return None
+    targets = ", ".join(sorted({_name(to) for _, to in rounded}))
+    exact = reduce(torch.promote_types, (source for source, _ in rounded))
+    return f"rounded to {targets} ({cause})" + (f"; --dtype {_name(exact)} keeps every bit" if exact != torch.float64 else "")
+
+
+def _bad(name: str, part: Tensor, cast: Tensor) -> str:
+    """Return the error for a tensor [...] that is not finite after the cast: it is broken, or too large for the dtype."""
+    if bad := first_bad(part):
+        return f"{name} holds {bad}; these weights are broken"
+    index = (~torch.isfinite(cast)).nonzero()[0].tolist()
+    value, limit = part[tuple(index)].item(), torch.finfo(cast.dtype).max
+    return f"{name} holds {value:g} at {index}, beyond the {limit:g} of {_name(cast.dtype)}; choose float32 or bfloat16 with --dtype"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _allocated(path: Path) -> int:
@@ -208,17 +255,24 @@ def _write_at(fd: int, data: bytes | memoryview, at: int) -> None:
         data, at = data[written:], at + written
 
 
-def copy_side_files(source: Path, target: Path) -> None:
+def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
     """Copy all files that hold no weights: config, tokenizer, chat template, generation config, custom code.
 
-    When a .py file named in config.json's `auto_map` is missing, the copy of config.json has no `auto_map`. The class is then a class of
-    transformers (`families.keys`), so no code is needed.
+    The copy of config.json names `dtype`, unless that is None. When a .py file named in config.json's `auto_map` is missing, the copy has
+    no `auto_map`. The class is then a class of transformers (`families.keys`), so no code is needed.
     """
     for file in source.iterdir():
         if file.suffix in SIDE_FILES and file.name not in (INDEX, HEADERS):
             shutil.copyfile(file, target / file.name)
-    if (config := target / "config.json").is_file() and not _has_its_code(raw := json.loads(config.read_text()), target):
-        config.write_text(json.dumps({key: value for key, value in raw.items() if key != REMOTE_CODE}, indent=2) + "\n")
+    if not (config := target / "config.json").is_file():
+        return
+    raw = json.loads(config.read_text())
+    changed = raw if _has_its_code(raw, target) else {key: value for key, value in raw.items() if key != REMOTE_CODE}
+    if dtype is not None:
+        named = [key for key in DTYPE_KEYS if key in raw] or DTYPE_KEYS[-1:]
+        changed = changed | dict.fromkeys(named, _name(dtype))
+    if changed != raw:
+        config.write_text(json.dumps(changed, indent=2) + "\n")
 
 
 def _has_its_code(raw: dict[str, Any], folder: Path) -> bool:

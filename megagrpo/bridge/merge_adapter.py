@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from megagrpo.bridge.adapters import CONFIG, base_of, load_adapter, read_lora
 from megagrpo.bridge.export import save_hf
+from megagrpo.bridge.hf_files import Rounded
 from megagrpo.bridge.load import load_hf
 from megagrpo.families.config import load_hf_config
 from megagrpo.families.sources import resolve_model
@@ -17,8 +20,11 @@ from megagrpo.process.progress import SILENT, Progress
 ARGUMENT = "ADAPTER"  # name of the command-line argument in errors
 
 
-def merge(adapter: Path, out: Path, model: str | None, layout: Layout, progress: Progress = SILENT) -> None:
-    """Write the merged model to `out`: safetensors, config and tokenizer. Collective. `progress` shows the bytes."""
+def merge(
+    adapter: Path, out: Path, model: str | None, layout: Layout, progress: Progress = SILENT, dtype: torch.dtype | None = None
+) -> Rounded:
+    """Write the merged model to `out`: safetensors, config and tokenizer. Collective. `dtype`, `progress` and the result are as in
+    `save_hf`."""
     lora = read_lora(adapter, ARGUMENT)
     source = resolve_model(model, "--model") if model else resolve_model(base_of(adapter), f"{adapter / CONFIG} (or name one with --model)")
     hf_config = load_hf_config(source)
@@ -28,4 +34,4 @@ def merge(adapter: Path, out: Path, model: str | None, layout: Layout, progress:
         added.float()  # the file holds A and B in float32; in the model's bfloat16 they would be rounded before the sum is
     load_hf(chunks, hf_config, source, layout, progress)
     load_adapter(chunks, hf_config, layout, adapter, lora, ARGUMENT)
-    save_hf(chunks, hf_config, layout, out, source, progress=progress)
+    return save_hf(chunks, hf_config, layout, out, source, dtype=dtype, progress=progress)

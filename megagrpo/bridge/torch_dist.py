@@ -168,17 +168,15 @@ class StoredTensors:
         return self._tensor(key).properties.dtype
 
     def _tensor(self, key: str) -> TensorStorageMetadata:
-        stored = self.metadata.state_dict_metadata[key]
-        assert isinstance(stored, TensorStorageMetadata), f"{key} was checked"
+        stored = self.metadata.state_dict_metadata.get(key)
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ValueError(f"{self.folder} does not fit this model: it lacks {key}")
         return stored
 
     def check(self, tensor: ShardedTensor, rows: int = 0) -> None:
         """Raises ValueError unless the checkpoint holds a tensor with this key and shape. A padded tensor (embeddings) needs at least
         `rows` rows."""
-        metadata = self.metadata.state_dict_metadata.get(tensor.key)
-        if not isinstance(metadata, TensorStorageMetadata):
-            raise ValueError(f"{self.folder} does not fit this model: it lacks {tensor.key}")
-        stored, wanted = tuple(metadata.size), tuple(tensor.global_shape)
+        stored, wanted = tuple(self._tensor(tensor.key).size), tuple(tensor.global_shape)
         fits = stored[1:] == wanted[1:] and stored[0] >= rows if tensor.allow_shape_mismatch else stored == wanted
         if not fits:
             raise ValueError(f"{self.folder} does not fit this model: {tensor.key} has shape {stored}; config.json implies {wanted}")

@@ -6,8 +6,8 @@
 
 CHECKPOINT is the output of `megagrpo convert` or of a training run, in any layout. MODEL names the Hugging Face model from which the
 weights started: OUT gets its config, tokenizer, file names and dtypes. Checkpoints of `megagrpo convert` and of training runs contain
-this information, so they need no MODEL. Memory does not grow with the model. After an interruption, run the same command again to
-continue.
+this information, so they need no MODEL. --dtype float32 keeps every bit of a run in float32; a line says when weights are rounded. Memory
+does not grow with the model. After an interruption, run the same command again to continue.
 
 If CHECKPOINT is an adapter of a LoRA run, OUT gets the adapter in PEFT's format, and MODEL is the base model that it names. OUT gets a
 model card with the facts that the run's folder holds. --push uploads OUT to the Hugging Face hub.
@@ -19,8 +19,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megagrpo.commands.export_arguments import AUTO, add_export_arguments, chosen_dtype, run_in_layout_and_push, say_rounded
 from megagrpo.commands.layout_arguments import add_layout_arguments
-from megagrpo.commands.push_arguments import add_push_arguments, run_in_layout_and_push
 
 if TYPE_CHECKING:
     from megagrpo.parallel.layout import Layout
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a Megatron distributed checkpoint, or of an adapter")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
     parser.add_argument("--model", help="Hugging Face folder, hub name, or package:NAME")
-    add_push_arguments(parser)
+    add_export_arguments(parser)
     add_layout_arguments(parser)
 
 
@@ -44,12 +44,18 @@ def run(options: argparse.Namespace) -> int:
         from megagrpo.hub.card import write_card
         from megagrpo.parallel.agree import run_and_agree
         from megagrpo.records.progress import conversion_progress
+        from megagrpo.records.run_files import why_no_checkpoint
 
         is_adapter = (options.checkpoint / CONFIG).is_file()
         if is_adapter:
+            if options.dtype != AUTO:
+                raise ValueError(f"--dtype: {options.dtype}, but an adapter is copied as it is; leave the option out")
             run_and_agree(layout, lambda: export_adapter(options.checkpoint, options.out, options.model), here=layout.world_rank == 0)
         else:
-            export_hf(options.checkpoint, options.out, options.model, layout, conversion_progress(layout.world_rank))
+            if why := why_no_checkpoint(options.checkpoint):
+                raise ValueError(f"CHECKPOINT: {options.checkpoint} {why}")
+            progress, dtype = conversion_progress(layout.world_rank), chosen_dtype(options)
+            say_rounded(options, export_hf(options.checkpoint, options.out, options.model, layout, progress, dtype))
         if layout.world_rank == 0:
             write_card(options.out, options.checkpoint, base_of(options.out) if is_adapter else options.model, is_adapter)
 

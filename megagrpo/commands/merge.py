@@ -4,8 +4,8 @@
     megagrpo launch 2 merge ADAPTER OUT --model MODEL --tp 2
 
 ADAPTER is an adapter folder of a run or of PEFT. Without --model it uses the base model that the adapter names. A, B and the sum are
-float32; only the sum is rounded, to the dtype in the model's file. OUT gets a model card with the facts that the run's folder holds.
---push uploads OUT to the Hugging Face hub.
+float32; only the sum is rounded, to the dtype in the model's file or to --dtype. OUT gets a model card with the facts that the run's
+folder holds. --push uploads OUT to the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megagrpo.commands.export_arguments import add_export_arguments, chosen_dtype, run_in_layout_and_push, say_rounded
 from megagrpo.commands.layout_arguments import add_layout_arguments
-from megagrpo.commands.push_arguments import add_push_arguments, run_in_layout_and_push
 
 if TYPE_CHECKING:
     from megagrpo.parallel.layout import Layout
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("adapter", type=Path, metavar="ADAPTER", help="folder with adapter_config.json and adapter_model.safetensors")
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
     parser.add_argument("--model", help="Hugging Face folder, hub name, or package:NAME (default: the adapter's base model)")
-    add_push_arguments(parser)
+    add_export_arguments(parser)
     add_layout_arguments(parser)
 
 
@@ -39,7 +39,8 @@ def run(options: argparse.Namespace) -> int:
         from megagrpo.hub.card import write_card
         from megagrpo.records.progress import conversion_progress
 
-        merge(options.adapter, options.out, options.model, layout, conversion_progress(layout.world_rank))
+        progress, dtype = conversion_progress(layout.world_rank), chosen_dtype(options)
+        say_rounded(options, merge(options.adapter, options.out, options.model, layout, progress, dtype))
         if layout.world_rank == 0:
             write_card(options.out, options.adapter, options.model or base_of(options.adapter))
 

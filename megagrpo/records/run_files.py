@@ -13,6 +13,9 @@ CHECKPOINTS = "checkpoints"  # folder of a run's checkpoints
 STATE_FILE = "megagrpo.json"  # a checkpoint that has this file is complete
 _CHECKPOINT = r"step_\d{6,}"
 BEST = "best"  # name of the link to the checkpoint with the best evaluation
+PARTIAL = ".partial"  # end of the name of a folder that is incomplete
+TORCH_DIST = "metadata.json"  # file of every distributed checkpoint
+MEGATRON_LM = "latest_checkpointed_iteration.txt"  # file beside Megatron-LM's checkpoints
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
 RESOLVED = "resolved.yaml"  # the config of a run, with every value
 FROM_PYTHON = "from_python"  # folder of the functions and data that megagrpo.train got as Python objects
@@ -73,3 +76,35 @@ def remove_old(folder: Path, keep: int, best: Path) -> None:
 def next_free(path: Path) -> Path:
     """Return the first of PATH.1, PATH.2, ... at which there is nothing, not even a broken link."""
     return next(p for p in (path.with_name(f"{path.name}.{i}") for i in range(1, 10_000)) if not os.path.lexists(p))
+
+
+def why_no_checkpoint(path: Path) -> str | None:
+    """Return why `path` is not a distributed checkpoint, and what to name instead: the end of a sentence that begins with the path. Return
+    None for a checkpoint, of this or another program."""
+    try:
+        if not path.exists():
+            return f"does not exist{_others_in(path.parent)}"
+        if not path.is_dir():
+            return "is a file; name the folder of a checkpoint"
+        names = {entry.name for entry in path.iterdir()}
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    if path.name.endswith(PARTIAL):
+        return f"is incomplete: it is still being written, or its run was killed{_others_in(path.parent)}"
+    if TORCH_DIST in names:
+        return None
+    if RESOLVED in names or CHECKPOINTS in names:
+        return f"is the folder of a run{_others_in(path / CHECKPOINTS) or ', which has no complete checkpoint'}"
+    if others := _others_in(path):
+        return f"is the folder of a run's checkpoints{others}"
+    if MEGATRON_LM in names:
+        return "holds checkpoints of Megatron-LM; name one of its iter_* folders"
+    if "config.json" in names:
+        return "is a Hugging Face folder, which needs no export"
+    return f"is not a checkpoint: it lacks {TORCH_DIST}; name a folder such as runs/NAME/{CHECKPOINTS}/step_000010"
+
+
+def _others_in(folder: Path) -> str:
+    """Return the end of a message that names the newest complete checkpoint in `folder`; empty without one."""
+    newest = newest_checkpoint(folder)
+    return f"; name a checkpoint, the newest is {newest}" if newest else ""

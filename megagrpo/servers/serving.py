@@ -8,14 +8,18 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from megagrpo import device
-from megagrpo.bridge.adapters import ADAPTER_FILES
+from megagrpo.bridge.adapters import ADAPTER_FILES, CONFIG, WEIGHTS
 from megagrpo.bridge.checksums import verify_inside
 from megagrpo.bridge.convert import export_alone
+from megagrpo.bridge.hf_files import narrows
+from megagrpo.bridge.tensor_files import TensorFile
+from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.device import quiet
@@ -24,12 +28,13 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http import MovedServers, check_urls, named_urls
 from megagrpo.engine.protocol import EngineError, EngineStartError
 from megagrpo.families.config import load_hf_config
+from megagrpo.families.dense import EMBEDDING
 from megagrpo.families.sources import resolve_model
 from megagrpo.parallel.spawn import RankFailed, run_ranks
 from megagrpo.process.removal import temporary_folder
 from megagrpo.process.terminal import warn
-from megagrpo.records.checkpoint import BEST, STATE_FILE, newest_checkpoint
 from megagrpo.records.progress import conversion_progress, run_progress
+from megagrpo.records.run_files import BEST, CHECKPOINTS, STATE_FILE, newest_checkpoint, why_no_checkpoint
 from megagrpo.servers.command_line import LORA_RANKS
 from megagrpo.servers.followers import Followers
 from megagrpo.servers.launcher import Launcher
@@ -45,12 +50,16 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def engine_dtype(config: RunConfig) -> str:
+def engine_dtype(config: RunConfig, trained: torch.dtype | None = None) -> str:
     """Return vLLM's name for the servers' compute dtype, which is also the dtype of synced weights. It is bfloat16 with quantization,
-    because vLLM quantizes 16-bit models only."""
+    because vLLM quantizes 16-bit models only.
+
+    `trained` is the dtype in which a run, on whatever machine, has trained the weights; `model.precision: auto` then means this dtype.
+    """
     if config.rollout.quantization != "none":
         return name_of(torch.bfloat16)
-    return name_of(device.engine_precision(device.resolve_precision(config.model.precision)))
+    of_run = trained if config.model.precision == "auto" else None
+    return name_of(device.engine_precision(of_run or device.resolve_precision(config.model.precision)))
 
 
 def make_launcher(
@@ -174,38 +183,67 @@ def adapter_arguments(adapter: Path | None) -> list[str]:
     return ["--enable-lora", "--max-lora-rank", str(fits), "--lora-modules", f"{ADAPTER}={adapter.resolve()}"]
 
 
-def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: Callable[[str], None]) -> tuple[Path, Path | None]:
-    """Return (Hugging Face folder, adapter or None) for the value `checkpoint`.
+@dataclass(frozen=True)
+class Weights:
+    """Weights to serve: a Hugging Face folder, an adapter on it, if any, and vLLM's name of the dtype to serve them in."""
+
+    folder: Path
+    adapter: Path | None
+    dtype: str
+
+
+def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: Callable[[str], None]) -> Weights:
+    """Return the weights that the value `checkpoint` names, for servers in the precision of the run that trained them.
 
     `checkpoint` is None (the model of the config), `latest` or `best` of the run, a checkpoint of a run, a Hugging Face folder, or a PEFT
     folder. A checkpoint with full weights is first exported into `scratch` by a separate process. Raises ValueError when it does not exist
     or cannot be exported.
     """
     if checkpoint is None:
-        return resolve_model(config.model.path), None
-    runs = Path(config.run.output_dir) / config.run.name / "checkpoints"
-    path = Path(checkpoint)
-    if checkpoint in (LATEST, BEST):
-        path = (newest_checkpoint(runs) if checkpoint == LATEST else runs / BEST) or runs / LATEST
-    if (path / "adapter_config.json").is_file():
-        return resolve_model(config.model.path), path
-    if (path / ADAPTER_FILES / "adapter_config.json").is_file():
-        return resolve_model(config.model.path), path / ADAPTER_FILES
+        return Weights(resolve_model(config.model.path), None, engine_dtype(config))
+    path = _checkpoint(config, checkpoint)
+    for adapter in (path, path / ADAPTER_FILES):
+        if (adapter / CONFIG).is_file():
+            return Weights(resolve_model(config.model.path), adapter, engine_dtype(config, _dtype_of_adapter(adapter)))
     if (path / "config.json").is_file():
-        return path, None
+        return Weights(path, None, engine_dtype(config))
+    if why := why_no_checkpoint(path):
+        raise ValueError(f"--checkpoint: {path} {why}")
     if not (path / STATE_FILE).is_file():
-        raise ValueError(f"--checkpoint: {path} is not a checkpoint, a Hugging Face folder or an adapter")
-    say(f"exporting {path.resolve()}")
+        raise ValueError(f"--checkpoint: {path} is not a run's checkpoint: it lacks {STATE_FILE}; export it, and name the exported folder")
     try:
+        trained = StoredTensors(path).dtype(EMBEDDING)
+        dtype = engine_dtype(config, trained)
+        if narrows(trained, getattr(torch, dtype)):
+            cause = "rollout.quantization" if config.rollout.quantization != "none" else "model.precision"
+            say(f"{path}: trained in {name_of(trained)}, served in {dtype} ({cause})")
+        say(f"exporting {path.resolve()}")
         # On the CPU: there the structure of every layer can be built without allocating its weights.
-        run_ranks(_export, 1, path.resolve(), scratch / "hf", timeout=3600, env={"CUDA_VISIBLE_DEVICES": ""})
-    except RankFailed as error:
+        run_ranks(_export, 1, path.resolve(), scratch / "hf", dtype, timeout=3600, env={"CUDA_VISIBLE_DEVICES": ""})
+    except (RankFailed, ValueError) as error:
         raise ValueError(f"--checkpoint: {path}: {error}") from error
-    return scratch / "hf", None
+    return Weights(scratch / "hf", None, dtype)
 
 
-def _export(checkpoint: Path, out: Path) -> None:
-    export_alone(checkpoint, out, conversion_progress())
+def _checkpoint(config: RunConfig, checkpoint: str) -> Path:
+    """Return the path of a checkpoint. Raises ValueError when the run has no `latest` or `best` one."""
+    run = Path(config.run.output_dir) / config.run.name
+    found = {LATEST: newest_checkpoint(run / CHECKPOINTS), BEST: run / CHECKPOINTS / BEST}.get(checkpoint, Path(checkpoint))
+    if found is None or (checkpoint == BEST and not found.exists()):
+        fix = "set evaluation.keep_best before training" if checkpoint == BEST else "train it to its end, or set run.save_steps"
+        raise ValueError(f"--checkpoint: {run} has no {checkpoint} checkpoint; {fix}")
+    return found
+
+
+def _dtype_of_adapter(adapter: Path) -> torch.dtype | None:
+    """Return the dtype of an adapter in a run's checkpoint, which is the run's; None for an adapter from elsewhere."""
+    if not (adapter.parent / STATE_FILE).is_file():
+        return None
+    return next(iter(TensorFile(adapter / WEIGHTS).entries.values())).dtype
+
+
+def _export(checkpoint: Path, out: Path, dtype: str) -> None:
+    export_alone(checkpoint, out, conversion_progress(), getattr(torch, dtype))
 
 
 class Serving:
@@ -221,6 +259,7 @@ class Serving:
         self._launcher: Launcher | None = None
         self.folder = Path()
         self.adapter: Path | None = None
+        self._dtype = ""
 
     def find(self, checkpoint: str | None, adapter: str | None) -> Path:
         """Return the Hugging Face folder whose tokenizer and weights are used. Raises ValueError when the weights are missing, or when
@@ -233,7 +272,8 @@ class Serving:
         check_urls(urls)
         self._token = read_token(self._config.rollout.token_file)
         self._scratch = self._resources.enter_context(temporary_folder("megagrpo_serving_"))
-        self.folder, self.adapter = find_weights(self._config, checkpoint, self._scratch, self._say)
+        found = find_weights(self._config, checkpoint, self._scratch, self._say)
+        self.folder, self.adapter, self._dtype = found.folder, found.adapter, found.dtype
         if adapter is not None:
             self.adapter = Path(adapter)
         return self.folder
@@ -243,7 +283,7 @@ class Serving:
         if self._config.rollout.urls:
             return
         self._launcher = make_launcher(
-            self._config, self.folder, self._scratch, engine_dtype(self._config), self.adapter, max_model_len, token=self._token
+            self._config, self.folder, self._scratch, self._dtype, self.adapter, max_model_len, token=self._token
         )
         self._launcher.progress = self._progress
         self._resources.callback(self._launcher.stop)

@@ -16,7 +16,7 @@ PROGRAMS = [
 ]
 # They import no torch, which takes seconds. test_main.py asks every command of megagrpo in one process.
 FAST = ["megagrpo plan", "launch/local.sh", "launch/setup.sh", "benchmarks/learning.py", "benchmarks/whole_step.py"]
-NOT_COMMANDS = {"__init__", "parser", "config_arguments", "layout_arguments", "push_arguments"}  # modules of megagrpo/commands
+NOT_COMMANDS = {"__init__", "parser", "config_arguments", "layout_arguments", "export_arguments"}  # modules of megagrpo/commands
 
 
 def command(name: str) -> list[str]:

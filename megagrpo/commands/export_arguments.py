@@ -1,4 +1,4 @@
-"""The options of `megagrpo export` and `merge` for the Hugging Face hub: --push, --private and --revision."""
+"""The options that `megagrpo export` and `merge` share: --dtype, and --push, --private and --revision for the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -11,14 +11,38 @@ from megagrpo.config import ConfigError
 from megagrpo.process.terminal import show, warn
 
 if TYPE_CHECKING:
+    import torch
+
+    from megagrpo.bridge.hf_files import Rounded
     from megagrpo.parallel.layout import Layout
 
+AUTO = "auto"
+DTYPES = (AUTO, "float32", "bfloat16", "float16")
 
-def add_push_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --push, --private and --revision."""
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --dtype, --push, --private and --revision."""
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default=AUTO, help="dtype of the weights in OUT (default auto: the dtypes of the start model's files)"
+    )
     parser.add_argument("--push", metavar="REPO", help="upload OUT to this model repository of the Hugging Face hub, as OWNER/NAME")
     parser.add_argument("--private", action="store_true", help="with --push: create the repository as private")
     parser.add_argument("--revision", metavar="BRANCH", help="with --push: upload to this branch, which is created if missing")
+
+
+def chosen_dtype(options: argparse.Namespace) -> torch.dtype | None:
+    """Return the dtype of --dtype; None for auto."""
+    import torch
+
+    return None if options.dtype == AUTO else getattr(torch, options.dtype)
+
+
+def say_rounded(options: argparse.Namespace, rounded: Rounded) -> None:
+    """Print a line when values have been rounded."""
+    from megagrpo.bridge.hf_files import rounding
+
+    if line := rounding(rounded, "the start model's dtype" if options.dtype == AUTO else "--dtype"):
+        warn(f"{options.out.name}: {line}")
 
 
 def check_push_arguments(options: argparse.Namespace) -> None:
