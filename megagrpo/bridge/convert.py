@@ -50,6 +50,7 @@ def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT
     checkpoint = run_own_and_agree(layout, lambda: Checkpoint(source))
     own = run_own_and_agree(layout, lambda: structure(hf_config, layout))
     run_own_and_agree(layout, lambda: checkpoint.check([block for part in own.parts for block in part.blocks], hf_config))
+    run_own_and_agree(layout, lambda: checkpoint.check_head(hf_config), here=layout.world_rank == 0)
     if layout.world_rank == 0:
         checkpoint.say_left_out(hf_config)
     with _unfinished(out, layout, source) as folder:

@@ -16,7 +16,8 @@ from megagrpo.families import FAMILIES
 from megagrpo.families.blocks import Block
 from megagrpo.families.boxes import brackets
 from megagrpo.families.config import HfConfig
-from megagrpo.families.sources import INDEX, SINGLE
+from megagrpo.families.dense import EMBEDDING
+from megagrpo.families.sources import INDEX, SINGLE, weight_files_problem
 from megagrpo.parallel.layout import Layout
 from megagrpo.process.progress import SILENT, Progress
 from megagrpo.process.terminal import warn
@@ -37,6 +38,7 @@ def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, la
     checkpoint = Checkpoint(folder)
     checkpoint.check([block for _, _, parameter_blocks in parameters for block in parameter_blocks], hf_config)
     if layout.world_rank == 0:
+        checkpoint.check_head(hf_config)
         checkpoint.say_left_out(hf_config)
     with progress.task(f"loading {Path(folder).name}") as task:
         task.expect(len(parameters), "tensors")
@@ -46,6 +48,7 @@ def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, la
 
 
 HEAD_TENSOR = "lm_head.weight"
+_ROWS = 4096  # rows compared at once
 
 
 class Checkpoint:
@@ -57,15 +60,15 @@ class Checkpoint:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.index: bytes | None = None  # bytes of the index file; None for a single file of tensors
+        if problem := weight_files_problem(self.folder):
+            raise ValueError(f"model: {problem}")
         if (self.folder / INDEX).exists():
             self.index = (self.folder / INDEX).read_bytes()
             self.where = _weight_map(self.folder, self.index)  # tensor name -> file name
             self.files = {file: TensorFile(self.folder / file) for file in sorted(set(self.where.values()))}
-        elif (self.folder / SINGLE).exists():
+        else:
             self.files = {SINGLE: TensorFile(self.folder / SINGLE)}
             self.where = dict.fromkeys(self.files[SINGLE].entries, SINGLE)
-        else:
-            raise ValueError(f"model: {self.folder} holds neither {SINGLE} nor {INDEX}; only safetensors are read")
         self._check_index()
 
     def _check_index(self) -> None:
@@ -87,8 +90,23 @@ class Checkpoint:
             self._check_tensor(block)
 
     def check_all(self, hf_config: HfConfig) -> None:
-        """Raises ValueError when any tensor of the model is missing, or a tensor on disk has no place in the model."""
+        """Raises ValueError when any tensor of the model is missing, a tensor on disk has no place in the model, or the head differs from
+        embeddings that are tied to it."""
         self._check_names(tensor_names(hf_config) - ({HEAD_TENSOR} if hf_config.tied_embeddings else set()), hf_config)
+        self.check_head(hf_config)
+
+    def check_head(self, hf_config: HfConfig) -> None:
+        """Raises ValueError when config.json ties the embeddings, but the files hold another LM head. Reads both tensors."""
+        embedding = FAMILIES[hf_config.family].table(hf_config)[EMBEDDING].names[0]
+        if not hf_config.tied_embeddings or not {HEAD_TENSOR, embedding} <= self.where.keys():
+            return
+        one, other = self.tensor(embedding), self.tensor(HEAD_TENSOR)
+        pairs = zip(one.split(_ROWS), other.split(_ROWS), strict=False)
+        if one.shape != other.shape or not all(torch.equal(a.float(), b.float()) for a, b in pairs):
+            raise ValueError(
+                f"model: {HEAD_TENSOR} in {self.folder / self.where[HEAD_TENSOR]} differs from {embedding}, but config.json ties them; set "
+                "tie_word_embeddings to false in config.json, or remove the tensor if the head is a leftover"
+            )
 
     def _check_names(self, needed: set[str], hf_config: HfConfig) -> None:
         missing = sorted(needed - set(self.where))
@@ -99,7 +117,8 @@ class Checkpoint:
                 "save_pretrained of transformers does"
             )
         if missing:
-            fix = "its embeddings may be tied: set tie_word_embeddings in config.json" if missing == [HEAD_TENSOR] else _OTHER
+            tied = "if the embeddings are tied, set tie_word_embeddings to true in config.json; otherwise download the folder again"
+            fix = tied if missing == [HEAD_TENSOR] else _OTHER
             raise ValueError(f"model: {self.folder} lacks {_list(missing)}; {fix}")
         if unused:
             raise ValueError(f"model: {self.folder} holds {_list(unused)}, which this architecture does not use; {_OTHER}")

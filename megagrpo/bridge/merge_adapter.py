@@ -12,6 +12,7 @@ from megagrpo.bridge.hf_files import Rounded
 from megagrpo.bridge.load import load_hf
 from megagrpo.families.config import load_hf_config
 from megagrpo.families.sources import resolve_model
+from megagrpo.parallel.agree import run_own_and_agree
 from megagrpo.parallel.layout import Layout
 from megagrpo.policy.build import build_model, weights_dtype
 from megagrpo.policy.lora import adapters, attach_adapters
@@ -32,6 +33,6 @@ def merge(
     attach_adapters(chunks, hf_config, lora, recompute="none")
     for added in adapters(chunks):
         added.float()  # the file holds A and B in float32; in the model's bfloat16 they would be rounded before the sum is
-    load_hf(chunks, hf_config, source, layout, progress)
+    run_own_and_agree(layout, lambda: load_hf(chunks, hf_config, source, layout, progress))
     load_adapter(chunks, hf_config, layout, adapter, lora, ARGUMENT)
     return save_hf(chunks, hf_config, layout, out, source, dtype=dtype, progress=progress)

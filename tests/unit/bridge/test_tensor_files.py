@@ -165,7 +165,7 @@ def test_weights_of_another_shape_than_config_json_implies_are_refused(folder):
 def test_a_head_that_is_not_there_may_be_tied(folder):
     change(folder, "b.safetensors", **{"lm_head.weight": None})
     write_index(folder, {name: file for name, file in weight_map(folder).items() if name != "lm_head.weight"})
-    with pytest.raises(ValueError, match=r"lacks lm_head\.weight; its embeddings may be tied: set tie_word_embeddings in config\.json"):
+    with pytest.raises(ValueError, match=r"lacks lm_head\.weight; if the embeddings are tied, set tie_word_embeddings to true in config\.json"):
         Checkpoint(folder).check([block("lm_head.weight", 11, 8)], CONFIG)
 
 
