@@ -2,11 +2,13 @@
 
 import importlib.util
 import json
+import re
 
 import pytest
 
 from megagrpo.families import sources
-from megagrpo.families.sources import new_folder, resolve_model
+from megagrpo.families.sources import INDEX, new_folder, resolve_model
+from tests.unit.hub.hub_server import hub
 
 LLAMA = dict(model_type="llama", num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=9)
 
@@ -34,6 +36,46 @@ def test_a_folder_says_what_it_lacks(folder):
         resolve_model(str(folder / "nowhere"))
 
 
+def index(*names):
+    return json.dumps({"weight_map": {f"tensor {i}": name for i, name in enumerate(names)}})
+
+
+TWO = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({INDEX: index(*TWO), **dict.fromkeys(TWO, "")}, f"holds two models: model.safetensors and {INDEX}, which names {TWO[0]}, {TWO[1]}"),
+        ({INDEX: index("model.safetensors"), TWO[1]: ""}, f"holds {TWO[1]}, which {INDEX} does not name"),
+        ({TWO[0]: ""}, f"holds {TWO[0]}, which belong to an index that is missing, beside model.safetensors"),
+        ({"consolidated.safetensors": ""}, "holds consolidated.safetensors beside model.safetensors, and vLLM reads all of them"),
+        ({"adapter_config.json": "{}"}, "holds an adapter and a model (adapter_config.json); name its base model here"),
+        ({INDEX: index("model.safetensors"), "consolidated.safetensors": ""}, None),
+        ({"pytorch_model.bin": "", "pytorch_model.bin.index.json": index("pytorch_model.bin"), "original/model.safetensors": ""}, None),
+        ({INDEX: "{"}, None),  # the reader of the index refuses it
+    ],
+)
+def test_a_folder_whose_weights_are_not_clear_is_refused(folder, files, message):
+    """transformers and vLLM would read other files of such a folder than the trainer."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    if message is None:
+        assert resolve_model(str(folder)) == folder
+    else:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            resolve_model(str(folder))
+
+
+def test_an_adapter_is_not_a_model(folder):
+    for file in folder.iterdir():
+        file.unlink()
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config.json\); name its base model here and the adapter's folder in lora"):
+        resolve_model(str(folder))
+
+
 def test_a_file_is_not_a_folder(folder):
     with pytest.raises(ValueError, match="is a file; name the folder"):
         resolve_model(str(folder / "config.json"))
@@ -51,6 +93,39 @@ def test_a_hub_name_without_network_says_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match=r"nobody/no-such-model is neither a local folder nor .*; download it"):
         resolve_model("nobody/no-such-model")
+
+
+INDEXED = {"metadata": {}, "weight_map": {"a": "model-1-of-2.safetensors", "b": "odd [name].safetensors"}}
+SIDE = {"config.json": json.dumps(LLAMA), "tokenizer.json": "{}", "README.md": "---\nlicense: mit\n---\n"}
+NOT_NEEDED = ("consolidated.safetensors", "original/model.safetensors", "original/params.json", "pytorch_model.bin", "onnx/model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("weights", "fetched"),
+    [
+        ({"model.safetensors.index.json": json.dumps(INDEXED)}, ["model-1-of-2.safetensors", "odd [name].safetensors"]),
+        ({}, ["model.safetensors"]),
+    ],
+    ids=["index", "one file"],
+)
+def test_a_hub_name_fetches_the_models_weights_once(weights, fetched, monkeypatch, tmp_path):
+    files = SIDE | weights | dict.fromkeys([*fetched, *NOT_NEEDED], "bytes")
+    for name, value in {"HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    with hub() as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+        template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        server.repos["me/model"] = {"main": {name: text.encode() for name, text in files.items()}}
+        folder = resolve_model("me/model")
+        assert sorted(server.fetched) == sorted([*SIDE, *weights, *fetched])
+        assert sorted(file.name for file in folder.iterdir()) == sorted([*SIDE, *weights, *fetched])
+        assert resolve_model("me/model") == folder and len(server.fetched) == len([*SIDE, *weights, *fetched])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert resolve_model("me/model") == folder
+    (folder / fetched[0]).unlink()
+    with pytest.raises(ValueError, match="me/model is neither a local folder nor complete in the hub cache"):
+        resolve_model("me/model")
 
 
 def test_without_the_quickstarts_model_the_command_is_named(monkeypatch):

@@ -1,4 +1,4 @@
-"""A local HTTP server with the hub's routes for an upload: it keeps repositories, branches and files in memory."""
+"""A local HTTP server with the hub's routes for uploads and downloads: it keeps repositories, branches and files in memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import unquote, urlsplit
 
 TOKEN = "hf_test"
+COMMIT = "1" * 40
 
 
 class Hub:
@@ -22,6 +23,7 @@ class Hub:
         self.private: set[str] = set()
         self.commits = 0
         self.cards: list[str] = []  # README.md files that the client asked to validate
+        self.fetched: list[str] = []  # files that the client downloaded
         hub = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -36,9 +38,32 @@ class Hub:
                 self.answer(*hub.respond(path, body))
 
             def do_GET(self) -> None:
-                self.answer(401, {"error": "Invalid username or password."})  # a client asks after it was refused
+                path = unquote(urlsplit(self.path).path)
+                owner, name, *route = path.removeprefix("/api/models").strip("/").split("/")
+                files = hub.repos.get(f"{owner}/{name}", {}).get("main")
+                if files is None:
+                    self.answer(401, {"error": "Invalid username or password."})  # a client asks after it was refused
+                elif route[0] == "revision":
+                    self.answer(200, {"id": f"{owner}/{name}", "sha": COMMIT, "siblings": []})
+                elif route[0] == "tree":
+                    entries = [{"type": "file", "path": file, "size": len(data), "oid": "2" * 40} for file, data in files.items()]
+                    self.answer(200, entries)
+                else:
+                    self.file("/".join(route[2:]), files["/".join(route[2:])])
 
-            def answer(self, status: int, content: dict) -> None:
+            do_HEAD = do_GET
+
+            def file(self, name: str, data: bytes) -> None:
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data)))
+                self.send_header("ETag", f'"{name}"'.replace("/", "-"))
+                self.send_header("X-Repo-Commit", COMMIT)
+                self.end_headers()
+                if self.command == "GET":
+                    hub.fetched.append(name)
+                    self.wfile.write(data)
+
+            def answer(self, status: int, content: dict | list) -> None:
                 text = json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
