@@ -165,6 +165,34 @@ def test_a_checkpoint_that_megatron_itself_has_written_gives_the_model_it_starte
     assert_same_files(source, tmp_path / "hf")
 
 
+def in_float32(source: Path, folder: Path) -> Path:
+    """A copy of a model in float32 whose numbers bfloat16 cannot hold, in one file."""
+    numbers = torch.Generator().manual_seed(0)
+    names = [name for file in source.glob("*.safetensors") for name in load_file(file)]
+    return add_tensor(source, folder, **{name: lambda found, name=name: noisy(found[name], numbers) for name in names})
+
+
+def noisy(tensor: torch.Tensor, numbers: torch.Generator) -> torch.Tensor:
+    return tensor.float() + torch.rand(tensor.shape, generator=numbers) / 1000
+
+
+def test_an_export_says_what_it_rounds_and_float32_keeps_every_bit(models, tmp_path, capfd):
+    source = in_float32(models / "qwen2", tmp_path / "model")
+    run_ranks(there, 1, source, tmp_path / "megatron", {})
+    export = ("export", tmp_path / "megatron")
+    for name, words in (("start", ("--model", models / "qwen2")), ("whole", ("--dtype", "float32")), ("half", ("--dtype", "float16"))):
+        assert run_ranks(run_tool, 1, *export, tmp_path / name, *words) == [0]
+    said = capfd.readouterr().err
+    assert "whole: rounded" not in said
+    assert "start: rounded to bfloat16 (the start model's dtype); --dtype float32 keeps every bit" in said
+    assert "half: rounded to float16 (--dtype); --dtype float32 keeps every bit" in said
+    before = load_file(source / "model.safetensors")
+    for name, dtype in (("whole", torch.float32), ("half", torch.float16)):
+        after = load_file(tmp_path / name / "model.safetensors")
+        assert after.keys() == before.keys() and all(torch.equal(after[n], before[n].to(dtype)) for n in before)
+        assert load_hf_config(tmp_path / name).dtype == str(dtype).removeprefix("torch.")
+
+
 def add_tensor(source: Path, folder: Path, **tensors) -> Path:
     """A copy of a model in one file, with more tensors in it."""
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors", INDEX))

@@ -2,13 +2,21 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 from statistics import fmean
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from megagrpo.bridge.checksums import CHECKSUMS
+from megagrpo.bridge.hf_files import carry, files_of
+from megagrpo.config import load_config
+from megagrpo.families.config import load_hf_config
+from megagrpo.servers.serving import find_weights
 from tests.e2e import world
 from tests.e2e.test_evaluation import evaluations, sets
 
@@ -35,7 +43,11 @@ def test_sets_are_evaluated_on_a_server_that_runs_already(tmp_path):
 
 @pytest.mark.full
 def test_a_checkpoint_of_a_run_scores_what_the_run_said_of_it(tmp_path):
-    options = [sets(), "train.learning_rate=3e-3"]
+    model = tmp_path / "model"  # in bfloat16; the run trains in float32
+    shutil.copytree(world.folder() / "model", model)
+    tensors = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    options = [sets(), f"model.path={model}", "train.learning_rate=3e-3"]
     run = world.train(tmp_path, *options)
     assert run.code == 0, run.err
     after = evaluations(run)[-1]
@@ -48,14 +60,49 @@ def test_a_checkpoint_of_a_run_scores_what_the_run_said_of_it(tmp_path):
     assert abs(before["eval/hard/reward"] - after["eval/hard/reward"]) > 1e-3
 
 
+def from_bfloat16(checkpoint):
+    """A copy of a run's checkpoint as if the run had started from a model in bfloat16, whose files an export would repeat."""
+    copy = checkpoint.with_name("of_bfloat16")
+    shutil.copytree(checkpoint, copy, dirs_exist_ok=True)
+    (copy / CHECKSUMS).unlink()
+    files = files_of(copy / "hf").in_dtype(torch.bfloat16)
+    carry(checkpoint / "hf", files, copy / "hf")
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "dtype", "line"),
+    [
+        (["model.precision=fp32"], "float32", None),
+        (["model.precision=auto"], "float32", None),  # on any machine: the run has trained in float32
+        (
+            ["rollout.quantization=fp8_per_channel", "algorithm.importance_correction=token_truncate"],
+            "bfloat16",
+            "trained in float32, served in bfloat16 (rollout.quantization)",
+        ),
+        (["model.precision=bf16"], "bfloat16", "trained in float32, served in bfloat16 (model.precision)"),
+    ],
+)
+def test_a_checkpoint_is_served_in_the_precision_of_its_run(overrides, dtype, line, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGAGRPO_CPU", "amd_bf16")  # `auto` means bfloat16 here
+    said, checkpoint = [], from_bfloat16(world.plain().newest)
+    found = find_weights(load_config(world.folder() / "config.yaml", overrides), str(checkpoint), tmp_path, said.append)
+    assert (found.dtype, found.adapter) == (dtype, None)
+    assert [text for text in said if "served in" in text] == ([f"{checkpoint}: {line}"] if line else [])
+    stored, served = world.plain_tensors(checkpoint), load_file(found.folder / "model.safetensors")
+    final = stored["decoder.final_norm.weight"]
+    assert final.dtype == torch.float32 and torch.equal(served["model.norm.weight"], final.to(getattr(torch, dtype)))
+    assert not torch.equal(final, final.bfloat16().float()) and load_hf_config(found.folder).dtype == dtype
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ([], "evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval"),
         (["SETS", "--checkpoint", "nowhere"], "already have their weights; leave out --checkpoint and --adapter, or the urls"),
-        (["SETS", "rollout.urls=[]", "--checkpoint", "nowhere"], "--checkpoint: nowhere is not a checkpoint, a Hugging Face folder"),
-        (["SETS", "rollout.urls=[]", "--checkpoint", "best"], "checkpoints/best is not a checkpoint"),
-        (["SETS", "rollout.urls=[]", "--checkpoint", "latest"], "checkpoints/latest is not a checkpoint"),
+        (["SETS", "rollout.urls=[]", "--checkpoint", "nowhere"], "--checkpoint: nowhere does not exist"),
+        (["SETS", "rollout.urls=[]", "--checkpoint", "best"], "run has no best checkpoint; set evaluation.keep_best before"),
+        (["SETS", "rollout.urls=[]", "--checkpoint", "latest"], "run has no latest checkpoint; train it to its end"),
         (["SETS", "rollout.urls=[]", "--adapter", "nowhere"], "--adapter: nowhere holds no adapter_config.json of PEFT with a rank `r`"),
         (["SETS", "rollout.urls=['http://127.0.0.1:9']"], "rollout.urls: http://127.0.0.1:9 does not respond"),
         (["SETS", "--output", "/proc/none/eval.json"], "--output: /proc/none/eval.json cannot be written"),

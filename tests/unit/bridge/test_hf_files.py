@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from megagrpo.bridge import convert, hf_files, unfinished
 from megagrpo.bridge.convert import _unfinished
-from megagrpo.bridge.hf_files import File, Files, Writer, carry, copy_side_files, new_files
+from megagrpo.bridge.hf_files import File, Files, Writer, carry, copy_side_files, new_files, rounding
 from megagrpo.bridge.tensor_files import make_header
 from megagrpo.bridge.unfinished import Journal, Unfinished
 from megagrpo.families.sources import INDEX, SINGLE
@@ -50,6 +50,54 @@ def test_files_without_some_tensors_keep_their_metadata_and_update_the_total_siz
     assert [(file.name, list(file.entries)) for file in left.files] == [("0.safetensors", ["b", "c"])]
     assert json.loads(left.files[0].header)["__metadata__"] == {"made": "by me"}
     assert json.loads(left.index) == dict(metadata=dict(total_size=2 * 80, note="mine"), weight_map={n: "0.safetensors" for n in "bc"})
+
+
+def test_files_in_another_dtype_keep_their_names_and_a_bias_that_selects_experts_keeps_its_bits():
+    bias = "mlp.gate.e_score_correction_bias"
+    shapes = {"a": (torch.bfloat16, (4,)), bias: (torch.float32, (2,)), "b": (torch.float32, (3,))}
+    files = new_files(shapes, limit=16)
+    narrow, wide = files.in_dtype(torch.float16), files.in_dtype(torch.float32)
+    assert [entry.dtype for entry in narrow.entries.values()] == [torch.float16, torch.float32, torch.float16]
+    assert [entry.dtype for entry in wide.entries.values()] == [torch.float32] * 3
+    assert [file.name for file in narrow.files] == [file.name for file in wide.files] == [file.name for file in files.files]
+    assert [json.loads(each.index)["metadata"]["total_size"] for each in (files, narrow, wide)] == [8 + 8 + 12, 8 + 8 + 6, 16 + 8 + 12]
+    assert wide.in_dtype(torch.float32) is wide
+
+
+def test_a_line_says_which_dtypes_values_were_rounded_to_and_what_keeps_every_bit(tmp_path):
+    exact, not_exact = torch.tensor([1.0, -0.5]), torch.tensor([1.0, 1 + 2.0**-12])
+    files = new_files({"a": (torch.bfloat16, (2,)), "b": (torch.bfloat16, (2,)), "c": (torch.float32, (2,))})
+    with Writer(tmp_path, files) as writer:
+        writer.write("a", exact)
+        writer.write("c", not_exact)
+        assert rounding(writer.rounded, "--dtype") is None
+        writer.write("b", not_exact)
+    assert rounding(writer.rounded, "--dtype") == "rounded to bfloat16 (--dtype); --dtype float32 keeps every bit"
+    pairs = {(torch.bfloat16, torch.float16)}
+    assert rounding(pairs, "x") == "rounded to float16 (x); --dtype bfloat16 keeps every bit"
+    pairs |= {(torch.float64, torch.bfloat16)}
+    assert rounding(pairs, "x") == "rounded to bfloat16, float16 (x)"
+
+
+def test_a_value_beyond_the_range_of_the_dtype_is_refused_by_name(tmp_path):
+    with Writer(tmp_path, new_files({"a": (torch.float16, (2, 2))})) as writer:
+        with pytest.raises(ValueError, match=r"^a holds 70000 at \[1, 0\], beyond the 65504 of float16; choose float32 or bfloat16 with --"):
+            writer.write("a", torch.tensor([[1.0, 2.0], [70000.0, 0.0]]))
+        with pytest.raises(ValueError, match=r"^a holds inf at \[0, 1\]; these weights are broken"):
+            writer.write("a", torch.tensor([[1.0, float("inf")], [70000.0, 0.0]]))
+
+
+@pytest.mark.parametrize("keys", [["dtype"], ["torch_dtype"], ["dtype", "torch_dtype"], []])
+def test_config_json_names_the_dtype_of_the_tensors(tmp_path, keys):
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    target.mkdir()
+    raw = {"model_type": "llama"} | dict.fromkeys(keys, "bfloat16")
+    (source / "config.json").write_text(json.dumps(raw))
+    copy_side_files(source, target)
+    assert json.loads((target / "config.json").read_text()) == raw
+    copy_side_files(source, target, torch.float32)
+    assert json.loads((target / "config.json").read_text()) == raw | dict.fromkeys(keys or ["torch_dtype"], "float32")
 
 
 def test_tensors_are_written_in_any_order_in_parts_and_where_the_system_takes_few_bytes_at_a_time(monkeypatch, tmp_path):
@@ -146,9 +194,9 @@ def test_a_kill_while_files_of_another_purpose_are_cleared_leaves_files_for_no_p
     assert again.journal.lines == [] and not os.path.lexists(again.path / "part") and tmp_path.exists()
 
 
-def left_behind(out, layout, source):
+def left_behind(out, layout, source, **to):
     """The tensors that an interrupted attempt finds from earlier attempts."""
-    with pytest.raises(KeyboardInterrupt), _unfinished(out, layout, source) as folder:
+    with pytest.raises(KeyboardInterrupt), _unfinished(out, layout, source, **to) as folder:
         found = list(folder.journal.lines)
         folder.journal.write(["a"])
         raise KeyboardInterrupt
@@ -164,6 +212,7 @@ def test_an_attempt_goes_on_from_the_same_files_in_the_same_layout_alone(tmp_pat
     for size in ("world_size", "tp_size", "pp_size", "vpp", "pipeline_layers", "ep_size", "etp_size"):
         setattr(layout, size, 4)
         assert (left_behind(out, layout, source), left_behind(out, layout, source)) == ([], ["a"]), size
+    assert (left_behind(out, layout, source, dtype=torch.float16), left_behind(out, layout, source)) == ([], [])
     (source / "model.safetensors").write_text("other numbers")
     assert (left_behind(out, layout, source), left_behind(out, layout, source)) == ([], ["a"])
     stat = (source / "model.safetensors").stat()
