@@ -331,21 +331,30 @@ def _reason(error: BaseException) -> str:
 
 def _follow_config(saved: Any, train: TrainSection) -> None:
     """Overwrite the options in a saved optimizer state with this run's config. Megatron would look up a group by its learning rates, which
-    may have changed, and keep its betas."""
+    may have changed, and keep its betas.
+
+    All groups get the same `betas` object, as in a fresh optimizer: pickle writes a shared object once, so a resumed run saves the same
+    bytes as an uninterrupted one.
+    """
+    options = {
+        "max_lr": train.learning_rate,
+        "min_lr": train.min_learning_rate,
+        "betas": (train.adam_beta1, train.adam_beta2),
+        "eps": train.adam_epsilon,
+        "momentum": train.muon_momentum,
+    }
+    for group in _groups(saved):
+        group |= {name: value for name, value in options.items() if group.get(name) is not None}
+
+
+def _groups(saved: Any) -> Iterator[dict[str, Any]]:
+    """Yield every parameter group of a saved optimizer state, which may hold the states of several optimizers."""
     if isinstance(saved, dict):
-        for group in saved.get("param_groups", ()):
-            options = {
-                "max_lr": train.learning_rate,
-                "min_lr": train.min_learning_rate,
-                "betas": (train.adam_beta1, train.adam_beta2),
-                "eps": train.adam_epsilon,
-                "momentum": train.muon_momentum,
-            }
-            group |= {name: value for name, value in options.items() if group.get(name) is not None}
+        yield from saved.get("param_groups", ())
         saved = list(saved.values())
     if isinstance(saved, list):
         for part in saved:
-            _follow_config(part, train)
+            yield from _groups(part)
 
 
 def _drop_absent(optimizer: dict[Any, Any]) -> None:

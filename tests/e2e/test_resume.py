@@ -72,6 +72,8 @@ def test_a_resumed_run_ends_with_the_same_weights_and_moments_bit_by_bit(whole, 
         assert torch.equal(found[name], tensor), name
     first = world.plain_tensors(parts.folder / "checkpoints" / "step_000002")
     assert not any(torch.equal(first[name], tensor) for name, tensor in expected.items() if "exp_avg" in name)
+    files = [path.name for path in whole.newest.glob("*.distcp")]
+    assert files and all((whole.newest / name).read_bytes() == (parts.newest / name).read_bytes() for name in files)
 
 
 def test_a_run_that_has_taken_all_its_steps_has_nothing_left_to_resume(parts):
