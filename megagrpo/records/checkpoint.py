@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -333,8 +334,8 @@ def _follow_config(saved: Any, train: TrainSection) -> None:
     """Overwrite the options in a saved optimizer state with this run's config. Megatron would look up a group by its learning rates, which
     may have changed, and keep its betas.
 
-    All groups get the same `betas` object, as in a fresh optimizer: pickle writes a shared object once, so a resumed run saves the same
-    bytes as an uninterrupted one.
+    Groups share one `betas`, and their keys are interned, as in a fresh optimizer. pickle writes a shared object once, so a resumed run
+    saves the same bytes as an uninterrupted run.
     """
     options = {
         "max_lr": train.learning_rate,
@@ -344,7 +345,9 @@ def _follow_config(saved: Any, train: TrainSection) -> None:
         "momentum": train.muon_momentum,
     }
     for group in _groups(saved):
-        group |= {name: value for name, value in options.items() if group.get(name) is not None}
+        values = group | {name: value for name, value in options.items() if group.get(name) is not None}
+        group.clear()
+        group |= {sys.intern(name): value for name, value in values.items()}
 
 
 def _groups(saved: Any) -> Iterator[dict[str, Any]]:

@@ -87,6 +87,11 @@ def test_an_export_never_overwrites_a_folder(folder):
         load_run(folder).export(folder / "checkpoints")
 
 
+def test_a_wrong_dtype_of_an_export_is_refused_with_the_right_ones(folder, tmp_path):
+    with pytest.raises(ConfigError, match="argument --dtype: invalid choice: 'int8' .choose from .*float32.*bfloat16.*float16"):
+        load_run(folder).export(tmp_path / "out", dtype="torch.int8")
+
+
 def exported(folder, name):
     """A folder as `Run.push` leaves it after an export."""
     out = folder / "exports" / name
@@ -102,6 +107,16 @@ def test_a_run_is_pushed_from_its_export(folder, monkeypatch):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         assert load_run(folder).push("me/model", token=TOKEN, private=True) == f"{server.url}/me/model"
         assert list(server.repos["me/model"]["main"]) == ["config.json"] and server.private == {"me/model"}
+
+
+def test_a_run_is_pushed_in_the_dtype_of_its_export(folder, monkeypatch):
+    (exported(folder, "step_000002_float32") / "config.json").write_text('{"dtype": "float32"}')
+    exported(folder, "step_000002")
+    with hub() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        load_run(folder).push("me/model", token=TOKEN, dtype="float32")
+        assert server.repos["me/model"]["main"]["config.json"] == b'{"dtype": "float32"}'
 
 
 def test_a_wrong_repository_or_token_is_an_error_before_and_after_the_export(folder, monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from megagrpo.bridge import load
 from megagrpo.bridge.load import Checkpoint
 from megagrpo.bridge.tensor_files import DTYPES, TensorFile, make_header, parse_header
 from megagrpo.families.blocks import Block
@@ -167,6 +168,28 @@ def test_a_head_that_is_not_there_may_be_tied(folder):
     write_index(folder, {name: file for name, file in weight_map(folder).items() if name != "lm_head.weight"})
     with pytest.raises(ValueError, match=r"lacks lm_head\.weight; if the embeddings are tied, set tie_word_embeddings to true in config\.json"):
         Checkpoint(folder).check([block("lm_head.weight", 11, 8)], CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("tied", "head", "refused"),
+    [
+        (True, lambda embedding: embedding.clone(), False),
+        (True, lambda embedding: embedding.double(), False),  # the same numbers
+        (True, lambda embedding: embedding + (torch.arange(11) == 10)[:, None] * 2.0**-8, True),  # the last row alone
+        (True, lambda embedding: embedding[:10], True),
+        (False, lambda embedding: embedding + 1, False),
+    ],
+)
+def test_a_head_beside_tied_embeddings_must_be_the_embeddings(folder, tied, head, refused, monkeypatch):
+    monkeypatch.setattr(load, "_ROWS", 4)
+    embedding = TensorFile(folder / "b.safetensors").tensor(EMBEDDING).clone()
+    change(folder, "b.safetensors", **{"lm_head.weight": head(embedding).contiguous()})
+    config = parse_hf_config(dict(model_type="llama", tie_word_embeddings=tied, **SIZES))
+    if not refused:
+        Checkpoint(folder).check_all(config)
+        return
+    with pytest.raises(ValueError, match=r"lm_head.weight in .*b.safetensors differs from .*embed_tokens.weight, .* tie_word_embeddings to false"):
+        Checkpoint(folder).check_all(config)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.uint8])
