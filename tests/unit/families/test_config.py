@@ -235,6 +235,25 @@ def test_a_multimodal_model_is_refused_with_a_way_out():
     assert problem.startswith("model: gemma3 is multimodal") and "(model_type gemma3_text); docs/troubleshooting.md" in problem
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "said"),
+    [
+        ("qwen3_5", "qwen3_5_text", "its text model qwen3_5_text is not supported either; supported: qwen3, qwen3_moe, qwen2, "),
+        ("llama4", "llama4_text", "its text model llama4_text is not supported either; supported: llama, "),
+        ("mistral3", "ministral3", "its text model ministral3 is not supported either; supported: mistral, mixtral, "),
+        ("new", None, "its text model without model_type is not supported either; supported: "),
+    ],
+)
+def test_a_multimodal_model_without_a_supported_text_model_is_told_the_supported_families(kind, text, said):
+    (problem,) = architecture_problems({"model_type": kind, "text_config": {"model_type": text}})
+    assert problem.startswith(f"model: {kind} is multimodal, and {said}") and "name a folder" not in problem
+    assert all(name in problem for name in FAMILIES)
+
+
+def test_a_model_type_that_is_no_name_is_refused():
+    assert architecture_problems({"model_type": ["llama"]}) == ["model: model_type is ['llama'] in config.json; it must be a name"]
+
+
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
 GEMMA = {key: SMOLLM2[key] for key in SIZES} | {"num_attention_heads": 8, "num_key_value_heads": 4}
 
