@@ -88,7 +88,7 @@ def test_an_export_never_overwrites_a_folder(folder):
 
 
 def test_a_wrong_dtype_of_an_export_is_refused_with_the_right_ones(folder, tmp_path):
-    with pytest.raises(ConfigError, match="argument --dtype: invalid choice: 'int8' .choose from .*float32.*bfloat16.*float16"):
+    with pytest.raises(ConfigError, match=r"argument --dtype: invalid choice: 'int8' .choose from .*float32.*bfloat16.*float16"):
         load_run(folder).export(tmp_path / "out", dtype="torch.int8")
 
 

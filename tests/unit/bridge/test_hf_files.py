@@ -81,7 +81,7 @@ def test_a_line_says_which_dtypes_values_were_rounded_to_and_what_keeps_every_bi
 
 def test_a_value_beyond_the_range_of_the_dtype_is_refused_by_name(tmp_path):
     with Writer(tmp_path, new_files({"a": (torch.float16, (2, 2))})) as writer:
-        with pytest.raises(ValueError, match=r"^a holds 70000 at \[1, 0\], beyond the 65504 of float16; choose float32 or bfloat16 with --"):
+        with pytest.raises(ValueError, match=r"^a holds 70000 at \[1, 0\], beyond the 65504 of float16; choose float32 or bfloat16"):
             writer.write("a", torch.tensor([[1.0, 2.0], [70000.0, 0.0]]))
         with pytest.raises(ValueError, match=r"^a holds inf at \[0, 1\]; these weights are broken"):
             writer.write("a", torch.tensor([[1.0, float("inf")], [70000.0, 0.0]]))

@@ -166,7 +166,7 @@ def test_weights_of_another_shape_than_config_json_implies_are_refused(folder):
 def test_a_head_that_is_not_there_may_be_tied(folder):
     change(folder, "b.safetensors", **{"lm_head.weight": None})
     write_index(folder, {name: file for name, file in weight_map(folder).items() if name != "lm_head.weight"})
-    with pytest.raises(ValueError, match=r"lacks lm_head\.weight; if the embeddings are tied, set tie_word_embeddings to true in config\.json"):
+    with pytest.raises(ValueError, match=r"lacks lm_head\.weight; if the embeddings are tied, set tie_word_embeddings to true"):
         Checkpoint(folder).check([block("lm_head.weight", 11, 8)], CONFIG)
 
 
@@ -188,7 +188,7 @@ def test_a_head_beside_tied_embeddings_must_be_the_embeddings(folder, tied, head
     if not refused:
         Checkpoint(folder).check_all(config)
         return
-    with pytest.raises(ValueError, match=r"lm_head.weight in .*b.safetensors differs from .*embed_tokens.weight, .* tie_word_embeddings to false"):
+    with pytest.raises(ValueError, match=r"lm_head.weight in .*b.safetensors differs from .*; set tie_word_embeddings to false"):
         Checkpoint(folder).check_all(config)
 
 

@@ -46,7 +46,10 @@ TWO = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({INDEX: index(*TWO), **dict.fromkeys(TWO, "")}, f"holds two models: model.safetensors and {INDEX}, which names {TWO[0]}, {TWO[1]}"),
+        (
+            {INDEX: index(*TWO), **dict.fromkeys(TWO, "")},
+            f"holds two models: model.safetensors and {INDEX}, which names {TWO[0]},",
+        ),
         ({INDEX: index("model.safetensors"), TWO[1]: ""}, f"holds {TWO[1]}, which {INDEX} does not name"),
         ({TWO[0]: ""}, f"holds {TWO[0]}, which belong to an index that is missing, beside model.safetensors"),
         ({"consolidated.safetensors": ""}, "holds consolidated.safetensors beside model.safetensors, and vLLM reads all of them"),
@@ -72,7 +75,7 @@ def test_an_adapter_is_not_a_model(folder):
     for file in folder.iterdir():
         file.unlink()
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config.json\); name its base model here and the adapter's folder in lora"):
+    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config.json\); name its base model here and the adapter's folder"):
         resolve_model(str(folder))
 
 
