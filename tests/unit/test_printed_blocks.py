@@ -21,6 +21,7 @@ from tests.unit.test_docs import PAGES, REPOSITORY, source_texts
 EXAMPLES = sorted((REPOSITORY / "configs" / "examples").glob("*/README.md"))
 QUICKSTART = "configs/quickstart.yaml"
 COLUMNS = {label: form for label, _, form in (*STEP_COLUMNS, *EVALUATION_COLUMNS) if label}
+HEADS = "set          reward    length       cut    pass@1"
 VARIES = r"\d+ MB/s|\d+ s$|(?<=  )\d+\.\d$"  # speeds and times of a line
 
 # (page, beginning of the block) -> its check, and the arguments of the check
@@ -30,7 +31,8 @@ PRINTED = {
     ("async/README", "evaluation after step 0"): ("log", "configs/examples/async/run.yaml"),
     ("lora/README", "evaluation after step 0"): ("log", "configs/examples/lora/run.yaml"),
     ("math/README", "evaluation after step 0"): ("log", "configs/examples/math/run.yaml"),
-    ("evaluation", "set "): ("table", "megagrpo eval "),
+    ("evaluation", HEADS + "\n"): ("table", "megagrpo eval (?=megagrpo:)"),
+    ("evaluation", HEADS + "    pass@2"): ("table", "megagrpo eval (?=configs/)"),
     ("audit", "$ megagrpo audit "): ("audit", "megagrpo train "),
     ("commands", "$ megagrpo check "): ("output", None),
     ("convert", "$ megagrpo convert "): ("output", None),
@@ -124,16 +126,27 @@ def test_a_recorded_log_fits_its_config(text, path):
 
 
 @pytest.mark.parametrize(("text", "command"), blocks_of("table"))
-def test_a_table_of_evaluations_fits_its_command_and_what_its_run_printed(text, command):
+def test_a_table_of_evaluations_fits_its_command(text, command):
     config = config_of("evaluation", command)
-    heads, values = (line.split() for line in text.splitlines())
-    assert heads == ["set", "reward", "length", "cut", *(f"pass@{k}" for k in steps_to(config.evaluation.num_generations))]
-    metrics = dict(zip([*COLUMNS_OF_TABLE, *heads[4:]], map(float, values[1:]), strict=True))
+    metrics, n = metrics_of(text), config.evaluation.num_generations
+    estimates = [f"pass@{k}" for k in steps_to(n)]
+    assert [*metrics] == [*COLUMNS_OF_TABLE, *estimates, *([f"maj@{n}"] if n > 1 else [])]
     assert table(metrics, [""]) == text.rstrip("\n")
-    printed = text_of("README", "quickstart: package:").splitlines()
-    last = [line for line in printed if line.startswith(f"evaluation after step {config.run.num_steps}")]
-    cells = {label: form.format(metrics[name]) for label, name, form in EVALUATION_COLUMNS}
-    assert last == [f"evaluation after step {config.run.num_steps}" + "".join(f"  {label} {cell}" for label, cell in cells.items())]
+    assert [metrics[name] for name in estimates] == sorted(metrics[name] for name in estimates)
+    assert metrics["reward"] == metrics["pass@1"] and metrics["completions/mean_length"] <= config.rollout.max_completion_length
+
+
+def metrics_of(text: str) -> dict[str, float]:
+    """The metrics in a table of one set."""
+    heads, values = (line.split() for line in text.splitlines())
+    return dict(zip([*COLUMNS_OF_TABLE, *heads[4:]], map(float, values[1:]), strict=True))
+
+
+def test_the_finished_quickstart_evaluates_to_what_it_printed():
+    metrics = metrics_of(text_of("evaluation", HEADS + "\n"))
+    cells = "".join(f"  {label} {form.format(metrics[name])}" for label, name, form in EVALUATION_COLUMNS)
+    last = re.findall(r"^evaluation after step [1-9]\d*(.*)$", text_of("README", "quickstart: package:"), re.MULTILINE)
+    assert last == [cells]
 
 
 @pytest.mark.parametrize(("text", "command"), blocks_of("audit"))
