@@ -177,7 +177,7 @@ def output_of(command: str) -> str:
     words = [sys.executable, "-m", "megagrpo", *shlex.split(command)]
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
-    return plain(done.stdout)
+    return plain(done.stdout.replace(f"{REPOSITORY}/", ""))
 
 
 def plain(text: str) -> str:
