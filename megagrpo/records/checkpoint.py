@@ -48,7 +48,7 @@ from megagrpo.process.removal import remove
 from megagrpo.records.run_files import BEST as BEST
 from megagrpo.records.run_files import STATE_FILE as STATE_FILE
 from megagrpo.records.run_files import checkpoints as checkpoints
-from megagrpo.records.run_files import make_room, partial_of, remove_old, remove_partial
+from megagrpo.records.run_files import make_room, partial_of, point_to, remove_old, remove_partial
 from megagrpo.records.run_files import newest_checkpoint as newest_checkpoint
 from megagrpo.types import TrainState
 
@@ -239,7 +239,7 @@ class Checkpointer:
         best = self.folder / f"step_{state.best_step:06d}"
         remove_old(self.folder, self.keep, best)
         if best == final:
-            _point(self.folder / BEST, best)
+            point_to(best, self.folder / BEST)
 
     def _sharded_state(self, is_loading: bool, with_rng: bool, reference: Reference | None) -> dict[str, Any]:
         local = METADATA | {"dp_cp_group": self.layout.dp_cp_group}
@@ -381,11 +381,3 @@ def _to_disk(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _point(link: Path, checkpoint: Path) -> None:
-    """Replace the link atomically, so that it never points to nothing."""
-    fresh = link.with_name(f".{link.name}.partial")
-    remove(fresh)
-    fresh.symlink_to(checkpoint.name)
-    fresh.replace(link)

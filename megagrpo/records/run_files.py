@@ -42,7 +42,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 def partial_of(checkpoint: Path, what: str = "") -> Path:
     """Return the folder in which a checkpoint is written, or with `what` another one that `remove_partial` removes."""
-    return checkpoint.with_name(f".{checkpoint.name}{what}.partial")
+    return checkpoint.with_name(f".{checkpoint.name}{what}{PARTIAL}")
 
 
 def remove_partial(folder: Path) -> None:
@@ -71,6 +71,16 @@ def remove_old(folder: Path, keep: int, best: Path) -> None:
     for old in checkpoints(folder)[:-keep]:
         if old != best and not old.is_symlink():
             remove_checkpoint(old)
+
+
+def point_to(checkpoint: Path, link: Path) -> None:
+    """Replace a link atomically, so that it never points to nothing. A folder of its name is not a run's, and is renamed."""
+    if link.is_dir() and not link.is_symlink():
+        link.rename(next_free(link))
+    fresh = link.with_name(f".{link.name}{PARTIAL}")
+    remove(fresh)
+    fresh.symlink_to(checkpoint.name)
+    fresh.replace(link)
 
 
 def next_free(path: Path) -> Path:

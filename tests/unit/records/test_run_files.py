@@ -11,6 +11,7 @@ from megagrpo.records.run_files import (
     newest_checkpoint,
     next_free,
     partial_of,
+    point_to,
     remove_old,
     remove_partial,
 )
@@ -71,6 +72,17 @@ def test_remains_of_an_interrupted_save_are_removed_and_folders_with_similar_nam
     partial_of(tmp_path / "step_000003").symlink_to(theirs)
     remove_partial(tmp_path)
     assert names(tmp_path) == sorted([*stay, "theirs"]) and (theirs / STATE_FILE).exists()
+
+
+def test_the_link_to_the_best_checkpoint_takes_the_place_of_a_link_and_of_nothing_else(tmp_path):
+    steps = [checkpoint(tmp_path / f"step_00000{i}") for i in (1, 2)]
+    best = tmp_path / "best"
+    best.mkdir()
+    (best / "notes").touch()
+    for step in steps:
+        point_to(step, best)
+        assert best.is_symlink() and best.resolve() == step
+    assert (tmp_path / "best.1" / "notes").exists() and names(tmp_path) == ["best", "best.1", "step_000001", "step_000002"]
 
 
 def test_a_broken_link_counts_as_taken(tmp_path):
