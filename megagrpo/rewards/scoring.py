@@ -115,8 +115,6 @@ class Scoring:
         elif outcome.kind == "error" and not repeated:
             return [self._call(results, part, repeated=True)]
         reason = f"no answer within {call.timeout:g} s" if outcome.kind == "timeout" else outcome.value
-        if len(part) > 1 and outcome.kind != "invalid":
-            reason += "\n(a failed call costs its group; `independent: true` repeats it one completion at a time: docs/rewards.md)"
         self._failed(results, part, outcome.kind, reason)
         return []
 
@@ -130,6 +128,8 @@ class Scoring:
         if (function.name, kind) in self._seen_failures:
             return
         self._seen_failures[function.name, kind] = reason
+        if len(part) > 1 and kind != "invalid":
+            reason += "\n(a failed call costs its group; `independent: true` repeats it one completion at a time: docs/rewards.md)"
         rollout = self._rollouts[part[0]]
         sample = {"prompt": rollout.prompt.messages, "completion": rollout.text, **rollout.prompt.columns}
         log.warning(

@@ -24,6 +24,7 @@ from megagrpo.types import Prompt, Rollout
 
 DRESSES = ("{}", "\\boxed{{{}}}", "<answer>{}</answer>", "#### {}")  # forms of a right answer that rewards look for
 EMPTY, ANSWER = "empty", "answer"  # the completions that rewards are called with
+GROUP = 2  # completions of a call: with one, a function that returns one value for all would pass
 
 
 @dataclass(frozen=True)
@@ -252,8 +253,8 @@ def _call(
     answers: dict[str, tuple[str, str | None]],
     result: DryRun,
 ) -> None:
-    """Score one completion, and record the values of the functions whose answer it is; of all for an empty completion."""
-    (scored,) = scorer.score([_rollout(prompt, tokenizer, text)])
+    """Score a group of equal completions, and record the values of the functions whose answer they are; of all for empty completions."""
+    scored, *_ = scorer.score([_rollout(prompt, tokenizer, text)] * GROUP)
     metrics = scorer.metrics()
     for name, value in scored.rewards.items():
         column, answer = answers[name]
@@ -264,7 +265,7 @@ def _call(
             scorer.tracebacks.get(name, "").strip().split("\n")[-1] if "exceptions" in failed else "no result in time" if failed else ""
         )
         kind = ANSWER if text else EMPTY
-        seconds = metrics[f"rewards/{name}/seconds"]
+        seconds = metrics[f"rewards/{name}/seconds"] / GROUP
         result.rewards.append(RewardTrial(name, weights[name], kind, text, column if text else "", value, 1000 * seconds, failure))
         if failure:
             completion = f"the answer in column `{column}`" if text else "an empty completion"

@@ -25,6 +25,9 @@ def always(completions):
 def fails_on_nothing(completions, answer):
     return [1.0 / len(c) for c in completions]
 
+def one_for_all(completions):
+    return [1.0]
+
 def slow(completions):
     time.sleep(60)
 
@@ -115,6 +118,10 @@ def test_as_json_it_holds_every_length_and_call(folder, capsys):
         (
             ["rewards.functions.1.function={folder}/rewards.py:fails_on_nothing"],
             ["`fails_on_nothing` fails for an empty completion: ZeroDivisionError: float division by zero; correct the function"],
+        ),
+        (
+            ["rewards.functions.1.function={folder}/rewards.py:one_for_all"],
+            ["`one_for_all` fails for an empty completion: it returned 1 rewards for 2 completions; return a list"],
         ),
         (
             ["rewards.functions.1={{function: {folder}/rewards.py:slow, timeout: 0.3}}"],
