@@ -77,8 +77,9 @@ def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def config_table():
-    spec = importlib.util.spec_from_file_location("config_table", REPOSITORY / "docs" / "config_table.py")
+def script(name):
+    """A module of docs/ that writes pages."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "docs" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -186,11 +187,17 @@ def test_plans_are_shown_as_they_are_printed(page, block, monkeypatch):
 
 def test_every_key_has_a_heading_on_the_page_of_its_section():
     """`python docs/config_table.py` updates the pages."""
-    pages = config_table().pages()
+    pages = script("config_table").pages()
     assert {path: path.read_text() for path in pages} == pages
     assert {path for path in pages if path.parent.name == "config"} == {*(REPOSITORY / "docs" / "config").iterdir()}
     headings = re.findall(r"^## `(.*)`$", "\n".join(pages.values()), re.MULTILINE)
     assert [key for key, field in fields(RunConfig) if section_of(field.annotation) is None and headings.count(key) != 1] == []
+
+
+def test_the_page_of_environment_variables_has_the_table_of_the_source():
+    """`python docs/environment_table.py` updates the page."""
+    page = (REPOSITORY / "docs" / "environment.md").read_text()
+    assert script("environment_table").with_table(page) == page
 
 
 def documented_metrics() -> set[str]:
