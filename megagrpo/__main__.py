@@ -22,8 +22,8 @@ from megagrpo.process.terminal import LogLevelError, OutputError, hide_bars_of_l
 from megagrpo.process.variables import RENDEZVOUS_VARIABLE
 
 CLOSED_PIPE = 141  # exit code, as of a program that SIGPIPE ends
-# Commands that start no ranks, servers or functions of the user: they leave the environment as it is.
 DOCTOR = "doctor"  # shows the environment of the shell, and writes no file
+# Commands that start no ranks, servers or functions of the user: they leave the environment as it is.
 READ_ONLY = (DOCTOR, "install", "plan", "init", "keys", "schema", "completion", "report", "inspect", "submit")
 
 
@@ -35,33 +35,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a character that a terminal cannot show ends no command
     with contextlib.nullcontext() if [*words[:1]] == [DOCTOR] else temporary_files():
-        return _run(words)
-
-
-def _run(words: Sequence[str]) -> int:
-    try:
-        log_to_stderr()
         try:
-            options = parse(words)
-        except SystemExit:  # --help or --version has printed its text
-            return 0
-        if words[0] not in READ_ONLY:
-            for text in settle(os.environ):
-                warn(f"warning: {text}")
-        if words[0] != DOCTOR:
-            hide_bars_of_libraries()
-        code = int(options.run(options))
-        write_output("")  # flushes what a library has left in the buffer, whose errors Python would print when it exits
-        return code
-    except (ConfigError, LogLevelError, EnvironmentRefused) as error:
-        if _is_first_to_say(str(error)):
+            log_to_stderr()
+            try:
+                options = parse(words)
+            except SystemExit:  # --help or --version has printed its text
+                return 0
+            if words[0] not in READ_ONLY:
+                for text in settle(os.environ):
+                    warn(f"warning: {text}")
+            if words[0] != DOCTOR:
+                hide_bars_of_libraries()
+            code = int(options.run(options))
+            write_output("")  # flushes what a library has left in the buffer, whose errors Python would print when it exits
+            return code
+        except (ConfigError, LogLevelError, EnvironmentRefused) as error:
+            if _is_first_to_say(str(error)):
+                warn(error)
+            return 2
+        except OutputError as error:
+            if error.is_closed_pipe:
+                return CLOSED_PIPE
             warn(error)
-        return 2
-    except OutputError as error:
-        if error.is_closed_pipe:
-            return CLOSED_PIPE
-        warn(error)
-        return 1
+            return 1
 
 
 def _is_first_to_say(text: str) -> bool:
