@@ -113,7 +113,7 @@ class Layout:
     def release(self) -> None:
         """Destroy the groups of the axes, so that another layout can be initialised in the same world."""
         parallel_state.destroy_model_parallel()
-        # Megatron-Core 0.19 keeps some groups. In a fork of this process the destructor of a group would wait for threads that a fork lacks.
+        # Megatron-Core 0.19 keeps some groups. In a fork of this process their destructors would wait for threads that a fork lacks.
         left = [name for name, value in vars(parallel_state).items() if isinstance(value, dist.ProcessGroup)]
         vars(parallel_state).update(dict.fromkeys(left))
 

@@ -85,3 +85,18 @@ def wait_for(look, enough, seconds: float = 60):
     while not enough(found := look()) and time.monotonic() < deadline:
         time.sleep(0.05)
     return found
+
+
+def groups_after_a_layout() -> list[str]:
+    """Names in Megatron's module that still hold a process group when a layout has ended."""
+    from megatron.core import parallel_state
+
+    from megagrpo.config import ParallelSection
+    from megagrpo.parallel.layout import init_layout
+
+    init_layout(ParallelSection()).close()
+    return [name for name, value in vars(parallel_state).items() if isinstance(value, dist.ProcessGroup)]
+
+
+def test_a_layout_that_ends_leaves_no_process_group_to_forks():
+    assert run_ranks(groups_after_a_layout, 1) == [[]]
