@@ -64,7 +64,7 @@ def train(folder: Path) -> list[list[str]]:
 
     def note(*_: object) -> None:
         frame, calls = sys._getframe(1), []
-        while frame.f_code is not main.__wrapped__.__code__:
+        while frame.f_code is not main.__code__:
             calls.append(f"{Path(frame.f_code.co_filename).stem}.{frame.f_code.co_name}")
             frame = frame.f_back
         found.append(["__main__.main", *reversed(calls)])

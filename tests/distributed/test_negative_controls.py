@@ -12,7 +12,7 @@ from layouts import AXES, config_of, ranks
 from ranks import run_ranks
 from tiny_policy import SHAPES, tiny_model
 
-from megagrpo.config import RunConfig, io
+from megagrpo.config import RunConfig, save_config
 from megagrpo.data import packing
 from megagrpo.policy import build, megatron_policy, specs
 from megagrpo.policy.attention import context_parallel
@@ -179,7 +179,7 @@ def verify(row: dict, folder, capsys) -> tuple[int, dict]:
     (folder / "config.json").write_text(json.dumps(SHAPES[row["model"]]))
     config = config_of(row)
     config = config.model_copy(update=dict(model=config.model.model_copy(update=dict(path=str(folder)))))
-    io.save(config, folder / "run.yaml")
+    save_config(config, folder / "run.yaml")
     code = verify_module.verify_layouts(folder / "run.yaml", [], ranks=ranks(row), json=True)
     return code, json.loads(capsys.readouterr().out)["layouts"][0]
 

@@ -138,7 +138,9 @@ def test_under_a_launcher_the_ranks_that_are_there_are_used(run):
 
 
 def test_a_world_of_another_size_than_the_layout_is_refused(run, capsys, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "3")
+    launcher = dict(RANK=0, WORLD_SIZE=3, LOCAL_RANK=0, LOCAL_WORLD_SIZE=3, MASTER_ADDR="127.0.0.1", MASTER_PORT=1)
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, str(value))
     assert main(["verify", run]) == 2
     assert "world_size: 3 is not a multiple" in capsys.readouterr().err
     assert main(["verify", run, "--ranks", "2"]) == 2

@@ -53,7 +53,10 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_a_resumed_run_knows_it(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        (sets("easy/pass@3"), "evaluation.keep_best: no metric `easy/pass@3`; evaluations have easy/completions/clipped_ratio,"),
+        (
+            sets("easy/pass@3"),
+            "evaluation.keep_best: easy/pass@3: 4 response(s) per prompt do not give it; choose pass@1, pass@2, pass@4",
+        ),
         (
             "evaluation={sets: {bad: {source: FOLDER/eval.jsonl, prompt_column: question}}}",
             "evaluation.sets.bad.prompt_column: no column `question`",

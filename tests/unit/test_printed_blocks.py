@@ -31,8 +31,8 @@ PRINTED = {
     ("async/README", "evaluation after step 0"): ("log", "configs/examples/async/run.yaml"),
     ("lora/README", "evaluation after step 0"): ("log", "configs/examples/lora/run.yaml"),
     ("math/README", "evaluation after step 0"): ("log", "configs/examples/math/run.yaml"),
-    ("evaluation", HEADS + "\n"): ("table", "megagrpo eval (?=megagrpo:)"),
-    ("evaluation", HEADS + "    pass@2"): ("table", "megagrpo eval (?=configs/)"),
+    ("evaluation", HEADS + "\n"): ("table", "megagrpo eval (?=megagrpo:quickstart --)"),
+    ("evaluation", HEADS + "    pass@2"): ("table", "megagrpo eval (?=megagrpo:quickstart evaluation)"),
     ("audit", "$ megagrpo audit "): ("audit", "megagrpo train "),
     ("commands", "$ megagrpo check "): ("output", None),
     ("convert", "$ megagrpo convert "): ("output", None),
@@ -51,8 +51,9 @@ PRINTED = {
     ("weight_sync", "sync      8 rank(s)"): ("labels",),
     ("weight_sync", "$ megagrpo plan "): ("labels",),  # its config.json is on the hub
     ("commands", "$ megagrpo doctor "): ("labels",),  # of one machine
-    ("verify", "$ megagrpo verify configs/quickstart_tp3"): ("labels",),  # minutes
-    ("verify", "$ megagrpo verify configs/quickstart.yaml --precision"): ("labels",),
+    ("environment", "$ RANK=0 VLLM_API_KEY=secret megagrpo doctor"): ("labels",),
+    ("verify", "$ megagrpo verify megagrpo:quickstart_tp3"): ("labels",),  # minutes
+    ("verify", "$ megagrpo verify megagrpo:quickstart --precision"): ("labels",),
     ("verify", "tp=3,sequence_parallel"): ("labels",),
     ("losses", "$ python benchmarks/learning.py"): ("benchmark",),
     # No output of a command of megagrpo, or of a model or a file that a reader does not have.

@@ -144,7 +144,7 @@ def test_the_plan_finds_a_missing_file_and_a_missing_name_without_running_the_fi
     assert len(found) == 1 and said.format(tmp_path) in found[0].text and found[0].rule is None
 
 
-@pytest.mark.parametrize(("value", "got"), [("cisp", "'cisp'); did you mean cispo?"), ("7", "7)"), ("my_loss.py", "'my_loss.py')")])
+@pytest.mark.parametrize(("value", "got"), [("cisp", "'cisp'); did you mean cispo?"), ("7", "'7')"), ("my_loss.py", "'my_loss.py')")])
 def test_what_is_neither_a_loss_nor_a_name_in_a_file_is_refused_with_the_choices(tmp_path, value, got):
     (tmp_path / "run.yaml").write_text(SMALLEST)
     with pytest.raises(ConfigError) as refused:

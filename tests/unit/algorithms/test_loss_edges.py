@@ -124,7 +124,7 @@ ESTIMATORS = ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseli
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_of_equal_rewards_and_of_none_are_0(estimator, scale):
-    for rewards in ([[0.1, 0.1], [0.1, 0.1]], [[math.nan, math.nan]], [[0.3, math.nan]], [[0.3]], [[math.inf, math.inf]]):
+    for rewards in ([[0.1, 0.1], [0.1, 0.1]], [[math.nan, math.nan]], [[0.3, math.nan]], [[0.3]]):
         assert not group_advantages(torch.tensor(rewards), scale, estimator).any(), rewards
 
 

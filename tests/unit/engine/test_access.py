@@ -128,7 +128,7 @@ def test_settings_that_give_secrets_away_or_do_nothing_are_refused(overrides, pr
 def test_what_the_config_says_about_servers_reaches_them(tmp_path):
     rollout = load_config(QUICKSTART, ["rollout.urls=[http://a:1]", "rollout.urls_file=u", "rollout.reconnect_timeout=7"]).rollout
     limits = engine_side.engine_limits(rollout)
-    assert limits["patience"] == 7 and limits["urls_file"] == Path("u")
+    assert limits["patience"] == 7 and limits["urls_file"] == Path("u").absolute()
     launchers = [serving.make_launcher(load_config(QUICKSTART, []), tmp_path, tmp_path, "float32") for _ in range(2)]
     assert {launcher.host for launcher in launchers} == {"127.0.0.1"} and launchers[0].token != launchers[1].token
     assert len(launchers[0].token) >= 32

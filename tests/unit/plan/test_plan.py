@@ -526,7 +526,10 @@ def test_a_server_counts_where_it_shares_the_gpu(folder):
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("no/such/folder", "model.path: no/such/folder does not exist; name a folder, a hub model as owner/name, or package:NAME"),
+        (
+            "no/such/folder",
+            f"model.path: {Path('no/such/folder').absolute()} does not exist; name a folder, a hub model as owner/name",
+        ),
         ("nobody/no-such-model", "model.path: nobody/no-such-model is not a local folder, and its config.json cannot be fetched"),
         ("package:no_such_package", "model.path: no installed package 'no_such_package'"),
     ],
