@@ -49,7 +49,7 @@ def code_caches(temporary: Path) -> dict[str, str]:
 
 
 def not_private(folder: Path, create: bool = False) -> str:
-    """Return why another user could put files into `folder`, "" if nobody can. Every folder and link on the way to it counts.
+    """Return why another user could put files into `folder`, "" if none can. Every folder and link on the way to it counts.
 
     root may own any of them. With `create`, missing folders are created with mode 0700. Raises OSError when one cannot be.
     """

@@ -3,8 +3,8 @@
 A folder of a process is named PREFIX, process id, random characters. It contains a lock file that the process locks (`flock`) while it
 lives. The kernel releases the lock when the process ends, and a lock is valid across containers and PID namespaces; a process id is not.
 
-A folder is removed only when its name parses completely, it belongs to this user, its lock file has been locked once, and nobody holds the
-lock now. This also holds for root.
+A folder is removed only when its name parses completely, it belongs to this user, its lock file has been locked once, and no process holds
+the lock now. This also holds for root.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ FROM_PYTHON = "from_python"  # folder of the functions and data that megagrpo.tr
 def make_run_folder(folder: Path) -> None:
     """Create the folder of a run or of a job's logs without rights for other users, unless it exists. The umask decides on the group's."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):  # a file of this name is an error of whoever opens something in it
+    with contextlib.suppress(FileExistsError):  # a file of this name is an error when a file in it is opened
         folder.mkdir(mode=0o770)
 
 
