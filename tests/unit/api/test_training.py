@@ -129,7 +129,7 @@ def test_the_first_lines_of_the_page_start_a_run(stand_in):
     exec(compile(ast.Module(statements[: start + 1], []), "python.md", "exec"), names)  # the last lines need a real run
     words = called()[0]
     config = load_config(words[1], words[2:])
-    assert names["run"].folder == Path.cwd() / "runs" / "shorter" and config.run.max_steps == 20
+    assert names["run"].folder == Path.cwd() / "runs" / "shorter" and config.run.max_steps == 6
     assert names["shorter"](["x" * 50]) == [-0.5] and Path(config.data.train.source).exists()
     with pytest.raises(KeyError):  # there are no steps yet
         exec(compile(ast.Module(statements[start + 1 : start + 2], []), "python.md", "exec"), names)
