@@ -1,4 +1,7 @@
-"""Extraction of a response's answer as comparable text, for the votes of maj@k. Imports only the standard library."""
+r"""Which part of a response is the answer. One rule for the rewards of mathematics, pass@k and maj@k; docs/answers.md states it.
+
+Imports only the standard library.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,23 @@ import re
 from collections.abc import Callable
 
 from megagrpo.rewards.functions.text import last_number
+from megagrpo.rewards.notation import plain
 
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_BOXED = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
+_BRACES = re.compile(r"\\(?:boxed|fbox)\b\s*\{|\\.|[{}]", re.DOTALL)
+_ANCHOR = re.compile(
+    r"####[ \t]*"
+    r"|\b(?:answer|correct (?:option|choice))\b"
+    r"(?:[^\n.:=#]{0,80}?\b(?:is|are|be)\b(?:[*_\s]{0,9}:)?|[ \t]{0,9}[*_)]{0,9}[ \t]{0,9}[:=])[*_ \t]*\s*"
+    r"|^[#*_ \t]*(?:final )?answer[*_: \t]*\n\s*",
+    re.IGNORECASE | re.MULTILINE,
+)
+_FORMULA = r"(?:\$\$[^$]+\$\$|\$[^$\n]+\$|\\\(.*?\\\)|\\\[.*?\\\])"
+_FORMULAS = re.compile(rf"[*_\s]*({_FORMULA}(?:\s*(?:,|;|,?\s*\band\b|,?\s*\bor\b)\s*{_FORMULA})*)(?:\s*(?:\\?%|percent\b))?", re.DOTALL)
+_ONE_FORMULA = re.compile(rf"[^\d$\\]*({_FORMULA})[^$\\]*")
+_ADVERB = re.compile(r"(?:therefore|thus|hence|simply|just|exactly|equal to|given by|then|clearly|indeed)\b[,:]?\s*", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*\*)|\n|,?\s+(?:because|since|which|where)\b")
 _SPACE = re.compile(r"\s+")
 
 # The extractor that matches what each built-in correctness function reads.
@@ -16,9 +33,79 @@ READ_BY = {
     "exact_number": "number",
     "accuracy": "boxed",
     "reasoning_accuracy": "boxed",
+    "cosine": "boxed",
     "correctness": "tag",
     "reasoning_gym": "tag",
 }
+
+
+def final_answer(text: str, prefix: str = "") -> str | None:
+    r"""Return the answer of a response as it is written; None without one. `prefix` is what the chat template opened for the response.
+
+    It is, after the thought: the content of the last <answer>, in it or without it the last \boxed{...}, or else what follows the last
+    "####", "the answer is" or "Answer:", or else the response if it is one line. An open thought and an open box have no answer.
+    """
+    after = after_thought(text, prefix)
+    if after is None:
+        return None
+    tags = _TAG.findall(after)
+    inside = tags[-1] if tags else after
+    if _BOX.search(inside):
+        return last_box(inside)
+    if (stated := _stated(inside)) is not None:
+        return stated
+    whole = inside.strip()
+    return (whole or None) if tags or "\n" not in whole else None
+
+
+def after_thought(text: str, prefix: str = "") -> str | None:
+    """Return what follows the last </think>; the whole text without a thought; None if the last thought, which `prefix` may open, is not
+    closed."""
+    whole = prefix + text
+    opened, closed = whole.rfind("<think>"), whole.rfind("</think>")
+    if opened > closed:
+        return None
+    return text.rpartition("</think>")[2]
+
+
+def last_box(text: str) -> str | None:
+    r"""Return the content of the last \boxed{...} or \fbox{...} with paired braces; None without one, or if the last one is not closed.
+
+    Of boxes in a box the outermost counts.
+    """
+    starts: list[tuple[int, bool]] = []  # open braces: where the content begins, and whether it is a box's
+    boxes: list[tuple[int, int]] = []
+    last = -1
+    for match in _BRACES.finditer(text):
+        brace = match[0]
+        if brace == "{" or (is_box := brace[-1] == "{" and len(brace) > 2):
+            starts.append((match.end(), brace != "{"))
+            last = match.end() if brace != "{" else last
+        elif brace == "}" and starts:
+            begin, is_box = starts.pop()
+            if is_box:
+                boxes = [box for box in boxes[-1:] if box[0] < begin] + [(begin, match.start())]
+    if not boxes or boxes[-1][1] < last:
+        bare = re.findall(r"\\(?:boxed|fbox)\s*([^\s{}$\\]+)", text) if last < 0 else []
+        return bare[-1] if bare else None
+    begin, end = boxes[-1]
+    return text[begin:end].strip() or None
+
+
+def _stated(text: str) -> str | None:
+    """Return what follows the last announcement of an answer: formulas, or the rest of the sentence; None without one."""
+    end = None
+    for match in _ANCHOR.finditer(text):
+        end = match.end()
+    if end is None:
+        return None
+    rest = _ADVERB.sub("", text[end:], count=1) if _ADVERB.match(text, end) else text[end:]
+    if formulas := _FORMULAS.match(rest):
+        return formulas[0].strip("*_ \n")
+    sentence = _SENTENCE_END.split(rest.strip(), maxsplit=1)[0]
+    if formula := _ONE_FORMULA.fullmatch(sentence):
+        return formula[1]
+    return sentence.strip("*_ \t:") or None
 
 
 def number(text: str) -> str | None:
@@ -30,30 +117,21 @@ def number(text: str) -> str | None:
 def tag(text: str) -> str | None:
     """Return the content of the last <answer>...</answer> with single spaces; None without one."""
     matches = _TAG.findall(text)
-    return _plain(matches[-1]) if matches else None
+    return _single_spaced(matches[-1]) if matches else None
 
 
 def boxed(text: str) -> str | None:
-    r"""Return the content of the last <answer>, or else of the last \boxed{...} with paired braces, without spaces and dollar signs. None
-    without either."""
-    inside = tag(text)
-    starts = list(_BOXED.finditer(text))
-    if inside is None and starts:
-        begin = starts[-1].end()
-        depth, end = 1, begin
-        while end < len(text) and depth:
-            depth += {"{": 1, "}": -1}.get(text[end], 0)
-            end += 1
-        inside = text[begin : end - 1] if not depth else None
-    return None if inside is None else _SPACE.sub("", inside).strip("$")
+    r"""Return `final_answer` without spaces and with one notation for each sign, so that `\frac12` and `$\dfrac{1}{2}$` are one vote."""
+    answer = final_answer(text)
+    return None if answer is None else _SPACE.sub("", plain(answer)) or None
 
 
 def text(text: str) -> str | None:
     """Return the whole response with single spaces; None when it is empty."""
-    return _plain(text)
+    return _single_spaced(text)
 
 
-def _plain(text: str) -> str | None:
+def _single_spaced(text: str) -> str | None:
     return _SPACE.sub(" ", text).strip() or None
 
 

@@ -1,4 +1,7 @@
-"""Mathematical equality by math-verify. Its time limits use SIGALRM, so it runs in the main thread of a reward worker only."""
+"""Rewards for a mathematical answer that equals the gold answer. docs/answers.md states which part of a response is the answer.
+
+math-verify's time limits use SIGALRM, so these functions run in the main thread of a reward worker only.
+"""
 
 from __future__ import annotations
 
@@ -7,40 +10,59 @@ from typing import Any
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
+from megagrpo.rewards.answers import final_answer
+from megagrpo.rewards.equality import MAX_LENGTH, equal
 from megagrpo.rewards.functions.text import cosine_value, first_answer, text_of
 
-# Boxed answers first, then anchored LaTeX ("the answer is $3$"); a number in plain text is no answer.
+# TRL: boxed answers first, then anchored LaTeX ("the answer is $3$"); a number in plain text is no answer.
 _STRICT_LATEX = LatexExtractionConfig(
     normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
 )
 _GOLD = (("solution", "answer"),)
 
 
-def accuracy(completions: list[Any], solution: list[Any] | None = None, answer: list[Any] | None = None) -> list[float | None]:
-    r"""Return 1.0 when math-verify finds the completion equal to column `solution` (or else `answer`), else 0.0; None for an unparsable
-    gold answer.
+def accuracy(
+    completions: list[Any],
+    solution: list[Any] | None = None,
+    answer: list[Any] | None = None,
+    prefixes: list[str] | None = None,
+    as_trl: bool = False,
+) -> list[float | None]:
+    r"""Return 1.0 where the answer of a completion equals the gold answer in column `solution` (or else `answer`), else 0.0; None where the
+    gold is empty.
 
-    The answer is parsed from the first <answer>...</answer>, where any expression is accepted, or else from \boxed{...} or anchored LaTeX
-    (TRL's `accuracy_reward`). A gold answer such as "(1,2)" or "\frac13" can only be parsed inside $...$.
+    `as_trl` scores as TRL's `accuracy_reward` does, with math-verify alone: the first <answer>, or else \boxed{...} or anchored LaTeX. It
+    gives None for a gold that math-verify cannot read, such as "(1,2)" outside of $...$.
     """
     golds = _golds(solution, answer)
-    return [_score(text_of(c), str(gold)) for c, gold in zip(completions, golds, strict=True)]
+    texts = [text_of(c) for c in completions]
+    if as_trl:
+        return [_score_as_trl(text, str(gold)) for text, gold in zip(texts, golds, strict=True)]
+    return [_score(text, prefix, gold) for text, prefix, gold in zip(texts, prefixes or [""] * len(texts), golds, strict=True)]
 
 
 def reasoning_accuracy(
-    completions: list[Any], solution: list[Any] | None = None, answer: list[Any] | None = None, delimiters: tuple[str, ...] = ("</think>",)
+    completions: list[Any],
+    solution: list[Any] | None = None,
+    answer: list[Any] | None = None,
+    delimiters: tuple[str, ...] = ("</think>",),
+    as_trl: bool = False,
 ) -> list[float | None]:
     """Return the `accuracy` of the text after the last occurrence of the first delimiter that occurs; 0.0 without any: the reasoning did
     not end.
 
-    TRL's `reasoning_accuracy_reward`. Only boxed answers and anchored LaTeX count.
+    `as_trl` scores as TRL's `reasoning_accuracy_reward` does.
     """
     golds = _golds(solution, answer)
     rewards: list[float | None] = []
     for completion, gold in zip(completions, golds, strict=True):
         text = text_of(completion)
         delimiter = next((d for d in delimiters if d in text), None)
-        rewards.append(0.0 if delimiter is None else _score(text.rpartition(delimiter)[2], str(gold), tags=False))
+        after = "" if delimiter is None else text.rpartition(delimiter)[2]
+        if as_trl:
+            rewards.append(0.0 if delimiter is None else _score_as_trl(after, str(gold), tags=False))
+        else:
+            rewards.append(_score(after, "", gold))
     return rewards
 
 
@@ -50,12 +72,14 @@ def cosine(
     max_completion_length: int,
     solution: list[Any] | None = None,
     answer: list[Any] | None = None,
+    prefixes: list[str] | None = None,
     max_len: int | None = None,
     min_len_value_wrong: float = -1.0,
     max_len_value_wrong: float = -0.5,
     min_len_value_correct: float = 1.0,
     max_len_value_correct: float = 0.5,
     clamp: bool = True,
+    as_trl: bool = False,
 ) -> list[float | None]:
     """Return `accuracy` scaled by length in tokens: longer right answers earn less, longer wrong answers lose less; None as in `accuracy`.
 
@@ -64,15 +88,41 @@ def cosine(
     """
     limit = max_completion_length if max_len is None else max_len
     values = (min_len_value_wrong, max_len_value_wrong, min_len_value_correct, max_len_value_correct)
-    rights = accuracy(completions, solution, answer)
+    rights = accuracy(completions, solution, answer, prefixes, as_trl)
     return [
         None if right is None else cosine_value(right >= 1, len(ids), limit, *values, clamp=clamp)
         for right, ids in zip(rights, completion_ids, strict=True)
     ]
 
 
+def gold_fault(solution: Any = None, answer: Any = None) -> str | None:
+    """Return why no response to a row can be scored, or can be right except by repeating a long text; None for a good row."""
+    name, gold = ("answer", answer) if solution is None else ("solution", solution)
+    text = gold_answer(gold)
+    if text is None:
+        return f"`{name}` has no answer: {_short(gold)}"
+    if len(text.split()) > 12 and "\\begin" not in text or len(text) > MAX_LENGTH:
+        return rf"`{name}` is a text without \boxed{{...}} or `####`, which only the same text equals: {_short(gold)}"
+    return None
+
+
 for _function in (accuracy, reasoning_accuracy, cosine):
     vars(_function)["needs_columns"] = _GOLD
+    vars(_function)["row_fault"] = gold_fault
+
+
+def gold_answer(gold: Any) -> str | None:
+    r"""Return the answer in a gold value: a number or text as it is, or the part that `final_answer` finds in a solution; None if empty."""
+    if gold is None or gold != gold:
+        return None
+    text = str(gold).strip()
+    marked = final_answer(text) if any(mark in text for mark in ("</think>", "</answer>", "\\boxed", "\\fbox", "####", "nswer")) else text
+    return marked or None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _golds(solution: list[Any] | None, answer: list[Any] | None) -> list[Any]:
@@ -81,7 +131,15 @@ def _golds(solution: list[Any] | None, answer: list[Any] | None) -> list[Any]:
     return golds
 
 
-def _score(text: str, gold: str, tags: bool = True) -> float | None:
+def _score(text: str, prefix: str, gold: Any) -> float | None:
+    expected = gold_answer(gold)
+    if expected is None:
+        return None
+    found = final_answer(text, prefix)
+    return float(found is not None and equal(expected, found))
+
+
+def _score_as_trl(text: str, gold: str, tags: bool = True) -> float | None:
     gold_parsed = parse(first_answer(gold) or gold)
     if not gold_parsed:
         return None

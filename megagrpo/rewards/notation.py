@@ -1,0 +1,106 @@
+r"""Rewrites the notations of one mathematical text to one: `\dfrac12`, `\left(`, `½`, `\mathrm{cm}`, `$...$`. Linear time, standard library
+only."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+_CHARACTERS = {
+    **{sign: "-" for sign in "−–—‐‑﹣－"},
+    **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "√": r"\sqrt ", "∛": r"\sqrt[3]"},
+    **{
+        "≤": r"\le ",
+        "≥": r"\ge ",
+        "≠": r"\ne ",
+        "≈": r"\approx ",
+        "∈": r"\in ",
+        "∪": r"\cup ",
+        "∩": r"\cap ",
+        "∞": r"\infty ",
+        "±": r"\pm ",
+    },
+    **{
+        "∓": r"\mp ",
+        "π": r"\pi ",
+        "∅": r"\emptyset ",
+        "Ø": r"\emptyset ",
+        "º": "°",
+        "′": "'",
+        "’": "'",
+        "ℝ": r"\mathbb{R}",
+        "⟨": r"\langle ",
+    },
+    **{"⟩": r"\rangle ", "ℤ": r"\mathbb{Z}", "∠": r"\angle ", "℃": "°C", "℉": "°F", "→": r"\to ", "⌊": r"\lfloor ", "⌋": r"\rfloor "},
+    **{"⌈": r"\lceil ", "⌉": r"\rceil ", "\u2061": "", "\u200b": "", "\u2062": "", "，": ", ", "、": ", ", "；": "; ", "％": "%"},
+    **{chr(code): f"\\{unicodedata.name(chr(code)).split()[-1].lower()} " for code in range(0x3B1, 0x3CA) if code not in (0x3C0, 0x3C2)},
+    **{"Δ": r"\Delta ", "Ω": r"\Omega ", "Σ": r"\Sigma ", "Γ": r"\Gamma ", "Φ": r"\Phi ", "λ": r"\lambda "},
+}
+_TABLE = str.maketrans(_CHARACTERS)
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")
+_LOWERED = str.maketrans("₀₁₂₃₄₅₆₇₈₉", "0123456789")
+_FUNCTIONS = "sqrt|arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|exp|pi|infty|theta"
+_CURRENCY = {r"\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": "rupee"}
+_CLOSING = {r"\lbrace": r"\{", r"\rbrace": r"\}", r"\lbrack": "[", r"\rbrack": "]", r"\lparen": "(", r"\rparen": ")"}
+
+# (pattern, replacement), in order; @ is the end of a command's name. Each pattern needs linear time.
+_REWRITES = [
+    (r"([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+)", lambda m: f"^{{{m[1].translate(_RAISED)}}}"),
+    (r"([₀₁₂₃₄₅₆₇₈₉]+)", lambda m: f"_{{{m[1].translate(_LOWERED)}}}"),
+    (r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda m: r"\frac{%s}{%s}" % tuple(unicodedata.normalize("NFKC", m[0]).split("⁄"))),
+    (r"\\(?:boxed|fbox|(?:display|text|script)style|limits)@|\\phantom\{[^{}]*\}|(?<!\\)\\[()\[\]!]", ""),
+    (r"\\[Bb]igg?[lrm]?@|\\(?:left|right|middle)@(?!arrow)\.?", ""),
+    (r"(?<!\\)\\[\s,:;>]|\\q?quad@|\\(?:hspace|vspace)\*?\{[^{}]*\}|~|\\ensuremath@|\\\s?$", " "),
+    (r"\\(?:(?:text|math)(?:rm|bf|it|sf|normal|tt|up)|mbox|hbox|emph|operatorname\*?|boldsymbol|bm)@", r"\\text"),
+    (r"\{\\(?:rm|bf|it)\s+([^{}]*)\}", r"\\text{\1}"),
+    (r"\\text\s*\{\s*([ei]|[-\d.,/+]+|[\dA-F]+(?=\s*\}\s*_))\s*\}|(?<![\d}\s])\\text\s*\{\s*([A-Za-z])\s*\}", r"\1\2"),
+    (r"\b([AaPp])\. ?[Mm]\b\.?|(?<=\d)\s*([AP])M\b", lambda m: f" {(m[1] or m[2]).lower()}m"),
+    (r"\\[dtc]frac@", r"\\frac"),
+    (r"\\[dt]binom@", r"\\binom"),
+    (r"\\frac\s*(\d)\s*(?=[\d{])", r"\\frac{\1}"),
+    (r"(\\frac\s*\{[^{}]*\})\s*(\d)", r"\1{\2}"),
+    (r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),
+    (r"\^\s*(?:\{\s*\\circ\s*\}|\\circ@)|\\(?:degree|textdegree)@|\^\{°\}", "°"),
+    (r"\\%|\\text\s*\{\s*(?:percent|%|pct)\s*\}|\bpercent\b|\\percent@", "%"),
+    (r"(?<=\d)\{,\}(?=\d{3})", ","),
+    (r"\{([,;])\}", r"\1"),
+    (r"\\leqs?l?a?n?t?(?![a-z])", r"\\le"),
+    (r"\\geqs?l?a?n?t?(?![a-z])", r"\\ge"),
+    (r"\\neq@", r"\\ne"),
+    (r"<=|=<(?!=)", r"\\le "),
+    (r">=", r"\\ge "),
+    (r"!=", r"\\ne "),
+    (r"\\[lg]t@", lambda m: "<" if m[0] == r"\lt" else ">"),
+    (r"\\(?:varnothing|O)@|\\\{\s*\\\}", r"\\emptyset"),
+    (r"\\(?:[lr]brace|[lr]brack|[lr]paren)@", lambda m: _CLOSING[m[0]]),
+    (r"\\[lr]vert@", "|"),
+    (r"\\dots@|\\ldots@|\\cdots@|…", "..."),
+    (r"\*\*|__", lambda m: "^" if m[0] == "**" else m[0]),
+    (r"\b[Ii]nf(?:inity|ty)?\b(?<!\\infty)", r"\\infty"),
+    (r"(?<![\\A-Za-z])(%s)@" % _FUNCTIONS, r"\\\1"),
+    (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
+]
+_COMPILED = [(re.compile(pattern.replace("@", "(?![A-Za-z])")), replacement) for pattern, replacement in _REWRITES]
+_BOLD = re.compile(r"^\s*(?:\*\*|__|`)|(?:\*\*|__|`)\s*$")
+_SPACE = re.compile(r"\s+")
+
+
+def plain(text: str) -> str:
+    r"""Return the text with one notation for each sign, without dollar signs around formulas, white space at the ends and a final period.
+
+    A currency becomes the word `\money` with its name: "$5" and "\$5" are `\money{dollar}5`.
+    """
+    text = _BOLD.sub("", _BOLD.sub("", text.strip()))
+    text = text.translate(_TABLE) if not text.isascii() else text
+    for sign, name in _CURRENCY.items():
+        text = text.replace(sign, rf"\money{{{name}}}")
+    if text.count("$") % 2:  # an odd one is a currency
+        text = re.sub(r"\$(?=\s*[\d.])", r"\\money{dollar}", text, count=1)
+    text = text.replace("$", " ")
+    for pattern, replacement in _COMPILED:
+        text = pattern.sub(replacement, text)  # type: ignore[arg-type]
+    text = text if text.isascii() or "°" in text else unicodedata.normalize("NFKC", text)
+    text = _SPACE.sub(" ", text).strip()
+    while text.endswith((".", ",", ";", " ", "\\")) and not text.endswith(("...", r"\\")):
+        text = text[:-1]
+    return text
