@@ -11,7 +11,6 @@ from collections.abc import Callable
 from megagrpo.rewards.functions.text import last_number
 from megagrpo.rewards.notation import plain
 
-_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 _BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
 _BRACES = re.compile(r"\\(?:boxed|fbox)\b\s*\{|\\.|[{}]", re.DOTALL)
 _ANCHOR = re.compile(
@@ -27,6 +26,8 @@ _ONE_FORMULA = re.compile(rf"[^\d$\\]*({_FORMULA})[^$\\]*")
 _ADVERB = re.compile(r"(?:therefore|thus|hence|simply|just|exactly|equal to|given by|then|clearly|indeed)\b[,:]?\s*", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*\*)|\n|,?\s+(?:because|since|which|where)\b")
 _SPACE = re.compile(r"\s+")
+_LONGEST = 3000  # characters of an answer without a mark, and of one whose notation is rewritten
+_CONCLUSION = 20_000  # characters at the end of a response in which an answer is announced
 
 # The extractor that matches what each built-in correctness function reads.
 READ_BY = {
@@ -48,14 +49,14 @@ def final_answer(text: str, prefix: str = "") -> str | None:
     after = after_thought(text, prefix)
     if after is None:
         return None
-    tags = _TAG.findall(after)
-    inside = tags[-1] if tags else after
+    tagged = _last_tag(after)
+    inside = after if tagged is None else tagged
     if _BOX.search(inside):
         return last_box(inside)
     if (stated := _stated(inside)) is not None:
         return stated
     whole = inside.strip()
-    return (whole or None) if tags or "\n" not in whole else None
+    return (whole or None) if tagged is not None or ("\n" not in whole and len(whole) <= _LONGEST) else None
 
 
 def after_thought(text: str, prefix: str = "") -> str | None:
@@ -66,6 +67,12 @@ def after_thought(text: str, prefix: str = "") -> str | None:
     if opened > closed:
         return None
     return text.rpartition("</think>")[2]
+
+
+def _last_tag(text: str) -> str | None:
+    end = text.rfind("</answer>")
+    begin = text.rfind("<answer>", 0, max(end, 0))
+    return None if begin < 0 else text[begin + len("<answer>") : end]
 
 
 def last_box(text: str) -> str | None:
@@ -94,7 +101,7 @@ def last_box(text: str) -> str | None:
 
 def _stated(text: str) -> str | None:
     """Return what follows the last announcement of an answer: formulas, or the rest of the sentence; None without one."""
-    end = None
+    text, end = text[-_CONCLUSION:], None
     for match in _ANCHOR.finditer(text):
         end = match.end()
     if end is None:
@@ -116,14 +123,16 @@ def number(text: str) -> str | None:
 
 def tag(text: str) -> str | None:
     """Return the content of the last <answer>...</answer> with single spaces; None without one."""
-    matches = _TAG.findall(text)
-    return _single_spaced(matches[-1]) if matches else None
+    inside = _last_tag(text)
+    return None if inside is None else _single_spaced(inside)
 
 
 def boxed(text: str) -> str | None:
     r"""Return `final_answer` without spaces and with one notation for each sign, so that `\frac12` and `$\dfrac{1}{2}$` are one vote."""
     answer = final_answer(text)
-    return None if answer is None else _SPACE.sub("", plain(answer)) or None
+    if answer is None:
+        return None
+    return _SPACE.sub("", plain(answer) if len(answer) <= _LONGEST else answer) or None
 
 
 def text(text: str) -> str | None:

@@ -9,13 +9,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from megagrpo.rewards.leaves import UnreadableError, exact, same_value
 from megagrpo.rewards.notation import plain
 from megagrpo.rewards.units import in_base_unit, quantity, same_unit
 
 MAX_LENGTH = 3000  # characters of an answer that is read as mathematics; a longer one is compared as text
-_MAX_ITEMS, _MAX_DEPTH = 50, 12
+_MAX_ITEMS, _MAX_DEPTH, _MAX_NESTING = 50, 12, 40
 _THOUSANDS = re.compile(r"[^,;]*?\d{1,3}(,\d{3})+(?![\d,])[^,;]*")
 _COMMA = re.compile("[,;]")
 _SEPARATOR = re.compile(r"[,;]|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b|\\(?:lor|land|vee|wedge)(?![A-Za-z])")
@@ -58,10 +59,12 @@ class Node:
 
 def equal(gold: str, answer: str) -> bool:
     """Whether `answer` equals `gold`, by the rules of docs/answers.md. Takes any text; a text that nothing can read is compared as text."""
-    one, other = _plain(gold[: 2 * MAX_LENGTH]), plain(answer[: 2 * MAX_LENGTH])
-    if max(len(gold), len(answer)) > MAX_LENGTH or _squeezed(one) == _squeezed(other):
-        return bool(gold.strip()) and _squeezed(one) == _squeezed(other) and (len(gold) == len(answer) or len(gold) <= MAX_LENGTH)
-    return bool(other) and _same(one, other)
+    if max(len(gold), len(answer)) > MAX_LENGTH:
+        return bool(gold.strip()) and _squeezed(gold) == _squeezed(answer)
+    one, other = _plain(gold), plain(answer)
+    if not one or _squeezed(one) == _squeezed(other):
+        return bool(one)
+    return bool(other) and max(map(_nesting, (one, other))) <= _MAX_NESTING and _same(one, other)
 
 
 _plain = lru_cache(maxsize=1024)(plain)
@@ -285,6 +288,10 @@ def _same_leaves(one: str, other: str) -> bool:
         return max(map(len, ratios)) < 3 and same_value(one.replace(":", "/"), other.replace(":", "/"))
     except UnreadableError:
         return words[0] == words[1] != "" and len(words[0]) > 2
+
+
+def _nesting(text: str) -> int:
+    return max(accumulate(_step(match[0]) for match in _BRACKET.finditer(text)), default=0)
 
 
 def _step(bracket: str) -> int:

@@ -14,11 +14,14 @@ from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
+from math_verify.errors import TimeoutException
+from math_verify.utils import timeout
 from sympy import Eq, Expr, I, Rational, Symbol
 
 # Without math-verify's own list of units, which has most single letters: 2m would be 2.
 _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=False, boxed="none")
 _CONFIG = [LatexExtractionConfig(normalization_config=_NORMALIZATION)]
+_SECONDS = 2  # of one parse or comparison by sympy
 _MAX_BITS = 100_000  # of an exact power
 _MAX_TEXT = 400  # characters that math-verify reads
 _MIXED = re.compile(r"(?<![\w.}^])(\d+)\s*\\frac\s*\{(\d+)\}\s*\{(\d+)\}|(?<![\w./^}])(\d+)\s+(\d+)/(\d+)(?![\d/.])")
@@ -32,8 +35,10 @@ _BINOMIAL = re.compile(r"\\binom\s*\{\s*(\d{1,4})\s*\}\s*\{\s*(\d{1,4})\s*\}")
 _PRODUCT = re.compile(r"(?<=[\d)!])\s*(?=\()|(?<=[)!])\s*(?=\d)")
 _FACTORIAL = re.compile(r"(\d+|\([\d*+ -]*\))!")
 _ARITHMETIC = re.compile(r"[\d+\-*/() f]+")
-# Texts that sympy computes for hours: a power of a power, a factorial of a large number or of a factorial, a large power.
-_ENDLESS = re.compile(r"\^[^+,=-]*\^|!\s*[)}]*\s*!|\d{5}\s*[)}]*\s*!|\^\s*\{?\s*-?\d{4}|[xyz)]\s*\^\s*\{?\s*\d{3}|\d{40}\s*[)}]*\s*\^")
+# Texts that sympy computes for hours: a power of a power, a factorial of a large number or of a factorial, a large power, exp of exp.
+_ENDLESS = re.compile(
+    r"\^[^+,=-]*\^|!\s*[)}]*\s*!|\d{5}\s*[)}]*\s*!|\^\s*\{?\s*-?\d{4}|[xyz)]\s*\^\s*\{?\s*\d{3}|\d{40}\s*[)}]*\s*\^|(?:\\(?:exp|sinh|cosh)|\^).*\\(?:exp|sinh|cosh)|\\(?:exp|sinh|cosh).*\^|\\binom\W*\d{5}"
+)
 _DEGREES, _RADIANS = re.compile(r"(\d+|\\frac\{\d+\}\{\d+\})\s*°"), r"(\\frac{\1\\pi}{180})"
 _LETTER_I = re.compile(r"(?<=[\d)}])\s*i(?![A-Za-z])")
 
@@ -48,11 +53,13 @@ def same_value(one: str, other: str) -> bool:
     if None not in numbers:
         return numbers[0] == numbers[1]
     gold, answer = _parsed(one), _parsed(other)
-    if isinstance(gold, Expr) and isinstance(answer, Expr) and _differ(gold, answer):
-        return False
-    if isinstance(gold, Eq) and isinstance(answer, Eq) and _are_multiples(gold.lhs - gold.rhs, answer.lhs - answer.rhs):
-        return True
-    return bool(verify([gold], [answer], float_rounding=15, numeric_precision=30))
+    try:
+        known = timeout(_SECONDS)(_quick_verdict)(gold, answer)
+    except TimeoutException:
+        known = False
+    if known is not None:
+        return known
+    return bool(verify([gold], [answer], float_rounding=15, numeric_precision=30, timeout_seconds=_SECONDS))
 
 
 @lru_cache(maxsize=4096)
@@ -123,21 +130,17 @@ def _at(expressions: tuple[Expr, Expr], shift: int) -> list[Any]:
     return [expression.subs(point).evalf(30) for expression in expressions]
 
 
-def _differ(gold: Expr, answer: Expr) -> bool:
-    """Whether two expressions clearly differ for some values of their variables. Spares `verify` a long simplification."""
+def _quick_verdict(gold: Any, answer: Any) -> bool | None:
+    """Return False for expressions with clearly different values, which spares `verify` a long simplification, and True for equations of
+    which one is a multiple of the other, as "2x = 6" of "x = 3"; None if `verify` must tell."""
     try:
-        a, b = _at((gold, answer), 0)
-        return bool(abs(a - b) > 1e-9 * (1 + abs(a)))
-    except (TypeError, ValueError, ArithmeticError, AttributeError):
-        return False
-
-
-def _are_multiples(gold: Expr, answer: Expr) -> bool:
-    """Whether one side of "... = 0" is a constant times the other, as in "2x = 6" and "x = 3"."""
-    try:
-        (a, b), (c, d), (e, f) = (_at((gold, answer), shift) for shift in (0, 7, 31))
-        return gold.free_symbols == answer.free_symbols and all(
-            abs(x) > 1e-9 and abs(x * b - a * y) < 1e-20 * abs(x * b) for x, y in ((c, d), (e, f))
-        )
-    except (TypeError, ValueError, ArithmeticError, AttributeError):
-        return False
+        if isinstance(gold, Expr) and isinstance(answer, Expr):
+            a, b = _at((gold, answer), 0)
+            return False if abs(a - b) > 1e-9 * (1 + abs(a)) else None
+        if isinstance(gold, Eq) and isinstance(answer, Eq) and gold.free_symbols == answer.free_symbols:
+            sides = gold.lhs - gold.rhs, answer.lhs - answer.rhs
+            (a, b), *others = (_at(sides, shift) for shift in (0, 7, 31))
+            return True if all(abs(x) > 1e-9 and abs(x * b - a * y) < 1e-20 * abs(x * b) for x, y in others) else None
+    except (TypeError, ValueError, ArithmeticError, AttributeError, NotImplementedError, RecursionError):
+        pass
+    return None
