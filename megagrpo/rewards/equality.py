@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from megagrpo.rewards.leaves import UnreadableError, exact, same_value
 from megagrpo.rewards.notation import plain
@@ -47,8 +47,8 @@ _WORD = re.compile(r"[A-Za-z]{3,}|[A-Za-z]{2,}(?: [A-Za-z]+)+|no|on", re.IGNOREC
 class Node:
     """The outermost structure of an answer. `kind` is list, set, tuple, matrix, relation or value; `parts` are its parts as text, in order.
 
-    `marks` are the brackets of a tuple or interval, the number of columns of a matrix, the signs of a relation. `name` is the variable of an
-    interval that was an inequality.
+    `marks` are the brackets of a tuple or interval, the number of columns of a matrix, the signs of a relation. `name` is the variable of
+    an interval that was an inequality.
     """
 
     kind: str
@@ -126,7 +126,7 @@ def _read(text: str, thousands: bool = True) -> Node:
     if match := _REALS.fullmatch(text):
         bounds = sorted((b for b in _split(match[1] or match[2] or "", _COMMA)[0] if b), key=lambda bound: exact(bound) or 0)
         ends = [r"-\infty", *bounds, r"\infty"]
-        return Node("list", tuple(f"({low}, {high})" for low, high in zip(ends, ends[1:], strict=False)))
+        return Node("list", tuple(f"({low}, {high})" for low, high in pairwise(ends)))
     return _bracketed(text) or _relation(text)
 
 

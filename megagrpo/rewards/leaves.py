@@ -1,6 +1,6 @@
 r"""Compares two expressions or equations: rational numbers exactly, everything else by math-verify.
 
-math-verify's mistakes are mended in the text that it reads: it rounds decimals, takes `2i` for a real symbol, and hangs on towers of powers.
+math-verify's mistakes are mended before it: it rounds decimals, takes `2i` for a real symbol, and hangs on towers of powers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _FACTORIAL = re.compile(r"(\d+|\([\d*+ -]*\))!")
 _ARITHMETIC = re.compile(r"[\d+\-*/() f]+")
 # Texts that sympy computes for hours: a power of a power, a factorial of a large number or of a factorial, a large power, exp of exp.
 _ENDLESS = re.compile(
-    r"\^[^+,=-]*\^|!\s*[)}]*\s*!|\d{5}\s*[)}]*\s*!|\^\s*\{?\s*-?\d{4}|[xyz)]\s*\^\s*\{?\s*\d{3}|\d{40}\s*[)}]*\s*\^|(?:\\(?:exp|sinh|cosh)|\^).*\\(?:exp|sinh|cosh)|\\(?:exp|sinh|cosh).*\^|\\binom\W*\d{5}"
+    r"\^[^+,=-]*\^|!\s*[)}]*\s*!|\d{5}\s*[)}]*\s*!|\^\s*\{?\s*-?\d{4}|[xyz)]\s*\^\s*\{?\s*\d{3}|\d{40}\s*[)}]*\s*\^"
+    r"|(?:\\(?:exp|sinh|cosh)|\^).*\\(?:exp|sinh|cosh)|\\(?:exp|sinh|cosh).*\^|\\binom\W*\d{5}"
 )
 _DEGREES, _RADIANS = re.compile(r"(\d+|\\frac\{\d+\}\{\d+\})\s*°"), r"(\\frac{\1\\pi}{180})"
 _LETTER_I = re.compile(r"(?<=[\d)}])\s*i(?![A-Za-z])")

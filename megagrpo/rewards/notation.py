@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Callable
 
 _CHARACTERS = {
     **{sign: "-" for sign in "−–—‐‑﹣－"},
@@ -44,10 +45,10 @@ _CURRENCY = {r"\$": "dollar", "€": "euro", "£": "pound", "¥": "yen", "₹": 
 _CLOSING = {r"\lbrace": r"\{", r"\rbrace": r"\}", r"\lbrack": "[", r"\rbrack": "]", r"\lparen": "(", r"\rparen": ")"}
 
 # (pattern, replacement), in order; @ is the end of a command's name. Each pattern needs linear time.
-_REWRITES = [
+_REWRITES: list[tuple[str, str | Callable[[re.Match[str]], str]]] = [
     (r"([⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+)", lambda m: f"^{{{m[1].translate(_RAISED)}}}"),
     (r"([₀₁₂₃₄₅₆₇₈₉]+)", lambda m: f"_{{{m[1].translate(_LOWERED)}}}"),
-    (r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda m: r"\frac{%s}{%s}" % tuple(unicodedata.normalize("NFKC", m[0]).split("⁄"))),
+    (r"[½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞]", lambda m: rf"\frac{{{unicodedata.normalize('NFKC', m[0]).replace('⁄', '}{')}}}"),
     (r"\\(?:boxed|fbox|(?:display|text|script)style|limits)@|\\phantom\{[^{}]*\}|(?<!\\)\\[()\[\]!]", ""),
     (r"\\[Bb]igg?[lrm]?@|\\(?:left|right|middle)@(?!arrow)\.?", ""),
     (r"(?<!\\)\\[\s,:;>]|\\q?quad@|\\(?:hspace|vspace)\*?\{[^{}]*\}|~|\\ensuremath@|\\\s?$", " "),
@@ -77,7 +78,7 @@ _REWRITES = [
     (r"\\dots@|\\ldots@|\\cdots@|…", "..."),
     (r"\*\*|__", lambda m: "^" if m[0] == "**" else m[0]),
     (r"\b[Ii]nf(?:inity|ty)?\b(?<!\\infty)", r"\\infty"),
-    (r"(?<![\\A-Za-z])(%s)@" % _FUNCTIONS, r"\\\1"),
+    (rf"(?<![\\A-Za-z])({_FUNCTIONS})@", r"\\\1"),
     (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
 ]
 _COMPILED = [(re.compile(pattern.replace("@", "(?![A-Za-z])")), replacement) for pattern, replacement in _REWRITES]
@@ -98,7 +99,7 @@ def plain(text: str) -> str:
         text = re.sub(r"\$(?=\s*[\d.])", r"\\money{dollar}", text, count=1)
     text = text.replace("$", " ")
     for pattern, replacement in _COMPILED:
-        text = pattern.sub(replacement, text)  # type: ignore[arg-type]
+        text = pattern.sub(replacement, text)
     text = text if text.isascii() or "°" in text else unicodedata.normalize("NFKC", text)
     text = _SPACE.sub(" ", text).strip()
     while text.endswith((".", ",", ";", " ", "\\")) and not text.endswith(("...", r"\\")):

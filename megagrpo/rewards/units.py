@@ -1,4 +1,4 @@
-"""Separates a quantity's unit from its value, and compares units by name: "12 km" and "12 kilometers" are equal, "12 km" and "12 m" are not."""
+"""Separates a quantity's unit from its value, and compares units: "12 km" equals "12 kilometers" and "12000 m", and not "12 m"."""
 
 from __future__ import annotations
 
@@ -6,61 +6,23 @@ import re
 from functools import lru_cache
 from typing import NamedTuple
 
+# A unit's short name, then its other names; a plural s may follow each.
 _NAMES = {
-    "km": "kilometer kilometre kms",
-    "m": "meter metre",
-    "cm": "centimeter centimetre cms",
-    "mm": "millimeter millimetre",
-    "in": "inch inches",
-    "ft": "foot feet",
-    "yd": "yard",
-    "mi": "mile",
-    "kg": "kilogram kilo kgs",
-    "g": "gram gm",
-    "mg": "milligram",
-    "lb": "pound lbs",
-    "oz": "ounce",
-    "l": "liter litre",
-    "ml": "milliliter millilitre",
-    "h": "hour hr hrs",
-    "min": "minute mins",
-    "s": "second sec secs",
-    "day": "",
-    "week": "wk",
-    "month": "",
-    "year": "yr yrs",
-    "degree": "deg °",
-    "radian": "rad",
-    "dollar": "usd buck",
-    "cent": "",
-    "euro": "eur",
-    "yen": "",
-    "rupee": "rs",
-    "unit": "",
-    "mph": "",
-    "kph": "kmh kmph",
-    "acre": "",
-    "hectare": "ha",
-    "gallon": "gal",
-    "%": "percent percentage pct",
-    "j": "joule",
-    "n": "newton",
-    "w": "watt",
-    "v": "volt",
-    "a": "ampere amp",
-    "k": "kelvin",
-    "hz": "hertz",
-    "pa": "pascal",
-    "mol": "mole",
-    "ohm": "",
-    "pm": "p.m.",
-    "am": "a.m.",
+    line.split()[0]: line.split()
+    for line in (
+        "km kilometer kilometre, m meter metre, cm centimeter centimetre, mm millimeter millimetre, in inch inches, ft foot feet, yd yard,"
+        "mi mile, kg kilogram kilo, g gram gm, mg milligram, lb pound, oz ounce, l liter litre, ml milliliter millilitre, gallon gal,"
+        "acre, hectare ha, h hour hr, min minute, s second sec, day, week wk, month, year yr,"
+        "am a.m., pm p.m., mph, kph kmh kmph, degree deg °, radian rad,"
+        "dollar usd buck, cent, euro eur, yen, rupee rs, unit, % percent percentage pct,"
+        "j joule, n newton, w watt, v volt, a ampere amp, k kelvin, hz hertz, pa pascal, mol mole, ohm"
+    ).split(",")
 }
 # The size of a unit in another one, for units that people exchange.
 _SIZES = {"km": (1000, "m"), "cm": ("1/100", "m"), "mm": ("1/1000", "m"), "h": (3600, "s"), "min": (60, "s"), "day": (86400, "s")}
 _SIZES |= {"week": (604800, "s"), "kg": (1000, "g"), "mg": ("1/1000", "g"), "ml": ("1/1000", "l"), "cent": ("1/100", "dollar")}
 _SIZES |= {"ft": (12, "in"), "yd": (36, "in"), "mi": (63360, "in"), "%": ("1/100", ""), "degree": (r"\pi/180", ""), "radian": (1, "")}
-_KNOWN = {word: unit for unit, words in _NAMES.items() for word in (unit, *words.split())}
+_KNOWN = {word: unit for unit, words in _NAMES.items() for word in words}
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
 _TEXTS = re.compile(r"((?:\s*(?:\\text\s*\{[^{}]*\}|\\(?:frac|cdot|times|per)\b|[/*])\s*(?:\^\s*\{?\s*-?\d\}?)?)+)$")
 _PLAIN = re.compile(
@@ -115,24 +77,19 @@ def _singular(word: str) -> str:
 def _canonical(text: str) -> str:
     """Return a unit's short name: "square meters" is "m^2", "km per hour" is "km/h"."""
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text).replace(r"\cdot", "*").replace(r"\per", "/")
-    words = re.findall(r"[A-Za-z%°]+(?:\.[a-z]\.)?|\^\s*\{?\s*-?\d|[/*]", text)
     names: list[str] = []
     power = ""
-    for word in words:
-        if word.lower() in ("per", "/", "an"):
+    for word in re.findall(r"[A-Za-z%°]+|\^\s*\{?\s*-?\d|[/*]", text):
+        lower = word.lower()
+        if lower in ("per", "/", "an"):
             names.append("/")
-        elif word[0] == "^":
-            names.append("^" + word.strip("^{ "))
-        elif word.lower() in _POWERS:
-            if word.lower().endswith("ed"):
-                names.append("^" + _POWERS[word.lower()])
-            else:
-                power = _POWERS[word.lower()]
+        elif word[0] == "^" or lower in ("squared", "cubed"):
+            names.append("^" + _POWERS.get(lower, word.strip("^{ ")))
+        elif lower in _POWERS:
+            power = f" ^{_POWERS[lower]}"
         else:
-            names.append(_singular(word))
-            if power:
-                names.append(f"^{power}")
-                power = ""
+            names.append(_singular(word) + power)
+            power = ""
     joined = " ".join(names).replace(" / ", "/").replace(" ^", "^").replace("* ", "")
     return {"mi/h": "mph", "km/h": "kph"}.get(joined, joined)
 
@@ -147,7 +104,7 @@ def in_base_unit(value: str, unit: str) -> tuple[str, str]:
 
 
 def same_unit(one: str, other: str) -> bool:
-    """Whether two units, by their short names, are the same. Of two descriptions such as "clips" and "clips sold" the words may be fewer."""
+    """Whether two units, by their short names, are the same. Of descriptions such as "clips" and "clips sold" one may have fewer words."""
     if one == other:
         return True
     words, others = set(one.split()), set(other.split())

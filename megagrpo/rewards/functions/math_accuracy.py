@@ -101,7 +101,7 @@ def gold_fault(solution: Any = None, answer: Any = None) -> str | None:
     text = gold_answer(gold)
     if text is None:
         return f"`{name}` has no answer: {_short(gold)}"
-    if len(text.split()) > 12 and "\\begin" not in text or len(text) > MAX_LENGTH:
+    if (len(text.split()) > 12 and "\\begin" not in text) or len(text) > MAX_LENGTH:
         return rf"`{name}` is a text without \boxed{{...}} or `####`, which only the same text equals: {_short(gold)}"
     return None
 

@@ -57,7 +57,7 @@ def test_the_majority_decides(answers, passed, wins):
         ("tag", "<answer>1</answer> no: <answer> a\n b </answer>", "a b"),
         ("tag", "42", None),
         ("boxed", r"first \boxed{1}, then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-        ("boxed", r"<answer>$\frac12$</answer> \boxed{3}", r"\frac12"),
+        ("boxed", r"<answer>$\frac12$</answer> \boxed{3}", r"\frac{1}{2}"),
         ("boxed", r"\boxed{1", None),
         ("text", "  yes\n no ", "yes no"),
         ("text", " ", None),

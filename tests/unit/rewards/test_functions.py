@@ -17,9 +17,10 @@ from megagrpo.rewards.functions.text import (
 )
 
 
-def test_accuracy_takes_an_interval_for_a_gold_inequality_and_not_the_reverse():
-    assert accuracy([r"\boxed{(1,2)}"], solution=["$1<x<2$"]) == [1.0]
-    assert accuracy([r"\boxed{1<x<2}"], solution=["$(1,2)$"]) == [0.0]
+def test_accuracy_takes_an_interval_for_an_inequality_and_as_trl_for_a_gold_inequality_alone():
+    texts, golds = [r"\boxed{(1,2)}", r"\boxed{1<x<2}"], ["$1<x<2$", "$(1,2)$"]
+    assert accuracy(texts, solution=golds) == [1.0, 1.0]
+    assert accuracy(texts, solution=golds, as_trl=True) == [1.0, 0.0]
 
 
 def test_accuracy_reads_the_answer_column_when_there_is_no_solution_and_takes_messages():
@@ -93,15 +94,16 @@ def test_format_takes_a_hostile_text_in_linear_time():
 
 
 def test_the_reasoning_ends_at_the_last_of_the_first_delimiter_that_occurs():
-    texts = [r"\boxed{1}</r> \boxed{2} </r> \boxed{3}", r"</think>\boxed{4}</r>\boxed{3}"]
+    texts = [r"\boxed{1}</r> \boxed{2} </r> \boxed{3}", r"\boxed{3}</r></think>\boxed{4}"]
     assert reasoning_accuracy(texts, solution=["3", "3"], delimiters=("</think>", "</r>")) == [1.0, 0.0]
-    assert reasoning_accuracy([r"</think> \boxed{3}"], solution=["words"]) == [None]
+    assert reasoning_accuracy([r"</think> \boxed{3}"], solution=[""]) == [None]
+    assert reasoning_accuracy([r"</think> \boxed{3}"], solution=["words"], as_trl=True) == [None]
 
 
 def test_cosine_scales_accuracy_by_length_and_cannot_score_without_a_gold():
     texts = [r"\boxed{3}", r"\boxed{4}", r"\boxed{3}"]
     ids = [[1] * 50, [1] * 50, []]
-    assert cosine(texts, ids, 100, solution=["3", "3", "words"]) == pytest.approx([0.75, -0.75, None])
+    assert cosine(texts, ids, 100, solution=["3", "3", None]) == pytest.approx([0.75, -0.75, None])
     assert cosine(texts, ids, 100, answer=["3"] * 3, max_len=50, min_len_value_correct=2.0) == pytest.approx([0.5, -0.5, 2.0])
     with pytest.raises(ValueError, match="max_len 0 must be above 0"):
         cosine(texts, ids, 100, answer=["3"] * 3, max_len=0)

@@ -22,12 +22,12 @@ UNREADABLE_GOLD = {"words"}
 
 @pytest.mark.parametrize("case", TRL["accuracy_reward"])
 def test_accuracy_as_trl(case):
-    assert accuracy([case["completion"]], solution=[case["solution"]]) == [case["reward"]]
+    assert accuracy([case["completion"]], solution=[case["solution"]], as_trl=True) == [case["reward"]]
 
 
 @pytest.mark.parametrize("case", TRL["reasoning_accuracy_reward"])
 def test_reasoning_accuracy_as_trl(case):
-    assert reasoning_accuracy([case["completion"]], solution=[case["solution"]]) == [case["reward"]]
+    assert reasoning_accuracy([case["completion"]], solution=[case["solution"]], as_trl=True) == [case["reward"]]
 
 
 @pytest.mark.parametrize("case", TRL["think_format_reward"])
@@ -72,7 +72,7 @@ def test_react_format_as_ms_swift(case):
 
 @pytest.mark.parametrize("case", SWIFT["accuracy"])
 def test_accuracy_as_ms_swift_but_for_an_unreadable_gold(case):
-    value = accuracy([case["completion"]], solution=[case["solution"]])
+    value = accuracy([case["completion"]], solution=[case["solution"]], as_trl=True)
     assert value == ([None] if case["solution"] in UNREADABLE_GOLD else [case["reward"]])
 
 
