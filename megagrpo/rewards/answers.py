@@ -23,7 +23,9 @@ _ANCHOR = re.compile(
 _FORMULA = r"(?:\$\$[^$]+\$\$|\$[^$\n]+\$|\\\(.*?\\\)|\\\[.*?\\\])"
 _FORMULAS = re.compile(rf"[*_\s]*({_FORMULA}(?:\s*(?:,|;|,?\s*\band\b|,?\s*\bor\b)\s*{_FORMULA})*)(?:\s*(?:\\?%|percent\b))?", re.DOTALL)
 _ONE_FORMULA = re.compile(rf"[^\d$\\]*({_FORMULA})[^$\\]*")
-_ADVERB = re.compile(r"(?:therefore|thus|hence|simply|just|exactly|equal to|given by|then|clearly|indeed)\b[,:]?\s*", re.IGNORECASE)
+_ADVERB = re.compile(
+    r"(?:therefore|thus|hence|simply|just|exactly|equal to|given by|then|clearly|indeed|option|choice)\b[,:]?\s*", re.IGNORECASE
+)
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*\*)|\n|,?\s+(?:because|since|which|where)\b")
 _SPACE = re.compile(r"\s+")
 _LONGEST = 3000  # characters of an answer without a mark, and of one whose notation is rewritten

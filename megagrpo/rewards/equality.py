@@ -147,7 +147,7 @@ def _bracketed(text: str) -> Node | None:
         return _read(inside)
     parts = tuple(part for part in _split(inside, _COMMA)[0] if part)
     if left == r"\{":
-        condition = _split(inside, re.compile(r"\\mid(?![A-Za-z])|\||(?<=[a-zA-Z]):"))[0]
+        condition = _split(inside, re.compile(r"\\mid(?![A-Za-z])|\||:"))[0]
         if len(condition) == 2 and _NAME.fullmatch(condition[0].partition(r"\in")[0].strip()):
             return _read(condition[1])
         return Node("set", parts)

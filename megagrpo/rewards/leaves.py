@@ -29,6 +29,7 @@ _DOTS = re.compile(r"(\d*)\.(\d{0,12}?)(\d{1,6}?)\3{2,}\.\.\.")
 _REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\s*\{(\d+)\}")
 _SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d*)?|\.\d+)[eE]([+-]?\d+)(?![\w.])")
 _THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:([, ])\d{3})(?:\1\d{3})*(?![\d,])")
+_ODD_ROOT = re.compile(r"\\sqrt\s*\[\s*([3579])\s*\]\s*\{\s*-([^{}+-]*)\}")
 _DECIMAL = re.compile(r"(\d*)\.(\d+)|(?<=\d)\.(?!\d)")
 _FRACTION = re.compile(r"\\frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _BINOMIAL = re.compile(r"\\binom\s*\{\s*(\d{1,4})\s*\}\s*\{\s*(\d{1,4})\s*\}")
@@ -103,6 +104,7 @@ def _computed(node: ast.AST) -> Fraction:
 
 def rewritten(text: str) -> str:
     """Return the text with mixed numbers as sums, and with decimals, which math-verify rounds, as fractions."""
+    text = _ODD_ROOT.sub(r"(-\\sqrt[\1]{\2})", text)
     text = _THOUSANDS.sub(lambda m: m[0].replace(m[1], ""), text)
     text = _DOTS.sub(r"\1.\2\\overline{\3}", text)
     text = _REPEATING.sub(lambda m: f"({m[1] or 0}{m[2]}{m[3]}-{m[1] or 0}{m[2]})/{(10 ** len(m[3]) - 1) * 10 ** len(m[2])}", text)

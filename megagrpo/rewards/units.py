@@ -49,7 +49,7 @@ def quantity(text: str) -> Quantity:
     text = text.strip()
     if match := _MONEY.search(text):
         rest = text[: match.start()] + (match[1] or "") + text[match.end() :]
-        return Quantity(quantity(rest).value, match[2] or match[3])
+        return Quantity(quantity(rest).value, _singular(match[2] or match[3]))
     if (match := _SIGN.search(text)) and match.start() and not ("°" in match[1] and _ANGLE_FUNCTION.search(text)):
         sign = re.sub(r"[^%°CF]", "", match[1])
         return Quantity(text[: match.start()], {"°": "degree"}.get(sign, sign))
