@@ -9,6 +9,7 @@ import pytest
 
 from megagrpo.rewards.answers import boxed, final_answer
 from megagrpo.rewards.functions.math_accuracy import accuracy, cosine, reasoning_accuracy
+from megagrpo.rewards.leaves import UnreadableError, same_value
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "answers.md").read_text()
@@ -116,6 +117,12 @@ HOSTILE = {
     "a lone surrogate": "\\boxed{\ud800}",
     "division by zero": r"\boxed{\frac{1}{0}}",
 }
+
+
+@pytest.mark.parametrize("text", ["(x+1)^{1000}", "9^{9^{9^9}}", r"\exp(\exp(x))", "((x)!)!", "x" * 500])
+def test_a_text_that_sympy_computes_for_hours_is_not_tried(text):
+    with pytest.raises(UnreadableError):
+        same_value("x", text)
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
