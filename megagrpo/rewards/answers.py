@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from megagrpo.rewards.functions.text import last_number
+from megagrpo.rewards.functions.numbers import is_plain, last_number, number_text
 from megagrpo.rewards.notation import plain
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
@@ -59,6 +59,21 @@ def final_answer(text: str, prefix: str = "") -> str | None:
         return stated
     whole = inside.strip()
     return (whole or None) if tagged is not None or ("\n" not in whole and len(whole) <= _LONGEST) else None
+
+
+def number_part(text: str, prefix: str = "") -> str | None:
+    """Return the part of a response in which the last number is its answer: as `final_answer`, but without a tag or box it is all that
+    follows the thought, or the number alone after the last "####"."""
+    after = after_thought(text, prefix)
+    if after is None:
+        return None
+    tagged = _last_tag(after)
+    inside = after if tagged is None else tagged
+    if _BOX.search(inside):
+        return last_box(inside)
+    _, mark, rest = inside.rpartition("####")
+    line = rest.partition("\n")[0]
+    return line if mark and is_plain(line) else inside
 
 
 def after_thought(text: str, prefix: str = "") -> str | None:
@@ -118,9 +133,10 @@ def _stated(text: str) -> str | None:
 
 
 def number(text: str) -> str | None:
-    """Return the last number, with "1,000" and "1000.0" as "1000"; None without a number."""
-    value = last_number(text)
-    return None if value is None else f"{value.normalize():f}"
+    """Return the number that `exact_number` compares, with "1,000" and "1000.0" as "1000"; None without a number."""
+    part = number_part(text)
+    value = None if part is None else last_number(part)
+    return None if value is None else number_text(value)
 
 
 def tag(text: str) -> str | None:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from megagrpo.rewards.functions.text import last_number, text_of
+from megagrpo.rewards.functions.numbers import last_number, number_text
+from megagrpo.rewards.functions.text import text_of
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", SyntaxWarning)  # raised in cellpylib, which reasoning-gym imports
@@ -33,14 +34,9 @@ def reasoning_gym(
 def _extracted(text: str, extract: str) -> str | None:
     if extract == "number":
         number = last_number(text)
-        return None if number is None else _plain(f"{number:f}")
+        return None if number is None else number_text(number)
     tagged = extract_answer(text)
     return text.strip() if tagged is None else tagged
-
-
-def _plain(number: str) -> str:
-    """Shorten a decimal, "10.50" to "10.5" and "10.0" to "10", because many families compare text."""
-    return number.rstrip("0").rstrip(".") if "." in number else number
 
 
 def _score(answer: str | None, entry: dict[str, Any]) -> float:

@@ -8,8 +8,8 @@ from collections.abc import Hashable, Sequence
 from decimal import Decimal
 from typing import Any
 
-# A minus is a sign only when no number, letter or bracket precedes it: "5-3" ends in 3, "x = -3" in -3.
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)")
+from megagrpo.rewards.functions.numbers import answer_part, is_plain, last_number, only_number
+
 _END_OF_THOUGHT = re.compile(r"</think>\s*<answer>")
 _THINK = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
 _REACT = re.compile(r"<think>.*?</think>\s*Action:.*?Action Input:", re.DOTALL)
@@ -32,20 +32,36 @@ def first_answer(text: str) -> str | None:
     return content.strip() if opened and closed else None
 
 
-def last_number(text: str) -> Decimal | None:
-    """Return the last integer or decimal in `text`; thousands separators are allowed ("1,000" is 1000; "3,4" ends in 4). None without
-    one."""
-    matches = _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))
-    return Decimal(matches[-1].replace(",", "")) if matches else None
+def exact_number(completions: list[Any], answer: list[Any], prefixes: list[str] | None = None) -> list[float | None]:
+    """Return 1.0 when the last number of the completion's answer equals the number of column `answer` ("72", 72, "... #### 72"), else 0.0.
 
-
-def exact_number(completions: list[Any], answer: list[Any]) -> list[float | None]:
-    """Return 1.0 when the completion's last number equals the last number of column `answer` ("72", 72, "... #### 72"), else 0.0.
-
-    Returns None when `answer` has no number.
+    docs/rewards.md states what a number is. Returns None when `answer` has no number or several.
     """
-    golds = [last_number(str(value)) for value in answer]
-    return [None if gold is None else float(last_number(text_of(c)) == gold) for c, gold in zip(completions, golds, strict=True)]
+    golds = [_gold_number(value) for value in answer]
+    rows = zip(completions, prefixes or [""] * len(completions), golds, strict=True)
+    return [None if gold is None else float(_answer_number(text_of(c), prefix) == gold) for c, prefix, gold in rows]
+
+
+def _answer_number(text: str, prefix: str) -> Decimal | None:
+    part = answer_part(text, prefix)
+    return None if part is None else last_number(part)
+
+
+def _gold_number(value: Any) -> Decimal | None:
+    part = answer_part(str(value))
+    return None if part is None else only_number(part)
+
+
+def _number_fault(answer: Any = None) -> str | None:
+    """Return why a row cannot be scored: its gold is not one number, or has words or units, which no reward compares."""
+    part = answer_part(str(answer))
+    if part is not None and is_plain(part):
+        return None
+    gold = repr(answer)
+    return f"`answer` is no plain number: {gold if len(gold) <= 80 else gold[:77] + '...'}"
+
+
+vars(exact_number)["row_fault"] = _number_fault
 
 
 def format(completions: list[Any]) -> list[float]:

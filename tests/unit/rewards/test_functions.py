@@ -7,10 +7,8 @@ from megagrpo.rewards.functions.gym_score import reasoning_gym
 from megagrpo.rewards.functions.math_accuracy import accuracy, cosine, reasoning_accuracy
 from megagrpo.rewards.functions.text import (
     encodable,
-    exact_number,
     first_answer,
     format,
-    last_number,
     repetition,
     soft_overlong,
     token_repetition,
@@ -36,38 +34,6 @@ def test_soft_overlong_takes_a_fifth_of_the_maximum_as_slope():
 def test_soft_overlong_refuses_a_slope_that_does_not_fit(cache, floor):
     with pytest.raises(ValueError, match=f"cache_length {cache}"):
         soft_overlong([[1]], 100, cache_length=cache, floor=floor)
-
-
-@pytest.mark.parametrize(
-    "text, number",
-    [
-        ("3 + 7 equals 10.", "10"),
-        ("10 - 3 = 7", "7"),
-        ("x = -5", "-5"),
-        ("x = \N{MINUS SIGN}5", "-5"),
-        ("what is 5-3", "3"),
-        ("(2)-3", "3"),
-        ("1,234,567 in all", "1234567"),
-        ("1,2345", "2345"),
-        ("3,4", "4"),
-        ("it costs $12.50.", "12.50"),
-        ("about .5", "0.5"),
-        ("7. 8.", "8"),
-        ("007", "7"),
-    ],
-)
-def test_the_last_number_of_a_text(text, number):
-    assert last_number(text) == type(last_number("1"))(number)
-
-
-def test_a_text_without_digits_has_no_number():
-    assert last_number("ten - . , -") is None
-
-
-def test_exact_number_compares_values_and_skips_rows_without_a_gold_number():
-    completions = ["the sum is 10.0", "the sum is 11", "no idea", "1,000", "5", "72 apples"]
-    golds = [10, "10", "10", "1000", "five", "She has 8 * 9 = 72.\n#### 72"]
-    assert exact_number(completions, answer=golds) == [1.0, 0.0, 0.0, 1.0, None, 1.0]
 
 
 def test_the_first_answer_tag_counts():
