@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from megagrpo.data.follow_ups import FollowUps
+from megagrpo.rewards.functions.text import encodable
 from megagrpo.types import Dialogue, Prompt, Rollout
 
 Message = dict[str, Any]
@@ -64,6 +65,7 @@ class Conversation:
     def add_messages(self, messages: list[Message], follow_ups: FollowUps) -> None:
         """Append messages of others, such as tool results, after the policy's turn. When they leave no room for another turn, the response
         ends ("budget") without them."""
+        messages = [message | {"content": encodable(message["content"])} for message in messages]
         ids = follow_ups.suffix(messages)
         if len(ids) >= self.room:
             self.ended = "budget"
@@ -92,6 +94,7 @@ class Conversation:
 
     def _reopen(self, content: str, follow_ups: FollowUps) -> None:
         """Let the policy continue its last message from `content`. Tokens of the unchanged beginning are kept; the rest is tokenized."""
+        content = encodable(content)
         unchanged = common_beginning(content, self.messages[-1]["content"])
         count, text = follow_ups.tokens_within(self.ids[self.message_start :], unchanged)
         ids, stop = follow_ups.text(content[len(text) :]), self.message_start + count

@@ -16,6 +16,7 @@ from megagrpo.engine.protocol import Engine, OnGroup, derive_seed
 from megagrpo.multi_turn.conversation import Conversation
 from megagrpo.multi_turn.responders import Responders
 from megagrpo.multi_turn.tool_calls import as_message, hermes, named_call
+from megagrpo.rewards.functions.text import encodable
 from megagrpo.rewards.registry import display_names
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
@@ -128,7 +129,7 @@ class DialogueEngine:
         for conversation, said in zip(conversations, self.responders.begin(conversations), strict=True):
             if said is None:
                 continue
-            opening = [*conversation.opening]
+            said, opening = encodable(said), [*conversation.opening]
             opening[-1] = opening[-1] | {"content": opening[-1]["content"] + said}
             token_ids = self._tokenizer.render(opening, None, self._dialogues.chat_template, self.responders.tools)
             if len(token_ids) > longest:

@@ -56,7 +56,7 @@ _BESIDE = re.compile(rf"[\s.*_()\[\]{{}}\\\"'+%{_CURRENCY}]*")  # what may stand
 
 _LATEX_SPACE = re.compile(r"\\[,;: ]|~")
 _LATEX_NOTHING = re.compile(r"\\!|\\(?=[$%])|\{(?=,\})|(?<=\{,)\}")
-_SAME = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)}  # full-width forms
+_SAME: dict[int, int | str] = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)}  # full-width forms
 _SAME |= dict.fromkeys(map(ord, "\u2212\u2013\u2010\u2011\ufe63\u2796"), "-") | dict.fromkeys(map(ord, "\u2044\u2215"), "/")
 _SAME |= dict.fromkeys(map(ord, "\u00a0\u2007\u2009\u202f\u3000"), " ") | dict.fromkeys(map(ord, "\u2019\u02bc"), "'")
 _SAME |= {0xFFE0: "¢", 0xFFE1: "£", 0xFFE5: "¥"}

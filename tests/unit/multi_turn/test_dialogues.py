@@ -486,6 +486,16 @@ def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, 
     assert [request[2] for request in again.engine.requests] == [first[2], second[2]]
 
 
+def test_half_a_character_in_a_call_does_not_end_the_run(tokenizer, responders):
+    """JSON may escape one half of a surrogate pair, which no tokenizer encodes."""
+    table = responders(tools=["calculator"])
+    script = [r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>', CALL.replace("6 * 7", r"\udfff"), "No."]
+    engine = dialogue_engine(tokenizer, table, script)
+    ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 400, (2,)), 5)
+    unknown, invalid = [m["content"] for m in rollout.dialogue.messages if m["role"] == "tool"]
+    assert "unknown tool ?; known: calculator" in unknown and "error" in invalid and rollout.dialogue.ended == "done"
+
+
 def test_calls_can_be_read_by_the_engine(tokenizer, responders):
     table = responders(tools=["calculator"], tool_parser="vllm:mine")
     engine = dialogue_engine(tokenizer, table, ['calculator{"expression": "6 * 7"}', 'calculator{"expression', "It is 42."])

@@ -1,6 +1,7 @@
 """Tools: the function descriptions for a policy, parsing of tool calls, and the results of the calculator."""
 
 import json
+import re
 import time
 from typing import Any, Literal
 
@@ -122,10 +123,74 @@ ADD = {"name": "add", "arguments": {"a": 1}}
         ("<tool_call>" + json.dumps(ADD), "", [ADD]),
         (wrapped({"name": "now"}), "", [{"name": "now", "arguments": {}}]),
         (wrapped({"name": "add", "arguments": '{"a": 1}'}), "", [ADD]),
+        (wrapped({"name": "add", "parameters": {"a": 1}}), "", [ADD]),
+        (wrapped({"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}), "", [ADD]),
+        *((wrapped({"name": "now", "arguments": empty}), "", [{"name": "now", "arguments": {}}]) for empty in ({}, None, "", " ")),
+        (wrapped(r'{"name": "add", "arguments": {"a": "\u00e9\ud83d\ude00"}}'), "", [{"name": "add", "arguments": {"a": "é😀"}}]),
+        (wrapped(ADD) + "\nand then\n" + wrapped(ADD), "", [ADD, ADD]),
+        ("<tool_call>" + json.dumps(ADD) + "\n" + wrapped(ADD), "", [ADD, ADD]),
     ],
 )
 def test_hermes_calls_are_read(text, content, calls):
     assert hermes(text) == (content, calls)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        *("</tool_call>", "<tool_call>", "a </tool_call><tool_call> b", "</think>", "<think>", "}}", '{"x": {"y": [1, "}"]}}', "\\", '"'),
+        *("\n</tool_call>\n", wrapped(ADD), "</tool_call>" * 5000, "\\" * 5000 + "</tool_call>", "é" * 5000, "\U0001f600" * 2000),
+    ],
+    ids=lambda argument: argument[:12],
+)
+def test_an_argument_holds_any_text(argument):
+    call = {"name": "write", "arguments": {"path": "a", "content": argument, "more": {"list": [argument, {"x": None}]}}}
+    for text in (json.dumps(call), json.dumps(call, ensure_ascii=False), json.dumps(call, indent=2)):
+        assert hermes(f"Hm. {wrapped(text, ADD)} so") == ("Hm.", [call, ADD])
+        assert hermes(f"<tool_call>{text}") == ("", [call])
+    assert hermes(wrapped({"name": "write", "arguments": json.dumps(call["arguments"])})) == ("", [call])
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"<think>Try {wrapped(ADD)}?</think>It is 4.", None, []),
+        (f"<think>Try {wrapped(ADD)}?</think>\n{wrapped(ADD)}", f"<think>Try {wrapped(ADD)}?</think>", [ADD]),
+        (f"Try {wrapped(ADD)}?</think>{wrapped(ADD)}", f"Try {wrapped(ADD)}?</think>", [ADD]),  # the chat template opened the thought
+        (f"I write <tool_call>...</think>{wrapped(ADD)}", "I write <tool_call>...</think>", [ADD]),
+        (f"<think>Try {wrapped(ADD)}", None, []),
+        (f"{wrapped(ADD)}<think>Now {wrapped(ADD)}</think>{wrapped(ADD)}", "", [ADD, ADD]),
+    ],
+)
+def test_calls_in_a_thought_do_not_count(text, content, calls):
+    assert hermes(text) == (text if content is None else content, calls)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        *(
+            "<tool_call>",
+            "<tool_call>{",
+            '<tool_call>"',
+            "<tool_call></tool_call>",
+            '<tool_call>{"a": "</tool_call>',
+            "<think>",
+            "</think>",
+        ),
+        *(
+            "<tool_call></think>",
+            "<tool_call>[",
+            '<tool_call>{"name": "a"}',
+            "\n<tool_call>\n",
+            "<tool_call>{}</tool_call> ",
+            "<think></think>",
+        ),
+    ],
+)
+def test_a_hostile_text_takes_linear_time(part):
+    content, calls = hermes(part * 50_000)
+    assert all("error" in call or call["name"] == "a" for call in calls) and len(content) <= len(part) * 50_000
 
 
 @pytest.mark.parametrize(
@@ -138,12 +203,18 @@ def test_hermes_calls_are_read(text, content, calls):
         ({"name": "add", "arguments": "{"}, "arguments of add are not valid JSON"),
         ("[" * 100_000, "not valid JSON"),
         ("", "not valid JSON"),
+        ('{"name": "add", "arguments": {"a": "x', "not valid JSON: Invalid control character at: line 1 column 38"),
+        ('{"name": "add", "arguments": {"a": 1}', r"not valid JSON: Expecting ',' delimiter: line 2 column 1"),
+        ('{"name": "add", "arguments": {"a": "say "x""}}', r"not valid JSON: Expecting ',' delimiter: line 1 column 42"),
+        (json.dumps(ADD) + "}", "not valid JSON: </tool_call> must follow the object, not '}"),
+        (json.dumps(ADD) + json.dumps(ADD), "not valid JSON: </tool_call> must follow the object"),
+        ("9" * 5000, "not valid JSON: Exceeds the limit"),
     ],
-    ids=["quotes", "list", "name", "arguments", "text", "nesting", "empty"],
+    ids=["quotes", "list", "name", "arguments", "text", "nesting", "empty", "string", "brace", "in quotes", "two braces", "two", "digits"],
 )
 def test_broken_calls_say_what_is_wrong(body, problem):
-    (call,) = hermes(wrapped(body))[1]
-    assert problem in call["error"]
+    (call, after) = hermes(wrapped(body, ADD))[1]
+    assert re.search(problem, call["error"]) and after == ADD
     assert as_message("x", [call]) == {"role": "assistant", "content": "x"}
 
 
