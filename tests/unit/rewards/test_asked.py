@@ -197,6 +197,17 @@ def test_a_secret_is_sent_from_the_environment_and_not_from_the_config():
         ServedReward("http://127.0.0.1:9/r", headers={"X-Key": "$OF_NOBODY"})
 
 
+@pytest.mark.parametrize("path", ["/r", "/classify"])
+def test_a_servers_reward_that_is_not_finite_fails_its_completion_alone(path, caplog):
+    values = ["0.5", "1e400", "-Infinity", "NaN", "1e300"]
+    data = ", ".join(f'{{"index": {i}, "probs": [{value}]}}' for i, value in enumerate(values))
+    answer = f'{{"rewards": [{", ".join(values)}], "data": [{data}]}}'
+    with serving(lambda body: (200, answer)) as server, scorer({"function": server.url + path}) as s:
+        scored = s.score(rollouts(*"abcde"))
+    assert rewards(scored) == [0.5, *[None] * 4] and [str(one.reward) for one in scored] == ["0.5", *["nan"] * 4]
+    assert "it returned inf, which is not finite" in caplog.text
+
+
 # ------------------------------------------------------------------------------------------------------------- models in a worker
 
 
