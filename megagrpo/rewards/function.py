@@ -37,6 +37,10 @@ class Function:
         """Whether the function scores each completion on its own, so that a call may have a part of a group."""
         return self.declared_independent or self.signature["independent"]
 
+    def takes(self, name: str) -> bool:
+        """Whether a call gets the argument `name`."""
+        return self.signature["open"] or name in self.signature["accepts"]
+
     def parts(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
         """Yield the indices in `rollouts` for each call: one whole group, in order.
 

@@ -86,10 +86,12 @@ class Scoring:
         arguments |= self._common | {
             "prompts": [r.prompt.messages for r in chosen],
             "completions": [_completion(r) for r in chosen],
-            "completion_ids": [[t for t, own in zip(r.response_ids, r.written, strict=True) if own] for r in chosen],
+            "completion_ids": [_own_ids(r) for r in chosen],
             "finish_reason": [r.finish_reason for r in chosen],
             "is_truncated": [r.finish_reason == "length" for r in chosen],
         }
+        # What the function does not take is not sent: the ids of a long response take more time than its text.
+        arguments = {name: values for name, values in arguments.items() if name == "completions" or function.takes(name)}
         return Call(function.target, function.args, "score", arguments, function.deadline(len(part)), function.lane, tag=tag)
 
     def done(self, call: Call, outcome: Outcome) -> list[Call]:
@@ -241,6 +243,11 @@ def _too_large(value: float | None, weight: float) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]} ... {text[-_SHOWN // 2 :]} ({len(text)} characters)"
+
+
+def _own_ids(rollout: Rollout) -> list[int]:
+    ids = rollout.response_ids
+    return list(ids) if rollout.dialogue is None else [t for t, own in zip(ids, rollout.written, strict=True) if own]
 
 
 def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:

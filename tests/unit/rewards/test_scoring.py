@@ -197,6 +197,12 @@ def test_a_function_says_how_many_completions_it_takes_in_a_call(folder):
         assert values(s.score(rollouts(*"abcd", group=4)), "one_at_a_time") == [1.0] * 4
 
 
+def test_a_call_sends_only_what_its_function_takes(folder, caplog):
+    with scorer(folder, {"function": "exact_number"}) as s:
+        asked = rollouts("1", "2", columns={"answer": "2", "picture": object()})  # no worker can be sent an object
+        assert values(s.score(asked), "exact_number") == [0.0, 1.0] and not caplog.records
+
+
 def test_classes_are_made_once_with_args_and_then_called(folder):
     columns = {"answer": "xy", "solution": "abc"}
     functions = [

@@ -1,0 +1,70 @@
+"""Time of reward calls at full size: groups of long responses through a worker process, with a built-in function.
+
+    python benchmarks/scale.py --samples 2000 --group 8 --tokens 24000
+
+`in process` is the function alone. `in a worker` is what a step waits for: a call for each whole group, its arguments as JSON through a
+socket, and the function. `short texts` are the same calls with responses of one digit, which leaves the costs of a call itself. CPU is that
+of the trainer's process, without the worker's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+from collections.abc import Callable
+
+from megagrpo.config import RewardFunction, RewardsSection
+from megagrpo.rewards.functions.text import exact_number
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.types import Prompt, Rollout
+
+WORDS = "so we add the two sides and get 12 = 3 * 4, which is even; now take x = 7 and let us check that again:".split()
+
+
+def response(tokens: int, number: int) -> str:
+    """A text of about four characters a token, in lines of 20 words, that ends in `number`."""
+    rng = random.Random(number)
+    words = [rng.choice(WORDS) + ("\n" if i % 20 == 19 else "") for i in range(tokens * 4 // 4)]
+    return f"<think>{' '.join(words)}</think>The answer is {number}."
+
+
+def rollouts(samples: int, group: int, tokens: int) -> list[Rollout]:
+    """Responses of prompts in groups. Few different texts: their scoring does not depend on it."""
+    texts = [response(tokens, number) for number in range(4)] if tokens > 1 else ["0", "1", "2", "3"]
+    ids, logprobs = tuple(range(100_000, 100_000 + tokens)), (0.0,) * tokens
+    prompts = [Prompt(i, (1, 2), "What is it?", {"answer": str(i % 4)}) for i in range(samples // group)]
+    return [Rollout(p, ids, logprobs, "stop", 0, texts[(i + j) % 4]) for i, p in enumerate(prompts) for j in range(group)]
+
+
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """The seconds, and the CPU seconds of this process, that `work` takes."""
+    begun, used = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - begun, time.process_time() - used
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--samples", type=int, default=2000)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=24_000)
+    parser.add_argument("--of", type=int, default=100_000, help="samples of a step, for the last column")
+    args = parser.parse_args()
+    rows = {}
+    for kind, tokens in ("", args.tokens), (", short texts", 1):
+        asked = rollouts(args.samples, args.group, tokens)
+        texts, golds = [r.text for r in asked], [r.prompt.columns["answer"] for r in asked]
+        rows[f"in process{kind}"] = seconds(lambda texts=texts, golds=golds: exact_number(texts, answer=golds))
+        with RewardScorer(RewardsSection(functions=[RewardFunction(function="exact_number")], workers=1), args.tokens) as scorer:
+            scorer.score(asked[: args.group])
+            rows[f"in a worker{kind}"] = seconds(lambda asked=asked: scorer.score(asked))
+    print(f"| exact_number, {args.tokens} tokens, groups of {args.group} | ms/sample | CPU ms/sample | s for {args.of:,} samples |")
+    print("|---|---|---|---|")
+    for name, (taken, used) in rows.items():
+        wall, cpu = taken / args.samples, used / args.samples
+        print(f"| {name} | {1000 * wall:.3f} | {1000 * cpu:.3f} | {wall * args.of:.1f} |")
+
+
+if __name__ == "__main__":
+    main()
