@@ -1,6 +1,7 @@
 """Rewards computed by external services: a judge and served models behind real HTTP sockets, and a reward model in a worker."""
 
 import time
+from contextlib import ExitStack
 
 import pytest
 from ranks import run_ranks
@@ -72,26 +73,27 @@ def test_a_judge_is_asked_again_after_every_kind_of_passing_failure():
         assert s.metrics()["rewards/llm_judge/exceptions"] == 0
 
 
-@pytest.mark.parametrize(
-    "answer, reason, requests",
-    [
-        (lambda body: (500, "broken"), "responded with status 500: broken (2 attempts)", 2),
-        (lambda body: (401, "no key"), "responded with status 401: no key", 1),
-        (lambda body: (200, "no json"), "its response is not JSON", 2),
-        (lambda body: says("I would rather not."), "no score in the judge's response: 'I would rather not.'", 1),
-        (lambda body: says("Score: 11"), "the judge's score 11 is not from 0 to 10", 1),
-        (lambda body: (200, {"error": "x"}), "no choices in its response", 1),
-        (lambda body: (time.sleep(1.0), says("Score: 1"))[1], "no answer within 0.2 s (2 attempts)", 2),
-    ],
-)
-def test_a_judge_that_fails_leaves_the_completion_out_and_is_counted(answer, reason, requests, caplog):
-    timeout = 0.2 if "within 0.2 s" in reason else 30.0
-    with serving(answer) as server, scorer(judge(server, retries=1, timeout=timeout), {"function": "format"}) as s:
+FAILING = {
+    "broken": (lambda body: (500, "broken"), "responded with status 500: broken (2 attempts)", 2),
+    "no_key": (lambda body: (401, "no key"), "responded with status 401: no key", 1),
+    "no_json": (lambda body: (200, "no json"), "its response is not JSON", 2),
+    "no_score": (lambda body: says("I would rather not."), "no score in the judge's response: 'I would rather not.'", 1),
+    "too_high": (lambda body: says("Score: 11"), "the judge's score 11 is not from 0 to 10", 1),
+    "no_choices": (lambda body: (200, {"error": "x"}), "no choices in its response", 1),
+    "slow": (lambda body: (time.sleep(1.0), says("Score: 1"))[1], "no answer within 0.2 s (2 attempts)", 2),
+}
+
+
+def test_a_judge_that_fails_leaves_the_completion_out_and_is_counted(caplog):
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(serving(answer)) for name, (answer, _, _) in FAILING.items()}
+        judges = [judge(server, retries=1, timeout=0.2 if name == "slow" else 30.0) for name, server in servers.items()]
+        s = stack.enter_context(scorer(*(one | {"name": name} for one, name in zip(judges, servers, strict=True)), {"function": "format"}))
         scored = s.score(rollouts("abc"))
-        assert scored[0].rewards == {"llm_judge": None, "format": 0.0} and scored[0].reward == 0.0
-        assert s.metrics()["rewards/llm_judge/exceptions"] == s.metrics()["rewards/llm_judge/unscorable"] == 1
-        assert len(server.asked) == requests
-    assert reason in caplog.text and server.url in caplog.text
+        assert scored[0].rewards == dict.fromkeys(FAILING) | {"format": 0.0} and scored[0].reward == 0.0
+        for name, (_, reason, requests) in FAILING.items():
+            assert s.metrics()[f"rewards/{name}/exceptions"] == s.metrics()[f"rewards/{name}/unscorable"] == 1
+            assert len(servers[name].asked) == requests and f"{servers[name].url}/v1" in caplog.text and reason in caplog.text
 
 
 def test_a_judge_beyond_the_deadline_leaves_the_completion_out():
@@ -167,11 +169,14 @@ def test_any_address_may_answer_with_rewards(monkeypatch):
     assert server.asked[-1] == {"prompts": [[{"role": "user", "content": "Q"}]], "completions": ["?"], "columns": {"level": [""]}}
 
 
-@pytest.mark.parametrize("answer", [{"rewards": [1.0, 2.0]}, {"scores": [1.0]}, [1.0]])
-def test_an_answer_of_another_shape_is_an_error_that_shows_it(answer, caplog):
-    with serving(lambda body: (200, answer)) as server, scorer({"function": server.url + "/r"}) as s:
-        assert rewards(s.score(rollouts("a"))) == [None]
-    assert 'wanted {"rewards": [1 numbers or nulls]}' in caplog.text
+def test_an_answer_of_another_shape_is_an_error_that_shows_it(caplog):
+    answers = {"/0": {"rewards": [1.0, 2.0]}, "/1": {"scores": [1.0]}, "/2": [1.0]}
+    with ExitStack() as stack:
+        servers = [stack.enter_context(serving(lambda body, answer=answer: (200, answer))) for answer in answers.values()]
+        s = stack.enter_context(scorer(*({"function": server.url + path} for server, path in zip(servers, answers, strict=True))))
+        assert list(s.score(rollouts("a"))[0].rewards.values()) == [None] * 3
+    for answer in answers.values():
+        assert f'wanted {{"rewards": [1 numbers or nulls]}}, got {answer}' in caplog.text
 
 
 def test_an_address_without_a_server_is_named(caplog):
@@ -197,15 +202,14 @@ def test_a_secret_is_sent_from_the_environment_and_not_from_the_config():
         ServedReward("http://127.0.0.1:9/r", headers={"X-Key": "$OF_NOBODY"})
 
 
-@pytest.mark.parametrize("path", ["/r", "/classify"])
-def test_a_servers_reward_that_is_not_finite_fails_its_completion_alone(path, caplog):
+def test_a_servers_reward_that_is_not_finite_fails_its_completion_alone(caplog):
     values = ["0.5", "1e400", "-Infinity", "NaN", "1e300"]
     data = ", ".join(f'{{"index": {i}, "probs": [{value}]}}' for i, value in enumerate(values))
     answer = f'{{"rewards": [{", ".join(values)}], "data": [{data}]}}'
-    with serving(lambda body: (200, answer)) as server, scorer({"function": server.url + path}) as s:
+    with serving(lambda body: (200, answer)) as server, scorer(*({"function": server.url + path} for path in ("/r", "/classify"))) as s:
         scored = s.score(rollouts(*"abcde"))
-    assert rewards(scored) == [0.5, *[None] * 4] and [str(one.reward) for one in scored] == ["0.5", *["nan"] * 4]
-    assert "it returned inf, which is not finite" in caplog.text
+    assert [list(one.rewards.values()) for one in scored] == [[0.5, 0.5], *[[None, None]] * 4]
+    assert [str(one.reward) for one in scored] == ["1.0", *["nan"] * 4] and caplog.text.count("it returned inf, which is not finite") == 2
 
 
 # ------------------------------------------------------------------------------------------------------------- models in a worker
