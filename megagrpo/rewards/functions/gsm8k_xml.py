@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megagrpo.rewards.functions.numbers import last_number
-from megagrpo.rewards.functions.text import text_of
+from megagrpo.rewards.functions.text import last_number, text_of
 
 _STRICT = r"^<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n$"
 _SOFT = r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>"
