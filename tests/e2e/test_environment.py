@@ -132,10 +132,11 @@ def same_as_plain(run):
     assert [line["grad_norm"] for line in run.metrics] == pytest.approx([line["grad_norm"] for line in world.plain().metrics], rel=1e-4)
 
 
-def test_all_hostile_environments_together_change_no_result(tmp_path):
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.full)], ids=["a server that runs", "its own server"])
+def test_all_hostile_environments_together_change_no_result(launched, tmp_path):
     everything = {name: value for environment in HOSTILE.values() for name, value in environment.items()}
     assert {row_of(name).fate for name in everything} == {PASSED, IGNORED, REMOVED}
-    run = world.train(tmp_path, prepare=lambda: os.environ.update(everything), launched=True)
+    run = world.train(tmp_path, prepare=lambda: os.environ.update(everything), launched=launched)
     same_as_plain(run)
     assert "RANK" in run.err
 

@@ -151,9 +151,9 @@ def test_every_guarantee_holds_with_either_kind_of_wall(walls):
     "walls, missing",
     [
         (("seccomp", "counts"), ["no file outside its folder"]),
-        (("landlock", "seccomp"), ["bounded memory", "bounded threads"]),
+        pytest.param(("landlock", "seccomp"), ["bounded memory", "bounded threads"], marks=pytest.mark.full),
         (("landlock",), ["no network", "no other process", "bounded memory", "bounded files", "bounded threads"]),
-        (("namespaces", "mounts"), ["no other process", "bounded memory", "bounded threads"]),
+        pytest.param(("namespaces", "mounts"), ["no other process", "bounded memory", "bounded threads"], marks=pytest.mark.full),
         ((), list(GUARANTEES)),
     ],
     ids=str,

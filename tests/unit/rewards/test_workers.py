@@ -185,6 +185,7 @@ def test_a_reward_that_hangs_costs_its_own_completion_only(folder, function):
         assert s.metrics()[f"rewards/{function}/timeouts"] == 0
 
 
+@pytest.mark.full  # `hangs_in_c` above is the same without sympy
 def test_a_sympy_expression_that_never_ends_is_cut_off(folder):
     columns = {"question": "q", "answer": "1", "metadata": {"source_dataset": "countdown", "target": 24, "numbers": [9, 9, 9, 9]}}
     with scorer(folder, "reasoning_gym", timeout=0.4, workers=1) as s:

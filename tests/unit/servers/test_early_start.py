@@ -153,6 +153,7 @@ def test_it_starts_only_for_a_server_of_this_host_without_a_gpu(overrides, gpus,
     assert bool(early_start._waiting) == starts
 
 
+@pytest.mark.full  # runs that start their own server use the program, too (tests/e2e)
 def test_the_real_program_waits_with_vllm_imported_and_leaves_the_token(tmp_path):
     log, token = tmp_path / "vllm_0.log", b"a-token-of-the-tests"
     log.touch()

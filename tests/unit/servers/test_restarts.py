@@ -13,7 +13,7 @@ from megagrpo.engine import http
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.fleet import State
 from megagrpo.engine.protocol import EngineDeadError
-from megagrpo.servers import hang_detection, restarts
+from megagrpo.servers import hang_detection, restarts, supervisor
 from megagrpo.servers import launcher as launcher_module
 from megagrpo.servers.launcher import Launcher
 from megagrpo.servers.node_agent import NodeAgent, NodeLaunchers
@@ -79,6 +79,7 @@ def wait_until(condition, seconds=20.0):
 @pytest.fixture
 def stand(tmp_path, monkeypatch):
     monkeypatch.setattr(restarts_module, "RESTART_LOOP_SECONDS", 0.05)
+    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 1.0)
     (tmp_path / "config.json").write_text("{}")
     with Stand(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
         launcher.start()
