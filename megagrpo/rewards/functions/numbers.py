@@ -47,9 +47,6 @@ _TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"\\[{}]|[{}]")
 _FRAC_PARTS = re.compile(rf"\\[dtc]?frac[ ]?({_PART})[ ]?({_PART})")
 _SEPARATOR = re.compile("[, '_]")
 _BESIDE = re.compile(rf"[\s.*_()\[\]{{}}\\\"'+%{_CURRENCY}]*")  # what may stand beside a plain number
@@ -74,35 +71,6 @@ _BEFORE_SIGN = re.compile(  # a minus with a space after it is a sign after thes
 _MAX_DIGITS = 20  # of both parts of a fraction, and of a power's base: two values are the same, or differ within 64 digits
 _MAX_EXPONENT = 9999
 _QUOTIENT, _POWER = Context(prec=64), Context(prec=99 * _MAX_DIGITS)
-
-
-def answer_part(text: str, prefix: str = "") -> str | None:
-    r"""Return the part of a response whose last number is its answer; None without one. `prefix` is what the chat template opened for the
-    response.
-
-    The part is what follows the last </think>, and in it the last <answer>, the last \boxed{...} or the number after the last "####", if
-    any. A thought or box that stays open has no answer.
-    """
-    part = (prefix + text).rpartition("</think>")[2]
-    if "<think>" in part:
-        return None
-    if tags := _TAG.findall(part):
-        part = tags[-1]
-    if box := _last(_BOX.finditer(part)):
-        return _until_closed(part, box.end())
-    _, marker, rest = part.rpartition("####")
-    line = rest.partition("\n")[0]
-    return line if marker and is_plain(line) else part
-
-
-def _until_closed(text: str, begin: int) -> str | None:
-    """Return the text from `begin` to the brace that closes it; None if it stays open."""
-    depth = 1
-    for brace in _BRACE.finditer(text, begin):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if not depth:
-            return text[begin : brace.start()]
-    return None
 
 
 def last_number(text: str) -> Decimal | None:

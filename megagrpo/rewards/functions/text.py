@@ -8,7 +8,8 @@ from collections.abc import Hashable, Sequence
 from decimal import Decimal
 from typing import Any
 
-from megagrpo.rewards.functions.numbers import answer_part, is_plain, last_number, only_number
+from megagrpo.rewards.answers import number_part
+from megagrpo.rewards.functions.numbers import is_plain, last_number, only_number
 
 _END_OF_THOUGHT = re.compile(r"</think>\s*<answer>")
 _THINK = re.compile(r"<think>(?!.*<think>).*?</think>", re.DOTALL)
@@ -43,18 +44,18 @@ def exact_number(completions: list[Any], answer: list[Any], prefixes: list[str] 
 
 
 def _answer_number(text: str, prefix: str) -> Decimal | None:
-    part = answer_part(text, prefix)
+    part = number_part(text, prefix)
     return None if part is None else last_number(part)
 
 
 def _gold_number(value: Any) -> Decimal | None:
-    part = answer_part(str(value))
+    part = number_part(str(value))
     return None if part is None else only_number(part)
 
 
 def _number_fault(answer: Any = None) -> str | None:
     """Return why a row cannot be scored: its gold is not one number, or has words or units, which no reward compares."""
-    part = answer_part(str(answer))
+    part = number_part(str(answer))
     if part is not None and is_plain(part):
         return None
     gold = repr(answer)
