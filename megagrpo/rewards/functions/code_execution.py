@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any, Literal
 
 from megagrpo.process.terminal import get_logger
+from megagrpo.rewards.functions import implicit_names
+from megagrpo.rewards.functions.program_tests import COLUMNS, RowTests, read_tests
+from megagrpo.rewards.functions.program_text import outline, program_of
 from megagrpo.rewards.functions.text import text_of
-from megagrpo.rewards.sandbox.sandbox import Limits, missing_guarantees, run
+from megagrpo.rewards.sandbox.sandbox import Checks, Limits, missing_guarantees, run
 
 log = get_logger(__name__)
-_FENCE = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^\n]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE)
-_PYTHON = ("", "python", "py", "python3")
 
 
 class CodeExecution:
-    """Returns 1.0 when the completion's program passes all tests of column `tests`, or prints column `expected_output`; else 0.0. Returns
-    None for a row with neither. With `partial` it returns the share of passed tests.
+    """Returns 1.0 when the completion's program passes all tests of column `tests`, or prints column `expected_output`; else 0.0. With
+    `partial` it returns the share of passed tests. Returns None for a row whose tests cannot be read, check nothing, or do not exist:
+    `row_fault` tells why.
 
-    The program is the last fenced Python block, or the whole completion without a fence. `tests` is Python (one or more `assert` lines), a
-    list of such texts, a list of `{"input", "output"}`, a dict with lists `inputs` and `outputs`, or any of these as JSON.
+    docs/rewards.md#programs has the shapes of `tests`, the further columns, and the rule for which part of a completion is the program.
 
-    Python tests run after the program in the same process, within `seconds` in total. Each input runs the program again, within `seconds`.
-    Its output is compared here; white space at line ends and at the end is ignored.
+    Python tests and calls run after the program in the same process, within `seconds` in total. Each input runs the program again, within
+    `seconds`. Outputs and returned values are compared here.
 
     `sandbox: required` raises ValueError when the kernel lacks a guarantee of the sandbox; `best_effort` logs the missing ones.
     """
@@ -49,6 +49,7 @@ class CodeExecution:
                 raise ValueError(f"code_execution: {name} {value} must be above 0")
         self._limits = Limits(seconds, memory_mb, output_kb, file_mb)
         self._partial, self._packages = partial, packages
+        self._last: tuple[str, RowTests | str] = "", ""  # the row read last, for the other completions of its group
         if missing := missing_guarantees():
             what = f"code_execution: this kernel lacks guarantees of the sandbox: {', '.join(missing)}"
             if sandbox == "required":
@@ -59,59 +60,101 @@ class CodeExecution:
             log.warning(what)
 
     def __call__(
-        self, completions: list[Any], tests: list[Any] | None = None, expected_output: list[Any] | None = None
+        self,
+        completions: list[Any],
+        prompts: list[Any] | None = None,
+        prefixes: list[str] | None = None,
+        tests: list[Any] | None = None,
+        expected_output: list[Any] | None = None,
+        entry_point: list[Any] | None = None,
+        fn_name: list[Any] | None = None,
+        metadata: list[Any] | None = None,
+        starter_code: list[Any] | None = None,
+        test_setup_code: list[Any] | None = None,
+        test_imports: list[Any] | None = None,
+        language: list[Any] | None = None,
     ) -> list[float | None]:
-        tests = tests or [None] * len(completions)
-        expected_output = expected_output or [None] * len(completions)
-        return [self._score(text_of(c), t, e) for c, t, e in zip(completions, tests, expected_output, strict=True)]
+        facts = (entry_point, fn_name, metadata, starter_code, test_setup_code, test_imports, language)
+        columns = dict(zip(("tests", "expected_output", *COLUMNS), (tests, expected_output, *facts), strict=True))
+        scores = list[float | None]()
+        for i, completion in enumerate(completions):
+            row = {name: values[i] for name, values in columns.items() if values is not None}
+            read = self._read(row)
+            prompt, prefix = prompts[i] if prompts else "", prefixes[i] if prefixes else ""
+            scores.append(None if isinstance(read, str) else self._score(text_of(completion), read, row, prompt, prefix or ""))
+        return scores
 
-    def _score(self, text: str, tests: Any, expected: Any) -> float | None:
-        asserts, pairs = read_tests(tests)
-        if expected is not None:
-            pairs.append(("", str(expected)))
-        if not asserts and not pairs:
-            return None
-        program = program_of(text)
-        passed = [False] * (len(asserts) + len(pairs))
-        if asserts:
-            results = run(program, self._limits, asserts, packages=self._packages).passed
-            passed[: len(results)] = results
-        for i, (stdin, output) in enumerate(pairs, start=len(asserts)):
-            passed[i] = self._prints(program, stdin, output)
-            if not (passed[i] or self._partial):
+    def row_fault(self, **columns: Any) -> str | None:
+        """Return why a row cannot be scored; None for a row that can. `columns` are the row's values."""
+        read = self._read({name: columns[name] for name in ("tests", "expected_output", *COLUMNS) if name in columns})
+        return read if isinstance(read, str) else None
+
+    def _read(self, row: dict[str, Any]) -> RowTests | str:
+        """Return the row's tests, or why it has none."""
+        key = repr(row)
+        if key != self._last[0]:
+            try:
+                read: RowTests | str = self._limited(read_tests(**row, packages=self._packages))
+            except ValueError as error:
+                read = str(error)
+            self._last = key, read
+        return self._last[1]
+
+    def _limited(self, tests: RowTests) -> RowTests:
+        for _, output in tests.pairs:
+            if len("\n".join(_lines(output)).encode("utf-8", "replace")) > self._limits.output_kb << 10:
+                raise ValueError(f"an expected output has {len(output) >> 10} KB, above output_kb {self._limits.output_kb}: {output!r:.50}")
+        return tests
+
+    def _score(self, text: str, tests: RowTests, row: dict[str, Any], prompt: Any, prefix: str) -> float:
+        context = _context(row, prompt) if row.get("entry_point") and not tests.pairs else ""
+        program = program_of(text, tests.names, prefix, context)
+        if program is None:
+            return 0.0
+        passed = self._passed_checks(program, tests, context)
+        for stdin, output in tests.pairs if self._partial or all(passed) else []:
+            passed.append(self._prints(program, stdin, output))
+            if not (passed[-1] or self._partial):
                 break
-        return sum(passed) / len(passed) if self._partial else float(all(passed))
+        return sum(passed) / tests.count if self._partial else float(sum(passed) == tests.count)
+
+    def _passed_checks(self, program: str, tests: RowTests, context: str) -> list[bool]:
+        """Run the row's calls and Python tests. Returns one boolean for each that has run."""
+        passed: list[bool] = []
+        setup = self._setup(program, tests, context)
+        if tests.calls:
+            checks = Checks(setup=setup, steps=[], function=tests.function, calls=tests.calls, count=len(tests.calls), stop_early=False)
+            limit = (1 << 20) + 4 * len(json.dumps(tests.expected))
+            ran = run(program, self._limits, checks, packages=self._packages, report_bytes=limit)
+            passed += tests.right(ran.results)
+        if python := tests.python.count:
+            steps, stop = tests.python.steps, not self._partial
+            checks = Checks(setup=setup, steps=steps, function="", calls=[], count=python, stop_early=stop)
+            ran = run(program, self._limits, checks, packages=self._packages)
+            ended_early = ran.ended != "done" and len(ran.passed) == python and all(ran.passed)  # code after the last test raised
+            passed += ran.passed[:-1] if ended_early else ran.passed
+        return passed
+
+    def _setup(self, program: str, tests: RowTests, context: str) -> str:
+        """Return code that runs before a program: the prompt's own, and imports of names that a site such as LeetCode provides."""
+        found = outline(program)
+        if found is None or not (tests.function or context or "Solution" in found.defines):
+            return ""
+        return f"{implicit_names.definitions(found.unbound)}\n{context}"
 
     def _prints(self, program: str, stdin: str, output: str) -> bool:
         ran = run(program, self._limits, stdin=stdin, packages=self._packages)
         return ran.ended == "done" and ran.passed == [True] and _lines(ran.stdout) == _lines(output)
 
 
-def program_of(text: str) -> str:
-    """Return the last fenced Python block; the whole text without any fence; "" when all fences are of other languages."""
-    blocks = _FENCE.findall(text)
-    if not blocks:
-        return text
-    return next((code for language, code in reversed(blocks) if language.lower() in _PYTHON), "")
-
-
-def read_tests(tests: Any) -> tuple[list[str], list[tuple[str, str]]]:
-    """Return a row's tests as Python texts and as pairs of input and output. Raises ValueError for another format."""
-    if tests is None:
-        return [], []
-    if isinstance(tests, str):
-        if tests.lstrip()[:1] not in ("[", "{"):
-            return ([tests] if tests.strip() else []), []
-        tests = json.loads(tests)
-    if isinstance(tests, dict):
-        return [], [(_text(i), _text(o)) for i, o in zip(tests["inputs"], tests["outputs"], strict=True)]
-    if all(isinstance(test, str) for test in tests):
-        return list(tests), []
-    return [], [(_text(test["input"]), _text(test["output"])) for test in tests]
-
-
-def _text(value: Any) -> str:
-    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+def _context(row: dict[str, Any], prompt: Any) -> str:
+    """Return the code that defines `entry_point` in the row's starter code or in its prompt; "" without one."""
+    name = str(row["entry_point"])
+    for text in (row.get("starter_code"), text_of(prompt) if prompt else ""):
+        code = program_of(text, {name}) if isinstance(text, str) else None
+        if code is not None and (found := outline(code)) is not None and name in found.defines:
+            return code
+    return ""
 
 
 def _lines(text: str) -> list[str]:

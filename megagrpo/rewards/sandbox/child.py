@@ -1,8 +1,8 @@
 """The process that a program of a completion runs in: `python -I -S child.py REPORTS MAILBOX`, started by `sandbox.run`.
 
 It reads a job (JSON) from standard input, puts up the walls that the kernel offers, reports them and the results of tests on the descriptor
-REPORTS, and executes the program. It imports nothing of this project but `system_calls`. The walls also hold for what the program imports
-and for its threads. None of them needs root:
+REPORTS, and executes the program. It imports nothing of this project but `execution` and `system_calls`. The walls also hold for what the
+program imports and for its threads. None of them needs root:
 
 - Landlock: the program can open the job's folder, and Python's own files to read. Where the kernel lacks it, a mount namespace does that.
 - seccomp: no sockets, no new processes, no signals to others, no tracing, no way around (io_uring, namespaces, memory outside of limits).
@@ -202,40 +202,20 @@ def feed_input(text: bytes) -> None:
     sys.stdin = open(0, encoding="utf-8", errors="replace", closefd=False)
 
 
-def execute(job: "Job", report: "Callable[[object], None]") -> None:
-    """Run the program, then each of its tests in the same namespace. Results go to `report`, with the job's token."""
-    names: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
-    ended: object = None
-    try:
-        exec(compile(job["program"], "<program>", "exec"), names)
-    except SystemExit as error:
-        ended = error.code
-    if job["tests"] is None:
-        sys.stdout.flush()
-        report({"token": job["token"], "passed": [ended in (None, 0)]})
-        return
-    passed = []
-    for test in job["tests"]:
-        try:
-            exec(compile(test, "<test>", "exec"), names)
-            passed.append(True)
-        except BaseException:
-            passed.append(False)
-    report({"token": job["token"], "passed": passed})
-
-
 def main() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, 9, 0, 0, 0)
     reports, mailbox = map(int, sys.argv[1:])
     job: Job = json.load(open(0, "rb", closefd=False))
 
-    def report(message: object, write: "Callable[[int, bytes], int]" = os.write, dumps: "Callable[[object], str]" = json.dumps) -> None:
-        write(reports, dumps(message).encode() + b"\n")
+    def report(message: object, write: "Callable[[int, bytes], int]" = os.write, dumps: "Callable[..., str]" = json.dumps) -> None:
+        left = dumps(message, default=execution.plain).encode() + b"\n"
+        while left:
+            left = left[write(reports, left) :]
 
     os.chdir(job["folder"])
     feed_input(job["input"].encode("utf-8", "replace"))
     sys.path.append(job["package"])
-    from megagrpo.rewards.sandbox import system_calls  # import now: the file cannot be read after the restrictions are in place
+    from megagrpo.rewards.sandbox import execution, system_calls  # import now: the files cannot be read once the restrictions are in place
 
     sys.path[:] = job["path"]
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
@@ -250,9 +230,8 @@ def main() -> None:
         walls["seccomp"], walls["counts"] = filter_calls(system_calls, "counts" in wanted, not walls["mounts"], mailbox)
     os.close(mailbox)
     report({"walls": walls})
-    execute(job, report)
-    sys.stdout.flush()
-    os._exit(0)
+    token = job["token"]
+    execution.execute(job["program"], job["checks"], lambda value: report({"token": token, "result": value}), lambda: os._exit(0))
 
 
 if __name__ == "__main__":

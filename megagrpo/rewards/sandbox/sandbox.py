@@ -52,11 +52,27 @@ class Limits:
         return (self.kernel_mb << 20) + (self.memory_mb << 20) // 128  # page tables of memory without holes take 1/512
 
 
+class Checks(TypedDict):
+    """What checks a program after it has run: `steps`, or calls of a function.
+
+    A step is (kind, Python code): "setup", "test", or "check", a test that also has to call `__checked__()`. Inside a step,
+    `with __test__():` reports one more test and `__function__(path)` finds the program's function. A call is positional and keyword
+    arguments.
+    """
+
+    setup: str  # Python code that runs before the program
+    steps: list[tuple[str, str]]
+    function: str  # "" without calls
+    calls: list[tuple[list[Any], dict[str, Any]]]
+    count: int  # results: of tests, or of calls
+    stop_early: bool  # stop after the first failed test
+
+
 class Job(TypedDict):
     """What the child process reads as JSON from its standard input. Folders are absolute paths."""
 
     program: str
-    tests: list[str] | None
+    checks: Checks | None
     input: str
     token: str  # marks the reports that are not the program's own
     folder: str  # the program's working folder
@@ -77,27 +93,43 @@ class Job(TypedDict):
 class Ran:
     """The result of a program. `ended` is "done" (also after an exception), "time", "output" or "died".
 
-    `passed` has one entry per test; without tests it has one entry, whether the program ran to its end. It is empty when the program ended
-    earlier. `walls` tells for each restriction whether it was in place.
+    `results` has one entry per test (a boolean) or call (a list with its value, None after an exception); without checks it has one
+    entry, whether the exit status is 0. It is shorter when the program ended earlier or stopped, and "done" then is "died". `walls` tells
+    for each restriction whether it was in place.
     """
 
     ended: str
     stdout: str
-    passed: list[bool]
+    results: list[Any]
     walls: dict[str, bool]
+
+    @property
+    def passed(self) -> list[bool]:
+        """Whether each test passed."""
+        return [result is True for result in self.results]
 
 
 def run(
-    program: str, limits: Limits, tests: list[str] | None = None, stdin: str = "", walls: tuple[str, ...] = WALLS, packages: bool = True
+    program: str,
+    limits: Limits,
+    tests: list[str] | Checks | None = None,
+    stdin: str = "",
+    walls: tuple[str, ...] = WALLS,
+    packages: bool = True,
+    report_bytes: int = 1 << 20,
 ) -> Ran:
-    """Run a Python program, then `tests` (also Python) in the same namespace, in a temporary folder that is removed afterwards."""
+    """Run a Python program, then `tests` (texts of Python, or `Checks`) in the same namespace, in a temporary folder that is removed
+    afterwards. `report_bytes` limits the length of all results."""
+    if isinstance(tests, list):
+        steps = [("test", test.encode("utf-8", "replace").decode()) for test in tests]
+        tests = Checks(setup="", steps=steps, function="", calls=[], count=len(steps), stop_early=False)
     with temporary_folder("megagrpo_code_") as folder:
         (folder / "work").mkdir()
         (folder / "root").mkdir()
         token = secrets.token_hex(16)
         job: Job = {
             "program": program.encode("utf-8", "replace").decode(),
-            "tests": None if tests is None else [t.encode("utf-8", "replace").decode() for t in tests],
+            "checks": tests,
             "input": stdin,
             "token": token,
             "folder": str(folder / "work"),
@@ -113,10 +145,10 @@ def run(
             "package": _PACKAGE_ROOT,
             "cpu_seconds": int(limits.seconds) + 1,
         }
-        return _watch(job, folder / "work", limits)
+        return _watch(job, folder / "work", limits, report_bytes)
 
 
-def _watch(job: Job, folder: Path, limits: Limits) -> Ran:
+def _watch(job: Job, folder: Path, limits: Limits, report_bytes: int) -> Ran:
     with tempfile.TemporaryFile() as file:
         file.write(json.dumps(job).encode())
         file.seek(0)
@@ -136,7 +168,7 @@ def _watch(job: Job, folder: Path, limits: Limits) -> Ran:
         their_mailbox.close()
     try:
         with Counts(mailbox, process.pid, limits.max_threads, FEW_FILES, limits.kernel_bytes) as counts:
-            ended, stdout, report = _read(process, reports, counts, limits)
+            ended, stdout, report = _read(process, reports, counts, limits, report_bytes)
     finally:
         _kill(process)
         if process.stdout is not None:
@@ -144,12 +176,17 @@ def _watch(job: Job, folder: Path, limits: Limits) -> Ran:
         os.close(reports)
     messages = list(_messages(report))
     walls: dict[str, bool] = next((m["walls"] for m in messages if "walls" in m), {})
-    count = 1 if job["tests"] is None else len(job["tests"])
-    passed = _results([m.get("passed") for m in messages if m.get("token") == job["token"]], count)
-    return Ran("died" if ended == "done" and not passed else ended, stdout.decode("utf-8", "replace"), passed, walls)
+    count = 1 if job["checks"] is None else job["checks"]["count"]
+    results = [m.get("result") for m in messages if m.get("token") == job["token"]]
+    calls = job["checks"] is not None and bool(job["checks"]["function"])
+    if len(results) > count + 1 or not (calls or all(type(result) is bool for result in results)):
+        results = []  # the program has written results too
+    if ended == "done" and results[count:] != [True]:
+        ended = "died"
+    return Ran(ended, stdout.decode("utf-8", "replace"), results[:count], walls)
 
 
-def _read(process: subprocess.Popen[bytes], reports: int, counts: Counts, limits: Limits) -> tuple[str, bytes, bytes]:
+def _read(process: subprocess.Popen[bytes], reports: int, counts: Counts, limits: Limits, report_bytes: int) -> tuple[str, bytes, bytes]:
     """Read the program's output and reports, and answer its counted calls, until it ends or reaches a limit."""
     deadline = time.monotonic() + limits.seconds
     assert process.stdout is not None, "the process writes to a pipe"
@@ -176,7 +213,7 @@ def _read(process: subprocess.Popen[bytes], reports: int, counts: Counts, limits
                     selector.unregister(key.fd)
                     unread.remove(key.fd)
                 texts[key.fd] += data
-            if len(texts[output]) > limits.output_kb << 10 or len(texts[reports]) > 1 << 20:
+            if len(texts[output]) > limits.output_kb << 10 or len(texts[reports]) > report_bytes:
                 return "output", texts[output], texts[reports]
     return "done", texts[output], texts[reports]
 
@@ -190,14 +227,6 @@ def _messages(report: bytes) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(message, dict):
             yield message
-
-
-def _results(reported: list[Any], count: int) -> list[bool]:
-    """Return the `count` booleans of the one report with the token. Empty when the number of such reports is not one, or the report is
-    malformed."""
-    if len(reported) != 1 or not isinstance(reported[0], list) or len(reported[0]) != count:
-        return []
-    return reported[0] if all(type(passed) is bool for passed in reported[0]) else []
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

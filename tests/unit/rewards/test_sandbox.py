@@ -12,7 +12,7 @@ import pytest
 
 from megagrpo.config import RewardsSection
 from megagrpo.rewards.functions import code_execution
-from megagrpo.rewards.functions.code_execution import CodeExecution, program_of, read_tests
+from megagrpo.rewards.functions.code_execution import CodeExecution
 from megagrpo.rewards.sandbox import sandbox
 from megagrpo.rewards.sandbox.sandbox import WALLS, Limits, missing_guarantees, run
 from megagrpo.rewards.scorer import RewardScorer
@@ -255,17 +255,6 @@ def test_output_is_compared_outside_of_the_program():
     assert score("print(3)\nraise SystemExit(1)", expected="3") == 0.0
     assert score("import os\nprint(3, flush=True)\nos._exit(0)", expected="3") == 0.0  # it never reached its end
     assert score("print(1)") is None and score("print(1)", "") is None
-
-
-def test_the_program_is_the_last_python_block():
-    assert program_of("```python\nx\n```\nand\n```py\ny\n```\nfor\n```sh\nls\n```") == "y\n"
-    assert program_of("```sh\nls\n```") == "" and program_of("x = 1") == "x = 1"
-
-
-@pytest.mark.parametrize("tests", ["[1, 2]", "[", [{"in": "a"}], {"inputs": ["a"], "outputs": []}])
-def test_tests_that_cannot_be_read_are_an_error_of_their_row(tests):
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        read_tests(tests)
 
 
 def test_the_reward_runs_in_a_worker_and_counts_as_any_other(own_temporary_files):

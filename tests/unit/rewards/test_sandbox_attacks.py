@@ -12,7 +12,7 @@ import pytest
 
 from megagrpo.process.scratch import temporary_files
 from megagrpo.rewards.functions.code_execution import CodeExecution
-from megagrpo.rewards.sandbox import sandbox, system_calls
+from megagrpo.rewards.sandbox import execution, sandbox, system_calls
 from megagrpo.rewards.sandbox.sandbox import WALLS, Limits, missing_guarantees, run
 
 WITHOUT_NAMESPACES, WITHOUT_LANDLOCK = ("landlock", "seccomp", "counts"), ("namespaces", "mounts", "seccomp", "counts")
@@ -61,6 +61,7 @@ def test_the_start_check_finds_out_that_a_program_can_make_the_kernel_signal_oth
     assert missing_guarantees(WITHOUT_NAMESPACES) == {}
     package = tmp_path / "megagrpo" / "rewards" / "sandbox"
     package.mkdir(parents=True)
+    (package / "execution.py").write_bytes(Path(execution.__file__).read_bytes())
     source = Path(system_calls.__file__).read_text()
     (package / "system_calls.py").write_text(source.replace("SENDS_SIGNALS = (8, 10, 15)", "SENDS_SIGNALS = ()"))
     monkeypatch.setattr(sandbox, "_PACKAGE_ROOT", str(tmp_path))
@@ -227,23 +228,23 @@ frame = sys._getframe()
 while frame and "token" not in frame.f_locals.get("job", ()):
     frame = frame.f_back
 write, token = frame.f_locals["report"], frame.f_locals["job"]["token"]
-reports = frame.f_back.f_locals["reports"]
+reports = frame.f_locals["reports"]
 {reports}
 os._exit(0)
 """
 
 
-FORGED = ["[1000]", "[True]", "[True] * 4", "[1, 1, 1]", "True", "'abc'", "{'a': 1}", "[True, True, 'x']", "[[1], 1, 1]"]
+FORGED = ["1000", "[True]", "1", "'abc'", "{'a': 1}", "None"]
 
 
-@pytest.mark.parametrize("passed", FORGED)
-def test_a_forged_report_that_is_not_one_boolean_for_each_test_gives_nothing(passed):
-    forged = FORGE.format(reports=f"write({{'token': token, 'passed': {passed}}})")
+@pytest.mark.parametrize("result", FORGED)
+def test_a_forged_result_of_a_test_that_is_not_a_boolean_gives_nothing(result):
+    forged = FORGE.format(reports=f"for _ in range(4):\n    write({{'token': token, 'result': {result}}})")
     assert run(forged, LIMITS, tests=["assert False"] * 3).passed == []
 
 
 def test_a_program_that_reports_beside_the_harness_gives_nothing_and_noise_in_its_reports_is_harmless():
-    forged = FORGE.format(reports="write({'token': token, 'passed': [True]})").replace("os._exit(0)", "")
+    forged = FORGE.format(reports="write({'token': token, 'result': True})").replace("os._exit(0)", "")
     assert run(forged, LIMITS, tests=["assert False"]).passed == []
     lines = r"b'{bad}', b'[' * 9999 + b'}', b'[1]', b'{}', b'\xff}', b'{\"token\": 1}'"
     noise = FORGE.format(reports=f"for line in ({lines}):\n    os.write(reports, line + b'\\n')").replace("os._exit(0)", "")
@@ -252,8 +253,8 @@ def test_a_program_that_reports_beside_the_harness_gives_nothing_and_noise_in_it
 
 def test_with_partial_a_forged_report_scores_0():
     rewarded = CodeExecution(partial=True)
-    forged = FORGE.format(reports="write({'token': token, 'passed': [1000, 1000]})")
-    assert rewarded([forged], tests=[["assert False", "assert False"]]) == [0.0]
+    forged = FORGE.format(reports="for _ in range(3):\n    write({'token': token, 'result': 1000})")
+    assert rewarded([f"{forged}\ndef add(): pass"], tests=[["assert add() == 1", "assert add() == 2"]]) == [0.0]
 
 
 # --------------------------------------------------------------------------------------------------- the filter, instruction by instruction

@@ -1,0 +1,110 @@
+"""What checks something in Python tests, and what the tests need: the static analysis behind `python_tests`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Container, Iterator
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+PROGRAM_MODULES = ("solution", "__main__")  # names under which tests may import the program
+_RAISES = ("raises", "assertRaises", "assertRaisesRegex", "warns", "assertWarns", "assertWarnsRegex", "assertLogs", "assertNoLogs")
+
+
+def is_check(statement: ast.stmt, own_functions: Container[str], source: str) -> bool:
+    """Tell whether a statement checks something itself. `own_functions` are defined in the same text: their bodies tell whether they check.
+    `source` is the text from the statement on."""
+    if isinstance(statement, ast.Assert):
+        return constant(statement.test) is None
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        name = called_name(statement.value)
+        return (name.startswith("assert") or name == "raises") and name not in own_functions
+    if isinstance(statement, (ast.With, ast.AsyncWith)):
+        calls = [item.context_expr for item in statement.items if isinstance(item.context_expr, ast.Call)]
+        return any(called_name(call) in _RAISES for call in calls)
+    return isinstance(statement, (ast.If, ast.Try, ast.Match)) and not source.startswith("elif") and can_fail(statement)
+
+
+def inside(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """Yield the statements directly inside a statement."""
+    for name in ("body", "orelse", "finalbody"):
+        yield from getattr(statement, name, [])
+    for name in ("handlers", "cases"):
+        for part in getattr(statement, name, []):
+            yield from part.body
+
+
+def can_fail(statement: ast.stmt) -> bool:
+    """Tell whether a statement contains `raise`, `assert False` or a call of `fail`, outside of definitions."""
+    for inner in inside(statement):
+        if isinstance(inner, ast.Raise) or (isinstance(inner, ast.Assert) and constant(inner.test) is False):
+            return True
+        if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call) and called_name(inner.value) in ("fail", "exit"):
+            return True
+        if not isinstance(inner, (Function, ast.ClassDef)) and can_fail(inner):
+            return True
+    return False
+
+
+def constant(test: ast.expr) -> bool | None:
+    """Return the truth of a condition that no program can change; None for another condition."""
+    if isinstance(test, ast.Constant):
+        return bool(test.value)
+    if isinstance(test, (ast.Tuple, ast.List, ast.Set)):
+        return bool(test.elts)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        truth = constant(test.operand)
+        return None if truth is None else not truth
+    if isinstance(test, ast.BoolOp):
+        truths, decisive = [constant(v) for v in test.values], isinstance(test.op, ast.Or)
+        return decisive if decisive in truths else None if None in truths else not decisive
+    if isinstance(test, ast.Compare) and not any(isinstance(n, (ast.Name, ast.Call)) for n in ast.walk(test)):
+        return True  # a comparison of constants
+    return None
+
+
+def required(function: Function) -> list[str]:
+    """Return the names of the positional parameters without a default, and of keyword-only ones."""
+    arguments = function.args
+    positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
+    keywords = [a.arg for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
+    return positional[: len(positional) - len(arguments.defaults)] + keywords
+
+
+def parameter_names(mark: ast.Call) -> list[str]:
+    """Return the names that a mark `parametrize` gives values to."""
+    names = [*mark.args, *(k.value for k in mark.keywords if k.arg == "argnames")][:1]
+    texts = [n.value for node in names for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    return [name.strip() for text in texts for name in text.split(",")]
+
+
+def called_name(node: ast.expr) -> str:
+    """Return the last name of what an expression calls or names: `raises` of `pytest.raises(ValueError)`."""
+    node = node.func if isinstance(node, ast.Call) else node
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def is_main(node: ast.AST) -> bool:
+    """Tell whether a node runs all tests: `unittest.main()` or `pytest.main()`."""
+    return isinstance(node, ast.Call) and called_name(node) == "main" and ast.unparse(node.func) in ("unittest.main", "pytest.main")
+
+
+def program_imports(tree: ast.Module, installed: Callable[[str], bool]) -> set[str]:
+    """Return the names that tests import from the program. Raises ValueError for another module that is not installed, unless the import is
+    tried."""
+    tried = {id(n) for t in ast.walk(tree) if isinstance(t, ast.Try) for s in t.body for n in ast.walk(s)}
+    names, aliases = set[str](), set[str]()
+    for node in ast.walk(tree):
+        modules: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            if node.level == 0 and node.module in PROGRAM_MODULES:
+                names |= {alias.name for alias in node.names if alias.name != "*"}
+            else:
+                modules = ["." * node.level + (node.module or "")]
+        elif isinstance(node, ast.Import):
+            aliases |= {a.asname or a.name for a in node.names if a.name in PROGRAM_MODULES}
+            modules = [a.name for a in node.names if a.name not in PROGRAM_MODULES]
+        for module in modules if id(node) not in tried else []:
+            if module.startswith(".") or not installed(module.partition(".")[0]):
+                raise ValueError(f"`tests` imports `{module}`, which is not installed; the program is the module `{PROGRAM_MODULES[0]}`")
+    attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)] if aliases else []
+    return names | {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id in aliases}

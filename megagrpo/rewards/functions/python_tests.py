@@ -1,0 +1,336 @@
+"""Reads tests that are Python: finds their checks, and cuts a text into steps that the sandbox runs one after another.
+
+A check is an `assert`, a call whose name begins with `assert`, a `with pytest.raises(...)`, or an `if` or `try` that can raise. A test is a
+top-level statement with checks, a test function of pytest, a test method of `unittest.TestCase`, or an assert of `check(candidate)`.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from megagrpo.rewards.functions.program_text import outline
+from megagrpo.rewards.functions.python_checks import (
+    Function,
+    called_name,
+    inside,
+    is_check,
+    is_main,
+    parameter_names,
+    program_imports,
+    required,
+)
+
+_COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.TryStar, ast.Match, ast.AsyncFor, ast.AsyncWith)
+_SELECTING = ("skip", "skipif", "xfail", "usefixtures", "asyncio")  # marks that need pytest itself
+_ENTRY = re.compile(r"[A-Za-z_]\w*(?:\(\))?(?:\.[A-Za-z_]\w*(?:\(\))?)*")
+_RUN_CASE = """
+def __case__(case, name):
+    import unittest
+    result = unittest.TestResult()
+    unittest.TestSuite([case(name)]).run(result)
+    if not result.wasSuccessful() or result.skipped or result.testsRun != 1:
+        raise AssertionError(name)
+"""
+_RUN_PYTEST = """
+def __rows__(*marked):
+    rows = [{}]
+    for mark in [m for function in marked for m in getattr(function, "pytestmark", [])]:
+        if mark.name == "parametrize":
+            names, values = (*mark.args, *(mark.kwargs[k] for k in ("argnames", "argvalues") if k in mark.kwargs))[:2]
+            names = [n.strip() for n in names.split(",") if n.strip()] if isinstance(names, str) else list(names)
+            values = [v.values if type(v).__name__ == "ParameterSet" else (v,) if len(names) == 1 else v for v in values]
+            rows = [{**row, **dict(zip(names, value))} for row in rows for value in values]
+    return rows
+
+def __value__(value):
+    return next(value) if hasattr(value, "__next__") else value
+"""
+
+
+@dataclass
+class PythonTests:
+    """The steps of a row's Python tests, as `sandbox.Checks` describes them, the number of tests in them, and the names that they take
+    from the program."""
+
+    steps: list[tuple[str, str]] = field(default_factory=list)
+    count: int = 0
+    names: frozenset[str] = frozenset()
+
+
+def read_python_tests(texts: Sequence[str], setup: str, entry_point: str | None, installed: Callable[[str], bool]) -> PythonTests:
+    """Read a row's texts of tests, which share one namespace. `setup` runs before them. `installed` tells whether a module can be
+    imported.
+
+    Raises ValueError, with the reason, when the texts check nothing or need something that the sandbox lacks.
+    """
+    tests, names = PythonTests([("setup", setup)] if setup.strip() else []), set[str]()
+    set_up = outline(setup)
+    if set_up is None:
+        raise ValueError("`test_setup_code` or `test_imports` is not valid Python")
+    program_imports(ast.parse(setup), installed)
+    bound, used, calls_program, has_check = set(set_up.defines), set[str](), False, False
+    for text in texts:
+        reader = _Reader(text.replace("\r\n", "\n").replace("\r", "\n"), entry_point, installed)
+        tests.steps += reader.steps()
+        tests.count += reader.count
+        names |= reader.imported
+        bound |= reader.outline.defines
+        used |= reader.outline.unbound
+        calls_program |= reader.calls_entry
+        has_check |= reader.checks
+    tests.names = frozenset(names | (used - bound) | ({re.split(r"\W", entry_point)[0]} if entry_point and calls_program else set()))
+    shown = " ".join(" ".join(texts).split())
+    if not (tests.count and has_check):
+        raise ValueError(f"`tests` checks nothing: {shown!r:.100}")
+    if not tests.names:
+        raise ValueError(f"`tests` calls nothing of the program: {shown!r:.100}")
+    return tests
+
+
+class _Reader:
+    """One text of tests. `edits` are (begin, end, replacement) in characters of the text."""
+
+    def __init__(self, text: str, entry_point: str | None, installed: Callable[[str], bool]):
+        self._text, self._entry = text, entry_point
+        self._lines = text.split("\n")
+        self._starts = [0]
+        for line in self._lines:
+            self._starts.append(self._starts[-1] + len(line) + 1)
+        outlined = outline(text)
+        if outlined is None:
+            raise ValueError(f"`tests` is neither JSON nor valid Python{_reason(text)}: {' '.join(text.split())!r:.100}")
+        self.outline = outlined
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self._tree = ast.parse(text)
+        self._edits: list[tuple[int, int, str]] = []
+        self.count, self.calls_entry, self.checks = 0, False, False
+        self.imported = program_imports(self._tree, installed)
+        self._functions = {s.name: s for s in self._tree.body if isinstance(s, Function)}
+        self._classes = {s.name: s for s in self._tree.body if isinstance(s, ast.ClassDef)}
+
+    def steps(self) -> list[tuple[str, str]]:
+        """Cut the text into steps, and append the calls of its test functions and test cases."""
+        body = list(self._main_guard_inlined())
+        with_checks = {id(s) for s in body if self._mark_checks(s)}
+        checking = self._checking(with_checks)
+        run = [s for s in body if not isinstance(s, (Function, ast.ClassDef))]
+        called = {called_name(n) for s in run for n in ast.walk(s) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        cases = {name for name in self._classes if self._is_case(name)}
+        kinds = [(s, self._kind(s, id(s) in with_checks, checking - cases)) for s in body]
+        calls = [*self._entry_calls(checking, called), *self._function_calls(checking, called), *self._class_calls(cases)]
+        self.count += sum(kind != "setup" for kind, _ in calls) + sum(kind == "check" for _, kind in kinds)
+        self.checks = bool(with_checks)
+        harness = [("setup", _RUN_CASE)] * bool(cases) + [("setup", _RUN_PYTEST)] * any("__rows__" in code for _, code in calls)
+        return [*self._cut(kinds), *harness, *calls]
+
+    # ------------------------------------------------------------------------------------------------------------- statements
+
+    def _main_guard_inlined(self) -> Iterator[ast.stmt]:
+        """Yield the top-level statements. Code under `if __name__ == "__main__"` runs too; `unittest.main()` and `pytest.main()` do not."""
+        for statement in self._tree.body:
+            guard = isinstance(statement, ast.If) and isinstance(statement.test, ast.Compare) and isinstance(statement.test.left, ast.Name)
+            if guard and statement.test.left.id == "__name__":  # type: ignore[attr-defined]
+                self._replace(statement.test, "True")  # type: ignore[attr-defined]
+            for inner in [statement, *(statement.body if guard else [])]:  # type: ignore[attr-defined]
+                if isinstance(inner, ast.Expr) and any(is_main(n) for n in ast.walk(inner)):
+                    self._replace(inner, "pass")
+            yield statement
+
+    def _mark_checks(self, statement: ast.stmt) -> bool:
+        """Insert a call that counts before each check in a statement, at any depth. Returns whether there is one."""
+        found, statements = False, [statement]
+        while statements:
+            inner = statements.pop()
+            if self._is_check(inner):
+                found = True
+                begin = self._offset(inner.lineno, inner.col_offset)
+                indent = self._text[self._starts[inner.lineno - 1] : begin]
+                self._edits.append((begin, begin, f"__checked__()\n{indent}" if isinstance(inner, _COMPOUND) else "__checked__(); "))
+            statements += inside(inner)
+        return found
+
+    def _is_check(self, statement: ast.stmt) -> bool:
+        begin = self._offset(statement.lineno, statement.col_offset)
+        return is_check(statement, self._functions, self._text[begin : begin + 4])
+
+    def _checking(self, with_checks: set[int]) -> set[str]:
+        """Return the functions and classes that have a check, or use one that has."""
+        owners = self._functions | self._classes
+        uses = {name: {n.id for n in ast.walk(node) if isinstance(n, ast.Name)} for name, node in owners.items()}
+        checking = {name for name, node in owners.items() if id(node) in with_checks}
+        while more := {name for name in owners if name not in checking and uses[name] & checking}:
+            checking |= more
+        return checking
+
+    def _kind(self, statement: ast.stmt, has_check: bool, checking: set[str]) -> str:
+        if isinstance(statement, (Function, ast.ClassDef, ast.Import, ast.ImportFrom)):
+            return "setup"
+        if has_check:
+            return "check"
+        nodes = list(ast.walk(statement)) if checking else []
+        uses = any(isinstance(n, ast.Name) and n.id in checking for n in nodes)
+        return "check" if uses and any(isinstance(n, ast.Call) for n in nodes) else "setup"
+
+    def _cut(self, kinds: list[tuple[ast.stmt, str]]) -> Iterator[tuple[str, str]]:
+        """Yield the edited text of the statements: one step per check, and one for the statements between two checks. Statements that share
+        a line stay together."""
+        begin, kind, last = 0, "setup", 0
+        for statement, its_kind in kinds:
+            first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
+            if first <= last:
+                self.count -= kind == its_kind == "check"  # one step, so one test
+                kind = "check" if "check" in (kind, its_kind) else "setup"
+            elif "check" in (kind, its_kind):
+                yield kind, self._edited(begin, self._starts[first - 1])
+                begin, kind = self._starts[first - 1], its_kind
+            last = statement.end_lineno or first
+        yield kind, self._edited(begin, len(self._text))
+
+    # ------------------------------------------------------------------------------------------------------------------ calls
+
+    def _entry_calls(self, checking: set[str], called: set[str]) -> Iterator[tuple[str, str]]:
+        """Yield the call of HumanEval's `check(candidate)`. Its asserts count one by one when they are statements of its body."""
+        check = self._functions.get("check")
+        if check is None or "check" in called or "check" not in checking or len(required(check)) != 1:
+            return
+        entry, asserts = self._entry_value("check", required(check)[0]), 0
+        if not any(isinstance(n, ast.Return) for n in check.body):
+            for statement in check.body:
+                begin = self._offset(statement.lineno, statement.col_offset)
+                alone = not self._text[self._starts[statement.lineno - 1] : begin].strip()
+                if isinstance(statement, ast.Assert) and self._is_check(statement) and alone:
+                    self._edits.remove((begin, begin, "__checked__(); "))
+                    self._edits.append((begin, begin, "with __test__(): __checked__(); "))
+                    asserts += 1
+        self.count += asserts
+        only_asserts = asserts and not any(self._is_check(s) for s in check.body if not isinstance(s, ast.Assert))
+        yield ("setup" if only_asserts else "check"), f"check({entry})"
+
+    def _function_calls(self, checking: set[str], called: set[str]) -> Iterator[tuple[str, str]]:
+        if "setup_module" in self._functions and not required(self._functions["setup_module"]):
+            yield "setup", "setup_module()"
+        for name, function in self._functions.items():
+            if any(called_name(d) == "fixture" for d in function.decorator_list):
+                if any("autouse" in ast.unparse(d) for d in function.decorator_list):
+                    raise ValueError(f"`tests`: the fixture `{name}` has `autouse`, which is not supported")
+                continue
+            if name.startswith("test") and name not in called:
+                yield self._test_kind(function, checking), self._call(name, name, function, [])
+
+    def _test_kind(self, function: Function, checking: set[str]) -> str:
+        """Return "check" for a test that must run a check, "test" for one that only must not raise."""
+        nodes = list(ast.walk(function))
+        uses = any(isinstance(n, ast.Name) and n.id in checking for n in nodes)
+        return "check" if uses or any(isinstance(n, ast.stmt) and self._is_check(n) for n in nodes) else "test"
+
+    def _class_calls(self, cases: set[str]) -> Iterator[tuple[str, str]]:
+        for name in self._classes:
+            if name in cases:
+                for method, function in self._methods(name).items():
+                    if method.startswith("test") and not any(called_name(d).startswith("skip") for d in function.decorator_list):
+                        yield self._test_kind(function, set()), f"__case__({name}, {method!r})"
+            elif name.startswith("Test"):
+                methods = self._methods(name)
+                if "__init__" in methods:
+                    raise ValueError(f"`tests`: pytest does not run class `{name}`, which has `__init__`")
+                if "setup_class" in methods:
+                    yield "setup", f"{name}.setup_class()"
+                before = [m for m in ("setup_method", "setUp") if m in methods]
+                starts = "".join(f"; __object__.{m}({', '.join(['None'] * len(required(methods[m])[1:]))})" for m in before)
+                for method, function in methods.items():
+                    if any(called_name(d) == "fixture" for d in function.decorator_list):
+                        raise ValueError(f"`tests`: class `{name}` has the fixture `{method}`; only module-level fixtures are supported")
+                    if method.startswith("test"):
+                        call = self._call(f"{name}.{method}", f"__object__.{method}", function, [name])
+                        yield self._test_kind(function, set()), f"__object__ = {name}(){starts}\n{call}"
+
+    def _call(self, name: str, callee: str, function: Function, owner: list[str]) -> str:
+        """Return the code that calls a test function of pytest, once per row of its parameters."""
+        if isinstance(function, ast.AsyncFunctionDef):
+            raise ValueError(f"`tests`: test function `{name}` is async, which needs a plug-in of pytest")
+        marks = [*function.decorator_list, *(d for cls in owner for d in self._classes[cls].decorator_list)]
+        for decorator in marks:
+            if called_name(decorator) in _SELECTING:
+                raise ValueError(
+                    f"`tests`: test function `{name}` has the mark `{called_name(decorator)}`, which only pytest itself can read"
+                )
+        by_pytest = all(".mark." in ast.unparse(d) for d in function.decorator_list)
+        rows = [d for d in marks if called_name(d) == "parametrize"]
+        given = {n for d in rows if isinstance(d, ast.Call) for n in parameter_names(d)}
+        names = [n for n in required(function)[1 if owner else 0 :] if n not in given] if by_pytest else []
+        arguments = [f"{n}={self._fixture(name, n, ())}" for n in names]
+        if not rows:
+            return f"{callee}({', '.join(arguments)})"
+        sources = ", ".join(filter(None, [name, *owner]))
+        return f"for __row__ in __rows__({sources}): {callee}({', '.join([*arguments, '**__row__'])})"
+
+    def _fixture(self, test: str, name: str, seen: tuple[str, ...]) -> str:
+        function = self._functions.get(name)
+        decorators = [d for d in function.decorator_list if called_name(d) == "fixture"] if function else []
+        if not function or not decorators or name in seen:
+            if name == "candidate":
+                return self._entry_value(test, name)
+            raise ValueError(f"`tests`: test function `{test}` takes the fixture `{name}`, which is not supported")
+        if isinstance(decorators[0], ast.Call) and any(k.arg == "params" for k in decorators[0].keywords):
+            raise ValueError(f"`tests`: the fixture `{name}` has `params`, which is not supported")
+        begin, end = self._span(decorators[0])
+        if (begin, end, "(lambda f: f)") not in self._edits:
+            self._edits.append((begin, end, "(lambda f: f)"))
+        inner = ", ".join(f"{n}={self._fixture(test, n, (*seen, name))}" for n in required(function))
+        return f"__value__({name}({inner}))"
+
+    def _entry_value(self, function: str, parameter: str) -> str:
+        if not self._entry:
+            raise ValueError(f"`tests` defines `{function}({parameter})`, and the row has no `entry_point` to call it with")
+        if not _ENTRY.fullmatch(self._entry):
+            raise ValueError(f"`entry_point` is not a function's name: {self._entry!r:.100}")
+        self.calls_entry = True
+        return f"__function__({self._entry!r})"
+
+    def _is_case(self, name: str) -> bool:
+        bases = {ast.unparse(base).rpartition(".")[2] for base in self._classes[name].bases}
+        return any(b.endswith("TestCase") or (b in self._classes and b != name and self._is_case(b)) for b in bases)
+
+    def _methods(self, name: str) -> dict[str, Function]:
+        """Return the methods of a class, with those of its bases in the same text."""
+        node, methods = self._classes[name], dict[str, Function]()
+        for base in node.bases:
+            if isinstance(base, ast.Name) and base.id in self._classes and base.id != name:
+                methods |= self._methods(base.id)
+        return methods | {s.name: s for s in node.body if isinstance(s, Function)}
+
+    # ------------------------------------------------------------------------------------------------------------------- text
+
+    def _offset(self, line: int, column: int) -> int:
+        """Return the index in the text of a position of `ast`, whose columns are bytes of UTF-8."""
+        text = self._lines[line - 1]
+        return self._starts[line - 1] + (column if text.isascii() else len(text.encode()[:column].decode()))
+
+    def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        assert node.end_lineno is not None and node.end_col_offset is not None, "ast.parse sets the end of each node"
+        return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
+
+    def _replace(self, node: ast.expr | ast.stmt, code: str) -> None:
+        self._edits.append((*self._span(node), code))
+
+    def _edited(self, begin: int, end: int) -> str:
+        pieces, at = [], begin
+        for first, last, code in sorted(e for e in self._edits if begin <= e[0] < end):
+            pieces += [self._text[at:first], code]
+            at = last
+        return "".join([*pieces, self._text[at:end]])
+
+
+def _reason(text: str) -> str:
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        return f" ({error.msg}, line {error.lineno})"
+    except (ValueError, RecursionError, MemoryError):
+        pass
+    return ""
