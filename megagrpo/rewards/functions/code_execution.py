@@ -8,7 +8,7 @@ from typing import Any, Literal
 from megagrpo.process.terminal import get_logger
 from megagrpo.rewards.functions import implicit_names
 from megagrpo.rewards.functions.program_tests import COLUMNS, RowTests, read_tests
-from megagrpo.rewards.functions.program_text import outline, program_of
+from megagrpo.rewards.functions.program_text import is_stub, outline, program_of
 from megagrpo.rewards.functions.text import text_of
 from megagrpo.rewards.sandbox.sandbox import Checks, Limits, missing_guarantees, run
 
@@ -95,7 +95,7 @@ class CodeExecution:
         if key != self._last[0]:
             try:
                 read: RowTests | str = self._limited(read_tests(**row, packages=self._packages))
-            except ValueError as error:
+            except (ValueError, RecursionError, MemoryError) as error:
                 read = str(error)
             self._last = key, read
         return self._last[1]
@@ -148,11 +148,11 @@ class CodeExecution:
 
 
 def _context(row: dict[str, Any], prompt: Any) -> str:
-    """Return the code that defines `entry_point` in the row's starter code or in its prompt; "" without one."""
+    """Return the code in the row's starter code or in its prompt that ends in the function `entry_point` without a body; "" without one."""
     name = str(row["entry_point"])
     for text in (row.get("starter_code"), text_of(prompt) if prompt else ""):
         code = program_of(text, {name}) if isinstance(text, str) else None
-        if code is not None and (found := outline(code)) is not None and name in found.defines:
+        if code is not None and is_stub(code, name):
             return code
     return ""
 

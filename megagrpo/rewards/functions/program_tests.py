@@ -78,8 +78,7 @@ def read_tests(tests: Any = None, expected_output: Any = None, packages: bool = 
     """Read a row's tests. `facts` are its values of `COLUMNS`. Raises ValueError, with column and value, when they are unknown."""
     _check_language(facts.get("language"), _OTHER_LANGUAGES)
     reader = _RowReader(facts, packages)
-    if not _is_empty(tests):
-        reader.read(tests)
+    reader.read(tests)
     if expected_output is not None:
         reader.tests.pairs.append(("", _text(expected_output, "expected_output")))
     if not reader.tests.count:
@@ -97,6 +96,8 @@ class _RowReader:
     def read(self, tests: Any) -> None:
         """Read tests of any shape into `self.tests`."""
         tests = _decoded(tests)
+        if _is_empty(tests):
+            return
         if isinstance(tests, str):
             self._read_python([tests])
         elif isinstance(tests, dict):
@@ -115,9 +116,7 @@ class _RowReader:
 
     def _read_python(self, texts: list[str]) -> None:
         setup = "\n".join(_text(self._facts[c], c) for c in ("test_imports", "test_setup_code") if not _is_empty(self._facts.get(c)))
-        self.tests.python = read_python_tests(
-            [_unfenced(t) for t in texts], setup, self._facts.get("entry_point") or None, self._is_installed
-        )
+        self.tests.python = read_python_tests([_unfenced(t) for t in texts], setup, self._function({}), self._is_installed)
 
     def _is_installed(self, module: str) -> bool:
         return module in sys.stdlib_module_names or (self._packages and importlib.util.find_spec(module) is not None)

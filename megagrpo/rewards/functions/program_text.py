@@ -149,6 +149,13 @@ def program_of(text: str, names: Set[str] = frozenset(), prefix: str = "", conte
     return best and best[1]
 
 
+def is_stub(code: str, name: str) -> bool:
+    """Tell whether code ends in the function `name` without a body: with a docstring, `pass` or `...` only."""
+    last = ast.parse(code).body[-1]
+    is_empty = isinstance(last, ast.FunctionDef) and all(isinstance(s, (ast.Pass, ast.Expr)) for s in last.body)
+    return is_empty and isinstance(last, ast.FunctionDef) and last.name == name
+
+
 def _without_tags(text: str) -> str:
     """Return the content of the last <answer>...</answer>, else the whole text."""
     before, closed, _ = text.rpartition("</answer>")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Container, Iterator
+from itertools import pairwise
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.TryStar, ast.Match, ast.AsyncFor, ast.AsyncWith)
 PROGRAM_MODULES = ("solution", "__main__")  # names under which tests may import the program
 _RAISES = ("raises", "assertRaises", "assertRaisesRegex", "warns", "assertWarns", "assertWarnsRegex", "assertLogs", "assertNoLogs")
 
 
 def is_check(statement: ast.stmt, own_functions: Container[str], source: str) -> bool:
     """Tell whether a statement checks something itself. `own_functions` are defined in the same text: their bodies tell whether they check.
-    `source` is the text from the statement on."""
+    `source` is the text from the statement on, where an `elif` is not an `if`."""
     if isinstance(statement, ast.Assert):
         return constant(statement.test) is None
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
@@ -33,16 +35,22 @@ def inside(statement: ast.stmt) -> Iterator[ast.stmt]:
             yield from part.body
 
 
+def before_failures(statement: ast.stmt) -> Iterator[ast.stmt]:
+    """Yield the statements directly inside a statement that can return before a failure: `try: ... return`, then `assert False`."""
+    body = getattr(statement, "body", [])
+    yield from (first for first, then in pairwise(body) if fails(then) and isinstance(first, COMPOUND))
+
+
 def can_fail(statement: ast.stmt) -> bool:
-    """Tell whether a statement contains `raise`, `assert False` or a call of `fail`, outside of definitions."""
-    for inner in inside(statement):
-        if isinstance(inner, ast.Raise) or (isinstance(inner, ast.Assert) and constant(inner.test) is False):
-            return True
-        if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call) and called_name(inner.value) in ("fail", "exit"):
-            return True
-        if not isinstance(inner, (Function, ast.ClassDef)) and can_fail(inner):
-            return True
-    return False
+    """Tell whether a statement contains one that fails, outside of definitions."""
+    return any(fails(inner) or (not isinstance(inner, (Function, ast.ClassDef)) and can_fail(inner)) for inner in inside(statement))
+
+
+def fails(statement: ast.stmt) -> bool:
+    """Tell whether a statement always fails: `raise`, `assert False`, or a call of `fail` or `exit`."""
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        return called_name(statement.value) in ("fail", "exit")
+    return isinstance(statement, ast.Raise) or (isinstance(statement, ast.Assert) and constant(statement.test) is False)
 
 
 def constant(test: ast.expr) -> bool | None:
@@ -83,9 +91,15 @@ def called_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def is_main(node: ast.AST) -> bool:
-    """Tell whether a node runs all tests: `unittest.main()` or `pytest.main()`."""
-    return isinstance(node, ast.Call) and called_name(node) == "main" and ast.unparse(node.func) in ("unittest.main", "pytest.main")
+def main_names(tree: ast.Module) -> set[str]:
+    """Return how a text calls what runs all its tests: `unittest.main`, `pytest.main`, or their names after an import."""
+    names = set[str]()
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            names |= {f"{a.asname or a.name}.main" for a in node.names if a.name in ("unittest", "pytest")}
+        elif isinstance(node, ast.ImportFrom) and node.module in ("unittest", "pytest"):
+            names |= {a.asname or a.name for a in node.names if a.name == "main"}
+    return names
 
 
 def program_imports(tree: ast.Module, installed: Callable[[str], bool]) -> set[str]:

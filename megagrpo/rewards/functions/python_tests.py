@@ -14,17 +14,18 @@ from dataclasses import dataclass, field
 
 from megagrpo.rewards.functions.program_text import outline
 from megagrpo.rewards.functions.python_checks import (
+    COMPOUND,
     Function,
+    before_failures,
     called_name,
     inside,
     is_check,
-    is_main,
+    main_names,
     parameter_names,
     program_imports,
     required,
 )
 
-_COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.TryStar, ast.Match, ast.AsyncFor, ast.AsyncWith)
 _SELECTING = ("skip", "skipif", "xfail", "usefixtures", "asyncio")  # marks that need pytest itself
 _ENTRY = re.compile(r"[A-Za-z_]\w*(?:\(\))?(?:\.[A-Za-z_]\w*(?:\(\))?)*")
 _RUN_CASE = """
@@ -61,7 +62,7 @@ class PythonTests:
     names: frozenset[str] = frozenset()
 
 
-def read_python_tests(texts: Sequence[str], setup: str, entry_point: str | None, installed: Callable[[str], bool]) -> PythonTests:
+def read_python_tests(texts: Sequence[str], setup: str, entry_point: str, installed: Callable[[str], bool]) -> PythonTests:
     """Read a row's texts of tests, which share one namespace. `setup` runs before them. `installed` tells whether a module can be
     imported.
 
@@ -74,7 +75,7 @@ def read_python_tests(texts: Sequence[str], setup: str, entry_point: str | None,
     program_imports(ast.parse(setup), installed)
     bound, used, calls_program, has_check = set(set_up.defines), set[str](), False, False
     for text in texts:
-        reader = _Reader(text.replace("\r\n", "\n").replace("\r", "\n"), entry_point, installed)
+        reader = _Reader(text.lstrip("\ufeff").replace("\r\n", "\n").replace("\r", "\n"), entry_point, installed)
         tests.steps += reader.steps()
         tests.count += reader.count
         names |= reader.imported
@@ -82,7 +83,7 @@ def read_python_tests(texts: Sequence[str], setup: str, entry_point: str | None,
         used |= reader.outline.unbound
         calls_program |= reader.calls_entry
         has_check |= reader.checks
-    tests.names = frozenset(names | (used - bound) | ({re.split(r"\W", entry_point)[0]} if entry_point and calls_program else set()))
+    tests.names = frozenset(names | (used - bound) | ({re.split(r"\W", entry_point)[0]} if calls_program else set()))
     shown = " ".join(" ".join(texts).split())
     if not (tests.count and has_check):
         raise ValueError(f"`tests` checks nothing: {shown!r:.100}")
@@ -94,7 +95,7 @@ def read_python_tests(texts: Sequence[str], setup: str, entry_point: str | None,
 class _Reader:
     """One text of tests. `edits` are (begin, end, replacement) in characters of the text."""
 
-    def __init__(self, text: str, entry_point: str | None, installed: Callable[[str], bool]):
+    def __init__(self, text: str, entry_point: str, installed: Callable[[str], bool]):
         self._text, self._entry = text, entry_point
         self._lines = text.split("\n")
         self._starts = [0]
@@ -125,33 +126,39 @@ class _Reader:
         calls = [*self._entry_calls(checking, called), *self._function_calls(checking, called), *self._class_calls(cases)]
         self.count += sum(kind != "setup" for kind, _ in calls) + sum(kind == "check" for _, kind in kinds)
         self.checks = bool(with_checks)
-        harness = [("setup", _RUN_CASE)] * bool(cases) + [("setup", _RUN_PYTEST)] * any("__rows__" in code for _, code in calls)
+        harness = [("setup", _RUN_CASE)] * bool(cases) + [("setup", _RUN_PYTEST)] * any(
+            "__rows__" in c or "__value__" in c for _, c in calls
+        )
         return [*self._cut(kinds), *harness, *calls]
 
     # ------------------------------------------------------------------------------------------------------------- statements
 
     def _main_guard_inlined(self) -> Iterator[ast.stmt]:
         """Yield the top-level statements. Code under `if __name__ == "__main__"` runs too; `unittest.main()` and `pytest.main()` do not."""
+        runners = main_names(self._tree)
         for statement in self._tree.body:
             guard = isinstance(statement, ast.If) and isinstance(statement.test, ast.Compare) and isinstance(statement.test.left, ast.Name)
             if guard and statement.test.left.id == "__name__":  # type: ignore[attr-defined]
                 self._replace(statement.test, "True")  # type: ignore[attr-defined]
             for inner in [statement, *(statement.body if guard else [])]:  # type: ignore[attr-defined]
-                if isinstance(inner, ast.Expr) and any(is_main(n) for n in ast.walk(inner)):
+                if isinstance(inner, ast.Expr) and any(
+                    ast.unparse(n.func) in runners for n in ast.walk(inner) if isinstance(n, ast.Call) and called_name(n)
+                ):
                     self._replace(inner, "pass")
             yield statement
 
     def _mark_checks(self, statement: ast.stmt) -> bool:
         """Insert a call that counts before each check in a statement, at any depth. Returns whether there is one."""
-        found, statements = False, [statement]
+        found, statements = False, [(statement, False)]
         while statements:
-            inner = statements.pop()
-            if self._is_check(inner):
+            inner, before_failure = statements.pop()
+            if before_failure or self._is_check(inner):
                 found = True
                 begin = self._offset(inner.lineno, inner.col_offset)
                 indent = self._text[self._starts[inner.lineno - 1] : begin]
-                self._edits.append((begin, begin, f"__checked__()\n{indent}" if isinstance(inner, _COMPOUND) else "__checked__(); "))
-            statements += inside(inner)
+                self._edits.append((begin, begin, f"__checked__()\n{indent}" if isinstance(inner, COMPOUND) else "__checked__(); "))
+            before = list(before_failures(inner))
+            statements += [(s, s in before) for s in inside(inner)]
         return found
 
     def _is_check(self, statement: ast.stmt) -> bool:
