@@ -122,13 +122,16 @@ class _RowReader:
         return module in sys.stdlib_module_names or (self._packages and importlib.util.find_spec(module) is not None)
 
     def _read_dict(self, tests: dict[str, Any], is_case: bool = False) -> None:
-        """Read a case (an entry of a list), a dict of lists of inputs and outputs, or a dict around a list of cases."""
+        """Read a case (an entry of a list), a dict of lists of inputs and outputs, or a dict around other tests."""
         _check_language(tests.get("language"))
         if "test_cases" in tests:
             cases = _decoded(tests["test_cases"])
             if isinstance(cases, list) and all(isinstance(case, dict) for case in cases):
                 cases = [{**case, "fn_name": case.get("fn_name") or tests.get("fn_name")} for case in cases]
             self.read(cases)
+            return
+        if not _is_empty(tests.get("assert_case")):
+            self.read(tests["assert_case"])
             return
         inputs, outputs = (next((tests[key] for key in keys if tests.get(key) is not None), None) for keys in (_INPUTS, _OUTPUTS))
         if outputs is None and not any(key in tests for key in _OUTPUTS):

@@ -6,7 +6,7 @@ Results go to the parent one by one, so the ones before a deadline count. The la
 import builtins
 import sys
 
-TYPE_CHECKING = False  # importing `typing` would double the start's time
+TYPE_CHECKING = False  # importing `typing` takes time
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -73,13 +73,6 @@ def find(names: dict[str, object], path: str) -> "Callable[..., object]":
     for name in rest:
         found = getattr(found() if isinstance(found, type) else found, name)
     return found  # type: ignore[return-value]
-
-
-def plain(value: object) -> object:
-    """Return arrays and numbers of numpy as Python's own, for JSON. Raises TypeError for other objects."""
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    raise TypeError
 
 
 def call(names: dict[str, object], checks: "Checks", result: "Callable[[object], None]") -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import marshal
 import os
 import re
 import secrets
@@ -69,7 +70,7 @@ class Checks(TypedDict):
 
 
 class Job(TypedDict):
-    """What the child process reads as JSON from its standard input. Folders are absolute paths."""
+    """What the child process reads with `marshal` from its standard input. Folders are absolute paths."""
 
     program: str
     checks: Checks | None
@@ -85,7 +86,7 @@ class Job(TypedDict):
     max_files: int
     few_bytes: int  # limit of a file's bytes where the folder lies on a disk
     landlock_abi: int
-    package: str  # folder to import megagrpo from
+    package: str  # the folder of the package megagrpo
     cpu_seconds: int
 
 
@@ -150,7 +151,7 @@ def run(
 
 def _watch(job: Job, folder: Path, limits: Limits, report_bytes: int) -> Ran:
     with tempfile.TemporaryFile() as file:
-        file.write(json.dumps(job).encode())
+        file.write(marshal.dumps(job))
         file.seek(0)
         reports, their_reports = os.pipe()
         mailbox, their_mailbox = socket.socketpair()
