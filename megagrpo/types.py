@@ -29,6 +29,8 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)  # the data set's other columns, for the reward functions
     occurrence: int = 0  # earlier prompts of the step with the same prompt_id; sampling seeds depend on it
     place: int | None = None  # unique index in the run's stream of prompts; None if the prompt is not from that stream
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template for this prompt alone
+    opened: str = ""  # the end of token_ids as text if it opens a thought for the response, such as "<think>\n"
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,8 @@ class SamplingParams:
     max_tokens: int  # limit of a response
     stop_token_ids: tuple[int, ...] = ()  # each of them ends a response and is part of it
     truncation: Truncation = NO_TRUNCATION
+    stop: tuple[str, ...] = ()  # texts that end a response; the tokens up to the one that completes the text are part of it
+    include_stop: bool = True  # whether the response's text includes the text of `stop` that ended it
 
 
 @dataclass(frozen=True)
@@ -84,13 +88,14 @@ class Rollout:
     """One prompt with one sampled response."""
 
     prompt: Prompt
-    response_ids: tuple[int, ...]  # [Lr], with the end token if finish_reason is "stop"
+    response_ids: tuple[int, ...]  # [Lr], with the end token if finish_reason is "stop" and stop_string is empty
     rollout_logprobs: tuple[float, ...]  # [Lr], reported by the engine; 0 at tokens that the policy did not write
     finish_reason: str  # "stop" or "length": how the policy's last turn ended
     weight_version: int  # number of weight syncs before the engine sampled the first token
-    text: str  # the decoded response, without special tokens
+    text: str  # the decoded response, without special tokens; up to the stop string, if one ended it
     dialogue: Dialogue | None = None  # None: one turn, written by the policy alone
     later_versions: tuple[tuple[int, int], ...] = ()  # (first token, weight version) after each sync during the response
+    stop_string: str | None = None  # the text of `rollout.stop` that ended the policy's last turn, or ""; None without `rollout.stop`
 
     @property
     def written(self) -> tuple[bool, ...]:

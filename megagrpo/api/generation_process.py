@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig, load_config
-from megagrpo.data.tokenizer import load_tokenizer, read_chat_template
+from megagrpo.data.tokenizer import read_chat_template, tokenizer_of
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.families.config import load_hf_config
 from megagrpo.process.scratch import temporary_files
@@ -55,7 +55,7 @@ def answer(request: Mapping[str, Any]) -> list[list[str]]:
 def respond(serving: Serving, config: RunConfig, request: Mapping[str, Any]) -> list[list[str]]:
     """Start the servers and generate all responses. Raises ValueError for a prompt that is too long."""
     folder = serving.find(request["checkpoint"], None)
-    tokenizer = load_tokenizer(config.model.tokenizer or folder, folder)
+    tokenizer = tokenizer_of(config, folder)
     template = read_chat_template(config.data.chat_template)
     prompts = [
         Prompt(i, tokenizer.render(prompt, config.data.system_prompt, template), prompt) for i, prompt in enumerate(request["prompts"])

@@ -19,7 +19,8 @@ from megagrpo.audit.saved import DumpedUpdate, Sample, Step
 from megagrpo.audit.tolerances import TOLERANCES
 from megagrpo.audit.update_checks import check_update
 from megagrpo.config import RewardsSection
-from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
+from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
+from megagrpo.engine.stops import find_ending
 from megagrpo.rewards.registry import display_names
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.target import REPEATABLE
@@ -67,7 +68,7 @@ def _tokens(step: Step) -> Check:
 
 def _tokenizer(step: Step) -> tuple[Tokenizer | None, str]:
     try:
-        return load_tokenizer(step.config.model.tokenizer or step.model, step.model), "text decoded again"
+        return tokenizer_of(step.config, step.model), "text decoded again"
     except ValueError as error:
         return None, f"text not decoded: {error}"
 
@@ -82,10 +83,21 @@ def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) ->
         yield f"cut after {len(response)} tokens, rollout.max_completion_length {rollout.max_completion_length}"
     if tokenizer is None or not response:
         return
-    if reason == "stop" and response[-1] not in tokenizer.eos_token_ids:
-        yield f"ended with token {response[-1]}, which is not an end token"
-    if tokenizer.decode(response) != sample.text["response"]:
+    text, turn = tokenizer.decode(response), _last_turn(sample, response)
+    ending = find_ending(turn, tokenizer.decode, rollout.stop, rollout.include_stop_str_in_output)
+    if reason == "stop" and response[-1] not in tokenizer.eos_token_ids and not ending.stop_string:
+        yield f"ended with token {response[-1]}, which is not an end token{' and completes no stop string' * bool(rollout.stop)}"
+    if ending.num_tokens < len(turn):
+        yield f"has {len(turn) - ending.num_tokens} tokens after the stop string {ending.stop_string!r}"
+    if (text if sample.text["dialogue"] else ending.text) != sample.text["response"]:
         yield "the text differs from the decoded tokens"
+
+
+def _last_turn(sample: Sample, response: list[int]) -> list[int]:
+    """Return the tokens of the policy's last turn: those after the last token that the policy did not write."""
+    own = set(sample.places.tolist())
+    start = max((i + 1 for i in range(len(response)) if sample.prompt_length + i not in own), default=0)
+    return response[start:]
 
 
 def _slices(step: Step) -> Check:
@@ -170,7 +182,8 @@ def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
 
 def _rollout(sample: Sample) -> Rollout:
     text, ids = sample.text, tuple(sample.token_ids.tolist())
-    prompt = Prompt(text["prompt_id"], ids[: sample.prompt_length], text["prompt"], text["columns"])
+    opened = text.get("opened", "")
+    prompt = Prompt(text["prompt_id"], ids[: sample.prompt_length], text["prompt"], text["columns"], opened=opened)
     response, dialogue = ids[sample.prompt_length :], None
     if text["dialogue"] is not None:
         written = torch.zeros(sample.length, dtype=torch.bool).index_fill(0, sample.places, True)[sample.prompt_length :]

@@ -6,6 +6,13 @@ from typing import Any, Literal
 
 from megagrpo.config.section import PositiveInt, Section, Share
 
+# Arguments of the renderer itself, which `data.chat_template_kwargs` cannot set.
+RENDERER_ARGUMENTS = (
+    *("conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
+    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    "tokenizer_kwargs",
+)
+
 
 class DatasetSection(Section):
     source: str
@@ -36,6 +43,9 @@ class DataSection(Section):
     """System message put before string prompts."""
     chat_template: str | None = None
     """Jinja text, or a file holding it, used in place of the tokenizer's; `none` feeds the prompt as plain text."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """Variables of the chat template, such as `enable_thinking: false` (Qwen3) or `reasoning_effort: low` (gpt-oss), for every prompt. A
+    row's column `chat_template_kwargs` (a mapping) adds to them and overrides them."""
     shuffle: bool = True
     """Shuffle each epoch in an order that depends only on the seed and the epoch."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "drop"

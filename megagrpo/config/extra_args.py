@@ -25,7 +25,7 @@ REFUSED = {
     "--model": "is set by model.path; leave it out",
     "--served-model-name": "is set by the run, which requests the model by that name; leave it out",
     "--tokenizer": "is set by model.tokenizer; leave it out",
-    "--skip-tokenizer-init": "is set by multi_turn.tool_parser; leave it out",
+    "--skip-tokenizer-init": "is set by multi_turn.tool_parser and rollout.stop; leave it out",
     "--host": "is set by rollout.interface; leave it out",
     "--port": "is set by rollout.port; leave it out",
     "--api-key": "would show a secret to every user of the host (ps); launched servers already have a token; leave it out",

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from megagrpo.config.placement import LOOPBACK, Placement, Transport
 from megagrpo.config.section import Count, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Section, Temperature
+
+
+def _not_empty(text: str) -> str:
+    if not text:
+        raise ValueError("must not be empty, because an empty text ends every response")
+    return text
 
 
 class RolloutSection(Section):
@@ -28,6 +34,12 @@ class RolloutSection(Section):
     """Sample from this many of the most likely tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Sample from the tokens that are at least this times as likely as the most likely token; 0 keeps all."""
+    stop: list[Annotated[str, AfterValidator(_not_empty)]] = []
+    """Texts that end a response, as the end token does. The loss sees every sampled token up to the one that completes the text. A special
+    token such as `<|im_end|>` is valid too. It also applies to evaluation and `generate`. docs/sampling.md."""
+    include_stop_str_in_output: bool = True
+    """Whether the text of a response, which reward functions get, includes the text of `stop` that ended it. vLLM's own default is
+    false."""
     max_staleness: NonNegativeInt = 0
     """Largest number of weight versions by which a step's responses may be behind the policy: generation runs ahead of training by this
     many steps. 0: generation and training take turns. docs/async.md."""

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from megagrpo.config.ahead import ahead_problems
 from megagrpo.config.algorithm import AlgorithmSection
+from megagrpo.config.data import RENDERER_ARGUMENTS
 from megagrpo.config.evaluation import evaluation_problems
 from megagrpo.config.extra_args import extra_args_problems
 from megagrpo.config.lora import lora_problems
@@ -29,7 +30,7 @@ def cross_field_problems(config: RunConfig) -> list[Problem]:
     return [
         *(kl_problems(config) + loss_problems(a) + advantage_problems(a) + multi_turn_problems(config.multi_turn) + lora_problems(config)),
         *(fp8_problems(config) + quantization_problems(config) + layout_problems(config) + length_problems(config)),
-        *(step_problems(config) + optimizer_problems(config) + fused_problems(config) + data_problems(config)),
+        *(step_problems(config) + optimizer_problems(config) + fused_problems(config) + data_problems(config) + stop_problems(config)),
         *(evaluation_problems(config) + placement_problems(config) + ahead_problems(config)),
         *(extra_args_problems(config) + tracker_problems(config) + path_problems(config)),
     ]
@@ -131,8 +132,14 @@ def step_problems(config: RunConfig) -> list[Problem]:
 
 
 def data_problems(config: RunConfig) -> list[Problem]:
-    """Return the problem of a run without rewards, and of an empty curriculum interval."""
+    """Return the problem of a run without rewards, an empty curriculum interval, and variables that the chat template cannot get."""
     d, m, problems = config.data, config.multi_turn, []
+    if taken := [name for name in d.chat_template_kwargs if name in RENDERER_ARGUMENTS]:
+        said = f"`{taken[0]}` is an argument of the renderer, not a variable of the template; leave it out"
+        problems.append(Problem((f"data.chat_template_kwargs.{taken[0]}",), said))
+    if d.chat_template_kwargs and d.chat_template == "none":
+        keys = ("data.chat_template_kwargs", "data.chat_template")
+        problems.append(Problem(keys, "has no effect, because data.chat_template is none; leave one of them out"))
     if not config.rewards.functions and m.scheduler is None and m.environment is None:
         keys = ("rewards.functions", "multi_turn.scheduler", "multi_turn.environment")
         problems.append(Problem(keys, "the run has no rewards; name a function, or a scheduler or environment that gives rewards", rule=18))
@@ -140,6 +147,18 @@ def data_problems(config: RunConfig) -> list[Problem]:
         said = f"{d.curriculum_low} is above data.curriculum_high {d.curriculum_high}; the interval is empty; swap the two"
         problems.append(Problem(("data.curriculum_low", "data.curriculum_high"), said))
     return problems
+
+
+def stop_problems(config: RunConfig) -> list[Problem]:
+    """Return stop strings that no vLLM server could find, and a text option without stop strings."""
+    r, key = config.rollout, "rollout.stop"
+    if not r.stop and not r.include_stop_str_in_output:
+        said = "false has no effect without rollout.stop; name texts that end a response, or leave it out"
+        return [Problem(("rollout.include_stop_str_in_output", key), said)]
+    if r.stop and str(config.model.tokenizer).endswith(".model"):
+        said = "needs a tokenizer that vLLM loads, but model.tokenizer is a bare SentencePiece file; name a Hugging Face folder"
+        return [Problem((key, "model.tokenizer"), said)]
+    return []
 
 
 def fused_problems(config: RunConfig) -> list[Problem]:

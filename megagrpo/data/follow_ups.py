@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
@@ -36,12 +36,14 @@ class FollowUps:
             self._check({"role": "tool", "name": self._tool_name(), "content": _MARK})
             self._check_tools()
 
-    def suffix(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def suffix(self, messages: Sequence[Message], kwargs: Mapping[str, Any] | None = None, closed: bool = True) -> tuple[int, ...]:
         """Return the token ids of tool or user `messages` after an assistant's turn, and of the next turn's opening.
 
-        The policy's turn ended with the end-of-turn token. The result starts with the template's text after that token.
+        The result starts with the template's text after the end-of-turn token, with which the policy's turn ended. Without `closed` a stop
+        string ended the turn, and the result starts with that token. `kwargs` are variables of the template for this conversation.
         """
-        return tuple(self._tokenizer.encode(self._suffix(messages), add_special_tokens=False))
+        end, added = self._suffix(messages, kwargs)
+        return tuple(self._tokenizer.encode(added if closed else end + added, add_special_tokens=False))
 
     def text(self, text: str) -> tuple[int, ...]:
         """Return the token ids of text that is inserted into the assistant's turn."""
@@ -58,34 +60,35 @@ class FollowUps:
             count -= 1
         return count, whole
 
-    def _suffix(self, messages: Sequence[Message]) -> str:
-        """Return the text that `messages` add after the end of the assistant's turn when a short conversation is rendered."""
+    def _suffix(self, messages: Sequence[Message], kwargs: Mapping[str, Any] | None = None) -> tuple[str, str]:
+        """Return the end-of-turn token as text ("" if the template writes none), and the text that `messages` add after the assistant's
+        turn when a short conversation is rendered."""
         turn: Message = {"role": "assistant", "content": "<think>\nSo.\n</think>\n\nYes."}  # some templates drop earlier thoughts
         if names := [m.get("name", "tool") for m in messages if m["role"] == "tool"]:  # some templates look up the call of a result
             turn["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in names]
-        closed = self._render([_OPENING, turn], generate=False)
-        whole = self._render([_OPENING, turn, *messages], generate=True)
-        ends = [closed.rfind(end) + len(end) for end in self._turn_ends() if end in closed]
-        closed = closed[: max(ends)] if ends else closed
+        closed = self._render([_OPENING, turn], generate=False, kwargs=kwargs)
+        whole = self._render([_OPENING, turn, *messages], generate=True, kwargs=kwargs)
+        stop, end = max(((closed.rfind(end) + len(end), end) for end in self._turn_ends() if end in closed), default=(len(closed), ""))
+        closed = closed[:stop]
         if not whole.startswith(closed):
             raise ValueError(
                 f"data.chat_template: {self._name} changes an assistant's turn when a {messages[0]['role']} message follows it, so a "
                 "conversation cannot continue from the tokens that the policy wrote; set a template that keeps every turn "
                 "(docs/multi_turn.md)"
             )
-        return whole[len(closed) :]
+        return end, whole[len(closed) :]
 
     def _turn_ends(self) -> list[str]:
         return [text for text in map(self._tokenizer.token_text, self._tokenizer.eos_token_ids) if text]
 
-    def _render(self, messages: list[Message], generate: bool) -> str:
+    def _render(self, messages: list[Message], generate: bool, kwargs: Mapping[str, Any] | None = None) -> str:
         try:
-            return self._tokenizer.apply_template(messages, self._template, "generate" if generate else "closed", self._tools)
+            return self._tokenizer.apply_template(messages, self._template, "generate" if generate else "closed", self._tools, kwargs)
         except (TemplateError, TypeError, KeyError) as error:
             raise ValueError(f"data.chat_template: {self._name} cannot render a multi-turn conversation: {error}") from error
 
     def _check(self, message: Message) -> None:
-        if _MARK not in self._suffix([message]):
+        if _MARK not in self._suffix([message])[1]:
             raise ValueError(f"data.chat_template: {self._name} drops {message['role']} messages; set a template that renders them")
 
     def _check_tools(self) -> None:

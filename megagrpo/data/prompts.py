@@ -8,6 +8,7 @@ from itertools import count, islice
 from typing import Any
 
 from megagrpo.config import DataSection, DatasetSection
+from megagrpo.data.chat_templates import TAIL, check_kwargs, opened_thought
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.sources import load_rows
 from megagrpo.data.text_rows import column_hint, names_in, nested
@@ -19,8 +20,9 @@ log = get_logger(__name__)
 _EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i, so nearby seeds share almost all rows
 _PASSED_BY_SCORER = {
     *("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reason", "is_truncated"),
-    *("max_completion_length", "trainer_state", "log_extra", "log_metric"),
+    *("prefixes", "max_completion_length", "trainer_state", "log_extra", "log_metric"),
 }
+_TEMPLATE_KWARGS = "chat_template_kwargs"  # the column with a row's own variables of the chat template
 
 
 class PromptSource:
@@ -52,6 +54,7 @@ class PromptSource:
         self._data, self._tokenizer, self._seed = data, tokenizer, seed
         self._max_prompt_length = max_prompt_length
         self._template, self._tools = read_chat_template(data.chat_template), tools
+        self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
         rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
         self._rows = load_rows(section, self._key, rows_seed, data.prompt_column)
         self._check_columns(names_in(self._rows[0]))
@@ -164,8 +167,12 @@ class PromptSource:
 
     def _prompt(self, row: int, position: int | None = None) -> Prompt:
         values = self._rows[row]
-        token_ids = self._token_ids(row)[-self._max_prompt_length :]
-        return Prompt(row, token_ids, self._question(row), self._columns(values), place=position)
+        token_ids, question = self._token_ids(row)[-self._max_prompt_length :], self._question(row)
+        last = {} if isinstance(question, str) else question[-1]
+        prefill = str(last["content"]) if last.get("role") == "assistant" else ""
+        opened = opened_thought(self._tokenizer.decode_all(token_ids[-TAIL:]), prefill)
+        own = self._template_kwargs(row)
+        return Prompt(row, token_ids, question, self._columns(values), place=position, template_kwargs=own, opened=opened)
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
         columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}
@@ -186,10 +193,23 @@ class PromptSource:
 
     def _token_ids(self, row: int) -> tuple[int, ...]:
         prompt = self._question(row)
-        token_ids = self._tokenizer.render(prompt, self._data.system_prompt, self._template, self._tools)
+        kwargs = self._template_kwargs(row)
+        token_ids = self._tokenizer.render(prompt, self._data.system_prompt, self._template, self._tools, kwargs)
         if not token_ids:
             raise ValueError(f"{self._key}: row {row}: the prompt has no tokens: {prompt!r}; remove the row")
         return token_ids
+
+    def _template_kwargs(self, row: int) -> dict[str, Any]:
+        """The row's own variables of the chat template. ValueError for variables that the template does not use."""
+        value, said = self._rows[row].get(_TEMPLATE_KWARGS), f"{self._key}: row {row}: column `{_TEMPLATE_KWARGS}`"
+        if value is not None and not isinstance(value, dict):
+            raise ValueError(f"{said} must be a mapping of variables of the chat template (got {value!r:.100}); correct or remove it")
+        kwargs = {name: v for name, v in (value or {}).items() if v is not None}  # Arrow adds None for absent keys
+        if (names := frozenset(kwargs)) not in self._known_kwargs:
+            template = self._tokenizer.chat_template if self._template is None else self._template
+            check_kwargs(sorted(names), template, said)
+            self._known_kwargs.add(names)
+        return kwargs
 
 
 def hash_answer(text: Any) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
@@ -14,10 +14,26 @@ from sentencepiece import SentencePieceProcessor
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from megagrpo.config import RunConfig
+from megagrpo.data.chat_templates import PLAIN_TEXT as PLAIN_TEXT
+from megagrpo.data.chat_templates import check_kwargs
+
 Messages = str | list[dict[str, Any]]
 # End of a rendered conversation: an opened assistant turn, the last message without its end, or the last message with its end.
 Ending = Literal["generate", "continue", "closed"]
-PLAIN_TEXT = "none"  # the value of data.chat_template for plain-text prompts
+
+
+def tokenizer_of(config: RunConfig, model_folder: str | Path) -> Tokenizer:
+    """Load the tokenizer of a run. It renders with `data.chat_template_kwargs`, and special tokens in `rollout.stop` are end tokens.
+
+    Raises ValueError when there is no tokenizer, and for variables that the chat template does not use."""
+    tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
+    tokenizer.template_kwargs = config.data.chat_template_kwargs
+    template = read_chat_template(config.data.chat_template)
+    check_kwargs(tokenizer.template_kwargs, tokenizer.chat_template if template is None else template)
+    special = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids()}
+    tokenizer.eos_token_ids = tuple(sorted({*tokenizer.eos_token_ids, *(special[text] for text in config.rollout.stop if text in special)}))
+    return tokenizer
 
 
 def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> Tokenizer:
@@ -58,11 +74,12 @@ class Tokenizer(ABC):
     """The interface of tokenizers.
 
     `eos_token_ids` are all ids that end a response, from the tokenizer and generation_config.json, sorted. `chat_template` is the
-    tokenizer's Jinja template, or None."""
+    tokenizer's Jinja template, or None. `template_kwargs` are variables for every rendered prompt."""
 
     def __init__(self, eos_token_ids: Iterable[int], chat_template: str | None):
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
         self.chat_template = chat_template
+        self.template_kwargs: Mapping[str, Any] = {}
 
     @abstractmethod
     def __len__(self) -> int:
@@ -82,12 +99,28 @@ class Tokenizer(ABC):
         """Return the text of the ids, without special tokens."""
 
     @abstractmethod
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        """Return the text of the ids, special tokens included where the tokenizer has a text for them."""
+
+    @abstractmethod
     def token_text(self, token_id: int) -> str:
         """Return the text of a special token, such as "</s>"."""
 
     @abstractmethod
-    def apply_template(self, messages: list[dict[str, Any]], template: str, ending: Ending, tools: Sequence[dict[str, Any]] = ()) -> str:
-        """Render chat messages as text; `tools` are JSON schemas that the template may show to the policy."""
+    def special_ids(self) -> list[int]:
+        """Return the ids of special tokens, which `decode` leaves out."""
+
+    @abstractmethod
+    def apply_template(
+        self,
+        messages: list[dict[str, Any]],
+        template: str,
+        ending: Ending,
+        tools: Sequence[dict[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render chat messages as text; `tools` are JSON schemas that the template may show to the policy. `kwargs` are variables of the
+        template besides `template_kwargs`."""
 
     def render(
         self,
@@ -95,14 +128,16 @@ class Tokenizer(ABC):
         system_prompt: str | None = None,
         chat_template: str | None = None,
         tools: Sequence[dict[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[int, ...]:
         """Return the token ids of a prompt, which the engine continues.
 
         A string prompt becomes a user message, after the `system_prompt` if any. A list of messages is rendered unchanged; if its last
         message is the assistant's, the engine continues that message. `chat_template` (Jinja text) replaces the tokenizer's template. With
         `chat_template` `none`, or without any template, a string prompt is plain text with BOS. Templates may add a system message, and
-        show `tools` (JSON schemas). Raises ValueError when a template is needed but missing."""
-        text = self.rendered(prompt, system_prompt, chat_template, tools)
+        show `tools` (JSON schemas). `kwargs` are variables of the template besides `template_kwargs`. Raises ValueError when a template is
+        needed but missing."""
+        text = self.rendered(prompt, system_prompt, chat_template, tools, kwargs)
         if text is None:
             return tuple(self._plain(prompt, system_prompt))
         return tuple(self.encode(text, add_special_tokens=False))  # the template writes BOS if the model expects it
@@ -113,18 +148,21 @@ class Tokenizer(ABC):
         system_prompt: str | None = None,
         chat_template: str | None = None,
         tools: Sequence[dict[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> str | None:
         """Return the text that `render` encodes, special tokens of the template included; None without a template."""
         template = self.chat_template if chat_template is None else chat_template
         if template is None or template == PLAIN_TEXT:
             return None
-        return self._rendered(as_messages(prompt, system_prompt), template, tools)
+        return self._rendered(as_messages(prompt, system_prompt), template, tools, kwargs)
 
-    def _rendered(self, messages: list[dict[str, Any]], template: str, tools: Sequence[dict[str, Any]]) -> str:
+    def _rendered(
+        self, messages: list[dict[str, Any]], template: str, tools: Sequence[dict[str, Any]], kwargs: Mapping[str, Any] | None
+    ) -> str:
         """Return the rendered messages. Raises ValueError with the template's error, which can be of any type."""
         try:
             ending: Ending = "continue" if messages[-1]["role"] == "assistant" else "generate"
-            return self.apply_template(messages, template, ending, tools)
+            return self.apply_template(messages, template, ending, tools, kwargs)
         except Exception as error:
             where = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             raise ValueError(
@@ -159,12 +197,26 @@ class HuggingFaceTokenizer(Tokenizer):
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
     def token_text(self, token_id: int) -> str:
         return self.tokenizer.convert_ids_to_tokens(token_id) or ""
 
-    def apply_template(self, messages: list[dict[str, Any]], template: str, ending: Ending, tools: Sequence[dict[str, Any]] = ()) -> str:
-        options = _template_options(ending, tools)
-        return self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+    def special_ids(self) -> list[int]:
+        added = self.tokenizer.added_tokens_decoder.items()
+        return [token_id for token_id, token in added if token.special]
+
+    def apply_template(
+        self,
+        messages: list[dict[str, Any]],
+        template: str,
+        ending: Ending,
+        tools: Sequence[dict[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        own: dict[str, Any] = {**_template_options(ending, tools), **self.template_kwargs, **(kwargs or {})}
+        return self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **own)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -196,13 +248,27 @@ class SentencePieceTokenizer(Tokenizer):
     def decode(self, token_ids: Sequence[int]) -> str:
         return self.processor.decode([int(i) for i in token_ids])  # control tokens have no text
 
+    def decode_all(self, token_ids: Sequence[int]) -> str:
+        return self.decode(token_ids)
+
     def token_text(self, token_id: int) -> str:
         return self.processor.id_to_piece(token_id)
 
-    def apply_template(self, messages: list[dict[str, Any]], template: str, ending: Ending, tools: Sequence[dict[str, Any]] = ()) -> str:
+    def special_ids(self) -> list[int]:
+        return list(self._control.values())
+
+    def apply_template(
+        self,
+        messages: list[dict[str, Any]],
+        template: str,
+        ending: Ending,
+        tools: Sequence[dict[str, Any]] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
         names = {"bos_token": self.processor.bos_id(), "eos_token": self.processor.eos_id(), "unk_token": self.processor.unk_id()}
-        tokens: dict[str, Any] = {name: self.processor.id_to_piece(i) for name, i in names.items() if i >= 0}
-        rendered: Any = render_jinja_template([messages], chat_template=template, **_template_options(ending, tools), **tokens)
+        tokens = {name: self.processor.id_to_piece(i) for name, i in names.items() if i >= 0}
+        own: dict[str, Any] = {**_template_options(ending, tools), **tokens, **self.template_kwargs, **(kwargs or {})}
+        rendered: Any = render_jinja_template([messages], chat_template=template, **own)
         return rendered[0][0]
 
 

@@ -17,6 +17,7 @@ from megagrpo.engine.generation import Choices, Generation, Handlers, Job, gathe
 from megagrpo.engine.http import HEALTH_SECONDS, answers, error_text
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, OnGroup, derive_seed
 from megagrpo.engine.responses import Deadlines, InvalidResponse, is_broken_off, joined, read_choices, rest_of
+from megagrpo.engine.stops import find_ending
 from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.engine.updates import LOOK_SECONDS, UpdateOptions, Updates, adapter_name
 from megagrpo.transfer.manifest import WeightSyncError
@@ -263,12 +264,13 @@ class VllmEngine(Updates):
         self.fleet.excluded(url)
 
     def _rollout(self, url: str, job: Job, choice: dict[str, Any]) -> Rollout:
-        prompt, limit = job.prompt, job.body["sampling_params"]["max_tokens"]
-        ids = tuple(choice["token_ids"])
-        logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"])
-        if choice["finish_reason"] not in ("stop", "length"):
-            raise EngineError(f"{self.name(url)} ended prompt {prompt.prompt_id} with finish_reason {choice['finish_reason']!r}")
-        if choice["finish_reason"] == "length" and len(ids) < limit and "cut" not in choice:
+        prompt, limit, reason = job.prompt, job.body["sampling_params"]["max_tokens"], choice["finish_reason"]
+        count, text, stopped = find_ending(choice["token_ids"], self.decode, job.sampling.stop, job.sampling.include_stop)
+        ids = tuple(choice["token_ids"][:count])
+        logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"][:count])
+        if reason not in ("stop", "length"):
+            raise EngineError(f"{self.name(url)} ended prompt {prompt.prompt_id} with finish_reason {reason!r}")
+        if reason == "length" and len(ids) < limit and not stopped and "cut" not in choice:
             raise EngineError(
                 f"{self.name(url)} has no room for prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens and a response of {limit}; "
                 "start it with a larger --max-model-len"
@@ -277,8 +279,14 @@ class VllmEngine(Updates):
             raise EngineError(f"{self.name(url)} sent a response without tokens for prompt {prompt.prompt_id}")
         if not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
             raise EngineError(f"{self.name(url)} sent invalid log-probs (NaN, inf or > 0) for prompt {prompt.prompt_id}: {logprobs}")
+        if count < len(choice["token_ids"]) and "joined" not in choice:
+            raise EngineError(
+                f"{self.name(url)} went on after the stop string {stopped!r} (rollout.stop); start it without --skip-tokenizer-init"
+            )
         version, *later = self._versions(url, job, choice)
-        return Rollout(prompt, ids, logprobs, choice["finish_reason"], version[1], self.decode(ids), later_versions=tuple(later))
+        later = [part for part in later if part[0] < count]
+        reason, stop_string = "stop" if stopped else reason, stopped if job.sampling.stop else None
+        return Rollout(prompt, ids, logprobs, reason, version[1], text, later_versions=tuple(later), stop_string=stop_string)
 
     def _versions(self, url: str, job: Job, choice: dict[str, Any]) -> list[tuple[int, int]]:
         """Return (first token, weight version) of each part of `choice`.
@@ -304,7 +312,7 @@ class VllmEngine(Updates):
         return {version for version in others if not (version.isdigit() and 1 <= int(version) <= self.weight_version + 1)}
 
     def _job(self, index: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> Job:
-        return Job(index, prompt, _request(prompt, n, sampling, seed) | self._model(), self.weight_version)
+        return Job(index, prompt, _request(prompt, n, sampling, seed) | self._model(), self.weight_version, sampling)
 
     def _model(self) -> dict[str, str]:
         """The request field that names the model; empty for full weights, and before the first adapter is loaded."""
@@ -326,4 +334,6 @@ def _request(prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> dic
         "logprobs": 0,  # only the log-prob of the sampled token
         "detokenize": False,
     }
+    if sampling.stop:  # a server finds them in the text; `find_ending` also finds those that an interruption splits
+        params |= {"stop": list(sampling.stop), "detokenize": True}
     return {"token_ids": list(prompt.token_ids), "sampling_params": params}

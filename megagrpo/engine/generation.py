@@ -14,7 +14,7 @@ import httpx
 from megagrpo.engine.http import HEALTH_SECONDS, answers
 from megagrpo.engine.protocol import EngineStarved
 from megagrpo.engine.updates import LOOK_SECONDS, Updates
-from megagrpo.types import Prompt
+from megagrpo.types import Prompt, SamplingParams
 
 WAKE_SECONDS = 0.02  # between two looks for prompts that wait for a server
 WATCH_SECONDS = 2.0  # between two health checks of a server that works on prompts
@@ -25,13 +25,14 @@ Choices = list[dict[str, Any]]  # vLLM's responses to one prompt
 
 @dataclass
 class Job:
-    """A request for one prompt: the prompt's index in the call, its body, the weight version at its creation, and the number of failed
-    attempts."""
+    """A request for one prompt: the prompt's index in the call, its body, the weight version at its creation, how it samples, and the
+    number of failed attempts."""
 
     index: int
     prompt: Prompt
     body: dict[str, Any]
     version: int
+    sampling: SamplingParams
     failures: int = 0
 
 

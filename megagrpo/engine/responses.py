@@ -68,6 +68,7 @@ def joined(choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
     later = [span | {key: span[key] + written for key in ("start", "end")} for span in more.get("weight_versions") or ()]
     return more | {
         "index": choice["index"],
+        "joined": True,
         "token_ids": choice["token_ids"] + more["token_ids"],
         "logprobs": {"content": content},
         "weight_versions": [*(choice.get("weight_versions") or ()), *later],

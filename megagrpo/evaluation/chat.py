@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass, field, replace
 
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, read_chat_template
+from megagrpo.data.tokenizer import Tokenizer, read_chat_template, tokenizer_of
 from megagrpo.engine.protocol import Engine, derive_seed
 from megagrpo.families.config import load_hf_config
 from megagrpo.process.terminal import show, warn, write_output
@@ -74,7 +74,7 @@ def connect(serving: Serving, options: argparse.Namespace) -> Chat:
     config: RunConfig = options.config
     rollout, seed = config.rollout, config.run.seed if options.seed is None else options.seed
     folder = serving.find(options.checkpoint, options.adapter)
-    tokenizer = load_tokenizer(config.model.tokenizer or folder, folder)
+    tokenizer = tokenizer_of(config, folder)
     template = read_chat_template(config.data.chat_template)
     max_tokens = options.max_tokens or rollout.max_completion_length
     limit = config.longest_sequence

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.engine.protocol import Generator
 from megagrpo.evaluation.sets import HeldOut, check_columns, evaluate, load_sets
 from megagrpo.multi_turn.dialogues import make_dialogues
@@ -31,7 +31,7 @@ def evaluate_offline(
     serving = resources.enter_context(Serving(config, warn))
     try:
         folder = serving.find(checkpoint, adapter)
-        tokenizer = load_tokenizer(config.model.tokenizer or folder, folder)
+        tokenizer = tokenizer_of(config, folder)
         dialogues = make_dialogues(config, tokenizer, base_folder, resources)
         sets = load_sets(config, tokenizer, *((dialogues.tools, dialogues.columns) if dialogues else ()))
         if not sets:
@@ -68,7 +68,9 @@ def response(scored: ScoredRollout) -> dict[str, Any]:
         "finish_reason": rollout.finish_reason,
         "reward": scored.reward if scored.reward == scored.reward else None,
         "rewards": scored.rewards,
-    } | ({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()})
+        **({} if rollout.stop_string is None else {"stop_string": rollout.stop_string}),
+        **({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()}),
+    }
 
 
 def table(metrics: dict[str, float], names: Sequence[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import batched
 from statistics import fmean
 from typing import Any
@@ -18,7 +18,7 @@ from megagrpo.rewards.answers import extractor
 from megagrpo.rewards.registry import display_names
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.target import did_you_mean
-from megagrpo.rollout.collector import rollout_metrics
+from megagrpo.rollout.collector import rollout_metrics, sampling_params
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
 
 Collect = Callable[[Sequence[Prompt], int, SamplingParams, int], tuple[list[ScoredRollout], dict[str, float]]]
@@ -62,8 +62,12 @@ def load_sets(config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str,
         own = {key: getattr(section, key) for key in ("prompt_column", "columns", "extract_hash_answer")}
         data, key = config.data.model_copy(update=own), f"evaluation.sets.{name}" if name else "data.eval"
         source = PromptSource(section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, key, tools)
-        truncation = Truncation(section.top_p, section.top_k, section.min_p)
-        sampling = SamplingParams(section.temperature, section.max_completion_length, tokenizer.eos_token_ids, truncation)
+        sampling = replace(
+            sampling_params(config.rollout, tokenizer.eos_token_ids),
+            temperature=section.temperature,
+            max_tokens=section.max_completion_length,
+            truncation=Truncation(section.top_p, section.top_k, section.min_p),
+        )
         about = function, evaluation.pass_reward, answer
         sets.append(HeldOut(name, source.all(), source.columns, section.num_generations, sampling, *about))
     return sets
@@ -112,7 +116,7 @@ def metrics_of(held_out: HeldOut, scored: Sequence[ScoredRollout]) -> dict[str, 
     for k in steps_to(n):
         metrics[f"pass@{k}"] = fmean(pass_at_k(n, sum(of_prompt), k) for of_prompt in passed)
     if n > 1 and held_out.answer is not None:
-        answers = [[held_out.answer(s.rollout.text) for s in group] for group in groups]
+        answers = [[held_out.answer(s.rollout.prompt.opened + s.rollout.text) for s in group] for group in groups]
         metrics[f"maj@{n}"] = fmean(majority_passes(a, p) for a, p in zip(answers, passed, strict=True))
     return metrics
 

@@ -30,6 +30,7 @@ class Conversation:
         self.message_start = 0  # index of the first token of the policy's last message
         self.is_open = False  # whether the policy continues that message
         self.finish_reason, self.weight_version = "", 0
+        self.stop_string: str | None = None  # as in `Rollout`
         self.turns = self.tool_rounds = self.tool_calls = self.tool_failures = 0
         self.turn_rewards: list[float | None] = []
         self.rewards: dict[str, float | None] = {}
@@ -58,15 +59,17 @@ class Conversation:
         else:
             self.message_start = len(self.ids)
         self._append(rollout.response_ids, True, rollout.rollout_logprobs)
-        self.messages.append({"role": "assistant", "content": decode(self.ids[self.message_start :])})
-        self.finish_reason, self.weight_version = rollout.finish_reason, rollout.weight_version
+        cut = len(decode(rollout.response_ids)) - len(rollout.text) if rollout.stop_string else 0  # characters after or of the stop string
+        content = decode(self.ids[self.message_start :])
+        self.messages.append({"role": "assistant", "content": content[: len(content) - cut]})
+        self.finish_reason, self.weight_version, self.stop_string = rollout.finish_reason, rollout.weight_version, rollout.stop_string
         self.turns, self.is_open = self.turns + 1, False
 
     def add_messages(self, messages: list[Message], follow_ups: FollowUps) -> None:
         """Append messages of others, such as tool results, after the policy's turn. When they leave no room for another turn, the response
         ends ("budget") without them."""
         messages = [message | {"content": encodable(message["content"])} for message in messages]
-        ids = follow_ups.suffix(messages)
+        ids = follow_ups.suffix(messages, self.prompt.template_kwargs, closed=not self.stop_string)
         if len(ids) >= self.room:
             self.ended = "budget"
             return
@@ -125,7 +128,8 @@ class Conversation:
             tool_failures=self.tool_failures,
         )
         text, version = decode(self.ids), self.weight_version
-        return Rollout(self.prompt, tuple(self.ids), tuple(self.logprobs), self.finish_reason, version, text, dialogue)
+        ids, logprobs, stop = tuple(self.ids), tuple(self.logprobs), self.stop_string
+        return Rollout(self.prompt, ids, logprobs, self.finish_reason, version, text, dialogue, stop_string=stop)
 
 
 def common_beginning(one: str, other: str) -> str:

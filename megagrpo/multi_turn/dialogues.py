@@ -131,7 +131,8 @@ class DialogueEngine:
                 continue
             said, opening = encodable(said), [*conversation.opening]
             opening[-1] = opening[-1] | {"content": opening[-1]["content"] + said}
-            token_ids = self._tokenizer.render(opening, None, self._dialogues.chat_template, self.responders.tools)
+            kwargs = conversation.prompt.template_kwargs
+            token_ids = self._tokenizer.render(opening, None, self._dialogues.chat_template, self.responders.tools, kwargs)
             if len(token_ids) > longest:
                 reason = (
                     f"its prompt has {len(token_ids)} tokens with the text of `reset`; the limit is {longest} (rollout.max_prompt_length)"
@@ -173,7 +174,7 @@ class DialogueEngine:
         if not self.responders.tools or not conversations:
             return [[] for _ in conversations]
         if self._limits.vllm_parser is None:
-            read = [hermes(c.messages[-1]["content"]) for c in conversations]
+            read = [hermes(self._tokenizer.decode(c.ids[c.message_start :])) for c in conversations]  # a stop string may close the call
         else:
             answers = self.engine.read_tool_calls([c.ids[c.message_start :] for c in conversations], self.responders.tools)
             read = [(content, [named_call(**call) for call in calls]) for content, calls in answers]

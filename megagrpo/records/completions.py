@@ -19,6 +19,7 @@ def completion_rows(step: int, scored: Sequence[ScoredRollout], advantages: Sequ
 def _row(step: int, scored: ScoredRollout, advantage: float) -> Row:
     rollout = scored.rollout
     extra = {"extra": scored.extra} if scored.extra else {}
+    stop = {"stop_string": rollout.stop_string} if rollout.stop_string is not None else {}
     later = {"later_versions": rollout.later_versions} if rollout.later_versions else {}
     dialogue = {} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()}
     return {
@@ -32,6 +33,7 @@ def _row(step: int, scored: ScoredRollout, advantage: float) -> Row:
         "rewards": scored.rewards,
         "advantage": advantage,
         "weight_version": rollout.weight_version,
+        **stop,
         **extra,
         **later,
         **dialogue,

@@ -246,9 +246,11 @@ def _sample(scored: ScoredRollout, advantage: float) -> dict[str, Any]:
     return {
         "prompt_id": rollout.prompt.prompt_id,
         "prompt": rollout.prompt.messages,
+        "opened": rollout.prompt.opened,
         "columns": rollout.prompt.columns,
         "response": rollout.text,
         "finish_reason": rollout.finish_reason,
+        "stop_string": rollout.stop_string,
         "weight_version": rollout.weight_version,
         "rewards": scored.rewards,
         "reward": scored.reward,

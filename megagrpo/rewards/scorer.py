@@ -22,8 +22,9 @@ class RewardScorer:
     """Runs `rewards.functions` on rollouts in worker processes, each call with a deadline.
 
     Arguments are keywords as in TRL: `prompts`, `completions`, `completion_ids`, every data set column, the function's own `args`, and
-    `finish_reason`, `is_truncated`, `max_completion_length`, `trainer_state` (`.global_step`), and the callables `log_extra` and
-    `log_metric` (`workers/call_log.py`). A function gets the ones that it accepts.
+    `finish_reason`, `is_truncated`, `prefixes`, `max_completion_length`, `trainer_state` (`.global_step`), and the callables `log_extra`
+    and `log_metric` (`workers/call_log.py`). A function gets the ones that it accepts. `prefixes` has the end of each rendered prompt that
+    opens a thought, such as "<think>\\n", else "".
 
     For a prompt that is a list of messages, the completion is a list with one assistant message; with several turns it has all messages
     after the prompt. For a string prompt it is a string; with several turns it is the policy's last message. `completion_ids` are the

@@ -88,6 +88,7 @@ class Scoring:
             "completions": [_completion(r) for r in chosen],
             "completion_ids": [_own_ids(r) for r in chosen],
             "finish_reason": [r.finish_reason for r in chosen],
+            "prefixes": [r.prompt.opened for r in chosen],
             "is_truncated": [r.finish_reason == "length" for r in chosen],
         }
         # What the function does not take is not sent: the ids of a long response take more time than its text.

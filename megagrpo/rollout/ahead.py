@@ -249,6 +249,7 @@ def unpacked(saved: dict[str, Any], prompt: Prompt) -> list[Rollout]:
             rollout["weight_version"] + 1,
             rollout["text"],
             later_versions=tuple((start, version + 1) for start, version in rollout["later_versions"]),
+            stop_string=rollout.get("stop_string"),
         )
         for rollout in saved["rollouts"]
     ]

@@ -135,7 +135,8 @@ class Collector:
 def sampling_params(rollout: RolloutSection, stop_token_ids: tuple[int, ...]) -> SamplingParams:
     """Build the sampling parameters of training rollouts."""
     truncation = Truncation(rollout.top_p, rollout.top_k, rollout.min_p)
-    return SamplingParams(rollout.temperature, rollout.max_completion_length, stop_token_ids, truncation)
+    stop = tuple(rollout.stop), rollout.include_stop_str_in_output
+    return SamplingParams(rollout.temperature, rollout.max_completion_length, stop_token_ids, truncation, *stop)
 
 
 def numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -214,6 +215,8 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
     }
     if ended:
         metrics["completions/mean_terminated_length"] = statistics.fmean(ended)
+    if stops := [bool(s.rollout.stop_string) for s in scored if s.rollout.stop_string is not None]:
+        metrics["completions/stop_string_ratio"] = statistics.fmean(stops)
     for name in scored[0].rewards:
         values = [reward for s in scored if (reward := s.rewards[name]) is not None]
         if values:

@@ -60,7 +60,9 @@ def server_command(
     else:
         flags["--weight-transfer-config"] = json.dumps({"backend": "megagrpo"})
     if o.tool_parser is not None:
-        flags |= {"--tool-call-parser": o.tool_parser, "--tokenizer": o.tokenizer or o.model}
+        flags["--tool-call-parser"] = o.tool_parser
+    if o.loads_tokenizer:
+        flags["--tokenizer"] = o.tokenizer or o.model
     if gpu:
         flags["--gpu-memory-utilization"] = o.gpu_memory_utilization
     else:
@@ -82,7 +84,7 @@ def _program(gpu: bool, headless: bool) -> list[str]:
 def _switches(o: ServerOptions, gpu: bool, headless: bool) -> list[str]:
     """Return the arguments without a value."""
     switches = ["--enable-scale-out", "--no-enable-log-requests"] + ["--headless"] * headless
-    switches.append("--skip-tokenizer-init" if o.tool_parser is None else "--enable-auto-tool-choice")
+    switches += ["--skip-tokenizer-init"] * (not o.loads_tokenizer) + ["--enable-auto-tool-choice"] * (o.tool_parser is not None)
     switches += ["--enable-lora"] * bool(o.lora_rank) + ["--enable-sleep-mode"] * o.sleep_mode
     switches += ["--enable-expert-parallel"] * o.expert_parallel
     if not gpu:

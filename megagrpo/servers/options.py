@@ -27,7 +27,8 @@ class ServerOptions:
     lora_rank: int = 0  # largest rank of the adapters to load; 0 when weight syncs send full weights
     omp_threads: int | None = None  # threads per worker without a GPU; None divides all cores among the workers
     tool_parser: str | None = None  # vLLM's tool parser, for `VllmEngine.read_tool_calls`
-    tokenizer: str | None = None  # tokenizer of the tool parser; None means the model's own
+    finds_text: bool = False  # load the tokenizer, so that texts can end a response (`SamplingParams.stop`)
+    tokenizer: str | None = None  # tokenizer of tool parser and stop strings; None means the model's own
     extra_args: tuple[str, ...] = ()
 
     @property
@@ -35,6 +36,11 @@ class ServerOptions:
         """The parallel sizes as a product of keys, for messages."""
         sizes = {"tp": self.tp} | {name: size for name, size in (("pp", self.pp), ("dp", self.dp)) if size > 1}
         return " x ".join(f"rollout.{name} {size}" for name, size in sizes.items())
+
+    @property
+    def loads_tokenizer(self) -> bool:
+        """Whether the servers need a tokenizer: all else is token ids."""
+        return self.finds_text or self.tool_parser is not None
 
     @property
     def devices(self) -> int:

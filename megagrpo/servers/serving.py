@@ -145,6 +145,7 @@ def _options(
         sleep_mode=servers_sleep(config) and beside_ranks,
         lora_rank=config.lora.rank if config.lora.syncs_adapters and adapter is None else 0,
         tool_parser=config.multi_turn.vllm_parser,
+        finds_text=bool(r.stop),
         tokenizer=config.model.tokenizer,
         extra_args=(*r.extra_args, *adapter_arguments(adapter)),
     )

@@ -13,7 +13,7 @@ from typing import Any
 from megagrpo.config import DataSection, DatasetSection, ProblemError, RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.text_rows import ANSWERS, names_in, nested
-from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, read_chat_template
+from megagrpo.data.tokenizer import Tokenizer, read_chat_template, tokenizer_of
 from megagrpo.families.sources import PACKAGE, resolve_model
 from megagrpo.multi_turn.dialogues import make_dialogues
 from megagrpo.plan import plan
@@ -134,7 +134,7 @@ def _tokenizer(config: RunConfig) -> Tokenizer:
     """Load the tokenizer. Of a model on the hub it fetches the tokenizer's files only."""
     path = config.model.path
     folder = str(resolve_model(path)) if path.startswith(PACKAGE) or os.path.exists(os.path.expanduser(path)) else path
-    return load_tokenizer(config.model.tokenizer or folder, folder)
+    return tokenizer_of(config, folder)
 
 
 def _sections(config: RunConfig) -> Iterator[tuple[str, DatasetSection, DataSection]]:
@@ -155,7 +155,7 @@ def _trial(
     config: RunConfig,
     tools: Sequence[dict[str, Any]],
 ) -> SourceTrial:
-    text = tokenizer.rendered(prompt.messages, data.system_prompt, read_chat_template(data.chat_template), tools)
+    text = tokenizer.rendered(prompt.messages, data.system_prompt, read_chat_template(data.chat_template), tools, prompt.template_kwargs)
     return SourceTrial(
         key=key,
         source=section.source,

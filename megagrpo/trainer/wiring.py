@@ -20,7 +20,7 @@ from megagrpo.bridge.merged import merged_blocks
 from megagrpo.config import RunConfig
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.token_texts import TokenTexts
-from megagrpo.data.tokenizer import Tokenizer, load_tokenizer
+from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from megagrpo.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.families.config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.families.sources import resolve_model
@@ -149,7 +149,7 @@ def _read_inputs(config: RunConfig, base_folder: Path, run_folder: Path, layout:
     lock = RunLock(run_folder)
     resources.callback(lock.release)
     resume_from = on_first_rank(layout, lambda: prepare_run_folder(config, lock, os.environ.get("MEGAGRPO_JOB")))
-    tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
+    tokenizer = tokenizer_of(config, model_folder)
     reference_folder = _reference_folder(config, hf_config, tokenizer)
     dialogues = run_own_and_agree(layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader)
     tools, columns = on_first_rank(layout, lambda: (dialogues.tools, dialogues.columns) if dialogues else ([], []))

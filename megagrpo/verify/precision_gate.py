@@ -14,7 +14,7 @@ from torch import Tensor
 from megagrpo import device
 from megagrpo.config import ConfigError, RunConfig, io, load_config
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.device import quiet
 from megagrpo.families.config import HfConfig, load_hf_config
 from megagrpo.families.sources import resolve_model
@@ -99,7 +99,7 @@ def verify_precision(
 
 def _texts(config: RunConfig, folder: Path, tokens: int) -> list[Tensor]:
     """Return prompts of the training data, `tokens` tokens in all: text that the model knows, without any generation."""
-    tokenizer = load_tokenizer(config.model.tokenizer or folder, folder)
+    tokenizer = tokenizer_of(config, folder)
     try:
         source = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed)
     except ValueError as error:

@@ -19,7 +19,7 @@ from megagrpo.rollout.collector import numbered
 from megagrpo.servers.launcher import Launcher
 from megagrpo.servers.options import ServerOptions
 from megagrpo.types import Prompt, SamplingParams, Truncation
-from tests.e2e.tiny_servers import PROMPTS, below, model_folder, naive_logits, naive_logprobs, oracle, tied_llamas
+from tests.e2e.tiny_servers import PROMPTS, below, model_folder, naive_logits, naive_logprobs, oracle, tied_llamas, tokenizer_of_threes
 from tests.naive_truncation import truncated_log_softmax
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
@@ -90,6 +90,45 @@ def test_a_response_ends_with_its_stop_token_or_at_the_limit(fresh):
     assert (plain.finish_reason, len(plain.response_ids)) == ("length", 16)
     assert (stopped.finish_reason, stopped.response_ids) == ("stop", plain.response_ids[: at + 1])
     assert len(stopped.rollout_logprobs) == at + 1
+
+
+@pytest.fixture(scope="module")
+def reader(fresh):
+    """A client of the fresh server that decodes with the server's tokenizer."""
+    return VllmEngine(fresh.launcher.urls, tokenizer_of_threes().decode)
+
+
+# Where the stop string begins, counted in letters from the first letter of the tenth token's first occurrence, and its length.
+@pytest.mark.parametrize(("begin", "length"), [(1, 1), (-1, 2), (-4, 6), (2, 1), (0, 3)], ids=["in", "over 2", "over 3", "end", "all"])
+@pytest.mark.parametrize("include", [True, False], ids=["kept", "cut"])
+def test_a_stop_string_ends_the_response_with_the_token_that_completes_it(fresh, reader, begin, length, include):
+    """Each token has three letters, so the table of tokens and letters is division by three."""
+    (plain,) = reader.generate(PROMPTS[:1], 1, GREEDY, seed=0)[0]
+    start = 3 * plain.response_ids.index(plain.response_ids[9]) + begin
+    stop = plain.text[start : start + length]
+    start = plain.text.index(stop)  # the first occurrence counts
+    count = (start + length - 1) // 3 + 1
+    sampling = SamplingParams(0.0, 16, stop=("never", stop), include_stop=include)
+    (stopped,) = reader.generate(PROMPTS[:1], 1, sampling, seed=0)[0]
+    assert 3 < count < 16 and plain.stop_string is None
+    assert (stopped.finish_reason, stopped.stop_string) == ("stop", stop)
+    assert stopped.response_ids == plain.response_ids[:count] and stopped.written == (True,) * count
+    assert stopped.text == plain.text[: start + length if include else start]
+    expected = naive_logprobs(fresh.folder, stopped.prompt, stopped.response_ids)
+    torch.testing.assert_close(torch.tensor(stopped.rollout_logprobs), expected, rtol=0, atol=1e-3)
+
+
+def test_a_response_without_its_stop_string_ends_as_usual(reader):
+    (rollout,) = reader.generate(PROMPTS[:1], 1, SamplingParams(0.0, 5, stop=("never",)), seed=0)[0]
+    assert (rollout.finish_reason, rollout.stop_string, len(rollout.response_ids)) == ("length", "", 5)
+
+
+def test_a_server_without_a_tokenizer_is_refused_when_it_misses_a_stop_string():
+    blind = tied_llamas()[0]
+    engine = VllmEngine(blind.launcher.urls, tokenizer_of_threes().decode, any_version=True)
+    (plain,) = engine.generate(PROMPTS[:1], 1, GREEDY, seed=0)[0]
+    with pytest.raises(EngineError, match=r"went on after the stop string '.' \(rollout.stop\); start it without --skip-tokenizer-init"):
+        engine.generate(PROMPTS[:1], 1, SamplingParams(0.0, 16, stop=(plain.text[10],)), seed=0)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_with_the_servers_reason(fresh):

@@ -13,6 +13,8 @@ from pathlib import Path
 import httpx
 import torch
 from safetensors.torch import load_file
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -21,6 +23,7 @@ from transformers import (
     Gemma3TextConfig,
     GptOssConfig,
     LlamaConfig,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3MoeConfig,
 )
@@ -123,6 +126,15 @@ def model_folder(kind: str, seed: int = 0) -> Path:
 
 
 @functools.cache
+def tokenizer_of_threes() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are three letters each. No letter occurs twice in the vocabulary."""
+    names = ["".join(chr(first + i) for first in (0x4E00, 0x5E00, 0x6E00)) for i in range(SIZES["vocab_size"])]
+    raw = RawTokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
+    raw.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=raw)
+
+
+@functools.cache
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors in a folder, by name."""
     return load_file(folder / "model.safetensors")
@@ -159,9 +171,11 @@ def is_halted(pid: int) -> bool:
 
 @functools.cache
 def tied_llamas() -> tuple[Running, Running]:
-    """Two servers on models of one architecture, each with other weights: one to sync, and a fresh one to compare with."""
+    """Two servers on models of one architecture, each with other weights: one to sync, and a fresh one to compare with. The fresh one has a
+    tokenizer (`tokenizer_of_threes`)."""
     folders = model_folder("llama", 0), model_folder("llama", 1)
-    launchers = [launch(folder, folder.name) for folder in folders]
+    tokenizer_of_threes().save_pretrained(folders[1])
+    launchers = [launch(folder, folder.name, finds_text=folder == folders[1]) for folder in folders]
     return tuple(connect(launcher, folder) for launcher, folder in zip(launchers, folders, strict=True))
 
 

@@ -1,7 +1,8 @@
 r"""The five rewards of the Unsloth notebook for GSM8K, 3.5 in total: <reasoning> and <answer> tags around a whole number.
 
 Each scores exactly as the notebook's function does, including its errors. `fixed: true` corrects them as the docstrings describe. The
-notebook prints the first completion of each batch; here the console and completions.jsonl show completions.
+notebook prints the first completion of each batch; here the console and completions.jsonl show completions. For the first three rewards a
+tag that the chat template has opened (`prefixes`) is part of the response.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megagrpo.rewards.functions.text import last_number, text_of
+from megagrpo.rewards.functions.text import last_number, text_of, whole_texts
 
 _STRICT = r"^<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n$"
 _SOFT = r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>"
@@ -21,14 +22,14 @@ def xml_answer(text: str) -> str:
     return text.split("<answer>")[-1].split("</answer>")[0].strip()
 
 
-def xmlcount(completions: list[Any], fixed: bool = False) -> list[float]:
+def xmlcount(completions: list[Any], fixed: bool = False, prefixes: list[str] | None = None) -> list[float]:
     r"""Return 0.125 for each of the four tags that occurs exactly once on a line of its own, minus 0.001 per character after </answer>.
 
     The notebook applies the penalty twice. With "\n<answer>\n" it counts the text after "\n</answer>\n", or the whole text without that
     tag. With "\n</answer>" it counts one character less than follows, so a text that ends there gains 0.001. `fixed` counts the characters
     after "\n</answer>" once, without one final newline.
     """
-    return [_xmlcount(text_of(c), fixed) for c in completions]
+    return [_xmlcount(text, fixed) for text in whole_texts(completions, prefixes)]
 
 
 def _xmlcount(text: str, fixed: bool) -> float:
@@ -45,23 +46,23 @@ def _xmlcount(text: str, fixed: bool) -> float:
     return score
 
 
-def soft_format(completions: list[Any], fixed: bool = False) -> list[float]:
+def soft_format(completions: list[Any], fixed: bool = False, prefixes: list[str] | None = None) -> list[float]:
     """Return 0.5 for a completion that begins with <reasoning>...</reasoning> <answer>...</answer>.
 
     The notebook's pattern allows no line break inside the tags, so it rejects the format of its own system prompt; `fixed` allows line
     breaks.
     """
     pattern = re.compile(_SOFT, re.DOTALL if fixed else 0)
-    return [0.5 if pattern.match(text_of(c)) else 0.0 for c in completions]
+    return [0.5 if pattern.match(text) else 0.0 for text in whole_texts(completions, prefixes)]
 
 
-def strict_format(completions: list[Any], fixed: bool = False) -> list[float]:
+def strict_format(completions: list[Any], fixed: bool = False, prefixes: list[str] | None = None) -> list[float]:
     """Return 0.5 for exactly the four tags on lines of their own, around one line of reasoning and one of answer, with a final newline.
 
     `fixed` allows several lines inside, and a missing final newline.
     """
     pattern = re.compile(_STRICT.replace(r"\n$", r"\n?\Z"), re.DOTALL) if fixed else re.compile(_STRICT)
-    return [0.5 if pattern.match(text_of(c)) else 0.0 for c in completions]
+    return [0.5 if pattern.match(text) else 0.0 for text in whole_texts(completions, prefixes)]
 
 
 def whole_number(completions: list[Any], fixed: bool = False) -> list[float]:

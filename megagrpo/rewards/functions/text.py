@@ -21,6 +21,11 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
 
+def whole_texts(completions: list[Any], prefixes: list[str] | None) -> list[str]:
+    """Return the text of each completion after its prefix: the tag that the chat template opened for the response, such as "<think>\\n"."""
+    return [prefix + text_of(c) for prefix, c in zip(prefixes or [""] * len(completions), completions, strict=True)]
+
+
 def encodable(text: str) -> str:
     """Return the text with each lone surrogate, which UTF-8 cannot encode, replaced by a question mark."""
     return text.encode("utf-8", "replace").decode("utf-8")
@@ -65,12 +70,13 @@ def _number_fault(answer: Any = None) -> str | None:
 vars(exact_number)["row_fault"] = _number_fault
 
 
-def format(completions: list[Any]) -> list[float]:
+def format(completions: list[Any], prefixes: list[str] | None = None) -> list[float]:
     """Return 1.0 for exactly `<think>...</think><answer>...</answer>`; white space is allowed between the two, but not before or after.
 
-    This is the pattern of DeepSeek-R1's prompt as ms-swift scores it: further tags inside the outermost pair are accepted.
+    This is the pattern of DeepSeek-R1's prompt as ms-swift scores it: further tags inside the outermost pair are accepted. A `<think>` that
+    the chat template has opened (`prefixes`) is part of the response.
     """
-    return [float(_is_r1_format(text_of(c))) for c in completions]
+    return [float(_is_r1_format(text)) for text in whole_texts(completions, prefixes)]
 
 
 def _is_r1_format(text: str) -> bool:
@@ -81,15 +87,16 @@ def _is_r1_format(text: str) -> bool:
     return middle is not None and middle.end() <= len(text) - len("</answer>")
 
 
-def think_format(completions: list[Any]) -> list[float]:
+def think_format(completions: list[Any], prefixes: list[str] | None = None) -> list[float]:
     """Return 1.0 for a completion that begins with its only `<think>`, closed by `</think>`; any text may follow (TRL's
-    `think_format_reward`)."""
-    return [float(_THINK.match(text_of(c)) is not None) for c in completions]
+    `think_format_reward`). A `<think>` that the chat template has opened (`prefixes`) is part of the response."""
+    return [float(_THINK.match(text) is not None) for text in whole_texts(completions, prefixes)]
 
 
-def react_format(completions: list[Any]) -> list[float]:
-    """Return 1.0 for `<think>...</think>` followed by `Action: ... Action Input: ...` (ms-swift's `react_format`)."""
-    return [float(_REACT.match(text_of(c)) is not None) for c in completions]
+def react_format(completions: list[Any], prefixes: list[str] | None = None) -> list[float]:
+    """Return 1.0 for `<think>...</think>` followed by `Action: ... Action Input: ...` (ms-swift's `react_format`). A `<think>` that the
+    chat template has opened (`prefixes`) is part of the response."""
+    return [float(_REACT.match(text) is not None) for text in whole_texts(completions, prefixes)]
 
 
 def soft_overlong(

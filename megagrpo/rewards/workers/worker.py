@@ -35,7 +35,7 @@ from megagrpo.rewards.workers.values import InvalidRewards, reward_of, rewards_o
 
 PASSED_TO_ALL = (
     *("prompts", "completions", "completion_ids", "finish_reason", "is_truncated"),
-    *("max_completion_length", "trainer_state", *ARGUMENTS),
+    *("prefixes", "max_completion_length", "trainer_state", *ARGUMENTS),
 )
 _PR_SET_PDEATHSIG = 1
 _LONGEST_REPORT = 20_000  # characters of an error

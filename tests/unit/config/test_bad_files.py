@@ -37,12 +37,12 @@ class Letters(Tokenizer):
     def __len__(self):
         return 128
 
-    pieces = decode = token_text = None
+    pieces = decode = decode_all = token_text = special_ids = None
 
     def encode(self, text, add_special_tokens):
         return list(map(ord, text))
 
-    def apply_template(self, messages, template, ending, tools=()):
+    def apply_template(self, messages, template, ending, tools=(), kwargs=None):
         return render_jinja_template([messages], chat_template=template)[0][0]
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,7 @@ from tiny_policy import tiny_run
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import load_tokenizer
+from megagrpo.engine.stops import find_ending
 from megagrpo.multi_turn.conversation import Conversation
 from megagrpo.multi_turn.dialogues import Dialogues, make_dialogues
 from megagrpo.multi_turn.responders import Responders
@@ -430,8 +432,10 @@ class Scripted:
     def _turn(self, prompt, params, turn):
         ids = [*self.tokenizer.encode(self.script[turn], False), 2]
         reason = "length" if len(ids) > params.max_tokens else "stop"
-        ids = tuple(ids[: params.max_tokens])
-        return Rollout(prompt, ids, (-0.5,) * len(ids), reason, self.weight_version, "")
+        ending = find_ending(ids[: params.max_tokens], self.tokenizer.decode, params.stop, params.include_stop)
+        ids, reason = tuple(ids[: ending.num_tokens]), "stop" if ending.stop_string else reason
+        stop_string = ending.stop_string if params.stop else None
+        return Rollout(prompt, ids, (-0.5,) * len(ids), reason, self.weight_version, ending.text, stop_string=stop_string)
 
 
 @pytest.fixture
@@ -494,6 +498,40 @@ def test_half_a_character_in_a_call_does_not_end_the_run(tokenizer, responders):
     ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 400, (2,)), 5)
     unknown, invalid = [m["content"] for m in rollout.dialogue.messages if m["role"] == "tool"]
     assert "unknown tool ?; known: calculator" in unknown and "error" in invalid and rollout.dialogue.ended == "done"
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_a_turn_that_a_stop_string_ends_is_closed_by_the_template_and_a_call_is_read_whole(tokenizer, responders, include):
+    table = responders(tools=["calculator"])
+    engine = dialogue_engine(tokenizer, table, [f"Hm. {CALL} and more", "It is 42. Done. More"])
+    sampling = SamplingParams(1.0, 300, (2,), stop=("</tool_call>", "Done."), include_stop=include)
+    ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, sampling, 5)
+    decode = tokenizer.tokenizer.decode
+    assert decode([t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if own]) == f"Hm. {CALL}It is 42. Done."
+    foreign = [t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if not own]
+    answer = "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    assert decode(foreign) == f"<|im_end|>\n{answer}" and foreign[0] == 2
+    assert [m["content"] for m in rollout.dialogue.messages] == ["Hm.", "42", "It is 42. Done." if include else "It is 42. "]
+    assert (rollout.finish_reason, rollout.stop_string, rollout.dialogue.ended) == ("stop", "Done.", "done")
+
+
+def test_a_scheduler_goes_on_after_a_stop_string_and_may_replace_it(tokenizer, responders):
+    table = responders(scheduler="math_tip_trick")
+    engine = dialogue_engine(tokenizer, table, ["The sum is 4.<end> x", "No, 42."])
+    sampling = SamplingParams(1.0, 300, (2,), stop=("<end>",), include_stop=False)
+    ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {"solution": "42"}), 1, sampling, 5)
+    first, *_ = rollout.dialogue.messages
+    assert first["content"].startswith("The sum is 4.") and "<end>" not in first["content"] and rollout.stop_string == ""
+
+
+def test_a_conversation_continues_with_its_rows_variables(tokenizer, responders):
+    template = HERMES + "{% if add_generation_prompt and not think %}<think>\n\n</think>{% endif %}"
+    table = responders(tools=["calculator"])
+    follow_ups = FollowUps(tokenizer, template, table.tools, users=False)
+    engine = Dialogues(table, tokenizer, follow_ups, 1000, chat_template=template).wrap(Scripted(tokenizer, [CALL, "It is 42."]))
+    prompts = [replace(p, template_kwargs={"think": i}) for i, p in enumerate(prompts_of(tokenizer, table, {}, {}))]
+    texts = [tokenizer.tokenizer.decode(group[0].response_ids) for group in engine.generate(prompts, 1, SamplingParams(1.0, 300, (2,)), 5)]
+    assert [text.count("assistant\n<think>\n\n</think>It is 42.") for text in texts] == [1, 0]
 
 
 def test_calls_can_be_read_by_the_engine(tokenizer, responders):

@@ -9,8 +9,10 @@ from megagrpo.rewards.functions.text import (
     encodable,
     first_answer,
     format,
+    react_format,
     repetition,
     soft_overlong,
+    think_format,
     token_repetition,
 )
 
@@ -108,3 +110,35 @@ def test_the_fixed_tag_rewards_mend_what_the_notebook_gets_wrong():
 
 def test_lone_surrogates_become_question_marks():
     assert encodable("a\ud800\udfffb") == "a??b" and encodable("ä\U0001f600") == "ä\U0001f600"
+
+
+R1 = "<think>\n"
+
+
+@pytest.mark.parametrize(
+    ("function", "prefix", "completion", "value"),
+    [
+        (think_format, R1, "It is 3.</think>3", 1.0),
+        (think_format, "", "It is 3.</think>3", 0.0),
+        (think_format, R1, "It is 3.", 0.0),
+        (think_format, R1, "<think>It is 3.</think>3", 0.0),  # a second tag
+        (think_format, "<think>\nOkay,", " so 3.</think>3", 1.0),
+        (think_format, "<think>", "</think>3", 1.0),
+        (think_format, "<reasoning>\n", "<think>a</think>3", 0.0),
+        (format, R1, "It is 3.</think>\n<answer>3</answer>", 1.0),
+        (format, R1, "It is 3.</think> So <answer>3</answer>", 0.0),
+        (format, "", "It is 3.</think>\n<answer>3</answer>", 0.0),
+        (react_format, R1, "a</think> Action: search Action Input: x", 1.0),
+        (react_format, "", "a</think> Action: search Action Input: x", 0.0),
+        (soft_format, "<reasoning>", "a</reasoning> <answer>3</answer>", 0.5),
+        (soft_format, "", "a</reasoning> <answer>3</answer>", 0.0),
+        (strict_format, "<reasoning>\n", "a\n</reasoning>\n<answer>\n3\n</answer>\n", 0.5),
+        (xmlcount, "<reasoning>\n", "a\n</reasoning>\n<answer>\n3\n</answer>\n", 0.5),
+        (xmlcount, "", "a\n</reasoning>\n<answer>\n3\n</answer>\n", 0.375),
+    ],
+)
+def test_a_tag_that_the_template_has_opened_is_part_of_the_response(function, prefix, completion, value):
+    assert function([completion], prefixes=[prefix]) == [value]
+    assert function([[{"role": "assistant", "content": completion}]], prefixes=[prefix]) == [value]
+    if not prefix:
+        assert function([completion]) == [value]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,9 @@ def sees(prompts, completions, completion_ids, finish_reason, is_truncated, trai
 
 def sees_messages(prompts, completions):
     return [float(p[-1]["role"] == "user" and c == [{"role": "assistant", "content": "a"}]) for p, c in zip(prompts, completions)]
+
+def sees_prefixes(completions, prefixes):
+    return [float(len(prefix)) for prefix in prefixes]
 
 def gives_process(completions):
     return [float(os.getpid())] * len(completions)
@@ -285,6 +289,15 @@ def test_a_function_gets_the_arguments_it_names_with_its_columns_and_args(folder
     with scorer(folder, "mine.py:sees_messages") as s:
         batch = rollouts("a", "a", messages=[{"role": "user", "content": "Q"}])
         assert [r.reward for r in s.score(batch)] == [1.0, 1.0]
+
+
+def test_a_function_gets_what_the_chat_template_opened_for_each_completion(folder):
+    batch = rollouts("It is 3.</think>3", "It is 3.")
+    opened = [replace(r, prompt=replace(r.prompt, opened="<think>\n")) for r in batch]
+    with scorer(folder, "think_format", "mine.py:sees_prefixes") as s:
+        scored = s.score([*batch, *opened])
+    assert [r.rewards["think_format"] for r in scored] == [0.0, 0.0, 1.0, 0.0]
+    assert [r.rewards["sees_prefixes"] for r in scored] == [0.0, 0.0, 8.0, 8.0]
 
 
 def test_soft_overlong_takes_the_rollouts_maximum_unless_args_give_another(folder):

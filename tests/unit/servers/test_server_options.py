@@ -1,6 +1,7 @@
 """Config keys for vLLM: the command line of a server, the requests of a step, their timeouts, and sleep."""
 
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,10 @@ def test_a_step_samples_as_its_keys_say():
     rollout = config(
         *("rollout.temperature=0.7", "rollout.top_p=0.8", "rollout.top_k=9", "rollout.min_p=0.05", "rollout.max_completion_length=33")
     ).rollout
-    assert sampling_params(rollout, (2, 5)) == SamplingParams(0.7, 33, (2, 5), Truncation(top_p=0.8, top_k=9, min_p=0.05))
+    expected = SamplingParams(0.7, 33, (2, 5), Truncation(top_p=0.8, top_k=9, min_p=0.05))
+    assert sampling_params(rollout, (2, 5)) == expected
+    stopping = rollout.model_copy(update={"stop": ["</answer>"], "include_stop_str_in_output": False})
+    assert sampling_params(stopping, (2, 5)) == replace(expected, stop=("</answer>",), include_stop=False)
 
 
 @pytest.mark.parametrize(("seconds", "asked"), [(0.5, 1), (20, 0)])

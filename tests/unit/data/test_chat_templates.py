@@ -1,0 +1,164 @@
+"""Variables of chat templates, and the thoughts that templates open for a response."""
+
+import json
+
+import pytest
+
+from megagrpo.config import load_config
+from megagrpo.data.chat_templates import check_kwargs, opened_thought, variables
+from megagrpo.data.prompts import PromptSource
+from megagrpo.data.tokenizer import load_tokenizer, tokenizer_of
+from tests.unit.data.test_tokenizer import CHATML, LLAMA_2, chat_folder, sentencepiece_model  # noqa: F401
+
+# The ends of the generation prompts of public templates, after a ChatML beginning.
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n"
+QWEN3 = TURNS + HEADER + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+QWEN3_THINKING = TURNS + HEADER + "<think>\n{% endif %}"
+QWEN35 = (
+    TURNS
+    + HEADER
+    + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}{% endif %}"
+)
+R1 = (
+    "{% for m in messages %}<｜{{ m.role }}｜>{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
+)
+DEEPSEEK_V31 = (
+    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}<｜Assistant｜>"
+    "{{ '<think>' if thinking else '</think>' }}"
+)
+SEED = TURNS + HEADER + "<seed:think>{% endif %}"
+GPT_OSS = (
+    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}Reasoning: {{ reasoning_effort }}\n" + TURNS
+)
+QUESTION = "What is 3?"
+
+
+def source(folder, rows, **data):
+    """The prompts of these rows, with the tokenizer that a run would load."""
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = run_config(folder, **data)
+    return PromptSource(config.data.train, config.data, tokenizer_of(config, folder), 200, seed=0)
+
+
+def run_config(folder, **data):
+    text = {"model": {"path": str(folder)}, "data": {"train": {"source": str(folder / "rows.jsonl")}, **data}}
+    (folder / "run.yaml").write_text(json.dumps(text | {"rewards": {"functions": [{"function": "format"}]}}))
+    return load_config(folder / "run.yaml")
+
+
+def prompt_of(folder, rows=({"prompt": QUESTION},), **data):
+    """The first prompt as text, and what it opens."""
+    prompts = source(folder, rows, **data)
+    (prompt, *_) = prompts.all()
+    return prompts._tokenizer.decode_all(prompt.token_ids), prompt.opened
+
+
+@pytest.mark.parametrize(
+    ("template", "kwargs", "end", "opened"),
+    [
+        (QWEN3, {}, "<|im_start|>assistant\n", ""),
+        (QWEN3, {"enable_thinking": True}, "<|im_start|>assistant\n", ""),
+        (QWEN3, {"enable_thinking": False}, "<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),
+        (QWEN3_THINKING, {}, "<|im_start|>assistant\n<think>\n", "<think>\n"),
+        (QWEN35, {}, "assistant\n<think>\n", "<think>\n"),
+        (QWEN35, {"enable_thinking": False}, "assistant\n<think>\n\n</think>\n\n", ""),
+        (R1, {}, "<｜Assistant｜><think>\n", "<think>\n"),
+        (DEEPSEEK_V31, {}, "<｜Assistant｜></think>", ""),
+        (DEEPSEEK_V31, {"thinking": True}, "<｜Assistant｜><think>", "<think>"),
+        (SEED, {}, "assistant\n<seed:think>", "<seed:think>"),
+        (GPT_OSS, {"reasoning_effort": "low"}, "Reasoning: low\n<|im_start|>user\nWhat is 3?<|im_end|>\n", ""),
+        ("Question: {{ messages[0].content }}\n<reasoning>", {}, "What is 3?\n<reasoning>", "<reasoning>"),
+        ("none", {}, QUESTION, ""),
+    ],
+)
+def test_a_template_gets_its_variables_and_says_what_it_opens(chat_folder, tmp_path, template, kwargs, end, opened):  # noqa: F811
+    load_tokenizer(chat_folder).tokenizer.save_pretrained(tmp_path)
+    text, found = prompt_of(tmp_path, chat_template=template, chat_template_kwargs=kwargs)
+    assert text.endswith(end) and found == opened
+    (tmp_path / "chat_template.jinja").write_text(template)
+    assert template == "none" or prompt_of(tmp_path, chat_template_kwargs=kwargs) == (text, opened)  # the tokenizer's own template
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template", "opened"),
+    [
+        ("Show your work. Assistant: Let me think.\n<think>", "none", "<think>"),
+        ("Put your thought into <think> tags.", "none", ""),
+        ("Write </think>", QWEN3, ""),
+        ("What does <think> mean? <think>", QWEN3, ""),  # in the user's turn
+        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>\nOkay, so"}], QWEN3, "<think>\nOkay, so"),
+        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>a</think>b"}], QWEN3, ""),
+        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>a</think><think>"}], QWEN3, "<think>"),
+        ([{"role": "user", "content": "Hi <think>"}, {"role": "assistant", "content": "The"}], QWEN3, ""),
+    ],
+)
+def test_a_thought_may_be_opened_by_the_prompt_itself(chat_folder, tmp_path, prompt, template, opened):  # noqa: F811
+    load_tokenizer(chat_folder).tokenizer.save_pretrained(tmp_path)
+    assert prompt_of(tmp_path, [{"prompt": prompt}], chat_template=template)[1] == opened
+
+
+def test_a_row_has_variables_of_its_own(chat_folder, tmp_path):  # noqa: F811
+    load_tokenizer(chat_folder).tokenizer.save_pretrained(tmp_path)
+    own = [{"enable_thinking": False}, None, {"enable_thinking": True}]
+    rows = [{"prompt": QUESTION, "chat_template_kwargs": kwargs} for kwargs in own]
+    prompts = source(tmp_path, rows, chat_template=QWEN35, chat_template_kwargs={"enable_thinking": False})
+    assert [prompt.opened for prompt in prompts.all()] == ["", "", "<think>\n"]
+    assert [prompt.template_kwargs for prompt in prompts.all()] == [own[0], {}, own[2]]
+    for value, said in [
+        ({"enable_thnking": 1}, "row 0: column `chat_template_kwargs`: .* does not use `enable_thnking`; did you mean `enable_thinking`"),
+        ({"tokenize": True}, "row 0: column `chat_template_kwargs`: `tokenize` is an argument of the renderer"),
+        ("thinking", r"row 0: column `chat_template_kwargs` must be a mapping .*got 'thinking'"),
+    ]:
+        with pytest.raises(ValueError, match=f"data.train: {said}"):
+            source(tmp_path, [{"prompt": QUESTION, "chat_template_kwargs": value}], chat_template=QWEN35)
+
+
+def test_a_bare_sentencepiece_model_gets_the_variables_too(sentencepiece_model):  # noqa: F811
+    tokenizer = load_tokenizer(sentencepiece_model)
+    tokenizer.template_kwargs = {"tail": "<think>\n"}
+    template = LLAMA_2 + "{{ tail }}"
+    ids = tokenizer.render("Hi", chat_template=template)
+    assert tokenizer.decode(ids).endswith("[/INST]<think>\n") and opened_thought(tokenizer.decode_all(ids)) == "<think>\n"
+    assert tokenizer.decode(tokenizer.render("Hi", chat_template=template, kwargs={"tail": "7"})).endswith("[/INST]7")
+
+
+@pytest.mark.parametrize(
+    ("template", "names", "said"),
+    [
+        (QWEN3, {"enable_thinkin": 1}, "does not use `enable_thinkin`; did you mean `enable_thinking`?; correct the name, or leave it out"),
+        (QWEN3, {"effort": 1}, "does not use `effort`; it uses enable_thinking; correct the name, or leave it out"),
+        (CHATML, {"enable_thinking": 1}, "does not use `enable_thinking`; correct the name, or leave it out"),
+        ("{% set thinking = true %}{{ thinking }}", {"thinking": 1}, "does not use `thinking`; correct the name, or leave it out"),
+        (None, {"thinking": 1}, "thinking needs a chat template; set data.chat_template to Jinja text or a file"),
+        ("none", {"thinking": 1}, "thinking needs a chat template; set data.chat_template to Jinja text or a file"),
+        (QWEN3, {"messages": 1}, "`messages` is an argument of the renderer, not a variable of the template; leave it out"),
+    ],
+)
+def test_a_variable_without_effect_is_refused_by_name(template, names, said):
+    with pytest.raises(ValueError, match=r"^data.chat_template_kwargs: ") as caught:
+        check_kwargs(names, template)
+    assert str(caught.value).endswith(said)
+
+
+def test_variables_are_found_wherever_a_template_uses_them():
+    assert variables(GPT_OSS) == {"reasoning_effort", "messages"} and "thinking" in variables(DEEPSEEK_V31)
+    assert variables("{% generation %}{{ a }}{%- endgeneration -%}{% for m in b %}{% break %}{% endfor %}") == {"a", "b"}
+    assert variables("{% macro f() %}{{ c if namespace(d=1).d }}{% endmacro %}{{ f() }}") == {"c"}
+    assert variables("{% for") is None  # rendering reports it
+
+
+def test_hostile_prompts_are_searched_in_linear_time():
+    for text in ("<" * 10**5, "<think" * 10**4, "<" + "think" * 10**4, "<think>" * 10**4 + "x", "\n" * 10**5):
+        assert opened_thought("a", prefill=text + "</think>") in ("", "<think></think>")
+        assert opened_thought(text) == ""
+
+
+def test_special_tokens_among_the_stop_strings_are_end_tokens(chat_folder):  # noqa: F811
+    config = run_config(chat_folder)
+    stop = ["<|im_start|>", "</answer>"]
+    rollout = config.rollout.model_copy(update={"stop": stop})
+    assert tokenizer_of(config, chat_folder).eos_token_ids == (0, 2, 3)
+    assert tokenizer_of(config.model_copy(update={"rollout": rollout}), chat_folder).eos_token_ids == (0, 1, 2, 3)
