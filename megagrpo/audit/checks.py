@@ -20,7 +20,6 @@ from megagrpo.audit.tolerances import TOLERANCES
 from megagrpo.audit.update_checks import check_update
 from megagrpo.config import RewardsSection
 from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
-from megagrpo.engine.stops import find_ending
 from megagrpo.rewards.registry import display_names
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.target import REPEATABLE
@@ -84,12 +83,14 @@ def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) ->
     if tokenizer is None or not response:
         return
     text, turn = tokenizer.decode(response), _last_turn(sample, response)
-    ending = find_ending(turn, tokenizer.decode, rollout.stop, rollout.include_stop_str_in_output)
-    if reason == "stop" and response[-1] not in tokenizer.eos_token_ids and not ending.stop_string:
+    stop, end = _first_stop(last := tokenizer.decode(turn), rollout.stop)
+    if reason == "stop" and response[-1] not in tokenizer.eos_token_ids and not stop:
         yield f"ended with token {response[-1]}, which is not an end token{' and completes no stop string' * bool(rollout.stop)}"
-    if ending.num_tokens < len(turn):
-        yield f"has {len(turn) - ending.num_tokens} tokens after the stop string {ending.stop_string!r}"
-    if (text if sample.text["dialogue"] else ending.text) != sample.text["response"]:
+    if stop and _first_stop(tokenizer.decode(turn[:-1]), rollout.stop)[0]:
+        yield f"has tokens after the stop string {stop!r}"
+    if stop and sample.text["dialogue"] is None:
+        text = last[: end if rollout.include_stop_str_in_output else end - len(stop)]
+    if text != sample.text["response"]:
         yield "the text differs from the decoded tokens"
 
 
@@ -98,6 +99,13 @@ def _last_turn(sample: Sample, response: list[int]) -> list[int]:
     own = set(sample.places.tolist())
     start = max((i + 1 for i in range(len(response)) if sample.prompt_length + i not in own), default=0)
     return response[start:]
+
+
+def _first_stop(text: str, stop: list[str]) -> tuple[str, int]:
+    """Return the stop string that is complete first, and where it ends; ("", 0) without one."""
+    ends = [(text.index(string) + len(string), string) for string in stop if string in text]
+    end, string = min(ends, key=lambda pair: pair[0], default=(0, ""))
+    return string, end
 
 
 def _slices(step: Step) -> Check:

@@ -66,11 +66,28 @@ def test_the_audit_agrees_with_what_the_run_computed(dumped, step):
     assert checks["rewards"]["note"] == "run again: format; weighted sum of what is dumped: low_bytes"
 
 
+STOPS = json.dumps([*"bdfhjlnprtvxz2468"])  # with the world's tokenizer of bytes, about half of the responses have one of them
+
+
+def check_stops(done, stops):
+    """Check that some responses ended with a letter of STOPS and some without, and that records and metrics say so."""
+    ended = [row.get("stop_string") for row in done.completions]
+    assert {*ended} == {None} if not stops else {"", None} <= {*ended, None} and len({*ended}) > 3
+    for line in done.metrics if stops else ():
+        rows = [row for row in done.completions if row["step"] == line["step"]]
+        assert line["completions/stop_string_ratio"] == pytest.approx(sum(bool(row["stop_string"]) for row in rows) / len(rows))
+        for row in rows:
+            assert not set("bdfhjlnprtvxz2468") & set(row["completion"]) and (row["finish_reason"] == "stop" or not row["stop_string"])
+
+
 @pytest.mark.parametrize(
     "options",
     [
         ["algorithm.loss_type=grpo", "algorithm.scale_rewards=batch", "rollout.temperature=0.7"],
-        ["algorithm.loss_type=dr_grpo", "algorithm.scale_rewards=none", "algorithm.beta=1", "algorithm.kl_estimator=full_reverse"],
+        [
+            *("algorithm.loss_type=dr_grpo", "algorithm.scale_rewards=none", "algorithm.beta=1", "algorithm.kl_estimator=full_reverse"),
+            *(f"rollout.stop={STOPS}", "rollout.include_stop_str_in_output=false", "data.chat_template_kwargs={opening: <think>}"),
+        ],
         pytest.param(
             ["algorithm.mask_truncated_completions=true", "rollout.num_generations=24", "algorithm.beta=0.1"], marks=pytest.mark.full
         ),
@@ -85,6 +102,7 @@ def test_every_kind_of_step_can_be_audited(options, tmp_path):
     seldom = f"rewards.functions=[{{function: {world.folder()}/rewards.py:seldom}}]"  # some groups have no advantage and are left out
     done = world.train(tmp_path, seldom, *options, "debug.dump_steps=[2]", "train.max_tokens_per_micro_batch=120")
     assert done.code == 0, done.err
+    check_stops(done, f"rollout.stop={STOPS}" in options)
     code, said = world.audit(done.folder, "--step", 2)
     assert code == 0, said
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import string
 import subprocess
 import sys
 from statistics import fmean
@@ -132,6 +133,12 @@ def test_a_prompt_is_answered_greedily_the_same_from_the_command_line_and_from_s
     one_choice = generate("What is 1 + 2?", "--top-k", "1", "--max-tokens", "6")[1]
     assert one_choice == out == generate("What is 1 + 2?", "--top-p", "0.0001", "--max-tokens", "6")[1]
     assert generate("What is 1 + 2?", "--min-p", "1", "--max-tokens", "6")[1] == out
+    cut = ["--set", f"rollout.stop={json.dumps([*string.printable])}", "--set", "rollout.include_stop_str_in_output=false"]
+    stop = next((i for i, character in enumerate(out[:-1]) if character in string.printable), len(out) - 1)
+    assert generate("What is 1 + 2?", *greedy, *cut)[1] == out[:stop] + "\n"
+    assert generate("What is 1 + 2?", *greedy, "--set", "data.chat_template_kwargs={opening: <think>}")[1] != out
+    code, _, err = generate("What is 1 + 2?", "--set", "data.chat_template_kwargs={openin: <think>}")
+    assert code == 2 and "data.chat_template_kwargs: the chat template does not use `openin`; did you mean `opening`?" in err
     hot = ["What is 1 + 2?", "--temperature", "2", "--max-tokens", "6", "--seed"]
     one, again, other = (generate(*hot, seed)[1] for seed in ("1", "1", "2"))
     assert one == again != other

@@ -52,7 +52,8 @@ HEADS = 4
 MEASURED = ("time/", "idle/", "weight_sync/", "tokens_per_second", "generated_tokens_per_second", "memory", "wall_time")
 
 TEMPLATE = (
-    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>{% endif %}"
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>{{ opening }}"
+    "{% endif %}"
 )
 
 REWARDS = '''
@@ -170,7 +171,7 @@ def _make_model(path: Path) -> None:
 @functools.cache
 def server() -> str:
     """The address of a vLLM server on the world's model."""
-    options = ServerOptions(str(folder() / "model"), "float32", 64, max_num_seqs=64, kv_cache_gb=1, omp_threads=1)
+    options = ServerOptions(str(folder() / "model"), "float32", 64, max_num_seqs=64, kv_cache_gb=1, omp_threads=1, finds_text=True)
     launcher = Launcher(options, folder() / "server")
     launcher.start()
     return launcher.wait()[0]

@@ -85,6 +85,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
         "unit/algorithms/test_reference_losses.py::test_trl",
     ),
     "data.chat_template": "unit/data/test_prompts.py::test_system_prompt_and_template_go_into_the_tokens_only",
+    "data.chat_template_kwargs": "unit/data/test_chat_templates.py::test_a_template_gets_its_variables_and_says_what_it_opens",
     "data.eval": "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",
     "data.overlong_prompts": "unit/data/test_prompts.py::test_overlong_prompts_are_counted_and_dropped_or_cut_on_the_left",
     "data.shuffle": "unit/data/test_prompts.py::test_without_shuffle_and_in_all_prompts_come_as_in_the_data_set",
@@ -131,6 +132,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
         "unit/servers/test_server_options.py::test_a_server_holds_the_longest_prompt_with_the_longest_response",
     ),
     "rollout.max_staleness": "e2e/test_async_runs.py::test_a_policy_that_stands_still_gets_the_very_responses_of_a_synchronous_run",
+    "rollout.include_stop_str_in_output": "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
     "rollout.min_p": (
         "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
         "e2e/test_truncated_rollouts.py::test_trainer_and_engine_agree_on_the_truncated_distribution",
@@ -153,6 +155,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "rollout.nodes_per_server": "e2e/test_server_nodes.py::test_two_nodes_are_one_server_that_gets_verified_weights",
     "rollout.servers": "unit/servers/test_server_options.py::test_as_many_servers_start_at_the_ports_that_follow",
     "rollout.startup_timeout": ("unit/servers/test_launcher.py::test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key"),
+    "rollout.stop": "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
     "rollout.temperature": (
         "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
         "e2e/test_options.py::test_temperature_belongs_to_both_sides",
@@ -236,7 +239,6 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         ),
         "num_completions_to_print": "unit/records/test_metrics.py::test_the_sample_shows_the_best_and_the_worst_of_a_group_that_differs",
         "generation_kwargs": "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
-        "chat_template_kwargs": "unit/data/test_tokenizer.py::test_the_configured_template_wins_and_none_feeds_plain_text",
         "cache_implementation": "e2e/test_vllm_server.py::test_greedy_responses_are_those_of_transformers",
         "use_vllm": "e2e/test_run.py::test_no_process_and_no_shared_memory_outlives_the_run",
         "vllm_mode": (

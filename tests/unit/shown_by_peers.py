@@ -78,7 +78,6 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
             "unit/algorithms/test_exact_denominators.py::test_a_tokens_part_of_the_gradient_is_bitwise_independent_of_packing_and_data_parallelism",
         ),
-        "data.apply_chat_template_kwargs": "unit/data/test_tokenizer.py::test_the_configured_template_wins_and_none_feeds_plain_text",
         "actor.megatron.use_mbridge": "distributed/test_checkpoint_layouts.py::test_a_run_continues_from_a_checkpoint_of_another_layout",
         "ref.megatron.*": "distributed/test_reference_sync.py::test_a_moved_reference_is_its_mixture_and_comes_back_in_another_layout",
         "actor.clip_ratio_c": "unit/algorithms/test_other_trainers.py::test_the_dual_clip_of_verl_nemo_rl_and_openrlhf_is_delta",
@@ -168,8 +167,8 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         "loss_fn.force_on_policy_ratio": (
             "unit/algorithms/test_losses.py::test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gradient"
         ),
-        "policy.tokenizer.chat_template_kwargs": "unit/data/test_tokenizer.py::test_the_configured_template_wins_and_none_feeds_plain_text",
         "policy.generation.backend": "e2e/test_run.py::test_no_process_and_no_shared_memory_outlives_the_run",
+        "policy.generation.stop_token_ids": "unit/data/test_chat_templates.py::test_special_tokens_among_the_stop_strings_are_end_tokens",
         "policy.generation.vllm_cfg.kv_cache_dtype": (
             "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm"
         ),

@@ -8,11 +8,13 @@ from statistics import fmean
 import pytest
 
 from megagrpo.config import RunConfig, evaluation_sets
+from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.evaluation.estimators import majority_passes, pass_at_k, steps_to
-from megagrpo.evaluation.sets import HeldOut, evaluate, metrics_of
+from megagrpo.evaluation.sets import HeldOut, evaluate, load_sets, metrics_of
 from megagrpo.rewards.answers import READ_BY, extractor
 from megagrpo.rewards.target import BUILT_IN
-from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout
+from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout, Truncation
+from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 
 
 @pytest.mark.parametrize("n", range(1, 8))
@@ -98,6 +100,41 @@ def test_a_set_of_two_prompts_by_hand():
     assert found["completions/mean_length"] == pytest.approx((1 + 1 + 1 + 1 + 3 + 2) / 6)
     assert "maj@3" not in metrics_of(held_out(3, answer="auto"), responses)
     assert metrics_of(replace(held_out(3), pass_reward=0.0), responses)["pass@1"] == 1
+
+
+def test_a_majority_reads_what_the_template_opened_as_part_of_the_response():
+    one = replace(held_out(3).prompts[0], opened="<think>")
+    seen = []
+    metrics_of(replace(held_out(2), answer=lambda text: seen.append(text)), scored(one, ("4", 1.0), ("5", 0.0)))
+    assert seen == ["<think>4", "<think>5"]
+
+
+def test_sets_are_sampled_with_the_stop_strings_and_the_template_of_the_run(chat_folder, tmp_path):  # noqa: F811
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "What is 3?", "answer": "3"}\n')
+    source, template = {"source": str(rows)}, "{{ messages[0].content }}{{ opening }}"
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": str(chat_folder)},
+            "data": {"train": source, "eval": source, "chat_template": template, "chat_template_kwargs": {"opening": "<think>"}},
+            "rewards": {"functions": [{"function": "exact_number"}]},
+            "rollout": {"stop": ["</answer>"], "include_stop_str_in_output": False, "top_k": 9},
+            "evaluation": {"steps": 1, "top_p": 0.5, "temperature": 0.7},
+        }
+    )
+    (found,) = load_sets(config, tokenizer_of(config, chat_folder))
+    limit, truncation = config.rollout.max_completion_length, Truncation(top_p=0.5)
+    assert found.sampling == SamplingParams(0.7, limit, (0, 2, 3), truncation, ("</answer>",), include_stop=False)
+    assert found.prompts[0].opened == "<think>"
+
+
+def test_the_share_of_responses_that_a_stop_string_ended_is_a_metric_of_runs_with_stop_strings():
+    one, two = held_out(2).prompts
+    responses = scored(one, ("4", 1.0), ("5", 0.0)) + scored(two, ("7", 1.0), ("no", 0.0))
+    assert "completions/stop_string_ratio" not in metrics_of(held_out(2), responses)
+    stops = ["</answer>", "", "", ""]
+    with_stops = [replace(s, rollout=replace(s.rollout, stop_string=stop)) for s, stop in zip(responses, stops, strict=True)]
+    assert metrics_of(held_out(2), with_stops)["completions/stop_string_ratio"] == 0.25
 
 
 def test_prompts_that_the_function_cannot_score_are_left_out_and_single_responses_that_it_cannot_do_not_pass():

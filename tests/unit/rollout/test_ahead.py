@@ -41,7 +41,8 @@ class Engine:
                 self.held_up.pop(prompts[i].place)
             version = self.held_up.pop(prompts[i].place, begun)
             later = ((1, self.weight_version),) if self.weight_version > version else ()
-            on_group(i, [Rollout(prompts[i], (1, 2), (-1.0, -1.0), "stop", version, "", later_versions=later)] * n)
+            rollout = Rollout(prompts[i], (1, 2), (-1.0, -1.0), "stop", version, "", later_versions=later, stop_string="end")
+            on_group(i, [rollout] * n)
 
     def cut(self, places):
         self.cuts.append(sorted(places))
@@ -184,7 +185,7 @@ def test_a_resumed_pool_hands_out_what_was_finished_and_asks_for_the_rest():
         pool.load_state_dict(saved)
         groups = take(pool, prompts(4, 8), 3)
     assert [place for place, _ in sorted(engine.begun)] == [6, 7]
-    assert groups[0] == [Rollout(prompts(4, 5)[0], (1, 2), (-1.0, -1.0), "stop", 2, "")] * 2
+    assert groups[0] == [Rollout(prompts(4, 5)[0], (1, 2), (-1.0, -1.0), "stop", 2, "", stop_string="end")] * 2
     assert [scoring.step for scoring in rewards.begun] == [3] * 4
 
 
