@@ -26,13 +26,21 @@ Ending = Literal["generate", "continue", "closed"]
 def tokenizer_of(config: RunConfig, model_folder: str | Path) -> Tokenizer:
     """Load the tokenizer of a run. It renders with `data.chat_template_kwargs`, and special tokens in `rollout.stop` are end tokens.
 
-    Raises ValueError when there is no tokenizer, and for variables that the chat template does not use."""
+    Raises ValueError when there is no tokenizer, for variables that the chat template does not use, and for stop strings that no text can
+    contain."""
     tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
     tokenizer.template_kwargs = config.data.chat_template_kwargs
     template = read_chat_template(config.data.chat_template)
     check_kwargs(tokenizer.template_kwargs, tokenizer.chat_template if template is None else template)
-    special = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids()}
-    tokenizer.eos_token_ids = tuple(sorted({*tokenizer.eos_token_ids, *(special[text] for text in config.rollout.stop if text in special)}))
+    special = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids()} if config.rollout.stop else {}
+    for index, text in enumerate(config.rollout.stop):
+        if text not in special and (inside := [token for token in special if token in text]):
+            raise ValueError(
+                f"rollout.stop.{index}: {text!r} contains the special token {inside[0]}, which the text of a response leaves out; "
+                "name the token alone"
+            )
+    ends = {special[text] for text in config.rollout.stop if text in special}
+    tokenizer.eos_token_ids = tuple(sorted({*tokenizer.eos_token_ids, *ends}))
     return tokenizer
 
 

@@ -37,6 +37,7 @@ EXAMPLE = REPOSITORY / "configs" / "examples" / "capitals" / "run.yaml"
 KEYS = {key for key, _ in fields(RunConfig)}
 OF_RUN = {f"run.{name}" for name in (*vars(Run), "folder")}  # attributes of the Python API's run
 OPEN = (
+    "data.chat_template_kwargs",
     "data.columns",
     "data.train.options",
     "data.eval.options",
@@ -52,6 +53,7 @@ STEP_METRICS = """step wall_time loss kl entropy clip_ratio/low_mean clip_ratio/
     sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max grad_norm learning_rate reward reward_std reward_std_batch
     frac_reward_zero_std num_tokens num_generated_tokens
     completions/mean_length completions/min_length completions/max_length completions/clipped_ratio
+    completions/stop_string_ratio
     completions/mean_terminated_length rewards/exact_number/mean rewards/exact_number/std rewards/exact_number/timeouts
     rewards/exact_number/exceptions rewards/exact_number/unscorable rewards/exact_number/seconds
     time/generate time/reward time/logprobs time/train time/optimizer time/sync time/step

@@ -6,6 +6,13 @@ import pytest
 import yaml
 
 from megagrpo.config import load_config
+from megagrpo.data.prompts import PromptSource
+from megagrpo.data.tokenizer import load_tokenizer, tokenizer_of
+from megagrpo.plan import plan
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.types import Rollout
+from tests.unit.data.test_chat_templates import QWEN3, QWEN3_THINKING, R1
+from tests.unit.data.test_tokenizer import chat_folder  # noqa: F401
 
 PRESETS = sorted((Path(__file__).parents[3] / "configs" / "presets").glob("*.yaml"))
 OWN = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
@@ -27,6 +34,7 @@ def test_every_preset_loads_and_says_its_source_and_where_it_differs(path, tmp_p
 
 def test_the_presets_that_people_ask_for_are_there():
     wanted = "trl_first_release trl_1_16 ms_swift_2025_04 unsloth_gsm8k_notebook deepseekmath_grpo dr_grpo dapo gspo cispo"
+    wanted += " qwen3_thinking qwen3_non_thinking r1_distill"
     assert {path.stem for path in PRESETS} == set(wanted.split())
 
 
@@ -73,3 +81,36 @@ def test_the_notebook_brings_model_data_and_rewards_along(tmp_path):
 def test_a_preset_names_only_what_it_is_about(path):
     sections = yaml.safe_load(path.read_text()).keys()
     assert "parallel" not in sections and "run" not in sections
+
+
+# (preset, a template with the end of the models' public ones, end of the rendered prompt, a response that is right and well-formed)
+THINKING = [
+    ("qwen3_thinking", QWEN3, "<|im_start|>assistant\n", "<think>\nIt is 3.\n</think>\n\nThe answer is \\boxed{3}."),
+    ("qwen3_thinking", QWEN3_THINKING, "<|im_start|>assistant\n<think>\n", "It is 3.\n</think>\n\nThe answer is \\boxed{3}."),
+    ("qwen3_non_thinking", QWEN3, "<|im_start|>assistant\n<think>\n\n</think>\n\n", "The answer is \\boxed{3}."),
+    ("r1_distill", R1, "<｜Assistant｜><think>\n", "It is 3.\n</think>\n\nThe answer is \\boxed{3}."),
+]
+
+
+@pytest.mark.parametrize(("name", "template", "end", "response"), THINKING)
+def test_a_preset_of_a_thinking_model_renders_its_prompt_and_scores_its_response(name, template, end, response, chat_folder, tmp_path):  # noqa: F811
+    load_tokenizer(chat_folder).tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 3?", "answer": "3"}\n')
+    mine = f"defaults: {PRESETS[0].parent / name}.yaml\nmodel: {{path: {tmp_path}}}\ndata: {{train: {{source: {tmp_path}/rows.jsonl}}}}\n"
+    (tmp_path / "mine.yaml").write_text(mine)
+    config = load_config(tmp_path / "mine.yaml")
+    tokenizer = tokenizer_of(config, tmp_path)
+    (prompt,) = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, 0).all()
+    assert tokenizer.decode_all(prompt.token_ids).endswith(end)
+    with RewardScorer(config.rewards.model_copy(update={"workers": 1}), config.rollout.max_completion_length) as scorer:
+        (scored,) = scorer.score([Rollout(prompt, (1,), (0.0,), "stop", 0, response)])
+    assert scored.reward == pytest.approx(sum(f.weight for f in config.rewards.functions))
+
+
+@pytest.mark.parametrize("name", ["qwen3_thinking", "qwen3_non_thinking", "r1_distill"])
+def test_a_preset_of_a_thinking_model_fits_its_model(name, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"defaults: {PRESETS[0].parent / name}.yaml\n{OWN}")
+    config = load_config(tmp_path / "mine.yaml", ["model.path=Qwen/Qwen3-0.6B", "evaluation.steps=1", "data.eval.source=a.jsonl"])
+    assert plan(config, 8, has_data=False, fetch=False).problems == []
+    assert (config.rollout.temperature, config.rollout.truncates) == (1.0, False) and config.evaluation.temperature in (0.6, 0.7)

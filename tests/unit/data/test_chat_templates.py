@@ -159,6 +159,12 @@ def test_hostile_prompts_are_searched_in_linear_time():
 def test_special_tokens_among_the_stop_strings_are_end_tokens(chat_folder):  # noqa: F811
     config = run_config(chat_folder)
     stop = ["<|im_start|>", "</answer>"]
-    rollout = config.rollout.model_copy(update={"stop": stop})
-    assert tokenizer_of(config, chat_folder).eos_token_ids == (0, 2, 3)
-    assert tokenizer_of(config.model_copy(update={"rollout": rollout}), chat_folder).eos_token_ids == (0, 1, 2, 3)
+
+    def loaded(stop):
+        return tokenizer_of(config.model_copy(update={"rollout": config.rollout.model_copy(update={"stop": stop})}), chat_folder)
+
+    assert loaded([]).eos_token_ids == (0, 2, 3) and loaded(stop).eos_token_ids == (0, 1, 2, 3)
+    with pytest.raises(
+        ValueError, match=r"rollout.stop.1: '<\|im_end\|>\\n' contains the special token <\|im_end\|>, .*name the token alone"
+    ):
+        loaded(["x", "<|im_end|>\n"])
