@@ -11,8 +11,9 @@ from jinja2 import Environment, TemplateError, meta
 
 from megagrpo.config.data import RENDERER_ARGUMENTS
 
-# A tag that opens a thought: <think>, <reasoning>, <seed:think>, <|begin_of_thought|>, <start_working_out>. Bounded, so linear-time.
-_OPENING = re.compile(r"<([\w:|.-]{0,24}?(?:think|thought|reason|working)[\w:|.-]{0,24})>", re.IGNORECASE)
+# A tag that opens a thought: <think>, <reasoning>, <seed:think>, <|START_THINKING|>, <start_working_out>; not <|END_THINKING|>. The
+# bounds keep the search linear in time.
+_OPENING = re.compile(r"<(?![|_]?end)([\w:|.-]{0,24}?(?:think|thought|reason|working)[\w:|.-]{0,24})>", re.IGNORECASE)
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # transformers' own tag, which plain jinja2 does not know
 PLAIN_TEXT = "none"  # the value of data.chat_template for plain-text prompts
 TAIL = 64  # tokens at the end of a prompt that hold an opened tag and the white space after it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count, islice
@@ -202,6 +204,9 @@ class PromptSource:
     def _template_kwargs(self, row: int) -> dict[str, Any]:
         """The row's own variables of the chat template. ValueError for variables that the template does not use."""
         value, said = self._rows[row].get(_TEMPLATE_KWARGS), f"{self._key}: row {row}: column `{_TEMPLATE_KWARGS}`"
+        if isinstance(value, str):  # a mapping as JSON text, which keeps the types of files with one schema for all rows
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"{said} must be a mapping of variables of the chat template (got {value!r:.100}); correct or remove it")
         kwargs = {name: v for name, v in (value or {}).items() if v is not None}  # Arrow adds None for absent keys

@@ -28,6 +28,9 @@ DEEPSEEK_V31 = (
     "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}<｜Assistant｜>"
     "{{ '<think>' if thinking else '</think>' }}"
 )
+COMMAND_A = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}<|CHATBOT|><|START_THINKING|>{% if reasoning is false %}<|END_THINKING|>{% endif %}"
+)
 SEED = TURNS + HEADER + "<seed:think>{% endif %}"
 GPT_OSS = (
     "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}Reasoning: {{ reasoning_effort }}\n" + TURNS
@@ -68,6 +71,8 @@ def prompt_of(folder, rows=({"prompt": QUESTION},), **data):
         (R1, {}, "<｜Assistant｜><think>\n", "<think>\n"),
         (DEEPSEEK_V31, {}, "<｜Assistant｜></think>", ""),
         (DEEPSEEK_V31, {"thinking": True}, "<｜Assistant｜><think>", "<think>"),
+        (COMMAND_A, {}, "<|CHATBOT|><|START_THINKING|>", "<|START_THINKING|>"),
+        (COMMAND_A, {"reasoning": False}, "<|CHATBOT|><|START_THINKING|><|END_THINKING|>", ""),
         (SEED, {}, "assistant\n<seed:think>", "<seed:think>"),
         (GPT_OSS, {"reasoning_effort": "low"}, "Reasoning: low\n<|im_start|>user\nWhat is 3?<|im_end|>\n", ""),
         ("Question: {{ messages[0].content }}\n<reasoning>", {}, "What is 3?\n<reasoning>", "<reasoning>"),
@@ -103,7 +108,8 @@ def test_a_thought_may_be_opened_by_the_prompt_itself(chat_folder, tmp_path, pro
 def test_a_row_has_variables_of_its_own(chat_folder, tmp_path):  # noqa: F811
     load_tokenizer(chat_folder).tokenizer.save_pretrained(tmp_path)
     own = [{"enable_thinking": False}, None, {"enable_thinking": True}]
-    rows = [{"prompt": QUESTION, "chat_template_kwargs": kwargs} for kwargs in own]
+    stored = [*own[:2], '{"enable_thinking": true}']
+    rows = [{"prompt": QUESTION, "chat_template_kwargs": kwargs} for kwargs in stored]
     prompts = source(tmp_path, rows, chat_template=QWEN35, chat_template_kwargs={"enable_thinking": False})
     assert [prompt.opened for prompt in prompts.all()] == ["", "", "<think>\n"]
     assert [prompt.template_kwargs for prompt in prompts.all()] == [own[0], {}, own[2]]
@@ -143,6 +149,13 @@ def test_a_variable_without_effect_is_refused_by_name(template, names, said):
     assert str(caught.value).endswith(said)
 
 
+def test_a_run_is_refused_that_sets_a_variable_without_effect(chat_folder, tmp_path):  # noqa: F811
+    config = run_config(tmp_path, chat_template_kwargs={"enable_thinking": False})
+    with pytest.raises(ValueError, match=r"data.chat_template_kwargs: the chat template does not use `enable_thinking`"):
+        tokenizer_of(config, chat_folder)
+    assert tokenizer_of(run_config(tmp_path, chat_template=QWEN3, chat_template_kwargs={"enable_thinking": False}), chat_folder)
+
+
 def test_variables_are_found_wherever_a_template_uses_them():
     assert variables(GPT_OSS) == {"reasoning_effort", "messages"} and "thinking" in variables(DEEPSEEK_V31)
     assert variables("{% generation %}{{ a }}{%- endgeneration -%}{% for m in b %}{% break %}{% endfor %}") == {"a", "b"}
@@ -151,7 +164,8 @@ def test_variables_are_found_wherever_a_template_uses_them():
 
 
 def test_hostile_prompts_are_searched_in_linear_time():
-    for text in ("<" * 10**5, "<think" * 10**4, "<" + "think" * 10**4, "<think>" * 10**4 + "x", "\n" * 10**5):
+    """With a quadratic search each of them takes minutes."""
+    for text in ("<" * 10**5, "<think" * 10**5, "<" + "think" * 10**5, "<think>" * 10**4 + "x", "\n" * 10**5):
         assert opened_thought("a", prefill=text + "</think>") in ("", "<think></think>")
         assert opened_thought(text) == ""
 

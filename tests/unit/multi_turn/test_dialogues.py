@@ -500,14 +500,15 @@ def test_half_a_character_in_a_call_does_not_end_the_run(tokenizer, responders):
     assert "unknown tool ?; known: calculator" in unknown and "error" in invalid and rollout.dialogue.ended == "done"
 
 
-@pytest.mark.parametrize("include", [True, False])
-def test_a_turn_that_a_stop_string_ends_is_closed_by_the_template_and_a_call_is_read_whole(tokenizer, responders, include):
+@pytest.mark.parametrize(("stop", "include"), [("</tool_call>", True), ("</tool_call>", False), ("}}", False)])
+def test_a_turn_that_a_stop_string_ends_is_closed_by_the_template_and_a_call_is_read_whole(tokenizer, responders, stop, include):
     table = responders(tools=["calculator"])
     engine = dialogue_engine(tokenizer, table, [f"Hm. {CALL} and more", "It is 42. Done. More"])
-    sampling = SamplingParams(1.0, 300, (2,), stop=("</tool_call>", "Done."), include_stop=include)
+    sampling = SamplingParams(1.0, 300, (2,), stop=(stop, "Done."), include_stop=include)
     ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, sampling, 5)
     decode = tokenizer.tokenizer.decode
-    assert decode([t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if own]) == f"Hm. {CALL}It is 42. Done."
+    call = CALL[: CALL.index(stop) + len(stop)]
+    assert decode([t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if own]) == f"Hm. {call}It is 42. Done."
     foreign = [t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if not own]
     answer = "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert decode(foreign) == f"<|im_end|>\n{answer}" and foreign[0] == 2
