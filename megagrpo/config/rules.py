@@ -138,8 +138,8 @@ def data_problems(config: RunConfig) -> list[Problem]:
         said = f"`{taken[0]}` is an argument of the renderer, not a variable of the template; leave it out"
         problems.append(Problem((f"data.chat_template_kwargs.{taken[0]}",), said))
     if d.chat_template_kwargs and d.chat_template == "none":
-        keys = ("data.chat_template_kwargs", "data.chat_template")
-        problems.append(Problem(keys, "has no effect, because data.chat_template is none; leave one of them out"))
+        said = "has no effect, because data.chat_template is none; leave one of them out"
+        problems.append(Problem(("data.chat_template_kwargs", "data.chat_template"), said))
     if not config.rewards.functions and m.scheduler is None and m.environment is None:
         keys = ("rewards.functions", "multi_turn.scheduler", "multi_turn.environment")
         problems.append(Problem(keys, "the run has no rewards; name a function, or a scheduler or environment that gives rewards", rule=18))

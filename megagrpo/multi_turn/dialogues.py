@@ -198,7 +198,10 @@ class DialogueEngine:
         ):
             conversation.tool_rounds += 1
             if not conversation.ended:
-                conversation.add_messages(messages, self._follow_ups)
+                try:
+                    conversation.add_messages(messages, self._follow_ups)
+                except ValueError as error:  # with a row's own variables the template may rewrite earlier turns
+                    self.responders.break_off(conversation, str(error))
 
     def _ask_scheduler(self, waiting: Sequence[Conversation]) -> None:
         for conversation, answer in zip(waiting, self.responders.schedule(waiting), strict=True):

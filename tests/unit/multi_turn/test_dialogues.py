@@ -535,6 +535,18 @@ def test_a_conversation_continues_with_its_rows_variables(tokenizer, responders)
     assert [text.count("assistant\n<think>\n\n</think>It is 42.") for text in texts] == [1, 0]
 
 
+def test_a_row_whose_variables_make_the_template_forget_breaks_off_its_own_response_only(tokenizer, responders, caplog):
+    template = HERMES.replace("+ message.content }}", "+ (message.content if loop.last or not forget else '') }}", 1)
+    table = responders(tools=["calculator"])
+    follow_ups = FollowUps(tokenizer, template, table.tools, users=False)
+    engine = Dialogues(table, tokenizer, follow_ups, 1000, chat_template=template).wrap(Scripted(tokenizer, [CALL, "It is 42."]))
+    prompts = [replace(p, template_kwargs={"forget": i}) for i, p in enumerate(prompts_of(tokenizer, table, {}, {}))]
+    with caplog.at_level(logging.WARNING):
+        ((one,), (two,)) = engine.generate(prompts, 1, SamplingParams(1.0, 300, (2,)), 5)
+    assert (one.dialogue.ended, two.dialogue.ended) == ("done", "failed")
+    assert "changes an assistant's turn when a tool message follows it" in caplog.text
+
+
 def test_calls_can_be_read_by_the_engine(tokenizer, responders):
     table = responders(tools=["calculator"], tool_parser="vllm:mine")
     engine = dialogue_engine(tokenizer, table, ['calculator{"expression": "6 * 7"}', 'calculator{"expression', "It is 42."])

@@ -53,6 +53,16 @@ def test_a_key_of_the_rollout_is_an_argument_of_vllm(override, two_gpus, tmp_pat
     assert holds(command, VALUES[override]) and not holds(plain, VALUES[override])
 
 
+def test_a_server_loads_a_tokenizer_only_to_find_stop_strings_or_tool_calls(two_gpus, tmp_path):
+    stops = ["rollout.stop=[x]", "model.tokenizer=/tokenizer"]
+    calls = ["multi_turn.tools=[calculator]", "multi_turn.tool_parser=vllm:hermes"]
+    plain, stopping, calling = (launcher(tmp_path, *words)._command(8000) for words in ([], stops, calls))
+    assert "--skip-tokenizer-init" in plain and "--tokenizer" not in plain
+    assert holds(stopping, ["--tokenizer", "/tokenizer"]) and not {"--skip-tokenizer-init", "--enable-auto-tool-choice"} & set(stopping)
+    assert holds(calling, ["--tokenizer", str(tmp_path)]) and holds(calling, ["--tool-call-parser", "hermes"])
+    assert "--enable-auto-tool-choice" in calling and "--skip-tokenizer-init" not in calling
+
+
 def test_copies_that_share_experts_get_a_device_each(monkeypatch, tmp_path):
     monkeypatch.setattr(serving.device, "visible_gpus", lambda: list("01234567"))
     made = launcher(tmp_path, "rollout.dp=2", "rollout.pp=2", "rollout.enable_expert_parallel=true", "rollout.servers=2")
