@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Collection
 from functools import lru_cache
+from pathlib import Path
 
 from jinja2 import Environment, TemplateError, meta
 
@@ -17,6 +19,19 @@ _OPENING = re.compile(r"<(?![|_]?end)([\w:|.-]{0,24}?(?:think|thought|reason|wor
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")  # transformers' own tag, which plain jinja2 does not know
 PLAIN_TEXT = "none"  # the value of data.chat_template for plain-text prompts
 TAIL = 64  # tokens at the end of a prompt that hold an opened tag and the white space after it
+
+
+def read_chat_template(chat_template: str | None) -> str | None:
+    """Return the text of `data.chat_template`: a file's content; Jinja text, None and `none` unchanged. Raises ValueError for any other
+    value."""
+    if chat_template is None or chat_template == PLAIN_TEXT or "{{" in chat_template or "{%" in chat_template:
+        return chat_template
+    if os.path.isfile(chat_template):
+        try:
+            return Path(chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"data.chat_template: {chat_template} is not UTF-8 text: {error}; save it in UTF-8") from error
+    raise ValueError(f"data.chat_template: {chat_template!r} must be a file, Jinja text (with {{{{ or {{%), or `{PLAIN_TEXT}`")
 
 
 def check_kwargs(names: Collection[str], template: str | None, key: str = "data.chat_template_kwargs") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from megagrpo.config import RunConfig
 from megagrpo.data.chat_templates import PLAIN_TEXT as PLAIN_TEXT
 from megagrpo.data.chat_templates import check_kwargs
+from megagrpo.data.chat_templates import read_chat_template as read_chat_template
 
 Messages = str | list[dict[str, Any]]
 # End of a rendered conversation: an opened assistant turn, the last message without its end, or the last message with its end.
@@ -57,19 +57,6 @@ def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> To
     except Exception as error:  # for a damaged file the tokenizers library raises a bare Exception
         raise ValueError(f"model.tokenizer: {path} is neither a tokenizer's folder nor a hub name that can be loaded: {error}") from error
     return HuggingFaceTokenizer(tokenizer, _generation_eos(model_path or path))
-
-
-def read_chat_template(chat_template: str | None) -> str | None:
-    """Return the text of `data.chat_template`: a file's content; Jinja text, None and `none` unchanged. Raises ValueError for any other
-    value."""
-    if chat_template is None or chat_template == PLAIN_TEXT or "{{" in chat_template or "{%" in chat_template:
-        return chat_template
-    if os.path.isfile(chat_template):
-        try:
-            return Path(chat_template).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"data.chat_template: {chat_template} is not UTF-8 text: {error}; save it in UTF-8") from error
-    raise ValueError(f"data.chat_template: {chat_template!r} must be a file, Jinja text (with {{{{ or {{%), or `{PLAIN_TEXT}`")
 
 
 def _beginning(text: str) -> str:

@@ -107,6 +107,7 @@ def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], 
     if not template and config.data.chat_template is None:
         said = f"the tokenizer in {folder} has no chat template, as is usual for base models; set one, or `none` for plain text"
         notes.append(Problem(("data.chat_template", "model.tokenizer"), said, rule=16))
+    problems += _template_problems(config, folder, settings.get("chat_template"))
     tokens = _read(folder / "tokenizer.json")
     vocabulary, added = tokens.get("model"), tokens.get("added_tokens")
     vocabulary = vocabulary.get("vocab") if isinstance(vocabulary, dict) else None
@@ -122,6 +123,23 @@ def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], 
         said = f"generation_config.json ends responses at {_list(ends)}, config.json at {_list(raw)}; check that both are intended"
         notes.append(Problem(("model.tokenizer", "model.path"), said, rule=17))
     return problems, notes
+
+
+def _template_problems(config: RunConfig, folder: Path, template: Any) -> list[Problem]:
+    """Return the first variable of `data.chat_template_kwargs` that the chat template does not use. `template` is the text in
+    tokenizer_config.json, if any."""
+    kwargs, file = config.data.chat_template_kwargs, folder / "chat_template.jinja"
+    if not kwargs or isinstance(template, list):  # a list has several named templates
+        return []
+    from megagrpo.data.chat_templates import check_kwargs, read_chat_template
+
+    try:
+        template = read_chat_template(config.data.chat_template or (str(file) if file.exists() else template))
+        check_kwargs(kwargs, template)
+    except ValueError as error:
+        key, _, said = str(error).partition(": ")
+        return [Problem((key,), said, rule=16)] if key == "data.chat_template_kwargs" else []
+    return []
 
 
 def end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:

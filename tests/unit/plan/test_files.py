@@ -1,5 +1,6 @@
 """A plan's checks of data, rewards and machine: missing files, and the assumed GPUs."""
 
+import json
 from pathlib import Path
 
 from megagrpo.config import load_config
@@ -32,6 +33,22 @@ def test_data_that_does_not_exist_or_lacks_a_column_is_a_problem(tmp_path):
     assert own.startswith("evaluation.sets.more.prompt_column: no column `task`;")
     (template,) = told_of(f"data.chat_template={tmp_path}/none.jinja")
     assert template == f"data.chat_template: no file {tmp_path}/none.jinja; correct the path, or write Jinja text or `none`"
+
+
+def test_a_variable_that_the_chat_template_does_not_use_is_a_problem(tmp_path):
+    own, other = "{{ messages }}{{ enable_thinking }}", "{{ messages }}{{ thinking }}"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": own}))
+    tokenizer, kwargs = f"model.tokenizer={tmp_path}", "data.chat_template_kwargs.enable_thinking=false"
+    assert told_of(tokenizer, kwargs) == [] == told_of(tokenizer, f"data.chat_template={other}")
+    (unused,) = told_of(tokenizer, kwargs, f"data.chat_template={other}")
+    said = "data.chat_template_kwargs: the chat template does not use `enable_thinking`; did you mean `thinking`?; "
+    said += "correct the name, or leave it out"
+    assert unused == said
+    (tmp_path / "chat_template.jinja").write_text(other)
+    assert told_of(tokenizer, kwargs) == [said]
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "default", "template": other}]}))
+    assert told_of(tokenizer, kwargs) == []  # the run looks at the template that it uses
 
 
 def test_a_reward_that_does_not_exist_is_a_problem(tmp_path):
