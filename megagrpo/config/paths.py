@@ -19,7 +19,9 @@ from megagrpo.config.yaml_text import odd_text
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
-DATA_SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+TEXT_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")  # also with one of COMPRESSED after it
+COMPRESSED = (".gz", ".zst", ".bz2")
+DATA_SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".arrow")
 _FUNCTION_IN_FILE = re.compile(r"(.+\.py)(:[A-Za-z_]\w*)", re.DOTALL)
 _FUNCTION_IN_MODULE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
@@ -99,9 +101,17 @@ def _folder_or_name(text: str, folder: Path) -> str:
     return _file(text, folder)
 
 
+def data_suffix(name: str | Path) -> str:
+    """Return the suffix that names a data file's format, `.jsonl` for `rows.jsonl.gz`; an empty string for other files."""
+    path = Path(name)
+    if path.suffix.lower() in COMPRESSED:
+        return suffix if (suffix := Path(path.stem).suffix.lower()) in TEXT_SUFFIXES else ""
+    return suffix if (suffix := path.suffix.lower()) in DATA_SUFFIXES else ""
+
+
 def _data(text: str, folder: Path) -> str:
     """Resolve a data source, like a model; a name with a suffix of a data file is a path."""
-    return _file(text, folder) if text.endswith(DATA_SUFFIXES) and "://" not in text else _folder_or_name(text, folder)
+    return _file(text, folder) if data_suffix(text) and "://" not in text else _folder_or_name(text, folder)
 
 
 def _function(text: str, folder: Path) -> str:

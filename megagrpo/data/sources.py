@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-import codecs
+import contextlib
 import dataclasses
 import difflib
+import itertools
 import os
 import re
 import warnings
-from collections.abc import Iterable, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import datasets
+import huggingface_hub
+import pyarrow.parquet
 
 from megagrpo.config import DatasetSection
-from megagrpo.data.text_rows import JsonLines, csv_columns, json_rows
+from megagrpo.config.paths import DATA_SUFFIXES, TEXT_SUFFIXES, data_suffix
+from megagrpo.data.text_files import Line, read_lines, why_empty, wrong_kind
+from megagrpo.data.text_rows import JsonRows
 
 datasets.disable_progress_bars()  # every rank would print one for copying a small file into the cache
 
 GYM_PREFIX = "reasoning_gym:"
-_JSON = {".jsonl": JsonLines, ".json": json_rows}
-_FORMATS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+
+
+class SourceError(ValueError):
+    """A data set that cannot be used. The message names the key and the fix."""
 
 
 def load_rows(section: DatasetSection, key: str, seed: int, prompt_column: str) -> Sequence[dict[str, Any]]:
     """Return the rows of a data set, at most `section.size`. `key` is the section's config key, for messages.
 
-    Rows of reasoning-gym have `question`, `answer`, `metadata`, and the question again in `prompt_column`. They are generated from `seed`
-    unless `options` contains a seed. Raises ValueError for a source that does not exist, cannot be read or has no rows.
+    docs/your_own_task.md lists the types of values by format. Rows of reasoning-gym have `question`, `answer`, `metadata`, and the question
+    again in `prompt_column`. They are generated from `seed` unless `options` contains a seed. Raises ValueError for a source that does not
+    exist, cannot be read, or has no rows or no columns.
     """
     if section.source.startswith(GYM_PREFIX):
         rows: Sequence[dict[str, Any]] = _generate(section, key, seed, prompt_column)
     else:
         if section.options:
             raise ValueError(f"{key}.options: only {GYM_PREFIX}FAMILY has options; remove {', '.join(section.options)}")
-        rows = _read(section, key)
+        rows = _read(section, key, prompt_column)
     if len(rows) == 0:
         raise ValueError(f"{key}.source: {section.source} (split {section.split}) has no rows; name another source or split")
+    if not rows[0]:
+        raise ValueError(f'{key}.source: the rows of {section.source} have no columns; write rows such as {{"{prompt_column}": "..."}}')
     return rows
 
 
@@ -47,43 +58,96 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean `{near[0]}`?" if near else ""
 
 
-def _read(section: DatasetSection, key: str) -> datasets.Dataset | JsonLines:
+def _read(section: DatasetSection, key: str, prompt_column: str) -> datasets.Dataset | JsonRows:
     path = _find(section.source, key)
-    if path is not None and path.is_file() and path.suffix != ".parquet":
-        _check_utf8(path, key)
     try:
-        if path is None:
-            data = datasets.load_dataset(section.source, section.subset, split=section.split)
-        elif path.suffix in _JSON and path.is_file():
-            data = _slice(_JSON[path.suffix](path.read_bytes()), section.split)
-        elif path.is_file():
-            files = {_split_name(section.split): str(path)}  # a file has one split, whatever it is called
-            options = _csv_options(path) if path.suffix == ".csv" else {}
-            data = datasets.load_dataset(_FORMATS[path.suffix], data_files=files, split=section.split, **options)
-        elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        if path is not None and path.is_file():
+            one = {_split_name(section.split): [path]}  # a file has one split, whatever it is called
+            data = _read_files(one, section.split, key, prompt_column)
+        elif path is not None and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
             data = _split_saved(datasets.load_from_disk(str(path)), section.split)
         else:
-            data = datasets.load_dataset(str(path), section.subset, split=section.split)
+            data = _read_folder(str(path or section.source), section, key, prompt_column)
+    except SourceError:
+        raise
     except Exception as error:  # pyarrow, the hub and file systems raise errors without a common base class
         where = f"{path}" if path else f"{section.source} is not a local file or folder, and as a hub data set it"
-        cause: BaseException = error
-        while path is not None and cause.__cause__ is not None:  # `datasets` hides what is wrong with a file
-            cause = cause.__cause__
-        said = str(cause) if type(cause) is ValueError else f"{type(cause).__name__}: {cause}"
-        raise ValueError(f"{key}.source: {where} cannot be loaded: {said}") from error
+        raise SourceError(f"{key}.source: {where} cannot be loaded: {_cause(error, path is not None)}") from error
     return data if section.size is None else data.select(range(min(section.size, len(data))))
 
 
-def _check_utf8(path: Path, key: str) -> None:
-    """Raise ValueError for a text file that is not UTF-8. The library's error would come later and not name the file."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+def _cause(error: BaseException, local: bool) -> str:
+    while local and error.__cause__ is not None:  # `datasets` hides what is wrong with a file
+        error = error.__cause__
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+
+
+def _read_folder(source: str, section: DatasetSection, key: str, prompt_column: str) -> datasets.Dataset | JsonRows:
+    """Return the rows of a folder or a hub data set. `datasets` finds the files of each split; text files are read here, without guesses of
+    types. Offline, the hub's cache is the folder."""
+    if not os.path.isdir(source) and huggingface_hub.constants.HF_HUB_OFFLINE:
+        with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError, huggingface_hub.errors.HFValidationError):
+            source = huggingface_hub.snapshot_download(source, repo_type="dataset", local_files_only=True)
     try:
-        with path.open("rb") as file:
-            while chunk := file.read(2**24):
-                decoder.decode(chunk)
-            decoder.decode(b"", final=True)
+        builder = datasets.load_dataset_builder(source, section.subset)
+    except (datasets.exceptions.DataFilesNotFoundError, datasets.data_files.EmptyDatasetError):
+        raise ValueError(f"it has no data files; put files that end in {', '.join(DATA_SUFFIXES)} there") from None
+    listed = {str(name): list(files) for name, files in (builder.config.data_files or {}).items()}
+    names = list(dict.fromkeys(map(_split_name, section.split.split("+"))))
+    if missing := [name for name in names if listed and name not in listed]:
+        raise ValueError(f"it has no split `{missing[0]}`; it has {', '.join(listed)}")
+    if not listed or not all(data_suffix(file) for name in names for file in listed[name]):
+        return datasets.load_dataset(source, section.subset, split=section.split)
+    splits = {name: [Path(file) for file in datasets.DownloadManager().download(listed[name])] for name in names}
+    return _read_files(splits, section.split, key, prompt_column)
+
+
+def _read_files(splits: dict[str, list[Path]], split: str, key: str, prompt_column: str) -> datasets.Dataset | JsonRows:
+    """Return the rows that `split` names. `splits` maps names of splits to files in order; all have one format."""
+    files = [file for listed in splits.values() for file in listed]
+    for file in files:
+        _check_file(file, key)
+    suffix = data_suffix(files[0])
+    lengths = dict.fromkeys(splits, 0)
+
+    def lines() -> Iterator[Line]:
+        for name, listed in splits.items():
+            for file in listed:
+                for line in _lines(file, key, prompt_column):
+                    lengths[name] += 1
+                    yield line
+
+    if suffix in TEXT_SUFFIXES:
+        rows: datasets.Dataset | JsonRows = JsonRows(lines())
+    elif any(file.stat().st_size and (suffix != ".parquet" or pyarrow.parquet.read_metadata(file).num_rows) for file in files):
+        found = datasets.load_dataset(suffix.removeprefix("."), data_files={name: [*map(str, splits[name])] for name in splits})
+        lengths = {name: len(found[name]) for name in splits}
+        rows = datasets.concatenate_datasets([found[name] for name in splits])
+    else:
+        rows = JsonRows(())
+    if not len(rows):
+        raise SourceError(f"{key}.source: {files[0]} {why_empty(files[0])}; name a file with rows")
+    return _slice(rows, split, lengths)
+
+
+def _check_file(file: Path, key: str) -> None:
+    """Raise SourceError for a file that is not what its name says, and for a parquet file with a column of maps."""
+    if wrong := wrong_kind(file):
+        raise SourceError(f"{key}.source: {file} {wrong}")
+    if data_suffix(file) == ".parquet" and file.stat().st_size:
+        schema = pyarrow.parquet.read_schema(file)
+        if maps := [field.name for field in schema if "map<" in str(field.type)]:
+            raise SourceError(f"{key}.source: {file}: column `{maps[0]}` holds maps, which `datasets` cannot read; store structs or lists")
+
+
+def _lines(file: Path, key: str, prompt_column: str) -> Iterator[Line]:
+    """Yield the rows of a text file. Raises SourceError."""
+    try:
+        yield from read_lines(file, prompt_column)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{key}.source: {path} is not UTF-8 text ({error.reason}); save it in UTF-8") from None
+        raise SourceError(f"{key}.source: {file} is not UTF-8 text ({error.reason}); save it in UTF-8") from None
+    except (ValueError, OSError, EOFError, zlib.error) as error:  # the last three: a damaged compressed file
+        raise SourceError(f"{key}.source: {file} cannot be loaded: {_cause(error, True)}") from error
 
 
 def _find(source: str, key: str) -> Path | None:
@@ -92,18 +156,18 @@ def _find(source: str, key: str) -> Path | None:
     if "://" in source:
         raise ValueError(f"{key}.source: {source} is an address; download the file and name its path, or name a data set of the hub")
     path = Path(os.path.expanduser(source))
-    if path.is_dir() or (path.is_file() and path.suffix in _FORMATS):
+    if path.is_dir() or (path.is_file() and data_suffix(path)):
         return path.resolve()
     if path.is_file():
-        raise ValueError(f"{key}.source: {path} must end in one of {', '.join(_FORMATS)}; convert or rename the file")
-    if path.suffix in _FORMATS or path.is_absolute() or source.startswith(".") or source.count("/") > 1:
+        raise ValueError(f"{key}.source: {path} must end in one of {', '.join(DATA_SUFFIXES)}; convert or rename the file")
+    if data_suffix(path) or path.is_absolute() or source.startswith(".") or source.count("/") > 1:
         raise ValueError(f"{key}.source: no file or folder {path.absolute()}; correct the path")
     return None
 
 
 def _split_name(split: str) -> str:
     """The name in a split such as `train[:100]`."""
-    return re.sub(r"(?s)\W.*", "", split)
+    return re.sub(r"(?s)\W.*", "", split.strip())
 
 
 def _split_saved(data: datasets.Dataset | datasets.DatasetDict, split: str) -> datasets.Dataset:
@@ -114,19 +178,15 @@ def _split_saved(data: datasets.Dataset | datasets.DatasetDict, split: str) -> d
         if name not in data:
             raise ValueError(f"it has no split `{name}`; it has {', '.join(data)}")
         data = data[name]
-    return _slice(data, split)
+    return _slice(data, split, {name: len(data)})
 
 
-def _slice[Rows: (datasets.Dataset, JsonLines)](data: Rows, split: str) -> Rows:
-    """Return the rows that a split such as `train[:100]` names."""
-    pieces = datasets.ReadInstruction.from_spec(split).to_absolute({_split_name(split): len(data)})
-    return data.select([i for p in pieces for i in range(p.from_ or 0, len(data) if p.to is None else p.to)])
-
-
-def _csv_options(path: Path) -> dict[str, Any]:
-    """Return options of `datasets` that read every cell of a csv file as text: a csv file does not say what is a number."""
-    names = csv_columns(path)
-    return {"features": datasets.Features({name: datasets.Value("string") for name in names}), "keep_default_na": False}
+def _slice[Rows: (datasets.Dataset, JsonRows)](data: Rows, split: str, lengths: Mapping[str, int]) -> Rows:
+    """Return the rows that a split such as `train[:100]+test` names. `data` holds splits of these lengths, in order."""
+    begins = dict(zip(lengths, itertools.accumulate(lengths.values(), initial=0), strict=False))
+    pieces = datasets.ReadInstruction.from_spec(split).to_absolute(dict(lengths))
+    ends = [(begins[p.splitname] + (p.from_ or 0), begins[p.splitname] + (lengths[p.splitname] if p.to is None else p.to)) for p in pieces]
+    return data.select([i for begin, end in ends for i in range(begin, end)])
 
 
 def _generate(section: DatasetSection, key: str, seed: int, prompt_column: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import DatasetSection, Problem, RunConfig
-from megagrpo.config.paths import DATA_SUFFIXES
+from megagrpo.config.paths import data_suffix
 from megagrpo.data.text_rows import column_hint, names_in
 from megagrpo.families.config import HfConfig
 
@@ -44,7 +44,7 @@ def data_problems(config: RunConfig) -> list[Problem]:
     sources += [(f"evaluation.sets.{name}", section) for name, section in config.evaluation.sets.items()]
     for key, section in sources:
         path = Path(os.path.expanduser(section.source))
-        is_path = path.suffix in DATA_SUFFIXES or path.is_absolute() or section.source.startswith(".")
+        is_path = bool(data_suffix(path)) or path.is_absolute() or section.source.startswith(".")
         if is_path and not os.path.exists(path):
             problems.append(Problem((f"{key}.source",), f"no file or folder {path.absolute()}; correct the path", rule=13))
         elif present := _columns(path):
