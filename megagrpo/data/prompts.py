@@ -9,9 +9,12 @@ from hashlib import blake2b
 from itertools import count, islice
 from typing import Any
 
+import datasets
+
 from megagrpo.config import DataSection, DatasetSection
 from megagrpo.data.chat_templates import TAIL, check_kwargs, opened_thought
 from megagrpo.data.curriculum import Curriculum
+from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
 from megagrpo.data.sources import load_rows
 from megagrpo.data.text_rows import column_hint, names_in, nested
 from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
@@ -20,6 +23,7 @@ from megagrpo.types import Prompt
 
 log = get_logger(__name__)
 _EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i, so nearby seeds share almost all rows
+_ROWS_FOR_NAMES = 64  # rows whose fields are known by name; a row without a field has None there
 _PASSED_BY_SCORER = {
     *("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reason", "is_truncated"),
     *("prefixes", "max_completion_length", "trainer_state", "log_extra", "log_metric"),
@@ -37,8 +41,8 @@ class PromptSource:
 
     `section` is `data.train` or a held-out set; `key` is its config key. Held-out prompts of reasoning-gym use a different seed. The
     constructor tokenizes every prompt to get its length (`lengths`, one per row). `num_overlong` counts prompts longer than
-    `max_prompt_length` tokens, which are dropped or truncated (`data.overlong_prompts`). `tools` are the JSON schemas that the chat
-    template shows.
+    `max_prompt_length` tokens, which are dropped or truncated (`data.overlong_prompts`). `warnings` are sentences about prompts that look
+    wrong. `tools` are the JSON schemas that the chat template shows.
 
     Raises ValueError for a source that is missing or empty, lacks the prompt column, or has only overlong prompts."""
 
@@ -59,8 +63,9 @@ class PromptSource:
         self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
         rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
         self._rows = load_rows(section, self._key, rows_seed, data.prompt_column)
-        self._check_columns(names_in(self._rows[0]))
-        self.num_overlong = 0
+        first_rows = (self._rows[row] for row in range(min(len(self._rows), _ROWS_FOR_NAMES)))
+        self._check_columns(list(dict.fromkeys(name for row in first_rows for name in names_in(row))))
+        self.num_overlong, self.warnings = 0, list[str]()
         self._usable = self._usable_rows()
         self._orders: dict[int, list[int]] = {}  # epoch -> rows in order, for the last epochs in use
         self._peeked: dict[int, Prompt] = {}  # by position, from the cursor on
@@ -148,7 +153,13 @@ class PromptSource:
 
     def _usable_rows(self) -> list[int]:
         """Return the rows whose prompts are used, and count overlong prompts."""
-        lengths = self.lengths = [len(self._token_ids(row)) for row in range(len(self._rows))]
+        lengths = self.lengths = []
+        rendered = RenderedPrompts(self._tokenizer, self._template)
+        for row in range(len(self._rows)):
+            prompt = self._question(row)
+            rendered.see(row, prompt)
+            lengths.append(len(self._token_ids(row, prompt, self._template_kwargs(row))))
+        self.warnings += rendered.warnings(self._key, len(lengths))
         overlong = [row for row, length in enumerate(lengths) if length > self._max_prompt_length]
         self.num_overlong = len(overlong)
         if not overlong:
@@ -169,33 +180,29 @@ class PromptSource:
 
     def _prompt(self, row: int, position: int | None = None) -> Prompt:
         values = self._rows[row]
-        token_ids, question = self._token_ids(row)[-self._max_prompt_length :], self._question(row)
+        question, own = self._question(row), self._template_kwargs(row)
+        token_ids = self._token_ids(row, question, own)[-self._max_prompt_length :]
         last = {} if isinstance(question, str) else question[-1]
         prefill = str(last["content"]) if last.get("role") == "assistant" else ""
         opened = opened_thought(self._tokenizer.decode_all(token_ids[-TAIL:]), prefill)
-        own = self._template_kwargs(row)
         return Prompt(row, token_ids, question, self._columns(values), place=position, template_kwargs=own, opened=opened)
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
         columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}
-        columns |= {new: nested(values, old) for new, old in self._data.columns.items()}
-        return columns | {name: hash_answer(nested(columns, name)) for name in self._data.extract_hash_answer}
+        columns |= {new: _field(values, old) for new, old in self._data.columns.items()}
+        return columns | {name: hash_answer(_field(columns, name)) for name in self._data.extract_hash_answer}
 
     def _question(self, row: int) -> Messages:
         """The prompt of a row. ValueError for a value that is no prompt."""
         column = self._data.prompt_column
-        value = nested(self._rows[row], column)
-        prompt = _messages(value)
-        if not prompt:
-            said = f"{self._key}: row {row}: column `{column}` must be a string or chat messages (got {value!r:.200})"
-            sharegpt = isinstance(value, list) and value and isinstance(value[0], dict) and {"from", "value"} <= value[0].keys()
-            fix = "; these are ShareGPT's names: rename `from` to role, `value` to content, and end with the user's message"
-            raise ValueError(said + fix * bool(sharegpt))
-        return prompt
+        try:
+            return as_prompt(nested(self._rows[row], column), isinstance(self._rows, datasets.Dataset))
+        except KeyError:
+            raise ValueError(f"{self._key}: row {row} has no `{column}` (data.prompt_column); add it, or remove the row") from None
+        except ValueError as error:
+            raise ValueError(f"{self._key}: row {row}: column `{column}` {error}") from None
 
-    def _token_ids(self, row: int) -> tuple[int, ...]:
-        prompt = self._question(row)
-        kwargs = self._template_kwargs(row)
+    def _token_ids(self, row: int, prompt: Messages, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
         token_ids = self._tokenizer.render(prompt, self._data.system_prompt, self._template, self._tools, kwargs)
         if not token_ids:
             raise ValueError(f"{self._key}: row {row}: the prompt has no tokens: {prompt!r}; remove the row")
@@ -223,10 +230,8 @@ def hash_answer(text: Any) -> str | None:
     return pieces[1].strip() if len(pieces) > 1 else None
 
 
-def _messages(prompt: Any) -> Messages | None:
-    """Return a stored prompt without the None values that Arrow adds for absent keys of messages; None for an invalid prompt."""
-    if isinstance(prompt, str):
-        return prompt
-    if isinstance(prompt, list) and all(isinstance(m, dict) and m.get("role") and m.get("content") is not None for m in prompt):
-        return [{name: value for name, value in message.items() if value is not None} for message in prompt]
-    return None
+def _field(row: dict[str, Any], name: str) -> Any:
+    try:
+        return nested(row, name)
+    except KeyError:
+        return None

@@ -137,6 +137,13 @@ class Tokenizer(ABC):
             return tuple(self._plain(prompt, system_prompt))
         return tuple(self.encode(text, add_special_tokens=False))  # the template writes BOS if the model expects it
 
+    def encode_once(self, text: str) -> list[int]:
+        """Return the token ids of a text after BOS, if the model expects it; a text that begins with BOS gets no second one."""
+        beginning, ids = self.encode("", add_special_tokens=True), self.encode(text.lstrip(), add_special_tokens=False)
+        if beginning and ids[: len(beginning)] == beginning:
+            return ids
+        return self.encode(text, add_special_tokens=True)
+
     def rendered(
         self,
         prompt: Messages,
@@ -167,7 +174,7 @@ class Tokenizer(ABC):
 
     def _plain(self, prompt: Messages, system_prompt: str | None) -> list[int]:
         if isinstance(prompt, str) and system_prompt is None:
-            return self.encode(prompt, add_special_tokens=True)
+            return self.encode_once(prompt)
         what = "data.system_prompt needs" if isinstance(prompt, str) else "prompts with chat messages need"
         raise ValueError(f"data.chat_template: {what} a chat template, but the tokenizer has none; set Jinja text or a file")
 

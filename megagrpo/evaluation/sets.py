@@ -14,6 +14,7 @@ from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.evaluation.estimators import majority_passes, pass_at_k, steps_to
+from megagrpo.process.terminal import get_logger
 from megagrpo.rewards.answers import extractor
 from megagrpo.rewards.registry import display_names
 from megagrpo.rewards.scorer import RewardScorer
@@ -21,6 +22,7 @@ from megagrpo.rewards.target import did_you_mean
 from megagrpo.rollout.collector import rollout_metrics, sampling_params
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
 
+log = get_logger(__name__)
 Collect = Callable[[Sequence[Prompt], int, SamplingParams, int], tuple[list[ScoredRollout], dict[str, float]]]
 
 
@@ -62,6 +64,8 @@ def load_sets(config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str,
         own = {key: getattr(section, key) for key in ("prompt_column", "columns", "extract_hash_answer")}
         data, key = config.data.model_copy(update=own), f"evaluation.sets.{name}" if name else "data.eval"
         source = PromptSource(section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, key, tools)
+        for warning in source.warnings:
+            log.warning("%s", warning)
         sampling = replace(
             sampling_params(config.rollout, tokenizer.eos_token_ids),
             temperature=section.temperature,

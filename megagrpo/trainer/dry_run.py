@@ -120,6 +120,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False) -> DryRu
         for key, section, data in _sections(config):
             with result.collecting():
                 source = PromptSource(section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, key, tools)
+                result.warnings += source.warnings
                 (first,) = source.peek(1)
                 prompt = prompt or first
                 result.sources.append(_trial(key, section, data, source, first, tokenizer, config, tools))

@@ -161,7 +161,7 @@ def _read_inputs(config: RunConfig, base_folder: Path, run_folder: Path, layout:
     )
     return Inputs(
         config=config,
-        notes=[*_steps_notes(given, config, len(prompts)), *unused_options(config)],
+        notes=[*(f"warning: {said}" for said in prompts.warnings), *_steps_notes(given, config, len(prompts)), *unused_options(config)],
         token=token,
         urls=urls,
         loss_fn=loss_fn,

@@ -182,11 +182,7 @@ def as_json(value: Any) -> Any:
     for base in _BASES:  # subclasses, including NumPy's, become the plain value
         if isinstance(value, base):
             return as_json(base(value))
-    for method in (
-        "tolist",
-        "to_pydatetime",
-        "to_pytimedelta",
-    ):  # of NumPy, and of pandas' times, which parquet columns in nanoseconds hold
+    for method in ("tolist", "to_pydatetime", "to_pytimedelta"):  # of NumPy; of pandas, for parquet's times in nanoseconds
         if hasattr(value, method):
             return as_json(getattr(value, method)())
     raise TypeError(f"a {kind.__module__}.{kind.__qualname__} cannot be passed to a worker; convert it to numbers, text, lists or dicts")
