@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,24 +14,20 @@ from megagrpo.rewards.target import did_you_mean
 if TYPE_CHECKING:
     import datasets
     import pandas
+    import pyarrow
 
-type Rows = datasets.Dataset | pandas.DataFrame | Sequence[Mapping[str, Any]] | str
-"""Prompts: a `datasets.Dataset`, a `pandas.DataFrame`, a list of dicts, or a source as in `data.train.source`."""
+type Rows = datasets.Dataset | pandas.DataFrame | pyarrow.Table | Sequence[Mapping[str, Any]] | str
+"""Prompts: a `datasets.Dataset`, a `pandas.DataFrame`, an Arrow table (`__arrow_c_stream__`, as of pyarrow and polars), a list of dicts, or
+a source as in `data.train.source`."""
 
-KINDS = "a datasets.Dataset, a pandas.DataFrame, a list of dicts, or the name of a file or a data set"
+KINDS = "a datasets.Dataset, a pandas.DataFrame, an Arrow table, a list of dicts, or the name of a file or a data set"
 
 
 def accept(rows: Any, argument: str) -> Any:
     """Return the rows as a `datasets.Dataset` or a list. Raises ConfigError, which names `argument`, for any other kind."""
     datasets, pandas = sys.modules.get("datasets"), sys.modules.get("pandas")
     if pandas is not None and isinstance(rows, pandas.DataFrame):
-        import datasets as library
-
-        try:
-            return library.Dataset.from_pandas(rows, preserve_index=False)
-        except Exception as error:  # pyarrow's errors have no common base class
-            fix = 'give each column one type, or pass frame.to_dict("records")'
-            raise ConfigError(f"{argument}: the DataFrame cannot be converted: {error}; {fix}") from None
+        return _from_pandas(rows, argument)
     if datasets is not None:
         if isinstance(rows, (datasets.DatasetDict, datasets.IterableDatasetDict)):
             raise ConfigError(f'{argument}: has several splits: {", ".join(rows)}; pass one, as in data["{next(iter(rows), "train")}"]')
@@ -41,7 +37,36 @@ def accept(rows: Any, argument: str) -> Any:
             return rows
     if isinstance(rows, (list, tuple)):
         return list(rows)
-    raise ConfigError(f"{argument}: must be {KINDS} (got {type(rows).__name__})")
+    if hasattr(rows, "__arrow_c_stream__"):
+        import datasets as library
+        import pyarrow
+
+        return library.Dataset(pyarrow.table(rows))
+    fix = "; pass list(rows)" * isinstance(rows, Iterator)
+    raise ConfigError(f"{argument}: must be {KINDS} (got {type(rows).__name__}){fix}")
+
+
+def _from_pandas(frame: pandas.DataFrame, argument: str) -> datasets.Dataset:
+    import datasets as library
+
+    if twice := list(frame.columns[frame.columns.duplicated()]):
+        raise ConfigError(f"{argument}: the DataFrame has the column `{twice[0]}` twice; rename one")
+    try:
+        return library.Dataset.from_pandas(frame, preserve_index=False)
+    except Exception as error:  # pyarrow's errors have no common base class
+        wrong = next((f"column `{name}` of " for name in frame.columns if not _converts(frame[[name]])), "")
+        fix = 'give each column one type, or pass frame.to_dict("records")'
+        raise ConfigError(f"{argument}: {wrong}the DataFrame cannot be converted: {error}; {fix}") from None
+
+
+def _converts(frame: pandas.DataFrame) -> bool:
+    import datasets as library
+
+    try:
+        library.Dataset.from_pandas(frame, preserve_index=False)
+    except Exception:  # as above
+        return False
+    return True
 
 
 def check(rows: Any, argument: str, column: str) -> None:
@@ -86,10 +111,10 @@ def _line(row: Mapping[str, Any], number: int, argument: str) -> str:
     for name, value in row.items():
         try:
             _check_names({name: value})
-            texts.append(f"{json.dumps(name)}: {json.dumps(value, allow_nan=False, default=_json_value)}")
+            texts.append(f"{json.dumps(name)}: {json.dumps(value, default=_json_value)}")
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{argument}: row {number}: column `{name}` holds no plain data: {error}; use texts, finite numbers, lists and dicts"
+                f"{argument}: row {number}: column `{name}` holds no plain data: {error}; use texts, numbers, lists and dicts"
             ) from None
     return f"{{{', '.join(texts)}}}"
 

@@ -47,8 +47,8 @@ def train(
             `function` and other keys of `rewards.functions.N` such as `weight`, `timeout` and `args`. A function gets `prompts`,
             `completions` and the columns of the data as keywords (docs/rewards.md), and returns one number or None per completion. It runs
             in worker processes with a time limit: changes of its global variables do not come back.
-        dataset: Replaces `data.train`: a `datasets.Dataset`, a `pandas.DataFrame`, a list of dicts, or the name of a source. It is written
-            into the run's folder.
+        dataset: Replaces `data.train`: a `datasets.Dataset`, a `pandas.DataFrame`, an Arrow table, a list of dicts, or the name of a
+            source. It is written into the run's folder.
         eval_dataset: Replaces `data.eval`; a mapping of names to data sets goes to `evaluation.sets`.
         callbacks: More `run.callbacks`: classes, objects, or names as `file.py:Class`. They run in the process of rank 0.
         overrides: Values by dotted key, `{"train.learning_rate": 1e-5}`, or texts as on the command line.
