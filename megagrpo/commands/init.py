@@ -44,25 +44,33 @@ REWARD = '''\
 import re
 from decimal import Decimal
 
+NUMBER = r"(?:(?<![\\w.)])[-\u2212])?\\d+(?:,\\d{3})*(?:\\.\\d+)?(?:[eE][-+]?\\d+)?"
+
 
 def correct(completions, answer, **columns):
-    """Return 1 where the last number of the completion is the number in the column `answer`, else 0.
+    """Return 1 where the completion has the right answer, else 0; None where the row has no answer.
 
-    `answer` is the column of train.jsonl, a text or a number; **columns takes the others. A completion is a string, or a list of
-    messages if the prompt is a list of messages.
+    `answer` is the column of train.jsonl; **columns takes the others. If `answer` is a number (5, 5.0, "$1,000"), the last number of the
+    completion must equal it. If it is another text, the completion must contain it, as words and in any case. A completion is a string, or
+    a list of messages if the prompt is a list of messages.
     """
     scores = []
     for completion, right in zip(completions, answer, strict=True):
         text = completion if isinstance(completion, str) else completion[-1]["content"]
-        number = last_number(text)
-        scores.append(float(number is not None and number == last_number(str(right))))
+        right = "" if right is None else str(right).strip()
+        if not right:
+            scores.append(None)
+        elif re.fullmatch(NUMBER, right.strip("$€£%. ")):
+            numbers = re.findall(NUMBER, text)
+            scores.append(float(bool(numbers) and value(numbers[-1]) == value(right.strip("$€£%. "))))
+        else:
+            words = rf"(?<!\\w){re.escape(right)}(?!\\w)"
+            scores.append(float(re.search(words, text, re.IGNORECASE) is not None))
     return scores
 
 
-def last_number(text):
-    """Return the last number in the text, 1,000.5 or 2e3 included; None without one."""
-    numbers = re.findall(r"-?\\d+(?:,\\d{3})*(?:\\.\\d+)?(?:[eE][-+]?\\d+)?", text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+def value(number):
+    return Decimal(number.replace(",", "").replace("\u2212", "-"))
 '''
 README = """\
 # {name}

@@ -51,11 +51,32 @@ def test_its_rows_differ_and_its_reward_tells_right_from_wrong(task):
     names: dict = {}
     exec((task / "reward.py").read_text(), names)
     completions = ["It is 5.", [{"role": "assistant", "content": "2 + 3 = 5"}], "6", "", "2 + 5 = 7"]
-    for answer in ("5", 5, 5.0, "5.0", "It is 5"):
+    for answer in ("5", 5, 5.0, "5.0", "$5"):
         assert names["correct"](completions=completions, answer=[answer] * 5, prompts=[]) == [1.0, 1.0, 0.0, 0.0, 0.0]
-    for text, answer in (("1,000", 1000), ("-0.5", -0.5), ("2e3", 2000), ("10", 10**30), ("a", "b"), ("", None), ("1e30", 10**30)):
-        right = text not in ("10", "a", "")
-        assert names["correct"](completions=[f"so {text}"], answer=[answer]) == [float(right)]
+    right = [("1,000", 1000), ("1000", "1,000"), ("-0.5", -0.5), ("−4", -4), ("2e3", 2000), ("1e30", 10**30), ("1e+30", 1e30), ("7", "007")]
+    right += [
+        ("paris, France", "Paris"),
+        ("True", True),
+        ("(C)", "C"),
+        ("1/2", "1/2"),
+        ("2024-05-01", "2024-05-01"),
+        ("5-3", "3"),
+        ("$5.", "5"),
+    ]
+    wrong = [
+        ("10", 10**30),
+        ("1", -1),
+        ("5-3", -3),
+        ("a", "b"),
+        ("Parisian", "Paris"),
+        ("2", "1/2"),
+        ("1", "2024-05-01"),
+        ("", "x"),
+        ("", 0),
+    ]
+    for pairs, score in ((right, 1.0), (wrong, 0.0), ([("", None), ("x", ""), ("x", " ")], None)):
+        for text, answer in pairs:
+            assert names["correct"](completions=[f"so {text}"], answer=[answer]) == [score], (text, answer)
 
 
 @pytest.mark.parametrize(
