@@ -16,7 +16,7 @@ RENDERER_ARGUMENTS = (
 
 class DatasetSection(Section):
     source: str
-    """A jsonl, parquet or csv file, a folder, a hub name, or `reasoning_gym:FAMILY`."""
+    """A jsonl, json, csv, tsv, parquet or arrow file, a folder, a hub name, or `reasoning_gym:FAMILY`."""
     split: str = "train"
     """Split of a hub data set or a folder; slices such as `train[:100]` work."""
     subset: str | None = None
@@ -42,7 +42,8 @@ class DataSection(Section):
     system_prompt: str | None = None
     """System message put before string prompts."""
     chat_template: str | None = None
-    """Jinja text, or a file holding it, used in place of the tokenizer's; `none` feeds the prompt as plain text."""
+    """Jinja text, or a file holding it, used in place of the tokenizer's; `none` feeds the prompt as plain text after one BOS, as rendered
+    prompts need."""
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the chat template, such as `enable_thinking: false` (Qwen3) or `reasoning_effort: low` (gpt-oss), for every prompt. A
     row's column `chat_template_kwargs` (a mapping) adds to them and overrides them."""

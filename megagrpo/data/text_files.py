@@ -184,6 +184,8 @@ def _csv(stream: BinaryIO, prompt_column: str, delimiter: str = ",") -> Iterator
         names = next(reader, [])
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"line 1 names the column `{twice[0]}` twice; rename one")
+        if len(names) == 1 and (others := [other for other in ";\t|" if other in names[0] and other != delimiter]):
+            raise ValueError(f"line 1 is one column, `{names[0]}`, separated by {others[0]!r}; save the file with {delimiter!r}")
         for cells in reader:
             if cells and len(cells) != len(names):
                 said = f"line {reader.line_num} has {len(cells)} cells, and the header has {len(names)}"

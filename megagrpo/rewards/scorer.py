@@ -126,11 +126,11 @@ class RewardScorer:
     def check_columns(self, columns: Iterable[str]) -> None:
         """Raise ValueError when a function needs a column that is not in `columns`, the data set's column names after renaming."""
         present = list(columns)
-        has = f"the data set has {', '.join(present)}" if present else "the data set has no column besides the prompt"
+        has = ", ".join(present) or "no column besides the prompt"
         fix = "rename with data.columns" if present else "add the column to each row"
         problems = [
             f"rewards.functions: reward `{function.name}` needs column {' or '.join(f'`{name}`' for name in alternatives)}; "
-            f"{has}{did_you_mean(alternatives[0], present)}; {fix}"
+            f"the data set has {has}{did_you_mean(alternatives[0], present)}; {fix}"
             for function in self._functions
             for alternatives in function.signature["needs"]
             if set(alternatives).isdisjoint(present)

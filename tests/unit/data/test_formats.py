@@ -253,6 +253,7 @@ def test_a_cell_of_csv_may_be_long_and_hold_lines(tmp_path):
             b'prompt,answer\n\n"a\nb",1\nc\n',
             "line 5 has 1 cells, and the header has 2; put cells that hold `,` into double quotes",
         ),
+        ("a.csv", b"prompt;answer\na, b;1\n", "line 1 is one column, `prompt;answer`, separated by ';'; save the file with ','"),
         ("a.tsv", b"prompt\tprompt\na\tb\n", "line 1 names the column `prompt` twice"),
         ("a.txt.gz", b"", "must end in one of .jsonl"),
     ],

@@ -351,6 +351,8 @@ def test_a_missing_column_is_named_with_those_present(folder):
             s.check_columns(["quest", "gold"])
     assert "reward `accuracy` needs column `solution` or `answer`; the data set has quest, gold" in str(error.value)
     assert "reward `sees` needs column `question`; the data set has quest, gold; did you mean `quest`?" in str(error.value)
+    with pytest.raises(ValueError, match="the data set has no column besides the prompt; add the column to each row"):
+        s.check_columns([])
 
 
 def test_an_argument_from_the_config_stands_in_for_a_column(folder):
