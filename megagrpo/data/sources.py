@@ -84,22 +84,34 @@ def _cause(error: BaseException, local: bool) -> str:
 
 def _read_folder(source: str, section: DatasetSection, key: str, prompt_column: str) -> datasets.Dataset | JsonRows:
     """Return the rows of a folder or a hub data set. `datasets` finds the files of each split; text files are read here, without guesses of
-    types. Offline, the hub's cache is the folder."""
-    if not os.path.isdir(source) and huggingface_hub.constants.HF_HUB_OFFLINE:
-        with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError, huggingface_hub.errors.HFValidationError):
-            source = huggingface_hub.snapshot_download(source, repo_type="dataset", local_files_only=True)
-    try:
-        builder = datasets.load_dataset_builder(source, section.subset)
-    except (datasets.exceptions.DataFilesNotFoundError, datasets.data_files.EmptyDatasetError):
-        raise ValueError(f"it has no data files; put files that end in {', '.join(DATA_SUFFIXES)} there") from None
+    types."""
+    builder, source = _builder(source, section.subset)
     listed = {str(name): list(files) for name, files in (builder.config.data_files or {}).items()}
     names = list(dict.fromkeys(map(_split_name, section.split.split("+"))))
     if missing := [name for name in names if listed and name not in listed]:
         raise ValueError(f"it has no split `{missing[0]}`; it has {', '.join(listed)}")
-    if not listed or not all(data_suffix(file) for name in names for file in listed[name]):
-        return datasets.load_dataset(source, section.subset, split=section.split)
-    splits = {name: [Path(file) for file in datasets.DownloadManager().download(listed[name])] for name in names}
-    return _read_files(splits, section.split, key, prompt_column)
+    splits = {name: [Path(file) for file in datasets.DownloadManager().download(listed[name])] for name in names if listed}
+    if splits and all(data_suffix(file) for files in splits.values() for file in files):
+        return _read_files(splits, section.split, key, prompt_column)
+    return datasets.load_dataset(source, section.subset, split=section.split)
+
+
+def _builder(source: str, subset: str | None) -> tuple[datasets.DatasetBuilder, str]:
+    """Return what `datasets` knows of a folder or a hub data set, and the source: the hub's cache if the hub cannot be reached."""
+    cached = None
+    if not os.path.isdir(source):
+        with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError, huggingface_hub.errors.HFValidationError):
+            cached = huggingface_hub.snapshot_download(source, repo_type="dataset", local_files_only=True)
+    try:
+        if not cached or not huggingface_hub.constants.HF_HUB_OFFLINE:
+            return datasets.load_dataset_builder(source, subset), source
+    except (datasets.exceptions.DataFilesNotFoundError, datasets.data_files.EmptyDatasetError):
+        raise ValueError(f"it has no data files; put files that end in {', '.join(DATA_SUFFIXES)} there") from None
+    except Exception:  # errors of the HTTP library, which is not the same in every version
+        if not cached:
+            raise
+    assert cached is not None
+    return datasets.load_dataset_builder(cached, subset), cached
 
 
 def _read_files(splits: dict[str, list[Path]], split: str, key: str, prompt_column: str) -> datasets.Dataset | JsonRows:
