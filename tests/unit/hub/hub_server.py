@@ -39,15 +39,20 @@ class Hub:
 
             def do_GET(self) -> None:
                 path = unquote(urlsplit(self.path).path)
-                owner, name, *route = path.removeprefix("/api/models").strip("/").split("/")
+                path = path.removeprefix("/api").removeprefix("/models").removeprefix("/datasets")
+                owner, name, *route = [*path.strip("/").split("/"), ""][:2] + path.strip("/").split("/")[2:]
                 files = hub.repos.get(f"{owner}/{name}", {}).get("main")
                 if files is None:
                     self.answer(401, {"error": "Invalid username or password."})  # a client asks after it was refused
                 elif route[0] == "revision":
                     self.answer(200, {"id": f"{owner}/{name}", "sha": COMMIT, "siblings": []})
                 elif route[0] == "tree":
-                    entries = [{"type": "file", "path": file, "size": len(data), "oid": "2" * 40} for file, data in files.items()]
-                    self.answer(200, entries)
+                    below = "/".join([*route[2:], ""]).lstrip("/")
+                    sizes = {file: len(data) for file, data in files.items() if file.startswith(below)}
+                    entries = [{"type": "file", "path": file, "size": size, "oid": "2" * 40} for file, size in sizes.items()]
+                    self.answer(200, entries) if sizes else self.answer(404, {"error": "Entry not found"}, "EntryNotFound")
+                elif "/".join(route[2:]) not in files:
+                    self.answer(404, {"error": "Entry not found"}, "EntryNotFound")
                 else:
                     self.file("/".join(route[2:]), files["/".join(route[2:])])
 
@@ -63,9 +68,11 @@ class Hub:
                     hub.fetched.append(name)
                     self.wfile.write(data)
 
-            def answer(self, status: int, content: dict | list) -> None:
+            def answer(self, status: int, content: dict | list, code: str = "") -> None:
                 text = json.dumps(content).encode()
                 self.send_response(status)
+                if code:
+                    self.send_header("X-Error-Code", code)
                 self.send_header("Content-Length", str(len(text)))
                 self.send_header("Content-Type", "application/json")
                 if "error" in content:
