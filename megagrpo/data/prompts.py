@@ -16,14 +16,13 @@ from megagrpo.data.chat_templates import TAIL, check_kwargs, opened_thought
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
 from megagrpo.data.sources import load_rows
-from megagrpo.data.text_rows import column_hint, names_in, nested
+from megagrpo.data.text_rows import ROWS_FOR_NAMES, column_hint, names_in, nested
 from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
 from megagrpo.process.terminal import get_logger
 from megagrpo.types import Prompt
 
 log = get_logger(__name__)
 _EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i, so nearby seeds share almost all rows
-_ROWS_FOR_NAMES = 64  # rows whose fields are known by name; a row without a field has None there
 _PASSED_BY_SCORER = {
     *("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reason", "is_truncated"),
     *("prefixes", "max_completion_length", "trainer_state", "log_extra", "log_metric"),
@@ -63,7 +62,7 @@ class PromptSource:
         self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
         rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
         self._rows = load_rows(section, self._key, rows_seed, data.prompt_column)
-        first_rows = (self._rows[row] for row in range(min(len(self._rows), _ROWS_FOR_NAMES)))
+        first_rows = (self._rows[row] for row in range(min(len(self._rows), ROWS_FOR_NAMES)))
         self._check_columns(list(dict.fromkeys(name for row in first_rows for name in names_in(row))))
         self.num_overlong, self.warnings = 0, list[str]()
         self._usable = self._usable_rows()
@@ -153,7 +152,7 @@ class PromptSource:
 
     def _usable_rows(self) -> list[int]:
         """Return the rows whose prompts are used, and count overlong prompts."""
-        lengths = self.lengths = []
+        lengths = self.lengths = list[int]()
         rendered = RenderedPrompts(self._tokenizer, self._template)
         for row in range(len(self._rows)):
             prompt = self._question(row)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import itertools
+import json
 import os
 import re
 import warnings
@@ -65,7 +66,7 @@ def _read(section: DatasetSection, key: str, prompt_column: str) -> datasets.Dat
             one = {_split_name(section.split): [path]}  # a file has one split, whatever it is called
             data = _read_files(one, section.split, key, prompt_column)
         elif path is not None and ((path / "dataset_dict.json").exists() or (path / "state.json").exists()):
-            data = _split_saved(datasets.load_from_disk(str(path)), section.split)
+            data = _read_saved(path, section.split)
         else:
             data = _read_folder(str(path or section.source), section, key, prompt_column)
     except SourceError:
@@ -119,7 +120,6 @@ def _read_files(splits: dict[str, list[Path]], split: str, key: str, prompt_colu
     files = [file for listed in splits.values() for file in listed]
     for file in files:
         _check_file(file, key)
-    suffix = data_suffix(files[0])
     lengths = dict.fromkeys(splits, 0)
 
     def lines() -> Iterator[Line]:
@@ -129,27 +129,35 @@ def _read_files(splits: dict[str, list[Path]], split: str, key: str, prompt_colu
                     lengths[name] += 1
                     yield line
 
-    if suffix in TEXT_SUFFIXES:
+    if data_suffix(files[0]) in TEXT_SUFFIXES:
         rows: datasets.Dataset | JsonRows = JsonRows(lines())
-    elif any(file.stat().st_size and (suffix != ".parquet" or pyarrow.parquet.read_metadata(file).num_rows) for file in files):
-        found = datasets.load_dataset(suffix.removeprefix("."), data_files={name: [*map(str, splits[name])] for name in splits})
-        lengths = {name: len(found[name]) for name in splits}
-        rows = datasets.concatenate_datasets([found[name] for name in splits])
+    elif filled := {name: held for name, listed in splits.items() if (held := [str(file) for file in listed if _has_rows(file)])}:
+        found = datasets.load_dataset(data_suffix(files[0]).removeprefix("."), data_files=filled)
+        lengths |= {name: len(found[name]) for name in filled}
+        rows = datasets.concatenate_datasets([found[name] for name in filled])
     else:
         rows = JsonRows(())
-    if not len(rows):
+    if len(rows) == 0:
         raise SourceError(f"{key}.source: {files[0]} {why_empty(files[0])}; name a file with rows")
     return _slice(rows, split, lengths)
 
 
+def _has_rows(file: Path) -> bool:
+    """Whether a parquet file has rows, which `datasets` needs; True for an arrow file with any content."""
+    return file.stat().st_size > 0 and (data_suffix(file) != ".parquet" or pyarrow.parquet.read_metadata(file).num_rows > 0)
+
+
 def _check_file(file: Path, key: str) -> None:
-    """Raise SourceError for a file that is not what its name says, and for a parquet file with a column of maps."""
+    """Raise SourceError for a file that is not what its name says, and for parquet columns that rows cannot have."""
     if wrong := wrong_kind(file):
         raise SourceError(f"{key}.source: {file} {wrong}")
     if data_suffix(file) == ".parquet" and file.stat().st_size:
         schema = pyarrow.parquet.read_schema(file)
-        if maps := [field.name for field in schema if "map<" in str(field.type)]:
-            raise SourceError(f"{key}.source: {file}: column `{maps[0]}` holds maps, which `datasets` cannot read; store structs or lists")
+        for field in schema:
+            if schema.names.count(field.name) > 1:
+                raise SourceError(f"{key}.source: {file} has the column `{field.name}` twice; rename one")
+            if "map<" in str(field.type):
+                raise SourceError(f"{key}.source: {file}: column `{field.name}` holds maps, which no row can hold; store structs or lists")
 
 
 def _lines(file: Path, key: str, prompt_column: str) -> Iterator[Line]:
@@ -179,17 +187,22 @@ def _find(source: str, key: str) -> Path | None:
 
 def _split_name(split: str) -> str:
     """The name in a split such as `train[:100]`."""
-    return re.sub(r"(?s)\W.*", "", split.strip())
+    return re.sub(r"(?s)[^\w.].*", "", split.strip())
 
 
-def _split_saved(data: datasets.Dataset | datasets.DatasetDict, split: str) -> datasets.Dataset:
+def _read_saved(path: Path, split: str) -> datasets.Dataset:
     """Return a split, or a slice such as `train[:100]`, of a data set from `save_to_disk`. A saved single Dataset accepts any split
     name."""
     name = _split_name(split)
-    if isinstance(data, datasets.DatasetDict):
-        if name not in data:
-            raise ValueError(f"it has no split `{name}`; it has {', '.join(data)}")
-        data = data[name]
+    if (path / "dataset_dict.json").exists():
+        names = json.loads((path / "dataset_dict.json").read_text())["splits"]
+        if name not in names:
+            raise ValueError(f"it has no split `{name}`; it has {', '.join(names)}")
+        path = path / name
+    try:
+        data = datasets.load_from_disk(str(path))
+    except IndexError:  # the library's error for a data set without files
+        raise ValueError("it has no rows; name another folder or split") from None
     return _slice(data, split, {name: len(data)})
 
 

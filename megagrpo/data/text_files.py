@@ -128,9 +128,12 @@ def _json(stream: BinaryIO, prompt_column: str) -> Iterator[Line]:
             row, end = _object(text, begin, f"value {number}")
             begin = _skip(text, end)
             lists = [value for value in row.values() if _is_rows(value)]
-            if not number and begin == len(text) and len(lists) == 1 and prompt_column.partition(".")[0] not in row:
+            alone, column = not number and begin == len(text), row.get(prompt_column)
+            if alone and prompt_column.partition(".")[0] not in row and len(lists) == 1:
                 yield from ((json.dumps(element).encode(), element) for element in lists[0])
                 return
+            if alone and (isinstance(column, dict) or (isinstance(column, list) and column and isinstance(column[0], str))):
+                raise ValueError("the object holds columns, not rows; save a list of rows, as pandas does with orient='records'")
             yield json.dumps(row).encode(), row
             number += 1
         return
@@ -178,8 +181,7 @@ def _skip(text: str, begin: int) -> int:
 
 def _csv(stream: BinaryIO, prompt_column: str, delimiter: str = ",") -> Iterator[Line]:
     csv.field_size_limit(sys.maxsize)  # 131,072 characters otherwise
-    lines = (line.decode("utf-8-sig" if number == 0 else "utf-8") for number, line in enumerate(stream))
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    reader = csv.reader(io.TextIOWrapper(stream, encoding="utf-8-sig", newline=""), delimiter=delimiter, strict=True)
     try:
         names = next(reader, [])
         if twice := [name for name in names if names.count(name) > 1]:

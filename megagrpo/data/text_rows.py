@@ -11,6 +11,7 @@ from typing import Any, overload
 
 Row = dict[str, Any]
 ANSWERS = ("answer", "solution", "ground_truth", "target", "label")  # usual names of the column with the right answer
+ROWS_FOR_NAMES = 64  # rows that names of columns and fields are taken from; a later row may lack some
 SHAREGPT = "conversations"  # the column of messages in ShareGPT's rows
 
 

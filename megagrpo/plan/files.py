@@ -8,12 +8,13 @@ from __future__ import annotations
 import csv
 import json
 import os
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from megagrpo.config import DatasetSection, Problem, RunConfig
 from megagrpo.config.paths import data_suffix
-from megagrpo.data.text_rows import column_hint, names_in
+from megagrpo.data.text_rows import ROWS_FOR_NAMES, column_hint, names_in
 from megagrpo.families.config import HfConfig
 
 LONGEST_NAME, LONGEST_PATH = 255, 3500  # limits of Linux in bytes, minus room for the file names that a run adds
@@ -71,15 +72,15 @@ def _column_problems(config: RunConfig, key: str, section: DatasetSection, prese
 
 
 def _columns(path: Path) -> list[str]:
-    """Return the column names of a jsonl or csv file, from its first row, fields of objects included; empty for other sources and
+    """Return the column names of a jsonl or csv file, from its first rows, fields of objects included; empty for other sources and
     unreadable files."""
     try:
         with path.open(encoding="utf-8-sig") as lines:
             if path.suffix == ".jsonl":
-                row = json.loads(next((line for line in lines if line.strip()), ""))
-                return names_in(row) if isinstance(row, dict) else []
+                rows = [json.loads(line) for line in islice(filter(str.strip, lines), ROWS_FOR_NAMES)]
+                return list(dict.fromkeys(name for row in rows for name in names_in(row)))
             return next(csv.reader(lines), []) if path.suffix == ".csv" else []
-    except (OSError, ValueError, csv.Error):
+    except (OSError, ValueError, AttributeError, csv.Error):  # AttributeError: a row that is no object
         return []
 
 

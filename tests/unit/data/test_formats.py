@@ -205,6 +205,11 @@ def test_values_that_json_can_only_just_hold(tmp_path):
     assert second == {**dict.fromkeys("abcde"), "f": {}}
 
 
+def test_a_csv_file_may_end_its_lines_with_a_carriage_return(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b'prompt,answer\r"a\rb",1\r\rc,2')
+    assert read(tmp_path / "a.csv") == [{"prompt": "a\rb", "answer": "1"}, {"prompt": "c", "answer": "2"}]
+
+
 def test_a_cell_of_csv_may_be_long_and_hold_lines(tmp_path):
     (tmp_path / "a.csv").write_bytes(as_csv([{"prompt": "x\r\n" * 100_000, "answer": "1"}, {"prompt": "", "answer": "2"}]))
     assert read(tmp_path / "a.csv") == [{"prompt": "x\r\n" * 100_000, "answer": "1"}, {"prompt": "", "answer": "2"}]
@@ -246,6 +251,12 @@ def test_a_cell_of_csv_may_be_long_and_hold_lines(tmp_path):
         ("a.json", b'[{"a": 1},]', "line 1, column 11 is not valid JSON: Expecting value"),
         ("a.json", b'[{"a": 1}', "line 1, column 10 is not valid JSON: expecting `,` or `]`"),
         ("a.json", b'[{"a": 1}] []', "line 1, column 12 is not valid JSON: text after the list"),
+        (
+            "a.json",
+            b'{"prompt": ["a", "b"]}',
+            "the object holds columns, not rows; save a list of rows, as pandas does with orient='records'",
+        ),
+        ("a.json", b'{"prompt": {"0": "a"}}', "the object holds columns, not rows; save a list of rows"),
         ("a.json", b"3", 'value 0 must be an object of columns, as {"prompt": ...} (got a int)'),
         ("a.csv", b'prompt,answer\n"a,1\n', "line 2 is not valid csv: unexpected end of data"),
         (
@@ -273,8 +284,31 @@ def test_other_sources_without_rows_are_named(tmp_path):
     (tmp_path / "nothing").mkdir()
     with pytest.raises(ValueError, match=r"nothing cannot be loaded: it has no data files; put files that end in \.jsonl, .* there$"):
         read(tmp_path / "nothing")
-    pyarrow.parquet.write_table(
-        pyarrow.table({"prompt": ["a"], "m": pyarrow.array([[("a", 1)]], pyarrow.map_("string", "int64"))}), tmp_path / "m.parquet"
-    )
-    with pytest.raises(ValueError, match=r"m\.parquet: column `m` holds maps, which `datasets` cannot read; store structs or lists$"):
+    rows = datasets.Dataset.from_list([{"prompt": "a"}])
+    datasets.DatasetDict(train=rows, test=rows.select([])).save_to_disk(tmp_path / "saved")
+    assert read(tmp_path / "saved") == [{"prompt": "a"}]
+    with pytest.raises(ValueError, match=r"saved cannot be loaded: it has no rows; name another folder or split$"):
+        read(tmp_path / "saved", "test")
+
+
+def test_columns_of_parquet_that_a_row_cannot_have_are_named(tmp_path):
+    maps = pyarrow.array([[("a", 1)]], pyarrow.map_("string", "int64"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "m": maps}), tmp_path / "m.parquet")
+    with pytest.raises(ValueError, match=r"m\.parquet: column `m` holds maps, which no row can hold; store structs or lists$"):
         read(tmp_path / "m.parquet")
+    twice = pyarrow.Table.from_arrays([maps, pyarrow.array([1]), pyarrow.array([2])], names=["prompt", "x", "x"])
+    pyarrow.parquet.write_table(twice.select([1, 2]), tmp_path / "twice.parquet")
+    with pytest.raises(ValueError, match=r"twice\.parquet has the column `x` twice; rename one$"):
+        read(tmp_path / "twice.parquet")
+
+
+def test_an_empty_shard_of_a_folder_adds_no_rows(tmp_path):
+    for suffix in ("parquet", "jsonl"):
+        (tmp_path / suffix).mkdir()
+        for number, rows in enumerate(([], [{"prompt": "a"}, {"prompt": "b"}])):
+            shard = tmp_path / suffix / f"train-{number}.{suffix}"
+            if suffix == "parquet":
+                pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([row["prompt"] for row in rows], "string")}), shard)
+            else:
+                shard.write_text("\n".join(map(json.dumps, rows)))
+        assert read(tmp_path / suffix, "train[1:]") == [{"prompt": "b"}]

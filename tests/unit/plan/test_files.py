@@ -18,11 +18,11 @@ def told_of(*overrides: str) -> list[str]:
 
 def test_data_that_does_not_exist_or_lacks_a_column_is_a_problem(tmp_path):
     rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"question": "1 + 1?", "answer": "2"}\n' * 8)
+    rows.write_text('{"question": "1 + 1?"}\n' + '{"question": "1 + 1?", "answer": "2"}\n' * 8)
     table = tmp_path / "rows.csv"
     table.write_text("question,answer\n1 + 1?,2\n")
     mine = f"data.train.source={rows}"
-    assert told_of(mine, "data.prompt_column=question", "data.eval=null") == []
+    assert told_of(mine, "data.prompt_column=question", "data.columns={x: answer}", "data.eval=null") == []
     (gone,) = told_of(f"data.train.source={tmp_path}/gone.jsonl")
     assert gone == f"data.train.source: no file or folder {tmp_path}/gone.jsonl; correct the path"
     (column,) = told_of(mine, "data.prompt_column=questoin", "data.eval=null")
