@@ -193,3 +193,12 @@ def test_a_histogram_covers_every_length_once():
         lines = histogram(lengths)
         assert len(lines) <= 7 and sum(int(line.split()[-1]) for line in lines) == len(lengths)
         assert all(len(line) < 100 for line in lines)
+
+
+def test_prompts_that_are_rendered_already_are_a_warning(folder, capsys):
+    (folder / "rendered.jsonl").write_text('{"prompt": "<|start|>user\\na?<|end|><|start|>", "answer": "<0>"}\n')
+    for key in ("data.train", "data.eval"):
+        assert check(folder, f"{key}.source={folder}/rendered.jsonl") == 0
+        out = capsys.readouterr().out
+        assert f"warning: {key}: 1 of 1 prompts already hold `<|start|>` (first: row 0), and the chat template renders them again" in out
+        assert "no problem found" not in out

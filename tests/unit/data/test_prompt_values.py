@@ -9,10 +9,11 @@ from tokenizers import AddedToken, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from megagrpo.config import DataSection
+from megagrpo.config import DataSection, RunConfig
 from megagrpo.data.prompt_values import as_prompt
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
+from megagrpo.evaluation.sets import load_sets
 
 USER = {"role": "user", "content": "2 + 2?"}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": None}}}
@@ -93,6 +94,15 @@ def test_a_prompt_that_holds_the_template_s_text_is_a_warning(tokenizers, tmp_pa
 def test_a_prompt_in_another_model_s_format_is_a_warning(tokenizers, tmp_path):
     prompts = source(tokenizers["hf"], tmp_path, ["<|start_header_id|>user<|end_header_id|>\n\nHi"], chat_template=TEMPLATES["chatml"])
     assert "1 of 1 prompts already hold `<|start_header_id|>` (first: row 0)" in prompts.warnings[0]
+
+
+def test_rendered_prompts_of_a_held_out_set_are_a_warning(tokenizers, tmp_path, caplog):
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "[INST] Hi [/INST]"}))
+    section = {"source": str(tmp_path / "rows.jsonl")}
+    data = {"train": section, "eval": section, "chat_template": TEMPLATES["llama 2"]}
+    config = RunConfig.model_validate({"model": {"path": "m"}, "data": data, "rewards": {"functions": [{"function": "format"}]}})
+    load_sets(config, tokenizers["hf"])
+    assert [record.message[:50] for record in caplog.records] == ["data.eval: 1 of 1 prompts already hold `[INST]` (f"]
 
 
 # ------------------------------------------------------------------------------------------------------------------------ messages
