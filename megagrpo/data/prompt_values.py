@@ -16,14 +16,8 @@ _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']""")
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
 _PROBE = "megagrpo-probe"
 _TOKEN, _OPENING = re.compile(r"<[|｜][^<>\s]*[|｜]>"), re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]")
-_USUAL = (
-    "<|im_start|>",
-    "<|start_header_id|>",
-    "<start_of_turn>",
-    "<|user|>",
-    "<｜User｜>",
-    "[INST]",
-)  # a turn's beginning in other templates
+# What begins a turn in usual templates: a prompt may be rendered for another model.
+_USUAL = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|user|>", "<｜User｜>", "[INST]")
 
 
 def as_prompt(value: Any, from_arrow: bool = False) -> Messages:

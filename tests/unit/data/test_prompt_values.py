@@ -23,8 +23,9 @@ TEMPLATES = {
     "gemma": "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}",
     "r1": "{{ bos_token }}Use <think>, <answer>.{% for m in messages %}<｜User｜>{{ m.content }}{% endfor %}<｜Assistant｜><think>\n",
     "plain words": "### Instruction:\n{% for m in messages %}{{ m.content }}{% endfor %}\n### Response:\n",
+    "one of its own": "{% for m in messages %}Next: [TURN]{{ m.content }}{% endfor %}[/TURN]",
 }
-MARKS = ["<|im_start|>", "[INST]", "<start_of_turn>", "<｜User｜>", "### Instruction:"]
+MARKS = ["<|im_start|>", "[INST]", "<start_of_turn>", "<｜User｜>", "### Instruction:", "[TURN]"]
 
 
 def made(kind: str):
