@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from megagrpo.config import RewardsSection
 from megagrpo.rewards.function import Function
 from megagrpo.rewards.registry import display_names, resolve
-from megagrpo.rewards.scoring import Scoring, ScoringQueue
+from megagrpo.rewards.scoring import RowFaults, Scoring, ScoringQueue
 from megagrpo.rewards.target import did_you_mean
 from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
 from megagrpo.types import Rollout, ScoredRollout
@@ -137,6 +138,13 @@ class RewardScorer:
         ]
         if problems:
             raise ValueError("\n".join(problems))
+
+    def row_faults(self, rows: list[dict[str, Any]]) -> dict[str, list[tuple[int, str]]]:
+        """Return, for each function, (index of the row, phrase) of the rows that its `row_fault` says it cannot score.
+
+        `rows` are columns and values as in `Prompt.columns`. A function without `row_fault` finds no fault."""
+        assert self._queue is not None, "the scorer is closed"
+        return RowFaults(self._functions, rows, self._queue).found
 
     def begin(self, step: int = 0) -> Scoring:
         """Start a scoring while rollouts are still generated: `add` them as they finish, then call `finish`. Several scorings may run

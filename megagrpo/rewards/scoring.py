@@ -1,19 +1,19 @@
-"""Scoring of rollouts in a background thread, concurrently with generation and with other scorings."""
+"""Scoring of rollouts, and search for rows that cannot be scored, in a background thread, concurrently with generation."""
 
 from __future__ import annotations
 
 import math
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 from megagrpo.process.progress import SILENT_TASK, Task
 from megagrpo.process.terminal import get_logger
 from megagrpo.rewards.function import Function, FunctionResults
 from megagrpo.rewards.workers.feed import Feed
-from megagrpo.rewards.workers.pool import Call, Outcome, WorkerPool
+from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
 from megagrpo.rewards.workers.values import LARGEST
 from megagrpo.types import Rollout, ScoredRollout
 
@@ -163,23 +163,57 @@ class Scoring:
         return ScoredRollout(rollout, rewards, math.fsum(weighted) if weighted else math.nan, extra, logged)
 
 
+class RowFaults:
+    """The search for rows that functions cannot score: one call of `row_fault` per function for all rows. `found` maps the function to
+    (index of the row, phrase), for rows with a fault only."""
+
+    def __init__(self, functions: Sequence[Function], rows: list[dict[str, Any]], queue: ScoringQueue):
+        self.found: dict[str, list[tuple[int, str]]] = {function.name: [] for function in functions}
+        self._functions, self._rows = functions, rows
+        queue.put(self, 0, [])
+        queue.wait(self)
+
+    def calls(self, _: int, __: list[Rollout]) -> list[Call]:
+        """Return one call per function. `row_fault` is a plain function, also of an async reward."""
+        arguments = {"rows": self._rows}
+        lanes = {f: SHARED if f.is_coroutine else f.lane for f in self._functions}
+        return [Call(f.target, f.args, "row_faults", arguments, f.timeout, lanes[f], tag=(self, f.name)) for f in self._functions]
+
+    def done(self, call: Call, outcome: Outcome) -> list[Call]:
+        """Record the faults that a function found. A call that fails is a fault of each row."""
+        reason = f"no answer within {call.timeout:g} s" if outcome.kind == "timeout" else outcome.value
+        faults = outcome.value if outcome.kind == "result" else [f"its row_fault fails: {reason}"] * len(self._rows)
+        self.found[call.tag[1]] = [(i, fault) for i, fault in enumerate(faults) if fault]
+        return []
+
+
+class Work(Protocol):
+    """What a queue runs: a Scoring or RowFaults. Its calls' tags begin with itself."""
+
+    def calls(self, index: int, rollouts: list[Rollout]) -> list[Call]:
+        """Return the calls for an item of the queue."""
+
+    def done(self, call: Call, outcome: Outcome) -> Iterable[Call]:
+        """Record the outcome of a call and return the calls that it leads to."""
+
+
 class ScoringQueue:
     """The open calls of all scorings. The workers are used from `thread` only."""
 
     def __init__(self, pool: WorkerPool, thread: ThreadPoolExecutor):
         self._pool, self._feed = pool, Feed(self._calls)
-        self._open: Counter[Scoring] = Counter()  # number of queued items and open calls
+        self._open: Counter[Work] = Counter()  # number of queued items and open calls
         self._changed = threading.Condition()
         self._run = thread.submit(pool.run, [], self._done, self._feed)
         self._run.add_done_callback(lambda _: self._wake())
 
-    def put(self, scoring: Scoring, index: int, rollouts: list[Rollout]) -> None:
+    def put(self, scoring: Work, index: int, rollouts: list[Rollout]) -> None:
         """Queue rollouts for `scoring`."""
         with self._changed:
             self._open[scoring] += 1
         self._feed.put((scoring, index, rollouts))
 
-    def wait(self, scoring: Scoring, task: Task = SILENT_TASK) -> None:
+    def wait(self, scoring: Work, task: Task = SILENT_TASK) -> None:
         """Wait until everything queued for `scoring` is finished. Raises the error that ended the thread, if any."""
 
         def has_ended() -> bool:
@@ -193,7 +227,7 @@ class ScoringQueue:
         if not is_over:
             self._run.result()
 
-    def drop(self, scoring: Scoring) -> None:
+    def drop(self, scoring: Work) -> None:
         """Cancel the open calls of `scoring`."""
         with self._changed:
             under_way = self._open.pop(scoring, 0)
@@ -206,7 +240,7 @@ class ScoringQueue:
         self._run.exception()
         self._feed.close()
 
-    def _calls(self, item: tuple[Scoring, int, list[Rollout]]) -> list[Call]:
+    def _calls(self, item: tuple[Work, int, list[Rollout]]) -> list[Call]:
         scoring, index, rollouts = item
         if scoring not in self._open:
             self._pool.drop(lambda call: call.tag[0] in self._open)
@@ -223,7 +257,7 @@ class ScoringQueue:
         self._count(scoring, len(calls) - 1)
         return calls
 
-    def _count(self, scoring: Scoring, change: int) -> None:
+    def _count(self, scoring: Work, change: int) -> None:
         with self._changed:
             if scoring in self._open:  # `drop` may have just removed it
                 self._open[scoring] += change

@@ -34,8 +34,8 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 class Call:
     """One call of a function in a worker of `lane`.
 
-    `action` is "describe", "score" (called as a reward function) or "call" (called with exactly these arguments). `tag` belongs to the
-    caller.
+    `action` is "describe", "score" (called as a reward function), "row_faults" (its `row_fault` is called with each of `rows`) or "call"
+    (called with exactly these arguments). `tag` belongs to the caller.
     """
 
     target: Target
@@ -313,6 +313,9 @@ def _is_result_of(call: Call, value: Any) -> bool:
     """Whether a result has the shape that `call.action` requires."""
     if call.action == "describe":
         return isinstance(value, dict)
+    if call.action == "row_faults":
+        rows = call.arguments["rows"]
+        return isinstance(value, list) and len(value) == len(rows) and all(isinstance(fault, str | None) for fault in value)
     if call.action == "score":
         count = len(call.arguments["completions"])
         match value:

@@ -187,12 +187,28 @@ def _result(action: str, loaded: Loaded, arguments: dict[str, Any]) -> Any:
         return loaded.signature
     if action == "call":
         return loaded.function(**arguments)
+    if action == "row_faults":
+        return [_row_fault(loaded, row) for row in arguments["rows"]]
     count = len(arguments["completions"])
     log = CallLog(count)
     values = call(loaded, arguments, log)
     if inspect.isawaitable(values):  # a plain function that returns an awaitable
         values = asyncio.run(_await(values))
     return [rewards_of(values, count), log.contents()]
+
+
+def _row_fault(loaded: Loaded, row: dict[str, Any]) -> str | None:
+    """Return why the function says that it cannot score a row, or why it cannot say so; None for a row without a fault."""
+    find_fault = getattr(loaded.function, "row_fault", None)
+    if find_fault is None:
+        return None
+    takes = _named(find_fault, skip_first=False)
+    names = [p.name for p in takes.named]
+    try:
+        fault = find_fault(**{name: value for name, value in (row | loaded.options).items() if takes.open or name in names})
+    except Exception as error:
+        return f"its row_fault fails: {explain(error, whole=False)}"
+    return fault if fault is None or isinstance(fault, str) else f"its row_fault returned {type(fault).__name__}; return a text or None"
 
 
 async def _await(awaitable: Any) -> Any:

@@ -113,6 +113,30 @@ def leaves_deep_folders(completions, note):
     os.umask(0o777)
     os.mkdir("closed")
     return [1.0] * len(completions)
+
+def numbers(completions, answer, least=0):
+    return [1.0] * len(completions)
+
+def number_fault(answer, least=0):
+    if answer == "hang":
+        time.sleep(3600)
+    return None if int(answer) >= least else f"`answer` is below {least}: {answer}"
+
+async def careful(completions, **columns):
+    return [1.0] * len(completions)
+
+numbers.row_fault = number_fault
+careful.row_fault = lambda **columns: ", ".join(columns)
+
+class Judge:
+    def __init__(self, wanted):
+        self.wanted = wanted
+
+    def row_fault(self, level):
+        return None if level == self.wanted else 7
+
+    def __call__(self, completions):
+        return [1.0] * len(completions)
 """
 
 
@@ -353,6 +377,20 @@ def test_a_missing_column_is_named_with_those_present(folder):
     assert "reward `sees` needs column `question`; the data set has quest, gold; did you mean `quest`?" in str(error.value)
     with pytest.raises(ValueError, match="the data set has no column besides the prompt; add the column to each row"):
         s.check_columns([])
+
+
+def test_functions_name_the_rows_that_they_cannot_score(folder):
+    rows = [{"answer": "7", "level": 1}, {"answer": "3", "level": 2}, {"answer": "many", "level": 1}]
+    functions = [{"function": "mine.py:numbers", "args": {"least": 5}}, "mine.py:careful", "mine.py:sleeps"]
+    with scorer(folder, *functions, {"function": "mine.py:Judge", "args": {"wanted": 1}, "own_worker": True}) as s:
+        found = s.row_faults(rows)
+        assert found["numbers"][0] == (1, "`answer` is below 5: 3") and len(found["numbers"]) == 2
+        assert found["numbers"][1][1].startswith("its row_fault fails: ValueError: invalid literal for int()")
+        assert found["careful"] == [(0, "answer, level"), (1, "answer, level"), (2, "answer, level")] and found["sleeps"] == []
+        assert found["Judge"] == [(1, "its row_fault returned int; return a text or None")]
+        assert rewards_of(s.score(rollouts("a", "b", columns=rows[0])), "numbers") == [1.0, 1.0]
+    with scorer(folder, "mine.py:numbers", timeout=0.2) as s:
+        assert s.row_faults([{"answer": "7"}, {"answer": "hang"}])["numbers"][0] == (0, "its row_fault fails: no answer within 0.2 s")
 
 
 def test_an_argument_from_the_config_stands_in_for_a_column(folder):
