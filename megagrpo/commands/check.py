@@ -3,9 +3,11 @@
     megagrpo check my_run.yaml
     megagrpo check my_run.yaml rollout.max_prompt_length=256 --json
 
-Prints rows and columns of each data set, one rendered prompt, the lengths of all prompts and how many are dropped, and what each reward
-gives for the right answer and for an empty completion. Reward models (model:PATH) are loaded with --models only. Exit code 0: no problem,
-2: the listed problems must be solved before the run can train.
+Prints rows and columns of each data set, one rendered prompt, and the lengths of all prompts. Then it tries every reward on up to 64 rows
+of each data set: the row's own right answer, right answers of other rows, and an empty response. Warnings name the row, the value and the
+fix. Reward models (model:PATH) are loaded with --models only.
+
+Exit code 0: no problem, warnings included; 1: with --strict, a warning; 2: the listed problems must be solved before the run can train.
 """
 
 from __future__ import annotations
@@ -23,7 +25,9 @@ from megagrpo.process.imports import without_garbage_collection
 from megagrpo.process.terminal import one_line, show
 
 if TYPE_CHECKING:
-    from megagrpo.trainer.dry_run import DryRun, RewardTrial, SourceTrial
+    from megagrpo.trainer.data_trial import SourceTrial
+    from megagrpo.trainer.dry_run import DryRun
+    from megagrpo.trainer.gold_trial import RewardTrial
 
 BINS, BAR = 6, 40  # rows of a histogram, and characters of its longest bar
 SHOWN_LINES, SHOWN_WIDTH = 24, 96  # of a rendered prompt
@@ -32,19 +36,23 @@ SHOWN_LINES, SHOWN_WIDTH = 24, 96  # of a rendered prompt
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo check`."""
     add_config(parser)
-    parser.add_argument("--models", action="store_true", help="also load and call reward models")
+    parser.add_argument("--rows", type=int, default=64, metavar="N", help="rows of each data set on which rewards are tried (64)")
+    parser.add_argument("--models", action="store_true", help="also load reward models, and ask servers about all rows")
+    parser.add_argument("--strict", action="store_true", help="exit with code 1 when there is a warning")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what was tried. Raises ConfigError with all problems."""
+    if options.rows < 1:
+        raise ConfigError(f"--rows {options.rows}: must be 1 or more")
     config, path = load(options), config_path(options)
     with without_garbage_collection():
         from transformers.utils.logging import disable_progress_bar
 
         from megagrpo.trainer.dry_run import dry_run
     disable_progress_bar()
-    result = dry_run(config, path.parent, options.models)
+    result = dry_run(config, path.parent, options.models, options.rows)
     if options.json:
         show(json.dumps(asdict(result), indent=1))
     else:
@@ -53,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         show(rewards_text(result))
     if result.problems:
         raise ConfigError(listed(options.config, result.problems))
-    return 0
+    return int(options.strict and bool(result.warnings))
 
 
 def source_text(source: SourceTrial, prompts_per_step: int) -> str:
@@ -95,16 +103,8 @@ def histogram(lengths: list[int]) -> list[str]:
 
 
 def rewards_text(result: DryRun) -> str:
-    """Return one line per reward function: weight, value and milliseconds for each completion."""
-    lines = []
-    if result.rewards:
-        width = max(len(trial.function) for trial in result.rewards)
-        lines.append("rewards, called with the row of the first prompt")
-        lines.append(f"  {'':{width}}  weight  completion                        value         ms")
-        for trial in sorted(result.rewards, key=lambda trial: trial.completion):
-            lines.append(
-                f"  {trial.function:{width}}  {trial.weight:6g}  {_completion(trial):32}  {_value(trial):>6}  {trial.milliseconds:9.1f}"
-            )
+    """Return a table of the reward functions per data set, then the warnings."""
+    lines = [line for source in result.sources for line in _table(source.key, [t for t in result.rewards if t.data == source.key])]
     lines += [f"  {name}: not called, because it loads a reward model; add --models" for name in result.not_called]
     if result.tools:
         lines.append(f"tools: {', '.join(result.tools)}")
@@ -114,12 +114,26 @@ def rewards_text(result: DryRun) -> str:
     return "\n".join(lines)
 
 
-def _completion(trial: RewardTrial) -> str:
-    if not trial.text:
-        return "empty"
-    text = one_line(trial.text)
-    return f"`{trial.column}`: {text if len(text) <= 18 else text[:15] + '...'}"
+def _table(key: str, trials: list[RewardTrial]) -> list[str]:
+    """Return one line per reward function: weight, counts of rows, mean values, milliseconds. Then where and how it reads the gold."""
+    if not trials:
+        return []
+    width = max(len(trial.function) for trial in trials)
+    lines = [f"rewards of {key}, mean values on {max(trial.rows for trial in trials)} rows"]
+    lines.append(f"  {'':{width}}  weight  gold best  unscored    gold   other   empty      ms")
+    for trial in trials:
+        values = "  ".join(f"{_value(value):>6}" for value in (trial.gold, trial.other, trial.empty))
+        best = f"{trial.best}/{trial.rows}"
+        lines.append(f"  {trial.function:{width}}  {trial.weight:6g}  {best:>9}  {trial.unscored:8}  {values}  {trial.milliseconds:6.1f}")
+    lines += [f"  {trial.function:{width}}  reads `{trial.column}`{_as_form(trial.form)}" for trial in trials if trial.form]
+    return [*lines, ""]
 
 
-def _value(trial: RewardTrial) -> str:
-    return "failed" if trial.failure else "none" if trial.value is None else f"{trial.value:.4g}"
+def _as_form(form: str) -> str:
+    """Return how a response contains the gold, unless it is the gold alone."""
+    text = form.replace("I work it out.", "...").replace("\n", " ").strip()
+    return f" from {text}" if text != "GOLD" else ""
+
+
+def _value(value: float | None) -> str:
+    return "none" if value is None else f"{value:.3g}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import count, islice
@@ -16,13 +15,12 @@ from megagrpo.data.chat_templates import TAIL, check_kwargs, opened_thought
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
 from megagrpo.data.sources import load_rows
-from megagrpo.data.text_rows import ROWS_FOR_NAMES, column_hint, names_in, nested
+from megagrpo.data.text_rows import column_hint, names_in, nested
 from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
-from megagrpo.process.terminal import get_logger
 from megagrpo.types import Prompt
 
-log = get_logger(__name__)
 _EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i, so nearby seeds share almost all rows
+_ROWS_FOR_NAMES = 64  # rows whose fields are known by name; a row without a field has None there
 _PASSED_BY_SCORER = {
     *("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reason", "is_truncated"),
     *("prefixes", "max_completion_length", "trainer_state", "log_extra", "log_metric"),
@@ -62,7 +60,7 @@ class PromptSource:
         self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
         rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
         self._rows = load_rows(section, self._key, rows_seed, data.prompt_column)
-        first_rows = (self._rows[row] for row in range(min(len(self._rows), ROWS_FOR_NAMES)))
+        first_rows = (self._rows[row] for row in range(min(len(self._rows), _ROWS_FOR_NAMES)))
         self._check_columns(list(dict.fromkeys(name for row in first_rows for name in names_in(row))))
         self.num_overlong, self.warnings = 0, list[str]()
         self._usable = self._usable_rows()
@@ -118,6 +116,24 @@ class PromptSource:
         """Return every prompt once, in the order of the data set. The cursor does not move."""
         return [self._prompt(row) for row in self._usable]
 
+    def sample(self, n: int) -> list[Prompt]:
+        """Return up to `n` prompts that are spread evenly over the data set, the first included."""
+        count = min(n, len(self))
+        return [self._prompt(self._usable[i * len(self) // count]) for i in range(count)]
+
+    def repeated(self) -> list[tuple[int, int]]:
+        """Return (row, first row) of each prompt with the tokens of an earlier one."""
+        first = self._first_rows()
+        return [(row, first[ids]) for row in self._usable if first[ids := self._fingerprints[row]] != row]
+
+    def shared_with(self, prompts: Sequence[Prompt]) -> list[tuple[int, int]]:
+        """Return (prompt_id, own row) of each of the `prompts`, of another set, that has the tokens of a row."""
+        first = self._first_rows()
+        return [(p.prompt_id, first[ids]) for p in prompts if (ids := hash(p.token_ids)) in first]
+
+    def _first_rows(self) -> dict[int, int]:
+        return {self._fingerprints[row]: row for row in reversed(self._usable)}
+
     def _upcoming(self) -> Iterator[tuple[int, int, int]]:
         """Yield (position in the stream, row, epoch) of the prompts from the cursor on that do not rest. Endless, because every rest
         ends."""
@@ -152,12 +168,15 @@ class PromptSource:
 
     def _usable_rows(self) -> list[int]:
         """Return the rows whose prompts are used, and count overlong prompts."""
-        lengths = self.lengths = list[int]()
+        lengths: list[int] = []
+        self.lengths, self._fingerprints = lengths, array("q")
         rendered = RenderedPrompts(self._tokenizer, self._template)
         for row in range(len(self._rows)):
             prompt = self._question(row)
             rendered.see(row, prompt)
-            lengths.append(len(self._token_ids(row, prompt, self._template_kwargs(row))))
+            token_ids = self._token_ids(row, prompt)
+            lengths.append(len(token_ids))
+            self._fingerprints.append(hash(token_ids[-self._max_prompt_length :]))
         self.warnings += rendered.warnings(self._key, len(lengths))
         overlong = [row for row, length in enumerate(lengths) if length > self._max_prompt_length]
         self.num_overlong = len(overlong)
@@ -170,7 +189,7 @@ class PromptSource:
         if self._data.overlong_prompts == "error":
             raise ValueError(f"{self._key}: {overlong_text}; raise the limit, or set data.overlong_prompts to drop or truncate_left")
         action = "dropped" if self._data.overlong_prompts == "drop" else "truncated on the left"
-        log.warning("%s: %s; %s (data.overlong_prompts)", self._key, overlong_text, action)
+        self.warnings.append(f"{self._key}: {overlong_text}; {action} (data.overlong_prompts)")
         if self._data.overlong_prompts == "truncate_left":
             return list(range(len(lengths)))
         if len(overlong) == len(lengths):
@@ -179,11 +198,12 @@ class PromptSource:
 
     def _prompt(self, row: int, position: int | None = None) -> Prompt:
         values = self._rows[row]
-        question, own = self._question(row), self._template_kwargs(row)
-        token_ids = self._token_ids(row, question, own)[-self._max_prompt_length :]
+        question = self._question(row)
+        token_ids = self._token_ids(row, question)[-self._max_prompt_length :]
         last = {} if isinstance(question, str) else question[-1]
         prefill = str(last["content"]) if last.get("role") == "assistant" else ""
         opened = opened_thought(self._tokenizer.decode_all(token_ids[-TAIL:]), prefill)
+        own = self._template_kwargs(row)
         return Prompt(row, token_ids, question, self._columns(values), place=position, template_kwargs=own, opened=opened)
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -201,7 +221,8 @@ class PromptSource:
         except ValueError as error:
             raise ValueError(f"{self._key}: row {row}: column `{column}` {error}") from None
 
-    def _token_ids(self, row: int, prompt: Messages, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    def _token_ids(self, row: int, prompt: Messages) -> tuple[int, ...]:
+        kwargs = self._template_kwargs(row)
         token_ids = self._tokenizer.render(prompt, self._data.system_prompt, self._template, self._tools, kwargs)
         if not token_ids:
             raise ValueError(f"{self._key}: row {row}: the prompt has no tokens: {prompt!r}; remove the row")
@@ -210,9 +231,6 @@ class PromptSource:
     def _template_kwargs(self, row: int) -> dict[str, Any]:
         """The row's own variables of the chat template. ValueError for variables that the template does not use."""
         value, said = self._rows[row].get(_TEMPLATE_KWARGS), f"{self._key}: row {row}: column `{_TEMPLATE_KWARGS}`"
-        if isinstance(value, str):  # a mapping as JSON text, which keeps the types of files with one schema for all rows
-            with contextlib.suppress(ValueError):
-                value = json.loads(value)
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"{said} must be a mapping of variables of the chat template (got {value!r:.100}); correct or remove it")
         kwargs = {name: v for name, v in (value or {}).items() if v is not None}  # Arrow adds None for absent keys

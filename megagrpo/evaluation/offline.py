@@ -36,6 +36,8 @@ def evaluate_offline(
         sets = load_sets(config, tokenizer, *((dialogues.tools, dialogues.columns) if dialogues else ()))
         if not sets:
             raise ValueError("evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval")
+        for warning in (warning for held_out in sets for warning in held_out.warnings):
+            warn(f"warning: {warning}")
         serving.start()
         rewards = resources.enter_context(RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder))
         check_columns(sets, rewards)

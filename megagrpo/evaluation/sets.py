@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import batched
 from statistics import fmean
 from typing import Any
@@ -14,7 +14,6 @@ from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.evaluation.estimators import majority_passes, pass_at_k, steps_to
-from megagrpo.process.terminal import get_logger
 from megagrpo.rewards.answers import extractor
 from megagrpo.rewards.registry import display_names
 from megagrpo.rewards.scorer import RewardScorer
@@ -22,7 +21,6 @@ from megagrpo.rewards.target import did_you_mean
 from megagrpo.rollout.collector import rollout_metrics, sampling_params
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout, Truncation
 
-log = get_logger(__name__)
 Collect = Callable[[Sequence[Prompt], int, SamplingParams, int], tuple[list[ScoredRollout], dict[str, float]]]
 
 
@@ -39,6 +37,7 @@ class HeldOut:
     function: str
     pass_reward: float
     answer: Callable[[str], str | None] | None  # extracts the answer of a response; None: no maj@k
+    warnings: list[str] = field(default_factory=list)  # of its prompts
 
     @property
     def key(self) -> str:
@@ -64,15 +63,13 @@ def load_sets(config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str,
         own = {key: getattr(section, key) for key in ("prompt_column", "columns", "extract_hash_answer")}
         data, key = config.data.model_copy(update=own), f"evaluation.sets.{name}" if name else "data.eval"
         source = PromptSource(section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, key, tools)
-        for warning in source.warnings:
-            log.warning("%s", warning)
         sampling = replace(
             sampling_params(config.rollout, tokenizer.eos_token_ids),
             temperature=section.temperature,
             max_tokens=section.max_completion_length,
             truncation=Truncation(section.top_p, section.top_k, section.min_p),
         )
-        about = function, evaluation.pass_reward, answer
+        about = function, evaluation.pass_reward, answer, source.warnings
         sets.append(HeldOut(name, source.all(), source.columns, section.num_generations, sampling, *about))
     return sets
 

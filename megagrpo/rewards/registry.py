@@ -50,6 +50,11 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
     return Target(*_split(dotted), independent=dotted in BUILT_IN.values())
 
 
+def asks_service(function: str) -> bool:
+    """Whether a built-in reward function sends responses to a server: an LLM judge or a reward server."""
+    return function == "llm_judge" or function.startswith(_URL)
+
+
 def locate(name: str, key: str, kind: str, built_in: Mapping[str, str]) -> Target:
     """Like resolve, for another `kind` of plug-in than a reward function, such as a tool."""
     if _FILE_PATH.fullmatch(name):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,9 +77,19 @@ class RewardScorer:
         return [f.name for f in self._functions]
 
     @property
+    def weights(self) -> dict[str, float]:
+        """Name -> weight in the sum of rewards."""
+        return {f.name: f.weight for f in self._functions}
+
+    @property
     def needs(self) -> dict[str, tuple[tuple[str, ...], ...]]:
         """Name -> the columns that the function needs, each with its alternatives."""
         return {f.name: tuple(f.signature["needs"]) for f in self._functions}
+
+    def reads_columns(self, name: str, columns: Iterable[str]) -> bool:
+        """Whether the function takes any of these columns of the data set."""
+        (signature,) = (f.signature for f in self._functions if f.name == name)
+        return signature["open"] or not set(columns).isdisjoint(signature["accepts"])
 
     @property
     def tracebacks(self) -> dict[str, str]:
@@ -140,21 +150,23 @@ class RewardScorer:
             raise ValueError("\n".join(problems))
 
     def row_faults(self, rows: list[dict[str, Any]]) -> dict[str, list[tuple[int, str]]]:
-        """Return, for each function, (index of the row, phrase) of the rows that its `row_fault` says it cannot score.
+        """Return, for each function that has `row_fault`, (index of the row, phrase) of the rows that it cannot score.
 
-        `rows` are columns and values as in `Prompt.columns`. A function without `row_fault` finds no fault."""
+        `rows` are columns and values as in `Prompt.columns`."""
         assert self._queue is not None, "the scorer is closed"
-        return RowFaults(self._functions, rows, self._queue).found
+        return RowFaults([f for f in self._functions if f.signature["finds_row_faults"]], rows, self._queue).found
 
-    def begin(self, step: int = 0) -> Scoring:
+    def begin(self, step: int = 0, names: Collection[str] | None = None) -> Scoring:
         """Start a scoring while rollouts are still generated: `add` them as they finish, then call `finish`. Several scorings may run
         concurrently.
 
-        `step` is the number of finished steps when the rollouts are trained on, for functions that depend on it.
+        `step` is the number of finished steps when the rollouts are trained on, for functions that depend on it. `names` are the functions
+        to call; None: all.
         """
         common = {"max_completion_length": self._max_completion_length, "trainer_state": SimpleNamespace(global_step=step)}
         assert self._queue is not None, "the scorer is closed"
-        return Scoring(self._functions, self._queue, common, self._seen_failures)
+        functions = [f for f in self._functions if names is None or f.name in names]
+        return Scoring(functions, self._queue, common, self._seen_failures)
 
     def score(self, rollouts: list[Rollout], step: int = 0) -> list[ScoredRollout]:
         """Return one scored rollout per rollout, in order. `reward` is the weighted sum over the functions that could score; NaN if none

@@ -64,6 +64,7 @@ class Signature(TypedDict):
     independent: bool
     completions_per_call: int | None
     value_of_failure: float | None  # score of a completion whose scoring failed
+    finds_row_faults: bool  # it has `row_fault`
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

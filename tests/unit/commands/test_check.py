@@ -19,6 +19,9 @@ import time
 def right(completions, answer, **columns):
     return [float(c == a) if c else None for c, a in zip(completions, answer)]
 
+def brief(completions):
+    return [0.5 * (len(c) < 100) for c in completions]
+
 def always(completions):
     return [0.5 for _ in completions]
 
@@ -50,7 +53,7 @@ CONFIG = """
 model: {path: model}
 data: {train: {source: train.jsonl}, eval: {source: heldout.jsonl}}
 rollout: {max_prompt_length: 40, prompts_per_step: 2, num_generations: 2}
-rewards: {functions: [{function: rewards.py:right}, {function: rewards.py:always, weight: 0.5}]}
+rewards: {functions: [{function: rewards.py:right}, {function: rewards.py:brief, weight: 0.5}]}
 """
 
 
@@ -88,28 +91,28 @@ def test_it_shows_data_lengths_a_prompt_and_what_rewards_give(folder, capsys):
     assert "  tokens    min 10, median 20, max 68; limit 40 (rollout.max_prompt_length)\n" in out
     assert "  dropped   1 of 4: longer than the limit, first row 3 (data.overlong_prompts)\n" in out
     assert f"data.eval: {folder}/heldout.jsonl\n  rows      1\n" in out and "    | held out<|end|><|start|>" in out
-    assert "    | <|start|>user\n" in out and "no problem found; the plan is valid on 1 rank(s)" in out
-    table = [line.split() for line in out.splitlines() if line.startswith(("  right", "  always"))]
-    assert [row[:2] + row[-2:-1] for row in table] == [
-        ["right", "1", "1"],
-        ["always", "0.5", "0.5"],
-        ["right", "1", "none"],
-        ["always", "0.5", "0.5"],
-    ]
+    assert "    | <|start|>user\n" in out
+    assert "rewards of data.train, mean values on 3 rows\n" in out and "rewards of data.eval, mean values on 1 rows\n" in out
+    table = [line.split()[:-1] for line in out.splitlines() if line.startswith(("  right ", "  brief ")) and "/" in line]
+    assert table[:2] == [["right", "1", "3/3", "0", "1", "0", "none"], ["brief", "0.5", "0/3", "0", "0.5", "0.5", "0.5"]]
+    assert table[2:] == [["right", "1", "1/1", "0", "1", "0", "none"], ["brief", "0.5", "0/1", "0", "0.5", "0.5", "0.5"]]
+    assert out.count("warning: ") == 1 and "warning: data.train: 1 of 4 prompts are longer than rollout.max_prompt_length 40" in out
+    assert check(folder, "rollout.max_prompt_length=80") == 0
+    assert "no problem found; the plan is valid on 1 rank(s)" in capsys.readouterr().out
 
 
-def test_as_json_it_holds_every_length_and_call(folder, capsys):
+def test_as_json_it_holds_every_length_and_row(folder, capsys):
     assert check(folder, "data.overlong_prompts=truncate_left", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     train, held_out = found["sources"]
     assert (train["lengths"], train["num_usable"], held_out["key"]) == ([10, 12, 28, 68], 4, "data.eval")
-    assert {(call["function"], call["completion"], call["value"]) for call in found["rewards"]} == {
-        ("right", "answer", 1.0),
-        ("right", "empty", None),
-        ("always", "answer", 0.5),
-        ("always", "empty", 0.5),
-    }
-    assert found["problems"] == [] and all(call["milliseconds"] >= 0 for call in found["rewards"])
+    right, brief = found["rewards"][:2]
+    assert [right[name] for name in ("data", "function", "column", "kind", "form", "rows", "best")] == [
+        *("data.train", "right", "answer", "str", "GOLD", 4, 4)
+    ]
+    assert right["trials"][3] == {"row": 3, "gold": "<3>", "value": 1.0, "other": 0.0, "empty": None, "best": True}
+    assert (brief["best"], brief["gold"], brief["other"], brief["empty"], brief["constant"]) == (0, 0.5, 0.5, 0.5, False)
+    assert found["problems"] == [] and all(trial["milliseconds"] >= 0 for trial in found["rewards"])
 
 
 @pytest.mark.parametrize(
@@ -117,18 +120,15 @@ def test_as_json_it_holds_every_length_and_call(folder, capsys):
     [
         (
             ["rewards.functions.1.function={folder}/rewards.py:fails_on_nothing"],
-            ["`fails_on_nothing` fails for an empty completion: ZeroDivisionError: float division by zero; correct the function"],
+            ["`fails_on_nothing` fails for an empty response of row 0: ZeroDivisionError: float division by zero; correct the function"],
         ),
         (
             ["rewards.functions.1.function={folder}/rewards.py:one_for_all"],
-            ["`one_for_all` fails for an empty completion: it returned 1 rewards for 2 completions; return a list"],
+            ["`one_for_all` fails for an empty response of row 0: it returned 1 rewards for 2 completions; return a list"],
         ),
         (
             ["rewards.functions.1={{function: {folder}/rewards.py:slow, timeout: 0.3}}"],
-            [
-                "`slow` fails for the answer in column `answer`: no result in time",
-                "`slow` fails for an empty completion: no result in time",
-            ],
+            ["`slow` fails for an empty response of row 0: no result in time"],
         ),
         (["rewards.functions.0.function={folder}/rewards.py:rigth"], ["rewards.functions[0]", "rigth"]),
         (
@@ -153,11 +153,14 @@ def test_problems_are_named_and_the_exit_code_is_2(folder, words, messages, caps
 
 
 def test_an_answer_that_no_reward_prefers_to_nothing_is_a_warning(folder, capsys):
-    (folder / "ints.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}\n' * 2)
+    (folder / "ints.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}\n{"prompt": "2 + 0?", "answer": 2}\n')
     words = [f"data.train.source={folder}/ints.jsonl", "data.eval=null", "rewards.functions.1.weight=0"]
     assert check(folder, *words, f"rewards.functions.0.function={folder}/rewards.py:compares_text") == 0
     out = capsys.readouterr().out
-    said = "warning: rewards.functions: no reward gives the answer in column `answer`, 2 (int), more than an empty completion; compare"
+    said = (
+        "warning: rewards.functions: no reward gives a gold of data.train more than an empty response and another row's gold, row 0: "
+        "`compares_text` gives '2' (int, column `answer`) 0, another row's gold 0, an empty response 0; compare values of one type"
+    )
     assert said in out and "no problem found" not in out
     assert check(folder, *words, f"rewards.functions.0.function={folder}/rewards.py:boxed") == 0
     assert "no problem found" in capsys.readouterr().out

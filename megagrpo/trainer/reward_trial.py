@@ -1,0 +1,141 @@
+"""Tries every reward function on rows of the data, and says which rows, functions or columns a run cannot learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megagrpo.config import RunConfig
+from megagrpo.data.text_rows import ANSWERS, names_in
+from megagrpo.data.tokenizer import Tokenizer
+from megagrpo.rewards.registry import asks_service, display_names, resolve
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.trainer.gold_trial import FunctionTrial, RewardTrial, RowFault
+from megagrpo.trainer.golds import find_golds
+from megagrpo.types import Prompt
+
+SHOWN = 60  # characters of a gold in a warning
+NEXT_ROWS = 5  # further rows that a warning names
+
+
+def try_rewards(
+    config: RunConfig, base_folder: Path, sets: Mapping[str, tuple[Sequence[Prompt], int]], tokenizer: Tokenizer, models: bool
+) -> Iterator[RewardTrial | str]:
+    """Yield the names of functions that are not called, and the trial of each other function on each of the `sets`, which are prompts and
+    the limit of a response by config key. Without `models` reward models are not loaded, and servers are asked about one row.
+
+    Raises ValueError for functions that cannot be loaded, and for columns that they miss.
+    """
+    functions = config.rewards.functions
+    targets = [resolve(f.function, config.rewards.plugins) for f in functions]
+    names = display_names(functions)
+    yield from (name for name, target in zip(names, targets, strict=True) if target.heavy and not models)
+    chosen = [
+        f.model_copy(update={"name": name}) for f, name, target in zip(functions, names, targets, strict=True) if models or not target.heavy
+    ]
+    if not chosen:
+        return
+    services = {f.name for f in chosen if asks_service(f.function) and not models}
+    section = config.rewards.model_copy(update={"functions": chosen})
+    with RewardScorer(section, config.rollout.max_completion_length, base_folder) as scorer:
+        for key, (prompts, max_tokens) in sets.items():
+            _check_columns(scorer, key, prompts[0])
+            faults = scorer.row_faults([prompt.columns for prompt in prompts])
+            golds = {name: find_golds(prompts, needs) for name, needs in scorer.needs.items()}
+            usual = next(filter(None, golds.values()), None)
+            for name in scorer.names:
+                trial = FunctionTrial(scorer, name, prompts, golds[name] or usual, tokenizer, max_tokens, service=name in services)
+                found = faults.get(name)
+                yield trial.result(key, found and [(prompts[i].prompt_id, phrase) for i, phrase in found])
+
+
+def _check_columns(scorer: RewardScorer, key: str, prompt: Prompt) -> None:
+    try:
+        scorer.check_columns(prompt.columns)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}{_gold_hint(prompt)}") from error
+
+
+def _gold_hint(prompt: Prompt) -> str:
+    """Return how to pass the right answer to rewards when it is a field of a column, as in verl's rows; else an empty string."""
+    fields = [name for name in names_in(prompt.columns) if name not in prompt.columns and name.rpartition(".")[2] in ANSWERS]
+    return f"; data.columns={{answer: {fields[0]}}} passes the field `{fields[0]}` as `answer`" if fields else ""
+
+
+def unscorable(faults: Mapping[str, Sequence[RowFault]]) -> dict[int, str]:
+    """Return row -> `NAME: phrase` of the rows in which every function that looks for faults finds one."""
+    by_function = [{row: f"`{name}`: {phrase}" for row, phrase in found} for name, found in faults.items()]
+    return {row: said for row, said in (by_function[0] if by_function else {}).items() if all(row in other for other in by_function)}
+
+
+def fault_warnings(key: str, num_rows: int, faults: Mapping[int, str]) -> list[str]:
+    """Return a line for the rows that no function can score, of `num_rows` that were looked at."""
+    if not faults:
+        return []
+    row = min(faults)
+    return [f"{key}: {len(faults)} of {num_rows} rows cannot be scored, first row {row}: {faults[row]}; correct or remove the rows"]
+
+
+def reward_warnings(key: str, trials: Sequence[RewardTrial]) -> list[str]:
+    """Return a line for each thing that a run cannot learn from, for the trials of all functions on one data set."""
+    counted = [trial for trial in trials if trial.weight]
+    best = {row.row for trial in counted for row in trial.trials if row.best}
+    faults = {row: said for row, said in unscorable({t.function: t.row_faults for t in counted if t.row_faults is not None}).items()}
+    faults = {row: said for row, said in faults.items() if row not in best}
+    clear = best | set(faults)
+    lines = [line for trial in trials for line in _of_function(trial, clear)]
+    lines += fault_warnings(key, max((trial.rows for trial in trials), default=0), faults)
+    failing = any(trial.failure for trial in counted)
+    return lines if failing else lines + _of_golds(key, [trial for trial in counted if trial.column], clear)
+
+
+def _of_function(trial: RewardTrial, clear: Collection[int]) -> list[str]:
+    """Return a line when a function gives all responses the same, for rows without a gold, and for golds that are too long."""
+    lines = []
+    if trial.constant:
+        value = _number(trial.trials[0].empty)
+        said = f" after `{trial.opened}` at the end of the prompt" if trial.opened else ""
+        lines.append(
+            f"rewards.functions: `{trial.function}` gives every response {value}: golds in all forms{said}, golds of other "
+            "rows, empty and long ones; correct the function, or remove it"
+        )
+    if missing := [row.row for row in trial.trials if trial.column and not row.gold and row.row not in clear]:
+        lines.append(
+            f"{trial.data}: {len(missing)} of {trial.rows} rows have no gold in column `{trial.column}`, first row {missing[0]}; "
+            "fill the column, or remove the rows"
+        )
+    if trial.too_long:
+        row, length = trial.longest
+        lines.append(
+            f"{trial.data}: {trial.too_long} of {trial.rows} golds in column `{trial.column}` are longer than the {trial.limit} tokens of "
+            f"rollout.max_completion_length, longest in row {row}: {length}; raise the limit"
+        )
+    return lines
+
+
+def _of_golds(key: str, trials: Sequence[RewardTrial], clear: Collection[int]) -> list[str]:
+    """Return a line for golds that do not score best with any function."""
+    telling = [trial for trial in trials if trial.best] or trials
+    doubtful = [(trial, row) for trial in telling for row in trial.trials if row.gold and row.row not in clear]
+    rows = sorted({row.row for _, row in doubtful})
+    if not rows:
+        return []
+    trial, row = min((pair for pair in doubtful if pair[1].row == rows[0]), key=lambda pair: pair[1].value is None)
+    gold = row.gold if len(row.gold) <= SHOWN else f"{row.gold[: SHOWN - 3]}..."
+    values = (
+        f"row {row.row}: `{trial.function}` gives {gold!r} ({trial.kind}, column `{trial.column}`) {_number(row.value)}, another row's "
+        f"gold {_number(row.other)}, an empty response {_number(row.empty)}"
+    )
+    if trial.best:
+        others = f"; also rows {', '.join(map(str, rows[1 : 1 + NEXT_ROWS]))}" if len(rows) > 1 else ""
+        return [f"{key}: {len(rows)} of {trial.rows} golds do not score best, {values}; correct or remove the rows{others}"]
+    if not any(trial.reads_columns for trial in trials):
+        return []
+    return [
+        f"rewards.functions: no reward gives a gold of {key} more than an empty response and another row's gold, {values}; compare values "
+        "of one type, and look at what the function searches for"
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"
