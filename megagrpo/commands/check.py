@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -125,8 +126,17 @@ def _table(key: str, trials: list[RewardTrial]) -> list[str]:
         values = "  ".join(f"{_value(value):>6}" for value in (trial.gold, trial.other, trial.empty))
         best = f"{trial.best}/{trial.rows}"
         lines.append(f"  {trial.function:{width}}  {trial.weight:6g}  {best:>9}  {trial.unscored:8}  {values}  {trial.milliseconds:6.1f}")
-    lines += [f"  {trial.function:{width}}  reads `{trial.column}`{_as_form(trial.form)}" for trial in trials if trial.form]
+    lines += [f"  {trial.function:{width}}  {note}" for trial in trials for note in _notes(trial)]
     return [*lines, ""]
+
+
+def _notes(trial: RewardTrial) -> Iterator[str]:
+    if trial.form:
+        yield f"reads `{trial.column}`{_as_form(trial.form)}"
+    if not trial.column:
+        yield "no column with a right answer is known, so none was tried"
+    if trial.rows < trial.num_rows and not trial.failure:
+        yield f"was tried on {trial.rows} of {trial.num_rows} rows, because it is slow or asks a server"
 
 
 def _as_form(form: str) -> str:

@@ -22,6 +22,7 @@ AT_ONCE = 8  # rows between two looks at the clock
 PAIR = 2  # equal responses of a group: with one, a function that returns one value for all would pass
 WRONG = 2  # golds of other rows that are tried per row; of a program one
 AGAIN = "again "  # a long response repeats this
+PROGRAM = "program"  # kind of a gold
 
 
 type RowFault = tuple[int, str]  # a row, and why a function cannot score it
@@ -42,14 +43,14 @@ class RowTrial:
 
 @dataclass
 class RewardTrial:
-    """What one reward function gives on `rows` of one data set.
+    """What one reward function gives on `rows` of the `num_rows` rows that were chosen; fewer when the time is over.
 
-    `column` holds the gold, `kind` is the type of its values, and `form` the form in which most golds score best. `best` counts rows whose
-    gold scores more than an empty response and another row's gold; `unscored` those whose gold cannot be scored; `without_gold` those
-    without one; `too_long` golds longer than `limit` tokens, the longest with its row in `longest`. `failed` counts rows for which the
-    function fails; `failure` names the first. `row_faults` are the rows that the function says it cannot score; None if it does not look.
-    `gold`, `other` and `empty` are means of the values, and `milliseconds` the mean time of a response. `constant`: every response got the
-    same value. `opened` is the thought that prompts open for a response.
+    `column` holds the gold, `kind` is the type of its values or "program", and `form` the form in which most golds score best.
+    `needs_gold`: the function names a column of the data; `reads_columns`: it takes one. `opened` is the thought that prompts open.
+    Counts of rows: `best`: the gold scores more than an empty response and another row's gold; `unscored`: the gold gets None;
+    `without_gold`; `too_long`: the gold has more than `limit` tokens, `longest` is (row, tokens) of the longest; `failed`: the function
+    fails, `failure` says how. `row_faults` are the rows that the function says it cannot score; None if it does not look.
+    `gold`, `other` and `empty` are means of the values, `milliseconds` the mean time of a response. `constant`: all values are equal.
     """
 
     data: str
@@ -59,7 +60,9 @@ class RewardTrial:
     kind: str
     form: str
     reads_columns: bool
+    needs_gold: bool
     opened: str
+    num_rows: int
     rows: int
     best: int
     unscored: int
@@ -119,6 +122,7 @@ class FunctionTrial:
         self.failure = ""
         self._seen: set[float | None] = set()
         self._seconds, self._responses = 0.0, 0
+        self._num_rows = len(rows)
         self._run(rows[: 1 if service else None])
 
     @property
@@ -214,10 +218,12 @@ class FunctionTrial:
             function=self._name,
             weight=self.weight,
             column=self._column,
-            kind=type(nested(columns, self._column)).__name__ if self._column else "",
+            kind=self._kind(),
             form=forms.most_common(1)[0][0] if forms else "",
             reads_columns=self._scorer.reads_columns(self._name, columns),
+            needs_gold=bool(self._scorer.needs[self._name]),
             opened=self.rows[0].opened,
+            num_rows=self._num_rows,
             rows=len(trials),
             best=sum(trial.best for trial in trials),
             unscored=sum(trial.value is None for trial in tried),
@@ -235,6 +241,11 @@ class FunctionTrial:
             constant=self.is_constant(),
             trials=trials,
         )
+
+    def _kind(self) -> str:
+        if self._golds is None or self._golds.holds_programs:
+            return PROGRAM if self._golds else ""
+        return next((type(nested(row.prompt.columns, self._golds.name)).__name__ for row in self.rows if row.gold), "")
 
     def _row_trial(self, row: _Row, reads: bool) -> RowTrial:
         form = row.best or max(row.golds, key=lambda form: self._worth(row.golds[form][0]), default="")

@@ -10,7 +10,7 @@ from megagrpo.data.text_rows import ANSWERS, names_in
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.rewards.registry import asks_service, display_names, resolve
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.trainer.gold_trial import FunctionTrial, RewardTrial, RowFault
+from megagrpo.trainer.gold_trial import PROGRAM, FunctionTrial, RewardTrial, RowFault
 from megagrpo.trainer.golds import find_golds
 from megagrpo.types import Prompt
 
@@ -78,25 +78,26 @@ def fault_warnings(key: str, num_rows: int, faults: Mapping[int, str]) -> list[s
 
 def reward_warnings(key: str, trials: Sequence[RewardTrial]) -> list[str]:
     """Return a line for each thing that a run cannot learn from, for the trials of all functions on one data set."""
+    if not trials:
+        return []
     counted = [trial for trial in trials if trial.weight]
     best = {row.row for trial in counted for row in trial.trials if row.best}
-    faults = {row: said for row, said in unscorable({t.function: t.row_faults for t in counted if t.row_faults is not None}).items()}
-    faults = {row: said for row, said in faults.items() if row not in best}
+    found = unscorable({trial.function: trial.row_faults for trial in counted if trial.row_faults is not None})
+    faults = {row: said for row, said in found.items() if row not in best}
     clear = best | set(faults)
-    lines = [line for trial in trials for line in _of_function(trial, clear)]
-    lines += fault_warnings(key, max((trial.rows for trial in trials), default=0), faults)
-    failing = any(trial.failure for trial in counted)
-    return lines if failing else lines + _of_golds(key, [trial for trial in counted if trial.column], clear)
+    lines = fault_warnings(key, max(trial.num_rows for trial in trials), faults)
+    if not any(trial.failure for trial in counted):
+        lines += _golds(key, [trial for trial in counted if trial.column], clear)
+    return lines + [line for trial in trials for line in _of_function(trial, clear)]
 
 
 def _of_function(trial: RewardTrial, clear: Collection[int]) -> list[str]:
     """Return a line when a function gives all responses the same, for rows without a gold, and for golds that are too long."""
     lines = []
-    if trial.constant:
-        value = _number(trial.trials[0].empty)
-        said = f" after `{trial.opened}` at the end of the prompt" if trial.opened else ""
+    if trial.constant and not trial.needs_gold:
+        after = f", after `{trial.opened}` at the end of the prompt" if trial.opened else ""
         lines.append(
-            f"rewards.functions: `{trial.function}` gives every response {value}: golds in all forms{said}, golds of other "
+            f"rewards.functions: `{trial.function}` gives every response {_number(trial.empty)}: golds in all forms{after}, golds of other "
             "rows, empty and long ones; correct the function, or remove it"
         )
     if missing := [row.row for row in trial.trials if trial.column and not row.gold and row.row not in clear]:
@@ -113,28 +114,28 @@ def _of_function(trial: RewardTrial, clear: Collection[int]) -> list[str]:
     return lines
 
 
-def _of_golds(key: str, trials: Sequence[RewardTrial], clear: Collection[int]) -> list[str]:
+def _golds(key: str, trials: Sequence[RewardTrial], clear: Collection[int]) -> list[str]:
     """Return a line for golds that do not score best with any function."""
-    telling = [trial for trial in trials if trial.best] or trials
-    doubtful = [(trial, row) for trial in telling for row in trial.trials if row.gold and row.row not in clear]
+    telling = [trial for trial in trials if trial.best]
+    doubtful = [(trial, row) for trial in telling or trials for row in trial.trials if row.gold and row.row not in clear]
     rows = sorted({row.row for _, row in doubtful})
-    if not rows:
+    if not rows or not any(trial.reads_columns for trial in trials):
         return []
-    trial, row = min((pair for pair in doubtful if pair[1].row == rows[0]), key=lambda pair: pair[1].value is None)
+    # Of several functions, show one that reads a column and can score the row.
+    trial, row = min((p for p in doubtful if p[1].row == rows[0]), key=lambda p: (not p[0].needs_gold, p[1].value is None))
     gold = row.gold if len(row.gold) <= SHOWN else f"{row.gold[: SHOWN - 3]}..."
     values = (
         f"row {row.row}: `{trial.function}` gives {gold!r} ({trial.kind}, column `{trial.column}`) {_number(row.value)}, another row's "
         f"gold {_number(row.other)}, an empty response {_number(row.empty)}"
     )
-    if trial.best:
-        others = f"; also rows {', '.join(map(str, rows[1 : 1 + NEXT_ROWS]))}" if len(rows) > 1 else ""
-        return [f"{key}: {len(rows)} of {trial.rows} golds do not score best, {values}; correct or remove the rows{others}"]
-    if not any(trial.reads_columns for trial in trials):
-        return []
-    return [
-        f"rewards.functions: no reward gives a gold of {key} more than an empty response and another row's gold, {values}; compare values "
-        "of one type, and look at what the function searches for"
-    ]
+    if telling:
+        others = f" {', '.join(map(str, rows[1 : 1 + NEXT_ROWS]))}" if len(rows) > 1 else ""
+        return [
+            f"{key}: {len(rows)} of {trial.rows} golds do not score best, {values}; correct or remove the rows{others and '; also' + others}"
+        ]
+    fix = "look for the format of its tests in docs/rewards.md" if trial.kind == PROGRAM else "compare values of one type"
+    said = f"no reward gives a gold of {key} more than an empty response and another row's gold"
+    return [f"rewards.functions: {said}, {values}; {fix}, and look at what the function searches for"]
 
 
 def _number(value: float | None) -> str:
