@@ -129,10 +129,8 @@ def _golds(key: str, trials: Sequence[RewardTrial], clear: Collection[int]) -> l
         f"gold {_number(row.other)}, an empty response {_number(row.empty)}"
     )
     if telling:
-        others = f" {', '.join(map(str, rows[1 : 1 + NEXT_ROWS]))}" if len(rows) > 1 else ""
-        return [
-            f"{key}: {len(rows)} of {trial.rows} golds do not score best, {values}; correct or remove the rows{others and '; also' + others}"
-        ]
+        also = f"; also rows {', '.join(map(str, rows[1 : 1 + NEXT_ROWS]))}" if len(rows) > 1 else ""
+        return [f"{key}: {len(rows)} of {trial.rows} golds do not score best, {values}; correct or remove the rows{also}"]
     fix = "look for the format of its tests in docs/rewards.md" if trial.kind == PROGRAM else "compare values of one type"
     said = f"no reward gives a gold of {key} more than an empty response and another row's gold"
     return [f"rewards.functions: {said}, {values}; {fix}, and look at what the function searches for"]
