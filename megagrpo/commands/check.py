@@ -124,7 +124,7 @@ def _table(key: str, trials: list[RewardTrial]) -> list[str]:
     lines.append(f"  {'':{width}}  weight  gold best  unscored    gold   other   empty      ms")
     for trial in trials:
         values = "  ".join(f"{_value(value):>6}" for value in (trial.gold, trial.other, trial.empty))
-        best = f"{trial.best}/{trial.rows}"
+        best = f"{trial.best}/{trial.rows}" if trial.column else "-"
         lines.append(f"  {trial.function:{width}}  {trial.weight:6g}  {best:>9}  {trial.unscored:8}  {values}  {trial.milliseconds:6.1f}")
     lines += [f"  {trial.function:{width}}  {note}" for trial in trials for note in _notes(trial)]
     return [*lines, ""]

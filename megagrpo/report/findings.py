@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from megagrpo.process.terminal import printable
 from megagrpo.report.collect import RunFiles
-from megagrpo.report.reduce import evaluation_values, number, state
+from megagrpo.report.conditions import (
+    above_zero,
+    collapsed,
+    constant,
+    constant_steps,
+    ended_early,
+    evaluation_fell,
+    gradient_spikes,
+    grows,
+    largest_mismatch,
+    mean_at_the_end,
+    not_numbers,
+    stays_above,
+    unscored_counts,
+    unscored_steps,
+)
 
 PAGE = "docs/metrics.md, section Alarms"
-TAIL = 0.2  # share of the steps at the end that a lasting condition is judged by
 MANY = 0.5  # share of groups, or of responses, above which a lasting condition is an alarm
-MOST_LOST = 0.05  # of the first evaluation; smaller falls may be chance
 MOST_RANGES = 200  # ranges of steps listed per alarm
 MOST_TEXTS = 20  # messages listed per alarm
 
@@ -41,6 +53,7 @@ class Check:
     finding: Finding
     violations: Callable[[RunFiles], list[int] | None]
     evidence: Callable[[RunFiles], str] = lambda run: ""  # what was measured, in words, for a check that passed
+    texts: Callable[[RunFiles], list[str]] = lambda run: []  # what was counted, for an alarm
 
 
 def findings(run: RunFiles) -> dict[str, Any]:
@@ -51,7 +64,7 @@ def findings(run: RunFiles) -> dict[str, Any]:
         if steps is None:
             unknown.append(check.name)
         elif steps:
-            made = Finding(**{**asdict(check.finding), "steps": _ranges(steps)})
+            made = Finding(**{**asdict(check.finding), "steps": _ranges(steps), "texts": check.texts(run)})
             alarms.append(made)
         else:
             passed.append([check.name, check.evidence(run)])
@@ -64,16 +77,19 @@ def _add_warnings(run: RunFiles, alarms: list[Finding]) -> None:
     rest = Finding("Other warnings", "The run printed these warnings.", "Each warning says what to do.", page="docs/troubleshooting.md")
     steps: set[int] = set()
     by_metric = {alarm.metric: alarm for alarm in alarms}
+    inputs = [(words, replace(finding, texts=[])) for words, finding in INPUTS]
     for message in run.messages:
         text = printable(str(message.get("text", "")))
         if not text.startswith("warning:"):
             continue
         metric = next((key for words, key in _WORDS.items() if words in text), "")
-        alarm = by_metric.get(metric, rest)
-        if len(alarm.texts) < MOST_TEXTS:
-            alarm.texts.append(text.removeprefix("warning:").strip())
+        about_inputs = next((finding for words, finding in inputs if any(word in text for word in words)), rest)
+        alarm, text = by_metric.get(metric, about_inputs), text.removeprefix("warning:").strip()
+        if len(alarm.texts) < MOST_TEXTS and text not in alarm.texts:
+            alarm.texts.append(text)
         if alarm is rest:
             steps.add(message["step"])
+    alarms += [finding for _, finding in inputs if finding.texts]
     if rest.texts:
         rest.steps = _ranges(sorted(steps))
         alarms.append(rest)
@@ -93,107 +109,36 @@ def _ranges(steps: Sequence[int]) -> list[list[int]]:
 _WORDS = {"token_mult_prob_error": "mismatch/alarms", "optimizer step skipped": "train/skipped_steps"}
 
 
-def _grows(name: str) -> Callable[[RunFiles], list[int] | None]:
-    """Steps in which a counter of the run is larger than in the step before."""
-
-    def violations(run: RunFiles) -> list[int] | None:
-        values = [(row["step"], row[name]) for row in run.steps if number(row.get(name)) is not None]
-        before = [0.0, *(value for _, value in values)]
-        return [step for (step, value), last in zip(values, before, strict=False) if value > last] if values else None
-
-    return violations
-
-
-def _above_zero(*endings: str) -> Callable[[RunFiles], list[int] | None]:
-    """Steps in which a metric with one of these endings is not 0."""
-
-    def violations(run: RunFiles) -> list[int] | None:
-        names = {name for row in run.steps for name in row if name.startswith("rewards/") and name.endswith(endings)}
-        return [row["step"] for row in run.steps if any(number(row.get(name)) for name in names)] if names else None
-
-    return violations
-
-
-def _tail(run: RunFiles, name: str) -> list[tuple[int, float]]:
-    values = [(row["step"], value) for row in run.steps if (value := number(row.get(name))) is not None]
-    return values[-max(3, round(len(values) * TAIL)) :]
-
-
-def _stays_above(name: str, limit: float) -> Callable[[RunFiles], list[int] | None]:
-    """Steps at the end of the run above the limit, if their mean is above it."""
-
-    def violations(run: RunFiles) -> list[int] | None:
-        tail = _tail(run, name)
-        if not tail:
-            return None
-        return [step for step, value in tail if value >= limit] if statistics.fmean(v for _, v in tail) >= limit else []
-
-    return violations
-
-
-def _mean_at_the_end(name: str, words: str) -> Callable[[RunFiles], str]:
-    """Say the mean of a share in the steps that `_stays_above` judges."""
-
-    def evidence(run: RunFiles) -> str:
-        tail = _tail(run, name)
-        return f"{100 * statistics.fmean(value for _, value in tail):.3g}% {words} in the last {len(tail)} step(s)"
-
-    return evidence
-
-
-def _largest_mismatch(run: RunFiles) -> str:
-    """Say how far the probabilities of vLLM and the trainer were apart at most."""
-    factors = [value for row in run.steps if (value := number(row.get("token_mult_prob_error"), 10)) is not None]
-    if not factors:
-        return ""
-    apart = 100 * (max(factors) - 1)
-    return f"token probabilities of vLLM and the trainer differ by {apart:.2g}% on average in the worst step"
-
-
-def _ended_early(run: RunFiles) -> list[int] | None:
-    """The last step of a run that neither finished nor was asked to stop."""
-    now = state(run)["state"]
-    if not run.setting("run.max_steps") or now == "running":
-        return None
-    return [run.steps[-1]["step"] if run.steps else 0] if now == "failed" else []
-
-
-def _not_numbers(run: RunFiles) -> list[int] | None:
-    """Steps in which a main metric is recorded and is no finite number."""
-    names = ("reward", "loss", "entropy", "grad_norm")
-    if not any(number(row.get(name)) is not None for row in run.steps for name in names):
-        return None
-    return [row["step"] for row in run.steps if any(name in row and number(row[name]) is None for name in names)]
-
-
-def _evaluation_fell(run: RunFiles) -> list[int] | None:
-    """The last evaluation, if it is lower than the first one by more than `MOST_LOST`."""
-    _, values = evaluation_values(run)
-    if len(values) < 2:
-        return None
-    return [values[-1][0]] if values[-1][1] < values[0][1] - MOST_LOST else []
-
-
-def _collapsed(run: RunFiles) -> list[int] | None:
-    """Steps at the end with almost no entropy, while the reward is no better than at the begin."""
-    entropy, reward = _tail(run, "entropy"), [v for row in run.steps if (v := number(row.get("reward"))) is not None]
-    if not entropy or not reward:
-        return None
-    low = [step for step, value in entropy if value < 0.01]
-    worse = statistics.fmean(v for _, v in _tail(run, "reward")) <= statistics.fmean(reward[:3])
-    return low if worse and len(low) == len(entropy) else []
-
-
-def _gradient_spikes(run: RunFiles) -> list[int] | None:
-    """Steps with more than ten times the median gradient norm, if there are three or more."""
-    values = [(row["step"], value) for row in run.steps if (value := number(row.get("grad_norm"))) is not None]
-    if not values:
-        return None
-    limit = 10 * statistics.median(value for _, value in values)
-    spikes = [step for step, value in values if value > limit]
-    return spikes if len(spikes) >= 3 else []
-
-
+# Words of warnings at the start of a run, and the alarm that shows these warnings.
+INPUTS = [
+    (
+        ("rows cannot be scored", "rows have no gold"),
+        Finding(
+            "Rows cannot be scored",
+            "The gold of these rows is missing, or no reward function can read it. Their responses teach nothing.",
+            "megagrpo check lists the rows. Correct or remove them.",
+            page="docs/commands.md",
+        ),
+    ),
+    (
+        ("golds do not score best", "no reward gives a gold", "gives every response", "are longer than the"),
+        Finding(
+            "Right answers do not score best",
+            "The right answer of a row gets no more than an empty response or a wrong answer, or cannot be given.",
+            "megagrpo check shows the values. Correct the rows, or choose another reward.",
+            page="docs/commands.md",
+        ),
+    ),
+    (
+        ("prompts are longer than", "prompts repeat an earlier one", "prompts are also in"),
+        Finding(
+            "Prompts are dropped, truncated or repeated",
+            "The run trains on fewer or on other prompts than the data set has, or evaluates on prompts that it trains on.",
+            "Raise rollout.max_prompt_length, or remove the rows.",
+            page="docs/commands.md",
+        ),
+    ),
+]
 CHECKS = [
     Check(
         "the run reached its end",
@@ -205,7 +150,7 @@ CHECKS = [
             metric="run",
             page="docs/troubleshooting.md",
         ),
-        _ended_early,
+        ended_early,
     ),
     Check(
         "trainer and engine agree",
@@ -217,8 +162,8 @@ CHECKS = [
             "rollout.quantization and rollout.extra_args, and audit a dumped step.",
             metric="mismatch/alarms",
         ),
-        _grows("mismatch/alarms"),
-        _largest_mismatch,
+        grows("mismatch/alarms"),
+        largest_mismatch,
     ),
     Check(
         "every optimizer step was taken",
@@ -229,7 +174,7 @@ CHECKS = [
             "error",
             metric="train/skipped_steps",
         ),
-        _grows("train/skipped_steps"),
+        grows("train/skipped_steps"),
     ),
     Check(
         "reward, loss, entropy and gradient norm were numbers",
@@ -240,7 +185,7 @@ CHECKS = [
             "error",
             metric="reward loss entropy grad_norm",
         ),
-        _not_numbers,
+        not_numbers,
     ),
     Check(
         "reward functions never failed",
@@ -250,7 +195,30 @@ CHECKS = [
             "The console shows the first traceback with its completion. Correct the function, or raise rewards.timeout.",
             metric="rewards/*/exceptions",
         ),
-        _above_zero("/exceptions", "/timeouts"),
+        above_zero("/exceptions", "/timeouts"),
+    ),
+    Check(
+        "rewards could score the responses",
+        Finding(
+            "Rewards could not score responses",
+            "A function returned None and no other one scored these responses: the gold of their rows is missing or unreadable. They teach "
+            "nothing.",
+            "megagrpo check names the rows and the column. Correct or remove the rows.",
+            metric="rewards/*/unscorable",
+        ),
+        unscored_steps,
+        texts=unscored_counts,
+    ),
+    Check(
+        "reward functions tell responses apart",
+        Finding(
+            "A reward function never varies",
+            "A function gave every response the same value in every step, so it has taught nothing.",
+            "megagrpo check tries it on right answers. Correct what it searches for, or remove it.",
+            metric="rewards/*/std",
+        ),
+        constant_steps,
+        texts=lambda run: [f"{name} gave every response {value:g}" for name, value in constant(run).items()],
     ),
     Check(
         "groups have something to learn from",
@@ -262,8 +230,8 @@ CHECKS = [
             "raise rollout.num_generations, or use a reward with values between 0 and 1.",
             metric="frac_reward_zero_std",
         ),
-        _stays_above("frac_reward_zero_std", MANY),
-        _mean_at_the_end("frac_reward_zero_std", "of the groups have equal rewards"),
+        stays_above("frac_reward_zero_std", MANY),
+        mean_at_the_end("frac_reward_zero_std", "of the groups have equal rewards"),
     ),
     Check(
         "responses fit their length limit",
@@ -273,8 +241,8 @@ CHECKS = [
             "Raise rollout.max_completion_length, or add the reward soft_overlong.",
             metric="completions/clipped_ratio",
         ),
-        _stays_above("completions/clipped_ratio", MANY),
-        _mean_at_the_end("completions/clipped_ratio", "of the responses are truncated"),
+        stays_above("completions/clipped_ratio", MANY),
+        mean_at_the_end("completions/clipped_ratio", "of the responses are truncated"),
     ),
     Check(
         "the policy did not collapse",
@@ -285,7 +253,7 @@ CHECKS = [
             "error",
             metric="entropy",
         ),
-        _collapsed,
+        collapsed,
     ),
     Check(
         "held-out prompts did not get worse",
@@ -296,7 +264,7 @@ CHECKS = [
             metric="evaluation",
             page="docs/evaluation.md",
         ),
-        _evaluation_fell,
+        evaluation_fell,
     ),
     Check(
         "gradients are steady",
@@ -306,7 +274,7 @@ CHECKS = [
             "Lower train.learning_rate.",
             metric="grad_norm",
         ),
-        _gradient_spikes,
+        gradient_spikes,
     ),
     Check(
         "checkpoints were written",
@@ -318,6 +286,6 @@ CHECKS = [
             metric="checkpoint/failures",
             page="docs/checkpoints.md",
         ),
-        _grows("checkpoint/failures"),
+        grows("checkpoint/failures"),
     ),
 ]

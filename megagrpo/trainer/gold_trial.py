@@ -96,28 +96,29 @@ class _Row:
     failed: bool = False
 
 
+@dataclass(frozen=True)
+class Means:
+    """What a trial uses. A long response has `max_tokens` tokens. After `seconds` no more rows are tried."""
+
+    scorer: RewardScorer
+    tokenizer: Tokenizer
+    max_tokens: int
+    seconds: float = SECONDS
+
+
 class FunctionTrial:
     """The trial of the function `name` on the rows of `prompts`, whose golds are in the column `golds`. A function that asks a `service`
-    gets one row, in one form. A long response has `max_tokens` tokens."""
+    gets one row, in one form."""
 
-    def __init__(
-        self,
-        scorer: RewardScorer,
-        name: str,
-        prompts: Sequence[Prompt],
-        golds: GoldColumn | None,
-        tokenizer: Tokenizer,
-        max_tokens: int,
-        service: bool = False,
-    ):
-        self._scorer, self._name, self._tokenizer, self._max_tokens = scorer, name, tokenizer, max_tokens
-        self._golds = golds
+    def __init__(self, means: Means, name: str, prompts: Sequence[Prompt], golds: GoldColumn | None, service: bool = False):
+        self._scorer, self._tokenizer, self._max_tokens = means.scorer, means.tokenizer, means.max_tokens
+        self._name, self._golds, self._ends = name, golds, time.monotonic() + means.seconds
         self._forms = [*golds.forms[: 1 if service else None]] if golds else []
         texts = [golds.gold(prompt) if golds else None for prompt in prompts]
         wrong = [wrong_answers(texts, i, 1 if golds and golds.holds_programs else WRONG) for i in range(len(texts))]
-        opened = [opened_thought(prompt, tokenizer) for prompt in prompts]
+        opened = [opened_thought(prompt, self._tokenizer) for prompt in prompts]
         rows = [_Row(*row) for row in zip(prompts, texts, wrong, opened, strict=True)]
-        self.weight = scorer.weights[name]
+        self.weight = self._scorer.weights[name]
         self.rows: list[_Row] = []  # those that were tried
         self.failure = ""
         self._seen: set[float | None] = set()
@@ -131,19 +132,18 @@ class FunctionTrial:
 
     def _run(self, rows: list[_Row]) -> None:
         """Try the first row, then parts of the others, until the time is over or the function fails."""
-        begun = time.monotonic()
         for part in [rows[:1], *map(list, batched(rows[1:], AT_ONCE))]:
-            if self.failure or time.monotonic() - begun > SECONDS:
+            if self.failure or time.monotonic() > self._ends:
                 break
             self.rows += part
-            self._try(part, begun)
+            self._try(part)
 
-    def _try(self, rows: list[_Row], begun: float) -> None:
+    def _try(self, rows: list[_Row]) -> None:
         for row, (empty, *_) in zip(rows, self._score(rows, [[""] * PAIR for _ in rows], "an empty response"), strict=True):
             row.empty = empty
         for form in self._forms:
             left = [row for row in rows if row.gold is not None and not row.best]
-            if not left or self.failure or time.monotonic() - begun > SECONDS:
+            if not left or self.failure or time.monotonic() > self._ends:
                 break
             texts = [[in_form(form, text, row.opened) for text in (row.gold or "", *row.wrong)] for row in left]
             for row, (gold, *wrong) in zip(left, self._score(left, texts, f"the gold in column `{self._column}`"), strict=True):

@@ -6,15 +6,20 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megagrpo.config import RunConfig
+from megagrpo.data.prompts import PromptSource
 from megagrpo.data.text_rows import ANSWERS, names_in
 from megagrpo.data.tokenizer import Tokenizer
+from megagrpo.evaluation.sets import HeldOut
 from megagrpo.rewards.registry import asks_service, display_names, resolve
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.trainer.gold_trial import PROGRAM, FunctionTrial, RewardTrial, RowFault
+from megagrpo.rewards.target import REPEATABLE
+from megagrpo.trainer.data_trial import TRAIN, repeated_warning, shared_warning
+from megagrpo.trainer.gold_trial import PROGRAM, ROWS, FunctionTrial, Means, RewardTrial, RowFault
 from megagrpo.trainer.golds import find_golds
 from megagrpo.types import Prompt
 
 SHOWN = 60  # characters of a gold in a warning
+SECONDS_AT_START = 4.0  # for golds in a run that starts, all functions together
 NEXT_ROWS = 5  # further rows that a warning names
 
 
@@ -35,18 +40,47 @@ def try_rewards(
     ]
     if not chosen:
         return
-    services = {f.name for f in chosen if asks_service(f.function) and not models}
+    services = {f.name or "" for f in chosen if asks_service(f.function) and not models}
     section = config.rewards.model_copy(update={"functions": chosen})
     with RewardScorer(section, config.rollout.max_completion_length, base_folder) as scorer:
         for key, (prompts, max_tokens) in sets.items():
             _check_columns(scorer, key, prompts[0])
-            faults = scorer.row_faults([prompt.columns for prompt in prompts])
-            golds = {name: find_golds(prompts, needs) for name, needs in scorer.needs.items()}
-            usual = next(filter(None, golds.values()), None)
-            for name in scorer.names:
-                trial = FunctionTrial(scorer, name, prompts, golds[name] or usual, tokenizer, max_tokens, service=name in services)
-                found = faults.get(name)
-                yield trial.result(key, found and [(prompts[i].prompt_id, phrase) for i, phrase in found])
+            yield from _trials(key, Means(scorer, tokenizer, max_tokens), scorer.names, prompts, services)
+
+
+def _trials(
+    key: str, means: Means, names: Sequence[str], prompts: Sequence[Prompt], services: Collection[str] = ()
+) -> Iterator[RewardTrial]:
+    scorer = means.scorer
+    faults = scorer.row_faults([prompt.columns for prompt in prompts])
+    golds = {name: find_golds(prompts, needs) for name, needs in scorer.needs.items()}
+    usual = next(filter(None, golds.values()), None)
+    for name in names:
+        found = faults.get(name)
+        rows = found and [(prompts[i].prompt_id, phrase) for i, phrase in found]
+        yield FunctionTrial(means, name, prompts, golds[name] or usual, service=name in services).result(key, rows)
+
+
+def start_warnings(
+    config: RunConfig, train: PromptSource, held_out: Sequence[HeldOut], scorer: RewardScorer, tokenizer: Tokenizer
+) -> list[str]:
+    """Return the warnings for the log of a run that starts.
+
+    Golds are tried for a few seconds, and only if all functions are built-in and repeatable: a call of another function may have effects.
+    """
+    lines = [*train.warnings, *repeated_warning(TRAIN, train)]
+    for one in held_out:
+        lines += [*one.warnings, *shared_warning(one.key, train.shared_with(one.prompts), len(one.prompts))]
+    prompts = train.sample(ROWS)
+    if all(f.function in REPEATABLE for f in config.rewards.functions):
+        seconds = SECONDS_AT_START / max(1, len(scorer.names))
+        means = Means(scorer, tokenizer, config.rollout.max_completion_length, seconds)
+        lines += reward_warnings(TRAIN, list(_trials(TRAIN, means, scorer.names, prompts)))
+    else:
+        faults = scorer.row_faults([prompt.columns for prompt in prompts])
+        rows = {name: [(prompts[i].prompt_id, phrase) for i, phrase in found] for name, found in faults.items()}
+        lines += fault_warnings(TRAIN, len(prompts), unscorable(rows))
+    return [f"warning: {line}" for line in lines]
 
 
 def _check_columns(scorer: RewardScorer, key: str, prompt: Prompt) -> None:

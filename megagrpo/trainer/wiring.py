@@ -49,6 +49,7 @@ from megagrpo.trainer.callbacks import Callbacks, load_callbacks
 from megagrpo.trainer.engine_side import as_config_errors, check_servers, connect, start_servers
 from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.offload import NoOffload, Offload
+from megagrpo.trainer.reward_trial import start_warnings
 from megagrpo.trainer.run_folder import prepare_run_folder
 from megagrpo.trainer.trainer import Trainer
 from megagrpo.types import LossFn
@@ -159,9 +160,10 @@ def _read_inputs(config: RunConfig, base_folder: Path, run_folder: Path, layout:
     rewards = run_own_and_agree(
         layout, lambda: _rewards(config, base_folder, prompts.columns, held_out, resources), here=layout.is_dp_leader
     )
+    warnings = start_warnings(config, prompts, held_out, rewards, tokenizer) if first and rewards else []
     return Inputs(
         config=config,
-        notes=[*(f"warning: {said}" for said in prompts.warnings), *_steps_notes(given, config, len(prompts)), *unused_options(config)],
+        notes=[*_steps_notes(given, config, len(prompts)), *unused_options(config), *warnings],
         token=token,
         urls=urls,
         loss_fn=loss_fn,

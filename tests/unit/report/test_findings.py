@@ -13,9 +13,12 @@ from tests.unit.report.synthetic import CONFIG
 NOTHING = privacy_of(Path("run"), {})
 HEALTHY = {"entropy": 1.0, "reward": 0.5, "grad_norm": 1.0, "frac_reward_zero_std": 0.2, "completions/clipped_ratio": 0.1}
 HEALTHY |= {"mismatch/alarms": 0.0, "train/skipped_steps": 0.0, "checkpoint/failures": 0.0, "rewards/f/exceptions": 0.0}
+HEALTHY |= {"rewards/f/unscorable": 0.0, "rewards/f/mean": 0.5, "rewards/f/std": 0.4}
+SETTINGS = {"run": {"max_steps": 20}, "rollout": {"prompts_per_step": 2, "num_generations": 4}}
 EVERY = [
     "the run reached its end", "trainer and engine agree", "every optimizer step was taken",
-    "reward, loss, entropy and gradient norm were numbers", "reward functions never failed", "groups have something to learn from",
+    "reward, loss, entropy and gradient norm were numbers", "reward functions never failed", "rewards could score the responses",
+    "reward functions tell responses apart", "groups have something to learn from",
     "responses fit their length limit", "the policy did not collapse", "held-out prompts did not get worse", "gradients are steady",
     "checkpoints were written",
 ]  # fmt: skip
@@ -25,7 +28,7 @@ def run_of(changes: dict[str, list[float | None]], messages: tuple = (), steps: 
     lines = [HEALTHY | {"step": i + 1} | {name: values[min(i, len(values) - 1)] for name, values in changes.items()} for i in range(steps)]
     evaluated = [{"step": i, "eval/pass@1": value} for i, value in enumerate(evaluations)]
     said = [{"step": step, "text": text} for step, text in messages]
-    return RunFiles(Path("run"), {"run": {"max_steps": 20}}, lines, evaluated, said)
+    return RunFiles(Path("run"), SETTINGS, lines, evaluated, said)
 
 
 def test_a_healthy_run_has_no_alarm_and_every_check_passed():
@@ -57,6 +60,8 @@ def test_a_passed_check_says_what_was_measured():
         ("Gradient norm has spikes", {"grad_norm": [1.0, 30.0, 1.0, 30.0, 30.0, 1.0]}, [[2, 2], [4, 5]]),
         ("A checkpoint could not be written", {"checkpoint/failures": [0, 1]}, [[2, 2]]),
         ("Metrics are not numbers", {"loss": [0.1, None, 0.1]}, [[2, 2]]),
+        ("Rewards could not score responses", {"rewards/f/unscorable": [0.0, 4.0, 4.0, 0.0]}, [[2, 3]]),
+        ("A reward function never varies", {"rewards/g/mean": [0.0], "rewards/g/std": [0.0]}, [[1, 20]]),
     ],
 )
 def test_each_condition_of_the_metrics_is_an_alarm_with_its_steps_meaning_and_advice(title, changes, steps):
@@ -84,6 +89,9 @@ def test_an_evaluation_that_ends_lower_than_it_began_is_an_alarm(evaluations, al
         {"entropy": [0.001], "reward": [0.1, 0.1, 0.1, 0.9]},  # sure of right answers
         {"grad_norm": [1.0, 30.0, 1.0]},  # one spike
         {"completions/clipped_ratio": [0.9] * 10 + [0.1]},  # only at the start
+        {"rewards/f/unscorable": [5.0, 8.0], "rewards/g/unscorable": [3.0, 0.0]},  # each function scores its own rows, 8 a step
+        {"rewards/soft_overlong/mean": [0.0], "rewards/soft_overlong/std": [0.0]},  # no response is long
+        {"rewards/f/mean": [0.5, 0.6], "rewards/f/std": [0.0]},  # no step varies, the run does
     ],
 )
 def test_what_passes_is_no_alarm(changes):
@@ -99,6 +107,34 @@ def test_warnings_of_the_run_are_shown_with_the_alarm_they_belong_to():
     mismatch, other = findings(run_of({"mismatch/alarms": [0, 0, 1]}, tuple(messages)))["alarms"]
     assert mismatch["texts"] == ["step 3: token_mult_prob_error 1.5 is above 1.1"]
     assert other["title"] == "Other warnings" and other["texts"] == ["weight sync took \\x1b[2J long"] and other["steps"] == [[4, 4]]
+
+
+def test_an_alarm_of_rewards_counts_responses_and_names_values():
+    changes = {"rewards/f/unscorable": [8.0, 4.0, 0.0], "rewards/g/unscorable": [8.0, 0.0], "rewards/h/mean": [1.5], "rewards/h/std": [0.0]}
+    unscored, constant = findings(run_of(changes))["alarms"]
+    assert unscored["steps"] == [[1, 1]]  # in step 2 the functions may have scored different rows
+    assert unscored["texts"] == ["f could not score 12 of 160 responses", "g could not score 8 of 160 responses"]
+    assert constant["texts"] == ["h gave every response 1.5"]
+    short = findings(run_of(changes, steps=4))
+    assert short["alarms"][1]["texts"][0] == "f could not score 12 of 32 responses"
+    assert "reward functions tell responses apart" in short["unknown"]
+
+
+def test_warnings_about_rows_and_prompts_are_alarms_of_their_own():
+    said = [
+        "data.train: 3 of 64 rows cannot be scored, first row 7: `accuracy`: `answer` is empty; correct or remove the rows",
+        "data.train: 2 of 64 golds do not score best, row 9: `accuracy` gives '5' (str, column `answer`) 0, another row's gold 0",
+        "data.train: 12 of 7473 prompts repeat an earlier one, first row 5 (as row 1); remove the rows",
+        "data.eval: 1 of 24 prompts are also in data.train, first row 0 (row 3 of data.train); remove them from one of the two",
+    ]
+    twice = [*said, *said]  # a resumed run says them again
+    alarms = findings(run_of({}, tuple((0, f"warning: {text}") for text in twice)))["alarms"]
+    assert {alarm["title"]: alarm["texts"] for alarm in alarms} == {
+        "Rows cannot be scored": said[:1],
+        "Right answers do not score best": said[1:2],
+        "Prompts are dropped, truncated or repeated": said[2:],
+    }
+    assert all(alarm["meaning"] and alarm["advice"] for alarm in alarms)
 
 
 def test_the_pages_that_alarms_name_exist():
