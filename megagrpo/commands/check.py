@@ -76,6 +76,7 @@ def source_text(source: SourceTrial, prompts_per_step: int) -> str:
         f"  tokens    min {min(lengths)}, median {statistics.median(lengths):g}, max {max(lengths)}; "
         f"limit {source.limit} (rollout.max_prompt_length)",
         *histogram(lengths),
+        *([f"  opened    `{source.opened.strip()}`: a response continues the thought that the prompt has opened"] if source.opened else []),
         f"  {'truncated' if source.overlong == 'truncate_left' else 'dropped':9} {_dropped(source)}",
         f"  prompt    of row {source.row}, {source.num_tokens} tokens:",
     ]

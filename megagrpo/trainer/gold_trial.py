@@ -13,7 +13,7 @@ from itertools import batched
 from megagrpo.data.text_rows import nested
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.trainer.golds import ENDING, THINKS, GoldColumn, in_form, wrong_answers
+from megagrpo.trainer.golds import GoldColumn, in_form, wrong_answers
 from megagrpo.types import Prompt, Rollout
 
 ROWS = 64  # rows that are tried
@@ -83,13 +83,11 @@ class RewardTrial:
 
 @dataclass
 class _Row:
-    """A row while it is tried. `opened` is the thought that its prompt opens for the response. `golds` maps a form to the value of the
-    row's gold and the values of wrong answers."""
+    """A row while it is tried. `golds` maps a form to the value of the row's gold and the values of wrong answers."""
 
     prompt: Prompt
     gold: str | None
     wrong: list[str]
-    opened: str
     empty: float | None = None
     golds: dict[str, tuple[float | None, list[float | None]]] = field(default_factory=dict)
     best: str = ""  # the form in which the gold scores best
@@ -116,8 +114,7 @@ class FunctionTrial:
         self._forms = [*golds.forms[: 1 if service else None]] if golds else []
         texts = [golds.gold(prompt) if golds else None for prompt in prompts]
         wrong = [wrong_answers(texts, i, 1 if golds and golds.holds_programs else WRONG) for i in range(len(texts))]
-        opened = [opened_thought(prompt, self._tokenizer) for prompt in prompts]
-        rows = [_Row(*row) for row in zip(prompts, texts, wrong, opened, strict=True)]
+        rows = [_Row(*row) for row in zip(prompts, texts, wrong, strict=True)]
         self.weight = self._scorer.weights[name]
         self.rows: list[_Row] = []  # those that were tried
         self.failure = ""
@@ -141,16 +138,17 @@ class FunctionTrial:
     def _try(self, rows: list[_Row]) -> None:
         for row, (empty, *_) in zip(rows, self._score(rows, [[""] * PAIR for _ in rows], "an empty response"), strict=True):
             row.empty = empty
+        tries_all = rows[0] is self.rows[0]  # the first row decides which form comes first
         for form in self._forms:
-            left = [row for row in rows if row.gold is not None and not row.best]
+            left = [row for row in rows if row.gold is not None and (tries_all or not row.best)]
             if not left or self.failure or time.monotonic() > self._ends:
                 break
-            texts = [[in_form(form, text, row.opened) for text in (row.gold or "", *row.wrong)] for row in left]
-            for row, (gold, *wrong) in zip(left, self._score(left, texts, f"the gold in column `{self._column}`"), strict=True):
+            texts = [[in_form(form, text, row.prompt.opened) for text in (row.gold or "", *row.wrong)] for row in left]
+            for row, (gold, *wrong) in zip(left, self._score(left, texts, f"a gold of column `{self._column}`"), strict=True):
                 row.golds[form] = gold, wrong
-                if self._is_best(gold, wrong, row.empty):
+                if self._is_best(gold, wrong, row.empty) and (not row.best or self._worth(gold) > self._worth(row.golds[row.best][0])):
                     row.best = form
-        used = Counter(row.best for row in self.rows)
+        used = Counter(row.best for row in self.rows if row.best)
         self._forms.sort(key=lambda form: -used[form])  # the next rows begin with the form that this function reads
 
     def _is_best(self, gold: float | None, wrong: list[float | None], empty: float | None) -> bool:
@@ -180,7 +178,7 @@ class FunctionTrial:
     def _fail(self, row: _Row, what: str, reason: str) -> None:
         row.failed = True
         reason = reason or self._scorer.tracebacks.get(self._name, "").strip().split("\n")[-1]
-        self.failure = self.failure or f"`{self._name}` fails for {what} of row {row.prompt.prompt_id}: {reason}; correct the function"
+        self.failure = self.failure or f"`{self._name}` fails for {what}, row {row.prompt.prompt_id}: {reason}; correct the function"
 
     def is_constant(self) -> bool:
         """Whether every response got the same value, a long one included."""
@@ -222,7 +220,7 @@ class FunctionTrial:
             form=forms.most_common(1)[0][0] if forms else "",
             reads_columns=self._scorer.reads_columns(self._name, columns),
             needs_gold=bool(self._scorer.needs[self._name]),
-            opened=self.rows[0].opened,
+            opened=self.rows[0].prompt.opened.strip(),
             num_rows=self._num_rows,
             rows=len(trials),
             best=sum(trial.best for trial in trials),
@@ -252,12 +250,6 @@ class FunctionTrial:
         value, wrong = row.golds.get(form, (None, [None]))
         other = max(wrong, key=self._worth)
         return RowTrial(row.prompt.prompt_id, row.gold or "", value, other, row.empty, bool(row.best) and reads)
-
-
-def opened_thought(prompt: Prompt, tokenizer: Tokenizer) -> str:
-    """Return the thought that the end of the prompt opens for the response, as "<think>"; "" without any."""
-    end = tokenizer.decode(prompt.token_ids[-ENDING:]).rstrip()
-    return next((tag for tag in THINKS if end.endswith(tag)), "")
 
 
 def response(prompt: Prompt, tokenizer: Tokenizer, text: str) -> Rollout:

@@ -117,7 +117,9 @@ def reward_warnings(key: str, trials: Sequence[RewardTrial]) -> list[str]:
     counted = [trial for trial in trials if trial.weight]
     best = {row.row for trial in counted for row in trial.trials if row.best}
     found = unscorable({trial.function: trial.row_faults for trial in counted if trial.row_faults is not None})
-    faults = {row: said for row, said in found.items() if row not in best}
+    refused = {trial.function: dict(trial.row_faults or []) for trial in counted}
+    scored = {row.row for trial in counted for row in trial.trials if row.best and row.row not in refused[trial.function]}
+    faults = {row: said for row, said in found.items() if row not in scored}
     clear = best | set(faults)
     lines = fault_warnings(key, max(trial.num_rows for trial in trials), faults)
     if not any(trial.failure for trial in counted):

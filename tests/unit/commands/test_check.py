@@ -4,15 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-import tokenizers
-import transformers
 
 from megagrpo.__main__ import main
 from megagrpo.commands.check import histogram
+from tests.unit.commands.byte_model import TEMPLATE, save_byte_model
 
-LLAMA = dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-LLAMA |= dict(intermediate_size=128, vocab_size=258, max_position_embeddings=2048, rms_norm_eps=1e-6)
-TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}<|start|>"
 REWARDS = """
 import time
 
@@ -61,15 +57,7 @@ rewards: {functions: [{function: rewards.py:right}, {function: rewards.py:brief,
 def folder(tmp_path_factory) -> Path:
     """A run whose model is a config and a tokenizer of bytes, with an empty file of weights."""
     made = tmp_path_factory.mktemp("check")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    bare = tokenizers.Tokenizer(tokenizers.models.BPE({character: i for i, character in enumerate(alphabet)}, merges=[]))
-    bare.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bare.decoder = tokenizers.decoders.ByteLevel()
-    bare.add_special_tokens(["<|start|>", "<|end|>"])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<|end|>", chat_template=TEMPLATE)
-    fast.save_pretrained(made / "model")
-    (made / "model" / "config.json").write_text(json.dumps(LLAMA))
-    (made / "model" / "model.safetensors").touch()
+    save_byte_model(made / "model")
     questions = ["a?", "four", "?" * 20, "?" * 60]
     rows = [json.dumps({"prompt": question, "answer": f"<{i}>", "level": i}) for i, question in enumerate(questions)]
     (made / "train.jsonl").write_text("\n".join(rows) + "\n")
@@ -120,15 +108,15 @@ def test_as_json_it_holds_every_length_and_row(folder, capsys):
     [
         (
             ["rewards.functions.1.function={folder}/rewards.py:fails_on_nothing"],
-            ["`fails_on_nothing` fails for an empty response of row 0: ZeroDivisionError: float division by zero; correct the function"],
+            ["`fails_on_nothing` fails for an empty response, row 0: ZeroDivisionError: float division by zero; correct the function"],
         ),
         (
             ["rewards.functions.1.function={folder}/rewards.py:one_for_all"],
-            ["`one_for_all` fails for an empty response of row 0: it returned 1 rewards for 2 completions; return a list"],
+            ["`one_for_all` fails for an empty response, row 0: it returned 1 rewards for 2 completions; return a list"],
         ),
         (
             ["rewards.functions.1={{function: {folder}/rewards.py:slow, timeout: 0.3}}"],
-            ["`slow` fails for an empty response of row 0: no result in time"],
+            ["`slow` fails for an empty response, row 0: no result in time"],
         ),
         (["rewards.functions.0.function={folder}/rewards.py:rigth"], ["rewards.functions[0]", "rigth"]),
         (
