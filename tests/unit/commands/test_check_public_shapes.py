@@ -100,9 +100,9 @@ PROGRAMS = {
 CONFIGS = {
     "gsm8k": "prompt_column: question, columns: {solution: answer}, extract_hash_answer: [solution]",
     "math_500": "prompt_column: problem, columns: {solution: answer}",
-    "dapo": "columns: {answer: reward_model.ground_truth}",
+    "dapo": "prompt_column: prompt, columns: {answer: reward_model.ground_truth}",
     "deepscaler": "prompt_column: problem, columns: {solution: answer}",
-    "humaneval": "columns: {tests: test}",
+    "humaneval": "prompt_column: prompt, columns: {tests: test}",
     "mbpp": "prompt_column: text, columns: {tests: test_list}",
     "apps": "prompt_column: question, columns: {tests: input_output}",
     "kodcode": "prompt_column: question, columns: {tests: test}",
