@@ -83,7 +83,7 @@ def find_golds(prompts: Sequence[Prompt], needs: Sequence[Sequence[str]]) -> Gol
 def _text(value: Any) -> str | None:
     """Return a text or a number as text, of a list its first element; None for anything else and for an empty text."""
     if isinstance(value, (list, tuple)):
-        value = next((one for one in value if one), None)
+        value = next((one for one in value if one is not None and one != ""), None)
     if isinstance(value, (str, int, float)) and str(value).strip() and value == value:
         return str(value)
     return None

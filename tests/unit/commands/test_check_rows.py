@@ -34,6 +34,18 @@ def always(completions):
 def wants_a_word(completions, answer):
     return [float(c == g) - ("again" in c) for c, g in zip(completions, answer)]
 
+def one_for_unreadable(completions, answer):
+    return [1.0 if not g.startswith("<") else float(c == g) for c, g in zip(completions, answer)]
+
+def zero_is_missing(completions, answer):
+    return [float(c == str(g or "none")) for c, g in zip(completions, answer)]
+
+def inside_or_boxed(completions, answer):
+    return [1.0 if "boxed{" + g + "}" in c else 0.5 * (g in c) for c, g in zip(completions, answer)]
+
+def after_thought(completions, answer):
+    return [float(c.split("</think>")[1].strip() == g) for c, g in zip(completions, answer)]
+
 def half(completions, answer):
     if any("<3>" in c for c in completions):
         raise KeyError("three")
@@ -124,12 +136,34 @@ def test_a_function_that_tells_nothing_is_a_warning(folder, name, said, capsys):
     assert len(found) == bool(said) and all(said in warning for warning in found), found
 
 
+@pytest.mark.parametrize(
+    ("name", "golds", "said"),
+    [
+        ("one_for_unreadable", ["<0>", "?", "<2>"], ["1 of 3 golds do not score best, row 1: `one_for_unreadable` gives '?' (str, column"]),
+        (
+            "zero_is_missing",
+            [1, 0, [0], 2],
+            ["2 of 4 golds do not score best, row 1: `zero_is_missing` gives '0' (int, column `answer`) 0"],
+        ),
+        ("inside_or_boxed", ["<0>", "<1>", "<2>"], []),
+    ],
+)
+def test_a_function_that_misjudges_some_golds_is_a_warning(folder, name, golds, said, capsys):
+    rows(folder / "some.jsonl", [{"prompt": f"{i}?", "answer": gold} for i, gold in enumerate(golds)])
+    assert check(folder, "data.train.source={folder}/some.jsonl", functions(name)) == 0
+    out = capsys.readouterr().out
+    assert [text in line for text, line in zip(said, warnings(out), strict=True)] == [True] * len(said), out
+    assert ("reads `answer` from \\boxed{GOLD}" in out) == (name == "inside_or_boxed")  # the form that scores most
+
+
 def test_rows_are_spread_over_the_data_set_and_a_failing_one_is_named(folder, capsys):
     assert check(folder, "data.train.source={folder}/clean.jsonl", "--json", "--rows", "5") == 0
     assert [row["row"] for row in json.loads(capsys.readouterr().out)["rewards"][0]["trials"]] == [0, 20, 40, 60, 80]
     assert check(folder, "data.train.source={folder}/clean.jsonl", functions("half")) == 2
     said = "`half` fails for a gold of column `answer`, row 0: KeyError: 'three'; correct the function"
     assert said in capsys.readouterr().err
+    assert check(folder, "data.train.source={folder}/clean.jsonl", functions("after_thought")) == 2
+    assert "`after_thought` fails for an empty response, row 0: IndexError: list index out of range" in capsys.readouterr().err
     assert check(folder, "--rows", "0") == 2 and "--rows 0: must be 1 or more" in capsys.readouterr().err
 
 
