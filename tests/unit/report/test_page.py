@@ -209,7 +209,7 @@ def test_more_metrics_layout_plan_and_messages_are_there(one):
     one.until(lambda: "rewards/exact_number/std" in one.texts(".more-metrics h3"))  # the event of the click comes later
     assert one.texts(".rank") == ["0", "0"] and "optimizer" in one.texts("#machine .legend-row")[0]
     assert "finished 9 steps" in one.texts(".messages li")[-1]
-    assert len(one.texts(".checks li.ok")) == 9
+    assert len(one.texts(".checks li.ok")) == 10
     calm(one)
 
 
