@@ -117,7 +117,7 @@ INPUTS = [
             "Rows cannot be scored",
             "The gold of these rows is missing, or no reward function can read it. Their responses teach nothing.",
             "megagrpo check lists the rows. Correct or remove them.",
-            page="docs/commands.md",
+            page="docs/commands.md, section Check data and rewards",
         ),
     ),
     (
@@ -126,7 +126,7 @@ INPUTS = [
             "Right answers do not score best",
             "The right answer of a row gets no more than an empty response or a wrong answer, or cannot be given.",
             "megagrpo check shows the values. Correct the rows, or choose another reward.",
-            page="docs/commands.md",
+            page="docs/commands.md, section Check data and rewards",
         ),
     ),
     (
@@ -135,7 +135,7 @@ INPUTS = [
             "Prompts are dropped, truncated or repeated",
             "The run trains on fewer or on other prompts than the data set has, or evaluates on prompts that it trains on.",
             "Raise rollout.max_prompt_length, or remove the rows.",
-            page="docs/commands.md",
+            page="docs/commands.md, section Check data and rewards",
         ),
     ),
 ]
