@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import blake2b
@@ -15,12 +17,11 @@ from megagrpo.data.chat_templates import TAIL, check_kwargs, opened_thought
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
 from megagrpo.data.sources import load_rows
-from megagrpo.data.text_rows import column_hint, names_in, nested
+from megagrpo.data.text_rows import ROWS_FOR_NAMES, column_hint, names_in, nested
 from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
 from megagrpo.types import Prompt
 
 _EVAL_SEED_OFFSET = 10**9  # reasoning-gym seeds row i with seed + i, so nearby seeds share almost all rows
-_ROWS_FOR_NAMES = 64  # rows whose fields are known by name; a row without a field has None there
 _PASSED_BY_SCORER = {
     *("prompt", "prompts", "completion", "completions", "completion_ids", "finish_reason", "is_truncated"),
     *("prefixes", "max_completion_length", "trainer_state", "log_extra", "log_metric"),
@@ -60,7 +61,7 @@ class PromptSource:
         self._known_kwargs: set[frozenset[str]] = set()  # names of variables that were checked
         rows_seed = seed + _EVAL_SEED_OFFSET * (key != "data.train")
         self._rows = load_rows(section, self._key, rows_seed, data.prompt_column)
-        first_rows = (self._rows[row] for row in range(min(len(self._rows), _ROWS_FOR_NAMES)))
+        first_rows = (self._rows[row] for row in range(min(len(self._rows), ROWS_FOR_NAMES)))
         self._check_columns(list(dict.fromkeys(name for row in first_rows for name in names_in(row))))
         self.num_overlong, self.warnings = 0, list[str]()
         self._usable = self._usable_rows()
@@ -231,6 +232,9 @@ class PromptSource:
     def _template_kwargs(self, row: int) -> dict[str, Any]:
         """The row's own variables of the chat template. ValueError for variables that the template does not use."""
         value, said = self._rows[row].get(_TEMPLATE_KWARGS), f"{self._key}: row {row}: column `{_TEMPLATE_KWARGS}`"
+        if isinstance(value, str):  # a mapping as JSON text, which keeps the types of files with one schema for all rows
+            with contextlib.suppress(ValueError):
+                value = json.loads(value)
         if value is not None and not isinstance(value, dict):
             raise ValueError(f"{said} must be a mapping of variables of the chat template (got {value!r:.100}); correct or remove it")
         kwargs = {name: v for name, v in (value or {}).items() if v is not None}  # Arrow adds None for absent keys

@@ -9,7 +9,6 @@ from typing import Any
 from megagrpo.config import DataSection, DatasetSection, RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, read_chat_template
-from megagrpo.trainer.gold_trial import opened_thought
 from megagrpo.types import Prompt
 
 TRAIN = "data.train"
@@ -18,7 +17,7 @@ TRAIN = "data.train"
 @dataclass(frozen=True)
 class SourceTrial:
     """A data set as the run sees it. `lengths` are tokens of every row's prompt; `text` is one rendered prompt, that of row `row`.
-    `opened` is the thought that the chat template opens for the response, as "<think>", or empty."""
+    `opened` is the end of the prompt that opens a thought for the response, as "<think>", or empty."""
 
     key: str
     source: str
@@ -57,7 +56,7 @@ def describe(
     tools: Sequence[dict[str, Any]],
 ) -> SourceTrial:
     """Return the description of a data set. `prompt` is the one to show; `train` is None for the training set itself."""
-    text = tokenizer.rendered(prompt.messages, data.system_prompt, read_chat_template(data.chat_template), tools)
+    text = tokenizer.rendered(prompt.messages, data.system_prompt, read_chat_template(data.chat_template), tools, prompt.template_kwargs)
     return SourceTrial(
         key=key,
         source=section.source,
@@ -73,7 +72,7 @@ def describe(
         row=prompt.prompt_id,
         num_tokens=len(prompt.token_ids),
         text=str(prompt.messages) if text is None else text,
-        opened=opened_thought(prompt, tokenizer),
+        opened=prompt.opened,
     )
 
 

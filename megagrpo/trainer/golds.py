@@ -14,7 +14,6 @@ from megagrpo.types import Prompt
 PROGRAMS = ("canonical_solution", "solution", "solutions", "code", "completion", "gold_standard_solution")  # usual names of a right program
 TESTS = ("tests", "test", "test_list", "test_cases", "input_output", "expected_output")  # columns that judge a program
 OUTPUT = "expected_output"
-THINKS, ENDING = ("<think>",), 16  # what opens a thought, and tokens at the end of a prompt in which it is looked for
 OPENING, CLOSING = "<think>\n", "\n</think>\n\n"
 THOUGHT = f"{OPENING}I work it out.{CLOSING}"
 FENCE = "```python\nGOLD\n```"
@@ -28,11 +27,13 @@ PROGRAM_FORMS = (FENCE, "GOLD", THOUGHT + FENCE, f"{THOUGHT}<answer>\n{FENCE}\n<
 
 
 def in_form(form: str, gold: str, opened: str) -> str:
-    """Return the response with this gold. `opened` is the thought that the prompt has opened: the response then continues and closes it."""
+    """Return the response with this gold. `opened` is the end of a prompt that opens a thought: the response continues and closes it."""
     text = form.replace("GOLD", gold)
     if not opened:
         return text
-    return text.removeprefix(OPENING) if text.startswith(OPENING) else THOUGHT.removeprefix(OPENING) + text
+    closing = f"\n</{opened[opened.index('<') + 1 : opened.index('>')]}>\n\n"
+    before, is_thought, after = text.partition(CLOSING)
+    return f"{before.removeprefix(OPENING)}{closing}{after}" if is_thought else f"{THOUGHT[len(OPENING) : -len(CLOSING)]}{closing}{text}"
 
 
 @dataclass(frozen=True)
