@@ -30,8 +30,7 @@ def math_tip_trick_multi_turn(messages: list[Message], solution: Any = None, ans
 
 
 def _is_right(content: str, solution: Any, answer: Any) -> bool:
-    """Whether math-verify finds the gold answer in the text; also True when it cannot parse the gold answer. Raises ValueError without both
-    columns."""
+    """Whether `accuracy` finds the gold answer in the text; also True when the gold is empty. Raises ValueError without both columns."""
     if solution is None and answer is None:
         raise ValueError("the data set has neither a column `solution` nor `answer`; rename one with data.columns")
     (accuracy_reward,) = accuracy([content], solution=[solution] if solution is not None else None, answer=[answer])
