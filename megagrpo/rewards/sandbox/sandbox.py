@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
 from megagrpo.process.removal import temporary_folder
 from megagrpo.rewards.sandbox.counts import Counts
@@ -151,7 +151,7 @@ def run(
 
 def _watch(job: Job, folder: Path, limits: Limits, report_bytes: int) -> Ran:
     with tempfile.TemporaryFile() as file:
-        file.write(marshal.dumps(job))
+        file.write(marshal.dumps(cast(dict[str, Any], job)))
         file.seek(0)
         reports, their_reports = os.pipe()
         mailbox, their_mailbox = socket.socketpair()

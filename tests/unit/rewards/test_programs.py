@@ -18,7 +18,7 @@ from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 
 TABLE = [json.loads(line) for line in (Path(__file__).parents[2] / "data" / "programs.jsonl").read_text().splitlines()]
-OF_EACH_SHAPE = 4  # rows of the table that run in each test run
+OF_EACH_SHAPE = 2  # rows of the table that run in each test run
 made = functools.cache(functools.partial(CodeExecution, seconds=3.0))  # it tries the sandbox each time
 ADD, WRONG = "def add(a, b):\n    return a + b\n", "def add(a, b):\n    return [a, b]\n"
 SQUARE = "n = int(input())\nprint(n * n)\n"
