@@ -92,6 +92,7 @@ class RenderedPrompts:
         self._found: list[tuple[int, str]] = []
         self._inside: list[str] = []
         self._beginnings: list[str] = []
+        self._frame = ""
         with contextlib.suppress(ValueError):  # a template that refuses this message; the rows show its error
             if frame := tokenizer.rendered([{"role": "user", "content": _PROBE}], None, template):
                 before = frame.partition(_PROBE)[0].strip()
@@ -99,14 +100,16 @@ class RenderedPrompts:
                 tokens = dict.fromkeys([*_OPENING.findall(before)[-1:], *_TOKEN.findall(before), *_USUAL])
                 self._inside = [token for token in tokens if token not in bos]
                 first = _OPENING.match(before)
-                self._beginnings = [text for text in (*bos, first and first[0], before) if text]
+                self._beginnings = [text for text in (*bos, first and first[0]) if text]
+                self._frame = before
 
     def see(self, row: int, prompt: Messages) -> None:
         """Look at the prompt of a row."""
         for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
             start = text.lstrip()
-            if marks := [*filter(start.startswith, self._beginnings), *(token for token in self._inside if token in text)]:
-                self._found.append((row, marks[0]))
+            marks = [*filter(start.startswith, self._beginnings), *(token for token in self._inside if token in text)]
+            if marks or (self._frame and start.startswith(self._frame)):
+                self._found.append((row, [*marks, self._frame][0]))
                 return
 
     def warnings(self, key: str, total: int) -> list[str]:
