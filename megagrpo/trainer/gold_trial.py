@@ -81,7 +81,7 @@ class RewardTrial:
     trials: list[RowTrial]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Row:
     """A row while it is tried. `golds` maps a form to the value of the row's gold and the values of wrong answers."""
 
@@ -130,7 +130,7 @@ class FunctionTrial:
     def _run(self, rows: list[_Row]) -> None:
         """Try the first row, then parts of the others, until the time is over or the function fails."""
         for part in [rows[:1], *map(list, batched(rows[1:], AT_ONCE))]:
-            if self.failure or time.monotonic() > self._ends:
+            if self.rows and (self.failure or time.monotonic() > self._ends):
                 break
             self.rows += part
             self._try(part)
@@ -141,7 +141,10 @@ class FunctionTrial:
         tries_all = rows[0] is self.rows[0]  # the first row decides which form comes first
         for form in self._forms:
             left = [row for row in rows if row.gold is not None and (tries_all or not row.best)]
-            if not left or self.failure or time.monotonic() > self._ends:
+            if not left or self.failure:
+                break
+            if time.monotonic() > self._ends and not tries_all:
+                self.rows = [row for row in self.rows if row not in left]  # what they score is not known
                 break
             texts = [[in_form(form, text, row.prompt.opened) for text in (row.gold or "", *row.wrong)] for row in left]
             for row, (gold, *wrong) in zip(left, self._score(left, texts, f"a gold of column `{self._column}`"), strict=True):

@@ -119,6 +119,7 @@ def test_a_row_that_another_function_scores_is_no_warning(folder, capsys):
     out = capsys.readouterr().out
     assert [line.split()[:4] for line in out.splitlines() if "/4 " in line] == [["right", "1", "4/4", "0"], ["kilometres", "1", "2/4", "2"]]
     assert "  kilometres  reads `answer` from \\boxed{GOLD}\n" in out
+    assert check(folder, "data.train.source={folder}/mixed.jsonl", functions("right", "wants_a_word"), "--strict") == 0
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ from megagrpo.evaluation.sets import load_sets
 from megagrpo.report.collect import RunFiles
 from megagrpo.report.findings import findings
 from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.trainer.gold_trial import FunctionTrial, Means
+from megagrpo.trainer.golds import GoldColumn
 from megagrpo.trainer.reward_trial import start_warnings
+from megagrpo.types import Prompt
 from tests.unit.commands.byte_model import save_byte_model
 
 REWARD = """
@@ -20,6 +23,9 @@ from pathlib import Path
 def leaves_a_trace(completions, **columns):
     Path(__file__).with_suffix(".called").touch()
     return [1.0 for _ in completions]
+
+def eighth_form(completions, answer):
+    return [float("<answer>" + a + "</answer>" in c and "</think>" in c) for c, a in zip(completions, answer)]
 
 leaves_a_trace.row_fault = lambda answer: None if answer.isdigit() else f"`answer` has no digits: {answer!r}"
 """
@@ -64,6 +70,22 @@ def test_a_run_warns_of_rows_and_prompts_and_its_report_has_an_alarm_for_each(fo
     assert len(said) == 5 and "row 3: `exact_number`" in said[4] and "'seven'" in said[4]
     alarms = findings(RunFiles(folder, messages=[{"step": 0, "text": text} for text in said]))["alarms"]
     assert [len(alarm["texts"]) for alarm in alarms] == [1, 4] and "Other warnings" not in [alarm["title"] for alarm in alarms]
+
+
+def test_rows_for_which_no_time_is_left_are_no_warning(folder):
+    prompts = [Prompt(i, (1,), f"{i}?", {"answer": f"{i}"}) for i in range(20)]
+    config = load_config(folder / "run.yaml", [f"rewards.functions=[{{function: {folder}/reward.py:eighth_form}}]"])
+    tokenizer = tokenizer_of(config, folder / "model")
+    with RewardScorer(config.rewards, config.rollout.max_completion_length, folder) as scorer:
+        golds = GoldColumn("answer")
+        trial = FunctionTrial(Means(scorer, tokenizer, 64, seconds=0), "eighth_form", prompts, golds).result("data.train", None)
+        assert (trial.num_rows, trial.rows, trial.best) == (20, 1, 1)
+        trials = FunctionTrial(Means(scorer, tokenizer, 64), "eighth_form", prompts, golds)
+        rows, trials._ends = trials.rows, 0.0
+        for row in rows:
+            row.best, row.golds = "", {}
+        trials._try(rows[1:9])  # the time is over before the first form
+        assert trials.rows == [rows[0], *rows[9:]] and len(rows) == 20
 
 
 def test_a_function_of_the_user_is_asked_about_rows_but_not_called(folder):
