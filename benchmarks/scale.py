@@ -13,6 +13,7 @@ import argparse
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
 from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.rewards.functions.text import exact_number
@@ -55,10 +56,10 @@ def main() -> None:
     for kind, tokens in ("", args.tokens), (", short texts", 1):
         asked = rollouts(args.samples, args.group, tokens)
         texts, golds = [r.text for r in asked], [r.prompt.columns["answer"] for r in asked]
-        rows[f"in process{kind}"] = seconds(lambda texts=texts, golds=golds: exact_number(texts, answer=golds))
+        rows[f"in process{kind}"] = seconds(partial(exact_number, texts, golds))
         with RewardScorer(RewardsSection(functions=[RewardFunction(function="exact_number")], workers=1), args.tokens) as scorer:
             scorer.score(asked[: args.group])
-            rows[f"in a worker{kind}"] = seconds(lambda asked=asked: scorer.score(asked))
+            rows[f"in a worker{kind}"] = seconds(partial(scorer.score, asked))
     print(f"| exact_number, {args.tokens} tokens, groups of {args.group} | ms/sample | CPU ms/sample | s for {args.of:,} samples |")
     print("|---|---|---|---|")
     for name, (taken, used) in rows.items():
