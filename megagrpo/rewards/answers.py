@@ -11,8 +11,8 @@ from collections.abc import Callable
 from megagrpo.rewards.functions.numbers import is_plain, last_number, number_text
 from megagrpo.rewards.notation import plain
 
-_BOX = re.compile(r"\\(?:boxed|fbox)\b\s*")
-_BRACES = re.compile(r"\\(?:boxed|fbox)\b\s*\{|\\.|[{}]", re.DOTALL)
+_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*")
+_BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 _ANCHOR = re.compile(
     r"####[ \t]*"
     r"|\b(?:answer|correct (?:option|choice))\b"
@@ -118,15 +118,16 @@ def last_box(text: str) -> str | None:
 
 def _stated(text: str) -> str | None:
     """Return what follows the last announcement of an answer: formulas, or the rest of the sentence; None without one."""
-    text, end = text[-_CONCLUSION:], None
+    text, end, is_bold = text[-_CONCLUSION:], None, False
     for match in _ANCHOR.finditer(text):
-        end = match.end()
+        end, is_bold = match.end(), match[0].rstrip().endswith("**")
     if end is None:
         return None
     rest = _ADVERB.sub("", text[end:], count=1) if _ADVERB.match(text, end) else text[end:]
     if formulas := _FORMULAS.match(rest):
         return formulas[0].strip("*_ \n")
     sentence = _SENTENCE_END.split(rest.strip(), maxsplit=1)[0]
+    sentence = sentence.replace("**", "", 1) if is_bold else sentence  # the end of "The answer is **72** clips"
     if formula := _ONE_FORMULA.fullmatch(sentence):
         return formula[1]
     return sentence.strip("*_ \t:") or None

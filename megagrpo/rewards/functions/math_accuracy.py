@@ -112,10 +112,13 @@ for _function in (accuracy, reasoning_accuracy, cosine):
 
 
 def gold_answer(gold: Any) -> str | None:
-    r"""Return the answer in a gold value: a number or text as it is, or the part that `final_answer` finds in a solution; None if empty."""
+    r"""Return the answer in a gold value: a number or text as it is, a list joined, or the part that `final_answer` finds in a solution.
+
+    None if it is empty.
+    """
     if gold is None or gold != gold:
         return None
-    text = str(gold).strip()
+    text = (", ".join(map(str, gold)) if isinstance(gold, (list, tuple)) else str(gold)).strip()
     marked = final_answer(text) if any(mark in text for mark in ("</think>", "</answer>", "\\boxed", "\\fbox", "####", "nswer")) else text
     return marked or None
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
+from megagrpo.rewards.answers import after_thought
 from megagrpo.rewards.functions.text import encodable
 
 PYTHON = ("", "python", "py", "python3", "py3")
@@ -58,13 +59,6 @@ def outline(code: str) -> Outline | None:
     unbound = used - bound - _PROVIDED
     calls = any(isinstance(n, ast.Call) for n in ast.walk(tree))
     return Outline(frozenset(bound | methods), frozenset(unbound), calls and (star or not unbound))
-
-
-def after_thought(text: str, prefix: str = "") -> str | None:
-    """Return what follows the last </think>; the whole text without a thought; None if the last thought, which `prefix` may open, is not
-    closed."""
-    whole = prefix + text
-    return None if whole.rfind("<think>") > whole.rfind("</think>") else text.rpartition("</think>")[2]
 
 
 def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
