@@ -47,6 +47,7 @@ RUNS_WHAT_IT_READS = {
 }
 OWN_FILES = {
     ("spawn.py", "pickle.loads"),  # files that the ranks of one command write into a folder that the command has made
+    ("child.py", "marshal.load"),  # a job that the reward worker writes before the program of a response exists
     ("rendezvous.py", "pickle.loads"),  # objects between ranks, after their signature was checked
 }
 

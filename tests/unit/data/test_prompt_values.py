@@ -97,13 +97,13 @@ def test_a_prompt_in_another_model_s_format_is_a_warning(tokenizers, tmp_path):
     assert "1 of 1 prompts already hold `<|start_header_id|>` (first: row 0)" in prompts.warnings[0]
 
 
-def test_rendered_prompts_of_a_held_out_set_are_a_warning(tokenizers, tmp_path, caplog):
+def test_rendered_prompts_of_a_held_out_set_are_a_warning(tokenizers, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "[INST] Hi [/INST]"}))
     section = {"source": str(tmp_path / "rows.jsonl")}
     data = {"train": section, "eval": section, "chat_template": TEMPLATES["llama 2"]}
     config = RunConfig.model_validate({"model": {"path": "m"}, "data": data, "rewards": {"functions": [{"function": "format"}]}})
-    load_sets(config, tokenizers["hf"])
-    assert [record.message[:50] for record in caplog.records] == ["data.eval: 1 of 1 prompts already hold `[INST]` (f"]
+    (held_out,) = load_sets(config, tokenizers["hf"])
+    assert [warning[:50] for warning in held_out.warnings] == ["data.eval: 1 of 1 prompts already hold `[INST]` (f"]
 
 
 # ------------------------------------------------------------------------------------------------------------------------ messages
