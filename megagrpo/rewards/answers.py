@@ -26,7 +26,7 @@ _ONE_FORMULA = re.compile(rf"[^\d$\\]*({_FORMULA})[^$\\]*")
 _ADVERB = re.compile(
     r"(?:therefore|thus|hence|simply|just|exactly|equal to|given by|then|clearly|indeed|option|choice)\b[,:]?\s*", re.IGNORECASE
 )
-_SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*\*)|\n|,?\s+(?:because|since|which|where)\b")
+_SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*\*)|\n|,?\s+(?:because|since|which|where|as)\b")
 _SPACE = re.compile(r"\s+")
 _LONGEST = 3000  # characters of an answer without a mark, and of one whose notation is rewritten
 _CONCLUSION = 20_000  # characters at the end of a response in which an answer is announced

@@ -20,6 +20,7 @@ _MAX_ITEMS, _MAX_DEPTH, _MAX_NESTING = 50, 12, 40
 _THOUSANDS = re.compile(r"[^,;]*?\d{1,3}(,\d{3})+(?![\d,])[^,;]*")
 _COMMA = re.compile("[,;]")
 _SEPARATOR = re.compile(r"[,;]|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b|\\(?:lor|land|vee|wedge)(?![A-Za-z])")
+_ANY_INTEGER = re.compile(r"(?:for )?(?:any |all )?[a-z]\s*\\in\s*\\mathbb\s*\{?\s*Z\s*\}?")  # beside an answer with this variable
 _UNION = re.compile(r"\\(?:big)?cup(?![A-Za-z])|(?<=[\])])\s*[uU]\s*(?=[(\[])")
 _SET_SIGN = re.compile(r"\\(?:cup|cap|setminus|mathbb)(?![A-Za-z])")
 _SIGNS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
@@ -118,7 +119,8 @@ def _read(text: str, thousands: bool = True) -> Node:
     if len(parts := _split(text, _UNION)[0]) > 1:
         return Node("list", parts)
     if not (thousands and _THOUSANDS.fullmatch(text)) and len(parts := _split(text, _SEPARATOR)[0]) > 1:
-        return Node("list", tuple(part for part in parts if part))
+        parts = tuple(part for part in parts if part and not _ANY_INTEGER.fullmatch(part))
+        return _read(parts[0]) if len(parts) == 1 else Node("list", parts)
     if match := _MATRIX.fullmatch(text):
         rows = [_split(row, _CELL)[0] for row in _split(match[3], _ROW)[0] if row]
         cells = tuple(f"({match[1]})({cell})" if match[1] else cell for row in rows for cell in row)
