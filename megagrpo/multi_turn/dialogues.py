@@ -16,6 +16,7 @@ from megagrpo.engine.protocol import Engine, OnGroup, derive_seed
 from megagrpo.multi_turn.conversation import Conversation
 from megagrpo.multi_turn.responders import Responders
 from megagrpo.multi_turn.tool_calls import as_message, hermes, named_call
+from megagrpo.rewards.answers import after_thought
 from megagrpo.rewards.functions.text import encodable
 from megagrpo.rewards.registry import display_names
 from megagrpo.types import Prompt, Rollout, SamplingParams
@@ -174,7 +175,9 @@ class DialogueEngine:
         if not self.responders.tools or not conversations:
             return [[] for _ in conversations]
         if self._limits.vllm_parser is None:
-            read = [hermes(self._tokenizer.decode(c.ids[c.message_start :])) for c in conversations]  # a stop string may close the call
+            texts = [self._tokenizer.decode(c.ids[c.message_start :]) for c in conversations]  # a stop string may close the call
+            thinks = [after_thought(text, c.prompt.opened) is None for text, c in zip(texts, conversations, strict=True)]
+            read = [(text, []) if open_thought else hermes(text) for text, open_thought in zip(texts, thinks, strict=True)]
         else:
             answers = self.engine.read_tool_calls([c.ids[c.message_start :] for c in conversations], self.responders.tools)
             read = [(content, [named_call(**call) for call in calls]) for content, calls in answers]

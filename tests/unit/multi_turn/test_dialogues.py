@@ -490,6 +490,15 @@ def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, 
     assert [request[2] for request in again.engine.requests] == [first[2], second[2]]
 
 
+@pytest.mark.parametrize(("turn", "roles"), [(CALL, ["assistant"]), (f"Hm.</think>{CALL}", ["assistant", "tool", "assistant"])])
+def test_a_call_in_a_thought_that_the_template_opened_does_not_run(tokenizer, responders, turn, roles):
+    table = responders(tools=["calculator"])
+    prompts = [replace(prompt, opened="<think>\n") for prompt in prompts_of(tokenizer, table, {})]
+    engine = dialogue_engine(tokenizer, table, [turn, "42"])
+    ((rollout,),) = engine.generate(prompts, 1, SamplingParams(1.0, 300, (2,)), 5)
+    assert [message["role"] for message in rollout.dialogue.messages] == roles
+
+
 def test_half_a_character_in_a_call_does_not_end_the_run(tokenizer, responders):
     """JSON may escape one half of a surrogate pair, which no tokenizer encodes."""
     table = responders(tools=["calculator"])
