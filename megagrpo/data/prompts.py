@@ -173,9 +173,10 @@ class PromptSource:
         self.lengths, self._fingerprints = lengths, array("q")
         rendered = RenderedPrompts(self._tokenizer, self._template)
         for row in range(len(self._rows)):
-            prompt = self._question(row)
+            values = self._rows[row]
+            prompt = self._question(row, values)
             rendered.see(row, prompt)
-            token_ids = self._token_ids(row, prompt)
+            token_ids = self._token_ids(row, prompt, self._template_kwargs(row, values))
             lengths.append(len(token_ids))
             self._fingerprints.append(hash(token_ids[-self._max_prompt_length :]))
         self.warnings += rendered.warnings(self._key, len(lengths))
@@ -199,12 +200,11 @@ class PromptSource:
 
     def _prompt(self, row: int, position: int | None = None) -> Prompt:
         values = self._rows[row]
-        question = self._question(row)
-        token_ids = self._token_ids(row, question)[-self._max_prompt_length :]
+        question, own = self._question(row, values), self._template_kwargs(row, values)
+        token_ids = self._token_ids(row, question, own)[-self._max_prompt_length :]
         last = {} if isinstance(question, str) else question[-1]
         prefill = str(last["content"]) if last.get("role") == "assistant" else ""
         opened = opened_thought(self._tokenizer.decode_all(token_ids[-TAIL:]), prefill)
-        own = self._template_kwargs(row)
         return Prompt(row, token_ids, question, self._columns(values), place=position, template_kwargs=own, opened=opened)
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
@@ -212,26 +212,25 @@ class PromptSource:
         columns |= {new: _field(values, old) for new, old in self._data.columns.items()}
         return columns | {name: hash_answer(_field(columns, name)) for name in self._data.extract_hash_answer}
 
-    def _question(self, row: int) -> Messages:
+    def _question(self, row: int, values: dict[str, Any]) -> Messages:
         """The prompt of a row. ValueError for a value that is no prompt."""
         column = self._data.prompt_column
         try:
-            return as_prompt(nested(self._rows[row], column), isinstance(self._rows, datasets.Dataset))
+            return as_prompt(nested(values, column), isinstance(self._rows, datasets.Dataset))
         except KeyError:
             raise ValueError(f"{self._key}: row {row} has no `{column}` (data.prompt_column); add it, or remove the row") from None
         except ValueError as error:
             raise ValueError(f"{self._key}: row {row}: column `{column}` {error}") from None
 
-    def _token_ids(self, row: int, prompt: Messages) -> tuple[int, ...]:
-        kwargs = self._template_kwargs(row)
+    def _token_ids(self, row: int, prompt: Messages, kwargs: Mapping[str, Any]) -> tuple[int, ...]:
         token_ids = self._tokenizer.render(prompt, self._data.system_prompt, self._template, self._tools, kwargs)
         if not token_ids:
             raise ValueError(f"{self._key}: row {row}: the prompt has no tokens: {prompt!r}; remove the row")
         return token_ids
 
-    def _template_kwargs(self, row: int) -> dict[str, Any]:
+    def _template_kwargs(self, row: int, values: dict[str, Any]) -> dict[str, Any]:
         """The row's own variables of the chat template. ValueError for variables that the template does not use."""
-        value, said = self._rows[row].get(_TEMPLATE_KWARGS), f"{self._key}: row {row}: column `{_TEMPLATE_KWARGS}`"
+        value, said = values.get(_TEMPLATE_KWARGS), f"{self._key}: row {row}: column `{_TEMPLATE_KWARGS}`"
         if isinstance(value, str):  # a mapping as JSON text, which keeps the types of files with one schema for all rows
             with contextlib.suppress(ValueError):
                 value = json.loads(value)
