@@ -49,13 +49,14 @@ def describe(
     section: DatasetSection,
     data: DataSection,
     source: PromptSource,
-    train: PromptSource | None,
+    num_repeated: int,
+    num_trained_on: int,
     prompt: Prompt,
     tokenizer: Tokenizer,
     config: RunConfig,
     tools: Sequence[dict[str, Any]],
 ) -> SourceTrial:
-    """Return the description of a data set. `prompt` is the one to show; `train` is None for the training set itself."""
+    """Return the description of a data set. `prompt` is the one to show."""
     text = tokenizer.rendered(prompt.messages, data.system_prompt, read_chat_template(data.chat_template), tools, prompt.template_kwargs)
     return SourceTrial(
         key=key,
@@ -67,8 +68,8 @@ def describe(
         num_overlong=source.num_overlong,
         overlong=data.overlong_prompts,
         num_usable=len(source),
-        num_repeated=len(source.repeated()),
-        num_trained_on=0 if train is None else len(train.shared_with(source.all())),
+        num_repeated=num_repeated,
+        num_trained_on=num_trained_on,
         row=prompt.prompt_id,
         num_tokens=len(prompt.token_ids),
         text=str(prompt.messages) if text is None else text,
@@ -76,18 +77,12 @@ def describe(
     )
 
 
-def data_warnings(key: str, source: PromptSource, train: PromptSource | None = None) -> list[str]:
-    """Return the warnings of a data set: its own, and of prompts that are repeated or, in a held-out set, also trained on."""
-    shared = train.shared_with(source.all()) if train is not None else []
-    return [*source.warnings, *repeated_warning(key, source), *shared_warning(key, shared, len(source))]
-
-
-def repeated_warning(key: str, source: PromptSource) -> list[str]:
-    """Return a line when prompts of a data set are equal."""
-    if not (repeated := source.repeated()):
+def repeated_warning(key: str, repeated: Sequence[tuple[int, int]], num_prompts: int) -> list[str]:
+    """Return a line when prompts of a data set are equal. `repeated` are (row, first row)."""
+    if not repeated:
         return []
     row, first = repeated[0]
-    return [f"{key}: {len(repeated)} of {len(source)} prompts repeat an earlier one, first row {row} (as row {first}); remove the rows"]
+    return [f"{key}: {len(repeated)} of {num_prompts} prompts repeat an earlier one, first row {row} (as row {first}); remove the rows"]
 
 
 def shared_warning(key: str, shared: Sequence[tuple[int, int]], num_prompts: int) -> list[str]:

@@ -17,7 +17,7 @@ from megagrpo.families.sources import PACKAGE, resolve_model
 from megagrpo.multi_turn.dialogues import make_dialogues
 from megagrpo.plan import plan
 from megagrpo.records.sinks.trackers import check_trackers
-from megagrpo.trainer.data_trial import TRAIN, SourceTrial, data_warnings, describe, sections
+from megagrpo.trainer.data_trial import TRAIN, SourceTrial, describe, repeated_warning, sections, shared_warning
 from megagrpo.trainer.gold_trial import ROWS, RewardTrial
 from megagrpo.trainer.reward_trial import reward_warnings, try_rewards
 from megagrpo.types import Prompt
@@ -86,8 +86,11 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
             with result.collecting():
                 source = PromptSource(section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, key, tools)
                 (first,) = source.peek(1)
-                result.sources.append(describe(key, section, data, source, train, first, tokenizer, config, tools))
-                result.warnings += data_warnings(key, source, train)
+                repeated, shared = source.repeated(), train.shared_with(source.all()) if train else []
+                found = describe(key, section, data, source, len(repeated), len(shared), first, tokenizer, config, tools)
+                result.sources.append(found)
+                result.warnings += [*source.warnings, *repeated_warning(key, repeated, len(source))]
+                result.warnings += shared_warning(key, shared, len(source))
                 sets[key] = source.sample(rows), getattr(section, "max_completion_length", config.rollout.max_completion_length)
                 if key == TRAIN:
                     train = source

@@ -68,7 +68,7 @@ def start_warnings(
 
     Golds are tried for a few seconds, and only if all functions are built-in and repeatable: a call of another function may have effects.
     """
-    lines = [*train.warnings, *repeated_warning(TRAIN, train)]
+    lines = [*train.warnings, *repeated_warning(TRAIN, train.repeated(), len(train))]
     for one in held_out:
         lines += [*one.warnings, *shared_warning(one.key, train.shared_with(one.prompts), len(one.prompts))]
     prompts = train.sample(ROWS)
