@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
@@ -83,16 +83,10 @@ class Scoring:
         chosen = [self._rollouts[i] for i in part]
         columns = {name for r in chosen for name in r.prompt.columns}
         arguments: dict[str, Any] = {name: [r.prompt.columns.get(name) for r in chosen] for name in columns}
-        arguments |= self._common | {
-            "prompts": [r.prompt.messages for r in chosen],
-            "completions": [_completion(r) for r in chosen],
-            "completion_ids": [_own_ids(r) for r in chosen],
-            "finish_reason": [r.finish_reason for r in chosen],
-            "prefixes": [r.prompt.opened for r in chosen],
-            "is_truncated": [r.finish_reason == "length" for r in chosen],
-        }
-        # What the function does not take is not sent: the ids of a long response take more time than its text.
-        arguments = {name: values for name, values in arguments.items() if name == "completions" or function.takes(name)}
+        arguments = {name: values for name, values in (arguments | self._common).items() if function.takes(name)}
+        # What the function does not take is not made: the ids of a long response take more time than its text.
+        made = {name: make for name, make in _PER_ROLLOUT.items() if name == "completions" or function.takes(name)}
+        arguments |= {name: [make(r) for r in chosen] for name, make in made.items()}
         return Call(function.target, function.args, "score", arguments, function.deadline(len(part)), function.lane, tag=tag)
 
     def done(self, call: Call, outcome: Outcome) -> list[Call]:
@@ -290,3 +284,13 @@ def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:
     if isinstance(rollout.prompt.messages, str):
         return rollout.text if messages is None else next(m["content"] for m in reversed(messages) if m["role"] == "assistant")
     return messages or [{"role": "assistant", "content": rollout.text}]
+
+
+_PER_ROLLOUT: dict[str, Callable[[Rollout], Any]] = {  # arguments of a reward function, one value per rollout
+    "prompts": lambda rollout: rollout.prompt.messages,
+    "completions": _completion,
+    "completion_ids": _own_ids,
+    "finish_reason": lambda rollout: rollout.finish_reason,
+    "prefixes": lambda rollout: rollout.prompt.opened,
+    "is_truncated": lambda rollout: rollout.finish_reason == "length",
+}
