@@ -48,29 +48,21 @@ def final_answer(text: str, prefix: str = "") -> str | None:
     It is, after the thought: the content of the last <answer>, in it or without it the last \boxed{...}, or else what follows the last
     "####", "the answer is" or "Answer:", or else the response if it is one line. An open thought and an open box have no answer.
     """
-    after = after_thought(text, prefix)
-    if after is None:
-        return None
-    tagged = _last_tag(after)
-    inside = after if tagged is None else tagged
-    if _BOX.search(inside):
-        return last_box(inside)
+    inside, marked = _marked_part(text, prefix)
+    if inside is None or marked == "box":
+        return inside
     if (stated := _stated(inside)) is not None:
         return stated
     whole = inside.strip()
-    return (whole or None) if tagged is not None or ("\n" not in whole and len(whole) <= _LONGEST) else None
+    return (whole or None) if marked or ("\n" not in whole and len(whole) <= _LONGEST) else None
 
 
 def number_part(text: str, prefix: str = "") -> str | None:
     """Return the part of a response in which the last number is its answer: as `final_answer`, but without a tag or box it is all that
     follows the thought, or the number alone after the last "####"."""
-    after = after_thought(text, prefix)
-    if after is None:
-        return None
-    tagged = _last_tag(after)
-    inside = after if tagged is None else tagged
-    if _BOX.search(inside):
-        return last_box(inside)
+    inside, marked = _marked_part(text, prefix)
+    if inside is None or marked == "box":
+        return inside
     _, mark, rest = inside.rpartition("####")
     line = rest.partition("\n")[0]
     return line if mark and is_plain(line) else inside
@@ -84,6 +76,19 @@ def after_thought(text: str, prefix: str = "") -> str | None:
     if opened > closed:
         return None
     return text.rpartition("</think>")[2]
+
+
+def _marked_part(text: str, prefix: str) -> tuple[str | None, str]:
+    """Return the part of a response after the thought that holds the answer, and its mark: "box", "tag", or "" for all of it. The part is
+    None if the thought or the last box is not closed."""
+    after = after_thought(text, prefix)
+    if after is None:
+        return None, ""
+    tagged = _last_tag(after)
+    inside = after if tagged is None else tagged
+    if _BOX.search(inside):
+        return last_box(inside), "box"
+    return inside, "" if tagged is None else "tag"
 
 
 def _last_tag(text: str) -> str | None:
