@@ -44,14 +44,6 @@ VALUE = st.recursive(TEXT | NUMBER, lambda inner: st.lists(inner, max_size=3) | 
 ROWS = st.lists(st.fixed_dictionaries({"prompt": TEXT, "answer": VALUE, "a column.of é": VALUE}), min_size=1, max_size=4)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    patch = pytest.MonkeyPatch()
-    patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-    yield
-    patch.undo()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("formats")

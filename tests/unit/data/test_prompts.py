@@ -22,15 +22,6 @@ ADDITION = Path(__file__).parents[3] / "configs" / "data"
 ROWS = [{"prompt": f"What is {n} + {n}?", "answer": str(2 * n), "level": n} for n in range(10)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    """Use another cache folder than the user's."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-    yield
-    patch.undo()
-
-
 @pytest.fixture(scope="module")
 def tokenizer():
     """One token per character; its template writes [system|]user>."""

@@ -2,7 +2,6 @@
 
 import json
 
-import datasets
 import pytest
 
 from megagrpo.config import DatasetSection
@@ -14,11 +13,6 @@ ROWS = [
     {"prompt": "b", "answer": 0.1, "day": "", "at": None, "mixed": "1", "info": {"b": [1, "x", None]}, "list": [1, "a", {"c": 1}]},
     {"prompt": "c", "answer": True, "day": "é\u2028\x85", "at": "x", "mixed": 1.5, "info": {}, "list": [[1], []]},
 ]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def read(file, **section):
