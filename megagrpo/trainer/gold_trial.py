@@ -116,7 +116,7 @@ class FunctionTrial:
         wrong = [wrong_answers(texts, i, 1 if golds and golds.holds_programs else WRONG) for i in range(len(texts))]
         rows = [_Row(*row) for row in zip(prompts, texts, wrong, strict=True)]
         self.weight = self._scorer.weights[name]
-        self.rows: list[_Row] = []  # those that were tried
+        self.rows: list[_Row] = []  # the rows that were tried
         self.failure = ""
         self._seen: set[float | None] = set()
         self._seconds, self._responses = 0.0, 0

@@ -116,7 +116,7 @@ def program_of(text: str, names: Set[str] = frozenset(), prefix: str = "", conte
     """Return the program of a response; None without one. `names` are the names that the tests call, empty for input and output.
 
     The candidates are the Python blocks that parse: fenced blocks without a language or with Python's, and the whole text without any
-    fence. The program is the last of those that define the most of `names`. Without `names` it is the last block that calls something and
+    fence. The program is the last candidate that defines the most of `names`. Without `names` it is the last block that calls something and
     binds all names that it uses, else the last candidate. A block that defines nothing of `names` may continue `context`, code that ends
     in a function without its body.
     """

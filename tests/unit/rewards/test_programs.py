@@ -139,7 +139,7 @@ def test_one_rule_says_which_block_is_the_program(response, names, program):
     assert program_of(response, frozenset(names.split()), "", STUB if names else "") == program
 
 
-def test_a_thought_that_the_chat_template_opens_and_nobody_closes_has_no_program():
+def test_a_thought_that_the_chat_template_opens_and_the_response_does_not_close_has_no_program():
     assert program_of("print(1)", prefix="<think>\n") is None and program_of("x</think>print(1)", prefix="<think>\n") == "print(1)"
 
 
