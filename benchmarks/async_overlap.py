@@ -22,11 +22,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from megagrpo import device
 from megagrpo.config import load_config
-from megagrpo.families.sources import resolve_model
-from megagrpo.process.variables import OPENMP, TOKEN_VARIABLE
-from megagrpo.servers.serving import make_launcher, name_of
+from megagrpo.engine.servers.serving import make_launcher, name_of
+from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.platform import device
+from megagrpo.platform.process.variable_names import OPENMP, TOKEN_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

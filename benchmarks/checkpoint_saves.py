@@ -20,10 +20,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from megagrpo.bridge.checksums import verify_others, verify_tensors
 from megagrpo.config import RunConfig
-from megagrpo.families.config import parse_hf_config
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.file_checksums import verify_others, verify_tensors
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainState

@@ -31,16 +31,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from megagrpo.process.variables import OPENMP
+from megagrpo.platform.process.variable_names import OPENMP
 
 os.environ |= OPENMP | os.environ  # read once, when torch is imported
 
 import torch
 from torch import Tensor
 
-from megagrpo import device
 from megagrpo.config import ParallelSection
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 
 Gradients = tuple[Tensor, ...]  # of hidden states and of the head's weight

@@ -26,18 +26,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megagrpo import device
-from megagrpo.bridge import sharded_write
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.families.config import HfConfig, parse_hf_config
-from megagrpo.parallel.layout import init_layout
-from megagrpo.parallel.spawn import run_ranks
-from megagrpo.plan.host import host_memory
-from megagrpo.plan.memory import GIB, trainer_memory
+from megagrpo.models.bridge import sharded_write
+from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.platform.parallel.spawn import run_ranks
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.proof.plan.host_memory import host_memory
+from megagrpo.proof.plan.planned_memory import GIB, trainer_memory
 from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.trainer.offload import Offload
+from megagrpo.trainer.state_offload import Offload
 from megagrpo.types import LossInputs, LossOutput, TrainSample, TrainState
 
 MIB = 2**20

@@ -19,11 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megagrpo.config import RunConfig, load_config
-from megagrpo.families.config import parse_hf_config
-from megagrpo.plan.gpus import GPUS
-from megagrpo.plan.memory import GIB, stage_memory
-from megagrpo.plan.times import step_times
-from megagrpo.plan.workload import Lengths
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.proof.plan.gpu_specs import GPUS
+from megagrpo.proof.plan.planned_memory import GIB, stage_memory
+from megagrpo.proof.plan.times import step_times
+from megagrpo.proof.plan.workload import Lengths
 
 REPOSITORY = Path(__file__).parents[1]
 TOKENS, SEQUENCES = 8192, 16

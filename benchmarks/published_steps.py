@@ -22,12 +22,12 @@ from pathlib import Path
 from statistics import median
 
 from megagrpo.config import RunConfig, load_config
-from megagrpo.families.config import HfConfig, nearly_even, parse_hf_config
-from megagrpo.plan.gpus import GPUS
-from megagrpo.plan.links import Links
-from megagrpo.plan.shapes import num_parameters
-from megagrpo.plan.times import StepTimes, step_times
-from megagrpo.plan.workload import Lengths
+from megagrpo.models.families.hf_config import HfConfig, nearly_even, parse_hf_config
+from megagrpo.proof.plan.gpu_specs import GPUS
+from megagrpo.proof.plan.link_speeds import Links
+from megagrpo.proof.plan.shapes import num_parameters
+from megagrpo.proof.plan.times import StepTimes, step_times
+from megagrpo.proof.plan.workload import Lengths
 
 REPOSITORY = Path(__file__).parents[1]
 PROMPT = 150
@@ -157,8 +157,8 @@ def predicted(row: Row) -> StepTimes:
 
 def traced(row: Row) -> StepTimes:
     """Like `predicted`, with the seconds of log-probs and train step of a trace. Imports torch."""
-    from megagrpo.plan.roofline import roofline
-    from megagrpo.plan.tracing.step import trace_step
+    from megagrpo.proof.plan.roofline import roofline
+    from megagrpo.proof.plan.tracing.traced_step import trace_step
 
     config, model, lengths = setting(row)
     rank = row.gpus - row.gpus // config.parallel.pp  # the first rank of the last stage, which has the LM head

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import partial
 
 from megagrpo.config import RewardFunction, RewardsSection
-from megagrpo.rewards.functions.text import exact_number
+from megagrpo.rewards.functions.text_rewards import exact_number
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 

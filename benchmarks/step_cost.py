@@ -95,7 +95,7 @@ def measure(size: str, tokens: int, dtype: str, threads: int) -> Cost:
     import torch
 
     from benchmarks.train_step import Megagrpo, make_samples
-    from megagrpo import device
+    from megagrpo.platform import device
 
     device.install()
     torch.set_num_threads(threads)
@@ -158,7 +158,7 @@ def main() -> None:
         return
 
     def point(size: str, tokens: int) -> Cost:
-        from megagrpo.process.variables import OPENMP
+        from megagrpo.platform.process.variable_names import OPENMP
 
         command = [sys.executable, __file__, "--dtype", args.dtype, "--threads", str(args.threads), "--point", size, str(tokens)]
         threads = OPENMP | {"OMP_NUM_THREADS": str(args.threads)}

@@ -27,7 +27,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from megagrpo.process.variables import OPENMP
+from megagrpo.platform.process.variable_names import OPENMP
 
 os.environ |= OPENMP | os.environ  # read once, when torch is imported
 
@@ -35,11 +35,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from megagrpo import device
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import PackingRules, assign, pack
-from megagrpo.families.config import parse_hf_config
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.types import LossInputs, LossOutput, TrainSample
 

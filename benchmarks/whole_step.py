@@ -25,7 +25,7 @@ from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
-from megagrpo.process.variables import OPENMP
+from megagrpo.platform.process.variable_names import OPENMP
 
 HERE = Path(__file__).resolve()
 QUICKSTART = HERE.parents[1] / "configs" / "quickstart.yaml"
@@ -53,7 +53,7 @@ def cpu_seconds() -> float:
 def run_megagrpo(args: argparse.Namespace) -> list[Step]:
     from megagrpo.config import load_config
     from megagrpo.engine import client
-    from megagrpo.parallel.layout import init_layout
+    from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.trainer.wiring import build
 
     config = load_config(
@@ -101,7 +101,7 @@ def run_trl(args: argparse.Namespace) -> list[Step]:
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from megagrpo.families.sources import resolve_model
+    from megagrpo.models.families.weight_sources import resolve_model
 
     steps: list[Step] = []
     seconds: dict[str, float] = defaultdict(float)

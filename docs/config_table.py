@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from megagrpo.config import RunConfig, render_help
-from megagrpo.config.schema import schema_text
+from megagrpo.config.json_schema import schema_text
 
 PAGE = Path(__file__).with_name("config.md")
 FOLDER = Path(__file__).with_name("config")

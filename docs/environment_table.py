@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megagrpo.process.environment import TABLE
+from megagrpo.platform.process.environment import TABLE
 
 PAGE = Path(__file__).with_name("environment.md")
 BEGIN, END = "<!-- the table of variables begins -->", "<!-- the table of variables ends -->"

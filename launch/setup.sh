@@ -19,7 +19,7 @@ KIND=${KIND:-$(nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)}
 
 # The stamp holds kind, hash and the word dev. An environment for the tests can also train.
 STAMP=.venv/.megagrpo-setup
-WANTED="$KIND $(cat pyproject.toml setup.py "megagrpo/install/constraints-$KIND.txt" launch/setup.sh | sha256sum | cut -c1-16)"
+WANTED="$KIND $(cat pyproject.toml setup.py "megagrpo/platform/install/constraints-$KIND.txt" launch/setup.sh | sha256sum | cut -c1-16)"
 DONE=$(cat "$STAMP" 2>/dev/null || true)
 if [ "$DONE" = "$WANTED dev" ] || [ "$DONE" = "$WANTED $DEV" ]; then
   echo "setup: .venv is up to date ($KIND)"

@@ -6,45 +6,43 @@ Importing this package takes milliseconds: each public name is imported when it 
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megagrpo.api.checks import Evaluation as Evaluation
-    from megagrpo.api.checks import Verification as Verification
-    from megagrpo.api.checks import evaluate as evaluate
-    from megagrpo.api.checks import plan as plan
-    from megagrpo.api.checks import verify as verify
-    from megagrpo.api.errors import CommandFailed as CommandFailed
-    from megagrpo.api.errors import TrainingFailed as TrainingFailed
-    from megagrpo.api.run import Run as Run
-    from megagrpo.api.run import load_run as load_run
-    from megagrpo.api.training import train as train
+    from megagrpo.commands.api.api_checks import Evaluation as Evaluation
+    from megagrpo.commands.api.api_checks import Verification as Verification
+    from megagrpo.commands.api.api_checks import evaluate as evaluate
+    from megagrpo.commands.api.api_checks import plan as plan
+    from megagrpo.commands.api.api_checks import verify as verify
+    from megagrpo.commands.api.errors import CommandFailed as CommandFailed
+    from megagrpo.commands.api.errors import TrainingFailed as TrainingFailed
+    from megagrpo.commands.api.run_handle import Run as Run
+    from megagrpo.commands.api.run_handle import load_run as load_run
+    from megagrpo.commands.api.train_call import train as train
     from megagrpo.config import ConfigError as ConfigError
     from megagrpo.config import Problem as Problem
     from megagrpo.config import RunConfig as RunConfig
     from megagrpo.config import load_config as load_config
-    from megagrpo.hub.upload import PushError as PushError
+    from megagrpo.models.hub.upload import PushError as PushError
 
     __version__: str
 
 _HOMES = {
-    "train": "megagrpo.api.training",
-    "Run": "megagrpo.api.run",
-    "load_run": "megagrpo.api.run",
-    "plan": "megagrpo.api.checks",
-    "verify": "megagrpo.api.checks",
-    "Verification": "megagrpo.api.checks",
-    "evaluate": "megagrpo.api.checks",
-    "Evaluation": "megagrpo.api.checks",
-    "TrainingFailed": "megagrpo.api.errors",
-    "CommandFailed": "megagrpo.api.errors",
+    "train": "megagrpo.commands.api.train_call",
+    "Run": "megagrpo.commands.api.run_handle",
+    "load_run": "megagrpo.commands.api.run_handle",
+    "plan": "megagrpo.commands.api.api_checks",
+    "verify": "megagrpo.commands.api.api_checks",
+    "Verification": "megagrpo.commands.api.api_checks",
+    "evaluate": "megagrpo.commands.api.api_checks",
+    "Evaluation": "megagrpo.commands.api.api_checks",
+    "TrainingFailed": "megagrpo.commands.api.errors",
+    "CommandFailed": "megagrpo.commands.api.errors",
     "RunConfig": "megagrpo.config",
     "load_config": "megagrpo.config",
     "ConfigError": "megagrpo.config",
     "Problem": "megagrpo.config",
-    "PushError": "megagrpo.hub.upload",
+    "PushError": "megagrpo.models.hub.upload",
 }  # public name -> module that defines it
 
 __all__ = [
@@ -67,36 +65,19 @@ __all__ = [
 ]
 
 
-class _Package(ModuleType):
-    """This package as a module whose public names are imported at first use.
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
 
-    Two public functions, `plan` and `verify`, have the name of a subpackage. Python sets the attribute to the subpackage when that is
-    imported; here it stays the function.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "__version__":
-            from importlib.metadata import PackageNotFoundError, version
-
-            try:
-                return version("megagrpo")
-            except PackageNotFoundError:  # a clone that is not installed
-                return "unknown"
-        if name not in _HOMES:
-            raise AttributeError(f"module 'megagrpo' has no attribute {name!r}")
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        setattr(self, name, value)
-        return value
-
-    def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return importlib.import_module, ("megagrpo",)  # a notebook's function that names this package is pickled with it
-
-    def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *__all__})
+        try:
+            return version("megagrpo")
+        except PackageNotFoundError:  # a clone that is not installed
+            return "unknown"
+    if name not in _HOMES:
+        raise AttributeError(f"module 'megagrpo' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+    return value
 
 
-sys.modules[__name__].__class__ = _Package
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

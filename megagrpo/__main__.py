@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 if __name__ == "__main__":  # before slow imports: a torchrun that is killed while ranks import leaves no rank
-    from megagrpo.process.parent_death import end_with_torchrun
+    from megagrpo.platform.process.parent_death import end_with_torchrun
 
     end_with_torchrun()
 
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 from megagrpo.commands.parser import parse
 from megagrpo.config import ConfigError
-from megagrpo.process.environment import EnvironmentRefused, settle
-from megagrpo.process.scratch import temporary_files
-from megagrpo.process.terminal import LogLevelError, OutputError, hide_bars_of_libraries, log_to_stderr, warn, write_output
-from megagrpo.process.variables import RENDEZVOUS_VARIABLE
+from megagrpo.platform.process.environment import EnvironmentRefused, settle
+from megagrpo.platform.process.scratch import temporary_files
+from megagrpo.platform.process.terminal import LogLevelError, OutputError, hide_bars_of_libraries, log_to_stderr, warn, write_output
+from megagrpo.platform.process.variable_names import RENDEZVOUS_VARIABLE
 
 CLOSED_PIPE = 141  # exit code, as of a program that SIGPIPE ends
 DOCTOR = "doctor"  # shows the environment of the shell, and writes no file

@@ -27,10 +27,10 @@ from typing import Any
 
 from benchmarks.gpu.setting import ROOT
 from megagrpo.commands.doctor import lines
-from megagrpo.doctor.checkup import check_up
-from megagrpo.doctor.machine import Finding, Machine
-from megagrpo.doctor.needs import Needs
-from megagrpo.doctor.report import report, write_report
+from megagrpo.platform.doctor.checkup import check_up
+from megagrpo.platform.doctor.doctor_report import report, write_report
+from megagrpo.platform.doctor.machine import Finding, Machine
+from megagrpo.platform.doctor.needs import Needs
 
 MINUTES = 25.0
 GRACE_SECONDS = 15.0  # between SIGTERM and SIGKILL, for servers to end

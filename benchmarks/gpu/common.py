@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megagrpo import device
+from megagrpo.platform import device
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import common
-from megagrpo import device
+from megagrpo.platform import device
 from megagrpo.policy.lm_head import fused_logprobs
 from megagrpo.policy.lm_head.fp8 import FP8_BLOCK, in_fp8
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs

@@ -10,18 +10,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from megagrpo import device
-from megagrpo.bridge.families import blocks
 from megagrpo.config import RunConfig, weight_path
 from megagrpo.engine.client import VllmEngine
-from megagrpo.families.config import HfConfig, load_hf_config
-from megagrpo.parallel.layout import Layout, init_layout
+from megagrpo.engine.servers.serving import make_launcher, name_of, servers_sleep
+from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.families.hf_config import HfConfig, load_hf_config
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.servers.serving import make_launcher, name_of, servers_sleep
+from megagrpo.sync.trainer_side.sync import SyncReport, WeightSync, make_transport
 from megagrpo.trainer.gpu_turns import SyncHandover
-from megagrpo.trainer.offload import NoOffload, Offload
-from megagrpo.weight_sync.sync import SyncReport, WeightSync, make_transport
+from megagrpo.trainer.state_offload import NoOffload, Offload
 
 
 @dataclass

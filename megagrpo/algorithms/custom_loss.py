@@ -11,7 +11,7 @@ from torch import Tensor
 from megagrpo.algorithms.policy_losses import PolicyTerm, Tokens
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import AlgorithmSection, Problem, ProblemError
-from megagrpo.process import user_code
+from megagrpo.platform.process import user_code
 
 KEY = "algorithm.loss_type"
 TAKES = "a loss takes (tokens, algorithm) and returns one number per token, [T] (docs/losses.md)"

@@ -1,6 +1,6 @@
 """The policy terms of the losses, per token: minimised, advantages and ratios in, no averaging.
 
-Every term takes `Tokens` and the `algorithm` section and returns [T] with gradient in the policy's log-probs. `config/losses.py` names the
+Every term takes `Tokens` and the `algorithm` section and returns [T] with gradient in the policy's log-probs. `config/loss_table.py` names the
 term of each loss; how tokens are averaged is in `reductions`. Formulas are those of the papers named, as TRL 1.16 and ms-swift 4.6 compute
 them.
 """

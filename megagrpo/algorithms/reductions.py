@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.algorithms.sequences import Sequences
-from megagrpo.config.losses import Average
+from megagrpo.config.loss_table import Average
 from megagrpo.types import TrainBatch
 
 

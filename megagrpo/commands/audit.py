@@ -12,9 +12,9 @@ import argparse
 import json
 from pathlib import Path
 
-from megagrpo.audit.tolerances import TOLERANCES
-from megagrpo.process.imports import without_garbage_collection
-from megagrpo.process.terminal import show
+from megagrpo.platform.process.imports import without_garbage_collection
+from megagrpo.platform.process.terminal import show
+from megagrpo.proof.audit.tolerances import TOLERANCES
 
 EPILOG = """Tolerances by the run's precision, times the number itself where that is above 1 (log-probs, entropy, KL in nats; the loss
 relative to its tokens' mean absolute value; the gradient's norm relative; `tensor`: the gradient of one tensor). Tokens, masks and
@@ -40,9 +40,9 @@ def run(options: argparse.Namespace) -> int:
     with without_garbage_collection():
         from transformers.utils.logging import disable_progress_bar
 
-        from megagrpo.audit.checks import check_step
-        from megagrpo.audit.report import as_json, as_text
-        from megagrpo.audit.saved import load_step
+        from megagrpo.proof.audit.audit_checks import check_step
+        from megagrpo.proof.audit.audit_report import as_json, as_text
+        from megagrpo.proof.audit.saved import load_step
     disable_progress_bar()
     step = load_step(options.folder, options.step, options.model)
     checks = list(check_step(step))

@@ -22,9 +22,9 @@ from megagrpo.commands.launch import WITH_RANKS
 from megagrpo.commands.parser import build
 from megagrpo.config import RunConfig
 from megagrpo.config.io import CLUSTERS, SHIPPED, fields, section_of, shipped_configs, shipped_names
-from megagrpo.install.requirements import choosable
-from megagrpo.plan.gpus import GPUS
-from megagrpo.process.terminal import show
+from megagrpo.platform.install.requirements import choosable
+from megagrpo.platform.process.terminal import show
+from megagrpo.proof.plan.gpu_specs import GPUS
 
 # What an argument takes, by its metavar; a kind is a function of `PROGRAM`. Others take a file if their type is Path, and else any text.
 KINDS = {

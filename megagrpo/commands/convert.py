@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from megagrpo.commands.layout_arguments import add_layout_arguments, run_in_layout
 
 if TYPE_CHECKING:
-    from megagrpo.parallel.layout import Layout
+    from megagrpo.platform.parallel.layout import Layout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,8 @@ def run(options: argparse.Namespace) -> int:
     """Convert, and return the exit code."""
 
     def action(layout: Layout) -> None:
-        from megagrpo.bridge.convert import import_hf
-        from megagrpo.records.progress import conversion_progress
+        from megagrpo.models.bridge.conversion import import_hf
+        from megagrpo.records.progress_bars import conversion_progress
 
         import_hf(options.model, options.out, layout, conversion_progress(layout.world_rank))
 

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megagrpo.commands.config_arguments import EPILOG, config_path, overrides
-from megagrpo.process.terminal import show, warn, wrapped
+from megagrpo.platform.process.terminal import show, warn, wrapped
 
 if TYPE_CHECKING:
-    from megagrpo.doctor.machine import Finding
-    from megagrpo.doctor.needs import Needs
+    from megagrpo.platform.doctor.machine import Finding
+    from megagrpo.platform.doctor.needs import Needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings, and return the exit code. Raises ConfigError for a wrong config."""
-    from megagrpo.doctor.checkup import check_up, is_gpu_machine
-    from megagrpo.doctor.machine import Machine
-    from megagrpo.doctor.report import report, write_report
+    from megagrpo.platform.doctor.checkup import check_up, is_gpu_machine
+    from megagrpo.platform.doctor.doctor_report import report, write_report
+    from megagrpo.platform.doctor.machine import Machine
 
     machine = Machine()
     needs = _needs(options, is_gpu_machine(machine))
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
 def _needs(options: argparse.Namespace, gpu: bool) -> Needs:
     from megagrpo.commands.plan import split_sizes
     from megagrpo.config import ConfigError, load_config
-    from megagrpo.doctor.needs import Needs, needs_of
+    from megagrpo.platform.doctor.needs import Needs, needs_of
 
     if options.config is None:
         return Needs()

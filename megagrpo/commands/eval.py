@@ -13,8 +13,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megagrpo.commands.config_arguments import add_config, config_path, load
-from megagrpo.process.imports import without_garbage_collection
-from megagrpo.process.terminal import show
+from megagrpo.platform.process.imports import without_garbage_collection
+from megagrpo.platform.process.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +29,8 @@ def run(options: argparse.Namespace) -> int:
     """Print a table of the sets, and return the exit code. Raises ConfigError for mistakes in the config or the options."""
     config, checkpoint, adapter = load(options), options.checkpoint, options.adapter
     with without_garbage_collection():
-        from megagrpo.evaluation import offline
-        from megagrpo.servers.serving import exit_code
+        from megagrpo.engine.servers.serving import exit_code
+        from megagrpo.trainer.evaluation import offline
 
     def command() -> None:
         with ExitStack() as resources:

@@ -23,7 +23,7 @@ from megagrpo.commands.export_arguments import AUTO, add_export_arguments, chose
 from megagrpo.commands.layout_arguments import add_layout_arguments
 
 if TYPE_CHECKING:
-    from megagrpo.parallel.layout import Layout
+    from megagrpo.platform.parallel.layout import Layout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,11 +39,11 @@ def run(options: argparse.Namespace) -> int:
     """Export, write the model card, upload with --push, and return the exit code."""
 
     def action(layout: Layout) -> None:
-        from megagrpo.bridge.adapters import CONFIG, base_of, export_adapter
-        from megagrpo.bridge.convert import export_hf
-        from megagrpo.hub.card import write_card
-        from megagrpo.parallel.agree import run_and_agree
-        from megagrpo.records.progress import conversion_progress
+        from megagrpo.models.bridge.adapter_files import CONFIG, base_of, export_adapter
+        from megagrpo.models.bridge.conversion import export_hf
+        from megagrpo.models.hub.card import write_card
+        from megagrpo.platform.parallel.agree import run_and_agree
+        from megagrpo.records.progress_bars import conversion_progress
         from megagrpo.records.run_files import why_no_checkpoint
 
         is_adapter = (options.checkpoint / CONFIG).is_file()

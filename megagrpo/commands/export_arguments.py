@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from megagrpo.commands.layout_arguments import run_in_layout
 from megagrpo.config import ConfigError
-from megagrpo.process.terminal import show, warn
+from megagrpo.platform.process.terminal import show, warn
 
 if TYPE_CHECKING:
     import torch
 
-    from megagrpo.bridge.hf_files import Rounded
-    from megagrpo.parallel.layout import Layout
+    from megagrpo.models.bridge.hf_files import Rounded
+    from megagrpo.platform.parallel.layout import Layout
 
 AUTO = "auto"
 DTYPES = (AUTO, "float32", "bfloat16", "float16")
@@ -39,7 +39,7 @@ def chosen_dtype(options: argparse.Namespace) -> torch.dtype | None:
 
 def say_rounded(options: argparse.Namespace, rounded: Rounded) -> None:
     """Print a line when values have been rounded."""
-    from megagrpo.bridge.hf_files import rounding
+    from megagrpo.models.bridge.hf_files import rounding
 
     if line := rounding(rounded, "the start model's dtype" if options.dtype == AUTO else "--dtype"):
         warn(f"{options.out.name}: {line}")
@@ -52,7 +52,7 @@ def check_push_arguments(options: argparse.Namespace) -> None:
         if alone:
             raise ConfigError(f"{alone[0]}: has no effect without --push; add --push OWNER/NAME")
         return
-    from megagrpo.hub.upload import PushError, check_repo
+    from megagrpo.models.hub.upload import PushError, check_repo
 
     try:
         check_repo(options.push)
@@ -78,7 +78,7 @@ def push_export(options: argparse.Namespace) -> int:
     """Upload `options.out` with --push, on one rank. Returns exit code 0, or 2 after an error; the folder is kept."""
     if options.push is None:
         return 0
-    from megagrpo.hub.upload import PushError, push
+    from megagrpo.models.hub.upload import PushError, push
 
     try:
         show(f"pushed to {push(options.out, options.push, options.private, options.revision)}")

@@ -18,7 +18,7 @@ from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.config.io import SHIPPED, shipped_config
-from megagrpo.process.imports import without_garbage_collection
+from megagrpo.platform.process.imports import without_garbage_collection
 
 RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (  # option, test of its value, rule
     ("temperature", lambda value: value >= 0, "0 (greedy) or more"),
@@ -52,8 +52,8 @@ def run(options: argparse.Namespace) -> int:
     """Answer, and return the exit code. Raises ConfigError for wrong options or a wrong config."""
     check(options)
     with without_garbage_collection():
-        from megagrpo.evaluation.chat import answer
-        from megagrpo.servers.serving import exit_code
+        from megagrpo.engine.servers.serving import exit_code
+        from megagrpo.trainer.evaluation.chat import answer
     return exit_code(lambda: answer(options), "generation")
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from megagrpo.config import ConfigError, RunSection
-from megagrpo.config.schema import schema_text
-from megagrpo.process.terminal import show
+from megagrpo.config.json_schema import schema_text
+from megagrpo.platform.process.terminal import show
 
 RUN = """\
 # yaml-language-server: $schema=schema.json

@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megagrpo.commands.layout_arguments import hide_gpus
-from megagrpo.process.imports import without_garbage_collection
-from megagrpo.process.terminal import show, warn
+from megagrpo.platform.process.imports import without_garbage_collection
+from megagrpo.platform.process.terminal import show, warn
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,9 +16,18 @@ import shlex
 import subprocess
 import sys
 
-from megagrpo.install.requirements import InstallError, choosable
-from megagrpo.install.steps import HEADERS, Choice, check_compiler, check_libraries, choose, find_installer, step_environment, steps
-from megagrpo.process.terminal import show, warn
+from megagrpo.platform.install.requirements import InstallError, choosable
+from megagrpo.platform.install.steps import (
+    HEADERS,
+    Choice,
+    check_compiler,
+    check_libraries,
+    choose,
+    find_installer,
+    step_environment,
+    steps,
+)
+from megagrpo.platform.process.terminal import show, warn
 
 IMPORTS = "import torch, transformers, vllm, megatron.core"
 SHOWN = 5  # lines of a failed import

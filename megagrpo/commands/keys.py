@@ -11,7 +11,7 @@ import argparse
 
 from megagrpo.config import ConfigError, RunConfig, render_help
 from megagrpo.config.io import fields, nearest_key, section_of
-from megagrpo.process.terminal import show
+from megagrpo.platform.process.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

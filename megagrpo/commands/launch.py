@@ -39,7 +39,8 @@ def run(options: argparse.Namespace) -> int:
             os.environ["NPROC"] = str(options.ranks)
             return int(chosen.run(chosen))
         command = ["megagrpo", *command]
-    from megagrpo.launch.local import ONE_NODE, run_ranks, set_thread_environment
+    from megagrpo.platform.launch.job_nodes import ONE_NODE
+    from megagrpo.platform.launch.local import run_ranks, set_thread_environment
 
     set_thread_environment(options.ranks)
     return run_ranks(options.ranks, ONE_NODE, command)

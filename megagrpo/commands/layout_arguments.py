@@ -10,11 +10,11 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megagrpo.process.imports import without_garbage_collection
-from megagrpo.process.terminal import warn
+from megagrpo.platform.process.imports import without_garbage_collection
+from megagrpo.platform.process.terminal import warn
 
 if TYPE_CHECKING:
-    from megagrpo.parallel.layout import Layout
+    from megagrpo.platform.parallel.layout import Layout
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +39,8 @@ def run_in_layout(options: argparse.Namespace, action: Callable[[Layout], None])
     hide_gpus()
     with without_garbage_collection():
         from megagrpo.config import ParallelSection
-        from megagrpo.parallel.agree import RankError
-        from megagrpo.parallel.layout import init_layout
+        from megagrpo.platform.parallel.agree import RankError
+        from megagrpo.platform.parallel.layout import init_layout
 
     layout = None
     try:

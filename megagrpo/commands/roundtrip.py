@@ -20,7 +20,7 @@ from megagrpo.commands.layout_arguments import add_layout_arguments, run_in_layo
 from megagrpo.config import ConfigError
 
 if TYPE_CHECKING:
-    from megagrpo.parallel.layout import Layout
+    from megagrpo.platform.parallel.layout import Layout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
     unchanged: list[bool] = []
 
     def action(layout: Layout) -> None:
-        from megagrpo.bridge.roundtrip import check
+        from megagrpo.models.bridge.roundtrip_check import check
 
         unchanged.append(check(options.model, options.manifest, options.scratch, layout))
 

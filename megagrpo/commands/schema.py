@@ -12,8 +12,8 @@ import argparse
 from pathlib import Path
 
 from megagrpo.config import ConfigError
-from megagrpo.config.schema import schema_text
-from megagrpo.process.terminal import show
+from megagrpo.config.json_schema import schema_text
+from megagrpo.platform.process.terminal import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ import argparse
 from pathlib import Path
 
 from megagrpo.commands.config_arguments import add_config, load
-from megagrpo.process.imports import without_garbage_collection
+from megagrpo.platform.process.imports import without_garbage_collection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +34,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal, and return the exit code. Raises ConfigError when a server does not start."""
-    from megagrpo.servers.serve_inputs import Span, check_inputs, reported_errors
+    from megagrpo.engine.servers.serve_inputs import Span, check_inputs, reported_errors
 
     config, span = load(options), None if options.head is None else Span(options.head, options.node)
     with reported_errors(options.urls):
         inputs = check_inputs(config, span)
         with without_garbage_collection():
-            from megagrpo.servers.remote import serve
+            from megagrpo.engine.servers.remote import serve
         return serve(config, options.urls, options.logs, options.reach, options.first_gpu, inputs)

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 from megagrpo.commands.config_arguments import add_config, add_resume, config_path, load, overrides
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.config.io import SHIPPED
-from megagrpo.process.terminal import warn, write_output
+from megagrpo.platform.process.terminal import warn, write_output
 
 if TYPE_CHECKING:
-    from megagrpo.launch.job import Cluster
+    from megagrpo.platform.launch.job import Cluster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,9 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print or submit the job, and return the exit code. Raises ConfigError for a wrong config, cluster or option."""
-    from megagrpo.launch.job import check_paths, cluster_file, load_cluster, place, shipped_clusters
-    from megagrpo.launch.kubernetes import manifest
-    from megagrpo.launch.slurm import sbatch_script
+    from megagrpo.platform.launch.job import check_paths, cluster_file, load_cluster, place, shipped_clusters
+    from megagrpo.platform.launch.kubernetes import manifest
+    from megagrpo.platform.launch.slurm import sbatch_script
 
     if options.cluster is None:
         raise ConfigError(f"--cluster: required, but missing; name a YAML file, or one of {', '.join(shipped_clusters())}")
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 def check_kind(options: argparse.Namespace, cluster: Cluster) -> None:
     """Raise ConfigError for an option or a key of the cluster that has no effect on its kind, and for a placeholder as image."""
-    from megagrpo.launch.job import cluster_file
+    from megagrpo.platform.launch.job import cluster_file
 
     image = cluster.container.image if cluster.container else ""
     if image.partition("/")[0].endswith(".example"):  # no registry has this suffix (RFC 2606)
@@ -85,8 +85,8 @@ def check_kind(options: argparse.Namespace, cluster: Cluster) -> None:
 
 def check_plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None) -> None:
     """Raise ConfigError when the run cannot start. A model that this host cannot see only gives a warning; the job's plan checks it."""
-    from megagrpo.plan import plan
-    from megagrpo.plan.shapes import UnseenModel
+    from megagrpo.proof.plan import plan
+    from megagrpo.proof.plan.shapes import UnseenModel
 
     package = config.model.path.removeprefix("package:")
     try:

@@ -19,8 +19,8 @@ import os
 
 from megagrpo.commands.config_arguments import add_config, add_resume, config_path, load, overrides
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.process.environment import launched
-from megagrpo.process.imports import without_garbage_collection
+from megagrpo.platform.process.environment import launched
+from megagrpo.platform.process.imports import without_garbage_collection
 from megagrpo.trainer.time_limit import end_of_run
 
 
@@ -36,7 +36,8 @@ def run(options: argparse.Namespace) -> int:
     end_of_run(config.run.time_limit)
     is_rank = launched(os.environ)
     if not is_rank and (ranks := _ranks_to_start(config)) > 1:
-        from megagrpo.launch.local import ONE_NODE, run_ranks
+        from megagrpo.platform.launch.job_nodes import ONE_NODE
+        from megagrpo.platform.launch.local import run_ranks
 
         return run_ranks(ranks, ONE_NODE, ["megagrpo", "train", options.config, *overrides(options)])
     with without_garbage_collection():
@@ -50,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _start_vllm_early(config: RunConfig) -> None:
     """On a machine without a GPU start a process that imports vLLM at the same time as this process imports the trainer."""
-    from megagrpo.launch.local import num_gpus
-    from megagrpo.servers import early_start
+    from megagrpo.engine.servers import early_start
+    from megagrpo.platform.launch.local import num_gpus
 
     if not num_gpus():
         early_start.begin(config)
@@ -60,8 +61,8 @@ def _start_vllm_early(config: RunConfig) -> None:
 def _ranks_to_start(config: RunConfig) -> int:
     """Return the number of ranks to start on this machine, and set the environment of their threads. Raises ConfigError with the problems
     of the plan before any rank starts."""
-    from megagrpo.launch.local import num_ranks, set_connections, set_thread_environment
-    from megagrpo.plan import plan
+    from megagrpo.platform.launch.local import num_ranks, set_connections, set_thread_environment
+    from megagrpo.proof.plan import plan
 
     nodes = config.run.nodes
     if nodes > 1:

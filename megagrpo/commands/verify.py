@@ -17,7 +17,7 @@ from typing import Any
 
 from megagrpo.commands.config_arguments import add_config, config_path, load, overrides
 from megagrpo.config import ConfigError
-from megagrpo.process.imports import without_garbage_collection
+from megagrpo.platform.process.imports import without_garbage_collection
 
 OF_LAYOUTS, OF_PRECISION = ("layout", "ranks", "full"), ("threshold", "tokens", "fix")  # options without and with --precision
 
@@ -46,8 +46,8 @@ def run(options: argparse.Namespace) -> int:
             raise ConfigError(f"--{name}: must be a positive number (got {given[name]})")
     load(options)
     with without_garbage_collection():
-        from megagrpo.verify.layouts import verify_layouts
-        from megagrpo.verify.precision_gate import verify_precision
+        from megagrpo.proof.verify.layouts import verify_layouts
+        from megagrpo.proof.verify.precision_gate import verify_precision
     path, words = config_path(options), overrides(options)
     if options.precision:
         return verify_precision(path, words, json=options.json, **given)

@@ -2,7 +2,7 @@
 
 `load_config(path, overrides)` reads a YAML file, follows its `defaults:` chain, applies dotted overrides (`train.learning_rate=1e-5`) and
 returns a frozen `RunConfig`, or raises one `ConfigError` that lists every problem at once. Importing this module needs pydantic and
-PyYAML only, so a login node can check a run. `megagrpo/plan` checks the rules that need the model's `config.json`.
+PyYAML only, so a login node can check a run. `megagrpo/proof/plan` checks the rules that need the model's `config.json`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pydantic import model_validator
 
 from megagrpo.config import io
 from megagrpo.config.algorithm import AlgorithmSection as AlgorithmSection
+from megagrpo.config.config_rules import cross_field_problems, step_problems
 from megagrpo.config.data import DataSection as DataSection
 from megagrpo.config.data import DatasetSection as DatasetSection
 from megagrpo.config.evaluation import EvaluationSection as EvaluationSection
@@ -29,7 +30,6 @@ from megagrpo.config.multi_turn import MultiTurnSection as MultiTurnSection
 from megagrpo.config.overrides import absolute_override as _absolute
 from megagrpo.config.overrides import override_text as _text
 from megagrpo.config.paths import anchored
-from megagrpo.config.placement import LOOPBACK as LOOPBACK
 from megagrpo.config.placement import weight_path as weight_path
 from megagrpo.config.problems import ConfigError as ConfigError
 from megagrpo.config.problems import Problem as Problem
@@ -37,12 +37,11 @@ from megagrpo.config.problems import ProblemError as ProblemError
 from megagrpo.config.rewards import RewardFunction as RewardFunction
 from megagrpo.config.rewards import RewardsSection as RewardsSection
 from megagrpo.config.rollout import RolloutSection as RolloutSection
-from megagrpo.config.rules import cross_field_problems, step_problems
 from megagrpo.config.run import DebugSection as DebugSection
 from megagrpo.config.run import ProfileSection as ProfileSection
 from megagrpo.config.run import RunSection as RunSection
 from megagrpo.config.section import Section
-from megagrpo.config.train import TrainSection as TrainSection
+from megagrpo.config.training import TrainSection as TrainSection
 
 
 class RunConfig(Section):

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from megagrpo.config.losses import LOSSES, Average, Loss, custom_loss
+from megagrpo.config.loss_table import LOSSES, Average, Loss, custom_loss
 from megagrpo.config.paths import is_user_code
 from megagrpo.config.section import Fraction, NonNegativeFloat, PositiveFloat, PositiveInt, Section, ShownAs
 

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from megagrpo.config.problems import Problem
+from megagrpo.platform.process.loopback import LOOPBACK
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
 Placement = Literal["auto", "colocated", "dedicated", "external"]
 LAST_PORT = 65535
-LOOPBACK = "lo"  # the loopback interface, which other hosts cannot reach
 Transport = Literal["auto", "shared_memory", "p2p", "cuda_ipc"]
 
 

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from megagrpo.config.placement import LOOPBACK, Placement, Transport
+from megagrpo.config.placement import Placement, Transport
 from megagrpo.config.section import Count, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Section, Temperature
+from megagrpo.platform.process.loopback import LOOPBACK
 
 
 def _not_empty(text: str) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
-from megagrpo.config.trackers import MlflowSection, TrackioSection, WandbSection
+from megagrpo.config.tracker_options import MlflowSection, TrackioSection, WandbSection
 
 DEFAULT_STEPS = 100
 

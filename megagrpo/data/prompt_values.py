@@ -9,7 +9,7 @@ import re
 from typing import Any
 
 from megagrpo.data.tokenizer import Messages, Tokenizer
-from megagrpo.process.terminal import one_line
+from megagrpo.platform.process.terminal import one_line
 
 _SHAREGPT = "; these are ShareGPT's names: rename `from` to role, `value` to content, and end with the user's message"
 _LIKE_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|content)["']""")

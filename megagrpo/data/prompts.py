@@ -15,8 +15,8 @@ import datasets
 from megagrpo.config import DataSection, DatasetSection
 from megagrpo.data.chat_templates import TAIL, check_kwargs, opened_thought
 from megagrpo.data.curriculum import Curriculum
+from megagrpo.data.data_sources import load_rows
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
-from megagrpo.data.sources import load_rows
 from megagrpo.data.text_rows import ROWS_FOR_NAMES, column_hint, names_in, nested
 from megagrpo.data.tokenizer import Messages, Tokenizer, read_chat_template
 from megagrpo.types import Prompt

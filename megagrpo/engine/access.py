@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
-from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from megagrpo.platform.process.variable_names import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 GUARD = "megagrpo.engine.access.TokenGuard"  # for vLLM's --middleware
 SHORTEST = 16  # characters of a token

@@ -13,14 +13,14 @@ from typing import Any, Unpack
 
 import httpx
 
-from megagrpo.engine.generation import Choices, Generation, Handlers, Job, gather
+from megagrpo.engine.distribution import Choices, Generation, Handlers, Job, gather
 from megagrpo.engine.http import HEALTH_SECONDS, answers, error_text
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, OnGroup, derive_seed
 from megagrpo.engine.responses import Deadlines, InvalidResponse, is_broken_off, joined, read_choices, rest_of
 from megagrpo.engine.stops import find_ending
 from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.engine.updates import LOOK_SECONDS, UpdateOptions, Updates, adapter_name
-from megagrpo.transfer.manifest import WeightSyncError
+from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS = 3  # failed attempts at a prompt before the error; `_failed` allows this many per server if servers may return

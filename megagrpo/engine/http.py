@@ -16,8 +16,8 @@ import httpx
 from megagrpo.engine.access import headers
 from megagrpo.engine.fleet import Fleet
 from megagrpo.engine.protocol import EngineDeadError
-from megagrpo.process.removal import remove
-from megagrpo.transfer.manifest import WeightSyncError
+from megagrpo.platform.process.removal import remove
+from megagrpo.sync.wire.manifest import WeightSyncError
 
 # shared: each client would otherwise load the certificates again, which takes longer than a request
 CERTIFICATES = httpx.create_ssl_context(trust_env=False)

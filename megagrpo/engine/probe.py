@@ -10,7 +10,7 @@ from megagrpo.engine.access import headers
 from megagrpo.engine.http import CERTIFICATES, error_text
 
 BACKEND = """--weight-transfer-config '{"backend": "megagrpo"}'"""
-VERBS = "--worker-extension-cls megagrpo.rollout.vllm_worker.WorkerVerbs"
+VERBS = "--worker-extension-cls megagrpo.sync.vllm_side.worker_verbs.WorkerVerbs"
 NEEDED = f"{BACKEND} {VERBS}, with megagrpo installed where it runs and VLLM_SERVER_DEV_MODE=1 in its environment"
 
 

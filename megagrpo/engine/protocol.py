@@ -1,6 +1,6 @@
 """The interface between the trainer and an engine: methods and errors.
 
-`VllmEngine` is the engine that ships. `trainer/` and `weight_sync/` call only the methods of `Engine`, so another engine is another class
+`VllmEngine` is the engine that ships. `trainer/` and `sync/` call only the methods of `Engine`, so another engine is another class
 with these methods.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megagrpo.transfer.manifest import Manifest, WeightSyncError
+from megagrpo.sync.wire.manifest import Manifest, WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 

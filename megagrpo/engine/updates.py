@@ -18,7 +18,7 @@ import httpx
 
 from megagrpo.engine.http import HEALTH_SECONDS, ConnectionOptions, NoAnswer, Servers, ServerTimeout, answers
 from megagrpo.engine.protocol import ServerDied, WeightUpdate
-from megagrpo.transfer.manifest import WeightSyncError
+from megagrpo.sync.wire.manifest import WeightSyncError
 
 INITIAL_VERSION = "default"  # vLLM's name for the weights it started with
 LOOK_SECONDS = 0.5  # between two polls of servers that do not respond

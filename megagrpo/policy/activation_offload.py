@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from megagrpo import device
-from megagrpo.device.host_copies import HostCopies
+from megagrpo.platform import device
+from megagrpo.platform.device.host_copies import HostCopies
 from megagrpo.policy.chunks import decoder_of, mix_in
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
-from megagrpo.parallel.layout import Layout
+from megagrpo.platform.parallel.layout import Layout
 
 
 class BalancedRouter(TopKRouter):

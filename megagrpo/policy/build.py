@@ -19,18 +19,18 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megagrpo import device
 from megagrpo.config import ProblemError
-from megagrpo.families import FAMILIES
-from megagrpo.families.config import HfConfig, model_problems, stage_layers
-from megagrpo.families.family import FULL
-from megagrpo.parallel.layout import Layout
+from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family import FULL
+from megagrpo.models.families.hf_config import HfConfig, model_problems, stage_layers
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.embedding import ScaledEmbedding, TokenEmbedding
 from megagrpo.policy.experts import prepare_experts
+from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.megatron_patches import leave_fp8
 from megagrpo.policy.fp8.products import quantise_linears
-from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.specs import LAYERS_PER_BLOCK, layer_pattern, local_spec, transformer_engine_spec
 from megagrpo.policy.transformer_config import fuses_rope, transformer_config
 

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.transformer.transformer_layer import MoETransformerLayer
 from torch import Tensor, nn
 
-from megagrpo.families.config import HfConfig
+from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.policy.balance import BalancedRouter
 from megagrpo.policy.chunks import layers_of
 from megagrpo.policy.expert_groups import BestGroups

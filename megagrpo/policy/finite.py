@@ -11,7 +11,7 @@ import torch
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from megagrpo import device
+from megagrpo.platform import device
 from megagrpo.policy.fp8.tensor import dense
 from megagrpo.types import Metric
 

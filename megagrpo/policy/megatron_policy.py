@@ -13,11 +13,12 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-import megagrpo.device as device
+import megagrpo.platform.device as device
 from megagrpo.config import RunConfig
-from megagrpo.families.config import HfConfig
-from megagrpo.parallel.context import RankBatch, gather_rows
-from megagrpo.parallel.layout import Layout
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform.parallel.context import RankBatch, gather_rows
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.phases import Phases
 from megagrpo.policy.activation_offload import offload_activations
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.balance import counting, set_slopes
@@ -26,12 +27,12 @@ from megagrpo.policy.chunks import config_of
 from megagrpo.policy.embedding import add_gradients_directly
 from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
+from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import forget_unrounded
-from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.lm_head import fused_logprobs
 from megagrpo.policy.lm_head.task import Upstream
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
-from megagrpo.policy.lora import attach_adapters, without_dropout
+from megagrpo.policy.lora_layers import attach_adapters, without_dropout
 from megagrpo.policy.metric_sums import merged, on_host
 from megagrpo.policy.optimizer import (
     build_optimizer,
@@ -43,7 +44,6 @@ from megagrpo.policy.optimizer import (
     wrap_data_parallel,
 )
 from megagrpo.policy.stored import store_weights
-from megagrpo.process.phases import Phases
 from megagrpo.types import LossFn, LossInputs, Metric, MicroBatch, RefHead, TrainBatch, Truncation
 
 

@@ -17,13 +17,13 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.param_layout import FullParamLayout
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-import megagrpo.device as device
+import megagrpo.platform.device as device
 from megagrpo.config import TrainSection
-from megagrpo.device.compact_adam import MOMENTS, CompactAdam
-from megagrpo.parallel.layout import Layout
+from megagrpo.platform.device.compact_adam import MOMENTS, CompactAdam
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.variable_names import KEPT_BYTES
 from megagrpo.policy.chunks import config_of
 from megagrpo.policy.fp8.masters import unrounded
-from megagrpo.process.variables import KEPT_BYTES
 
 # Scale of Muon's updates that makes their root mean square about equal to AdamW's (Moonlight, arXiv 2502.16982).
 MUON_SCALE = 0.2

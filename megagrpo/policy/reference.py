@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch import Tensor
 
-from megagrpo.parallel.layout import Layout
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.fp8.tensor import copied
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state

@@ -30,8 +30,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 
-from megagrpo.families.config import HfConfig
-from megagrpo.policy.attention.latent import LatentAttention
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.policy.attention.latent_attention import LatentAttention
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
 

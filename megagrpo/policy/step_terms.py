@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megagrpo.algorithms.entropy import threshold_of_top
 from megagrpo.algorithms.real import RealTerms, sample_sums
-from megagrpo.parallel.layout import Layout
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.types import TrainBatch
 

@@ -12,12 +12,12 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from torch import Tensor
 
-from megagrpo import device
-from megagrpo.families.config import HfConfig
-from megagrpo.families.family import rope
-from megagrpo.parallel.layout import Layout
+from megagrpo.models.families.family import rope
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16, pad_routing
-from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 

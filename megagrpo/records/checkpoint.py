@@ -25,26 +25,26 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megagrpo import device
-from megagrpo.bridge.adapters import ADAPTER_FILES, save_adapter
-from megagrpo.bridge.checksums import CHECKSUMS, checksums, verify_others, verify_tensors
-from megagrpo.bridge.families import adapter_blocks
-from megagrpo.bridge.hf_files import carry, files_of
-from megagrpo.bridge.megatron_io import HF_FILES, METADATA, check_is_checkpoint, read_state
-from megagrpo.bridge.rng_state import restore_rng, sharded_rng
-from megagrpo.bridge.sharded_write import ShardedWrite
-from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.config import TrainSection
-from megagrpo.families.config import HfConfig, architecture_differences, load_hf_config
-from megagrpo.parallel.agree import RankError, on_first_rank, run_and_agree, run_own_and_agree
-from megagrpo.parallel.layout import Layout
+from megagrpo.models.bridge.adapter_files import ADAPTER_FILES, save_adapter
+from megagrpo.models.bridge.file_checksums import CHECKSUMS, checksums, verify_others, verify_tensors
+from megagrpo.models.bridge.hf_files import carry, files_of
+from megagrpo.models.bridge.megatron_io import HF_FILES, METADATA, check_is_checkpoint, read_state
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks
+from megagrpo.models.bridge.rng_state import restore_rng, sharded_rng
+from megagrpo.models.bridge.sharded_write import ShardedWrite
+from megagrpo.models.bridge.torch_dist import StoredTensors
+from megagrpo.models.families.hf_config import HfConfig, architecture_differences, load_hf_config
+from megagrpo.platform import device
+from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_and_agree, run_own_and_agree
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.removal import remove
 from megagrpo.policy.fp8.scale_state import load_scales, sharded_scales
-from megagrpo.policy.lora import is_adapter
+from megagrpo.policy.lora_layers import is_adapter
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.policy.optimizer import dense_moments
 from megagrpo.policy.reference import Reference
-from megagrpo.process.removal import remove
 from megagrpo.records.run_files import BEST as BEST
 from megagrpo.records.run_files import STATE_FILE as STATE_FILE
 from megagrpo.records.run_files import checkpoints as checkpoints

@@ -14,7 +14,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from megagrpo.config import RunConfig, evaluation_sets
-from megagrpo.process.terminal import one_line, printable, quiets, wrapped, write_output
+from megagrpo.platform.process.terminal import one_line, printable, quiets, wrapped, write_output
 from megagrpo.records.completions import Row, best_and_worst
 from megagrpo.records.screen import MAX_WIDTH, lines_console
 

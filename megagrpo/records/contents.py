@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from megagrpo.bridge.adapters import ADAPTER_FILES, CONFIG, WEIGHTS
-from megagrpo.bridge.load import Checkpoint
-from megagrpo.bridge.megatron_io import HF_FILES, check_is_checkpoint
-from megagrpo.bridge.tensor_files import Entry, TensorFile
-from megagrpo.bridge.torch_dist import StoredTensors
-from megagrpo.families.config import read_raw_config
+from megagrpo.models.bridge.adapter_files import ADAPTER_FILES, CONFIG, WEIGHTS
+from megagrpo.models.bridge.load import Checkpoint
+from megagrpo.models.bridge.megatron_io import HF_FILES, check_is_checkpoint
+from megagrpo.models.bridge.tensor_files import Entry, TensorFile
+from megagrpo.models.bridge.torch_dist import StoredTensors
+from megagrpo.models.families.hf_config import read_raw_config
 from megagrpo.records.checkpoint import STATE_FILE
 
 STATE = "optimizer."  # prefix of the keys of the optimizer's state

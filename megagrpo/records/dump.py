@@ -31,14 +31,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megagrpo.bridge.export import save_hf
-from megagrpo.bridge.optimizer_sample import Read, sample
 from megagrpo.config import RunConfig
-from megagrpo.parallel.agree import run_and_agree
+from megagrpo.models.bridge.hf_export import save_hf
+from megagrpo.models.bridge.optimizer_sample import Read, sample
+from megagrpo.platform.parallel.agree import run_and_agree
+from megagrpo.platform.process.removal import remove
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import moments_of
 from megagrpo.policy.reference import Reference
-from megagrpo.process.removal import remove
 from megagrpo.records.starts import package_versions
 from megagrpo.types import LossFn, LossInputs, LossOutput, ScoredRollout
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 from megagrpo.config import Problem, ProblemError, ProfileSection, RunConfig
-from megagrpo.device.recorders import RECORDERS
+from megagrpo.platform.device.profile_recorders import RECORDERS
 
 
 def check_profile(profile: ProfileSection, has_gpu: bool) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from megagrpo.process.removal import remove
+from megagrpo.platform.process.removal import remove
 
 CHECKPOINTS = "checkpoints"  # folder of a run's checkpoints
 STATE_FILE = "megagrpo.json"  # a checkpoint that has this file is complete

@@ -13,8 +13,8 @@ import socket
 from pathlib import Path
 from typing import TextIO
 
-from megagrpo.process.ownership import open_lock
-from megagrpo.process.removal import remove, remove_empty
+from megagrpo.platform.process.ownership import open_lock
+from megagrpo.platform.process.removal import remove, remove_empty
 from megagrpo.records.run_files import make_run_folder
 
 LOCK = ".lock"

@@ -7,8 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from megagrpo import device
-from megagrpo.parallel.layout import Layout
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.jsonl_file import JsonlFile
 
 FILE = "starts.jsonl"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.data.token_texts import TokenTexts
-from megagrpo.parallel.layout import Layout
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.jsonl_file import JsonlFile
 from megagrpo.types import LossFn, LossInputs, LossOutput, ScoredRollout
 

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import RunConfig
-from megagrpo.process.terminal import warn
+from megagrpo.platform.process.terminal import warn
 from megagrpo.records.completions import completion_rows
 from megagrpo.records.console import ConsoleSink
+from megagrpo.records.sinks.find_trackers import make_sink
 from megagrpo.records.sinks.jsonl import JsonlSink
 from megagrpo.records.sinks.sink import Sink, TrackedRun
-from megagrpo.records.sinks.trackers import make_sink
 from megagrpo.types import ScoredRollout
 
 CONSOLE, JSONL = "console", "metrics.jsonl and completions.jsonl"

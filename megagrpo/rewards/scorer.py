@@ -10,7 +10,7 @@ from typing import Any
 
 from megagrpo.config import RewardsSection
 from megagrpo.rewards.function import Function
-from megagrpo.rewards.registry import display_names, resolve
+from megagrpo.rewards.reward_registry import display_names, resolve
 from megagrpo.rewards.scoring import RowFaults, Scoring, ScoringQueue
 from megagrpo.rewards.target import did_you_mean
 from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from megagrpo.process.progress import SILENT_TASK, Task
-from megagrpo.process.terminal import get_logger
+from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
+from megagrpo.platform.process.terminal import get_logger
 from megagrpo.rewards.function import Function, FunctionResults
 from megagrpo.rewards.workers.feed import Feed
 from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool

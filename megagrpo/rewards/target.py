@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 BUILT_IN = {
-    "exact_number": "megagrpo.rewards.functions.text:exact_number",
+    "exact_number": "megagrpo.rewards.functions.text_rewards:exact_number",
     "accuracy": "megagrpo.rewards.functions.math_accuracy:accuracy",
     "reasoning_accuracy": "megagrpo.rewards.functions.math_accuracy:reasoning_accuracy",
     "cosine": "megagrpo.rewards.functions.math_accuracy:cosine",
-    "format": "megagrpo.rewards.functions.text:format",
-    "think_format": "megagrpo.rewards.functions.text:think_format",
-    "react_format": "megagrpo.rewards.functions.text:react_format",
-    "repetition": "megagrpo.rewards.functions.text:repetition",
-    "token_repetition": "megagrpo.rewards.functions.text:token_repetition",
-    "soft_overlong": "megagrpo.rewards.functions.text:soft_overlong",
+    "format": "megagrpo.rewards.functions.text_rewards:format",
+    "think_format": "megagrpo.rewards.functions.text_rewards:think_format",
+    "react_format": "megagrpo.rewards.functions.text_rewards:react_format",
+    "repetition": "megagrpo.rewards.functions.text_rewards:repetition",
+    "token_repetition": "megagrpo.rewards.functions.text_rewards:token_repetition",
+    "soft_overlong": "megagrpo.rewards.functions.text_rewards:soft_overlong",
     "xmlcount": "megagrpo.rewards.functions.gsm8k_xml:xmlcount",
     "soft_format": "megagrpo.rewards.functions.gsm8k_xml:soft_format",
     "strict_format": "megagrpo.rewards.functions.gsm8k_xml:strict_format",

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megagrpo.config import RolloutSection, RunConfig
-from megagrpo.parallel.layout import Layout
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.finite import NonFiniteError
-from megagrpo.rollout.collector import Collector
+from megagrpo.sync.trainer_side.transport import Weights
+from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.saves import Saves
 from megagrpo.types import TrainState
-from megagrpo.weight_sync.transport import Weights
 
 FIRST_STEPS = 5  # the mismatch of the first steps is the run's baseline
 JUMP = 3.0  # alarm when the mismatch is this many times as far from 1 as the baseline

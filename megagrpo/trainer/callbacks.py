@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import Any
 
 from megagrpo.config import Problem, ProblemError, RunConfig
-from megagrpo.parallel.agree import on_first_rank
-from megagrpo.parallel.layout import Layout
-from megagrpo.process import user_code
-from megagrpo.process.terminal import warn
+from megagrpo.platform.parallel.agree import on_first_rank
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process import user_code
+from megagrpo.platform.process.terminal import warn
 
 KEY = "run.callbacks"
 EVENTS = ("on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")

@@ -13,13 +13,13 @@ from typing import Any
 from megagrpo.config import ProblemError, RunConfig
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
-from megagrpo.families.sources import PACKAGE, resolve_model
-from megagrpo.multi_turn.dialogues import make_dialogues
-from megagrpo.plan import plan
-from megagrpo.records.sinks.trackers import check_trackers
-from megagrpo.trainer.data_trial import TRAIN, SourceTrial, describe, repeated_warning, sections, shared_warning
-from megagrpo.trainer.gold_trial import ROWS, RewardTrial
-from megagrpo.trainer.reward_trial import reward_warnings, try_rewards
+from megagrpo.environments.dialogues import make_dialogues
+from megagrpo.models.families.weight_sources import PACKAGE, resolve_model
+from megagrpo.proof.plan import plan
+from megagrpo.records.sinks.find_trackers import check_trackers
+from megagrpo.trainer.trials.data_trial import TRAIN, SourceTrial, describe, repeated_warning, sections, shared_warning
+from megagrpo.trainer.trials.gold_trial import ROWS, RewardTrial
+from megagrpo.trainer.trials.reward_trial import reward_warnings, try_rewards
 from megagrpo.types import Prompt
 
 

@@ -11,27 +11,28 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megagrpo import device
-from megagrpo.config import LOOPBACK, ConfigError, RolloutSection, RunConfig, weight_path
+from megagrpo.config import ConfigError, RolloutSection, RunConfig, weight_path
 from megagrpo.engine.access import read_token
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http import MovedServers, check_urls, named_urls
 from megagrpo.engine.probe import check_plugin
 from megagrpo.engine.protocol import EngineStartError
-from megagrpo.parallel.agree import RankError, on_first_rank, run_own_and_agree
-from megagrpo.parallel.layout import Layout
-from megagrpo.process.progress import Progress
-from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.node_agent import NodeLaunchers
-from megagrpo.servers.restarts import Reconnector, Restarter
-from megagrpo.servers.serving import engine_dtype, make_launcher, servers_sleep
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.node_agent import NodeLaunchers
+from megagrpo.engine.servers.restarts import Reconnector, Restarter
+from megagrpo.engine.servers.serving import engine_dtype, make_launcher, servers_sleep
+from megagrpo.platform import device
+from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_and_agree
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.loopback import LOOPBACK
+from megagrpo.platform.process.progress_hook import Progress
+from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
+from megagrpo.sync.trainer_side.node_shares import Nodes
+from megagrpo.sync.trainer_side.sync import WeightSync, make_transport
+from megagrpo.sync.wire.exchange import is_here
+from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.trainer.gpu_turns import start_asleep
 from megagrpo.trainer.node_servers import NodeServers, await_all, launch_on_each_node, node_of_each_rank
-from megagrpo.transfer.exchange import is_here
-from megagrpo.transfer.manifest import WeightSyncError
-from megagrpo.weight_sync.adapters import AdapterSync
-from megagrpo.weight_sync.node_shares import Nodes
-from megagrpo.weight_sync.sync import WeightSync, make_transport
 
 
 @contextmanager

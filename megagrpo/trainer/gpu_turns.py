@@ -25,14 +25,14 @@ from typing import Protocol
 
 from megagrpo.config import RunConfig
 from megagrpo.engine.protocol import EngineError
+from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.updates import Updates
-from megagrpo.parallel.agree import RankError, run_own_and_agree
-from megagrpo.parallel.layout import Layout
-from megagrpo.process.phases import Phases
-from megagrpo.servers.launcher import Launcher
-from megagrpo.trainer.offload import NoOffload, Offload
-from megagrpo.transfer.manifest import WeightSyncError
-from megagrpo.weight_sync.transport import Handover
+from megagrpo.platform.parallel.agree import RankError, run_own_and_agree
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.phases import Phases
+from megagrpo.sync.trainer_side.transport import Handover
+from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.trainer.state_offload import NoOffload, Offload
 
 
 class Turn(Enum):

@@ -10,15 +10,16 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megagrpo.config import LOOPBACK, RunConfig
+from megagrpo.config import RunConfig
 from megagrpo.engine.access import address_of
-from megagrpo.parallel.agree import on_first_rank, run_and_agree, run_own_and_agree
-from megagrpo.parallel.layout import Layout
-from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.node_agent import NodeAgent, NodeLaunchers
-from megagrpo.servers.serving import engine_dtype, make_launcher
-from megagrpo.transfer.exchange import Board, Deadline, own_address
-from megagrpo.weight_sync.node_shares import Nodes
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.node_agent import NodeAgent, NodeLaunchers
+from megagrpo.engine.servers.serving import engine_dtype, make_launcher
+from megagrpo.platform.parallel.agree import on_first_rank, run_and_agree, run_own_and_agree
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.loopback import LOOPBACK
+from megagrpo.sync.trainer_side.node_shares import Nodes
+from megagrpo.sync.wire.exchange import Board, Deadline, own_address
 
 
 @dataclass(frozen=True)

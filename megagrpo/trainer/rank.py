@@ -10,23 +10,24 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megagrpo import device
-from megagrpo.config import LOOPBACK, ConfigError, RunConfig
-from megagrpo.device import quiet
+from megagrpo.config import ConfigError, RunConfig
 from megagrpo.engine.protocol import EngineError
-from megagrpo.parallel.agree import RankError
-from megagrpo.parallel.layout import Layout, init_layout
-from megagrpo.plan import plan
-from megagrpo.process.terminal import OutputError, set_log_level, warn
+from megagrpo.platform import device
+from megagrpo.platform.device import quiet
+from megagrpo.platform.parallel.agree import RankError
+from megagrpo.platform.parallel.layout import Layout, init_layout
+from megagrpo.platform.process.loopback import LOOPBACK
+from megagrpo.platform.process.terminal import OutputError, set_log_level, warn
+from megagrpo.proof.plan import plan
 from megagrpo.records.checkpoint import CheckpointError
 from megagrpo.records.run_lock import RunFolderLost
+from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.trainer.alarms import BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError
 from megagrpo.trainer.stop_signals import stop_on_signals
 from megagrpo.trainer.time_limit import OUT_OF_TIME, TO_BE_CONTINUED, end_of_run
 from megagrpo.trainer.trainer import Trainer
 from megagrpo.trainer.wiring import build
-from megagrpo.transfer.manifest import WeightSyncError
 
 
 @dataclass

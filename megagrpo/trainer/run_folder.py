@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from megagrpo.config import RunConfig, save_resolved
-from megagrpo.process.removal import remove
-from megagrpo.process.terminal import show
+from megagrpo.platform.process.removal import remove
+from megagrpo.platform.process.terminal import show
 from megagrpo.records.checkpoint import CheckpointError, checked, newest_checkpoint
 from megagrpo.records.run_files import FROM_PYTHON, next_free
 from megagrpo.records.run_lock import LOCK, RunLock

@@ -11,8 +11,8 @@ from megagrpo.config import ConfigError
 from megagrpo.data.prompts import PromptSource
 from megagrpo.records.checkpoint import Checkpointer, CheckpointError
 from megagrpo.records.writer import MetricsWriter
-from megagrpo.rollout.collector import Collector
 from megagrpo.trainer.gpu_turns import GpuTurns
+from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.time_limit import TimeLimit
 from megagrpo.types import TrainState
 

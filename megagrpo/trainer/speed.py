@@ -6,14 +6,14 @@ from functools import cached_property
 
 import torch
 
-from megagrpo import device
 from megagrpo.config import RunConfig
-from megagrpo.device import memory
-from megagrpo.parallel.layout import Layout
-from megagrpo.plan.flops import step_flops
-from megagrpo.plan.gpus import bf16_tflops_of
-from megagrpo.plan.times import server_gpus
+from megagrpo.platform import device
+from megagrpo.platform.device import memory_in_use
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.proof.plan.flops import step_flops
+from megagrpo.proof.plan.gpu_specs import bf16_tflops_of
+from megagrpo.proof.plan.times import server_gpus
 from megagrpo.types import ComputedTokens
 
 
@@ -56,10 +56,10 @@ class Speed:
 
     def _memory(self) -> dict[str, float]:
         """Return the memory of rank 0, of the fullest rank, and of rank 0's host, in GiB."""
-        ranks = self._layout.all_gather_objects({"resident_max_gb": memory.resident_gb()} | memory.gpu_peaks())
+        ranks = self._layout.all_gather_objects({"resident_max_gb": memory_in_use.resident_gb()} | memory_in_use.gpu_peaks())
         fullest = {f"memory/{name}": max(rank[name] for rank in ranks) for name in ranks[0]}
         first = {"memory_gb": device.memory_gb(), "memory/resident_gb": ranks[0]["resident_max_gb"]}
-        return first | fullest | {"memory/host_gb": memory.host_used_gb()}
+        return first | fullest | {"memory/host_gb": memory_in_use.host_used_gb()}
 
 
 def peak_flops(config: RunConfig) -> float | None:

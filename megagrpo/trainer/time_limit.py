@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megagrpo.config import ConfigError
-from megagrpo.process.environment import END_OF_JOB, end_of_job, under_torchrun
+from megagrpo.platform.process.environment import END_OF_JOB, end_of_job, under_torchrun
 
 OUT_OF_TIME = signal.SIGXCPU  # the signal number that stands for the time limit in StopRequested
 TO_BE_CONTINUED = 85  # exit code of a run that has saved and asks its scheduler to restart it

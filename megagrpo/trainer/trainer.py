@@ -15,32 +15,32 @@ from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.data.prompts import PromptSource
-from megagrpo.data.slices import slices
+from megagrpo.data.sample_slices import slices
 from megagrpo.engine.protocol import EngineError, derive_seed
-from megagrpo.evaluation.sets import HeldOut, evaluate
-from megagrpo.parallel.agree import RankError, run_own_and_agree
-from megagrpo.parallel.layout import Layout
+from megagrpo.platform.parallel.agree import RankError, run_own_and_agree
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.phases import Phases
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference, kl_by_sample
 from megagrpo.policy.step_terms import add_step_terms
-from megagrpo.process.phases import Phases
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import idle_shares, over_updates, values_of
 from megagrpo.records.token_log import TokenLog
 from megagrpo.records.writer import MetricsWriter
-from megagrpo.rollout.collector import Collector, NoRollouts, StopRequested, rollout_metrics, staleness
-from megagrpo.rollout.groups import draw_rollouts
+from megagrpo.sync.trainer_side.sync import Weights, WeightSync
+from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.trainer.alarms import Alarms, BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError, Callbacks
+from megagrpo.trainer.evaluation.sets import HeldOut, evaluate
 from megagrpo.trainer.gpu_turns import GpuTurns
+from megagrpo.trainer.rollout.collector import Collector, NoRollouts, StopRequested, rollout_metrics, staleness
+from megagrpo.trainer.rollout.groups import draw_rollouts
 from megagrpo.trainer.saves import Saves
 from megagrpo.trainer.speed import Speed
 from megagrpo.trainer.time_limit import OUT_OF_TIME, TimeLimit
-from megagrpo.transfer.manifest import WeightSyncError
 from megagrpo.types import LossFn, Metric, SamplingParams, ScoredRollout, TrainBatch, TrainSample, TrainState
-from megagrpo.weight_sync.sync import Weights, WeightSync
 
 
 @dataclass

@@ -11,47 +11,47 @@ from pathlib import Path
 
 import torch
 
-from megagrpo import device
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.bridge.adapters import fill_adapters
-from megagrpo.bridge.families import adapter_blocks
-from megagrpo.bridge.load import Checkpoint, load_hf
-from megagrpo.bridge.merged import merged_blocks
 from megagrpo.config import RunConfig
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.token_texts import TokenTexts
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
-from megagrpo.evaluation.sets import HeldOut, check_columns, load_sets
-from megagrpo.families.config import HfConfig, architecture_differences, load_hf_config
-from megagrpo.families.sources import resolve_model
-from megagrpo.multi_turn.dialogues import Dialogues, make_dialogues
-from megagrpo.parallel.agree import on_first_rank, run_and_agree, run_own_and_agree
-from megagrpo.parallel.layout import Layout
+from megagrpo.engine.servers.serving import engine_dtype, name_of, offloads
+from megagrpo.environments.dialogues import Dialogues, make_dialogues
+from megagrpo.models.bridge.adapter_files import fill_adapters
+from megagrpo.models.bridge.load import Checkpoint, load_hf
+from megagrpo.models.bridge.merged import merged_blocks
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks
+from megagrpo.models.families.hf_config import HfConfig, architecture_differences, load_hf_config
+from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.platform import device
+from megagrpo.platform.parallel.agree import on_first_rank, run_and_agree, run_own_and_agree
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.phases import Phases
+from megagrpo.platform.process.progress_hook import SILENT, Progress
+from megagrpo.platform.process.variable_names import TOKEN_VARIABLE
 from megagrpo.policy.megatron_policy import MegatronPolicy, check_device
 from megagrpo.policy.reference import Reference
-from megagrpo.process.phases import Phases
-from megagrpo.process.progress import SILENT, Progress
-from megagrpo.process.variables import TOKEN_VARIABLE
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.profile import Profiler, check_profile
-from megagrpo.records.progress import run_progress
+from megagrpo.records.progress_bars import run_progress
 from megagrpo.records.run_lock import RunLock
-from megagrpo.records.sinks.trackers import check_trackers, unused_options
+from megagrpo.records.sinks.find_trackers import check_trackers, unused_options
 from megagrpo.records.starts import record_start
 from megagrpo.records.token_log import TokenLog
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rollout.ahead import AsyncPool
-from megagrpo.rollout.collector import Collector, sampling_params
-from megagrpo.servers.serving import engine_dtype, name_of, offloads
 from megagrpo.trainer.callbacks import Callbacks, load_callbacks
 from megagrpo.trainer.engine_side import as_config_errors, check_servers, connect, start_servers
+from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, load_sets
 from megagrpo.trainer.gpu_turns import GpuTurns
-from megagrpo.trainer.offload import NoOffload, Offload
-from megagrpo.trainer.reward_trial import start_warnings
+from megagrpo.trainer.rollout.async_rollouts import AsyncPool
+from megagrpo.trainer.rollout.collector import Collector, sampling_params
 from megagrpo.trainer.run_folder import prepare_run_folder
+from megagrpo.trainer.state_offload import NoOffload, Offload
 from megagrpo.trainer.trainer import Trainer
+from megagrpo.trainer.trials.reward_trial import start_warnings
 from megagrpo.types import LossFn
 
 

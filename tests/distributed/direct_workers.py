@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.families.blocks import Block
-from megagrpo.families.boxes import cut, whole
-from megagrpo.transfer.exchange import Deadline, clear_frames
-from megagrpo.transfer.manifest import Manifest, WeightSyncError
-from megagrpo.transfer.notes import DirectRequest
-from megagrpo.vllm_plugin.reader import BlankBlocks, ShardReader
-from megagrpo.vllm_plugin.received_blocks import BoxCounts
-from megagrpo.vllm_plugin.receiver import Receiver
+from megagrpo.models.families.blocks import Block
+from megagrpo.models.families.boxes import cut, whole
+from megagrpo.sync.vllm_side.reader import BlankBlocks, ShardReader
+from megagrpo.sync.vllm_side.received_blocks import BoxCounts
+from megagrpo.sync.vllm_side.receiver import Receiver
+from megagrpo.sync.wire.exchange import Deadline, clear_frames
+from megagrpo.sync.wire.manifest import Manifest, WeightSyncError
+from megagrpo.sync.wire.notes import DirectRequest
 
 SHAPES = {"embed": (12, 6), "norm": (6,)}
 for layer in range(3):
@@ -35,7 +35,7 @@ def values_of(name: str, version: int) -> Tensor:
 
 
 def held_by(rank: int, num_ranks: int, version: int, device: torch.device):
-    """Two tensor-parallel halves in the form of `megagrpo.bridge.families.blocks`; ranks beyond the second hold copies."""
+    """Two tensor-parallel halves in the form of `megagrpo.models.bridge.parameter_blocks.blocks`; ranks beyond the second hold copies."""
     half = rank % 2 if num_ranks > 1 else None
     for name, shape in SHAPES.items():
         box = cut(shape, 0, 0, shape[0])

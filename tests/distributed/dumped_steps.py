@@ -10,18 +10,18 @@ from megagrpo.algorithms.advantages import advantages_of, to_samples
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.bridge.load import load_hf
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules, prompt_length
-from megagrpo.families.config import HfConfig, load_hf_config
-from megagrpo.parallel.layout import Layout
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.families.hf_config import HfConfig, load_hf_config
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.step_terms import add_step_terms
+from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import values_of
 from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, TrainState
-from megagrpo.verify.shrink import random_samples
 
 FUNCTIONS = [dict(function="nowhere:chance"), dict(function="nowhere:coin", weight=0.5)]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from megagrpo import device
-from megagrpo.parallel import spawn
-from megagrpo.parallel.spawn import RankFailed as RankFailed
+from megagrpo.platform import device
+from megagrpo.platform.parallel import spawn
+from megagrpo.platform.parallel.spawn import RankFailed as RankFailed
 
 SLOW_START = 5  # where a GPU is seen ranks are fresh interpreters, which start slowly
 
@@ -18,5 +18,5 @@ torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool, so the p
 
 
 def run_ranks(function: Callable[..., Any], n: int, *args: Any, timeout: float = 120.0, **options: Any) -> list[Any]:
-    """`megagrpo.parallel.spawn.run_ranks`, with more time where a GPU is seen."""
+    """`megagrpo.platform.parallel.spawn.run_ranks`, with more time where a GPU is seen."""
     return spawn.run_ranks(function, n, *args, timeout=timeout * (SLOW_START if device.has_gpu() else 1), **options)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo import device
+from megagrpo.platform import device
 
 E4M3, SIDE = torch.float8_e4m3fn, 128
 MOST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

@@ -20,15 +20,15 @@ from te_kernels import replace_kernels
 from tiny_families import MODELS, tiny_config
 from torch import nn
 
-from megagrpo.bridge.megatron_io import METADATA
 from megagrpo.config import ParallelSection
-from megagrpo.families.architecture import HfConfig
-from megagrpo.families.config import parse_hf_config
-from megagrpo.parallel.layout import Layout, init_layout
-from megagrpo.parallel.planned_layouts import imagined_layouts
+from megagrpo.models.bridge.megatron_io import METADATA
+from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.platform.parallel.layout import Layout, init_layout
+from megagrpo.platform.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model
+from megagrpo.policy.fp8.fp8_settings import Fp8, History
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16
-from megagrpo.policy.fp8.settings import Fp8, History
 from megagrpo.policy.model_state import sharded_state
 
 FILE = Path(__file__).parents[1] / "vectors" / "te_manifest.json"

@@ -21,13 +21,13 @@ from te_kernels import replace_kernels
 from test_fp8_weights import settings, start, whole
 
 from megagrpo.config import ParallelSection
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.fp8.tensor import dense, is_fp8, parts
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import parts_of
 from megagrpo.policy.reference import Reference
 from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.trainer.offload import Offload
+from megagrpo.trainer.state_offload import Offload
 from megagrpo.types import TrainState
 
 FILE = Path(__file__).parents[1] / "vectors" / "te_weights.json"

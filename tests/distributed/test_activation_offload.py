@@ -8,13 +8,13 @@ from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.device.host_copies import HostCopies
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.device.host_copies import HostCopies
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy import activation_offload
 from megagrpo.policy.activation_offload import OffloadedLayer, SavedTensor
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import fill_weights, policy_gradient
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import fill_weights, policy_gradient
 
 CASES = [
     (Case("alone", 1, {}), "qwen2_untied", {}),

@@ -13,15 +13,15 @@ from safetensors.torch import load_file, save_file
 from tiny_families import MODELS, TINY, tiny_model
 
 from megagrpo.__main__ import main
-from megagrpo.bridge.convert import import_hf
-from megagrpo.bridge.export import save_hf
-from megagrpo.bridge.families import blocks
-from megagrpo.bridge.load import load_hf
-from megagrpo.bridge.megatron_io import load_model
 from megagrpo.config import ParallelSection
-from megagrpo.families.config import load_hf_config, parse_hf_config
-from megagrpo.families.sources import resolve_model
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.conversion import import_hf
+from megagrpo.models.bridge.hf_export import save_hf
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.megatron_io import load_model
+from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.families.hf_config import load_hf_config, parse_hf_config
+from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 

@@ -13,17 +13,17 @@ from trainer_alone import Alone, Given
 from megagrpo.__main__ import main
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.policy_losses import clipped
-from megagrpo.bridge.families import blocks
-from megagrpo.families.config import load_hf_config
+from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.writer import MetricsWriter
-from megagrpo.rollout.collector import sampling_params
 from megagrpo.trainer import rank as command
 from megagrpo.trainer.callbacks import Callbacks
+from megagrpo.trainer.rollout.collector import sampling_params
 from megagrpo.trainer.trainer import Trainer
-from megagrpo.verify.step import fill_weights
 
 BUDGET = 11  # calls, including both ends; three of them are Megatron's
 

@@ -14,17 +14,17 @@ from test_build_and_bridge import run_tool
 from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.bridge.checksums import checksums
-from megagrpo.bridge.megatron_io import METADATA
-from megagrpo.bridge.sharded_write import ShardedWrite
-from megagrpo.bridge.torch_dist import StoredTensors
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.file_checksums import checksums
+from megagrpo.models.bridge.megatron_io import METADATA
+from megagrpo.models.bridge.sharded_write import ShardedWrite
+from megagrpo.models.bridge.torch_dist import StoredTensors
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.checkpoint import Checkpointer, CheckpointError, checkpoints, newest_checkpoint
 from megagrpo.types import TrainState
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import fill_weights
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from ranks import run_ranks
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.bridge.families import blocks
-from megagrpo.bridge.load import load_hf
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import PackingRules, pack
-from megagrpo.families.config import load_hf_config
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainSample, TrainState

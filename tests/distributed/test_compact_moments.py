@@ -9,15 +9,15 @@ from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.device.compact_adam import CompactAdam
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.device.compact_adam import CompactAdam
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy import optimizer as optimizer_module
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.proof.verify.verified_step import fill_weights, take_step, whole_tensors
+from megagrpo.proof.verify.verify_compare import compare
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainState
-from megagrpo.verify.compare import compare
-from megagrpo.verify.shrink import plainly, random_samples
-from megagrpo.verify.step import fill_weights, take_step, whole_tensors
 
 
 def config(dtype: str, sharded: bool, precision: str = "fp32"):

@@ -19,12 +19,12 @@ from ranks import run_ranks
 from tiny_families import MODELS, tiny_config
 from transformers.initialization import no_init_weights
 
-from megagrpo.bridge.load import load_hf
 from megagrpo.config import ParallelSection
-from megagrpo.families import FAMILIES
-from megagrpo.families.config import architecture_problems, load_hf_config
-from megagrpo.families.keys import HARMLESS
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.config_keys import HARMLESS
+from megagrpo.models.families.hf_config import architecture_problems, load_hf_config
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
 

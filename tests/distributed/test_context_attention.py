@@ -8,8 +8,8 @@ import torch
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.parallel.context import gather_rows, gathered_places, own_tokens
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.parallel.context import gather_rows, gathered_places, own_tokens
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention import context_parallel
 from megagrpo.policy.attention.packed import Rotary, TorchAttention, pack_params
 

@@ -21,18 +21,18 @@ from safetensors.torch import load_file, save_file
 from test_build_and_bridge import run_tool
 from tiny_families import MODELS, tiny_model
 
-from megagrpo.bridge import convert, torch_dist, unfinished
-from megagrpo.bridge.checksums import CHECKSUMS, checksums
-from megagrpo.bridge.convert import export_hf, import_hf
-from megagrpo.bridge.hf_files import HEADERS, Writer
-from megagrpo.bridge.load import load_hf
-from megagrpo.bridge.megatron_io import METADATA, model_state
-from megagrpo.bridge.torch_dist import PieceWriter
-from megagrpo.bridge.unfinished import Unfinished
 from megagrpo.config import ParallelSection
-from megagrpo.families.config import load_hf_config
-from megagrpo.families.sources import INDEX
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge import conversion, torch_dist, unfinished
+from megagrpo.models.bridge.conversion import export_hf, import_hf
+from megagrpo.models.bridge.file_checksums import CHECKSUMS, checksums
+from megagrpo.models.bridge.hf_files import HEADERS, Writer
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.megatron_io import METADATA, model_state
+from megagrpo.models.bridge.torch_dist import PieceWriter
+from megagrpo.models.bridge.unfinished import Unfinished
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.weight_sources import INDEX
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
 
 EVEN, UNEVEN = {1: None, 2: None, 4: None}, {2: [1, 3], 4: [1, 1, 1, 1]}
@@ -240,7 +240,7 @@ def killed(action, holder, method: str, at: int, *args) -> None:
         return original(*rest, **options)
 
     setattr(holder, method, call)
-    convert._COMMIT = torch_dist._COMMIT = 0  # every finished piece is committed at once
+    conversion._COMMIT = torch_dist._COMMIT = 0  # every finished piece is committed at once
     action(*args)
 
 
@@ -282,7 +282,7 @@ def test_a_killed_conversion_goes_on_where_it_stopped(action, holder, sizes, mod
 def test_a_conversion_killed_at_its_very_end_can_be_done_again(method, models, tmp_path):
     source = models / "qwen3"
     with pytest.raises(RankFailed):
-        run_ranks(killed, 1, there, convert, method, 1, source, tmp_path / "out", {})
+        run_ranks(killed, 1, there, conversion, method, 1, source, tmp_path / "out", {})
     assert not (tmp_path / "out").exists()
     run_ranks(there, 1, source, tmp_path / "out", {})
     run_ranks(back, 1, tmp_path / "out", tmp_path / "hf", {})

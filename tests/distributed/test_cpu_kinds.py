@@ -7,10 +7,10 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
-from megagrpo import device
-from megagrpo.device import cpu
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import Outcome, relative_error, take_step
+from megagrpo.platform import device
+from megagrpo.platform.device import cpu
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
 
 pytestmark = pytest.mark.skipif(device.has_gpu(), reason="a CPU decides nothing where there is a GPU")
 PLAIN = "intel"  # float32 by MKL; products of bf16 numbers are computed in float32

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from direct_workers import PER_SERVER, SHAPES, copies_of, held_by, values_of
 from ranks import run_ranks
 
-from megagrpo import device
 from megagrpo.engine.protocol import ServerDied
-from megagrpo.transfer import cuda_handles as worker
-from megagrpo.transfer.ledger import Ledgers
-from megagrpo.transfer.manifest import Manifest
-from megagrpo.vllm_plugin.reader import MappedBlocks, ShardReader
-from megagrpo.weight_sync import cuda_ipc as trainer
-from megagrpo.weight_sync.sync import WeightSync
+from megagrpo.platform import device
+from megagrpo.sync.trainer_side import cuda_ipc as trainer
+from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.vllm_side.reader import MappedBlocks, ShardReader
+from megagrpo.sync.wire import cuda_handles as worker
+from megagrpo.sync.wire.ledger import Ledgers
+from megagrpo.sync.wire.manifest import Manifest
 
 SERVER = "http://127.0.0.1:8000"
 

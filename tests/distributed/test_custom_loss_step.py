@@ -9,11 +9,11 @@ from dumped_steps import FUNCTIONS, dump_step, make_model
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
-from megagrpo.audit.checks import check_step
-from megagrpo.audit.saved import load_step
-from megagrpo.parallel.layout import init_layout
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import take_step
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.proof.audit.audit_checks import check_step
+from megagrpo.proof.audit.saved import load_step
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import take_step
 
 PAGE = Path(__file__).parents[2] / "docs" / "losses.md"
 CLIP_RATIOS = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}

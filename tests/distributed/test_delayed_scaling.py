@@ -13,16 +13,16 @@ from tiny_policy import Case
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.fp8.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling
+from megagrpo.policy.fp8.fp8_settings import History
 from megagrpo.policy.fp8.products import Product, Quantised
 from megagrpo.policy.fp8.rounding import E4M3, E5M2, scaled
-from megagrpo.policy.fp8.settings import History
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainState
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import fill_weights
 
 MOST = {INPUT: 448.0, WEIGHT: 448.0, GRADIENT: 57344.0}
 PARTS = (INPUT, WEIGHT, GRADIENT)

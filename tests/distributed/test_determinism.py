@@ -8,16 +8,16 @@ import torch
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model
 
-from megagrpo import device
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.metrics import values_of
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import fill_weights
 
 STEPS = 3
 CASES = [

@@ -10,8 +10,8 @@ from test_latent_parity import V2_LITE, V3
 from tiny_policy import MORE_SHAPES, tiny_run
 
 from megagrpo.config import ParallelSection
-from megagrpo.parallel.layout import init_layout
-from megagrpo.verify.shrink import shrink_model
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.proof.verify.shrink import shrink_model
 
 pytestmark = pytest.mark.full
 TP2 = dict(tp=2, sequence_parallel=True)

@@ -6,7 +6,7 @@ from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.__main__ import main
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.parallel.layout import init_layout
 
 LAYOUTS = {
     "tp2 dp2": (4, "llama_tied", dict(tp=2, sequence_parallel=True), dict(algorithm=dict(kl_estimator="k1", beta=0.5), train={})),

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from test_loss_layouts import LOSSES
 from tiny_policy import tiny_model, tiny_run
 
-from megagrpo.audit.checks import check_step
-from megagrpo.audit.saved import load_step
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.proof.audit.audit_checks import check_step
+from megagrpo.proof.audit.saved import load_step
 
 ADVANTAGES = {
     "rloo": dict(advantage_estimator="rloo"),

@@ -7,11 +7,11 @@ from tiny_policy import tiny_model, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.embedding import TokenEmbedding
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import fill_weights, policy_gradient
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import fill_weights, policy_gradient
 
 
 class CountDense(TorchDispatchMode):

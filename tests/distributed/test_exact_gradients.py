@@ -10,13 +10,13 @@ from layouts import AXES, config_of, ranks
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model
 
-from megagrpo import device
 from megagrpo.config import RunConfig
+from megagrpo.platform import device
 from megagrpo.policy import optimizer
+from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
+from megagrpo.proof.verify.verify_compare import compare
 from megagrpo.types import TrainSample
-from megagrpo.verify.compare import compare
-from megagrpo.verify.shrink import plainly, random_samples
-from megagrpo.verify.step import Outcome, relative_error, take_step
 
 LOSSES = {
     "grpo": dict(loss_type="grpo", beta=0.1),

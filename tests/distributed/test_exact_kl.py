@@ -11,13 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import lm_head
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs_and_kl
 from megagrpo.policy.step_terms import add_step_terms
+from megagrpo.proof.verify.shrink import VOCABULARY, random_samples
+from megagrpo.proof.verify.verified_step import prepare
 from megagrpo.types import LossInputs
-from megagrpo.verify.shrink import VOCABULARY, random_samples
-from megagrpo.verify.step import prepare
 
 # ------------------------------------------------------------------------------------------------------------------ the kernel alone
 

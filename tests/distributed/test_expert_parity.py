@@ -8,10 +8,10 @@ from ranks import run_ranks
 from tiny_policy import SHAPES, Case
 
 from megagrpo.config import ParallelSection
-from megagrpo.families.config import HfConfig
-from megagrpo.verify.compare import compare, silent_tensors
-from megagrpo.verify.shrink import random_samples, random_tensor, shrink_model
-from megagrpo.verify.step import Outcome, take_step
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.proof.verify.shrink import random_samples, random_tensor, shrink_model
+from megagrpo.proof.verify.verified_step import Outcome, take_step
+from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
 IDLE = range(4, 8)  # of eight experts: all of the second of two expert-parallel ranks, or of the last two of four
 TP2 = dict(tp=2, sequence_parallel=True)

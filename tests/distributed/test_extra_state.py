@@ -9,10 +9,10 @@ from ranks import run_ranks
 from test_checkpoint import checkpointer, step_once
 from tiny_policy import tiny_model
 
-from megagrpo.bridge.megatron_io import METADATA, load_model, model_state
-from megagrpo.bridge.stored_metadata import read_metadata
 from megagrpo.config import ParallelSection
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.megatron_io import METADATA, load_model, model_state
+from megagrpo.models.bridge.stored_metadata import read_metadata
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.build import build_model
 from megagrpo.policy.reference import Reference

@@ -6,9 +6,9 @@ from layouts import AXES, config_of, name, ranks
 from ranks import run_ranks
 from tiny_policy import MORE_SHAPES, tiny_model
 
-from megagrpo.verify.compare import compare, silent_tensors
-from megagrpo.verify.shrink import plainly, random_samples
-from megagrpo.verify.step import take_step
+from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.proof.verify.verified_step import take_step
+from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
 FIRST = {axis: values[0] for axis, values in AXES.items()}
 LAYOUTS = [

@@ -11,15 +11,15 @@ from tiny_policy import SHAPES, Case, tiny_run
 
 from megagrpo.config import ParallelSection
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.fp8.current_scaling import CurrentScaling
+from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.products import Product, Quantised
 from megagrpo.policy.fp8.rounding import E4M3, E5M2, round_to
-from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.verify.compare import compare, distances, silent_tensors
-from megagrpo.verify.shrink import plainly, random_samples, shrink_model
-from megagrpo.verify.step import Outcome, fill_weights, policy_gradient, take_step
+from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_model
+from megagrpo.proof.verify.verified_step import Outcome, fill_weights, policy_gradient, take_step
+from megagrpo.proof.verify.verify_compare import compare, distances, silent_tensors
 
 RECIPES = ("tensorwise", "blockwise", "mxfp8")
 BITS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}  # bits of the fraction, smallest exponent of a normal number, largest number

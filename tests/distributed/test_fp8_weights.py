@@ -8,25 +8,25 @@ from ranks import run_ranks
 from test_fp8 import config, model
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.bridge.export import iter_full
-from megagrpo.bridge.megatron_io import load_model, model_state
 from megagrpo.config import ModelSection, ParallelSection, RunConfig
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.parallel.layout import Layout, init_layout
+from megagrpo.models.bridge.hf_export import iter_full
+from megagrpo.models.bridge.megatron_io import load_model, model_state
+from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.finite import bad_weight
 from megagrpo.policy.fp8.current_scaling import CurrentScaling
-from megagrpo.policy.fp8.export import write
+from megagrpo.policy.fp8.fp8_export import write
+from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import unrounded
 from megagrpo.policy.fp8.rounding import E4M3, round_to
-from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.fp8.tensor import dense, is_fp8
 from megagrpo.policy.megatron_policy import MegatronPolicy, check_device
 from megagrpo.policy.reference import Reference
+from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.proof.verify.verified_step import fill_weights, take_step
+from megagrpo.proof.verify.verify_compare import compare, distances, silent_tensors
 from megagrpo.records.checkpoint import Checkpointer, newest_checkpoint
 from megagrpo.types import TrainState
-from megagrpo.verify.compare import compare, distances, silent_tensors
-from megagrpo.verify.shrink import plainly, random_samples
-from megagrpo.verify.step import fill_weights, take_step
 
 CASES = {
     "one": (1, "qwen2_untied", {}, {}),

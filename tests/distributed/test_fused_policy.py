@@ -6,13 +6,13 @@ from interpreted_triton import interpret
 from ranks import RankFailed, run_ranks
 from tiny_policy import tiny_model, tiny_run
 
-from megagrpo import device
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import ParallelSection
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import check_device
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import prepare
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import prepare
 
 
 def difference(train: dict) -> tuple[float, float]:

@@ -8,13 +8,13 @@ from ranks import run_ranks
 from tiny_policy import Case
 
 from megagrpo.config import ParallelSection
-from megagrpo.families.config import HfConfig
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.build import build_model
-from megagrpo.verify.compare import compare, silent_tensors
-from megagrpo.verify.shrink import random_samples, random_tensor, shrink_model
-from megagrpo.verify.step import Outcome, take_step
+from megagrpo.proof.verify.shrink import random_samples, random_tensor, shrink_model
+from megagrpo.proof.verify.verified_step import Outcome, take_step
+from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
 # The relevant part of gpt-oss-20b's config.json.
 RAW = dict(

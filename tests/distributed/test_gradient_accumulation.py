@@ -9,13 +9,13 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
-from megagrpo import device
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy import optimizer
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import fill_weights, policy_gradient
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import fill_weights, policy_gradient
 
 SWITCH = "fuse_wgrad_accumulation"  # Transformer Engine's name of the attribute; it is False unless Megatron finds apex
 

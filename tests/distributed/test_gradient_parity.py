@@ -7,9 +7,9 @@ from layouts import AXES, config_of, covering_layouts, name, ranks
 from ranks import run_ranks
 from tiny_policy import tiny_model
 
-from megagrpo.verify.compare import compare, silent_tensors
-from megagrpo.verify.shrink import plainly, random_samples
-from megagrpo.verify.step import Outcome, take_step
+from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.proof.verify.verified_step import Outcome, take_step
+from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
 PAIRS = covering_layouts()
 SAMPLES = [*random_samples()[:3], *random_samples()[6:9]]  # two groups: two truncated responses, an advantage of 0, foreign tokens

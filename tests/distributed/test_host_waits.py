@@ -10,7 +10,7 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
-from megagrpo.plan.tracing.host_waits import HostWaits
+from megagrpo.proof.plan.tracing.host_waits import HostWaits
 
 EXPERTS = "megatron/core/transformer/moe/"  # tokens of each expert are known on the device only
 CASES = {
@@ -34,10 +34,10 @@ BY_DEFAULT = ("shared prompts", "capped scores and scaled embeddings", "experts 
 def waits_of_a_step(shape: str, parallel: dict, sections: dict) -> tuple[dict[str, int], dict[str, int]]:
     """Return the waits inside the passes over the micro-batches, and those of the metrics after them."""
     from megagrpo.algorithms.losses import make_loss
-    from megagrpo.parallel.layout import init_layout
+    from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.policy.step_terms import add_step_terms
-    from megagrpo.verify.shrink import random_samples
-    from megagrpo.verify.step import prepare
+    from megagrpo.proof.verify.shrink import random_samples
+    from megagrpo.proof.verify.verified_step import prepare
 
     config = tiny_run(parallel, **sections)
     layout = init_layout(config.parallel, config.run.seed)
@@ -93,10 +93,10 @@ def test_the_mode_of_these_tests_sees_each_kind_of_wait():
 
 def steps_with_wrong_early_gradients() -> list[tuple[float, list[torch.Tensor]]]:
     """Return loss and gradients of a step whose loss says wrongly that its gradient is local, and of one whose loss says the truth."""
-    from megagrpo.parallel.layout import init_layout
+    from megagrpo.platform.parallel.layout import init_layout
+    from megagrpo.proof.verify.shrink import random_samples
+    from megagrpo.proof.verify.verified_step import prepare
     from megagrpo.types import LossInputs, LossOutput
-    from megagrpo.verify.shrink import random_samples
-    from megagrpo.verify.step import prepare
 
     def neighbours(inputs: LossInputs) -> LossOutput:
         rows = inputs.policy_logprobs

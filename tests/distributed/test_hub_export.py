@@ -9,10 +9,10 @@ from ranks import run_ranks
 from safetensors.torch import save_file
 
 from megagrpo.__main__ import main
-from megagrpo.bridge.adapters import adapter_config
 from megagrpo.config import LoraSection
-from tests.unit.hub.hub_server import TOKEN, hub
-from tests.unit.hub.test_card import CONFIG, make_run
+from megagrpo.models.bridge.adapter_files import adapter_config
+from tests.unit.models.hub.hub_server import TOKEN, hub
+from tests.unit.models.hub.test_card import CONFIG, make_run
 
 WEIGHTS = "adapter_model.safetensors"
 

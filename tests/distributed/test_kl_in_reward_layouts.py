@@ -8,12 +8,12 @@ from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.data.slices import slices
-from megagrpo.parallel.layout import init_layout
+from megagrpo.data.sample_slices import slices
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.reference import kl_by_sample
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import prepare
 from megagrpo.types import TrainSample
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import prepare
 
 ALGORITHM = dict(beta=0.1, kl_in_reward=True, kl_estimator="k1", steps_per_generation=2)
 CASES = [

@@ -12,8 +12,8 @@ from tiny_policy import tiny_model
 from megagrpo.algorithms.advantages import advantages_of, to_samples
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
+from megagrpo.proof.verify.shrink import VOCABULARY, plainly
 from megagrpo.types import Prompt, Rollout, ScoredRollout, TrainSample
-from megagrpo.verify.shrink import VOCABULARY, plainly
 
 GROUP = 10
 MODEL = "llama_tied"

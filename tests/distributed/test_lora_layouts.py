@@ -6,10 +6,10 @@ import pytest
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
-from megagrpo.families.config import projections
-from megagrpo.verify.compare import compare, silent_tensors
-from megagrpo.verify.shrink import plainly, random_samples
-from megagrpo.verify.step import Outcome, take_step
+from megagrpo.models.families.hf_config import projections
+from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.proof.verify.verified_step import Outcome, take_step
+from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
 SHARDED = dict(distributed_optimizer=True)
 ALL = dict(rank=3)

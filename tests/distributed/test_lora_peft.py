@@ -11,19 +11,19 @@ from safetensors.torch import load_file, save_file
 from tiny_policy import tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.bridge.adapters import fill_adapters, fresh_matrix, load_adapter, read_lora, save_adapter
-from megagrpo.bridge.export import iter_full
-from megagrpo.bridge.families import adapter_blocks
-from megagrpo.bridge.load import load_hf
 from megagrpo.config import LoraSection
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.families.config import load_hf_config
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.adapter_files import fill_adapters, fresh_matrix, load_adapter, read_lora, save_adapter
+from megagrpo.models.bridge.hf_export import iter_full
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
+from megagrpo.proof.verify.verified_step import relative_error, whole_tensors
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainSample, TrainState
-from megagrpo.verify.step import relative_error, whole_tensors
 
 TINY = dict(
     hidden_size=48, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, intermediate_size=80, vocab_size=127, head_dim=8

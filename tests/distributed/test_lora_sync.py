@@ -12,13 +12,13 @@ from test_lora_peft import LORA, make_with_peft, prepare
 from test_weight_sync_copies import OneReader
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.bridge.export import save_hf
-from megagrpo.bridge.merged import merged_blocks
+from megagrpo.models.bridge.hf_export import save_hf
+from megagrpo.models.bridge.merged import merged_blocks
+from megagrpo.proof.verify.verified_step import whole_tensors
 from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.sync.trainer_side.shared_memory import SharedMemory
+from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.types import TrainState
-from megagrpo.verify.step import whole_tensors
-from megagrpo.weight_sync.shared_memory import SharedMemory
-from megagrpo.weight_sync.sync import WeightSync
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
-from megagrpo.verify.compare import compare, silent_tensors
-from megagrpo.verify.shrink import plainly, random_samples
-from megagrpo.verify.step import take_step
+from megagrpo.proof.verify.shrink import plainly, random_samples
+from megagrpo.proof.verify.verified_step import take_step
+from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
 MODEL = "llama_tied"
 LOSSES = {

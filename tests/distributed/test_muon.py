@@ -6,9 +6,9 @@ from ranks import run_ranks
 from test_compact_moments import _train
 from tiny_policy import Case, tiny_model, tiny_run
 
-from megagrpo.verify.compare import compare
-from megagrpo.verify.shrink import random_samples, random_tensor
-from megagrpo.verify.step import Outcome, relative_error, take_step
+from megagrpo.proof.verify.shrink import random_samples, random_tensor
+from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
+from megagrpo.proof.verify.verify_compare import compare
 
 RATE, DECAY = 1e-2, 0.1
 # Coefficients of the five Newton-Schulz steps in the package; modded-nanogpt introduced them.

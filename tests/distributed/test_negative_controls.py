@@ -17,12 +17,12 @@ from megagrpo.data import packing
 from megagrpo.policy import build, megatron_policy, specs
 from megagrpo.policy.attention import context_parallel
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.proof.verify import layouts as verify_module
+from megagrpo.proof.verify import verified_step
+from megagrpo.proof.verify.shrink import VOCABULARY, plainly, random_samples
+from megagrpo.proof.verify.verified_step import take_step
+from megagrpo.proof.verify.verify_compare import compare
 from megagrpo.types import TrainSample
-from megagrpo.verify import layouts as verify_module
-from megagrpo.verify import step
-from megagrpo.verify.compare import compare
-from megagrpo.verify.shrink import VOCABULARY, plainly, random_samples
-from megagrpo.verify.step import take_step
 
 
 def batched_messages_between_two_stages(patch):
@@ -84,7 +84,7 @@ def average_of_local_means(patch):
     def denominator(batch, average, max_completion_length):
         return sum(int(m.loss_mask.sum()) for m in batch.micro_batches) * dist.get_world_size()
 
-    patch.setattr(step, "denominator", denominator)
+    patch.setattr(verified_step, "denominator", denominator)
 
 
 def tied_embeddings_that_never_meet(patch):

@@ -10,20 +10,20 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model
 
-from megagrpo.bridge.families import blocks
 from megagrpo.config import ParallelSection
-from megagrpo.families.boxes import size
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.families.boxes import size
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.transfer.ledger import Ledgers
-from megagrpo.transfer.manifest import Manifest, SharedFiles, WeightSyncError
-from megagrpo.verify.shrink import random_tensor
-from megagrpo.verify.step import fill_weights
-from megagrpo.vllm_plugin.reader import MappedBlocks, ShardReader
-from megagrpo.weight_sync.node_shares import Nodes, share_out
-from megagrpo.weight_sync.shared_memory import FileUpdate, SharedMemory
-from megagrpo.weight_sync.sync import WeightSync
-from megagrpo.weight_sync.transport import SendReport
+from megagrpo.proof.verify.shrink import random_tensor
+from megagrpo.proof.verify.verified_step import fill_weights
+from megagrpo.sync.trainer_side.node_shares import Nodes, share_out
+from megagrpo.sync.trainer_side.shared_memory import FileUpdate, SharedMemory
+from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.trainer_side.transport import SendReport
+from megagrpo.sync.vllm_side.reader import MappedBlocks, ShardReader
+from megagrpo.sync.wire.ledger import Ledgers
+from megagrpo.sync.wire.manifest import Manifest, SharedFiles, WeightSyncError
 
 RANKS = 4
 NODES = Nodes((0, 0, 1, 1), {"near": 0, "far": 1})

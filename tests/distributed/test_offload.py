@@ -12,16 +12,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.device.offload import storages
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.device.tensor_offload import storages
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.fp8.tensor import parts
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
+from megagrpo.proof.verify.shrink import random_samples, shrink_model
+from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.checkpoint import Checkpointer
-from megagrpo.trainer.offload import NoOffload, Offload
+from megagrpo.trainer.state_offload import NoOffload, Offload
 from megagrpo.types import TrainState
-from megagrpo.verify.shrink import random_samples, shrink_model
-from megagrpo.verify.step import fill_weights
 
 SHARDED, WHOLE = dict(distributed_optimizer=True), dict(distributed_optimizer=False)
 # Name -> ranks, model, layout, further sections of the config.

@@ -14,10 +14,10 @@ from tiny_policy import tiny_model, tiny_run
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import TrainSection
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.optimizer import gather_gradients
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import prepare, whole_tensors
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import prepare, whole_tensors
 
 MODEL = "qwen2_untied"  # has biases
 STEPS = 4

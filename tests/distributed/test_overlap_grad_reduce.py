@@ -9,14 +9,14 @@ from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.packing import pack, packing_rules, padded
-from megagrpo.parallel.layout import Layout, init_layout
+from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import fill_weights, whole_tensors
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.metrics import values_of
 from megagrpo.types import TrainState
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import fill_weights, whole_tensors
 
 BUCKETS = dict(overlap_grad_reduce=True, ddp_bucket_size=3000)  # several in the small models
 CASES = {  # model, ranks, parallel, distributed optimizer

@@ -10,12 +10,12 @@ from ranks import run_ranks
 
 from megagrpo.__main__ import main
 from megagrpo.config import ParallelSection, load_config
-from megagrpo.families.boxes import size
-from megagrpo.families.config import parse_hf_config
-from megagrpo.plan import cuts
-from megagrpo.plan.cuts import EngineLayout
-from megagrpo.plan.shapes import model_shape, num_parameters
-from megagrpo.plan.weight_sync import plan_sync, rows_of
+from megagrpo.models.families.boxes import size
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.proof.plan import cuts
+from megagrpo.proof.plan.cuts import EngineLayout
+from megagrpo.proof.plan.shapes import model_shape, num_parameters
+from megagrpo.proof.plan.weight_sync import plan_sync, rows_of
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LLAMA = dict(

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from direct_workers import PER_SERVER, SHAPES, FileEngine, TrainerRanks, copies_of, held_by, serve, values_of
 from ranks import run_ranks
 
-from megagrpo import device
-from megagrpo.transfer.exchange import Exchange
-from megagrpo.transfer.manifest import WeightSyncError
-from megagrpo.weight_sync.point_to_point import PointToPoint
-from megagrpo.weight_sync.sync import WeightSync
+from megagrpo.platform import device
+from megagrpo.sync.trainer_side.point_to_point import PointToPoint
+from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.wire.exchange import Exchange
+from megagrpo.sync.wire.manifest import WeightSyncError
 
 
 def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabytes: float = 64.0):

@@ -9,8 +9,8 @@ from ranks import run_ranks
 
 from megagrpo.__main__ import main
 from megagrpo.config import load_config
-from megagrpo.families.config import load_hf_config
-from megagrpo.verify.precision import batch_of, measure
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.proof.verify.precision import batch_of, measure
 from tests.e2e import world
 
 RUN = """

@@ -92,7 +92,7 @@ def groups_after_a_layout() -> list[str]:
     from megatron.core import parallel_state
 
     from megagrpo.config import ParallelSection
-    from megagrpo.parallel.layout import init_layout
+    from megagrpo.platform.parallel.layout import init_layout
 
     init_layout(ParallelSection()).close()
     return [name for name, value in vars(parallel_state).items() if isinstance(value, dist.ProcessGroup)]

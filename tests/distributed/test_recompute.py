@@ -7,11 +7,11 @@ from te_manifest import architecture
 from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import fill_weights, policy_gradient
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import fill_weights, policy_gradient
 
 PARTS = {"layernorm": "0.input_layernorm", "mla_up_proj": "linear_kv_up_proj", "shared_experts": "shared_experts", "moe": "mlp.router"}
 

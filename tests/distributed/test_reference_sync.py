@@ -12,17 +12,17 @@ from tiny_policy import tiny_run
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.bridge.convert import export_hf
-from megagrpo.bridge.families import blocks
-from megagrpo.bridge.load import load_hf
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.families.config import load_hf_config
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.conversion import export_hf
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
+from megagrpo.proof.verify.shrink import VOCABULARY, random_samples
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainState
-from megagrpo.verify.shrink import VOCABULARY, random_samples
 
 TRL = json.loads((Path(__file__).parents[1] / "vectors" / "trl_misc.json").read_text())["sync_ref_model"]
 SIZES = dict(hidden_size=96, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, intermediate_size=64)

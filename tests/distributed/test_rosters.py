@@ -11,17 +11,17 @@ from ranks import run_ranks
 from tiny_families import MODELS, tiny_config
 from tiny_policy import SHAPES
 
-from megagrpo.bridge.families import blocks, tensor_names
-from megagrpo.bridge.rosters import held_boxes
 from megagrpo.config import ParallelSection
-from megagrpo.families import FAMILIES
-from megagrpo.families.boxes import intersect, missing, size, whole
-from megagrpo.families.config import model_problems, parse_hf_config
-from megagrpo.parallel.layout import init_layout
-from megagrpo.plan.cuts import EngineLayout, wanted_boxes
+from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
+from megagrpo.models.bridge.planned_blocks import held_boxes
+from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.boxes import intersect, missing, size, whole
+from megagrpo.models.families.hf_config import model_problems, parse_hf_config
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.transfer.plan import plan_transfers
-from megagrpo.verify.shrink import shrink_model
+from megagrpo.proof.plan.cuts import EngineLayout, wanted_boxes
+from megagrpo.proof.verify.shrink import shrink_model
+from megagrpo.sync.wire.sync_plan import plan_transfers
 
 
 def boxes_here(shape, parallel):

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from tiny_policy import SHAPES, tiny_run
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megagrpo.audit import naive
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.families.config import HfConfig
-from megagrpo.verify.compare import compare
-from megagrpo.verify.shrink import random_samples, random_tensor, shrink_model
-from megagrpo.verify.step import Outcome, take_step
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.proof.audit import naive
+from megagrpo.proof.verify.shrink import random_samples, random_tensor, shrink_model
+from megagrpo.proof.verify.verified_step import Outcome, take_step
+from megagrpo.proof.verify.verify_compare import compare
 
 COEFFICIENT = 2.0
 TP2 = dict(tp=2, sequence_parallel=True)

@@ -8,10 +8,10 @@ import pytest
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection, load_config
-from megagrpo.parallel.layout import init_layout
-from megagrpo.servers.options import ServerOptions
+from megagrpo.engine.servers.options import ServerOptions
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.trainer.node_servers import NodeServers, await_all
-from tests.unit.servers.test_restarts import Stand
+from tests.unit.engine.servers.test_restarts import Stand
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 

@@ -17,16 +17,16 @@ from ranks import run_ranks
 from tiny_policy import Case, tiny_model
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.bridge.families import blocks
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.trainer.alarms import BrokenTraining
 from megagrpo.trainer.trainer import Trainer
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import fill_weights
 
 PLAIN, SHARDED = dict(distributed_optimizer=False), dict(distributed_optimizer=True)
 CASES = [

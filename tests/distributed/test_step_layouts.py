@@ -15,18 +15,18 @@ from trainer_alone import Alone, Given
 
 from megagrpo.__main__ import main
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.bridge.families import blocks
-from megagrpo.bridge.load import load_hf
-from megagrpo.families.config import load_hf_config
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.profile import Profiler
 from megagrpo.records.token_log import FILE, TokenLog
 from megagrpo.records.writer import MetricsWriter
-from megagrpo.rollout.collector import sampling_params
 from megagrpo.trainer.callbacks import Callbacks
+from megagrpo.trainer.rollout.collector import sampling_params
 
 SECTIONS = dict(
     algorithm=dict(

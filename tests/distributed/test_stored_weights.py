@@ -8,16 +8,16 @@ from ranks import run_ranks
 from tiny_policy import SHAPES, Case, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.bridge.families import blocks
-from megagrpo.bridge.merged import merged_blocks
 from megagrpo.config import ParallelSection
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.merged import merged_blocks
+from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.stored import BLOCK_SIZE, NF4_VALUES, StoredWeight
-from megagrpo.verify.compare import compare, silent_tensors
-from megagrpo.verify.shrink import plainly, random_samples, random_tensor, shrink_model
-from megagrpo.verify.step import Outcome, fill_weights, take_step
+from megagrpo.proof.verify.shrink import plainly, random_samples, random_tensor, shrink_model
+from megagrpo.proof.verify.verified_step import Outcome, fill_weights, take_step
+from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
 STORAGES = ("fp8", "nf4")
 

@@ -10,12 +10,12 @@ import torch
 from ranks import RankFailed, run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.families.blocks import Block
-from megagrpo.families.boxes import whole
-from megagrpo.parallel.layout import init_layout
-from megagrpo.transfer.manifest import WeightSyncError
-from megagrpo.weight_sync.shared_memory import SharedMemory
-from megagrpo.weight_sync.sync import WeightSync
+from megagrpo.models.families.blocks import Block
+from megagrpo.models.families.boxes import whole
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.sync.trainer_side.shared_memory import SharedMemory
+from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.wire.manifest import WeightSyncError
 
 
 class Hangs:

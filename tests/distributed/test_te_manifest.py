@@ -8,10 +8,10 @@ import torch
 from ranks import run_ranks
 from te_manifest import CASES, FILE, HISTORIES, architecture, checkpoint_keys, chunk_of, passes, recorded_chunk, variants
 
-from megagrpo.bridge.families import blocks, tensor_names
 from megagrpo.config import ParallelSection
-from megagrpo.families import FAMILIES
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
+from megagrpo.models.families import FAMILIES
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.fp8 import delayed_scaling
 from megagrpo.policy.fp8.delayed_scaling import GRADIENT, INPUT, WEIGHT, DelayedScaling
 from megagrpo.policy.fp8.rounding import E4M3, E5M2

@@ -4,7 +4,7 @@ import torch
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
-from megagrpo.parallel.layout import init_layout
+from megagrpo.platform.parallel.layout import init_layout
 
 
 def _minutes(minutes):

@@ -15,7 +15,7 @@ from test_negative_controls import norms_that_keep_their_part_of_the_gradient
 from tiny_policy import SHAPES
 
 from megagrpo.__main__ import main
-from megagrpo.verify import layouts as verify
+from megagrpo.proof.verify import layouts as verify
 
 REPOSITORY = Path(__file__).parents[2]
 RUN = """

@@ -7,9 +7,9 @@ from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import take_step
 from megagrpo.types import Truncation
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import take_step
 from tests.naive_truncation import truncated_log_softmax
 
 RULES = {

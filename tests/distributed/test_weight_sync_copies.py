@@ -10,22 +10,22 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model
 
-from megagrpo.bridge.families import blocks
 from megagrpo.config import ParallelSection
-from megagrpo.families.blocks import Local, same
-from megagrpo.families.boxes import size
-from megagrpo.parallel.layout import init_layout
-from megagrpo.plan.tracing.host_waits import HostWaits
+from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.families.blocks import Local, same
+from megagrpo.models.families.boxes import size
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.transfer import checksums
-from megagrpo.transfer.ledger import Ledgers
-from megagrpo.transfer.manifest import Manifest, SharedFiles, WeightSyncError
-from megagrpo.verify.shrink import random_tensor
-from megagrpo.verify.step import fill_weights
-from megagrpo.vllm_plugin import reader
-from megagrpo.vllm_plugin.reader import MappedBlocks, ShardReader
-from megagrpo.weight_sync.shared_memory import FileUpdate, SharedMemory
-from megagrpo.weight_sync.sync import WeightSync
+from megagrpo.proof.plan.tracing.host_waits import HostWaits
+from megagrpo.proof.verify.shrink import random_tensor
+from megagrpo.proof.verify.verified_step import fill_weights
+from megagrpo.sync.trainer_side.shared_memory import FileUpdate, SharedMemory
+from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.vllm_side import reader
+from megagrpo.sync.vllm_side.reader import MappedBlocks, ShardReader
+from megagrpo.sync.wire import copy_checksums
+from megagrpo.sync.wire.ledger import Ledgers
+from megagrpo.sync.wire.manifest import Manifest, SharedFiles, WeightSyncError
 
 
 class OneReader:
@@ -87,7 +87,7 @@ def test_what_an_engine_in_bfloat16_keeps_in_float32_arrives_to_the_last_bit(tmp
 
 def test_weights_on_a_gpu_cost_a_few_transfers_per_layer_and_none_per_slice(tmp_path, monkeypatch):
     """Every tensor counts as a GPU's, so trainer and worker take the paths of GPUs."""
-    for module in (checksums, reader):
+    for module in (copy_checksums, reader):
         monkeypatch.setattr(module, "is_host", lambda values: False)
     layers, per_layer, mode, by_worker, stock = 5, 7, HostWaits(), [], reader.on_host
     monkeypatch.setattr(reader, "on_host", lambda sums: by_worker.append(len(sums)) or stock(sums))  # runs in a thread without the mode
@@ -105,7 +105,7 @@ def test_weights_on_a_gpu_cost_a_few_transfers_per_layer_and_none_per_slice(tmp_
 
 
 def test_a_wrong_checksum_on_a_gpu_names_the_tensor_after_its_layer(tmp_path, monkeypatch):
-    for module in (checksums, reader):
+    for module in (copy_checksums, reader):
         monkeypatch.setattr(module, "is_host", lambda values: False)
     name, stock = "model.layers.3.tensor", reader.device_checksum
     monkeypatch.setattr(reader, "device_checksum", lambda values, column=0: stock(values, column) + 1)

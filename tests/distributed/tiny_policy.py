@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megagrpo.config import ParallelSection, RunConfig
-from megagrpo.families.config import HfConfig
-from megagrpo.verify.shrink import shrink_config, shrink_model
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.proof.verify.shrink import shrink_config, shrink_model
 
 # The relevant part of config.json of SmolLM2, Qwen2.5-7B, Qwen3-0.6B, Qwen3-30B-A3B and Mixtral, with heads that 2 and 3 divide. Qwen3 has
 # tied and untied models here, and Qwen2 has its window switched on.

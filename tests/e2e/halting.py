@@ -4,9 +4,9 @@ weight update. The test resumes or kills it."""
 import os
 import signal
 
-from megagrpo.vllm_plugin.engine import ShardEngine
-from megagrpo.vllm_plugin.reader import ShardReader
-from megagrpo.vllm_plugin.worker_verbs import WorkerVerbs
+from megagrpo.sync.vllm_side.engine import ShardEngine
+from megagrpo.sync.vllm_side.reader import ShardReader
+from megagrpo.sync.vllm_side.worker_verbs import WorkerVerbs
 
 due: dict[str, int] = {}  # point of the update -> times to pass it before the worker stops
 

@@ -180,9 +180,9 @@ TAMPERED = {
 
 def _audit_tampered(dump, scratch):
     """The audit's exit code and first difference for each way to tamper with the dump of a second step."""
-    from megagrpo.audit.checks import check_step
-    from megagrpo.audit.report import verdict
-    from megagrpo.audit.saved import load_step
+    from megagrpo.proof.audit.audit_checks import check_step
+    from megagrpo.proof.audit.audit_report import verdict
+    from megagrpo.proof.audit.saved import load_step
 
     found = {}
     for name, (change, _) in TAMPERED.items():

@@ -5,9 +5,9 @@ import pytest
 
 from megagrpo.engine.http import Servers
 from megagrpo.engine.protocol import EngineStartError
-from megagrpo.servers.launcher import Launcher
+from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.trainer import engine_side, wiring
-from megagrpo.trainer.offload import Offload
+from megagrpo.trainer.state_offload import Offload
 from tests.e2e import world
 from tests.e2e.test_options import largest_difference, succeeded, texts
 

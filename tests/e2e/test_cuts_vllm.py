@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megagrpo.families.boxes import Box, size
-from megagrpo.families.config import load_hf_config
-from megagrpo.plan.cuts import EngineLayout, wanted_boxes
-from megagrpo.vllm_plugin.lazy_tensors import LazyTensor, box_of
+from megagrpo.models.families.boxes import Box, size
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.proof.plan.cuts import EngineLayout, wanted_boxes
+from megagrpo.sync.vllm_side.lazy_tensors import LazyTensor, box_of
 from tests.distributed.ranks import run_ranks
 from tests.e2e.tiny_servers import model_folder, weights
 

@@ -12,10 +12,10 @@ import pytest
 from megagrpo.data.tokenizer import load_tokenizer
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineError
-from megagrpo.families.sources import resolve_model
-from megagrpo.multi_turn.tool_calls import hermes, named_call
-from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.options import ServerOptions
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.options import ServerOptions
+from megagrpo.environments.tool_calls import hermes, named_call
+from megagrpo.models.families.weight_sources import resolve_model
 from tests.e2e import world
 
 SCHEDULERS = '''

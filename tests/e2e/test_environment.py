@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from megagrpo.process.environment import IGNORED, PASSED, REMOVED, row_of
+from megagrpo.platform.process.environment import IGNORED, PASSED, REMOVED, row_of
 from tests.e2e import world
 
 GONE = "/dev/null/gone"  # nobody can create it

@@ -13,11 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megagrpo.bridge.checksums import CHECKSUMS
-from megagrpo.bridge.hf_files import carry, files_of
 from megagrpo.config import load_config
-from megagrpo.families.config import load_hf_config
-from megagrpo.servers.serving import find_weights
+from megagrpo.engine.servers.serving import find_weights
+from megagrpo.models.bridge.file_checksums import CHECKSUMS
+from megagrpo.models.bridge.hf_files import carry, files_of
+from megagrpo.models.families.hf_config import load_hf_config
 from tests.e2e import world
 from tests.e2e.test_evaluation import evaluations, sets
 

@@ -11,21 +11,21 @@ import torch
 from ranks import run_ranks
 from tiny_families import MODELS, TINY, tiny_model
 
-from megagrpo.bridge.export import save_hf
-from megagrpo.bridge.families import adapter_blocks, blocks, fill
-from megagrpo.bridge.load import load_hf
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineStartError
-from megagrpo.families.config import load_hf_config
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.hf_export import save_hf
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, blocks, fill
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
-from megagrpo.policy.lora import attach_adapters
+from megagrpo.policy.lora_layers import attach_adapters
+from megagrpo.proof.verify.shrink import random_tensor
+from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
+from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.types import Prompt, SamplingParams
-from megagrpo.verify.shrink import random_tensor
-from megagrpo.weight_sync.adapters import AdapterSync
-from megagrpo.weight_sync.sync import WeightSync
 from tests.e2e.tiny_servers import connect, launch, naive_logprobs, scratch, weights
 
 PROMPTS = [Prompt(i, tuple((7 * i + 3 * k) % TINY["vocab_size"] for k in range(4 + i)), "") for i in range(5)]

@@ -9,10 +9,10 @@ from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
 from megagrpo.engine.probe import check_plugin
-from megagrpo.parallel.layout import init_layout
-from megagrpo.transfer.manifest import WeightSyncError
-from megagrpo.weight_sync.point_to_point import PointToPoint
-from megagrpo.weight_sync.sync import WeightSync
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.sync.trainer_side.point_to_point import PointToPoint
+from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.wire.manifest import WeightSyncError
 from tests.e2e import world
 from tests.e2e.test_weight_sync import OneRank, Tampered, is_paused, sampled, shards, without
 from tests.e2e.tiny_servers import Running, connect, launch, model_folder

@@ -6,10 +6,10 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megagrpo.bridge.load import load_hf
 from megagrpo.config import ParallelSection
-from megagrpo.families.config import load_hf_config
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
 from megagrpo.types import SamplingParams

@@ -9,9 +9,9 @@ import time
 import pytest
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.servers import hang_detection
-from megagrpo.servers import remote as serve
-from megagrpo.servers.launcher import healthy
+from megagrpo.engine.servers import hang_detection
+from megagrpo.engine.servers import remote as serve
+from megagrpo.engine.servers.launcher import healthy
 from megagrpo.types import SamplingParams
 from tests.e2e import world
 from tests.e2e.test_server_dies import assert_same_steps, processes_of_server

@@ -15,12 +15,12 @@ import torch
 from ranks import run_ranks
 
 import megagrpo.records.checkpoint
-from megagrpo.device.adam import FusedAdam
 from megagrpo.engine.client import VllmEngine
+from megagrpo.platform.device.adam import FusedAdam
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.rewards.scoring import Scoring
+from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.trainer.trainer import Trainer
-from megagrpo.weight_sync.sync import WeightSync
 from tests.e2e import world
 
 STEPS, KILLED_IN = 4, 3

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.learning import LOSSES, learn
-from megagrpo.config import load_config, losses
+from megagrpo.config import load_config, loss_table
 
 
 @pytest.mark.full
@@ -15,6 +15,6 @@ def test_the_reward_rises(name, tmp_path):
 
 
 def test_every_loss_type_has_its_turn():
-    assert {options["loss_type"] for options in LOSSES.values()} == losses.LOSSES.keys()
+    assert {options["loss_type"] for options in LOSSES.values()} == loss_table.LOSSES.keys()
     for options in LOSSES.values():
         load_config("configs/quickstart.yaml", [f"algorithm.{key}={value}" for key, value in options.items()])

@@ -11,20 +11,20 @@ import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
 
-from megagrpo.bridge.export import save_hf
-from megagrpo.bridge.families import adapter_blocks, fill
-from megagrpo.bridge.load import load_hf
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.probe import check_plugin
-from megagrpo.families.config import load_hf_config
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.hf_export import save_hf
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.policy.lora import attach_adapters
-from megagrpo.transfer.manifest import WeightSyncError
+from megagrpo.policy.lora_layers import attach_adapters
+from megagrpo.proof.verify.shrink import random_tensor
+from megagrpo.sync.trainer_side.adapter_sync import AdapterSync, verify_adapter
+from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.types import Prompt, SamplingParams
-from megagrpo.verify.shrink import random_tensor
-from megagrpo.weight_sync.adapters import AdapterSync, verify_adapter
 from tests.e2e import world
 from tests.e2e.tiny_servers import launch, naive_logprobs
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.options import ServerOptions
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.options import ServerOptions
 from tests.e2e import world
 from tests.e2e.faulty_proxy import FaultyProxy
 from tests.e2e.test_async_runs import AHEAD, STILL

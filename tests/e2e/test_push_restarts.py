@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from megagrpo.engine.fleet import State
-from megagrpo.transfer.exchange import Exchange
-from megagrpo.transfer.manifest import WeightSyncError
-from megagrpo.weight_sync.point_to_point import PointToPoint
-from megagrpo.weight_sync.sync import WeightSync
+from megagrpo.sync.trainer_side.point_to_point import PointToPoint
+from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.wire.exchange import Exchange
+from megagrpo.sync.wire.manifest import WeightSyncError
 from tests.e2e.test_restarts import Kept, wait_for
 from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, sampled_fresh, shards
 from tests.e2e.tiny_servers import below, connect, greedy, halt, is_halted, launch, model_folder, tied_llamas

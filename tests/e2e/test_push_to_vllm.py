@@ -11,17 +11,17 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from megagrpo.bridge.families import blocks
-from megagrpo.bridge.load import load_hf
 from megagrpo.config import ParallelSection
-from megagrpo.families.config import load_hf_config
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.transfer.exchange import Exchange
-from megagrpo.transfer.manifest import WeightSyncError
+from megagrpo.sync.trainer_side.point_to_point import PointToPoint
+from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.wire.exchange import Exchange
+from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.types import SamplingParams
-from megagrpo.weight_sync.point_to_point import PointToPoint
-from megagrpo.weight_sync.sync import WeightSync
 from tests.e2e.tiny_servers import PROMPTS, below, connect, launch, model_folder, tied_llamas, weights
 
 CPU = torch.device("cpu")

@@ -6,11 +6,11 @@ from torch import nn
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, record_metadata_for_reloading
 from vllm.model_executor.model_loader.weight_utils import composed_weight_loader, default_weight_loader
 
-from megagrpo.families.boxes import extent, whole
-from megagrpo.transfer.manifest import Manifest, SharedBlock, SharedTensor
-from megagrpo.vllm_plugin import loading as loading_module
-from megagrpo.vllm_plugin.loading import Loading
-from megagrpo.vllm_plugin.reader import ShardReader
+from megagrpo.models.families.boxes import extent, whole
+from megagrpo.sync.vllm_side import loading as loading_module
+from megagrpo.sync.vllm_side.loading import Loading
+from megagrpo.sync.vllm_side.reader import ShardReader
+from megagrpo.sync.wire.manifest import Manifest, SharedBlock, SharedTensor
 
 
 class Memory:

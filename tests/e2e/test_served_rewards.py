@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from ranks import run_ranks
 
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.rewards.functions.served import ServedReward
-from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.options import ServerOptions
 from tests.unit.rewards.reward_services import logits, make_model
 
 pytestmark = pytest.mark.full  # starts its own vLLM server

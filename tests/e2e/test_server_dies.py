@@ -6,9 +6,9 @@ import signal
 import pytest
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.servers import restarts
-from megagrpo.transfer.exchange import Exchange
-from megagrpo.weight_sync.point_to_point import PointToPoint
+from megagrpo.engine.servers import restarts
+from megagrpo.sync.trainer_side.point_to_point import PointToPoint
+from megagrpo.sync.wire.exchange import Exchange
 from tests.e2e import world
 from tests.e2e.tiny_servers import below
 

@@ -19,9 +19,9 @@ import pytest
 import torch
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.restarts import Restarter
-from megagrpo.weight_sync.sync import WeightSync
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.restarts import Restarter
+from megagrpo.sync.trainer_side.sync import WeightSync
 from tests.e2e import world
 from tests.e2e.test_server_dies import kill_server
 from tests.e2e.tiny_servers import below

@@ -11,22 +11,22 @@ import pytest
 import torch
 from ranks import run_ranks
 
-from megagrpo.bridge.export import save_hf
-from megagrpo.bridge.families import adapter_blocks
-from megagrpo.bridge.load import load_hf
-from megagrpo.bridge.merged import merged_blocks
 from megagrpo.config import LoraSection, ParallelSection
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineDeadError
-from megagrpo.families.config import load_hf_config
-from megagrpo.parallel.layout import init_layout
+from megagrpo.models.bridge.hf_export import save_hf
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.merged import merged_blocks
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.policy.lora import attach_adapters
-from megagrpo.transfer.manifest import WeightSyncError
+from megagrpo.policy.lora_layers import attach_adapters
+from megagrpo.proof.verify.shrink import random_tensor
+from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
+from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.types import SamplingParams
-from megagrpo.verify.shrink import random_tensor
-from megagrpo.weight_sync.adapters import AdapterSync
-from megagrpo.weight_sync.sync import WeightSync
 from tests.e2e.test_weight_sync import LAYER, OneRank, Tampered, halves, with_a_flipped_bit, without
 from tests.e2e.tiny_servers import (
     PROMPTS,

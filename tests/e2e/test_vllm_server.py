@@ -15,9 +15,9 @@ import torch
 
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineDeadError, EngineError, EngineStartError
-from megagrpo.rollout.collector import numbered
-from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.options import ServerOptions
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.options import ServerOptions
+from megagrpo.trainer.rollout.collector import numbered
 from megagrpo.types import Prompt, SamplingParams, Truncation
 from tests.e2e.tiny_servers import PROMPTS, below, model_folder, naive_logits, naive_logprobs, oracle, tied_llamas, tokenizer_of_threes
 from tests.naive_truncation import truncated_log_softmax
@@ -179,8 +179,8 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path):
 
 TRAINER = """
 import os, sys, time
-from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.options import ServerOptions
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.options import ServerOptions
 launcher = Launcher(ServerOptions(sys.argv[1], "float32", 64, kv_cache_gb=1, omp_threads=1), sys.argv[2])
 launcher.start()
 launcher.wait()

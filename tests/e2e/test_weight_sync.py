@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megagrpo.families.blocks import Block
-from megagrpo.families.boxes import cut
-from megagrpo.transfer.ledger import VERSION_SHIFT, Ledgers
-from megagrpo.transfer.manifest import WeightSyncError
+from megagrpo.models.families.blocks import Block
+from megagrpo.models.families.boxes import cut
+from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.wire.ledger import VERSION_SHIFT, Ledgers
+from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.types import Prompt, SamplingParams
-from megagrpo.weight_sync.sync import WeightSync
 from tests.distributed.ranks import run_ranks
 from tests.e2e.tiny_servers import PROMPTS, tied_llamas, weights
 

@@ -28,18 +28,18 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from megagrpo.bridge.export import save_hf
-from megagrpo.bridge.families import blocks
-from megagrpo.bridge.load import load_hf
 from megagrpo.config import ParallelSection
 from megagrpo.engine.client import VllmEngine
-from megagrpo.families.config import load_hf_config
-from megagrpo.parallel.layout import init_layout
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.options import ServerOptions
+from megagrpo.models.bridge.hf_export import save_hf
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
-from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.options import ServerOptions
+from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.types import Prompt, SamplingParams
-from megagrpo.weight_sync.sync import WeightSync
 
 # The path on which servers, including restarted ones, find halting.py.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))

@@ -32,9 +32,9 @@ import torch
 from ranks import run_ranks
 
 from megagrpo.__main__ import main
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.records.checkpoint import checkpoints
-from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.options import ServerOptions
 
 # Modules that a run imports, imported here once for all forks.
 for module in (

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megagrpo import types
-from megagrpo.device.host_copies import HostCopies
-from megagrpo.device.offload import OffloadedStorages
+from megagrpo.platform.device.host_copies import HostCopies
+from megagrpo.platform.device.tensor_offload import OffloadedStorages
 from megagrpo.policy import activation_offload, megatron_policy
 from megagrpo.policy.attention import causal
-from megagrpo.weight_sync import cuda_ipc, slots
+from megagrpo.sync.trainer_side import cuda_ipc, slots
 from tests.fake_gpu.kernels import host_view
 
 Patch = pytest.MonkeyPatch

@@ -23,7 +23,7 @@ CASES = {
 
 def measured_and_planned(sections: dict) -> dict[str, tuple[float, float]]:
     """Phase -> MiB at its peak, and in the plan."""
-    from megagrpo.families.config import parse_hf_config
+    from megagrpo.models.families.hf_config import parse_hf_config
     from tests.fake_gpu.kernels import Kernels
 
     Kernels.active.skips_products = True

@@ -20,8 +20,8 @@ def a_step(share: float):
     """The outcome of a step that offloads the activations of this share of the layers, and the bytes that copies carried in each direction.
     Copies run as late as CUDA permits."""
     from megagrpo.policy import activation_offload
-    from megagrpo.verify.shrink import random_samples
-    from megagrpo.verify.step import take_step
+    from megagrpo.proof.verify.shrink import random_samples
+    from megagrpo.proof.verify.verified_step import take_step
     from tests.fake_gpu.kernels import Kernels
     from tests.fake_gpu.streams import DEFAULT, delay_copies
 

@@ -10,9 +10,9 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
-from megagrpo.verify.compare import FLOAT32, distances
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import Outcome, take_step
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import Outcome, take_step
+from megagrpo.proof.verify.verify_compare import FLOAT32, distances
 from tests.fake_gpu import planted_bugs as bugs
 from tests.fake_gpu.runtime import needs_fake_gpu, on_gpus
 
@@ -46,11 +46,11 @@ def problems_of_leaving() -> list[str]:
     """What a trainer shows that leaves the GPU after a step, returns and takes another step: an exception, or numbers that differ."""
     from megagrpo.algorithms.losses import make_loss
     from megagrpo.data.packing import pack, packing_rules
-    from megagrpo.parallel.layout import init_layout
+    from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.policy.megatron_policy import MegatronPolicy
     from megagrpo.policy.reference import Reference
-    from megagrpo.trainer.offload import NoOffload, Offload
-    from megagrpo.verify.step import fill_weights
+    from megagrpo.proof.verify.verified_step import fill_weights
+    from megagrpo.trainer.state_offload import NoOffload, Offload
 
     config, found = run_of(), []
     for kind in (NoOffload, Offload):

@@ -7,9 +7,9 @@ import torch
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
-from megagrpo.verify.compare import compare, silent_tensors
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import Outcome, take_step
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import Outcome, take_step
+from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 from tests.fake_gpu.runtime import needs_fake_gpu, on_gpus
 
 pytestmark = [pytest.mark.fake_gpu, needs_fake_gpu, pytest.mark.timeout(600)]

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiny_policy import tiny_run
 
-from megagrpo.verify.compare import distances, silent_tensors
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import Outcome, take_step
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import Outcome, take_step
+from megagrpo.proof.verify.verify_compare import distances, silent_tensors
 from tests.fake_gpu.runtime import needs_fake_gpu, on_gpus
 from tests.gpu.test_gpu_parity import small
 
@@ -24,7 +24,7 @@ SHAPE = "qwen3_untied"
 
 def stepped(*args) -> Outcome:
     """`take_step` on Transformer Engine's layers."""
-    from megagrpo import device
+    from megagrpo.platform import device
     from tests.fake_gpu.te import replace_kernels
 
     replace_kernels()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megagrpo import device
+from megagrpo.platform import device
 
 PLACES = [pytest.param("gpu", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.full)]
 

@@ -3,10 +3,10 @@
 import pytest
 from tiny_policy import tiny_run
 
-from megagrpo.parallel.spawn import run_ranks
+from megagrpo.platform.parallel.spawn import run_ranks
 from megagrpo.policy import activation_offload
-from megagrpo.verify.shrink import random_samples
-from megagrpo.verify.step import Outcome, relative_error, take_step
+from megagrpo.proof.verify.shrink import random_samples
+from megagrpo.proof.verify.verified_step import Outcome, relative_error, take_step
 from tests.gpu.places import PLACES
 from tests.gpu.test_gpu_fp8 import need_recipe
 from tests.gpu.test_gpu_parity import small

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megagrpo import device
-from megagrpo.parallel.spawn import run_ranks
-from megagrpo.verify.compare import compare, distances, silent_tensors
+from megagrpo.platform import device
+from megagrpo.platform.parallel.spawn import run_ranks
+from megagrpo.proof.verify.verify_compare import compare, distances, silent_tensors
 from tests.gpu.places import PLACES, need
 from tests.gpu.test_gpu_parity import step
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megagrpo import device
+from megagrpo.platform import device
 from megagrpo.policy.lm_head.fp8 import in_fp8
 from megagrpo.policy.lm_head.fused_logprobs import SCRATCH_BYTES
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs

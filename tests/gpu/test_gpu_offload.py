@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.parallel.spawn import run_ranks
+from megagrpo.platform.parallel.spawn import run_ranks
 from tests.gpu.places import PLACES, need
 
 MODELS = {"gpu": "0.5b", "cpu": "tiny"}
@@ -22,12 +22,12 @@ def leave_and_come_back(folder: Path, model: str, precision: str, in_fp8: bool) 
     from megagrpo.algorithms.losses import make_loss
     from megagrpo.algorithms.reductions import denominator
     from megagrpo.data.packing import pack, packing_rules
-    from megagrpo.families.config import load_hf_config
-    from megagrpo.parallel.layout import init_layout
+    from megagrpo.models.families.hf_config import load_hf_config
+    from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.policy.fp8.tensor import parts
     from megagrpo.policy.megatron_policy import MegatronPolicy
     from megagrpo.policy.reference import Reference
-    from megagrpo.trainer.offload import Offload
+    from megagrpo.trainer.state_offload import Offload
 
     overrides = [f"model.precision={precision}", "algorithm.beta=0.1", "rollout.max_prompt_length=64", "rollout.max_completion_length=64"]
     overrides += ["model.fp8_recipe=blockwise", "model.fp8_param=true"] * in_fp8

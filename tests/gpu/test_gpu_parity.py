@@ -5,12 +5,12 @@ import pytest
 import torch
 from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
 
-from megagrpo import device
 from megagrpo.config import ParallelSection
-from megagrpo.parallel.spawn import run_ranks
-from megagrpo.verify.compare import compare, silent_tensors
-from megagrpo.verify.shrink import plainly, random_samples, shrink_model
-from megagrpo.verify.step import Outcome, take_step
+from megagrpo.platform import device
+from megagrpo.platform.parallel.spawn import run_ranks
+from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_model
+from megagrpo.proof.verify.verified_step import Outcome, take_step
+from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 from tests.gpu.places import PLACES, need
 
 # Error limits for bf16 with these models: the median log-prob, in nats, and the relative error of all gradients together. Our bf16 step on

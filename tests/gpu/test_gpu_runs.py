@@ -2,7 +2,7 @@
 
 import pytest
 
-from megagrpo import device
+from megagrpo.platform import device
 from tests.e2e import world
 from tests.gpu.places import need_gpus
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.parallel.spawn import run_ranks
+from megagrpo.platform.parallel.spawn import run_ranks
 from tests.gpu.places import PLACES, need
 
 SETTINGS = (

@@ -36,7 +36,18 @@ def start(hosts: Networks, output: Path, *overrides: str) -> list[subprocess.Pop
     token.chmod(0o600)
     started = []
     for index, name in enumerate(hosts.names):
-        command = [*hosts.inside(name), sys.executable, "-m", "megagrpo.launch.node", "--nodes", "2", "--ranks", "1", "--master", master]
+        command = [
+            *hosts.inside(name),
+            sys.executable,
+            "-m",
+            "megagrpo.platform.launch.node",
+            "--nodes",
+            "2",
+            "--ranks",
+            "1",
+            "--master",
+            master,
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "SLURM_NODEID": str(index), "GLOO_SOCKET_IFNAME": "eth0"}
         environment["MEGAGRPO_TOKEN_FILE"] = str(token)
         printed = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -12,15 +12,15 @@ from te_kernels import replace_kernels
 from te_manifest import architecture
 from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
 
-from megagrpo import device
 from megagrpo.config import ParallelSection
-from megagrpo.families.architecture import HfConfig
+from megagrpo.models.families.architecture import HfConfig
+from megagrpo.platform import device
 from megagrpo.policy.fp8.current_scaling import CurrentScaling
+from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.products import Product
-from megagrpo.policy.fp8.settings import Fp8
-from megagrpo.verify.compare import distances, silent_tensors
-from megagrpo.verify.shrink import random_samples, shrink_model
-from megagrpo.verify.step import Outcome, take_step
+from megagrpo.proof.verify.shrink import random_samples, shrink_model
+from megagrpo.proof.verify.verified_step import Outcome, take_step
+from megagrpo.proof.verify.verify_compare import distances, silent_tensors
 
 HERE = importlib.util.find_spec("transformer_engine") is not None and not device.has_gpu()
 pytestmark = [

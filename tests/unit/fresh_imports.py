@@ -3,8 +3,8 @@
     python tests/unit/fresh_imports.py WARM MODULE...
 
 A process imports WARM, a comma-separated list, then forks a child per MODULE, and prints a JSON object: module -> error, empty if none. A
-child imports MODULE with no module of megagrpo loaded, and fails where megatron is imported before `megagrpo.device`. WARM may contain
-megagrpo.device, which loads a prepared megatron: the children import megagrpo again, but not megatron.
+child imports MODULE with no module of megagrpo loaded, and fails where megatron is imported before `megagrpo.platform.device`. WARM may contain
+megagrpo.platform.device, which loads a prepared megatron: the children import megagrpo again, but not megatron.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PREPARES = "megagrpo.device"
+PREPARES = "megagrpo.platform.device"
 
 
 def fresh_imports(warm: list[str], modules: list[str], *folders: Path) -> dict[str, str]:
@@ -40,7 +40,7 @@ def forget_megagrpo() -> None:
 
 
 def guard_megatron() -> None:
-    """Make an import of megatron an error until the import of `megagrpo.device` starts."""
+    """Make an import of megatron an error until the import of `megagrpo.platform.device` starts."""
     plain = builtins.__import__
 
     def guarded(name, *args, **kwargs):

@@ -8,7 +8,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "algorithm.beta": "e2e/test_reference_options.py::test_another_checkpoint_as_reference_gives_a_kl_from_the_first_step_on",
     "algorithm.delta": "unit/algorithms/test_reference_losses.py::test_trl",
     "algorithm.dynamic_sample": (
-        "unit/rollout/test_groups.py::test_groups_without_a_difference_are_replaced_by_fresh_prompts_until_the_step_is_full",
+        "unit/trainer/rollout/test_groups.py::test_groups_without_a_difference_are_replaced_by_fresh_prompts_until_the_step_is_full",
         "e2e/test_sampling.py::test_dynamic_sampling_fills_every_step_with_groups_that_teach",
     ),
     "algorithm.entropy_coef": "unit/algorithms/test_reference_losses.py::test_trl",
@@ -31,9 +31,9 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "algorithm.kl_estimator": "unit/algorithms/test_losses.py::test_the_kl_term_is_that_of_the_estimator_in_the_config",
     "algorithm.loss_type": "unit/algorithms/test_reference_losses.py::test_trl",
     "algorithm.mask_truncated_completions": "distributed/test_dump_losses.py::test_a_step_with_this_option_agrees_with_float64",
-    "algorithm.max_resample_times": "unit/rollout/test_groups.py::test_after_the_last_round_the_step_is_filled_as_asked",
+    "algorithm.max_resample_times": "unit/trainer/rollout/test_groups.py::test_after_the_last_round_the_step_is_filled_as_asked",
     "algorithm.multi_objective_aggregation": (
-        "unit/multi_turn/test_dialogue_samples.py::test_rewards_of_turns_and_environments_are_columns_of_weight_one",
+        "unit/environments/test_dialogue_samples.py::test_rewards_of_turns_and_environments_are_columns_of_weight_one",
         "unit/algorithms/test_reference_advantages.py::test_trl",
     ),
     "algorithm.num_iterations": "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
@@ -92,14 +92,14 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "data.system_prompt": "unit/data/test_prompts.py::test_system_prompt_and_template_go_into_the_tokens_only",
     "data.train": "unit/data/test_prompts.py::test_every_kind_of_source_gives_the_same_prompts",
     "evaluation.num_generations": (
-        "unit/evaluation/test_sets.py::test_what_a_set_leaves_empty_comes_from_the_sections_above_it",
+        "unit/trainer/evaluation/test_sets.py::test_what_a_set_leaves_empty_comes_from_the_sections_above_it",
         "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",
     ),
     "evaluation.steps": "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",
     "lora.alpha": "distributed/test_lora_peft.py::test_gradients_merged_weights_and_files_are_those_of_peft",
     "lora.dropout": "distributed/test_lora_peft.py::test_dropout_drops_the_same_on_all_ranks_and_only_in_training",
     "lora.rank": "distributed/test_lora_peft.py::test_gradients_merged_weights_and_files_are_those_of_peft",
-    "lora.sync": "unit/servers/test_server_options.py::test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on",
+    "lora.sync": "unit/engine/servers/test_server_options.py::test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on",
     "lora.target_modules": "distributed/test_lora_layouts.py::test_a_step_of_adapters_equals_that_of_one_process",
     "model.path": "e2e/test_bad_input.py::test_damaged_weights_are_named_before_a_run_replaces_another",
     "model.precision": "e2e/test_options.py::test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine",
@@ -107,68 +107,70 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "model.recompute": "distributed/test_recompute.py::test_layers_are_computed_again_in_the_backward_pass",
     "model.recompute_modules": "distributed/test_recompute.py::test_the_chosen_modules_and_no_others_are_computed_again",
     "model.tokenizer": "e2e/test_bad_input.py::test_a_mistake_in_the_config_is_named",
-    "multi_turn.environment": "unit/multi_turn/test_dialogues.py::test_what_reset_says_is_at_the_end_of_the_prompt",
+    "multi_turn.environment": "unit/environments/test_dialogues.py::test_what_reset_says_is_at_the_end_of_the_prompt",
     "multi_turn.max_tool_calling_iterations": (
-        "unit/multi_turn/test_dialogues.py::test_limits_end_a_response_with_its_last_call_unanswered"
+        "unit/environments/test_dialogues.py::test_limits_end_a_response_with_its_last_call_unanswered"
     ),
-    "multi_turn.scheduler": "unit/multi_turn/test_dialogues.py::test_a_scheduler_asks_until_it_is_satisfied_and_its_rewards_add_up",
-    "multi_turn.tools": "unit/multi_turn/test_dialogues.py::test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens",
+    "multi_turn.scheduler": "unit/environments/test_dialogues.py::test_a_scheduler_asks_until_it_is_satisfied_and_its_rewards_add_up",
+    "multi_turn.tools": "unit/environments/test_dialogues.py::test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens",
     "parallel.tp": "e2e/test_two_workers.py::test_two_workers_synced_from_any_shards_are_a_fresh_engine_and_read_their_own_halves",
     "rewards.functions": "unit/rewards/test_workers.py::test_order_is_kept_and_the_weighted_sum_skips_functions_that_cannot_score",
     "rewards.functions.N.args": (
         "unit/rewards/test_reference_rewards.py::test_the_arguments_of_ms_swifts_length_rewards_are_args_in_the_config"
     ),
     "rewards.plugins": "unit/rewards/test_scoring.py::test_plugins_register_names_and_get_texts_as_in_ms_swift",
-    "rollout.enforce_eager": "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
-    "rollout.extra_args": "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
-    "rollout.gpu_memory_utilization": "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+    "rollout.enforce_eager": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+    "rollout.extra_args": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+    "rollout.gpu_memory_utilization": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
     "rollout.max_completion_length": (
-        "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
-        "unit/servers/test_server_options.py::test_a_server_holds_the_longest_prompt_with_the_longest_response",
+        "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
+        "unit/engine/servers/test_server_options.py::test_a_server_holds_the_longest_prompt_with_the_longest_response",
     ),
-    "rollout.max_num_seqs": "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+    "rollout.max_num_seqs": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
     "rollout.max_prompt_length": (
         "e2e/test_bad_input.py::test_a_mistake_in_the_config_is_named",
-        "unit/servers/test_server_options.py::test_a_server_holds_the_longest_prompt_with_the_longest_response",
+        "unit/engine/servers/test_server_options.py::test_a_server_holds_the_longest_prompt_with_the_longest_response",
     ),
     "rollout.max_staleness": "e2e/test_async_runs.py::test_a_policy_that_stands_still_gets_the_very_responses_of_a_synchronous_run",
-    "rollout.include_stop_str_in_output": "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
+    "rollout.include_stop_str_in_output": "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
     "rollout.min_p": (
-        "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
+        "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
         "e2e/test_truncated_rollouts.py::test_trainer_and_engine_agree_on_the_truncated_distribution",
     ),
     "rollout.num_generations": (
-        "unit/rollout/test_groups.py::test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run"
+        "unit/trainer/rollout/test_groups.py::test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run"
     ),
     "rollout.placement": (
         "unit/config/test_placement.py::test_servers_get_the_gpus_of_their_placement_and_sleep_where_they_share_them",
         "unit/config/test_placement.py::test_contradictions_are_refused_with_a_fix",
     ),
-    "rollout.port": "unit/servers/test_server_options.py::test_as_many_servers_start_at_the_ports_that_follow",
+    "rollout.port": "unit/engine/servers/test_server_options.py::test_as_many_servers_start_at_the_ports_that_follow",
     "rollout.prompts_per_step": (
-        "unit/rollout/test_groups.py::test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run"
+        "unit/trainer/rollout/test_groups.py::test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run"
     ),
     "rollout.reconnect_timeout": "unit/engine/test_access.py::test_what_the_config_says_about_servers_reaches_them",
     "rollout.request_timeout": (
-        "unit/servers/test_server_options.py::test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server"
+        "unit/engine/servers/test_server_options.py::test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server"
     ),
     "rollout.nodes_per_server": "e2e/test_server_nodes.py::test_two_nodes_are_one_server_that_gets_verified_weights",
-    "rollout.servers": "unit/servers/test_server_options.py::test_as_many_servers_start_at_the_ports_that_follow",
-    "rollout.startup_timeout": ("unit/servers/test_launcher.py::test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key"),
-    "rollout.stop": "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
+    "rollout.servers": "unit/engine/servers/test_server_options.py::test_as_many_servers_start_at_the_ports_that_follow",
+    "rollout.startup_timeout": (
+        "unit/engine/servers/test_launcher.py::test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key"
+    ),
+    "rollout.stop": "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
     "rollout.temperature": (
-        "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
+        "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
         "e2e/test_options.py::test_temperature_belongs_to_both_sides",
     ),
     "rollout.top_k": (
-        "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
+        "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
         "e2e/test_truncated_rollouts.py::test_trainer_and_engine_agree_on_the_truncated_distribution",
     ),
     "rollout.top_p": (
-        "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
+        "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
         "e2e/test_truncated_rollouts.py::test_trainer_and_engine_agree_on_the_truncated_distribution",
     ),
-    "rollout.tp": "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+    "rollout.tp": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
     "rollout.pp": "e2e/test_server_layouts.py::test_stages_get_their_layers",
     "rollout.dp": "e2e/test_server_layouts.py::test_copies_get_the_attention_and_their_experts",
     "rollout.urls": "e2e/test_bad_input.py::test_a_mistake_in_the_config_is_named",
@@ -182,13 +184,13 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "run.output_dir": "e2e/test_run.py::test_the_config_that_ran_is_kept_and_loads_back",
     "run.save_steps": "e2e/test_full_disk.py::test_a_run_whose_last_checkpoint_fails_has_failed",
     "run.save_total_limit": "e2e/test_signals.py::test_a_signal_saves_after_the_last_finished_step",
-    "run.seed": "unit/rollout/test_groups.py::test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run",
+    "run.seed": "unit/trainer/rollout/test_groups.py::test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run",
     "run.trackers": (
         "e2e/test_run.py::test_tensorboard_events_hold_every_step",
         "unit/records/sinks/test_wandb.py::test_metrics_have_the_runs_step_and_tables_hold_every_response",
         "unit/records/sinks/test_mlflow.py::test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs",
         "unit/records/sinks/test_trackio.py::test_a_run_and_its_continuation_are_one_run_in_a_local_database",
-        "unit/records/sinks/test_trackers.py::test_the_sink_of_the_page_writes_what_the_page_says",
+        "unit/records/sinks/test_find_trackers.py::test_the_sink_of_the_page_writes_what_the_page_says",
     ),
     "train.adam_beta1": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
     "train.adam_beta2": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
@@ -213,14 +215,14 @@ KEYS: dict[str, str | tuple[str, ...]] = {
 SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
     "coming_from_trl.md": {
         "callbacks": "unit/trainer/test_callbacks.py::test_a_callback_of_transformers_runs_as_it_is",
-        "trust_remote_code": "unit/families/test_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
+        "trust_remote_code": "unit/models/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
         "per_device_train_batch_size": (
-            "unit/rollout/test_groups.py::test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run",
+            "unit/trainer/rollout/test_groups.py::test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run",
             "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
         ),
         "steps_per_generation": (
             "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
-            "unit/data/test_slices.py::test_one_part_is_everything",
+            "unit/data/test_sample_slices.py::test_one_part_is_everything",
         ),
         "num_train_epochs": (
             "unit/config/test_steps.py::test_max_steps_takes_precedence_and_is_100_without_either",
@@ -228,7 +230,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         ),
         "warmup_steps": "unit/config/test_steps.py::test_a_warmup_ratio_is_a_share_of_the_optimizer_steps_rounded_up_as_in_transformers",
         "bf16": "e2e/test_options.py::test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine",
-        "disable_dropout": "unit/families/test_config.py::test_what_the_model_code_cannot_do_is_refused",
+        "disable_dropout": "unit/models/families/test_hf_config.py::test_what_the_model_code_cannot_do_is_refused",
         "cast_lm_head_to_fp32": "unit/policy/test_vocab_logprobs.py::test_bfloat16_heads_give_float32_logprobs_close_to_the_float32_ones",
         "max_prompt_length": "unit/data/test_prompts.py::test_overlong_prompts_are_counted_and_dropped_or_cut_on_the_left",
         "ds3_gather_for_generation": "e2e/test_weight_sync.py::test_ranks_publish_their_own_shards_and_each_block_once",
@@ -238,7 +240,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/policy/test_fp8.py::test_what_a_rank_multiplies_at_once_is_a_multiple_of_what_shares_a_scale",
         ),
         "num_completions_to_print": "unit/records/test_metrics.py::test_the_sample_shows_the_best_and_the_worst_of_a_group_that_differs",
-        "generation_kwargs": "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
+        "generation_kwargs": "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
         "cache_implementation": "e2e/test_vllm_server.py::test_greedy_responses_are_those_of_transformers",
         "use_vllm": "e2e/test_run.py::test_no_process_and_no_shared_memory_outlives_the_run",
         "vllm_mode": (
@@ -246,16 +248,16 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/config/test_placement.py::test_contradictions_are_refused_with_a_fix",
         ),
         "vllm_server_timeout": (
-            "unit/servers/test_launcher.py::test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key",
+            "unit/engine/servers/test_launcher.py::test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key",
             "unit/engine/test_server_faults.py::test_when_all_are_gone_the_run_waits_as_long_as_it_was_told_and_names_them",
-            "unit/servers/test_server_options.py::test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server",
+            "unit/engine/servers/test_server_options.py::test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server",
             "e2e/test_bad_input.py::test_a_mistake_in_the_config_is_named",
         ),
         "vllm_group_port": "distributed/test_point_to_point.py::test_every_worker_gets_what_its_loaders_copy_and_no_byte_more",
         "vllm_tensor_parallel_size": (
             "e2e/test_two_workers.py::test_two_workers_synced_from_any_shards_are_a_fresh_engine_and_read_their_own_halves"
         ),
-        "vllm_model_impl": "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+        "vllm_model_impl": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
         "vllm_enable_sleep_mode": (
             "unit/config/test_placement.py::test_servers_get_the_gpus_of_their_placement_and_sleep_where_they_share_them"
         ),
@@ -269,7 +271,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "e2e/test_run.py::test_every_rollout_is_a_line_of_completions",
             "unit/records/test_metrics.py::test_samples_are_shown_every_k_steps",
         ),
-        "report_to": "unit/records/sinks/test_trackers.py::test_the_sink_of_the_page_writes_what_the_page_says",
+        "report_to": "unit/records/sinks/test_find_trackers.py::test_the_sink_of_the_page_writes_what_the_page_says",
         "log_extra": "unit/rewards/test_call_log.py::test_columns_and_numbers_travel_with_the_rewards_and_are_means_over_the_responses",
         "remove_unused_columns": "unit/rewards/test_workers.py::test_a_function_gets_the_arguments_it_names_with_its_columns_and_args",
         "logging_steps": "e2e/test_run.py::test_every_step_and_evaluation_is_a_line_of_finite_metrics",
@@ -284,7 +286,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         "dataset": "unit/data/test_prompts.py::test_size_keeps_the_first_rows_of_the_split",
         "external_plugins": (
             "unit/rewards/test_scoring.py::test_classes_are_made_once_with_args_and_then_called",
-            "unit/multi_turn/test_dialogues.py::test_a_scheduler_that_is_a_class_remembers",
+            "unit/environments/test_dialogues.py::test_a_scheduler_that_is_a_class_remembers",
         ),
         "train_type": (
             "distributed/test_lora_peft.py::test_gradients_merged_weights_and_files_are_those_of_peft",
@@ -305,25 +307,25 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         "log_completions": "e2e/test_run.py::test_every_rollout_is_a_line_of_completions",
         "use_vllm": "e2e/test_run.py::test_no_process_and_no_shared_memory_outlives_the_run",
         "vllm_server_timeout": (
-            "unit/servers/test_launcher.py::test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key",
+            "unit/engine/servers/test_launcher.py::test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key",
             "unit/engine/test_server_faults.py::test_when_all_are_gone_the_run_waits_as_long_as_it_was_told_and_names_them",
-            "unit/servers/test_server_options.py::test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server",
+            "unit/engine/servers/test_server_options.py::test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server",
             "e2e/test_bad_input.py::test_a_mistake_in_the_config_is_named",
         ),
-        "vllm_limit_mm_per_prompt": "unit/families/test_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
+        "vllm_limit_mm_per_prompt": "unit/models/families/test_hf_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
         "vllm_enable_prefix_caching": (
-            "unit/servers/test_server_options.py::test_nothing_turns_the_prefix_cache_of_vllm_off",
-            "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+            "unit/engine/servers/test_server_options.py::test_nothing_turns_the_prefix_cache_of_vllm_off",
+            "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
             "unit/engine/test_async_client.py::test_a_sync_empties_the_prefix_cache_before_a_server_serves_again",
             "e2e/test_weight_sync.py::test_after_a_sync_that_keeps_responses_no_cached_prefix_is_of_older_weights",
         ),
-        "async_generate": "unit/rollout/test_ahead.py::test_every_group_is_trained_on_once_in_order_and_none_is_too_old",
-        "sleep_level": "unit/servers/test_server_options.py::test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on",
+        "async_generate": "unit/trainer/rollout/test_async_rollouts.py::test_every_group_is_trained_on_once_in_order_and_none_is_too_old",
+        "sleep_level": "unit/engine/servers/test_server_options.py::test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on",
         "offload_model": (
             "unit/config/test_placement.py::test_servers_get_the_gpus_of_their_placement_and_sleep_where_they_share_them",
             "distributed/test_offload.py::test_steps_are_the_same_and_nothing_stays_on_the_device",
         ),
-        "multi_turn_func": "unit/multi_turn/test_dialogues.py::test_the_tips_of_ms_swift_are_given_once_and_word_for_word",
+        "multi_turn_func": "unit/environments/test_dialogues.py::test_the_tips_of_ms_swift_are_given_once_and_word_for_word",
         "mini_batch_size": (
             "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
             "unit/algorithms/test_exact_denominators.py::test_a_tokens_part_of_the_gradient_is_bitwise_independent_of_packing_and_data_parallelism",
@@ -331,7 +333,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         "overlong_filter": (
             "unit/algorithms/test_reference_losses.py::test_ms_swift_divides_token_losses_by_all_tokens_and_ours_by_those_that_its_overlong_filter_keeps"
         ),
-        "report_to": "unit/records/sinks/test_trackers.py::test_the_sink_of_the_page_writes_what_the_page_says",
+        "report_to": "unit/records/sinks/test_find_trackers.py::test_the_sink_of_the_page_writes_what_the_page_says",
         "logging_steps": "e2e/test_run.py::test_every_step_and_evaluation_is_a_line_of_finite_metrics",
     },
 }

@@ -5,11 +5,11 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "algorithm.advantage_estimator": "unit/algorithms/test_kl_in_reward.py::test_advantages_are_ms_swifts",
     "algorithm.kl_in_reward": "unit/algorithms/test_kl_in_reward.py::test_advantages_are_ms_swifts",
     "data.columns": "unit/data/test_prompts.py::test_columns_are_renamed_beside_the_originals",
-    "data.prompt_column": "unit/plan/test_files.py::test_data_that_does_not_exist_or_lacks_a_column_is_a_problem",
+    "data.prompt_column": "unit/proof/plan/test_files.py::test_data_that_does_not_exist_or_lacks_a_column_is_a_problem",
     "evaluation.keep_best": "e2e/test_evaluation.py::test_the_best_checkpoint_stays_beside_the_newest_and_a_resumed_run_knows_it",
     "evaluation.temperature": "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",
     "evaluation.top_k": "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",
-    "evaluation.top_p": "unit/evaluation/test_sets.py::test_what_a_set_leaves_empty_comes_from_the_sections_above_it",
+    "evaluation.top_p": "unit/trainer/evaluation/test_sets.py::test_what_a_set_leaves_empty_comes_from_the_sections_above_it",
     "lora.adapter_path": "e2e/test_lora_run.py::test_a_run_continues_from_an_adapter_which_is_its_reference",
     "lora.use_rslora": "distributed/test_lora_peft.py::test_peft_reads_what_we_write_and_computes_the_same",
     "model.base_storage": "e2e/test_lora_run.py::test_vllm_samples_from_the_rounded_weights_that_the_trainer_computes_with",
@@ -21,12 +21,12 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "model.offload_activations": (
         "distributed/test_activation_offload.py::test_gradients_are_the_same_bits_whether_activations_leave_or_stay"
     ),
-    "multi_turn.max_turns": "unit/multi_turn/test_dialogues.py::test_limits_end_a_response_with_its_last_call_unanswered",
-    "multi_turn.tool_parser": "unit/multi_turn/test_dialogues.py::test_calls_can_be_read_by_the_engine",
+    "multi_turn.max_turns": "unit/environments/test_dialogues.py::test_limits_end_a_response_with_its_last_call_unanswered",
+    "multi_turn.tool_parser": "unit/environments/test_dialogues.py::test_calls_can_be_read_by_the_engine",
     "parallel.cp": "e2e/test_layouts.py::test_two_pipeline_stages_and_two_context_parallel_ranks",
     "parallel.ep": "distributed/test_expert_parity.py::test_every_layout_takes_the_step_of_one_process",
     "parallel.etp": "distributed/test_expert_parity.py::test_every_layout_takes_the_step_of_one_process",
-    "parallel.pipeline_layers": "unit/plan/test_plan.py::test_uneven_stages_are_planned_with_their_own_layers",
+    "parallel.pipeline_layers": "unit/proof/plan/test_plan.py::test_uneven_stages_are_planned_with_their_own_layers",
     "parallel.pp": "e2e/test_layouts.py::test_two_pipeline_stages_and_two_context_parallel_ranks",
     "parallel.sequence_parallel": "distributed/test_expert_parity.py::test_every_layout_takes_the_step_of_one_process",
     "parallel.timeout_minutes": "distributed/test_timeout.py::test_collectives_end_after_the_timeout_of_the_config",
@@ -38,9 +38,9 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "rollout.in_flight": "e2e/test_async_runs.py::test_responses_under_way_live_through_a_sync",
     "rollout.quantization": "e2e/test_fp8_rollouts.py::test_training_on_rollouts_in_fp8_shows_in_its_metrics",
     "run.async_save": "e2e/test_full_disk.py::test_a_full_disk_is_reported_and_counted_and_training_goes_on",
-    "run.deterministic": "unit/servers/test_launcher.py::test_a_deterministic_server_on_a_gpu_computes_requests_apart_from_each_other",
+    "run.deterministic": "unit/engine/servers/test_launcher.py::test_a_deterministic_server_on_a_gpu_computes_requests_apart_from_each_other",
     "run.name": "e2e/test_run.py::test_the_config_that_ran_is_kept_and_loads_back",
-    "run.nodes": "unit/launch/test_submit.py::test_ranks_and_servers_get_their_nodes",
+    "run.nodes": "unit/platform/launch/test_submit.py::test_ranks_and_servers_get_their_nodes",
     "run.resume": "e2e/test_resume.py::test_without_a_checkpoint_there_is_nothing_to_resume",
     "run.time_limit": "e2e/test_signals.py::test_a_run_saves_before_its_time_is_over",
     "run.wandb.project": "unit/records/sinks/test_wandb.py::test_metrics_have_the_runs_step_and_tables_hold_every_response",
@@ -49,7 +49,7 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "run.mlflow.experiment": "unit/records/sinks/test_mlflow.py::test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs",
     "train.distributed_optimizer": "e2e/test_options.py::test_what_saves_memory_changes_no_weight",
     "train.fused_logprobs": "e2e/test_bad_input.py::test_what_this_machine_cannot_compute_is_refused_before_a_server_starts",
-    "train.logprob_chunk": "unit/plan/test_plan.py::test_logits_cost_a_chunk_and_exact_kl_the_hidden_states_of_the_reference",
+    "train.logprob_chunk": "unit/proof/plan/test_plan.py::test_logits_cost_a_chunk_and_exact_kl_the_hidden_states_of_the_reference",
     "train.min_learning_rate": "e2e/test_options.py::test_the_learning_rate_follows_its_schedule",
     "train.muon_momentum": "distributed/test_muon.py::test_a_run_that_stops_and_goes_on_has_the_same_weights",
     "train.overlap_grad_reduce": (
@@ -61,18 +61,18 @@ KEYS: dict[str, str | tuple[str, ...]] = {
 # Each row of "Arguments" with more than the name of a key, by its first argument.
 SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
     "coming_from_verl.md": {
-        "model.trust_remote_code": "unit/families/test_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
+        "model.trust_remote_code": "unit/models/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
         "model.use_remove_padding": (
             "unit/data/test_packing.py::test_every_token_lands_in_exactly_one_micro_batch_within_the_budget",
             "unit/data/test_packing.py::test_micro_batches_are_padded_to_the_alignment_with_a_sequence_that_counts_for_nothing",
         ),
-        "model.lora.freeze_vision_model": "unit/families/test_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
+        "model.lora.freeze_vision_model": "unit/models/families/test_hf_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
         "data.train_files": "unit/data/test_prompts.py::test_size_keeps_the_first_rows_of_the_split",
         "data.reward_fn_key": "unit/rewards/test_workers.py::test_a_function_gets_the_arguments_it_names_with_its_columns_and_args",
         "data.filter_overlong_prompts": "unit/data/test_prompts.py::test_overlong_prompts_are_counted_and_dropped_or_cut_on_the_left",
         "actor.ppo_mini_batch_size": (
             "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
-            "unit/data/test_slices.py::test_one_part_is_everything",
+            "unit/data/test_sample_slices.py::test_one_part_is_everything",
         ),
         "actor.ppo_max_token_len_per_gpu": (
             "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
@@ -104,10 +104,10 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/algorithms/test_other_trainers.py::test_bands_of_the_correction_cut_or_drop_as_the_rows_say"
         ),
         "rollout.name": "e2e/test_run.py::test_no_process_and_no_shared_memory_outlives_the_run",
-        "rollout.max_num_batched_tokens": "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+        "rollout.max_num_batched_tokens": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
         "rollout.enable_prefix_caching": (
-            "unit/servers/test_server_options.py::test_nothing_turns_the_prefix_cache_of_vllm_off",
-            "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+            "unit/engine/servers/test_server_options.py::test_nothing_turns_the_prefix_cache_of_vllm_off",
+            "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
             "unit/engine/test_async_client.py::test_a_sync_empties_the_prefix_cache_before_a_server_serves_again",
             "e2e/test_weight_sync.py::test_after_a_sync_that_keeps_responses_no_cached_prefix_is_of_older_weights",
         ),
@@ -121,12 +121,12 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         "trainer.balance_batch": (
             "unit/data/test_packing.py::test_no_micro_batch_and_no_rank_is_fuller_than_another_by_more_than_the_longest_sample"
         ),
-        "trainer.use_v1": "unit/rollout/test_ahead.py::test_every_group_is_trained_on_once_in_order_and_none_is_too_old",
+        "trainer.use_v1": "unit/trainer/rollout/test_async_rollouts.py::test_every_group_is_trained_on_once_in_order_and_none_is_too_old",
     },
     "coming_from_nemo_rl.md": {
         "policy.train_global_batch_size": (
             "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
-            "unit/data/test_slices.py::test_one_part_is_everything",
+            "unit/data/test_sample_slices.py::test_one_part_is_everything",
         ),
         "policy.train_micro_batch_size": (
             "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
@@ -150,7 +150,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/rewards/test_reference_rewards.py::test_the_arguments_of_ms_swifts_length_rewards_are_args_in_the_config",
             "unit/rewards/test_functions.py::test_soft_overlong_takes_a_fifth_of_the_maximum_as_slope",
         ),
-        "grpo.async_grpo.enabled": "unit/rollout/test_ahead.py::test_every_group_is_trained_on_once_in_order_and_none_is_too_old",
+        "grpo.async_grpo.enabled": "unit/trainer/rollout/test_async_rollouts.py::test_every_group_is_trained_on_once_in_order_and_none_is_too_old",
         "grpo.async_grpo.in_flight_weight_updates": "e2e/test_async_runs.py::test_responses_under_way_live_through_a_sync",
         "grpo.val_period": "e2e/test_evaluation.py::test_sets_are_evaluated_with_their_own_sampling_before_between_and_after",
         "loss_fn.reference_policy_kl_type": "unit/algorithms/test_other_trainers.py::test_k3_of_verl_nemo_rl_and_openrlhf_is_low_var",
@@ -170,7 +170,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         "policy.generation.backend": "e2e/test_run.py::test_no_process_and_no_shared_memory_outlives_the_run",
         "policy.generation.stop_token_ids": "unit/data/test_chat_templates.py::test_special_tokens_among_the_stop_strings_are_end_tokens",
         "policy.generation.vllm_cfg.kv_cache_dtype": (
-            "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm"
+            "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm"
         ),
         "policy.generation.colocated.enabled": (
             "unit/config/test_placement.py::test_servers_get_the_gpus_of_their_placement_and_sleep_where_they_share_them",
@@ -188,18 +188,18 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/rewards/test_functions.py::test_soft_overlong_takes_a_fifth_of_the_maximum_as_slope",
         ),
         "data.prompt_dataset": "unit/data/test_prompts.py::test_size_keeps_the_first_rows_of_the_split",
-        "data.image_key": "unit/families/test_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
+        "data.image_key": "unit/models/families/test_hf_config.py::test_a_multimodal_model_is_refused_with_a_way_out",
         "train.batch_size": (
             "e2e/test_reference_options.py::test_learning_rate_and_warmup_count_optimizer_steps",
-            "unit/data/test_slices.py::test_one_part_is_everything",
+            "unit/data/test_sample_slices.py::test_one_part_is_everything",
         ),
         "train.micro_batch_size": (
             "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
             "unit/algorithms/test_exact_denominators.py::test_a_tokens_part_of_the_gradient_is_bitwise_independent_of_packing_and_data_parallelism",
         ),
         "vllm.enable_prefix_caching": (
-            "unit/servers/test_server_options.py::test_nothing_turns_the_prefix_cache_of_vllm_off",
-            "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+            "unit/engine/servers/test_server_options.py::test_nothing_turns_the_prefix_cache_of_vllm_off",
+            "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
             "unit/engine/test_async_client.py::test_a_sync_empties_the_prefix_cache_before_a_server_serves_again",
             "e2e/test_weight_sync.py::test_after_a_sync_that_keeps_responses_no_cached_prefix_is_of_older_weights",
         ),
@@ -212,7 +212,7 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
         "train.colocate_actor_ref": (
             "distributed/test_reference_sync.py::test_a_moved_reference_is_its_mixture_and_comes_back_in_another_layout"
         ),
-        "train.async_enable": "unit/rollout/test_ahead.py::test_every_group_is_trained_on_once_in_order_and_none_is_too_old",
+        "train.async_enable": "unit/trainer/rollout/test_async_rollouts.py::test_every_group_is_trained_on_once_in_order_and_none_is_too_old",
         "algo.advantage.estimator": (
             "unit/algorithms/test_reference_advantages.py::test_rloo_is_the_reward_minus_the_mean_of_the_others",
             "unit/algorithms/test_reference_advantages.py::test_reinforce_plus_plus_compares_with_the_whole_batch",
@@ -238,13 +238,13 @@ SAYS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
         ),
         "fast_inference": "e2e/test_run.py::test_no_process_and_no_shared_memory_outlives_the_run",
-        "float8_kv_cache": "unit/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
-        "vllm_sampling_params": "unit/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
+        "float8_kv_cache": "unit/engine/servers/test_server_options.py::test_a_key_of_the_rollout_is_an_argument_of_vllm",
+        "vllm_sampling_params": "unit/engine/servers/test_server_options.py::test_a_step_samples_as_its_keys_say",
         "unsloth_num_chunks": (
             "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank",
             "unit/algorithms/test_exact_denominators.py::test_a_tokens_part_of_the_gradient_is_bitwise_independent_of_packing_and_data_parallelism",
         ),
-        "trust_remote_code": "unit/families/test_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
+        "trust_remote_code": "unit/models/families/test_config_keys.py::test_another_class_and_code_of_the_models_own_are_refused",
     },
 }
 

@@ -16,16 +16,16 @@ import yaml
 from packaging.requirements import Requirement
 
 from megagrpo.__main__ import main
-from megagrpo.api.run import Run
 from megagrpo.commands import COMMANDS
+from megagrpo.commands.api.run_handle import Run
 from megagrpo.config import RunConfig, load_config
 from megagrpo.config.io import fields, section_of
-from megagrpo.data.sources import load_rows
-from megagrpo.families import FAMILIES
-from megagrpo.families import blocks as rules
-from megagrpo.families.family import Family
-from megagrpo.plan import plan
-from megagrpo.plan.shapes import model_shape
+from megagrpo.data.data_sources import load_rows
+from megagrpo.models.families import FAMILIES
+from megagrpo.models.families import blocks as rules
+from megagrpo.models.families.family import Family
+from megagrpo.proof.plan import plan
+from megagrpo.proof.plan.shapes import model_shape
 from megagrpo.records import console
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
@@ -229,13 +229,13 @@ def test_every_family_has_its_row_and_is_one_short_file():
     assert sorted(first_column("models.md")) == sorted(FAMILIES)
     rows = (REPOSITORY / "docs" / "models.md").read_text()
     assert all(f"| `{name}` | `{family.architecture}` |" in rows for name, family in FAMILIES.items())
-    files = [path for path in (REPOSITORY / "megagrpo" / "families").glob("*.py") if "\nFAMILY = " in path.read_text()]
+    files = [path for path in (REPOSITORY / "megagrpo" / "models" / "families").glob("*.py") if "\nFAMILY = " in path.read_text()]
     assert len(files) == len(FAMILIES) and all(len(path.read_text().splitlines()) < 100 for path in files)
 
 
 def test_the_page_on_adding_a_model_shows_a_real_file_and_every_field_and_rule():
     page = REPOSITORY / "docs" / "add_a_model.md"
-    assert blocks(page, "python") == [(REPOSITORY / "megagrpo" / "families" / "glm4.py").read_text()]
+    assert blocks(page, "python") == [(REPOSITORY / "megagrpo" / "models" / "families" / "glm4.py").read_text()]
     functions = [value for value in vars(rules).values() if inspect.isfunction(value)]
     made = [function.__name__ for function in functions if function.__annotations__.get("return") == "BlockRule"]
     assert sorted(first_column(page.name)) == sorted([field.name for field in dataclasses.fields(Family)] + made)
@@ -261,7 +261,7 @@ def test_there_are_messages_to_check():
 
 
 def test_readme_starts_a_run_from_python_as_the_page_on_python_does():
-    """`tests/unit/api/test_training.py` runs the program of the page."""
+    """`tests/unit/commands/api/test_train_call.py` runs the program of the page."""
     (shown,) = blocks(REPOSITORY / "README.md", "python")
     assert shown == blocks(REPOSITORY / "docs" / "python.md", "python")[0]
 

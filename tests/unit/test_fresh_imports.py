@@ -5,8 +5,12 @@ import pytest
 from tests.unit.fresh_imports import ROOT, fresh_imports
 from tests.unit.test_layering import FILES, INSIDE_VLLM, PREPARED, imports, own, room
 
-LOADED = ["megagrpo.device"]  # a prepared megatron
-ALL_LOADED = ["megagrpo.verify.layouts", "megagrpo.trainer.wiring", "megagrpo.evaluation.offline"]  # and every other library but vLLM
+LOADED = ["megagrpo.platform.device"]  # a prepared megatron
+ALL_LOADED = [
+    "megagrpo.proof.verify.layouts",
+    "megagrpo.trainer.wiring",
+    "megagrpo.trainer.evaluation.offline",
+]  # and every other library but vLLM
 
 
 def module(path) -> str:
@@ -57,4 +61,4 @@ def test_a_module_that_imports_megatron_can_be_imported_first_in_a_process_witho
 def test_an_unprepared_import_of_megatron_is_an_error(tmp_path):
     (tmp_path / "unprepared.py").write_text("import megatron.core\n")
     errors = fresh_imports([], ["unprepared", "megagrpo.types"], tmp_path)
-    assert "megatron.core is imported before megagrpo.device" in errors["unprepared"] and errors["megagrpo.types"] == ""
+    assert "megatron.core is imported before megagrpo.platform.device" in errors["unprepared"] and errors["megagrpo.types"] == ""

@@ -1,6 +1,8 @@
 """Allowed imports. A module may import its own room and the rooms of the levels above its own in this list."""
 
 import ast
+import collections
+import graphlib
 import sys
 from pathlib import Path
 
@@ -9,32 +11,37 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "megagrpo").rglob("*.py"))
 LEVELS = [
-    {"types", "config", "process", "install"},
-    {"families", "algorithms", "data", "rewards", "device"},
-    {"parallel", "transfer", "hub"},
+    {"platform/process"},
+    {"types", "config", "platform/install"},
+    {"models/families", "algorithms", "data", "rewards", "platform/device"},
+    {"platform/parallel", "sync/wire", "models/hub"},
     {"policy"},
-    {"bridge"},
-    {"records", "engine", "vllm_plugin"},
-    {"servers", "weight_sync", "multi_turn"},
-    {"rollout"},
-    {"evaluation", "plan", "audit"},
-    {"verify"},
-    {"trainer", "report"},
-    {"launch"},
-    {"doctor"},
+    {"models/bridge"},
+    {"records", "engine", "sync/vllm_side"},
+    {"engine/servers", "sync/trainer_side", "environments"},
+    {"trainer/rollout"},
+    {"trainer/evaluation", "proof/plan", "proof/audit"},
+    {"proof/verify"},
+    {"trainer/trials", "records/report"},
+    {"trainer"},
+    {"platform/launch"},
+    {"platform/doctor"},
     {"commands"},
-    {"api"},
+    {"commands/api"},
     {"__main__"},
 ]
+ROOMS = {name for level in LEVELS for name in level}
+SHELF = {
+    *("algorithms", "commands", "config", "data", "engine", "environments", "models", "platform", "policy", "proof"),
+    *("records", "rewards", "sync", "trainer"),
+}
 MAX_LINES = 420
-# Names that users' servers load.
-PUBLIC = {f"rollout/{name}.py" for name in ("access", "vllm_plugin", "vllm_worker")}
-INSIDE_VLLM = "vllm_plugin"  # nothing imports it
-PREPARES = "megagrpo.device"  # importing it prepares the device; megatron must be imported after it
-PREPARED = {"device", "parallel", "policy", "bridge"}  # rooms whose `__init__` imports PREPARES first
+INSIDE_VLLM = "sync/vllm_side"  # nothing imports it
+PREPARES = "megagrpo.platform.device"  # importing it prepares the device; megatron must be imported after it
+PREPARED = {"platform/device", "platform/parallel", "policy", "models/bridge"}  # rooms whose `__init__` imports PREPARES first
 IMPORTERS = {"megatron": PREPARED, "vllm": {INSIDE_VLLM}}
-PARALLEL_STATE = {"parallel", "device"}
-ONLY = {"config": {"pydantic", "pydantic_core", "yaml"}, "process": set(), "install": set()}
+PARALLEL_STATE = {"platform/parallel", "platform/device"}
+ONLY = {"config": {"pydantic", "pydantic_core", "yaml"}, "platform/process": set(), "platform/install": set()}
 BESIDE_THE_PACKAGE = {"benchmarks"}
 
 
@@ -43,9 +50,15 @@ def inside(path: Path) -> Path:
     return path.relative_to(ROOT / "megagrpo")
 
 
+def room_of(parts: tuple[str, ...]) -> str:
+    """The room of a module's path below megagrpo/: two folders where these two are a room of their own, else the first one."""
+    second = "/".join(parts[:2])
+    return second if second in ROOMS else parts[0]
+
+
 def room(path: Path) -> str:
-    """The folder or the top-level module of a file of the package."""
-    return inside(path).parts[0].removesuffix(".py")
+    """The room or the top-level module of a file of the package."""
+    return room_of((*inside(path).parts[:-1], inside(path).stem))
 
 
 def level(name: str) -> int:
@@ -66,7 +79,8 @@ def imports(path: Path) -> set[str]:
 
 def own(names: set[str]) -> set[str]:
     """The rooms of this package among imported names."""
-    return {name.split(".")[1] for name in names if name.startswith("megagrpo.") and name.split(".")[1] != "__version__"}
+    below = {tuple(name.split(".")[1:]) for name in names if name.startswith("megagrpo.")}
+    return {room_of(parts) for parts in below if parts[0] != "__version__"}
 
 
 def against(path: Path) -> set[str]:
@@ -77,16 +91,48 @@ def against(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_every_arrow_points_down(path):
-    if room(path) == "__init__":
-        assert own(imports(path)) == {"api", "config", "hub"}  # its names are imported when they are used: tests/unit/api/test_package.py
-    elif str(inside(path)) not in PUBLIC:
+    if room(path) == "__init__":  # its names are imported when they are used: tests/unit/commands/api/test_package.py
+        assert own(imports(path)) == {"commands/api", "config", "models/hub"}
+    elif inside(path).parts[-1] != "__init__.py" or room(path) in ROOMS:
         assert against(path) == set()
 
 
-def test_every_room_has_a_level_and_only_public_names_are_left_out():
-    assert {room(path) for path in FILES} - {"__init__"} == set().union(*LEVELS)
-    assert {str(inside(path)) for path in FILES if room(path) == "rollout" and INSIDE_VLLM in own(imports(path))} <= PUBLIC
-    assert all(len((ROOT / "megagrpo" / file).read_text().splitlines()) == 3 for file in PUBLIC)
+def test_every_room_has_a_level_and_the_shelf_holds_thirteen_and_the_commands():
+    shelves = {path for path in FILES if path.name == "__init__.py" and room(path) not in ROOMS}  # the shelf's own docstrings
+    assert {room(path) for path in FILES if path not in shelves} == ROOMS
+    assert all(not imports(path) for path in shelves - {ROOT / "megagrpo" / "__init__.py"})
+    folders = {path.name for path in (ROOT / "megagrpo").iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} == SHELF and len(SHELF) == 14
+
+
+def test_no_file_name_has_two_meanings():
+    counts = collections.Counter(path.name for path in FILES if path.name != "__init__.py")
+    assert {name for name, count in counts.items() if count > 1} == set()
+
+
+def run_time_imports(path: Path, modules: dict[str, Path]) -> set[str]:
+    """The modules of this package that a file imports when it runs, at its top or inside a function."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+    }
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and id(node) not in typing_only:
+            names |= {full if (full := f"{node.module}.{alias.name}") in modules else str(node.module) for alias in node.names}
+    return names & modules.keys()
+
+
+def test_no_cycle_of_modules_hides_behind_a_lazy_import():
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES}
+    graph = {name: run_time_imports(path, modules) - {name, "megagrpo"} for name, path in modules.items()}
+    assert sum(map(len, graph.values())) > 1000
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
@@ -112,7 +158,7 @@ def module_level(path: Path) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("name", sorted(PREPARED - {"device"}))
+@pytest.mark.parametrize("name", sorted(PREPARED - {"platform/device"}))
 def test_a_package_that_imports_megatron_prepares_the_device_first(name):
     assert module_level(ROOT / "megagrpo" / name / "__init__.py")[:1] == [PREPARES]
 
@@ -138,12 +184,12 @@ def test_nothing_in_the_package_imports_its_tools_or_tests():
 
 def test_the_algorithm_loop_speaks_of_neither_megatron_nor_vllm():
     for path in FILES:
-        if room(path) == "trainer":
+        if room(path).partition("/")[0] == "trainer":
             assert not {n.split(".")[0] for n in imports(path)} & {"megatron", "vllm"}
 
 
 def test_one_module_removes_files_and_folders():
-    """process/removal.py follows no link, does not recurse and raises nothing. Whatever else removes something is a text that runs in a
+    """platform/process/removal.py follows no link, does not recurse and raises nothing. Whatever else removes something is a text that runs in a
     sandbox."""
     removing = {"rmtree", "unlink", "rmdir", "removedirs", "TemporaryDirectory"}
     found = set()
@@ -152,12 +198,13 @@ def test_one_module_removes_files_and_folders():
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if called in ("os.remove", "shutil.move") or called.rpartition(".")[2] in removing:
                 found.add((str(inside(path)), called))
-    assert {path for path, _ in found} == {"process/removal.py"}, found
+    assert {path for path, _ in found} == {"platform/process/removal.py"}, found
 
 
 def test_unit_tests_are_in_the_folder_of_their_room():
-    folders = {path.name for path in (ROOT / "tests" / "unit").iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert folders - BESIDE_THE_PACKAGE <= set().union(*LEVELS)
+    unit = ROOT / "tests" / "unit"
+    folders = {path.parent.relative_to(unit) for path in unit.rglob("test_*.py") if path.parent != unit}
+    assert {str(folder) for folder in folders if not (ROOT / "megagrpo" / folder).is_dir()} <= BESIDE_THE_PACKAGE
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import load_config
-from megagrpo.evaluation.estimators import steps_to
-from megagrpo.evaluation.offline import COLUMNS as COLUMNS_OF_TABLE
-from megagrpo.evaluation.offline import table
 from megagrpo.records.console import EVALUATION_COLUMNS, STEP_COLUMNS
+from megagrpo.trainer.evaluation.estimators import steps_to
+from megagrpo.trainer.evaluation.offline import COLUMNS as COLUMNS_OF_TABLE
+from megagrpo.trainer.evaluation.offline import table
 from tests.unit.test_docs import PAGES, REPOSITORY, source_texts
 
 EXAMPLES = sorted((REPOSITORY / "configs" / "examples").glob("*/README.md"))

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megagrpo.install import steps
-from megagrpo.install.requirements import KINDS, constraints
+from megagrpo.platform.install import steps
+from megagrpo.platform.install.requirements import KINDS, constraints
 
 REPOSITORY = Path(__file__).parents[2]
 GITHUB = sorted((REPOSITORY / ".github").rglob("*.yml"))
@@ -139,7 +139,7 @@ def test_the_sections_of_the_apptainer_recipe_are_known():
 
 def test_the_script_of_the_recipes_installs_the_versions_of_the_constraints():
     script = (REPOSITORY / "docker" / "install.sh").read_text()
-    assert '-c "$SOURCE/megagrpo/install/constraints-$KIND.txt" "$SOURCE"' in script and "megagrpo.commands.install" in script
+    assert '-c "$SOURCE/megagrpo/platform/install/constraints-$KIND.txt" "$SOURCE"' in script and "megagrpo.commands.install" in script
     assert all(constraints(kind).name == f"constraints-{kind}.txt" for kind in KINDS) and set(steps.VLLM) == set(KINDS)
     ended = subprocess.run(["bash", str(REPOSITORY / "docker" / "install.sh")], capture_output=True, text=True)
     assert ended.returncode == 2 and "usage: docker/install.sh cpu|gpu SOURCE" in ended.stderr

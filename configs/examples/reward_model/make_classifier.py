@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
-from megagrpo.families.sources import resolve_model
+from megagrpo.models.families.weight_sources import resolve_model
 
 HERE = Path(__file__).parent
 FILLERS = [

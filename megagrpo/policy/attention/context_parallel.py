@@ -15,7 +15,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megagrpo.parallel.context import gathered_places
+from megagrpo.platform.parallel.context import gathered_places
 from megagrpo.policy.attention.causal import causal_bias, masked_attention
 from megagrpo.types import moved
 

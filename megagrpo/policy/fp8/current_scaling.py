@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.rounding import E4M3, round_to
-from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.fp8.tensor import Fp8Tensor
 
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megagrpo.policy.chunks import decoder_of, mix_in
+from megagrpo.policy.fp8.fp8_settings import History
 from megagrpo.policy.fp8.rounding import E4M3, scaled
-from megagrpo.policy.fp8.settings import History
 
 INPUT, WEIGHT, GRADIENT = range(3)
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megagrpo.policy.chunks import layers_of, mix_in
 from megagrpo.policy.fp8.current_scaling import CurrentScaling
 from megagrpo.policy.fp8.delayed_scaling import Slot, delay
+from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import patch_optimizer
-from megagrpo.policy.fp8.settings import Fp8
 from megagrpo.policy.fp8.tensor import store_in_fp8
 
 

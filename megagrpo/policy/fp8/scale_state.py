@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megagrpo import device
-from megagrpo.parallel.layout import Layout
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.chunks import layers_of
 from megagrpo.policy.fp8.delayed_scaling import Slot
 from megagrpo.policy.fp8.megatron_patches import OutsideFp8

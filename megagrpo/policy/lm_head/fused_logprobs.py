@@ -28,8 +28,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megagrpo import device
-from megagrpo.config.train import FUSED_SCRATCH_BYTES
+from megagrpo.config.training import FUSED_SCRATCH_BYTES
+from megagrpo.platform import device
 from megagrpo.policy.lm_head.fp8 import FP8_BLOCK, Factor, in_fp8
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_shard import LOWEST, Softmax, VocabShard

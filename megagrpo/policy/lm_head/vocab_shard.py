@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo import device
+from megagrpo.platform import device
 
 LOWEST = -1e30  # below every logit; with minus infinity a rank without rows would compute 0 * inf
 

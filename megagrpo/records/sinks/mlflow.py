@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megagrpo.config.io import as_yaml, flat
-from megagrpo.config.trackers import PROJECT
+from megagrpo.config.tracker_options import PROJECT
 from megagrpo.records.completions import Row, table
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 

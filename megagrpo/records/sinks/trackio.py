@@ -7,7 +7,7 @@ import io
 import os
 from collections.abc import Sequence
 
-from megagrpo.config.trackers import PROJECT
+from megagrpo.config.tracker_options import PROJECT
 from megagrpo.records.completions import Row, table
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from megagrpo.process.terminal import get_logger
+from megagrpo.platform.process.terminal import get_logger
 from megagrpo.rewards.functions import implicit_names
 from megagrpo.rewards.functions.program_tests import COLUMNS, RowTests, read_tests
 from megagrpo.rewards.functions.program_text import is_stub, outline, program_of
-from megagrpo.rewards.functions.text import text_of
+from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.sandbox.sandbox import Checks, Limits, missing_guarantees, run
 
 log = get_logger(__name__)

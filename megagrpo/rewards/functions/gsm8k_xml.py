@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from megagrpo.rewards.functions.text import last_number, text_of, whole_texts
+from megagrpo.rewards.functions.text_rewards import last_number, text_of, whole_texts
 
 _STRICT = r"^<reasoning>\n.*?\n</reasoning>\n<answer>\n.*?\n</answer>\n$"
 _SOFT = r"<reasoning>.*?</reasoning>\s*<answer>.*?</answer>"

@@ -7,7 +7,7 @@ import json
 import random
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.rewards.functions.text import encodable
+from megagrpo.rewards.functions.text_rewards import encodable
 
 if TYPE_CHECKING:
     import httpx

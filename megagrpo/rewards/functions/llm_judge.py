@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.rewards.functions.http_service import JsonService, ServiceError
-from megagrpo.rewards.functions.text import text_of
+from megagrpo.rewards.functions.text_rewards import text_of
 
 TEMPLATE = """Judge how well the answer below serves the question. Look for errors first, then decide.
 End with one line of the form "Score: N", where N is a number from {low} (useless) to {high} (perfect).

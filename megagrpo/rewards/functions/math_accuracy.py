@@ -12,7 +12,7 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 from megagrpo.rewards.answers import final_answer
 from megagrpo.rewards.equality import MAX_LENGTH, equal
-from megagrpo.rewards.functions.text import cosine_value, first_answer, text_of
+from megagrpo.rewards.functions.text_rewards import cosine_value, first_answer, text_of
 
 # TRL: boxed answers first, then anchored LaTeX ("the answer is $3$"); a number in plain text is no answer.
 _STRICT_LATEX = LatexExtractionConfig(

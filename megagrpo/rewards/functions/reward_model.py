@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from megagrpo.rewards.functions.text import encodable, text_of
+from megagrpo.rewards.functions.text_rewards import encodable, text_of
 
 
 class RewardModel:

@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from megagrpo.rewards.functions.http_service import JsonService, ServiceError
-from megagrpo.rewards.functions.text import text_of
+from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.workers.values import InvalidRewards
 
 SECRET = re.compile("authorization|cookie|key|token|secret|password", re.IGNORECASE)

@@ -21,14 +21,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
-from megagrpo.process.removal import temporary_folder
+from megagrpo.platform.process.removal import temporary_folder
 from megagrpo.rewards.sandbox.counts import Counts
 
 WALLS = ("namespaces", "mounts", "landlock", "seccomp", "counts")
 LANDLOCK_ABI = 6  # newest Landlock version in use; a test sets an older one
 COUNTS_SINCE = (5, 5)  # the Linux version that can let a counted call continue
 FEW_FILES = 16  # limit on files where the folder is on a disk; each may have `file_mb` / FEW_FILES
-_CHILD = str(Path(__file__).with_name("child.py"))
+_CHILD = str(Path(__file__).with_name("sandbox_child.py"))
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 

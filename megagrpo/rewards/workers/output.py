@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import suppress
 
-from megagrpo.process.terminal import printable
+from megagrpo.platform.process.terminal import printable
 
 BURST = 1 << 18  # bytes that a worker may print at once
 PER_SECOND = 1 << 10  # bytes per second by which the allowance grows back

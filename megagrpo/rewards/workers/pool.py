@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megagrpo.process.removal import remove_tree
+from megagrpo.platform.process.removal import remove_tree
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.call_log import is_logged
 from megagrpo.rewards.workers.channel import Channel, ProtocolError, as_json

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megagrpo.process import user_code
-from megagrpo.rewards.functions.text import text_of
+from megagrpo.platform.process import user_code
+from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.plugins import orms
 from megagrpo.rewards.target import BUILT_IN, Signature, Target, did_you_mean
 from megagrpo.rewards.workers.call_log import ARGUMENTS, CallLog

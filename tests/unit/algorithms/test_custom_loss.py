@@ -8,14 +8,14 @@ import torch
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.audit.checks import check_step
-from megagrpo.audit.naive_loss import Response, policy_term
 from megagrpo.config import ConfigError, ProblemError, RunConfig, load_config
-from megagrpo.config.losses import LOSSES
+from megagrpo.config.loss_table import LOSSES
 from megagrpo.data.packing import PackingRules, pack
-from megagrpo.plan import plan
+from megagrpo.proof.audit.audit_checks import check_step
+from megagrpo.proof.audit.naive_loss import Response, policy_term
+from megagrpo.proof.plan import plan
+from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.types import LossInputs
-from megagrpo.verify.shrink import random_samples
 
 PAGE = Path(__file__).parents[3] / "docs" / "losses.md"
 AVERAGES = {"grpo": "sequence_means", "dapo": "tokens", "dr_grpo": "fixed_length", "luspo": "sequence_sums"}
@@ -176,7 +176,7 @@ def test_the_audit_of_a_run_whose_loss_is_gone_says_so_at_once(tmp_path):
 
 def test_every_row_has_its_term_in_the_trainer_and_in_the_audit():
     from megagrpo.algorithms import policy_losses
-    from megagrpo.audit import naive_loss
+    from megagrpo.proof.audit import naive_loss
 
     for name, row in LOSSES.items():
         assert callable(getattr(policy_losses, row.policy_term)), name

@@ -9,10 +9,10 @@ from tiny_policy import tiny_run
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.real import RealTerms, sample_sums
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.config.losses import LOSSES as LOSS_TABLE
+from megagrpo.config.loss_table import LOSSES as LOSS_TABLE
 from megagrpo.data.packing import PackingRules, pack
+from megagrpo.proof.verify.shrink import GROUP_SIZE, random_samples
 from megagrpo.types import LossInputs
-from megagrpo.verify.shrink import GROUP_SIZE, random_samples
 
 COUNTED = ["grpo", "dapo", "dr_grpo", "bnpo"]
 LOSSES = {loss_type: dict(loss_type=loss_type) for loss_type in LOSS_TABLE} | {

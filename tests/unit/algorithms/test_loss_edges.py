@@ -11,10 +11,10 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.real import RealTerms, sample_sums
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.sequences import Sequences
-from megagrpo.audit import naive_loss
 from megagrpo.config import RunConfig
-from megagrpo.config.losses import LOSSES
+from megagrpo.config.loss_table import LOSSES
 from megagrpo.data.packing import build_micro_batch
+from megagrpo.proof.audit import naive_loss
 from megagrpo.types import LossInputs, TrainBatch, TrainSample
 
 OPTIONS = {name: dict(loss_type=name) for name in LOSSES} | {

@@ -14,10 +14,10 @@ from megagrpo.algorithms.real import RealTerms, sample_sums
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import AlgorithmSection, RunConfig
-from megagrpo.config.rules import advantage_problems, loss_problems
+from megagrpo.config.config_rules import advantage_problems, loss_problems
 from megagrpo.data.packing import PackingRules, pack
+from megagrpo.proof.verify.shrink import GROUP_SIZE, random_samples
 from megagrpo.types import LossInputs, TrainState
-from megagrpo.verify.shrink import GROUP_SIZE, random_samples
 
 REFUSED = {
     "algorithm.delta: 2 has no effect with loss_type sapo": dict(loss_type="sapo", delta=2.0),

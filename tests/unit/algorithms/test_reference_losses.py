@@ -12,7 +12,7 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.real import RealTerms, sample_sums
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
-from megagrpo.config.losses import LOSSES
+from megagrpo.config.loss_table import LOSSES
 from megagrpo.data.packing import UNLIMITED, pack
 from megagrpo.types import LossInputs, TrainSample
 

@@ -8,7 +8,7 @@ import torch
 
 from megagrpo.algorithms.advantages import group_advantages, rewards_by_group, to_samples
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.config.losses import LOSSES
+from megagrpo.config.loss_table import LOSSES
 from megagrpo.data.packing import PackingRules, pack
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 

@@ -12,13 +12,13 @@ from benchmarks.gpu import logprobs, sleep_wake, train_step, weight_sync, whole_
 from benchmarks.gpu.all import PARTS, Part
 from benchmarks.gpu.all import main as run_all
 from benchmarks.gpu.setting import Table, shape
-from megagrpo import device
 from megagrpo.config import load_config
-from megagrpo.families.config import parse_hf_config
-from megagrpo.plan.gpus import GPUS
-from megagrpo.plan.shapes import model_shape
-from megagrpo.plan.times import step_times
-from megagrpo.plan.workload import Lengths
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.platform import device
+from megagrpo.proof.plan.gpu_specs import GPUS
+from megagrpo.proof.plan.shapes import model_shape
+from megagrpo.proof.plan.times import step_times
+from megagrpo.proof.plan.workload import Lengths
 
 ROOT = Path(__file__).parents[3]
 KNOWN = {"0.5b": 494.0e6, "1.5b": 1543.7e6, "7b": 7615.6e6, "30b-a3b": 30532.1e6}  # published parameter counts

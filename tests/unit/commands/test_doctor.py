@@ -8,7 +8,7 @@ import pytest
 
 from megagrpo.__main__ import main
 from megagrpo.commands.doctor import exit_code, lines
-from megagrpo.doctor.machine import Finding
+from megagrpo.platform.doctor.machine import Finding
 
 OK, WARN, FAIL, SKIPPED = (
     Finding("disk", "1 GiB", state, "" if state == "ok" else "free some") for state in ("ok", "warn", "fail", "skipped")

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from megagrpo.__main__ import main
-from megagrpo.install import steps
+from megagrpo.platform.install import steps
 
 
 @pytest.fixture

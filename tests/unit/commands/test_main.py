@@ -15,7 +15,7 @@ from megagrpo.commands.config_arguments import load
 from megagrpo.commands.parser import build, parse
 from megagrpo.commands.plan import split_sizes
 from megagrpo.config import ConfigError
-from megagrpo.process.imports import without_garbage_collection
+from megagrpo.platform.process.imports import without_garbage_collection
 
 COMMAND = [sys.executable, "-m", "megagrpo"]
 QUICKSTART = str(Path(__file__).parents[3] / "configs" / "quickstart.yaml")

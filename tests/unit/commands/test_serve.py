@@ -12,13 +12,13 @@ import pytest
 from megagrpo.__main__ import main
 from megagrpo.commands.parser import parse
 from megagrpo.config import load_config
-from megagrpo.servers import hang_detection
-from megagrpo.servers import remote as serve
-from megagrpo.servers.launcher import healthy
-from megagrpo.servers.options import ServerOptions
-from megagrpo.servers.serve_inputs import write
+from megagrpo.engine.servers import hang_detection
+from megagrpo.engine.servers import remote as serve
+from megagrpo.engine.servers.launcher import healthy
+from megagrpo.engine.servers.options import ServerOptions
+from megagrpo.engine.servers.serve_inputs import write
 from tests.unit.config.test_placement import QUICKSTART
-from tests.unit.servers.test_restarts import Stand, Wedged, impatient, kill, stop, wait_until
+from tests.unit.engine.servers.test_restarts import Stand, Wedged, impatient, kill, stop, wait_until
 
 
 @pytest.fixture

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import save_file
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megagrpo.bridge.families import tensor_names
-from megagrpo.bridge.load import Checkpoint
 from megagrpo.config import ConfigError, DatasetSection
 from megagrpo.config.problems import Problem, ProblemError
-from megagrpo.data.sources import load_rows
+from megagrpo.data.data_sources import load_rows
 from megagrpo.data.tokenizer import Tokenizer, read_chat_template
 from megagrpo.engine.probe import check_plugin
-from megagrpo.families.config import parse_hf_config
+from megagrpo.models.bridge.load import Checkpoint
+from megagrpo.models.bridge.parameter_blocks import tensor_names
+from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.records.checkpoint import readable
 from megagrpo.records.jsonl_file import JsonlFile
 from megagrpo.records.run_lock import RunLock

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import ConfigError, load_config
-from megagrpo.plan import plan
+from megagrpo.proof.plan import plan
 
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 LLAMA = dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)

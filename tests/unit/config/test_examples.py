@@ -9,7 +9,7 @@ import pytest
 
 from megagrpo.config import load_config
 from megagrpo.config.io import shipped_configs
-from megagrpo.plan import plan
+from megagrpo.proof.plan import plan
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 

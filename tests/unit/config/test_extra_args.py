@@ -10,7 +10,7 @@ from megagrpo.config import ConfigError, load_config
 from megagrpo.config import extra_args as module
 from megagrpo.config.extra_args import REFUSED, options_of
 from megagrpo.config.vllm_arguments import ARGUMENTS
-from megagrpo.servers.serving import make_launcher
+from megagrpo.engine.servers.serving import make_launcher
 
 QUICKSTART = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
 CORRECTED = "algorithm.importance_correction=token_truncate"

@@ -17,7 +17,7 @@ from megagrpo.commands.config_arguments import load
 from megagrpo.commands.parser import parse
 from megagrpo.config import ConfigError, RunConfig, save_resolved
 from megagrpo.config.io import fields, section_of
-from megagrpo.plan import plan
+from megagrpo.proof.plan import plan
 from megagrpo.trainer.time_limit import check_time_limit, seconds_of
 
 LLAMA = dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)

@@ -11,8 +11,8 @@ import yaml
 from megagrpo.config import ConfigError, RunConfig, load_config, save_resolved
 from megagrpo.config.io import fields, shipped_configs
 from megagrpo.config.paths import PATHS
-from megagrpo.data.sources import load_rows
-from megagrpo.rewards.registry import resolve
+from megagrpo.data.data_sources import load_rows
+from megagrpo.rewards.reward_registry import resolve
 
 REPOSITORY = Path(__file__).parents[3]
 EVERYWHERE = """

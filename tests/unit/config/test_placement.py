@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import ConfigError, load_config, weight_path
-from megagrpo.plan import plan
-from megagrpo.servers import serving
+from megagrpo.engine.servers import serving
+from megagrpo.proof.plan import plan
+from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.trainer import engine_side, node_servers
-from megagrpo.weight_sync.point_to_point import PointToPoint
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 NODES = "run.nodes=2"

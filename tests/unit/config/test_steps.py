@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megagrpo.config import ConfigError, ProblemError, load_config
-from megagrpo.plan.problems import layout_notes, reward_problems
+from megagrpo.proof.plan.plan_problems import layout_notes, reward_problems
 
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 EPOCHS = ["run.max_steps=null", "rollout.prompts_per_step=4"]

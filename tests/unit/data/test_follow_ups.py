@@ -6,7 +6,7 @@ import pytest
 
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import load_tokenizer
-from megagrpo.multi_turn.conversation import Conversation
+from megagrpo.environments.conversation import Conversation
 from megagrpo.types import Prompt, Rollout
 from tests.unit.data.test_tokenizer import CHATML, base_folder, chat_folder  # noqa: F401
 

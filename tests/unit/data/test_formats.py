@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megagrpo.config import DatasetSection
-from megagrpo.data.sources import load_rows
+from megagrpo.data.data_sources import load_rows
 from megagrpo.rewards.workers.channel import as_json, from_json
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sampled_from(

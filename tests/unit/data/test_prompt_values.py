@@ -13,7 +13,7 @@ from megagrpo.config import DataSection, RunConfig
 from megagrpo.data.prompt_values import as_prompt
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer
-from megagrpo.evaluation.sets import load_sets
+from megagrpo.trainer.evaluation.sets import load_sets
 
 USER = {"role": "user", "content": "2 + 2?"}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": None}}}

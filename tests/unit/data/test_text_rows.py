@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megagrpo.config import DatasetSection
-from megagrpo.data.sources import load_rows
+from megagrpo.data.data_sources import load_rows
 from megagrpo.data.text_rows import JsonRows
 
 ROWS = [

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megagrpo.data.token_texts import TokenTexts
 from megagrpo.data.tokenizer import load_tokenizer, read_chat_template
-from megagrpo.families.sources import resolve_model
+from megagrpo.models.families.weight_sources import resolve_model
 
 SENTENCES = [f"What is {a} + {b}? The sum of {a} and {b} is {a + b}." for a in range(20) for b in range(20)]
 CHATML = (

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from megagrpo.config import ConfigError, load_config
 from megagrpo.engine.access import TokenGuard, address_of, headers, read_token
-from megagrpo.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
-from megagrpo.servers import serving
-from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.options import ServerOptions
+from megagrpo.engine.servers import serving
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.options import ServerOptions
+from megagrpo.platform.process.variable_names import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from megagrpo.sync.wire.exchange import Board, Deadline
+from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.trainer import engine_side
-from megagrpo.transfer.exchange import Board, Deadline
-from megagrpo.transfer.manifest import WeightSyncError
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
 TOKEN = "a-token-of-the-tests-1234"

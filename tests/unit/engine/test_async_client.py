@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megagrpo.engine import client, generation
+from megagrpo.engine import client, distribution
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.fleet import State
 from megagrpo.engine.protocol import EngineError
@@ -97,7 +97,7 @@ def test_what_comes_next_may_begin_when_servers_have_room_for_more(room, first):
 
 
 def test_generation_ends_with_its_last_answer_also_where_servers_may_come_back(monkeypatch):
-    monkeypatch.setattr(generation, "LOOK_SECONDS", 20.0)
+    monkeypatch.setattr(distribution, "LOOK_SECONDS", 20.0)
     with scripted([choice([4], "stop", ("7", 0, 1))]) as (url, _):
         engine = VllmEngine([url], str, patience=30.0)
         engine.weight_version = 7

@@ -7,15 +7,15 @@ from contextlib import ExitStack, closing
 import pytest
 
 import megagrpo.engine.client as client_module
+import megagrpo.engine.distribution as generation_module
 import megagrpo.engine.fleet as fleet_module
-import megagrpo.engine.generation as generation_module
 import megagrpo.engine.http as http_module
-import megagrpo.servers.restarts as restarts_module
+import megagrpo.engine.servers.restarts as restarts_module
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http import named_urls, read_urls
 from megagrpo.engine.protocol import EngineDeadError, EngineError, derive_seed
-from megagrpo.servers.restarts import Reconnector
-from megagrpo.transfer.manifest import WeightSyncError
+from megagrpo.engine.servers.restarts import Reconnector
+from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.types import Prompt, SamplingParams
 from tests.unit.engine.stand_ins import Process, StandIn, ids_for
 

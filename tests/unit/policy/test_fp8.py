@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from megagrpo import device
 from megagrpo.config import ModelSection, ParallelSection, load_config
+from megagrpo.platform import device
+from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16
-from megagrpo.policy.fp8.settings import Fp8
 from tests.unit.config.test_config import SMALLEST, problems, write
 
 

@@ -9,7 +9,7 @@ from interpreted_triton import interpret
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megagrpo import device
+from megagrpo.platform import device
 from megagrpo.policy.lm_head import fused_logprobs
 from megagrpo.policy.lm_head.fp8 import FP8_BLOCK, in_fp8
 from megagrpo.policy.lm_head.fused_logprobs import MAX_SPLITS, Tiles, chunk_tokens, num_splits

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from tiny_policy import tiny_model
 
-from megagrpo import device
+from megagrpo.platform import device
 from megagrpo.policy.build import _own_attention
 from megagrpo.policy.transformer_config import transformer_config
 

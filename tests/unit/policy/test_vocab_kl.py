@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megagrpo import device
+from megagrpo.platform import device
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
 
 VOCAB, PADDED, WIDTH = 37, 40, 16

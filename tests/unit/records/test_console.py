@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from megagrpo.config import load_config
-from megagrpo.process.terminal import write_output
+from megagrpo.platform.process.terminal import write_output
 from megagrpo.records.completions import completion_rows
 from megagrpo.records.console import EVALUATION_COLUMNS, STEP_COLUMNS, ConsoleSink
 from megagrpo.records.writer import MetricsWriter

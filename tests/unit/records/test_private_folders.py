@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.api.inputs import collect
+from megagrpo.commands.api.inputs import collect
 from megagrpo.config import load_config
-from megagrpo.launch import preflight
-from megagrpo.launch.node import RankLogs
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.options import ServerOptions
+from megagrpo.platform.launch import preflight
+from megagrpo.platform.launch.node import RankLogs
 from megagrpo.records.jsonl_file import JsonlFile
 from megagrpo.records.run_lock import RunLock
-from megagrpo.servers.launcher import Launcher
-from megagrpo.servers.options import ServerOptions
+from megagrpo.sync.trainer_side.shared_memory import SharedMemory
 from megagrpo.trainer.run_folder import prepare_run_folder
-from megagrpo.weight_sync.shared_memory import SharedMemory
-from tests.unit.weight_sync.test_verification import OneRank
+from tests.unit.sync.trainer_side.test_verification import OneRank
 
 NOBODY = 65534
 UMASKS = {0o022: 0o750, 0o002: 0o770, 0o077: 0o700, 0o000: 0o770}

@@ -6,7 +6,7 @@ import torch
 
 from megagrpo.records.token_log import FILE, TokenLog, chosen_samples, rows_of
 from megagrpo.types import Dialogue, LossInputs, LossOutput, MicroBatch, Prompt, Rollout, ScoredRollout
-from tests.unit.report.synthetic import OneRank, Texts
+from tests.unit.records.report.synthetic import OneRank, Texts
 
 GROUP = 2
 

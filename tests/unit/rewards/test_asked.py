@@ -10,7 +10,7 @@ from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.rewards.functions.llm_judge import LlmJudge
 from megagrpo.rewards.functions.reward_model import RewardModel
 from megagrpo.rewards.functions.served import ServedReward
-from megagrpo.rewards.registry import display_names
+from megagrpo.rewards.reward_registry import display_names
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 from tests.unit.rewards.reward_services import Server, logits, make_model, says, serving

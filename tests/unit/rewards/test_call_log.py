@@ -12,7 +12,7 @@ from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.call_log import MOST_NAMES, CallLog, is_logged
 from megagrpo.rewards.workers.pool import Call, _is_result_of
-from megagrpo.rollout.collector import rollout_metrics
+from megagrpo.trainer.rollout.collector import rollout_metrics
 from megagrpo.types import Prompt, Rollout
 
 FUNCTIONS = """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.api.inputs import collect
+from megagrpo.commands.api.inputs import collect
 from megagrpo.config import RewardsSection
 from megagrpo.config.yaml_text import parse_yaml
 from megagrpo.rewards.scorer import RewardScorer

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from megagrpo.config import MultiTurnSection
-from megagrpo.multi_turn.conversation import Conversation
-from megagrpo.multi_turn.responders import Responders
+from megagrpo.environments.conversation import Conversation
+from megagrpo.environments.responders import Responders
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import LONGEST, Channel, ProtocolError, as_json, from_json
 from megagrpo.rewards.workers.output import BURST

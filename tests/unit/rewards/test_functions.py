@@ -5,7 +5,7 @@ import pytest
 from megagrpo.rewards.functions.gsm8k_xml import correctness, soft_format, strict_format, whole_number, xmlcount
 from megagrpo.rewards.functions.gym_score import reasoning_gym
 from megagrpo.rewards.functions.math_accuracy import accuracy, cosine, reasoning_accuracy
-from megagrpo.rewards.functions.text import (
+from megagrpo.rewards.functions.text_rewards import (
     encodable,
     first_answer,
     format,

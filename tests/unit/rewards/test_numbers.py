@@ -6,7 +6,7 @@ import pytest
 
 from megagrpo.rewards.answers import extractor
 from megagrpo.rewards.functions.numbers import last_number
-from megagrpo.rewards.functions.text import exact_number
+from megagrpo.rewards.functions.text_rewards import exact_number
 
 # Kind of writing: texts with the value of their last number.
 VALUES = {

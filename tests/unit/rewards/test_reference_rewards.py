@@ -9,7 +9,15 @@ from megagrpo.config import RewardsSection, load_config
 from megagrpo.data.prompts import hash_answer
 from megagrpo.rewards.functions.gsm8k_xml import correctness, soft_format, strict_format, whole_number, xml_answer, xmlcount
 from megagrpo.rewards.functions.math_accuracy import accuracy, reasoning_accuracy
-from megagrpo.rewards.functions.text import cosine_value, format, react_format, repetition, soft_overlong, think_format, token_repetition
+from megagrpo.rewards.functions.text_rewards import (
+    cosine_value,
+    format,
+    react_format,
+    repetition,
+    soft_overlong,
+    think_format,
+    token_repetition,
+)
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 

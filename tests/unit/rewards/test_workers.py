@@ -417,7 +417,7 @@ def test_close_leaves_no_process_behind(folder):
 
 TRAINER = """
 from megagrpo.rewards.workers.pool import Call, WorkerPool
-from megagrpo.rewards.registry import resolve
+from megagrpo.rewards.reward_registry import resolve
 pool = WorkerPool(2)
 print(*[worker.process.pid for worker in pool._workers], flush=True)
 call = Call(resolve("{folder}/mine.py:{function}"), arguments={{"completions": ["hang"]}}, timeout=600)

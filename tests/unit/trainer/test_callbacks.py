@@ -9,9 +9,9 @@ from ranks import run_ranks
 from tiny_policy import tiny_run
 
 from megagrpo.config import ProblemError, RunConfig
-from megagrpo.parallel.agree import RankError
-from megagrpo.parallel.layout import init_layout
-from megagrpo.plan import plan
+from megagrpo.platform.parallel.agree import RankError
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.proof.plan import plan
 from megagrpo.trainer.callbacks import EVENTS, CallbackError, Callbacks, load_callbacks
 
 PAGE = (Path(__file__).parents[3] / "docs" / "callbacks.md").read_text()

@@ -9,7 +9,7 @@ import pytest
 from megagrpo.engine.protocol import EngineError
 from megagrpo.trainer import gpu_turns
 from megagrpo.trainer.gpu_turns import GPU_TABLE, GpuTurns, Turn
-from megagrpo.trainer.offload import NoOffload
+from megagrpo.trainer.state_offload import NoOffload
 
 
 class OneRank:

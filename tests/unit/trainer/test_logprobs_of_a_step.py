@@ -7,9 +7,9 @@ import torch
 from tiny_policy import tiny_run
 
 from megagrpo.data.packing import PackingRules, pack
-from megagrpo.process.phases import Phases
+from megagrpo.platform.process.phases import Phases
+from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.trainer.trainer import Trainer
-from megagrpo.verify.shrink import random_samples
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from megagrpo.config import load_config
-from megagrpo.families.config import parse_hf_config
-from megagrpo.plan.flops import step_flops
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.proof.plan.flops import step_flops
 from megagrpo.trainer.speed import Speed
 from megagrpo.types import ComputedTokens
 from tests.unit.records.test_metrics import CONFIG

@@ -7,13 +7,13 @@ import pytest
 from megagrpo.config import load_config
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import tokenizer_of
-from megagrpo.evaluation.sets import load_sets
-from megagrpo.report.collect import RunFiles
-from megagrpo.report.findings import findings
+from megagrpo.records.report.collect import RunFiles
+from megagrpo.records.report.findings import findings
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.trainer.gold_trial import FunctionTrial, Means
-from megagrpo.trainer.golds import GoldColumn
-from megagrpo.trainer.reward_trial import start_warnings
+from megagrpo.trainer.evaluation.sets import load_sets
+from megagrpo.trainer.trials.gold_trial import FunctionTrial, Means
+from megagrpo.trainer.trials.golds import GoldColumn
+from megagrpo.trainer.trials.reward_trial import start_warnings
 from megagrpo.types import Prompt
 from tests.unit.commands.byte_model import save_byte_model
 

@@ -11,7 +11,7 @@ import pytest
 
 from megagrpo.__main__ import main
 from megagrpo.config import ConfigError, load_config
-from megagrpo.servers import early_start
+from megagrpo.engine.servers import early_start
 from megagrpo.trainer import time_limit
 from megagrpo.trainer.time_limit import KEY, OUT_OF_TIME, End, TimeLimit, end_of_run, process_start, seconds_of
 from tests.unit.config.test_placement import QUICKSTART

@@ -1,0 +1,193 @@
+"""What a run gets as Python objects: reward functions, callbacks and data, written into the run's folder and named by config values."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megagrpo.commands.api import dataset_rows, objects
+from megagrpo.commands.api.dataset_rows import Rows
+from megagrpo.config import ConfigError, RunConfig, evaluation_sets, override_text
+from megagrpo.config.paths import anchored
+from megagrpo.config.yaml_text import shortened
+from megagrpo.platform.process.removal import remove
+from megagrpo.records.run_files import FROM_PYTHON, make_run_folder
+
+type Reward = str | Callable[..., Any] | Mapping[str, Any]
+"""A reward function, its name as in `rewards.functions.N.function`, or a mapping of `function` and its other keys such as `weight`."""
+
+REWARDS, CALLBACKS = "megagrpo_rewards.py", "megagrpo_callbacks.py"  # their folder is in sys.path: names that no module of a user has
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set of the caller: the config's key, the argument's name, the rows, and the file's name; or the name of a source."""
+
+    key: str
+    argument: str
+    rows: Any
+    file: str
+
+    @property
+    def named(self) -> bool:
+        """Whether the argument names a source."""
+        return isinstance(self.rows, str)
+
+
+@dataclass(frozen=True)
+class Pickles:
+    """The Python objects among the elements of a list: index -> name, and name -> pickle."""
+
+    names: dict[int, str]
+    pickles: dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The Python objects of a run, checked, and not written yet."""
+
+    functions: list[dict[str, Any]] | None  # sections of `rewards.functions`, those of `rewards` without the key `function`
+    rewards: Pickles
+    callbacks: list[str]  # names as in `run.callbacks`; empty for those of `callback_objects`
+    callback_objects: Pickles
+    instances: list[str]  # names of callbacks that are objects, not classes
+    data: list[Data]
+
+    @property
+    def to_write(self) -> bool:
+        """Whether there is anything to write."""
+        return bool(self.rewards.names or self.callback_objects.names or any(not data.named for data in self.data))
+
+    def overrides(self, folder: Path, callbacks: Sequence[str] | None = None) -> list[str]:
+        """Return the overrides that name these objects as files in `folder`. With the config's `callbacks` also `run.callbacks`: the
+        config's, then these."""
+        made: dict[str, Any] = {}
+        if self.functions is not None:
+            files = {i: {"function": f"{folder / REWARDS}:{name}"} for i, name in self.rewards.names.items()}
+            made["rewards.functions"] = [files.get(i, {}) | section for i, section in enumerate(self.functions)]
+        if self.callbacks and callbacks is not None:
+            own = self.callback_objects.names
+            named = [f"{folder / CALLBACKS}:{own[i]}" if i in own else name for i, name in enumerate(self.callbacks)]
+            made["run.callbacks"] = [*callbacks, *named]
+        made |= {data.key: {"source": data.rows if data.named else str(folder / data.file)} for data in self.data}
+        return [override_text(key, value) for key, value in made.items()]
+
+    def check_rows(self, config: RunConfig) -> None:
+        """Raise ConfigError when rows lack the config's prompt column."""
+        sets = evaluation_sets(config)
+        columns = {f"evaluation.sets.{name}" if name else "data.eval": sets[name].prompt_column for name in sets}
+        for data in self.data:
+            if not data.named:
+                dataset_rows.check(data.rows, data.argument, columns.get(data.key, config.data.prompt_column))
+
+    def write(self, run_folder: Path) -> Path:
+        """Write the objects into a folder of the run that is named after their content, and return it. Raises ConfigError."""
+        above = (run_folder / FROM_PYTHON).absolute()
+        try:
+            make_run_folder(run_folder)
+            above.mkdir(exist_ok=True)
+            partial = Path(tempfile.mkdtemp(prefix=".partial_", dir=above))
+            try:
+                self._write_files(partial)
+                folder = above / _digest(partial)
+                if not folder.exists():
+                    partial.rename(folder)
+                    folder.chmod(above.stat().st_mode & 0o777)  # as the umask says, unlike mkdtemp
+            finally:
+                remove(partial)
+        except OSError as error:
+            raise ConfigError(f"run.output_dir: {above} cannot be written: {error.strerror or error}; name another folder") from error
+        return folder
+
+    def _write_files(self, folder: Path) -> None:
+        if self.rewards.names:
+            title = "Reward functions that megagrpo.train got as Python objects"
+            objects.write_module(folder / REWARDS, title, self.rewards.pickles)
+        if self.callback_objects.names:
+            title = "Callbacks that megagrpo.train got as Python objects"
+            objects.write_module(folder / CALLBACKS, title, self.callback_objects.pickles, self.instances)
+        for data in self.data:
+            if not data.named:
+                dataset_rows.write(data.rows, folder / data.file, data.argument)
+
+
+def collect(
+    reward_functions: Reward | Sequence[Reward] | None,
+    dataset: Rows | None,
+    eval_dataset: Rows | Mapping[str, Rows] | None,
+    callbacks: Sequence[Any] | None,
+) -> Inputs:
+    """Check the Python objects of a run and pickle the functions. Raises ConfigError."""
+    functions, rewards = (None, Pickles({}, {})) if reward_functions is None else _rewards(reward_functions)
+    named, own, instances = _callbacks(callbacks or ())
+    return Inputs(functions, rewards, named, own, instances, list(_data(dataset, eval_dataset)))
+
+
+def _rewards(given: Reward | Sequence[Reward]) -> tuple[list[dict[str, Any]], Pickles]:
+    sections: list[dict[str, Any]] = []
+    for i, reward in enumerate(_listed(given)):
+        section = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
+        function = section.get("function")
+        if not isinstance(function, str) and not callable(function):
+            said = "must be a function, a name such as accuracy, or a mapping with the key `function`"
+            raise ConfigError(f"reward_functions.{i}: {said} (got {shortened(repr(reward))})")
+        sections.append(section)
+    own = {i: section.pop("function") for i, section in enumerate(sections) if not isinstance(section["function"], str)}
+    anchored({"rewards": {"functions": sections}}, Path())  # changes them in place
+    return sections, _pickled(own, "reward_functions")
+
+
+def _callbacks(given: Any) -> tuple[list[str], Pickles, list[str]]:
+    listed = _listed(given)
+    own = {i: callback for i, callback in enumerate(listed) if not isinstance(callback, str)}
+    named = ["" if i in own else callback for i, callback in enumerate(listed)]
+    anchored({"run": {"callbacks": named}}, Path())  # changes them in place
+    pickles = _pickled(own, "callbacks")
+    return named, pickles, [pickles.names[i] for i, callback in own.items() if not isinstance(callback, type)]
+
+
+def _listed(given: Any) -> list[Any]:
+    """Return an argument that is one object or several as a list."""
+    one = isinstance(given, (str, Mapping)) or callable(given) or not isinstance(given, Iterable)
+    return [given] if one else list(given)
+
+
+def _pickled(own: Mapping[int, Any], argument: str) -> Pickles:
+    names = dict(zip(own, objects.names_of(list(own.values())), strict=True))
+    keys = {name: f"{argument}.{i}" for i, name in names.items()}
+    return Pickles(names, objects.pickled({names[i]: thing for i, thing in own.items()}, keys))
+
+
+def _data(dataset: Rows | None, eval_dataset: Rows | Mapping[str, Rows] | None) -> Iterator[Data]:
+    if dataset is not None:
+        yield _one("data.train", "dataset", dataset, "train")
+    if isinstance(eval_dataset, Mapping):
+        for name, held_out in eval_dataset.items():
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", str(name)):
+                raise ConfigError(f"eval_dataset: {shortened(repr(name))} is no name of a set; use letters, digits, _ and -")
+            yield _one(f"evaluation.sets.{name}", f"eval_dataset.{name}", held_out, f"eval_{name}")
+    elif eval_dataset is not None:
+        yield _one("data.eval", "eval_dataset", eval_dataset, "eval")
+
+
+def _one(key: str, argument: str, given: Rows, stem: str) -> Data:
+    if isinstance(given, str):
+        values = anchored({"data": {"train": {"source": given}}}, Path())
+        return Data(key, argument, values["data"]["train"]["source"], "")
+    accepted = dataset_rows.accept(given, argument)
+    return Data(key, argument, accepted, stem + dataset_rows.suffix(accepted))
+
+
+def _digest(folder: Path) -> str:
+    digest = hashlib.sha256()
+    for file in sorted(folder.iterdir()):
+        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as content:
+            while chunk := content.read(2**20):
+                digest.update(chunk)
+    return digest.hexdigest()[:12]

@@ -1,0 +1,120 @@
+"""`megagrpo.train`: a run from Python, in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megagrpo.commands.api import child_process
+from megagrpo.commands.api.config_input import ConfigLike, Overrides, read
+from megagrpo.commands.api.dataset_rows import Rows
+from megagrpo.commands.api.errors import TrainingFailed
+from megagrpo.commands.api.inputs import Reward, collect
+from megagrpo.commands.api.run_handle import Run
+from megagrpo.config import ConfigError, RunConfig
+from megagrpo.platform.process.environment import launched
+from megagrpo.platform.process.terminal import show, warn
+from megagrpo.records.run_files import FROM_PYTHON, make_run_folder
+
+LOG = "train.log"
+TO_BE_CONTINUED = 85  # exit code of a run that has saved at its time limit
+
+
+def train(
+    config: ConfigLike,
+    *,
+    reward_functions: Reward | Sequence[Reward] | None = None,
+    dataset: Rows | None = None,
+    eval_dataset: Rows | Mapping[str, Rows] | None = None,
+    callbacks: Sequence[Any] | None = None,
+    overrides: Overrides = (),
+    resume: bool = False,
+    ranks: int | None = None,
+    quiet: bool = False,
+) -> Run:
+    """Train with GRPO on this machine and return the finished run.
+
+    The run's processes are those of `megagrpo train`: this process holds no model and no GPU memory. Their output appears here. Ctrl-C, or
+    the stop button of a notebook, lets the run finish its step, save and stop; then KeyboardInterrupt is raised.
+
+    Args:
+        config: A YAML file, a shipped config such as `megagrpo:quickstart`, a mapping of sections as in YAML, or a RunConfig. Relative
+            paths in a mapping are relative to the current folder.
+        reward_functions: Replaces `rewards.functions`. Each is a function, a name such as `accuracy` or `file.py:function`, or a mapping of
+            `function` and other keys of `rewards.functions.N` such as `weight`, `timeout` and `args`. A function gets `prompts`,
+            `completions` and the columns of the data as keywords (docs/rewards.md), and returns one number or None per completion. It runs
+            in worker processes with a time limit: changes of its global variables do not come back.
+        dataset: Replaces `data.train`: a `datasets.Dataset`, a `pandas.DataFrame`, an Arrow table, a list of dicts, or the name of a
+            source. It is written into the run's folder.
+        eval_dataset: Replaces `data.eval`; a mapping of names to data sets goes to `evaluation.sets`.
+        callbacks: More `run.callbacks`: classes, objects, or names as `file.py:Class`. They run in the process of rank 0.
+        overrides: Values by dotted key, `{"train.learning_rate": 1e-5}`, or texts as on the command line.
+        resume: Continue the run from its newest checkpoint (`run.resume`).
+        ranks: Processes to train with; otherwise one per GPU, or on a CPU as few as `parallel` needs.
+        quiet: Do not show the run's output. The file `from_python/train.log` in the run's folder always holds all of it.
+
+    Returns:
+        The run: `run.metrics`, `run.checkpoint`, `run.generate(...)`.
+
+    Raises:
+        ConfigError: The config, an argument, the data or a reward function is wrong. `problems` lists the keys that are known.
+        TrainingFailed: The run ended with an error. It names the run's folder and the log.
+    """
+    _check_here(ranks)
+    settings = read(config, overrides)
+    inputs = collect(reward_functions, dataset, eval_dataset, callbacks)
+    resumed = ["run.resume=true"] if resume else []
+    validated = settings.validated([*resumed, *inputs.overrides(Path(FROM_PYTHON))])
+    inputs.check_rows(validated)
+    folder = (Path(validated.run.output_dir) / validated.run.name).absolute()
+    written = inputs.write(folder) if inputs.to_write else folder
+    more = [*resumed, *inputs.overrides(written, validated.run.callbacks)]
+    _check_plan(settings.validated(more), ranks)
+    words = settings.words(lambda: _made(folder / FROM_PYTHON), more)
+    _run(words, folder, {} if ranks is None else {"NPROC": str(ranks)}, quiet)
+    return Run(folder)
+
+
+def _run(words: Sequence[str], folder: Path, environment: Mapping[str, str], quiet: bool) -> None:
+    """Run `megagrpo train` with `words` in processes of its own. Raises TrainingFailed, and KeyboardInterrupt after the run has saved."""
+    log = _made(folder / FROM_PYTHON) / LOG
+    try:
+        with log.open("a", encoding="utf-8") as file:
+            show(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} megagrpo train {' '.join(words)}", file)
+        ended = child_process.run_logged(child_process.MAIN, ["train", *words], log, environment, show=not quiet)
+    except KeyboardInterrupt:
+        warn(f"stopped; megagrpo.load_run({str(folder)!r}) opens the run, and resume=True continues it")
+        raise
+    if ended.exit_code not in (0, TO_BE_CONTINUED):
+        raise TrainingFailed(ended.exit_code, ended.output, folder, log)
+
+
+def _check_here(ranks: int | None) -> None:
+    """Raise ConfigError in a process that a launcher started, and for a wrong number of ranks."""
+    if launched(os.environ):
+        raise ConfigError("megagrpo.train: starts the ranks itself; call it in one process, not under torchrun, and set ranks=N")
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
+        raise ConfigError(f"ranks: must be a positive number (got {ranks!r})")
+
+
+def _check_plan(config: RunConfig, ranks: int | None) -> None:
+    """Raise ConfigError with the problems of the plan, before any process starts."""
+    from megagrpo.platform.launch.local import num_ranks
+    from megagrpo.proof.plan import plan
+
+    if config.run.nodes > 1:
+        raise ConfigError(f"run.nodes: {config.run.nodes} nodes, but megagrpo.train starts the ranks of one; use megagrpo submit, or set 1")
+    if problems := plan(config, ranks or num_ranks(config)).problems:
+        raise ConfigError("\n".join(map(str, problems)), problems)
+
+
+def _made(folder: Path) -> Path:
+    try:
+        make_run_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.output_dir: {folder} cannot be created: {error.strerror}; name another folder") from error
+    return folder

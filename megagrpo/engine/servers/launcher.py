@@ -1,0 +1,334 @@
+"""Starts, watches and stops vLLM's OpenAI API servers, each in its own process group under a supervisor.
+
+The trainer never imports vLLM: a server is a command line, a log file and an address. A supervisor (`supervisor.py`) ends the server and
+all its processes when the trainer exits, even by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import dropwhile, groupby, takewhile
+from pathlib import Path
+
+import httpx
+
+from megagrpo.engine.http import CERTIFICATES, MovedServers
+from megagrpo.engine.protocol import EngineStartError
+from megagrpo.engine.servers import early_start
+from megagrpo.engine.servers.command_line import server_command, server_environment
+from megagrpo.engine.servers.followers import Followers, PartFault
+from megagrpo.engine.servers.launched import LaunchedServer
+from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
+from megagrpo.engine.servers.ports import check_port, free_ports, is_free
+from megagrpo.engine.servers.supervisor import ENGINE_ENDED, GRACE_SECONDS, supervise
+from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
+from megagrpo.platform.process.progress_hook import SILENT, Progress, Task
+from megagrpo.platform.process.shm_names import remove_stale
+from megagrpo.platform.process.terminal import LineTimes
+from megagrpo.records.run_files import make_run_folder
+
+LINE_SECONDS = 10.0  # of waiting for servers, until the first line
+LOG_LINES = 30  # log lines shown when a server does not start and no process logged an exception
+ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")  # prefix of each line that one of vLLM's processes logs as an error
+KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number)}  # exit code -> signal
+TRACEBACK = "Traceback (most recent call last):"
+
+
+@dataclass
+class Server:
+    """One running server: its name, log file and supervisor process. The name is the URL that clients know. `address` is the URL that the
+    server listens on; it differs after a restart on another port. `fault` tells why a server on several nodes was stopped."""
+
+    url: str
+    log: Path
+    supervisor: subprocess.Popen[bytes] = field(repr=False)
+    started: float = 0.0  # monotonic clock
+    address: str = ""  # empty means `url`
+    fault: PartFault | None = None
+
+    def __post_init__(self) -> None:
+        self.address = self.address or self.url
+
+    @property
+    def process(self) -> int:
+        """Identity of the server's process: a restarted server has another one."""
+        return self.supervisor.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server's process is running."""
+        return self.supervisor.poll() is None
+
+    @property
+    def killed(self) -> bool:
+        """Whether the server ended by SIGKILL or SIGTERM: the out-of-memory killer, or a user."""
+        if self.fault is not None:
+            return self.fault.killed
+        return self.supervisor.returncode in KILLED
+
+    @property
+    def exit_description(self) -> str:
+        """How the server ended, as text for a message."""
+        if self.fault is not None:
+            return self.fault.text
+        code = self.supervisor.returncode
+        if code == ENGINE_ENDED:
+            return "was killed because its engine had ended"
+        return f"was killed by {KILLED[code].name}" if self.killed else f"ended with exit code {code}"
+
+    def end(self) -> None:
+        """Stop the server and all its processes: SIGTERM, then SIGKILL. Does nothing if it has already ended."""
+        if self.alive:
+            self.supervisor.send_signal(signal.SIGTERM)
+        try:
+            self.supervisor.wait(GRACE_SECONDS + 5)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.supervisor.pid, signal.SIGKILL)
+            self.supervisor.wait()
+
+    def log_tail(self, lines: int = LOG_LINES) -> str:
+        """Return the last lines of the log; the whole log for `lines=0`."""
+        try:
+            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        except OSError as error:
+            return f"({self.log}: {error.strerror})"
+
+    def cause(self) -> str:
+        """Return the first exception that one of the server's processes logged, without its stack; empty when none did.
+
+        The end of the log only shows the parent process's exception, which says that a child process failed.
+        """
+        if self.fault is not None and self.fault.cause:
+            return self.fault.cause
+        errors = [match for line in self.log_tail(0).splitlines() if (match := ERROR.match(line))]
+        for _, record in groupby(errors, key=lambda match: match[0]):
+            lines = [match.string[match.end() :] for match in record]
+            if TRACEBACK in lines:
+                message = dropwhile(lambda line: line.startswith(" "), lines[lines.index(TRACEBACK) + 1 :])
+                return " ".join(takewhile(str.strip, message))
+        return ""
+
+
+class Launcher:
+    """`num_servers` servers on this host: call `start`, then `wait`, then `stop`. A context manager that stops them on exit.
+
+    `start` returns at once, so the trainer can build its model while vLLM starts. `port` is the first server's port, the others take the
+    next ones; 0 picks free ports. `devices` are GPU ids, `options.devices` for each server; None runs vLLM for CPU.
+
+    Servers listen only on the address `host`, and require `token` if given. Server N, counted from `first`, logs to `log_dir/vllm_N.log`.
+    A server that has ended may be restarted up to `max_restarts` times (`may_restart`). With `moved`, a server whose port another process
+    took restarts on another port, and clients learn the new address from `moved`. Raises ValueError when there are too few devices.
+
+    With `node` there is one server on several nodes, and this host runs its part of it. The first node's launcher starts the other parts
+    through `followers`. The other nodes' launchers call `start_part` instead of `start`.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        log_dir: str | Path,
+        *,
+        num_servers: int = 1,
+        port: int = 0,
+        devices: Sequence[str] | None = None,
+        startup_timeout: float = 600.0,
+        host: str = LOOPBACK_ADDRESS,
+        token: str | None = None,
+        max_restarts: int = 0,
+        moved: MovedServers | None = None,
+        first: int = 0,
+        node: ServerNode | None = None,
+        followers: Followers | None = None,
+    ):
+        if devices is not None and len(devices) < num_servers * options.devices:
+            wanted = f"rollout.servers {num_servers} x {options.sizes} need {num_servers * options.devices} GPUs"
+            raise ValueError(f"{wanted}; {len(devices)} were given: lower one of them")
+        self.options, self.log_dir, self.num_servers, self.port = options, Path(log_dir), num_servers, port
+        self.devices, self.startup_timeout = devices, startup_timeout
+        self.host, self.token = host, token
+        self.max_restarts, self._moved, self._first = max_restarts, moved, first
+        self.node, self.followers, self._ports = node, followers, NodePorts(0, 0)
+        self.restarts: Counter[str] = Counter()  # URL -> number of restarts
+        self.servers: list[Server] = []
+        self.progress: Progress = SILENT  # shows the wait for servers; set by the caller
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    @property
+    def urls(self) -> list[str]:
+        """URLs of the servers, in order."""
+        return [server.url for server in self.servers]
+
+    @property
+    def logs(self) -> list[Path]:
+        """Log files of the servers, in order."""
+        return [server.log for server in self.servers]
+
+    def start(self) -> None:
+        """Start all servers without waiting for them. Raises EngineStartError, before any server starts, when vLLM is not installed, the
+        model folder has no config.json or a port is taken."""
+        self._prepare()
+        ports = [self.port + i for i in range(self.num_servers)] if self.port else free_ports(self.host, self.num_servers)
+        for port in ports:
+            check_port(self.host, port)
+        for index, port in enumerate(ports):
+            self.servers.append(self._launch(index, port))
+
+    def start_part(self, ports: NodePorts) -> None:
+        """Start this node's part of a server; its last part, if any, is ended first. Raises EngineStartError as `start` does."""
+        if not self.servers:
+            self._prepare()
+        for server in self.servers:
+            server.end()
+        self._ports = ports
+        self.servers = [self._launch(0, ports.rendezvous, how="ab" if self.servers else "wb")]
+
+    def _prepare(self) -> None:
+        """Check what servers need, and clean up after earlier ones."""
+        if importlib.util.find_spec("vllm") is None:
+            raise EngineStartError(f"vLLM is not installed for {sys.executable}; run `megagrpo install`")
+        if Path(self.options.model).is_absolute() and not Path(self.options.model, "config.json").exists():
+            raise EngineStartError(f"model.path: {self.options.model} holds no config.json; vLLM needs a Hugging Face folder")
+        make_run_folder(self.log_dir)
+        remove_stale()
+        if self._moved is not None:
+            self._moved.forget()
+        atexit.register(self.stop)
+        self._pid = os.getpid()
+
+    def end_incomplete(self) -> None:
+        """End a server on several nodes that has lost one of its parts."""
+        for server in self.servers:
+            if self.followers is not None and server.alive and (fault := self.followers.fault()):
+                server.fault = fault
+                server.end()
+
+    def wait(self, say: Callable[[str], None] = lambda text: None) -> list[str]:
+        """Wait until all servers respond and return their URLs. `say` gets a line after 10 s and whenever the wait has doubled, or one line
+        if `self.progress` is drawn.
+
+        A server that was killed is restarted. Raises EngineStartError when a server exits by itself, is killed too often, or does not
+        respond within `startup_timeout` seconds. The message has the cause, or else the end of the log. All servers are stopped then.
+        """
+        with self.progress.task("waiting for vLLM") as task:
+            return self._wait(say, task)
+
+    def _wait(self, say: Callable[[str], None], task: Task) -> list[str]:
+        begun, lines, said = time.monotonic(), LineTimes(LINE_SECONDS), False
+        waiting = list(range(self.num_servers))
+        while waiting:
+            task.expect(self.num_servers, "servers", done=self.num_servers - len(waiting))
+            now = time.monotonic()
+            self.end_incomplete()
+            for index in waiting:
+                server = self.servers[index]
+                if not server.alive:
+                    if not (server.killed and self.may_restart(server)):
+                        self._give_up(server, f"{server.exit_description} after {now - server.started:.0f} s")
+                    say(f"warning: {self.restart(index)}")
+                    self._rename(index)  # safe to rename: no client knows the server yet
+                elif now - server.started > self.startup_timeout:
+                    missing = self.followers.missing() if self.followers is not None else []
+                    absent = f"; megagrpo serve has not joined it on node {', '.join(map(str, missing))}" if missing else ""
+                    self._give_up(server, f"did not respond within {self.startup_timeout:.0f} s (rollout.startup_timeout){absent}")
+            waiting = [index for index in waiting if not healthy(self.servers[index].address)]
+            if waiting and not (said and self.progress.draws) and lines.due(now - begun):
+                said, log = True, self.servers[waiting[0]].log
+                say(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {now - begun:.0f} s, log {log}")
+            time.sleep(0.1 if waiting else 0)
+        return self.urls
+
+    def stop(self) -> None:
+        """Stop every server and all its processes: SIGTERM, then SIGKILL. Does nothing when called again or in a forked child."""
+        if self.servers and os.getpid() != self._pid:
+            return
+        for server in self.servers:
+            if server.alive:
+                server.supervisor.send_signal(signal.SIGTERM)
+        for server in self.servers:
+            server.end()
+        remove_stale()  # files of a server whose supervisor was killed
+        if self._moved is not None:
+            self._moved.forget()
+        self.servers.clear()
+        atexit.unregister(self.stop)
+
+    def may_restart(self, server: LaunchedServer) -> bool:
+        """Whether the server has been restarted fewer than `max_restarts` times, and has all its nodes."""
+        return self.restarts[server.url] < self.max_restarts and not (self.followers is not None and self.followers.lost)
+
+    def restart(self, index: int) -> str:
+        """Restart a server that has ended, without waiting for it, and return the line to log. The log file is appended to. The server
+        keeps the port of its URL. With `moved`, it gets a free port when another process listens on the old one."""
+        server = self.servers[index]
+        assert not server.alive and self.may_restart(server)
+        self.restarts[server.url] += 1
+        port, where = int(server.url.rpartition(":")[2]), ""
+        if self._moved is not None and not is_free(self.host, port):
+            (fresh,) = free_ports(self.host, 1)
+            port, where = fresh, f", and another process took its port (new port {fresh})"
+        self.servers[index] = self._launch(index, port, how="ab", url=server.url)
+        if self._moved is not None:
+            self._moved.write({each.url: each.address for each in self.servers if each.address != each.url})
+        return (
+            f"vLLM server {server.url} {server.exit_description}{where}; restarting it, {self.restarts[server.url]} of "
+            f"{self.max_restarts} times (rollout.max_restarts); log: {server.log}"
+        )
+
+    def _rename(self, index: int) -> None:
+        """Change the server's name to its current address."""
+        server = self.servers[index]
+        self.restarts[server.address] = self.restarts.pop(server.url)
+        server.url = server.address
+
+    def _launch(self, index: int, port: int, how: str = "wb", url: str | None = None) -> Server:
+        log = self.log_dir / f"vllm_{self._first + index}.log"
+        if self.followers is not None and self.node is not None:
+            self._ports = NodePorts(*free_ports(self.node.first, 2))
+            self.followers.start(self._ports)
+        command, environment, token = self._command(port), self._environment(index), (self.token or "").encode()
+        with log.open(how) as out:
+            supervisor = early_start.take(command, environment, log, token) or supervise(command, environment, out, token)
+        address = f"http://{self.host}:{port}"
+        return Server(url or address, log, supervisor, time.monotonic(), address)
+
+    def _command(self, port: int) -> list[str]:
+        gpu, guarded = self.devices is not None, self.token is not None
+        return server_command(self.options, self.host, port, gpu=gpu, guarded=guarded, node=self.node, ports=self._ports)
+
+    def _environment(self, index: int) -> dict[str, str]:
+        o, devices = self.options, None
+        if self.devices is not None:
+            devices = self.devices[index * o.devices : (index + 1) * o.devices]
+        workers = self.num_servers * o.devices
+        return server_environment(
+            o, devices, workers, loopback=self.host == LOOPBACK_ADDRESS, guarded=self.token is not None, node=self.node
+        )
+
+    def _give_up(self, server: Server, what: str) -> None:
+        cause, tail = server.cause(), server.log_tail()
+        self.stop()
+        reason = f": {cause}. Its log: {server.log}" if cause else f". The end of its log {server.log}:\n{tail}"
+        raise EngineStartError(f"vLLM server {server.url} {what}{reason}")
+
+
+def healthy(url: str) -> bool:
+    """Whether the server at `url` passes its health check."""
+    try:
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False, verify=CERTIFICATES).status_code == 200
+    except httpx.HTTPError:
+        return False

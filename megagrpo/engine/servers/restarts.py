@@ -1,0 +1,175 @@
+"""Recovery of servers: servers that died or joined get the current weights before they get requests. Servers that the run itself started
+are also restarted when they end, and killed when they hang."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Self
+
+from megagrpo.engine.fleet import State
+from megagrpo.engine.servers.hang_detection import HangDetector, Silence
+from megagrpo.engine.servers.launched import Launched, LaunchedServer
+from megagrpo.engine.servers.launcher import healthy
+from megagrpo.engine.updates import Updates
+from megagrpo.sync.wire.manifest import WeightSyncError
+
+RESTART_LOOP_SECONDS = 0.3  # between two looks at the servers
+KILL_SILENT_SECONDS = 30.0  # without a passed health check, after which the live process of a server that does not serve is killed
+OUT = (State.JOINING, State.SILENT, State.EXCLUDED)  # the states in which a `Reconnector` fills a server with weights
+
+# Loads the current weights into the server at an address; returns their version, or None when the server must wait for the next sync.
+Refill = Callable[[str], int | None]
+
+
+class Reconnector:
+    """A thread on the trainer's rank 0 that brings servers back into use. A context manager; leave it before the servers are stopped.
+
+    A server of `engine` that is out of use and healthy gets the current weights from `refill`, and then requests again. `say` gets a line
+    for each event. This class starts and stops no server: the user started them.
+    """
+
+    def __init__(self, engine: Updates, refill: Refill, say: Callable[[str], None] = print):
+        self.engine, self.fleet, self.refill, self.say = engine, engine.fleet, refill, say
+        self._reported = self.fleet.states()  # the snapshot that the last lines were about
+        self._end, self._ending = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="restarts", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop the thread: no server is restarted or brought back from here on. A refill that is in progress is not awaited; it ends when
+        its server is stopped."""
+        with self._ending:  # a restart in progress is awaited, so that the launcher can stop the new process
+            self._end.set()
+        self._thread.join(timeout=RESTART_LOOP_SECONDS + 1)
+
+    def _run(self) -> None:
+        while not self._end.wait(RESTART_LOOP_SECONDS):
+            with self._reporting():
+                self._look()
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Report a node that fails or does not respond, so that the thread goes on and tries again."""
+        try:
+            yield
+        except WeightSyncError as error:
+            if not self._end.is_set():
+                self.say(f"warning: the vLLM servers of another node cannot be watched or controlled; trying again: {error}")
+
+    def _look(self) -> None:
+        before, states = self._reported, self.fleet.states()
+        self._reported = states
+        for url in sorted(before.keys() - states.keys()):
+            self.say(f"vLLM server {url} removed (rollout.urls_file)")
+        out = sorted(url for url, state in states.items() if state in OUT)
+        for url in out:
+            if before.get(url) in OUT:
+                continue
+            if states[url] is State.JOINING:
+                self.say(f"vLLM server {url} will join when healthy and synced (rollout.urls_file)")
+            else:
+                self.say(f"warning: vLLM server {url} excluded until it responds correctly")
+        for url in out:
+            if not self.fleet.is_excluded(url) and healthy(url):
+                self._fill(url, joins=states[url] is State.JOINING)
+
+    def _fill(self, url: str, joins: bool = False) -> None:
+        """Give the server the current weights. A server for which another version has become current meanwhile is filled again later."""
+        try:
+            version = self.refill(url)
+        except Exception as error:
+            if not self._end.is_set():
+                self._not_filled(url, error)
+            return
+        event = "has joined" if joins else "is back"
+        if version is None:
+            self.fleet.needs_weights(url)
+            self.say(f"vLLM server {url} {event} and waits for the next weight sync")
+        elif self.fleet.filled(url, version):
+            self.say(f"vLLM server {url} {event}, with weight version {version}")
+
+    def _not_filled(self, url: str, error: Exception) -> None:
+        self.fleet.excluded(url)
+        self.say(f"warning: vLLM server {url} did not load the current weights; still excluded: {error}")
+
+
+class Restarter(Reconnector):
+    """A Reconnector for a launcher's servers. It restarts servers that ended, on the same URL, up to the launcher's `max_restarts` times
+    each.
+
+    It kills a server that hangs (`HangDetector`), that does not serve and stays silent, or that does not load the current weights. While
+    servers sleep, the trainer uses their GPUs, and also the GPU of a server that ended: it is restarted only after the others wake up.
+    With `Fleet.leaving` a server that does not serve and fails its health check is killed at once.
+    """
+
+    def __init__(self, launcher: Launched, engine: Updates, refill: Refill, say: Callable[[str], None] = print):
+        super().__init__(engine, refill, say)
+        self.launcher = launcher
+        self._hang_detector = HangDetector(launcher, engine.sync_timeout)
+        # a thread of its own, because it blocks on responses
+        self._detecting = threading.Thread(target=self._detect, name="hang_detection", daemon=True)
+        self._silence = Silence()
+
+    def __enter__(self) -> Self:
+        self._detecting.start()
+        return super().__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self._detecting.join(timeout=RESTART_LOOP_SECONDS + 1)
+
+    def _detect(self) -> None:
+        while not self._end.wait(RESTART_LOOP_SECONDS):
+            with self._reporting():
+                self._hang_detector.end_hung(lambda text: self.say(f"warning: {text}"))
+
+    def _look(self) -> None:
+        for index, server in enumerate(self.launcher.servers):
+            self._look_at(index, server)
+
+    def _look_at(self, index: int, server: LaunchedServer) -> None:
+        url, state = server.url, self.fleet.state(server.url)
+        if state is State.GONE:
+            return
+        if not server.alive:
+            self.fleet.died(url)
+            self._silence.heard(url)
+            self._restart(index, server)
+        elif state in (State.SERVING, State.NEEDS_WEIGHTS):
+            self._silence.heard(url)
+        elif healthy(server.address):
+            self._fill(url)
+        elif self.fleet.leaving:
+            server.end()
+        else:
+            limit = self.launcher.startup_timeout if state is State.STARTING else KILL_SILENT_SECONDS
+            if self._silence.goes_on(url) > limit:
+                self.say(f"warning: vLLM server {url}: no response for {limit:g} s; killing it")
+                server.end()
+
+    def _fill(self, url: str, joins: bool = False) -> None:
+        super()._fill(url, joins)
+        if self.fleet.state(url) in (State.SERVING, State.NEEDS_WEIGHTS):
+            self._silence.heard(url)
+
+    def _restart(self, index: int, server: LaunchedServer) -> None:
+        url = server.url
+        if not self.launcher.may_restart(server):
+            self.fleet.gone(url)
+            self.say(
+                f"warning: vLLM server {url} {server.exit_description}; restart limit {self.launcher.restarts[url]} reached "
+                f"(rollout.max_restarts); log: {server.log}"
+            )
+            return
+        with self._ending:
+            if not self._end.is_set() and self.fleet.may_start(url):
+                self.say(f"warning: {self.launcher.restart(index)}")
+
+    def _not_filled(self, url: str, error: Exception) -> None:
+        self.say(f"warning: vLLM server {url} did not load the current weights; killing it: {error}")
+        next(server for server in self.launcher.servers if server.url == url).end()

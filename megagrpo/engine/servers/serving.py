@@ -1,0 +1,333 @@
+"""vLLM servers for training runs, and for commands that only generate."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megagrpo.config import ConfigError, RunConfig
+from megagrpo.data.tokenizer import Tokenizer
+from megagrpo.engine.access import address_of, read_token
+from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.http import MovedServers, check_urls, named_urls
+from megagrpo.engine.protocol import EngineError, EngineStartError
+from megagrpo.engine.servers.command_line import LORA_RANKS
+from megagrpo.engine.servers.followers import Followers
+from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.options import ServerNode, ServerOptions
+from megagrpo.models.bridge.adapter_files import ADAPTER_FILES, CONFIG, WEIGHTS
+from megagrpo.models.bridge.conversion import export_alone
+from megagrpo.models.bridge.file_checksums import verify_inside
+from megagrpo.models.bridge.hf_files import narrows
+from megagrpo.models.bridge.tensor_files import TensorFile
+from megagrpo.models.bridge.torch_dist import StoredTensors
+from megagrpo.models.families.dense import EMBEDDING
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.platform import device
+from megagrpo.platform.device import quiet
+from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
+from megagrpo.platform.process.removal import temporary_folder
+from megagrpo.platform.process.terminal import warn
+from megagrpo.records.progress_bars import conversion_progress, run_progress
+from megagrpo.records.run_files import BEST, CHECKPOINTS, STATE_FILE, newest_checkpoint, why_no_checkpoint
+
+ADAPTER = "adapter"  # name of the LoRA adapter that a server was started with
+LATEST = "latest"
+ON_CPU = ("none", "fp8_per_channel")  # quantizations that vLLM for CPU supports
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in vLLM and Hugging Face: `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def engine_dtype(config: RunConfig, trained: torch.dtype | None = None) -> str:
+    """Return vLLM's name for the servers' compute dtype, which is also the dtype of synced weights. It is bfloat16 with quantization,
+    because vLLM quantizes 16-bit models only.
+
+    `trained` is the dtype in which a run, on whatever machine, has trained the weights; `model.precision: auto` then means this dtype.
+    """
+    if config.rollout.quantization != "none":
+        return name_of(torch.bfloat16)
+    of_run = trained if config.model.precision == "auto" else None
+    return name_of(device.engine_precision(of_run or device.resolve_precision(config.model.precision)))
+
+
+def make_launcher(
+    config: RunConfig,
+    model_folder: Path,
+    log_folder: Path,
+    dtype: str,
+    adapter: Path | None = None,
+    max_model_len: int | None = None,
+    num_ranks: int = 0,
+    host: str | None = None,
+    token: str | None = None,
+    moved: MovedServers | None = None,
+    first: int = 0,
+    num_servers: int | None = None,
+    node: ServerNode | None = None,
+    followers: Followers | None = None,
+) -> Launcher:
+    """Build the launcher of the servers that `rollout` describes, on `model_folder`; nothing is started.
+
+    The servers log to `log_folder` and require `token`; None generates one. With the PEFT folder `adapter` they also serve it as the model
+    ADAPTER. `max_model_len` None means the longest sequence of the run and its evaluation. `num_ranks` trainer ranks on this host use the
+    first GPUs; dedicated servers get the other GPUs. `host` is the address to listen on; None means the address of `rollout.interface`.
+    `moved`, `first`, `node` and `followers` are passed to the Launcher. `num_servers` None means all servers of the run.
+
+    Raises ValueError when `adapter` is invalid, GPUs are missing, `rollout.quantization` of this model needs a GPU, the interface does not
+    exist, or a server on several nodes is to be started on this host alone.
+    """
+    r = config.rollout
+    gpus = device.visible_gpus()
+    _check_place(config, model_folder, gpus is None, node)
+    if gpus is not None and r.placed == "dedicated":
+        gpus = gpus[num_ranks:]
+    return Launcher(
+        _options(config, model_folder, dtype, adapter, max_model_len, beside_ranks=num_ranks > 0),
+        log_folder,
+        num_servers=r.servers if num_servers is None else num_servers,
+        port=r.port,
+        devices=gpus,
+        startup_timeout=r.startup_timeout,
+        host=host or address_of(r.interface),
+        token=token or secrets.token_urlsafe(32),
+        max_restarts=r.max_restarts,
+        moved=moved,
+        first=first,
+        node=node,
+        followers=followers,
+    )
+
+
+def _check_place(config: RunConfig, model_folder: Path, on_cpu: bool, node: ServerNode | None) -> None:
+    """Raise ValueError for servers that cannot start here: on several nodes without this host's `node`, or quantized without a GPU."""
+    r = config.rollout
+    if r.nodes_per_server > 1 and node is None:
+        raise ValueError(
+            f"rollout.nodes_per_server: {r.nodes_per_server}, but this command starts servers on this host only; start them with `megagrpo "
+            "serve --head` on every node and name them in rollout.urls, use `megagrpo submit`, or set nodes_per_server to 1"
+        )
+    if on_cpu and r.quantization != "none":
+        _check_quantization(r.quantization, model_folder)
+
+
+def _options(
+    config: RunConfig, model_folder: Path, dtype: str, adapter: Path | None, max_model_len: int | None, beside_ranks: bool
+) -> ServerOptions:
+    """Return vLLM's options of the servers that `rollout` describes. `beside_ranks`: they may share GPUs with trainer ranks."""
+    r = config.rollout
+    return ServerOptions(
+        model=str(model_folder.resolve()),
+        dtype=dtype,
+        quantization=None if r.quantization == "none" else r.quantization,
+        max_model_len=max_model_len or config.longest_sequence,
+        tp=r.tp,
+        pp=r.pp,
+        dp=r.dp,
+        nodes=r.nodes_per_server,
+        expert_parallel=r.enable_expert_parallel,
+        max_num_seqs=r.max_num_seqs,
+        kv_cache_gb=r.kv_cache_gb,
+        gpu_memory_utilization=r.gpu_memory_utilization,
+        enforce_eager=r.enforce_eager,
+        deterministic=config.run.deterministic,
+        sleep_mode=servers_sleep(config) and beside_ranks,
+        lora_rank=config.lora.rank if config.lora.syncs_adapters and adapter is None else 0,
+        tool_parser=config.multi_turn.vllm_parser,
+        finds_text=bool(r.stop),
+        tokenizer=config.model.tokenizer,
+        extra_args=(*r.extra_args, *adapter_arguments(adapter)),
+    )
+
+
+def _check_quantization(quantization: str, model_folder: Path) -> None:
+    """Raise ValueError for a quantization that vLLM has no kernels for on a CPU."""
+    key, usable = f"rollout.quantization: {quantization}", list(ON_CPU)
+    if load_hf_config(model_folder).experts:
+        key, usable = f"{key} of a model with experts", ["none"]
+    if quantization not in usable:
+        raise ValueError(f"{key} needs a GPU in vLLM, and this machine has none; set it to {' or '.join(usable)}")
+
+
+def servers_sleep(config: RunConfig) -> bool:
+    """Whether the servers of a training run release their GPU memory while the trainer trains."""
+    return config.rollout.placed == "colocated" and device.has_gpu()
+
+
+def offloads(config: RunConfig) -> bool:
+    """Whether the trainer moves its state off the GPU while the run's servers generate."""
+    return servers_sleep(config) if config.train.offload is None else config.train.offload
+
+
+def adapter_arguments(adapter: Path | None) -> list[str]:
+    """Return vLLM's arguments for serving a PEFT adapter; empty for None. Raises ValueError when the folder is not a PEFT adapter or is
+    damaged."""
+    if adapter is None:
+        return []
+    verify_inside(adapter)
+    try:
+        rank = int(json.loads((adapter / "adapter_config.json").read_text())["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"--adapter: {adapter} holds no adapter_config.json of PEFT with a rank `r`: {error}") from error
+    fits = next((known for known in LORA_RANKS if known >= rank), rank)
+    return ["--enable-lora", "--max-lora-rank", str(fits), "--lora-modules", f"{ADAPTER}={adapter.resolve()}"]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights to serve: a Hugging Face folder, an adapter on it, if any, and vLLM's name of the dtype to serve them in."""
+
+    folder: Path
+    adapter: Path | None
+    dtype: str
+
+
+def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: Callable[[str], None]) -> Weights:
+    """Return the weights that the value `checkpoint` names, for servers in the precision of the run that trained them.
+
+    `checkpoint` is None (the model of the config), `latest` or `best` of the run, a checkpoint of a run, a Hugging Face folder, or a PEFT
+    folder. A checkpoint with full weights is first exported into `scratch` by a separate process. Raises ValueError when it does not exist
+    or cannot be exported.
+    """
+    if checkpoint is None:
+        return Weights(resolve_model(config.model.path), None, engine_dtype(config))
+    path = _checkpoint(config, checkpoint)
+    for adapter in (path, path / ADAPTER_FILES):
+        if (adapter / CONFIG).is_file():
+            return Weights(resolve_model(config.model.path), adapter, engine_dtype(config, _dtype_of_adapter(adapter)))
+    if (path / "config.json").is_file():
+        return Weights(path, None, engine_dtype(config))
+    if why := why_no_checkpoint(path):
+        raise ValueError(f"--checkpoint: {path} {why}")
+    if not (path / STATE_FILE).is_file():
+        raise ValueError(f"--checkpoint: {path} is not a run's checkpoint: it lacks {STATE_FILE}; export it, and name the exported folder")
+    try:
+        trained = StoredTensors(path).dtype(EMBEDDING)
+        dtype = engine_dtype(config, trained)
+        if narrows(trained, getattr(torch, dtype)):
+            cause = "rollout.quantization" if config.rollout.quantization != "none" else "model.precision"
+            say(f"{path}: trained in {name_of(trained)}, served in {dtype} ({cause})")
+        say(f"exporting {path.resolve()}")
+        # On the CPU: there the structure of every layer can be built without allocating its weights.
+        run_ranks(_export, 1, path.resolve(), scratch / "hf", dtype, timeout=3600, env={"CUDA_VISIBLE_DEVICES": ""})
+    except (RankFailed, ValueError) as error:
+        raise ValueError(f"--checkpoint: {path}: {error}") from error
+    return Weights(scratch / "hf", None, dtype)
+
+
+def _checkpoint(config: RunConfig, checkpoint: str) -> Path:
+    """Return the path of a checkpoint. Raises ValueError when the run has no `latest` or `best` one."""
+    run = Path(config.run.output_dir) / config.run.name
+    found = {LATEST: newest_checkpoint(run / CHECKPOINTS), BEST: run / CHECKPOINTS / BEST}.get(checkpoint, Path(checkpoint))
+    if found is None or (checkpoint == BEST and not found.exists()):
+        fix = "set evaluation.keep_best before training" if checkpoint == BEST else "train it to its end, or set run.save_steps"
+        raise ValueError(f"--checkpoint: {run} has no {checkpoint} checkpoint; {fix}")
+    return found
+
+
+def _dtype_of_adapter(adapter: Path) -> torch.dtype | None:
+    """Return the dtype of an adapter in a run's checkpoint, which is the run's; None for an adapter from elsewhere."""
+    if not (adapter.parent / STATE_FILE).is_file():
+        return None
+    return next(iter(TensorFile(adapter / WEIGHTS).entries.values())).dtype
+
+
+def _export(checkpoint: Path, out: Path, dtype: str) -> None:
+    export_alone(checkpoint, out, conversion_progress(), getattr(torch, dtype))
+
+
+class Serving:
+    """Servers for one command: `find` the weights, `start`, do other work while they load, then use `engine`.
+
+    A context manager: on exit the servers stop and scratch files are removed. With `rollout.urls` it uses those servers and starts none.
+    """
+
+    def __init__(self, config: RunConfig, say: Callable[[str], None]):
+        self._config, self._say = config, say
+        self._progress = run_progress(config.run)
+        self._resources = ExitStack()
+        self._launcher: Launcher | None = None
+        self.folder = Path()
+        self.adapter: Path | None = None
+        self._dtype = ""
+
+    def find(self, checkpoint: str | None, adapter: str | None) -> Path:
+        """Return the Hugging Face folder whose tokenizer and weights are used. Raises ValueError when the weights are missing, or when
+        weights are chosen although `rollout.urls` names servers, which already have theirs."""
+        urls = named_urls(self._config.rollout.urls, self._config.rollout.urls_file)
+        if urls and (checkpoint or adapter):
+            raise ValueError(
+                f"rollout.urls: {', '.join(urls)} already have their weights; leave out --checkpoint and --adapter, or the urls"
+            )
+        check_urls(urls)
+        self._token = read_token(self._config.rollout.token_file)
+        self._scratch = self._resources.enter_context(temporary_folder("megagrpo_serving_"))
+        found = find_weights(self._config, checkpoint, self._scratch, self._say)
+        self.folder, self.adapter, self._dtype = found.folder, found.adapter, found.dtype
+        if adapter is not None:
+            self.adapter = Path(adapter)
+        return self.folder
+
+    def start(self, max_model_len: int | None = None) -> None:
+        """Start the servers, for sequences of up to `max_model_len` tokens. Does nothing with `rollout.urls`."""
+        if self._config.rollout.urls:
+            return
+        self._launcher = make_launcher(
+            self._config, self.folder, self._scratch, self._dtype, self.adapter, max_model_len, token=self._token
+        )
+        self._launcher.progress = self._progress
+        self._resources.callback(self._launcher.stop)
+        self._launcher.start()
+
+    def engine(self, tokenizer: Tokenizer) -> VllmEngine:
+        """Wait until the servers respond and return the client. Raises EngineStartError, with the end of the log, when they do not."""
+        r, launcher = self._config.rollout, self._launcher
+        urls = launcher.wait(self._say) if launcher else named_urls(r.urls, r.urls_file)
+        model = ADAPTER if self.adapter else None
+        logs = launcher.logs if launcher else ()
+        return VllmEngine(
+            urls,
+            tokenizer.decode,
+            max_num_seqs=r.max_num_seqs,
+            request_timeout=r.request_timeout,
+            logs=logs,
+            token=launcher.token if launcher else self._token,
+            model=model,
+            any_version=bool(r.urls),
+        )
+
+    def __enter__(self) -> Serving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._resources.close()
+
+
+def exit_code(command: Callable[[], None], name: str) -> int:
+    """Run a command that uses servers and return its exit code: 0, 1 when a server failed, 128 + the signal's number after a signal.
+
+    Raises ConfigError when no server starts. `name` names the command in the error message.
+    """
+    quiet()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        command()
+    except EngineStartError as error:
+        raise ConfigError(str(error)) from error
+    except EngineError as error:
+        warn(f"{name} stops: {error}")
+        return 1
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 0

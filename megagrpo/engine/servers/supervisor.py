@@ -1,0 +1,210 @@
+"""Runs one server, and ends it with all its child processes on a signal or when the trainer process is gone.
+
+    python supervisor.py PARENT_PID GRACE_SECONDS [--early] COMMAND...
+
+With --early the command waits for its server (early_start.py). The trainer hands the server to this process, and this process hands it to
+the command, followed by the server's token (platform/process/hand_over.py).
+
+It also ends a server whose engine process has ended, when the API server stays for ENGINE_SECONDS.
+
+When the trainer ends, even by SIGKILL, the kernel gives this process a new parent; it checks its parent ten times a second. Orphaned
+descendants become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. It removes the files that the server leaves in shared
+memory and in the temporary directory, and the temporary files of a killed trainer. From this project it imports only modules of `process`
+that need nothing else, so that it starts fast and stays small.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+VLLM_FILES = re.compile(r"/dev/shm/(?:psm_|vllm_|VLLM_|nccl-|sem\.mp-)[^/]+")  # files of vLLM, NCCL and multiprocessing
+EARLY = "--early"
+GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
+LONGEST = 107 - len("/vllm-12345678/") - 36  # longest path for the temporary folder: vLLM makes sockets in it, with names of 36 characters
+ENGINE = b"::EngineCore"  # part of the title of vLLM's engine process
+ENGINE_ENDED = 70  # exit code for a server that was killed because its engine had ended
+ENGINE_SECONDS = 15.0  # without an engine process, after which a server that had one is killed; a healthy API server exits sooner
+
+
+def main() -> int:
+    """Return the server's exit status: 128 + the signal's number when it was killed, ENGINE_ENDED when this process killed it without an
+    engine, 0 when this process ended it on a signal or because the trainer is gone."""
+    sys.path.append(str(Path(__file__).resolve().parents[3]))  # this file is run by its path, so the package is not importable
+    from megagrpo.platform.process.ownership import TEMPORARY, remove_if_left
+    from megagrpo.platform.process.removal import remove_own_file, remove_tree
+    from megagrpo.platform.process.shm_names import remove_stale
+
+    parent, grace, waits = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == EARLY
+    command = sys.argv[3 + waits :]
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    signals: list[int] = []  # received so far
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda received, _: signals.append(received))
+    supervisor = os.getpid()
+
+    def tie() -> None:
+        """Run in the server's process: have the kernel kill it when this process ends. parent_death.py ties the server's children to it."""
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != supervisor:
+            os._exit(1)
+
+    trainer_tmp = Path(tempfile.gettempdir())  # the trainer's temporary folder
+    folder = tempfile.mkdtemp(prefix="vllm-", dir=trainer_tmp if len(str(trainer_tmp)) <= LONGEST else "/tmp")
+    environment = {**os.environ, "TMPDIR": folder}
+    server = subprocess.Popen(command, env=environment, preexec_fn=tie, stdin=subprocess.PIPE if waits else None)
+    files: dict[str, int] = {}  # path -> inode
+    begun = scanned = time.monotonic()
+    engine_seen, stuck = 0.0, False  # when an engine process was last seen; 0: never
+    while server.poll() is None and not signals and os.getppid() == parent and not stuck:
+        if not waits:
+            time.sleep(0.1)
+        elif select.select([0], [], [], 0.1)[0]:
+            waits = False
+            pass_on(server)
+        now = time.monotonic()
+        # record mapped files regularly: once a server has died, its files are no longer mapped by any process
+        if now - scanned > (5 if engine_seen and now - begun > 60 else 1):  # an engine may end soon after its start
+            below = descendants()
+            files |= shared_files(below)
+            scanned = now
+            engine_seen = now if has_engine(below) else engine_seen
+            stuck = 0 < engine_seen < now - ENGINE_SECONDS
+    status = server.poll()
+    if stuck and status is None:
+        print(f"the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it", flush=True)
+        status = ENGINE_ENDED
+    end(server, grace, files)
+    if files:
+        elsewhere = shared_files([int(entry) for entry in os.listdir("/proc") if entry.isdigit()])
+        for file in files.keys() - elsewhere.keys():  # a file that another process maps is not only the server's
+            remove_own_file(file, files[file])
+    remove_stale()
+    remove_tree(folder)
+    if os.getppid() != parent:
+        remove_if_left(trainer_tmp, TEMPORARY)
+    return 0 if status is None else status if status >= 0 else 128 - status
+
+
+def supervise(command: Sequence[str], environment: dict[str, str], out: IO[bytes], token: bytes | None) -> subprocess.Popen[bytes]:
+    """Start this file as a process of its own that runs `command`, with its output in `out` and `token` on its standard input. Without a
+    token the command waits for its server."""
+    from megagrpo.platform.process.hand_over import send
+
+    early = [EARLY] if token is None else []
+    words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(GRACE_SECONDS), *early, *command]
+    pipe = subprocess.PIPE
+    supervisor = subprocess.Popen(words, env=environment, stdin=pipe, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    if token is not None:
+        send(token, supervisor.stdin)
+    return supervisor
+
+
+def pass_on(server: subprocess.Popen[bytes]) -> None:
+    """Pass the server and its token from standard input to the waiting process, which ends when the pipe holds no server."""
+    from megagrpo.platform.process.hand_over import line_of, receive, send
+
+    data = b""
+    if given := receive():
+        token = given.pop("token").encode()
+        data = line_of(given) + token
+    send(data, server.stdin)
+
+
+def end(server: subprocess.Popen[bytes], grace: float, files: dict[str, int]) -> None:
+    """Send SIGTERM to the server, then, after `grace` seconds, SIGKILL to all remaining descendants of this process.
+
+    Adds to `files` the shared memory that they map until then: a server that still starts may create some after SIGTERM. SIGKILL goes to
+    children only, whose process ids stay taken until `reap`. Their own children become children of this process.
+    """
+    files |= shared_files(descendants())
+    scanned = time.monotonic()
+    deadline = scanned + grace
+    if server.poll() is None:
+        server.terminate()
+    while (left := descendants()) and time.monotonic() < deadline:
+        if time.monotonic() - scanned > 0.5:
+            scanned = time.monotonic()
+            files |= shared_files(left)
+        reap()
+        time.sleep(0.05)
+        if server.poll() is not None:
+            deadline = min(deadline, time.monotonic() + 1.0)
+    immune: set[int] = set()  # children with another user's rights, such as sudo
+    while children := set(descendants(levels=1)) - immune:
+        files |= shared_files(descendants())
+        for pid in children:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except PermissionError:
+                immune.add(pid)
+        reap()
+        time.sleep(0.02)
+
+
+def reap() -> None:
+    """Collect the exit status of children that ended, including adopted ones."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        pass
+
+
+def descendants(levels: int = -1) -> list[int]:
+    """Return the process ids of all living descendants of this process; with `levels=1` of its children."""
+    parents = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            try:
+                state, ppid = Path(f"/proc/{entry}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                parents[int(entry)] = int(ppid)
+    pids, above = list[int](), {os.getpid()}
+    while above and levels:
+        above = {child for child, ppid in parents.items() if ppid in above}
+        pids += above
+        levels -= 1
+    return pids
+
+
+def has_engine(pids: list[int]) -> bool:
+    """Whether one of the processes is vLLM's EngineCore."""
+    for pid in pids:
+        try:
+            if ENGINE in Path(f"/proc/{pid}/cmdline").read_bytes():
+                return True
+        except OSError:
+            pass
+    return False
+
+
+def shared_files(pids: list[int]) -> dict[str, int]:
+    """Return path -> inode of vLLM's shared memory files that these processes have mapped. A killed process leaves them behind."""
+    files: dict[str, int] = {}
+    for pid in pids:
+        try:
+            lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        except OSError:
+            continue
+        fields = (line.split(maxsplit=5) for line in lines)  # addresses, rights, offset, device, inode, path
+        files |= {path: int(inode) for *_, inode, path in fields if VLLM_FILES.fullmatch(path) and not path.endswith("(deleted)")}
+    return files
+
+
+if __name__ == "__main__":
+    sys.exit(main())

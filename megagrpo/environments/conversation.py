@@ -1,0 +1,138 @@
+"""One multi-turn response in progress: its tokens, which of them the policy wrote, and its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from megagrpo.data.follow_ups import FollowUps
+from megagrpo.rewards.functions.text_rewards import encodable
+from megagrpo.types import Dialogue, Prompt, Rollout
+
+Message = dict[str, Any]
+
+
+class Conversation:
+    """A multi-turn response in progress.
+
+    `prompt_index` is the index of its prompt in the call, `index` its index among the responses to that prompt, `number` a unique id
+    within the call. `opening` are the prompt's messages. Tokens are only appended, with one exception: a scheduler may cut the end of the
+    policy's last message. `ended` is the reason why the response is complete, "" while it continues.
+    """
+
+    def __init__(self, prompt: Prompt, prompt_index: int, index: int, number: int, opening: list[Message], max_length: int):
+        self.prompt, self.prompt_index, self.index, self.number, self.opening = prompt, prompt_index, index, number, opening
+        self.max_length = max_length  # in tokens of the whole response, tool results and follow-up messages included
+        self.ids: list[int] = []
+        self.written: list[bool] = []
+        self.logprobs: list[float] = []
+        self.messages: list[Message] = []
+        self.message_start = 0  # index of the first token of the policy's last message
+        self.is_open = False  # whether the policy continues that message
+        self.finish_reason, self.weight_version = "", 0
+        self.stop_string: str | None = None  # as in `Rollout`
+        self.turns = self.tool_rounds = self.tool_calls = self.tool_failures = 0
+        self.turn_rewards: list[float | None] = []
+        self.rewards: dict[str, float | None] = {}
+        self.ended = ""
+
+    @property
+    def prefix(self) -> Prompt:
+        """The prompt for the engine to continue: the original prompt and the response so far."""
+        return Prompt(self.prompt.prompt_id, (*self.prompt.token_ids, *self.ids), self.prompt.messages, self.prompt.columns)
+
+    @property
+    def room(self) -> int:
+        """Number of tokens by which the response may still grow."""
+        return self.max_length - len(self.ids)
+
+    @property
+    def all_messages(self) -> list[Message]:
+        """The prompt's and the response's messages."""
+        return [*self.opening, *self.messages]
+
+    def add_turn(self, rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> None:
+        """Append a turn that the policy generated."""
+        assert not self.turns or rollout.weight_version == self.weight_version, "the weights changed in the middle of a response"
+        if self.is_open:
+            self.messages.pop()
+        else:
+            self.message_start = len(self.ids)
+        self._append(rollout.response_ids, True, rollout.rollout_logprobs)
+        cut = len(decode(rollout.response_ids)) - len(rollout.text) if rollout.stop_string else 0  # characters after or of the stop string
+        content = decode(self.ids[self.message_start :])
+        self.messages.append({"role": "assistant", "content": content[: len(content) - cut]})
+        self.finish_reason, self.weight_version, self.stop_string = rollout.finish_reason, rollout.weight_version, rollout.stop_string
+        self.turns, self.is_open = self.turns + 1, False
+
+    def add_messages(self, messages: list[Message], follow_ups: FollowUps) -> None:
+        """Append messages of others, such as tool results, after the policy's turn. When they leave no room for another turn, the response
+        ends ("budget") without them."""
+        messages = [message | {"content": encodable(message["content"])} for message in messages]
+        ids = follow_ups.suffix(messages, self.prompt.template_kwargs, closed=not self.stop_string)
+        if len(ids) >= self.room:
+            self.ended = "budget"
+            return
+        self._append(ids, False)
+        self.messages += messages
+
+    def follow(self, messages: list[Message], follow_ups: FollowUps) -> None:
+        """Continue with the scheduler's `messages`: the conversation's own with new ones appended, or with another end of the policy's last
+        message. Raises ValueError when the conversation cannot continue from these messages."""
+        before = self.all_messages
+        last = len(before) - 1
+        if len(messages) < len(before) or messages[:last] != before[:last]:
+            raise ValueError("the scheduler changed earlier messages; it may add messages, or change the end of the policy's last one")
+        added, content = messages[last + 1 :], messages[last].get("content", "")
+        if not all(isinstance(m, dict) and m.get("role") and isinstance(m.get("content"), str) for m in messages[last:]):
+            raise ValueError(f"the scheduler returned messages without a role or a content: {messages[last:]!r:.200}")
+        if content == before[last]["content"]:
+            if not added or added[-1]["role"] == "assistant":
+                raise ValueError("the scheduler continues but adds no message that the policy could answer")
+            self.add_messages(added, follow_ups)
+        elif added:
+            raise ValueError("the scheduler changed the policy's last message and added others; it may do one of the two")
+        else:
+            self._reopen(content, follow_ups)
+
+    def _reopen(self, content: str, follow_ups: FollowUps) -> None:
+        """Let the policy continue its last message from `content`. Tokens of the unchanged beginning are kept; the rest is tokenized."""
+        content = encodable(content)
+        unchanged = common_beginning(content, self.messages[-1]["content"])
+        count, text = follow_ups.tokens_within(self.ids[self.message_start :], unchanged)
+        ids, stop = follow_ups.text(content[len(text) :]), self.message_start + count
+        if stop + len(ids) >= self.max_length:
+            self.ended = "budget"
+            return
+        for row in (self.ids, self.written, self.logprobs):
+            del row[stop:]
+        self._append(ids, False)
+        self.messages[-1] = {"role": "assistant", "content": content}
+        self.is_open = True
+
+    def _append(self, ids: Sequence[int], own: bool, logprobs: Sequence[float] | None = None) -> None:
+        self.ids += ids
+        self.written += [own] * len(ids)
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+
+    def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
+        """Return the finished response as a Rollout."""
+        dialogue = Dialogue(
+            written=tuple(self.written),
+            messages=tuple(self.messages),
+            num_turns=self.turns,
+            ended=self.ended,
+            rewards=self.rewards,
+            turn_rewards=tuple(self.turn_rewards),
+            tool_calls=self.tool_calls,
+            tool_failures=self.tool_failures,
+        )
+        text, version = decode(self.ids), self.weight_version
+        ids, logprobs, stop = tuple(self.ids), tuple(self.logprobs), self.stop_string
+        return Rollout(self.prompt, ids, logprobs, self.finish_reason, version, text, dialogue, stop_string=stop)
+
+
+def common_beginning(one: str, other: str) -> str:
+    """Return the longest common prefix of two texts."""
+    length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return one[:length]

@@ -1,0 +1,223 @@
+"""An engine for multi-turn responses: the policy writes, a tool or scheduler answers, and the policy continues from the exact tokens it
+wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config import RunConfig
+from megagrpo.data.follow_ups import FollowUps
+from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
+from megagrpo.engine.protocol import Engine, OnGroup, derive_seed
+from megagrpo.environments.conversation import Conversation
+from megagrpo.environments.responders import Responders
+from megagrpo.environments.tool_calls import as_message, hermes, named_call
+from megagrpo.rewards.answers import after_thought
+from megagrpo.rewards.functions.text_rewards import encodable
+from megagrpo.rewards.reward_registry import display_names
+from megagrpo.types import Prompt, Rollout, SamplingParams
+
+
+@dataclass(frozen=True)
+class Dialogues:
+    """The configuration of multi-turn responses: scheduler, tools and environment (`responders`), and tokenization of messages.
+
+    `max_response_length` limits responses in tokens, tool results and follow-up messages included. None means the sampling's `max_tokens`.
+    """
+
+    responders: Responders
+    tokenizer: Tokenizer
+    follow_ups: FollowUps
+    max_prompt_length: int
+    max_response_length: int | None = None
+    system_prompt: str | None = None
+    chat_template: str | None = None
+
+    @property
+    def tools(self) -> list[dict[str, Any]]:
+        """JSON schemas of the tools, for the prompts."""
+        return self.responders.tools
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the rewards that scheduler and environment give."""
+        return self.responders.columns
+
+    def wrap(self, engine: Engine) -> DialogueEngine:
+        """Wrap `engine` in a DialogueEngine with this configuration."""
+        return DialogueEngine(engine, self)
+
+
+def make_dialogues(config: RunConfig, tokenizer: Tokenizer, base_folder: Path, resources: ExitStack) -> Dialogues | None:
+    """Build the Dialogues of the section `multi_turn`, to be closed with `resources`; None when it is disabled. Raises ValueError for a
+    setting that cannot be used."""
+    if not config.multi_turn.enabled:
+        return None
+    template = read_chat_template(config.data.chat_template)
+    responders = resources.enter_context(Responders(config.multi_turn, base_folder))
+    names = display_names(config.rewards.functions)
+    if taken := sorted(set(names) & set(responders.columns)):
+        raise ValueError(f"rewards.functions: `{taken[0]}` is already the name of a multi_turn reward; give the function another name")
+    if not names and not responders.columns:
+        raise ValueError("rewards.functions: the run has no rewards; name a function, or give the environment a method `get_reward`")
+    follow_ups = FollowUps(tokenizer, template, responders.tools, users=responders.has_scheduler)
+    limits = config.rollout.max_prompt_length, config.multi_turn.max_response_length
+    return Dialogues(responders, tokenizer, follow_ups, *limits, config.data.system_prompt, template)
+
+
+class DialogueEngine:
+    """An engine whose rollouts have several turns (`Rollout.dialogue`).
+
+    All conversations take their turns together. Each turn is one request with the whole prefix; vLLM's prefix cache holds all of it but the
+    messages added since. Seeds depend only on prompt, response and turn, so a run is reproducible whatever other requests are in flight.
+    """
+
+    def __init__(self, engine: Engine, dialogues: Dialogues):
+        self.engine, self._dialogues, self.responders = engine, dialogues, dialogues.responders
+        self._tokenizer, self._follow_ups, self._limits = dialogues.tokenizer, dialogues.follow_ups, dialogues.responders.section
+
+    @property
+    def weight_version(self) -> int:
+        """The weight version of the wrapped engine."""
+        return self.engine.weight_version
+
+    @weight_version.setter
+    def weight_version(self, version: int) -> None:
+        self.engine.weight_version = version
+
+    def interrupt(self) -> None:
+        """Make `generate` raise EngineInterrupted, at the latest when the policy's next turn begins."""
+        self.engine.interrupt()
+
+    def generate(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
+    ) -> list[list[Rollout]]:
+        """Generate `n` rollouts of each prompt, in order; see `Engine.generate`. `sampling.max_tokens` limits each turn of the policy, and
+        also the whole response without `max_response_length`."""
+        limit = self._dialogues.max_response_length or sampling.max_tokens
+        conversations = self._conversations(prompts, n, limit)
+        self._open(conversations)
+        finished: dict[int, Rollout] = {}
+        going = conversations
+        while going:
+            self._take_turns(going, sampling, seed)
+            self._answer(going)
+            over = [c for c in going if c.ended]
+            self.responders.finish(over)
+            finished |= {c.number: c.rollout(self._tokenizer.decode) for c in over}
+            going = [c for c in going if not c.ended]
+            for prompt_index in dict.fromkeys(c.prompt_index for c in over):
+                numbers = range(prompt_index * n, (prompt_index + 1) * n)
+                if on_group is not None and all(number in finished for number in numbers):
+                    on_group(prompt_index, [finished[number] for number in numbers])
+        return [[finished[prompt_index * n + i] for i in range(n)] for prompt_index in range(len(prompts))]
+
+    def _conversations(self, prompts: Sequence[Prompt], n: int, limit: int) -> list[Conversation]:
+        made = []
+        for prompt_index, prompt in enumerate(prompts):
+            opening = as_messages(prompt.messages, self._dialogues.system_prompt)
+            for i in range(n):
+                made.append(Conversation(prompt, prompt_index, prompt.occurrence * n + i, prompt_index * n + i, opening, limit))
+        return made
+
+    def _open(self, conversations: Sequence[Conversation]) -> None:
+        """Start the conversations' episodes, and append the text of each episode's `reset` to its prompt."""
+        longest = self._dialogues.max_prompt_length
+        for conversation, said in zip(conversations, self.responders.begin(conversations), strict=True):
+            if said is None:
+                continue
+            said, opening = encodable(said), [*conversation.opening]
+            opening[-1] = opening[-1] | {"content": opening[-1]["content"] + said}
+            kwargs = conversation.prompt.template_kwargs
+            token_ids = self._tokenizer.render(opening, None, self._dialogues.chat_template, self.responders.tools, kwargs)
+            if len(token_ids) > longest:
+                reason = (
+                    f"its prompt has {len(token_ids)} tokens with the text of `reset`; the limit is {longest} (rollout.max_prompt_length)"
+                )
+                self.responders.break_off(conversation, reason)
+                continue
+            prompt = conversation.prompt
+            shown = prompt.messages + said if isinstance(prompt.messages, str) else opening
+            conversation.prompt, conversation.opening = replace(prompt, token_ids=token_ids, messages=shown), opening
+
+    def _take_turns(self, conversations: Sequence[Conversation], sampling: SamplingParams, seed: int) -> None:
+        """Generate one turn of the policy in each conversation."""
+        params = [replace(sampling, max_tokens=min(sampling.max_tokens, c.room)) for c in conversations]
+        seeds = [derive_seed(seed, c.prompt.prompt_id, c.index, c.turns) for c in conversations]
+        turns = self.engine.extend([c.prefix for c in conversations], params, seeds)
+        for conversation, turn in zip(conversations, turns, strict=True):
+            conversation.add_turn(turn, self._tokenizer.decode)
+
+    def _answer(self, conversations: Sequence[Conversation]) -> None:
+        """Let tools or the scheduler answer each conversation's last turn, or end the conversation."""
+        calling: list[tuple[Conversation, list[dict[str, Any]]]] = []
+        waiting: list[Conversation] = []
+        for conversation in conversations:
+            if not conversation.ended and conversation.finish_reason == "length":  # a conversation may have failed before its first turn
+                conversation.ended = "length"
+        going = [c for c in conversations if not c.ended]
+        for conversation, calls in zip(going, self._read_calls(going), strict=True):
+            if calls and self._may_call(conversation):
+                calling.append((conversation, calls))
+            elif not calls and self.responders.has_scheduler:
+                waiting.append(conversation)
+            elif not conversation.ended:
+                conversation.ended = "done"
+        self._call_tools(calling)
+        self._ask_scheduler(waiting)
+
+    def _read_calls(self, conversations: Sequence[Conversation]) -> list[list[dict[str, Any]]]:
+        """Return the tool calls of each conversation's last turn, and replace its message by one with parsed calls."""
+        if not self.responders.tools or not conversations:
+            return [[] for _ in conversations]
+        if self._limits.vllm_parser is None:
+            texts = [self._tokenizer.decode(c.ids[c.message_start :]) for c in conversations]  # a stop string may close the call
+            thinks = [after_thought(text, c.prompt.opened) is None for text, c in zip(texts, conversations, strict=True)]
+            read = [(text, []) if open_thought else hermes(text) for text, open_thought in zip(texts, thinks, strict=True)]
+        else:
+            answers = self.engine.read_tool_calls([c.ids[c.message_start :] for c in conversations], self.responders.tools)
+            read = [(content, [named_call(**call) for call in calls]) for content, calls in answers]
+        for conversation, (content, calls) in zip(conversations, read, strict=True):
+            if calls:
+                conversation.messages[-1] = as_message(content, calls)
+        return [calls for _, calls in read]
+
+    def _may_call(self, conversation: Conversation) -> bool:
+        limits = self._limits
+        if limits.max_tool_calling_iterations is not None and conversation.tool_rounds >= limits.max_tool_calling_iterations:
+            conversation.ended = "tool_limit"
+        elif limits.max_turns is not None and conversation.turns >= limits.max_turns:
+            conversation.ended = "max_turns"
+        return not conversation.ended
+
+    def _call_tools(self, calling: Sequence[tuple[Conversation, list[dict[str, Any]]]]) -> None:
+        conversations = [conversation for conversation, _ in calling]
+        for conversation, messages in zip(
+            conversations, self.responders.use_tools(conversations, [calls for _, calls in calling]), strict=True
+        ):
+            conversation.tool_rounds += 1
+            if not conversation.ended:
+                try:
+                    conversation.add_messages(messages, self._follow_ups)
+                except ValueError as error:  # with a row's own variables the template may rewrite earlier turns
+                    self.responders.break_off(conversation, str(error))
+
+    def _ask_scheduler(self, waiting: Sequence[Conversation]) -> None:
+        for conversation, answer in zip(waiting, self.responders.schedule(waiting), strict=True):
+            if answer is None:
+                continue
+            messages, done, reward = answer
+            conversation.turn_rewards.append(reward)
+            if done:
+                conversation.ended = "done"
+            elif self._limits.max_turns is not None and conversation.turns >= self._limits.max_turns:
+                conversation.ended = "max_turns"
+            else:
+                try:
+                    conversation.follow(messages, self._follow_ups)
+                except ValueError as error:
+                    self.responders.break_off(conversation, str(error))

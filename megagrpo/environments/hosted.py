@@ -1,0 +1,289 @@
+"""The part of multi_turn that runs in worker processes: tools, schedulers and environments, with an episode per response that needs state.
+
+Functions are stateless, so any worker may call them. Classes hold the state of one response: an instance lives in a process forked from a
+worker that has already imported the class. A call that hangs therefore ends only this episode. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megagrpo.environments.tool_schema import tool_schema
+from megagrpo.rewards.target import Target
+from megagrpo.rewards.workers.channel import Channel, ProtocolError, as_json, from_json
+from megagrpo.rewards.workers.values import LARGEST, InvalidRewards, reward_of
+from megagrpo.rewards.workers.worker import explain, find, leave_trainer, tie_to_parent
+
+Arguments = dict[str, Any]
+MALFORMED = "its process broke the protocol: it sent a malformed answer"
+NOT_TOOLS = ("reset", "get_reward")
+
+
+class Hosted:
+    """The callable that a worker runs: it calls a function of this module by name. It is made once per worker, and imports `targets` before
+    any deadline starts."""
+
+    def __init__(self, targets: list[Target]):
+        for target in targets:
+            find(target)
+
+    def __call__(self, function: str, arguments: Arguments) -> Any:
+        return {f.__name__: f for f in (describe, use_tool, schedule, begin, act, finish)}[function](**arguments)
+
+
+def describe(scheduler: Target | None, scheduler_args: Arguments, tools: list[Target], environment: Target | None) -> Arguments:
+    """Describe scheduler, tools and environment to the trainer, before the first prompt.
+
+    Returns `tools` (all schemas), `methods` (names of the environment's tools), `columns` (names of rewards), `scheduler_is_class`, and
+    `keeps_state` (whether each response needs an episode). Raises ValueError for a target that cannot be used.
+    """
+    schemas = [tool_schema(find(target)) for target in tools]
+    methods: list[str] = []
+    columns: list[str] = []
+    scheduler_is_class = False
+    if environment is not None:
+        player = find(environment)
+        if not isinstance(player, type) or not callable(getattr(player, "reset", None)):
+            raise ValueError(f"`{environment.attribute}` must be a class with a method `reset`")
+        methods = [name for name, _ in inspect.getmembers(player, inspect.isfunction) if not name.startswith("_") and name not in NOT_TOOLS]
+        schemas += [_method_schema(player, name) for name in methods]
+        columns += [player.__name__] if hasattr(player, "get_reward") else []
+    if scheduler is not None:
+        player = find(scheduler)
+        scheduler_is_class = isinstance(player, type)
+        if scheduler_is_class and not callable(getattr(player, "step", None)):
+            raise ValueError(f"the class `{scheduler.attribute}` must have a method `step`")
+        if unknown := [name for name in scheduler_args if name not in _accepted(player, scheduler_args)]:
+            takes = ", ".join(inspect.signature(player).parameters)
+            raise ValueError(f"`{scheduler.attribute}` has no argument `{unknown[0]}`; its arguments: {takes}")
+        columns += ["turns"] + ([player.__name__] if scheduler_is_class and hasattr(player, "get_reward") else [])
+    names = [schema["function"]["name"] for schema in schemas]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two tools are named `{twice[0]}`; rename one")
+    described = {"tools": schemas, "methods": methods, "columns": columns, "scheduler_is_class": scheduler_is_class}
+    return described | {"keeps_state": scheduler_is_class or environment is not None}
+
+
+def _method_schema(environment: type, name: str) -> Arguments:
+    bound = getattr(environment, name).__get__(object())  # binds `self`, without creating an instance
+    return tool_schema(bound)
+
+
+def use_tool(target: Target, arguments: Arguments) -> Arguments:
+    """Call a tool. Returns {"result": text}, or {"error": text} when it raises; the text becomes the tool message."""
+    return _used(find(target), arguments)
+
+
+def schedule(target: Target, arguments: Arguments) -> tuple[list[dict[str, Any]], bool, float | None]:
+    """Call a scheduler function. Returns the messages with any follow-up, whether the conversation ends, and the turn's reward."""
+    return _answer(find(target), arguments)
+
+
+def _used(function: Callable[..., Any], arguments: Arguments) -> Arguments:
+    try:
+        result = _settled(function(**arguments))
+    except Exception as error:
+        return {"error": str(error) or type(error).__name__}
+    return {"result": result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)}
+
+
+def _answer(function: Callable[..., Any], arguments: Arguments) -> tuple[list[dict[str, Any]], bool, float | None]:
+    answer = _settled(function(**_accepted(function, arguments)))
+    match answer:
+        case (list() as messages, bool() as done):
+            return messages, done, None
+        case (list() as messages, bool() as done, reward):
+            return messages, done, _reward(f"the reward of `{getattr(function, '__qualname__', function)}`", reward)
+    raise TypeError(f"a scheduler must return (messages, done) or (messages, done, reward), not {answer!r:.200}")
+
+
+def _accepted(function: Callable[..., Any], arguments: Arguments) -> Arguments:
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return arguments
+    return {name: value for name, value in arguments.items() if name in {p.name for p in parameters}}
+
+
+def _settled(value: Any) -> Any:
+    """Return the value, awaited if it is awaitable."""
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait()) if inspect.isawaitable(value) else value
+
+
+# ------------------------------------------------------------------------------------------------------------------------- episodes
+
+
+@dataclass
+class _Child:
+    pid: int
+    channel: Channel
+
+
+_children: dict[int, _Child] = {}
+
+
+def begin(
+    number: int, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None, columns: Arguments, timeout: float
+) -> Arguments:
+    """Start episode `number` in a new process and reset it. Returns as `act`; `value` is the text of `reset` for the end of the prompt, or
+    None."""
+    finish(number)
+    ours, theirs = socket.socketpair()
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _live(Channel(theirs), scheduler, scheduler_args, environment)
+    theirs.close()
+    _children[number] = _Child(pid, Channel(ours))
+    return _ask(number, timeout, "reset", columns)
+
+
+def act(number: int, verb: str, arguments: Arguments, timeout: float) -> Arguments:
+    """Run `verb` of an episode: "step", "reward", or the name of a tool. Returns {"value": result} or {"failure": reason}.
+
+    An episode that misses a deadline or dies is over: every later call of it fails too.
+    """
+    return _ask(number, timeout, verb, arguments)
+
+
+def finish(number: int) -> None:
+    """End an episode and kill all processes it started."""
+    child = _children.pop(number, None)
+    if child is None:
+        return
+    child.channel.close()
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it has not created its process group yet
+        os.kill(child.pid, signal.SIGKILL)
+    os.waitpid(child.pid, 0)
+
+
+def _ask(number: int, timeout: float, verb: str, arguments: Arguments) -> Arguments:
+    child = _children.get(number)
+    if child is None:
+        return {"failure": "its process has ended"}
+    try:
+        child.channel.send(as_json([verb, arguments]))
+        answer = child.channel.receive(timeout)
+        if _is_told(verb, answer):
+            return answer
+        failure = MALFORMED
+    except TimeoutError:
+        failure = "no answer in time"
+    except ProtocolError as error:
+        failure = f"its process broke the protocol: {error}"
+    except (EOFError, OSError):
+        failure = "its process died"
+    finish(number)
+    return {"failure": failure}
+
+
+def is_sound(function: str, arguments: Arguments, answer: Any) -> bool:
+    """Whether the result of `function` has the shape that the trainer expects. User code may have produced it."""
+    match function:
+        case "use_tool":
+            return _is_used(answer)
+        case "schedule":
+            return _is_scheduled(answer)
+        case "begin" | "act":
+            return _is_told(arguments.get("verb", "reset"), answer)
+    return True
+
+
+def _is_told(verb: str, answer: Any) -> bool:
+    match answer:
+        case {"failure": str(), **rest}:
+            return not rest
+        case {"value": value, **rest} if not rest:
+            if verb == "reset":
+                return isinstance(value, str | None)
+            if verb == "reward":
+                return isinstance(value, dict) and all(map(_is_reward, value.values()))
+            return _is_scheduled(value) if verb == "step" else _is_used(value)
+    return False
+
+
+def _is_scheduled(answer: Any) -> bool:
+    match answer:
+        case [list() as messages, bool(), reward]:
+            return _is_reward(reward) and all(isinstance(message, dict) for message in messages)
+    return False
+
+
+def _is_reward(value: Any) -> bool:
+    return value is None or (type(value) is float and abs(value) <= LARGEST)  # False for NaN
+
+
+def _is_used(answer: Any) -> bool:
+    return isinstance(answer, dict) and [*answer] in (["result"], ["error"]) and all(isinstance(text, str) for text in answer.values())
+
+
+def _live(channel: Channel, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None) -> NoReturn:
+    """Serve the episode's calls in the forked process; never returns."""
+    os.setpgid(0, 0)
+    tie_to_parent()
+    leave_trainer()
+    own = os.getpid()
+    episode: _Episode | None = None
+    while True:
+        try:
+            verb, arguments = from_json(channel.receive())
+        except EOFError:
+            os._exit(0)
+        try:
+            episode = episode or _Episode(scheduler, scheduler_args, environment)
+            answer = {"value": episode.do(verb, arguments)}
+        except InvalidRewards as error:
+            answer = {"failure": str(error)}
+        except BaseException as error:
+            answer = {"failure": explain(error, whole=False)}
+        if os.getpid() != own:  # user code has forked, and the copy has returned too
+            os._exit(0)
+        try:
+            channel.send(answer)
+        except (TypeError, ValueError, RecursionError) as error:
+            channel.send({"failure": f"its result cannot be sent: {error}"})
+
+
+class _Episode:
+    """The scheduler and environment instances of one response."""
+
+    def __init__(self, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None):
+        scheduler_target = None if scheduler is None else find(scheduler)
+        self.scheduler = scheduler_target(**scheduler_args) if isinstance(scheduler_target, type) else None
+        self.environment = None if environment is None else find(environment)()
+
+    def do(self, verb: str, arguments: Arguments) -> Any:
+        responders = [p for p in (self.environment, self.scheduler) if p is not None]
+        if verb == "reset":
+            said = [_settled(p.reset(**_accepted(p.reset, arguments))) for p in responders if hasattr(p, "reset")]
+            said = [text for text in said if text is not None]
+            if wrong := [text for text in said if not isinstance(text, str)]:
+                raise TypeError(f"reset must return text or None, not {wrong[0]!r:.200}")
+            return "".join(said) if said else None
+        if verb == "step":
+            assert self.scheduler is not None, "only a scheduler class is asked for steps"
+            return _answer(self.scheduler.step, arguments)
+        if verb == "reward":
+            judges = {type(p).__name__: p for p in responders if hasattr(p, "get_reward")}
+            return {name: _reward(f"`{name}.get_reward`", _settled(p.get_reward())) for name, p in judges.items()}
+        return _used(getattr(self.environment, verb), arguments)
+
+
+def _reward(what: str, value: Any) -> float | None:
+    try:
+        return None if value is None else reward_of(value)
+    except (TypeError, ValueError) as error:
+        raise InvalidRewards(f"{what}: {error}") from None

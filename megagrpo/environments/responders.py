@@ -1,0 +1,195 @@
+"""The trainer's side of schedulers, tools and environments: calls go to worker processes with deadlines, and their failures never stop a
+run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config import MultiTurnSection
+from megagrpo.environments.conversation import Conversation
+from megagrpo.environments.environment_registry import targets
+from megagrpo.environments.hosted import MALFORMED, is_sound
+from megagrpo.platform.process.terminal import get_logger
+from megagrpo.rewards.target import Target
+from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
+from megagrpo.rewards.workers.values import reward_of
+
+_HOSTED = Target("megagrpo.environments.hosted", "Hosted")
+TURNS = "turns"  # name of the scheduler's reward column
+log = get_logger(__name__)
+_GRACE = 5.0  # seconds after the deadline within which a worker must report an episode that missed it
+
+
+class Responders:
+    """The scheduler, tools and environment of a configuration. Every method takes many conversations and runs them concurrently.
+
+    The constructor loads them, and raises ValueError when one cannot be used. Call `close` at the end (or use `with`).
+    """
+
+    def __init__(self, section: MultiTurnSection, base_folder: str | Path | None = None):
+        self.section = section
+        self._scheduler, tools, self._environment = targets(section)
+        self._targets = [target for target in (self._scheduler, *tools, self._environment) if target is not None]
+        self._pool = WorkerPool(section.workers, None if base_folder is None else str(Path(base_folder).resolve()))
+        try:
+            described = self._described(tools)
+        except BaseException:
+            self.close()
+            raise
+        self.tools: list[dict[str, Any]] = described["tools"]  # schemas of all tools
+        self.columns: list[str] = described["columns"]  # names of rewards
+        self._methods: list[str] = described["methods"]  # names of the environment's tools
+        # schemas of plain functions come first
+        self._functions = dict(zip((s["function"]["name"] for s in self.tools), tools, strict=False))
+        self._keeps_state: bool = described["keeps_state"]
+        self._scheduler_is_class: bool = described["scheduler_is_class"]
+        self._failed = ""
+        if self._keeps_state:
+            for lane in range(section.workers):
+                self._pool.add_lane(f"episodes {lane}")
+
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether a scheduler decides what follows a turn without tool calls."""
+        return self._scheduler is not None
+
+    def begin(self, conversations: Sequence[Conversation]) -> list[str | None]:
+        """Start the episodes of the conversations, if any are needed. Returns the text to append to each prompt, or None."""
+        self._failed = ""
+        if not self._keeps_state:
+            return [None] * len(conversations)
+        arguments = dict(scheduler=self._scheduler, scheduler_args=self.section.scheduler_args, environment=self._environment)
+        calls = [self._episode("begin", c, arguments | dict(columns=c.prompt.columns)) for c in conversations]
+        return self._values(conversations, calls)
+
+    def schedule(self, conversations: Sequence[Conversation]) -> list[tuple[list[dict[str, Any]], bool, float | None] | None]:
+        """Call the scheduler on each conversation's last turn. Returns its answer, or None when it fails, which ends the conversation."""
+        said = self._values(conversations, [self._step_call(c) for c in conversations])
+        return [None if answer is None else tuple(answer) for answer in said]
+
+    def use_tools(self, conversations: Sequence[Conversation], calls: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+        """Run the tool calls of each conversation and return its tool messages, in order. The content is {"error": ...} for a call that
+        fails. Counts calls and failures."""
+        flat = [(c, self._checked(call)) for c, of_one in zip(conversations, calls, strict=True) for call in of_one]
+        sound = [(c, call) for c, call in flat if "error" not in call]
+        answers = iter(self._answers([self._tool_call(c, call) for c, call in sound]))
+        messages: dict[int, list[dict[str, Any]]] = {c.number: [] for c in conversations}
+        for conversation, call in flat:
+            result, failure = (call, None) if "error" in call else next(answers)
+            if failure is not None:
+                result = {"error": failure}
+                if call["name"] in self._methods:  # the environment's state is lost
+                    self.break_off(conversation, failure)
+            conversation.tool_calls += 1
+            conversation.tool_failures += "error" in result
+            content = result["result"] if "result" in result else json.dumps({"error": result["error"]}, ensure_ascii=False)
+            messages[conversation.number].append({"role": "tool", "name": call.get("name", "unknown"), "content": content})
+        return list(messages.values())
+
+    def finish(self, conversations: Sequence[Conversation]) -> None:
+        """Set each conversation's reward columns and end its episode. As with reward functions, a failure gives 0."""
+        asked = [name for name in self.columns if name != TURNS]
+        if asked:
+            values = self._values(conversations, [self._episode("act", c, dict(verb="reward", arguments={})) for c in conversations])
+            for conversation, rewards in zip(conversations, values, strict=True):
+                conversation.rewards |= {name: (rewards or {}).get(name, 0.0) for name in asked}
+        if self.has_scheduler:
+            for conversation in conversations:
+                judged = [reward for reward in conversation.turn_rewards if reward is not None]
+                try:
+                    conversation.rewards[TURNS] = reward_of(math.fsum(judged)) if judged else None
+                except ValueError as error:
+                    self.break_off(conversation, f"the sum of its turns' rewards: {error}")
+                    conversation.rewards[TURNS] = 0.0
+        if self._keeps_state:
+            self._answers([self._call("finish", dict(number=c.number), _GRACE, self._lane_of(c)) for c in conversations])
+
+    def break_off(self, conversation: Conversation, reason: str) -> None:
+        """End a conversation that cannot continue. The first one since `begin` is logged."""
+        conversation.ended = "failed"
+        if not self._failed:
+            which = conversation.index, conversation.prompt.prompt_id
+            log.warning("multi_turn: response %d to prompt %d failed (counted in multi_turn/failures): %s", *which, reason)
+        self._failed = self._failed or reason
+
+    def close(self) -> None:
+        """Kill the workers and with them the episodes. Safe to call twice."""
+        self._pool.close()
+
+    def __enter__(self) -> Responders:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- calls
+
+    def _checked(self, call: dict[str, Any]) -> dict[str, Any]:
+        known = (*self._functions, *self._methods)
+        if "error" in call or call["name"] in known:
+            return call
+        return {"error": f"unknown tool {call['name']}; known: {', '.join(known)}"}
+
+    def _tool_call(self, conversation: Conversation, call: dict[str, Any]) -> Call:
+        if call["name"] in self._methods:
+            return self._episode("act", conversation, dict(verb=call["name"], arguments=call["arguments"]))
+        arguments = dict(target=self._functions[call["name"]], arguments=call["arguments"])
+        return self._call("use_tool", arguments, self.section.timeout)
+
+    def _step_call(self, conversation: Conversation) -> Call:
+        left = None if self.section.max_turns is None else self.section.max_turns - conversation.turns
+        arguments = conversation.prompt.columns | dict(
+            messages=conversation.all_messages, turn=conversation.turns, turns_left=left, finish_reason=conversation.finish_reason
+        )
+        if self._scheduler_is_class:
+            return self._episode("act", conversation, dict(verb="step", arguments=arguments))
+        call_arguments = dict(target=self._scheduler, arguments=arguments | self.section.scheduler_args)
+        return self._call("schedule", call_arguments, self.section.timeout)
+
+    def _episode(self, function: str, conversation: Conversation, arguments: dict[str, Any]) -> Call:
+        """Build a call to an episode. The episode's process has the deadline; its worker gets `_GRACE` seconds more to report a miss."""
+        arguments = dict(number=conversation.number, timeout=self.section.timeout) | arguments
+        return self._call(function, arguments, self.section.timeout + _GRACE, self._lane_of(conversation))
+
+    def _lane_of(self, conversation: Conversation) -> str:
+        return f"episodes {conversation.number % self.section.workers}"
+
+    def _call(self, function: str, arguments: dict[str, Any], timeout: float, lane: str = SHARED) -> Call:
+        call_arguments = {"function": function, "arguments": arguments}
+        return Call(_HOSTED, {"targets": self._targets}, action="call", arguments=call_arguments, timeout=timeout, lane=lane)
+
+    def _answers(self, calls: Sequence[Call]) -> list[tuple[Any, str | None]]:
+        """Run the calls. Returns, in order, (value, None) or (None, reason of the failure) of each."""
+        answers: list[tuple[Any, str | None]] = [(None, None)] * len(calls)
+
+        def over(call: Call, outcome: Outcome) -> list[Call]:
+            value, failure = (outcome.value, None) if outcome.kind == "result" else (None, str(outcome.value))
+            if failure is None and not is_sound(**call.arguments, answer=value):
+                value, failure = None, MALFORMED
+            elif value is not None and call.arguments["function"] in ("begin", "act"):
+                value, failure = value.get("value"), value.get("failure")
+            answers[call.tag] = (value, failure)
+            return []
+
+        self._pool.run([replace(call, tag=i) for i, call in enumerate(calls)], over)
+        return answers
+
+    def _values(self, conversations: Sequence[Conversation], calls: Sequence[Call]) -> list[Any]:
+        """Run the calls and return their values. A call that fails gives None and ends its conversation."""
+        answers = self._answers(calls)
+        for conversation, (_, failure) in zip(conversations, answers, strict=True):
+            if failure is not None:
+                self.break_off(conversation, failure)
+        return [value for value, _ in answers]
+
+    def _described(self, tools: list[Target]) -> dict[str, Any]:
+        arguments = dict(scheduler=self._scheduler, scheduler_args=self.section.scheduler_args, tools=tools, environment=self._environment)
+        ((value, failure),) = self._answers([self._call("describe", arguments, self.section.timeout)])
+        if failure is not None:
+            raise ValueError(f"multi_turn: {failure}")
+        return value

@@ -1,0 +1,176 @@
+"""Loads and saves adapters in PEFT's format, for any layout: a folder with adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from megagrpo.config import LoraSection
+from megagrpo.models.bridge.file_checksums import verify_inside
+from megagrpo.models.bridge.hf_export import Parameters, Source, Stream, save_folder
+from megagrpo.models.bridge.hf_files import File, Files, Writer
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
+from megagrpo.models.bridge.tensor_files import TensorFile, first_bad, make_header
+from megagrpo.models.bridge.unfinished import refuse_taken
+from megagrpo.models.families.blocks import Block
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.weight_sources import new_folder, shared_name
+from megagrpo.platform.parallel.layout import Layout
+
+ADAPTER_FILES = "adapter"  # subfolder of a checkpoint
+RUN_KEY = "lora.adapter_path"  # the config key in a run's error messages; a tool passes its own argument
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# PEFT's options beyond A and B of one rank, with the value that disables each option.
+PLAIN = dict(bias="none", use_dora=False, rank_pattern={}, alpha_pattern={}, modules_to_save=None, layers_to_transform=None)
+
+
+@torch.no_grad()
+def fill_adapters(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, lora: LoraSection, seed: int) -> None:
+    """Load the adapter of `lora.adapter_path`, or initialize a fresh adapter. Collective."""
+    if lora.adapter_path is not None:
+        load_adapter(chunks, hf_config, layout, Path(os.path.expanduser(lora.adapter_path)), lora)
+        return
+    for _, param, blocks in adapter_blocks(chunks, hf_config, layout):
+        fill(param, blocks, lambda block: fresh_matrix(block.name, block.shape, seed)[block.slices])
+
+
+def fresh_matrix(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """Return the whole A or B called `name` in PEFT's initialization: A is uniform within 1 / sqrt(in), B is zero, float32 `shape`.
+
+    So a fresh adapter adds 0. The values depend only on the arguments: every layout starts with the same adapter.
+    """
+    if "lora_B" in name:
+        return torch.zeros(shape)
+    generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
+    return (2 * torch.rand(shape, generator=generator) - 1) * shape[1] ** -0.5
+
+
+@torch.no_grad()
+def load_adapter(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, folder: Path, lora: LoraSection, key: str = RUN_KEY) -> None:
+    """Fill the adapters from a folder that PEFT or `save_adapter` has written. Collective.
+
+    Raises ValueError, with the fix, when rank, scale, projections or shapes differ from `lora` and the model, or a value is NaN or
+    infinite. `key` is the config key or the argument that named the folder.
+    """
+    saved = read_lora(folder, key)
+    for name in ("rank", "alpha", "use_rslora"):
+        wanted, made = getattr(lora, name), getattr(saved, name)
+        if wanted != made:
+            raise ValueError(f"lora.{name}: {wanted}, but the adapter in {folder} has {made}; set it to {made}")
+    adapters = [(param, blocks) for _, param, blocks in adapter_blocks(chunks, hf_config, layout)]
+    names = {name for names in layout.all_gather_objects([blocks[0].name for _, blocks in adapters]) for name in names}
+    file = TensorFile(folder / WEIGHTS)
+    if odd := sorted(names ^ set(file.entries)):
+        where = "the model" if odd[0] in names else str(folder)
+        what = f"{odd[0]} is only in {where} ({len(odd)} such tensors)"
+        if key == RUN_KEY:
+            raise ValueError(f"lora.target_modules: {what}; name the projections of the adapter")
+        raise ValueError(f"{key}: {what}; name the model that the adapter was trained on")
+    for param, blocks in adapters:
+        name, shape = blocks[0].name, blocks[0].shape
+        stored = file.tensor(name)
+        if tuple(stored.shape) != shape:
+            raise ValueError(f"{key}: {name} in {folder} has shape {list(stored.shape)}; the model needs {list(shape)}")
+        if bad := first_bad(stored):
+            raise ValueError(f"{key}: {name} in {folder} holds {bad}; the adapter is broken: use another")
+        fill(param, blocks, functools.partial(_part, stored))
+
+
+def _part(stored: Tensor, block: Block) -> Tensor:
+    return stored[block.slices]
+
+
+def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
+    """Return the config section that describes the adapter in `folder`. `key` is the config key or the argument that named the folder.
+
+    Raises ValueError when the folder holds no adapter, is damaged, or holds an unsupported kind of adapter.
+    """
+    for file in (CONFIG, WEIGHTS):
+        if not (folder / file).is_file():
+            raise ValueError(f"{key}: {folder} has no {file}; name an adapter folder of PEFT or of a run's checkpoint")
+    verify_inside(folder)
+    saved = json.loads((folder / CONFIG).read_text())
+    if saved.get("peft_type") != "LORA" or (odd := [name for name, plain in PLAIN.items() if saved.get(name, plain) not in (plain, None)]):
+        what = f"peft_type {saved.get('peft_type')}" if saved.get("peft_type") != "LORA" else f"{odd[0]} {saved[odd[0]]}"
+        raise ValueError(f"{key}: the adapter in {folder} has {what}; only plain LoRA of one rank, on every layer, is supported")
+    section = dict(
+        rank=saved["r"], alpha=saved["lora_alpha"], use_rslora=bool(saved.get("use_rslora")), dropout=saved.get("lora_dropout", 0)
+    )
+    return LoraSection(**section, target_modules=_projections(saved["target_modules"]))
+
+
+def base_of(folder: Path) -> str:
+    """Return the base model of the adapter in `folder`. Raises ValueError when adapter_config.json does not name it."""
+    name = json.loads((folder / CONFIG).read_text()).get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{folder / CONFIG} names no base model; set it with --model")
+    return name
+
+
+def export_adapter(folder: Path, out: Path, base: str | None = None) -> None:
+    """Copy the adapter in `folder` to `out`. `base` replaces the base model that adapter_config.json names. One process calls it.
+
+    Raises ValueError when `folder` holds no adapter or a damaged one, no base model is named, or `out` is not empty. Raises OSError when
+    `out` cannot be written.
+    """
+    read_lora(folder, "CHECKPOINT")
+    refuse_taken(out)
+    saved = json.loads((folder / CONFIG).read_text()) | {"base_model_name_or_path": shared_name(base or base_of(folder))}
+    with new_folder(out) as unfinished:
+        shutil.copyfile(folder / WEIGHTS, unfinished / WEIGHTS)
+        (unfinished / CONFIG).write_text(json.dumps(saved, indent=2))
+
+
+def _projections(target_modules: Any) -> Any:
+    """Return PEFT's `target_modules`, with full module names cut to the projection."""
+    return target_modules if isinstance(target_modules, str) else sorted({name.rpartition(".")[2] for name in target_modules})
+
+
+def save_adapter(
+    parameters: Parameters,
+    layout: Layout,
+    folder: Path,
+    lora: LoraSection,
+    base: str,
+    dtype: torch.dtype,
+    look: Callable[[str, Tensor], None] = lambda name, tensor: None,
+) -> None:
+    """Write adapters as a folder that PEFT, vLLM and `load_adapter` read. Collective.
+
+    `parameters` comes from `adapter_blocks`. `base` is the base model as the user named it; a folder of the hub's cache is written as its
+    hub name. `dtype` is the dtype in the file. `look` receives every whole A [rank, in] and B [out, rank] on rank 0, before the cast to the
+    file. The folder appears complete or not at all. Raises OSError on every rank when it cannot be written.
+    """
+
+    def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
+        header = make_header({name: (dtype, source.shape) for name, source in sources.items()})
+        with Writer(unfinished, Files((File(WEIGHTS, header),), None)) as writer:
+            for name, tensor in tensors:
+                look(name, tensor)
+                writer.write(name, tensor)
+        (unfinished / CONFIG).write_text(json.dumps(adapter_config(lora, _named(sources), base), indent=2))
+
+    save_folder(folder, parameters, layout, write, dtype)
+
+
+def _named(sources: dict[str, Any]) -> list[str]:
+    return sorted({name.split(".")[-3] for name in sources})
+
+
+def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict[str, Any]:
+    """Return the contents of adapter_config.json."""
+    alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
+    own = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora, target_modules=projections)
+    about = dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=shared_name(base), inference_mode=True, fan_in_fan_out=False
+    )
+    return about | own | PLAIN | dict(init_lora_weights=True)

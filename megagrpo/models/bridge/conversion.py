@@ -1,0 +1,228 @@
+"""Converts between a Hugging Face folder and Megatron's distributed checkpoint, one parameter at a time: memory does not grow with the
+model.
+
+Both directions resume after a killed attempt. The resulting folder is complete or absent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache, reduce
+from hashlib import sha256
+from pathlib import Path
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from torch import Tensor
+
+from megagrpo.config import ParallelSection
+from megagrpo.models.bridge.adapter_files import ADAPTER_FILES
+from megagrpo.models.bridge.file_checksums import CHECKSUMS, verify_others
+from megagrpo.models.bridge.hf_export import Parameters, Stream, exhaust, find_sources, shapes, stream
+from megagrpo.models.bridge.hf_files import Files, Rounded, Writer, carry, copy_side_files, files_for, files_of, narrows
+from megagrpo.models.bridge.load import Checkpoint
+from megagrpo.models.bridge.megatron_io import HF_FILES, Part, Structure, check_is_checkpoint, save_frame, structure
+from megagrpo.models.bridge.parameter_blocks import fill
+from megagrpo.models.bridge.torch_dist import ARCHIVE_BYTES, Piece, PieceWriter, StoredTensors, add_pieces
+from megagrpo.models.bridge.unfinished import Unfinished
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_and_agree, run_own_and_agree
+from megagrpo.platform.parallel.layout import Layout, init_layout
+from megagrpo.platform.process.progress_hook import SILENT, Progress, Task
+from megagrpo.platform.process.removal import remove
+
+_COMMIT = 2**28  # bytes between two commits: a kill loses at most this much work
+
+
+def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT) -> None:
+    """Write `out`: Megatron's files, and in `out`/hf the files that an export needs beside the weights. Collective.
+
+    Every parameter is stored in a dtype that holds its tensors without loss. Raises ValueError, naming file and tensor, when the model is
+    damaged, does not fit its config.json or holds a NaN. Raises ValueError when `out` is not empty. Raises OSError when the disk is too
+    small or cannot be written. Ranks without an error of their own raise RankError. `progress` shows the bytes of this rank.
+    """
+    source = run_own_and_agree(layout, lambda: resolve_model(model, "MODEL"))
+    hf_config = load_hf_config(source)
+    checkpoint = run_own_and_agree(layout, lambda: Checkpoint(source))
+    own = run_own_and_agree(layout, lambda: structure(hf_config, layout))
+    run_own_and_agree(layout, lambda: checkpoint.check([block for part in own.parts for block in part.blocks], hf_config))
+    run_own_and_agree(layout, lambda: checkpoint.check_head(hf_config), here=layout.world_rank == 0)
+    if layout.world_rank == 0:
+        checkpoint.say_left_out(hf_config)
+    with _unfinished(out, layout, source) as folder:
+        with progress.task(f"writing {out.name}") as task:
+            pieces = _import_tensors(own, checkpoint, folder, layout, task)
+        everyone, frame = layout.all_gather_objects(pieces), folder.path / "frame"
+        run_and_agree(layout, lambda: _empty(frame), here=layout.world_rank == 0)
+        save_frame(frame)
+
+        def finish() -> None:
+            _empty(folder.path / HF_FILES)
+            carry(source, files_of(source), folder.path / HF_FILES)
+            add_pieces(frame, [piece for pieces in everyone for piece in pieces])
+            for file in frame.iterdir():
+                file.rename(folder.path / file.name)
+            remove(frame)
+
+        run_and_agree(layout, finish, here=layout.world_rank == 0)
+
+
+def _empty(folder: Path) -> None:
+    """Create the folder empty: a killed attempt may have left files in it."""
+    remove(folder)
+    folder.mkdir()
+
+
+def _import_tensors(own: Structure, checkpoint: Checkpoint, folder: Unfinished, layout: Layout, task: Task) -> list[Piece]:
+    mine = {part: _dtype_of(part, checkpoint, own) for part in own.parts if part.is_first_copy}
+    sizes = {part.name: math.prod(part.shape) * dtype.itemsize for part, dtype in mine.items()}
+    writer = run_own_and_agree(layout, lambda: PieceWriter(folder.path, layout.world_rank, folder.journal))
+    left = {part: dtype for part, dtype in mine.items() if part.name not in writer.done}
+    folder.check_space(sum(sizes[part.name] + 2 * ARCHIVE_BYTES for part in left))
+    done = sum(sizes[name] for name in writer.done)
+
+    def write() -> None:
+        task.expect(sum(sizes.values()), "B", done)
+        for part, dtype in left.items():
+            value = torch.empty(part.shape, dtype=dtype)
+            fill(value, part.blocks, checkpoint.read)
+            writer.write(part.name, part.pieces(value))
+            task.advance(sizes[part.name])
+        writer.close()
+
+    run_own_and_agree(layout, write)
+    return writer.pieces
+
+
+def _dtype_of(part: Part, checkpoint: Checkpoint, own: Structure) -> torch.dtype:
+    """Return the narrowest dtype that holds all tensors of a parameter without loss."""
+    return reduce(torch.promote_types, [checkpoint.entry(block.name).dtype for block in part.blocks]) if part.blocks else own.dtype
+
+
+def export_hf(
+    checkpoint: Path, out: Path, model: str | None, layout: Layout, progress: Progress = SILENT, dtype: torch.dtype | None = None
+) -> Rounded:
+    """Write `out`: the weights of a distributed checkpoint, with config and tokenizer, in the files of the original model. Collective.
+    Returns, on rank 0, between which dtypes values have been rounded.
+
+    `dtype` None means the dtypes of the original model. `model` names the original Hugging Face model; None takes the files in the
+    checkpoint. Raises ValueError when the checkpoint has no such files, holds only an adapter, is damaged, does not fit the model, or holds
+    a NaN or a value that is too large for the dtype. Raises ValueError when `out` is not empty. Raises OSError when the disk is too small
+    or cannot be written. Ranks without an error of their own raise RankError. `progress` shows the bytes on rank 0.
+    """
+    if (checkpoint / ADAPTER_FILES).is_dir():
+        raise ValueError(f"{checkpoint} has an adapter but no weights; merge it: megagrpo merge {checkpoint / ADAPTER_FILES} {out}")
+    if model is None and not (checkpoint / HF_FILES).is_dir():
+        raise ValueError(f"{checkpoint} has no {HF_FILES} folder with config.json; name the original model with --model")
+    check_is_checkpoint(checkpoint)
+    if (checkpoint / CHECKSUMS).is_file():
+        run_and_agree(layout, lambda: verify_others(checkpoint), here=layout.world_rank == 0)
+    source = run_own_and_agree(layout, lambda: resolve_model(model, "--model")) if model else checkpoint / HF_FILES
+    hf_config = load_hf_config(source)
+    stored = run_own_and_agree(layout, lambda: StoredTensors(checkpoint))
+    own = run_own_and_agree(layout, lambda: structure(hf_config, layout))
+    run_own_and_agree(layout, lambda: _check_stored(own, stored))
+    read = lru_cache(maxsize=1)(lambda part: _read_stored(part, stored))  # one entry: gate and up of a parameter are adjacent
+    parameters: Parameters = [(part.name, StoredParameter(part, _stored_dtype(part, stored), read), part.blocks) for part in own.parts]
+    sources = find_sources(parameters, layout)
+    files, copies = on_first_rank(layout, lambda: files_for(shapes(sources), source, hf_config, dtype))
+    rounded: Rounded = set()
+    with _unfinished(out, layout, checkpoint, source, dtype=dtype) as folder:
+        done = set(layout.all_gather_objects(folder.journal.lines)[0])
+        pairs = {(sources[name].dtype, files.entries[name].dtype) for name in done}  # of an earlier attempt: taken for rounded
+        tensors = stream(parameters, layout, sources, [name for name in sources if name not in done])
+
+        def write() -> None:
+            if layout.world_rank == 0:
+                with progress.task(f"writing {out.name}") as task:
+                    rounded.update(_write_tensors(tensors, folder, files, copies, done, task))
+                rounded.update(pair for pair in pairs if narrows(*pair))
+                copy_side_files(source, folder.path, dtype)
+
+        exhaust(write, tensors, layout)
+    return rounded
+
+
+def _write_tensors(tensors: Stream, folder: Unfinished, files: Files, copies: dict[str, str], done: Iterable[str], task: Task) -> Rounded:
+    total, before = (sum(files.entries[name].nbytes for name in names) for names in (files.entries, done))
+    task.expect(total, "B", before)
+    with Writer(folder.path, files, copies) as writer:
+        pending: list[str] = []
+        size = 0
+        for name, tensor in tensors:
+            nbytes = writer.write(name, tensor)
+            task.advance(nbytes)
+            pending, size = [*pending, name], size + nbytes
+            if size > _COMMIT:
+                writer.sync()
+                folder.journal.write(pending)
+                pending, size = [], 0
+        writer.sync()
+    return writer.rounded
+
+
+@dataclass(frozen=True)
+class StoredParameter:
+    """A parameter of this rank in a distributed checkpoint. Each access to `data` reads it."""
+
+    part: Part
+    dtype: torch.dtype
+    read: Callable[[Part], Tensor]
+
+    @property
+    def data(self) -> Tensor:
+        """The values of this rank, in the shape of `part`."""
+        return self.read(self.part)
+
+
+def _read_stored(part: Part, stored: StoredTensors) -> Tensor:
+    if isinstance(part.stored, ShardedTensor) and (mapped := stored.mapped(part.stored)) is not None:
+        return mapped
+    value = torch.zeros(part.shape, dtype=_stored_dtype(part, stored))
+    for piece in part.pieces(value):
+        stored.read_into(piece)
+    return value
+
+
+def _stored_dtype(part: Part, stored: StoredTensors) -> torch.dtype:
+    return stored.dtype(part.places[0].key)
+
+
+def _check_stored(own: Structure, stored: StoredTensors) -> None:
+    for part in own.parts:
+        for piece in part.places:
+            stored.check(piece, rows=max((block.shape[0] for block in part.blocks), default=0))
+
+
+@contextlib.contextmanager
+def _unfinished(out: Path, layout: Layout, *sources: Path, dtype: torch.dtype | None = None) -> Iterator[Unfinished]:
+    """Yield the folder that becomes `out`. An error removes it. After a kill or an interrupt, the next attempt from the same sources to
+    the same dtype resumes it."""
+    sizes = (layout.world_size, layout.tp_size, layout.pp_size, layout.vpp, layout.pipeline_layers, layout.ep_size, layout.etp_size)
+    named = [[str(source), fingerprint(source)] for source in sources]
+    folder = Unfinished(out, layout, dict(sources=named, layout=str(sizes), dtype=str(dtype)))
+    try:
+        yield folder
+        folder.publish()
+    except (ValueError, OSError, RankError):
+        folder.discard()
+        raise
+
+
+def fingerprint(folder: Path) -> str:
+    """Return a hash of the names, sizes and times of a folder's files, not of their bytes."""
+    files = [(str(file.relative_to(folder)), file.stat()) for file in sorted(folder.rglob("*")) if file.is_file()]
+    return sha256(repr([(name, stat.st_size, stat.st_mtime_ns) for name, stat in files]).encode()).hexdigest()
+
+
+def export_alone(checkpoint: Path, out: Path, progress: Progress = SILENT, dtype: torch.dtype | None = None) -> Rounded:
+    """Run `export_hf` in a world of this process only, with the model files of the checkpoint."""
+    layout = init_layout(ParallelSection())
+    try:
+        return export_hf(checkpoint, out, None, layout, progress, dtype)
+    finally:
+        layout.close()

@@ -1,0 +1,77 @@
+"""CRC-32 checksums of a checkpoint's files: a damaged file is detected and named.
+
+They detect damage by disks, networks and memory, not deliberate changes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from megagrpo.models.bridge.file_names import check_inside
+
+CHECKSUMS = "checksums.json"  # file -> CRC-32, for all other files of the folder
+_CHUNK = 2**24
+
+
+def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
+    """Return path within `folder` -> CRC-32 as 8 hex digits, for each of the `files`."""
+    return {str(file.relative_to(folder)): f"{_crc(file):08x}" for file in files}
+
+
+def verify_tensors(folder: Path, part: int = 0, parts: int = 1) -> None:
+    """Raises ValueError naming the first tensor file that is missing or has a wrong CRC-32.
+
+    The files are divided over `parts` by the rank that wrote them. So in the same layout each rank verifies the files that it then reads.
+    """
+    written = _listed(folder).items()
+    _verify(folder, {name: crc for name, crc in written if (writer := _writer(name)) is not None and writer % parts == part})
+
+
+def verify_others(folder: Path) -> None:
+    """Like `verify_tensors`, for all files that hold no tensors."""
+    _verify(folder, {name: crc for name, crc in _listed(folder).items() if _writer(name) is None})
+
+
+def verify_inside(folder: Path) -> None:
+    """Like `verify_others`, for a folder inside a checkpoint, such as an adapter. Any other folder passes."""
+    if (folder.parent / CHECKSUMS).is_file():
+        listed = _listed(folder.parent).items()
+        _verify(folder.parent, {name: crc for name, crc in listed if name.startswith(f"{folder.name}/")})
+
+
+def _verify(folder: Path, written: dict[str, str]) -> None:
+    for name, crc in written.items():
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{folder} is damaged: it lacks {name}, which {CHECKSUMS} names; copy the checkpoint again")
+        if (actual := f"{_crc(file):08x}") != crc:
+            raise ValueError(f"{file} is corrupt: its CRC-32 is {actual}; {crc} was written; copy the checkpoint again")
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    try:
+        listed = dict(json.loads((folder / CHECKSUMS).read_text()))
+    except OSError as error:
+        raise ValueError(f"{folder} is damaged: {error}; copy the checkpoint again") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / CHECKSUMS} is corrupt: {error!r}; copy the checkpoint again") from None
+    check_inside(listed, folder / CHECKSUMS)
+    return listed
+
+
+def _writer(name: str) -> int | None:
+    """Return the rank that wrote a tensor file, or None for other files."""
+    match = re.fullmatch(r"__(\d+)_\d+\.distcp", name)
+    return int(match[1]) if match else None
+
+
+def _crc(file: Path) -> int:
+    value, buffer = 0, bytearray(_CHUNK)
+    with open(file, "rb", buffering=0) as stream:
+        while count := stream.readinto(buffer):
+            value = zlib.crc32(memoryview(buffer)[:count], value)
+    return value

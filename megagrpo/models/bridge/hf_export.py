@@ -1,0 +1,245 @@
+"""Streams whole Hugging Face tensors from the ranks' parameters; the writer holds one tensor at a time."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megagrpo.models.bridge.hf_files import Rounded, Writer, copy_side_files, files_for, new_files
+from megagrpo.models.bridge.merged import merged_blocks
+from megagrpo.models.bridge.unfinished import refuse_taken
+from megagrpo.models.families.blocks import Block
+from megagrpo.models.families.boxes import Box, extent, size, whole
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.weight_sources import new_folder
+from megagrpo.platform.parallel.agree import run_and_agree
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.progress_hook import SILENT, Progress
+
+Stream = Iterator[tuple[str, Tensor]]  # (name, whole tensor)
+
+
+class Readable(Protocol):
+    """A parameter of this rank, or what reads like one: in fewer bits, with adapters merged, or in a file. Each access to `data` may
+    compute or read it again."""
+
+    @property
+    def data(self) -> Tensor:
+        """The values on this rank, in Megatron's shape."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+Parameters = Sequence[tuple[str, Readable, list[Block]]]  # (name, parameter, its blocks), for this rank
+
+
+@dataclass(frozen=True)
+class Source:
+    """The senders of one Hugging Face tensor: `senders` maps each block's box to the rank that sends it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    senders: dict[Box, int]
+
+
+@torch.no_grad()
+def iter_full(
+    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, *, dtype: torch.dtype | None = None, writer: int = 0
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, whole tensor) for every tensor of the model on rank `writer`, on the CPU, layer by layer. Other ranks yield nothing.
+
+    Collective: every rank of the world must exhaust the iterator. Each block is sent once, by one of the ranks that hold it. A tensor may
+    share the parameter's memory. Tensors have Hugging Face shapes. `dtype` None keeps the dtypes of the parameters; weights with adapters
+    are merged, in float32. Reads `param.data`, so an optimizer that gathers parameters late must have gathered them.
+    """
+    parameters = list(merged_blocks(chunks, hf_config, layout))
+    sources = find_sources(parameters, layout)
+    yield from stream(parameters, layout, sources, sources, dtype, writer)
+
+
+def find_sources(parameters: Parameters, layout: Layout) -> dict[str, Source]:
+    """Return every tensor of the model, in layer order; the lowest rank that holds a block sends it. Collective, small messages only."""
+    mine = [(b.name, b.shape, param.dtype, b.box) for _, param, blocks in parameters for b in blocks]
+    sources: dict[str, Source] = {}
+    for rank, of_rank in enumerate(layout.all_gather_objects(mine)):
+        for name, shape, dtype, box in of_rank:
+            source = sources.setdefault(name, Source(shape, dtype, {}))
+            assert source.dtype == dtype, f"{name}: parts in {source.dtype} and {dtype}"
+            source.senders.setdefault(box, rank)
+    for name, source in sources.items():
+        sent, count = sum(map(size, source.senders)), math.prod(source.shape)
+        assert sent == count, f"{name}: the ranks hold {sent} of {count} elements"
+    return {name: sources[name] for name in sorted(sources, key=_natural)}
+
+
+@torch.no_grad()
+def stream(
+    parameters: Parameters,
+    layout: Layout,
+    sources: dict[str, Source],
+    names: Collection[str],
+    dtype: torch.dtype | None = None,
+    writer: int = 0,
+) -> Stream:
+    """Yield (name, whole tensor) for `names` in their order, on the CPU of rank `writer`; other ranks yield nothing. Collective.
+
+    Every rank must exhaust the stream. `dtype` None keeps the dtypes of the parameters. When a rank cannot read a parameter, no further
+    tensor is yielded, and at the end every rank raises.
+    """
+    mine = {(b.name, b.box): (param, b) for _, param, blocks in parameters for b in blocks}
+    failure: Exception | None = None
+    failed = False
+    for name in names:
+        source = sources[name]
+        full: Tensor | None = None
+        for box, sender in sorted(source.senders.items()):
+            part: Tensor | None = None
+            if layout.world_rank == sender and failure is None:
+                try:
+                    param, block = mine[name, box]
+                    part = block.read(param.data).to("cpu")
+                except Exception as error:  # the writer waits for this rank's parts
+                    failure = error
+            if sender != writer:
+                part = _pass_on(part, source, box, sender, writer, layout)
+            if layout.world_rank != writer:
+                continue
+            failed |= part is None
+            if failed or part is None:
+                continue
+            if box == whole(source.shape) and dtype in (None, part.dtype):
+                full = part
+            else:
+                full = torch.empty(source.shape, dtype=dtype or source.dtype) if full is None else full
+                full[tuple(map(slice, *box))].copy_(part)
+        if layout.world_rank == writer and not failed:
+            assert full is not None, f"{name} has at least one block"
+            yield name, full
+    run_and_agree(layout, lambda: _raise(failure))
+
+
+def _raise(failure: Exception | None) -> None:
+    if failure is not None:
+        raise failure
+
+
+def _pass_on(part: Tensor | None, source: Source, box: Box, sender: int, writer: int, layout: Layout) -> Tensor | None:
+    """Send one block from `sender` to `writer` over the CPU group, as bytes, after a flag that says whether the block exists.
+
+    Returns the block [extent(box)] on the writer, or None when it does not exist. Returns None on other ranks.
+    """
+    there = torch.tensor([part is not None])
+    if layout.world_rank == sender:
+        dist.send(there, dst=writer, group=layout.cpu_group)
+        if part is not None:
+            dist.send(part.contiguous().view(-1).view(torch.uint8), dst=writer, group=layout.cpu_group)
+    elif layout.world_rank == writer:
+        dist.recv(there, src=sender, group=layout.cpu_group)
+        if there:
+            received = torch.empty(extent(box), dtype=source.dtype)
+            dist.recv(received.view(-1).view(torch.uint8), src=sender, group=layout.cpu_group)
+            return received
+    return None
+
+
+def _natural(name: str) -> list[str | int]:
+    """Sort key that orders layer 2 before layer 10."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+def save_hf(
+    chunks: list[nn.Module],
+    hf_config: HfConfig,
+    layout: Layout,
+    out_folder: str | Path,
+    source_folder: str | Path,
+    *,
+    max_shard_bytes: int | None = None,
+    dtype: torch.dtype | None = None,
+    progress: Progress = SILENT,
+) -> Rounded:
+    """Write the model with merged adapters as a Hugging Face folder. Collective; rank 0 writes. `progress` shows the bytes. Returns, on
+    rank 0, between which dtypes values have been rounded.
+
+    Config and tokenizer are copied from `source_folder`. The safetensors files have the names and, with `dtype` None, the dtypes found
+    there. With `max_shard_bytes`, or when that folder has no weights, files are new. Then `dtype` None means the dtype in config.json.
+    Files hold at most `max_shard_bytes` (default 5 GiB), with an index when there are several.
+
+    The folder appears complete or not at all, even when a rank dies or the disk fills. Raises ValueError when `out_folder` is not empty, or
+    a weight is NaN or infinite. Raises OSError when the folder cannot be written. Other ranks raise RankError.
+    """
+    out_folder, source_folder = Path(out_folder), Path(source_folder)
+    refuse_non_empty(out_folder, layout)
+    rounded: Rounded = set()
+
+    def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
+        if max_shard_bytes is None:
+            files, copies = files_for(shapes(sources), source_folder, hf_config, dtype)
+        else:
+            in_dtype = dtype or getattr(torch, hf_config.dtype)
+            files, copies = new_files({n: (in_dtype, source.shape) for n, source in sources.items()}, max_shard_bytes), {}
+        with Writer(unfinished, files, copies) as writer, progress.task(f"writing {out_folder.name}") as task:
+            task.expect(sum(entry.nbytes for entry in files.entries.values()), "B")
+            for name, tensor in tensors:
+                task.advance(writer.write(name, tensor))
+        rounded.update(writer.rounded)
+        copy_side_files(source_folder, unfinished, dtype)
+
+    save_folder(out_folder, list(merged_blocks(chunks, hf_config, layout)), layout, write)
+    return rounded
+
+
+def shapes(sources: dict[str, Source]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor."""
+    return {name: source.shape for name, source in sources.items()}
+
+
+def save_folder(
+    folder: Path,
+    parameters: Parameters,
+    layout: Layout,
+    write: Callable[[Stream, dict[str, Source], Path], None],
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Call `write` on rank 0 with the stream of whole tensors, to create `folder`. Collective.
+
+    Tensors are cast to `dtype` unless it is None. The folder appears complete or not at all. When anything fails every rank raises; the
+    failing rank raises its own error.
+    """
+    sources = find_sources(parameters, layout)
+    tensors = stream(parameters, layout, sources, sources, dtype)
+
+    def write_all() -> None:
+        if layout.world_rank == 0:
+            with new_folder(folder) as unfinished:
+                write(tensors, sources, unfinished)
+
+    exhaust(write_all, tensors, layout)
+
+
+def exhaust(action: Callable[[], None], tensors: Stream, layout: Layout) -> None:
+    """Run `action`, which consumes the stream on the writer, and then exhaust the stream on every rank. Collective.
+
+    After a failure the rest of the stream is exhausted too, because the other ranks would hang. When anything fails every rank raises.
+    """
+    failures = []
+    for attempt in (action, lambda: sum(0 for _ in tensors)):
+        try:
+            attempt()
+        except Exception as error:
+            failures.append(error)
+    run_and_agree(layout, lambda: _raise(failures[0] if failures else None))
+
+
+def refuse_non_empty(folder: Path, layout: Layout) -> None:
+    """Raises ValueError on every rank when `folder` is not empty on the machine of rank 0. Collective."""
+    run_and_agree(layout, lambda: refuse_taken(folder), here=layout.world_rank == 0)

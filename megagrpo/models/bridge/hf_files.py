@@ -1,0 +1,294 @@
+"""The layout of safetensors files: file, order and dtype of each tensor. It is taken from the original model, or created for a new one."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megagrpo.models.bridge.file_names import check_inside
+from megagrpo.models.bridge.load import Checkpoint
+from megagrpo.models.bridge.tensor_files import METADATA, Entry, first_bad, make_header, parse_header
+from megagrpo.models.bridge.unfinished import check_space
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.weight_sources import INDEX, SINGLE
+from megagrpo.sync.wire.manifest import EXACT
+
+HEADERS = "safetensors_headers.json"  # beside a checkpoint's side files: the headers of the original model's files
+SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".py")
+REMOTE_CODE = "auto_map"  # of config.json: class of transformers -> "module.Class", or "repository--module.Class"
+SHARD_BYTES = 5 * 2**30
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: the new and the old name
+_ROWS = 2**26  # bytes cast and written at once
+
+Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+Rounded = set[tuple[torch.dtype, torch.dtype]]  # pairs (from, to) of dtypes between which at least one value has changed
+
+
+@dataclass(frozen=True)
+class File:
+    """A safetensors file to write: its name in the folder, and its header."""
+
+    name: str
+    header: bytes
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """The file's tensors in the order of their bytes."""
+        return parse_header(self.header, Path(self.name))
+
+    @property
+    def start(self) -> int:
+        """Offset of the first tensor byte."""
+        return 8 + len(self.header)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole file in bytes."""
+        return self.start + max((entry.stop for entry in self.entries.values()), default=0)
+
+
+@dataclass(frozen=True)
+class Files:
+    """All files of a model, and the text of their index, if any."""
+
+    files: tuple[File, ...]
+    index: bytes | None
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Every tensor, in the order of the files and of the tensors in them."""
+        return {name: entry for file in self.files for name, entry in file.entries.items()}
+
+    def only(self, names: Iterable[str]) -> Files:
+        """Return the files with only the tensors in `names`, or this object when all tensors are in `names`."""
+        names = set(names)
+        return self._with({name: (entry.dtype, entry.shape) for name, entry in self.entries.items() if name in names})
+
+    def in_dtype(self, dtype: torch.dtype) -> Files:
+        """Return the files with all tensors in `dtype`, except that tensors which every program computes with in float32 are not
+        narrowed."""
+        exact = {name for name, entry in self.entries.items() if name.endswith(EXACT) and entry.dtype.itemsize > dtype.itemsize}
+        return self._with({name: (entry.dtype if name in exact else dtype, entry.shape) for name, entry in self.entries.items()})
+
+    def _with(self, tensors: Tensors) -> Files:
+        """Return the files with these tensors, or this object when nothing changes."""
+        if tensors == {name: (entry.dtype, entry.shape) for name, entry in self.entries.items()}:
+            return self
+        files = [_with(file, tensors) for file in self.files if tensors.keys() & file.entries.keys()]
+        if self.index is None:
+            return Files(tuple(files), None)
+        index = json.loads(self.index)
+        index["weight_map"] = {name: file for name, file in index["weight_map"].items() if name in tensors}
+        total = sum(entry.nbytes for file in files for entry in file.entries.values())
+        index["metadata"] = index.get("metadata", {}) | {"total_size": total}
+        return Files(tuple(files), json.dumps(index, indent=2).encode())
+
+
+def _with(file: File, tensors: Tensors) -> File:
+    """Return the file with those of its tensors that are in `tensors`."""
+    own = {name: tensors[name] for name in file.entries if name in tensors}
+    unchanged = own == {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
+    return file if unchanged else File(file.name, make_header(own, json.loads(file.header).get(METADATA)))
+
+
+def files_of(folder: Path) -> Files | None:
+    """Return the files of the model in `folder`, from its weights or from the headers in a checkpoint; None when the folder has neither."""
+    index = (folder / INDEX).read_bytes() if (folder / INDEX).is_file() else None
+    if (folder / HEADERS).is_file():
+        headers = json.loads((folder / HEADERS).read_text())
+        check_inside(headers, folder / HEADERS)
+        return Files(tuple(File(name, text.encode()) for name, text in headers.items()), index)
+    if index is None and not (folder / SINGLE).is_file():
+        return None
+    checkpoint = Checkpoint(folder)
+    return Files(tuple(File(name, file.header) for name, file in checkpoint.files.items()), checkpoint.index)
+
+
+def files_for(
+    shapes: Mapping[str, tuple[int, ...]], folder: Path, hf_config: HfConfig, dtype: torch.dtype | None = None
+) -> tuple[Files, dict[str, str]]:
+    """Return the files for tensors of these `shapes`, and tensor -> original for tensors that are copies.
+
+    The model in `folder` determines the files, if known, and their dtypes when `dtype` is None. Its tensors without an entry in `shapes`,
+    such as layers for speculative decoding, are dropped. A tied head with a separate tensor is a copy. Raises ValueError when the files
+    lack a tensor or have another shape.
+    """
+    source = files_of(folder)
+    if source is None:
+        return new_files({name: (dtype or getattr(torch, hf_config.dtype), shape) for name, shape in shapes.items()}), {}
+    copies = {}
+    if hf_config.tied_embeddings and HEAD in source.entries and HEAD not in shapes:
+        copies = {HEAD: next(name for name in shapes if name.endswith(EMBEDDING))}
+    files = source.only(shapes.keys() | copies.keys())
+    for name, shape in shapes.items():
+        if name not in files.entries:
+            raise ValueError(f"model: the files of {folder} lack {name}; they belong to another model")
+        if files.entries[name].shape != shape:
+            raise ValueError(f"model: {name} has shape {shape}, but {files.entries[name].shape} in {folder}, which holds another model")
+    return files if dtype is None else files.in_dtype(dtype), copies
+
+
+def new_files(tensors: Tensors, limit: int = SHARD_BYTES) -> Files:
+    """Return the fewest files for tensors of these dtypes and shapes with at most `limit` tensor bytes each, with an index when there are
+    several."""
+    shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
+    size = total = 0
+    for name, (dtype, shape) in tensors.items():
+        nbytes = math.prod(shape) * dtype.itemsize
+        if shards[-1] and size + nbytes > limit:
+            shards.append({})
+            size = 0
+        shards[-1][name] = (dtype, shape)
+        size, total = size + nbytes, total + nbytes
+    n = len(shards)
+    names = [SINGLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    index = {"metadata": {"total_size": total}, "weight_map": {t: name for name, shard in zip(names, shards, strict=True) for t in shard}}
+    files = tuple(File(name, make_header(shard)) for name, shard in zip(names, shards, strict=True))
+    return Files(files, json.dumps(index, indent=2).encode() if n > 1 else None)
+
+
+class Writer:
+    """Writes `files` into `folder`: headers and index on construction, then each tensor at its offset, in any order. A context manager.
+
+    All space is reserved on construction, so too little disk space is an OSError before the first byte. Files of an earlier attempt keep
+    their bytes. `rounded` has the dtypes between which the written values have been rounded.
+    """
+
+    def __init__(self, folder: Path, files: Files, copies: Mapping[str, str] | None = None):
+        self._places = {name: (i, entry) for i, file in enumerate(files.files) for name, entry in file.entries.items()}
+        self._files = files
+        self._copies = copies or {}
+        self.rounded: Rounded = set()
+        check_space(folder, sum(max(file.nbytes - _allocated(folder / file.name), 0) for file in files.files))
+        self._open = [os.open(folder / file.name, os.O_RDWR | os.O_CREAT, 0o644) for file in files.files]
+        for fd, file in zip(self._open, files.files, strict=True):
+            os.truncate(fd, file.nbytes)
+            os.posix_fallocate(fd, 0, file.nbytes)
+            _write_at(fd, len(file.header).to_bytes(8, "little") + file.header, 0)
+        if files.index is not None:
+            (folder / INDEX).write_bytes(files.index)
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for fd in self._open:
+            os.close(fd)
+
+    def write(self, name: str, tensor: Tensor) -> int:
+        """Cast `tensor`, of the shape in the header and any dtype, to the file's dtype. Write it and its copies; return the number of
+        bytes.
+
+        Raises ValueError when a value is NaN or infinite, or becomes infinite by the cast.
+        """
+        return sum(self._write(stored_name, tensor) for stored_name in (name, *(copy for copy, of in self._copies.items() if of == name)))
+
+    def _write(self, name: str, tensor: Tensor) -> int:
+        i, entry = self._places[name]
+        assert tuple(tensor.shape) == entry.shape, f"{name}: {tuple(tensor.shape)}, not {entry.shape}"
+        rows = tensor if tensor.dim() else tensor.reshape(1)
+        at = self._files.files[i].start + entry.start
+        for part in rows.split(max(1, _ROWS * len(rows) // max(entry.nbytes, 1))):
+            cast = part.to(entry.dtype).contiguous()
+            if first_bad(cast):
+                raise ValueError(_bad(name, part, cast))
+            pair = (part.dtype, entry.dtype)
+            if pair not in self.rounded and narrows(*pair) and not torch.equal(cast.to(part.dtype), part):
+                self.rounded.add(pair)
+            data = cast.view(-1).view(torch.uint8).numpy().data
+            _write_at(self._open[i], data, at)
+            at += len(data)
+        return entry.nbytes
+
+    def sync(self) -> None:
+        """Return when all written bytes are on the disk."""
+        for fd in self._open:
+            os.fdatasync(fd)
+
+
+def narrows(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether `target` cannot hold every value of `source`."""
+    return torch.promote_types(source, target) != target
+
+
+def rounding(rounded: Rounded, cause: str) -> str | None:
+    """Return the line about an export whose values were rounded, or None. `cause` says who chose the dtype."""
+    if not rounded:
+        return None
+    targets = ", ".join(sorted({_name(to) for _, to in rounded}))
+    exact = reduce(torch.promote_types, (source for source, _ in rounded))
+    return f"rounded to {targets} ({cause})" + (f"; --dtype {_name(exact)} keeps every bit" if exact != torch.float64 else "")
+
+
+def _bad(name: str, part: Tensor, cast: Tensor) -> str:
+    """Return the error for a tensor [...] that is not finite after the cast: it is broken, or too large for the dtype."""
+    if bad := first_bad(part):
+        return f"{name} holds {bad}; these weights are broken"
+    index = (~torch.isfinite(cast)).nonzero()[0].tolist()
+    value, limit = part[tuple(index)].item(), torch.finfo(cast.dtype).max
+    return f"{name} holds {value:g} at {index}, beyond the {limit:g} of {_name(cast.dtype)}; choose float32 or bfloat16 with --dtype"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _allocated(path: Path) -> int:
+    return path.stat().st_blocks * 512 if path.exists() else 0  # POSIX counts st_blocks in 512 bytes, whatever the disk's block size
+
+
+def _write_at(fd: int, data: bytes | memoryview, at: int) -> None:
+    data = memoryview(data)
+    while data:
+        written = os.pwrite(fd, data[: 2**30], at)  # Linux writes at most 2 GiB at a time
+        data, at = data[written:], at + written
+
+
+def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+    """Copy all files that hold no weights: config, tokenizer, chat template, generation config, custom code.
+
+    The copy of config.json names `dtype`, unless that is None. When a .py file named in config.json's `auto_map` is missing, the copy has
+    no `auto_map`. The class is then a class of transformers (`families.keys`), so no code is needed.
+    """
+    for file in source.iterdir():
+        if file.suffix in SIDE_FILES and file.name not in (INDEX, HEADERS):
+            shutil.copyfile(file, target / file.name)
+    if not (config := target / "config.json").is_file():
+        return
+    raw = json.loads(config.read_text())
+    changed = raw if _has_its_code(raw, target) else {key: value for key, value in raw.items() if key != REMOTE_CODE}
+    if dtype is not None:
+        named = [key for key in DTYPE_KEYS if key in raw] or DTYPE_KEYS[-1:]
+        changed = changed | dict.fromkeys(named, _name(dtype))
+    if changed != raw:
+        config.write_text(json.dumps(changed, indent=2) + "\n")
+
+
+def _has_its_code(raw: dict[str, Any], folder: Path) -> bool:
+    """Whether `folder` holds every module that `auto_map` names without a repository."""
+    mapped = raw.get(REMOTE_CODE)
+    values = mapped.values() if isinstance(mapped, dict) else [mapped]
+    named = [name for value in values for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)]
+    modules = {name.rpartition(".")[0] for name in named if "--" not in name and "/" not in name}
+    return all((folder / f"{module}.py").is_file() for module in modules)
+
+
+def carry(source: Path, files: Files | None, target: Path) -> None:
+    """Write side files, index and headers of `source` into `target`: everything but the weights that an export to the same `files`
+    needs."""
+    copy_side_files(source, target)
+    if files is not None:
+        (target / HEADERS).write_text(json.dumps({file.name: file.header.decode() for file in files.files}, indent=1))
+        if files.index is not None:
+            (target / INDEX).write_bytes(files.index)

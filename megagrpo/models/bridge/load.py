@@ -1,0 +1,193 @@
+"""Loads a Hugging Face folder into this rank's parameters. Every rank reads only its own slices; no communication."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from megagrpo.models.bridge.file_names import check_inside
+from megagrpo.models.bridge.parameter_blocks import blocks, fill, tensor_names
+from megagrpo.models.bridge.tensor_files import Entry, TensorFile, first_bad
+from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.blocks import Block
+from megagrpo.models.families.boxes import brackets
+from megagrpo.models.families.dense import EMBEDDING
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.models.families.weight_sources import INDEX, SINGLE, weight_files_problem
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.progress_hook import SILENT, Progress
+from megagrpo.platform.process.terminal import warn
+from megagrpo.sync.wire.sync_plan import layer_of
+
+INV_FREQ = "rotary_emb.inv_freq"
+_OTHER = "config.json and the weights belong to different models, or are incomplete; download the folder again"
+
+
+@torch.no_grad()
+def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, layout: Layout, progress: Progress = SILENT) -> None:
+    """Fill every parameter of `chunks` from the safetensors in `folder`, cast to the parameter's dtype. `progress` counts tensors.
+
+    Raises ValueError, naming file and tensor, when a file is damaged, or a tensor is missing or has another shape. The same error is raised
+    for a tensor without a place in the model on any rank, and for NaN or infinity in the slices of this rank.
+    """
+    parameters = list(blocks(chunks, hf_config, layout))
+    checkpoint = Checkpoint(folder)
+    checkpoint.check([block for _, _, parameter_blocks in parameters for block in parameter_blocks], hf_config)
+    if layout.world_rank == 0:
+        checkpoint.check_head(hf_config)
+        checkpoint.say_left_out(hf_config)
+    with progress.task(f"loading {Path(folder).name}") as task:
+        task.expect(len(parameters), "tensors")
+        for _, param, parameter_blocks in parameters:
+            fill(param, parameter_blocks, checkpoint.read)
+            task.advance()
+
+
+HEAD_TENSOR = "lm_head.weight"
+_ROWS = 4096  # rows compared at once
+
+
+class Checkpoint:
+    """The safetensors of a Hugging Face folder, single or sharded. Construction reads and checks all headers; tensors are read on use.
+
+    Raises ValueError when the index or a file is damaged, or when they do not agree.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.index: bytes | None = None  # bytes of the index file; None for a single file of tensors
+        if problem := weight_files_problem(self.folder):
+            raise ValueError(f"model: {problem}")
+        if (self.folder / INDEX).exists():
+            self.index = (self.folder / INDEX).read_bytes()
+            self.where = _weight_map(self.folder, self.index)  # tensor name -> file name
+            self.files = {file: TensorFile(self.folder / file) for file in sorted(set(self.where.values()))}
+        else:
+            self.files = {SINGLE: TensorFile(self.folder / SINGLE)}
+            self.where = dict.fromkeys(self.files[SINGLE].entries, SINGLE)
+        self._check_index()
+
+    def _check_index(self) -> None:
+        fix = f"{INDEX} and the files belong to different models; download the folder again"
+        for name, file in self.where.items():
+            if name not in self.files[file].entries:
+                raise ValueError(f"model: {self.folder / INDEX} names {file} for {name}, but the file lacks it; {fix}")
+        for file, opened in self.files.items():
+            if extra := [name for name in opened.entries if self.where.get(name) != file]:
+                raise ValueError(f"model: {self.folder / file} holds {_list(extra)}, which {INDEX} does not list for this file; {fix}")
+
+    def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
+        """Raises ValueError when the tensor of a block in `wanted` is missing, quantized or of another shape.
+
+        Also raises ValueError when a tensor on disk has no place in the model on any rank, unless the family drops that tensor.
+        """
+        self._check_names({block.name for block in wanted}, hf_config)
+        for block in wanted:
+            self._check_tensor(block)
+
+    def check_all(self, hf_config: HfConfig) -> None:
+        """Raises ValueError when any tensor of the model is missing, a tensor on disk has no place in the model, or the head differs from
+        embeddings that are tied to it."""
+        self._check_names(tensor_names(hf_config) - ({HEAD_TENSOR} if hf_config.tied_embeddings else set()), hf_config)
+        self.check_head(hf_config)
+
+    def check_head(self, hf_config: HfConfig) -> None:
+        """Raises ValueError when config.json ties the embeddings, but the files hold another LM head. Reads both tensors."""
+        embedding = FAMILIES[hf_config.family].table(hf_config)[EMBEDDING].names[0]
+        if not hf_config.tied_embeddings or not {HEAD_TENSOR, embedding} <= self.where.keys():
+            return
+        one, other = self.tensor(embedding), self.tensor(HEAD_TENSOR)
+        pairs = zip(one.split(_ROWS), other.split(_ROWS), strict=False)
+        if one.shape != other.shape or not all(torch.equal(a.float(), b.float()) for a, b in pairs):
+            raise ValueError(
+                f"model: {HEAD_TENSOR} in {self.folder / self.where[HEAD_TENSOR]} differs from {embedding}, but config.json ties them; set "
+                "tie_word_embeddings to false in config.json, or remove the tensor if the head is a leftover"
+            )
+
+    def _check_names(self, needed: set[str], hf_config: HfConfig) -> None:
+        missing = sorted(needed - set(self.where))
+        unused = sorted(set(self.where) - tensor_names(hf_config) - set(self.left_out(hf_config)))
+        if fused := next((name for name in unused if name.endswith(".experts.gate_up_proj")), None):
+            raise ValueError(
+                f"model: {self.folder} holds all experts of a block in one tensor ({fused}); save one tensor per expert, as the "
+                "save_pretrained of transformers does"
+            )
+        if missing:
+            tied = "if the embeddings are tied, set tie_word_embeddings to true in config.json; otherwise download the folder again"
+            fix = tied if missing == [HEAD_TENSOR] else _OTHER
+            raise ValueError(f"model: {self.folder} lacks {_list(missing)}; {fix}")
+        if unused:
+            raise ValueError(f"model: {self.folder} holds {_list(unused)}, which this architecture does not use; {_OTHER}")
+
+    def left_out(self, hf_config: HfConfig) -> list[str]:
+        """Return the tensors that are dropped: tensors that this family does not train, and rotary frequencies, which config.json
+        determines."""
+        patterns = (*FAMILIES[hf_config.family].dropped(hf_config), rf".*{re.escape(INV_FREQ)}")
+        others = sorted(set(self.where) - tensor_names(hf_config))
+        return [name for name in others if any(re.fullmatch(pattern, name) for pattern in patterns)]
+
+    def say_left_out(self, hf_config: HfConfig) -> None:
+        """Warn on stderr about the tensors that are not trained."""
+        if names := [name for name in self.left_out(hf_config) if not name.endswith(INV_FREQ)]:
+            warn(f"model: not trained, dropped from {self.folder}: {counted(names)}")
+
+    def entry(self, name: str) -> Entry:
+        """Return dtype and shape of a tensor."""
+        return self.files[self.where[name]].entries[name]
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a whole tensor in its stored shape and dtype: a read-only view of its file."""
+        return self.files[self.where[name]].tensor(name)
+
+    def bytes_of(self, name: str) -> memoryview:
+        """Return the bytes of a tensor as stored."""
+        return self.tensor(name).reshape(-1).view(torch.uint8).numpy().data
+
+    def _check_tensor(self, block: Block) -> None:
+        entry, file = self.entry(block.name), self.folder / self.where[block.name]
+        if entry.shape != block.shape:
+            raise ValueError(
+                f"model: {block.name} in {file} has shape {entry.shape}; config.json implies {block.shape}; they belong to different models"
+            )
+        if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
+            raise ValueError(f"model: {block.name} in {file} is {entry.dtype}, quantized; use the original weights")
+
+    def read(self, block: Block) -> Tensor:
+        """Return a checked block [block_shape] in its stored dtype: a read-only view of the file. Raises ValueError for NaN or infinity
+        in it."""
+        part = self.tensor(block.name)[block.slices]
+        if bad := first_bad(part):
+            where = f"{block.name} in {self.folder / self.where[block.name]}"
+            raise ValueError(
+                f"model: {where} holds {bad} of the part {brackets(block.box)}; the weights are broken: use another checkpoint"
+            )
+        return part
+
+
+def _weight_map(folder: Path, index: bytes) -> dict[str, str]:
+    try:
+        files = json.loads(index)["weight_map"]
+        names = sorted(set(files.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"model: {folder / INDEX} is corrupt: {error!r}; download it again") from None
+    check_inside(names, folder / INDEX)
+    absent = [name for name in names if not (folder / name).is_file()]
+    if absent:
+        raise ValueError(f"model: {folder} lacks {_list(absent)}, named in {INDEX}; download the missing files")
+    return files
+
+
+def counted(names: list[str]) -> str:
+    """Return text with the number of tensors, their layers, and the first five names."""
+    layers = sorted({layer_of(name) for name in names} - {-1})
+    of_layers = f" of layer{'s' * (len(layers) > 1)} {_list([*map(str, layers)])}" if layers else ""
+    return f"{len(names)} tensor{'s' * (len(names) > 1)}{of_layers}: {_list(names)}"
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -1,0 +1,133 @@
+"""Model weights in Megatron's distributed checkpoint: the sharded state, and the position of each parameter's parts in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from torch import Tensor, nn
+
+from megagrpo.models.bridge.parameter_blocks import Parameter, blocks
+from megagrpo.models.bridge.torch_dist import StoredTensors
+from megagrpo.models.bridge.without_data import without_data
+from megagrpo.models.families.blocks import Block
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.build import build_model, weights_dtype
+from megagrpo.policy.model_state import dense_state, load_state, sharded_state
+
+HF_FILES = "hf"  # subfolder with config.json and the tokenizer, which an export needs
+# The only sharding of the distributed optimizer's state that can be loaded with other tensor- and pipeline-parallel sizes. Weights do not
+# need it, but with it checkpoints of weights and of training have the same metadata. With `mem_efficient`, one of the ranks that share
+# parameters gathers their state over gloo and writes it; otherwise each rank would gather all of it.
+METADATA = {
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
+
+
+def model_state(chunks: list[nn.Module], layout: Layout) -> dict[str, Any]:
+    """Return the sharded state of the chunks: under "model" for one chunk, under "model0", "model1", ... for virtual pipeline stages."""
+    metadata = METADATA | {"dp_cp_group": layout.dp_cp_group}
+    return {name: dense_state(sharded_state(chunk, metadata)) for name, chunk in _named(chunks)}
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A parameter of this rank without data: its blocks of Hugging Face tensors, and its stored form in Megatron's checkpoint.
+
+    The stored form has one or several pieces; `places` locates each piece in a whole tensor.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    blocks: list[Block]
+    stored: ShardedTensor | ShardedTensorFactory
+    places: list[ShardedTensor]
+
+    def pieces(self, value: Tensor) -> list[ShardedTensor]:
+        """Return the stored pieces of the parameter with the value `value` [shape], any dtype, as views of it."""
+        if isinstance(self.stored, ShardedTensor):
+            return [dataclasses.replace(self.stored, data=value, dtype=value.dtype)]
+        return dataclasses.replace(self.stored, data=value).build()
+
+    @property
+    def is_first_copy(self) -> bool:
+        """Whether this rank writes the parameter, out of all ranks that hold it."""
+        return is_main_replica(self.stored.replica_id)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """This rank's parameters of a model of any size, without data."""
+
+    parts: list[Part]
+    dtype: torch.dtype  # dtype of the parameters during training
+
+
+def structure(hf_config: HfConfig, layout: Layout) -> Structure:
+    """Return this rank's part of the model, without communication. Raises ValueError when the model cannot be cut into the layout."""
+    dtype = weights_dtype(hf_config)
+    with without_data():
+        chunks = build_model(hf_config, layout, dtype=dtype, init_weights=False)
+        state = model_state(chunks, layout)
+        stored = {f"chunk{i}.{name}" if i else name: value for i, own in enumerate(state.values()) for name, value in own.items()}
+        parts = [_part(name, param, of_param, stored.pop(name)) for name, param, of_param in blocks(chunks, hf_config, layout)]
+    assert not stored, f"stored without blocks: {[*stored]}"
+    return Structure(parts, dtype)
+
+
+def _part(name: str, param: Parameter, blocks: list[Block], stored: ShardedTensor | ShardedTensorFactory) -> Part:
+    return Part(name, tuple(param.shape), blocks, stored, [stored] if isinstance(stored, ShardedTensor) else stored.build())
+
+
+def save_frame(folder: Path) -> None:
+    """Write the files that make `folder` a distributed checkpoint without tensors. Collective."""
+    # The default strategy needs a package that cannot be installed everywhere.
+    dist_checkpointing.save({}, str(folder), content_metadata=METADATA, async_strategy="mcore")
+
+
+def read_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a sharded state filled from a distributed checkpoint. Collective; raises the errors of Megatron and torch."""
+    with warnings.catch_warnings():  # warnings about Megatron's calls of torch
+        warnings.simplefilter("ignore", UserWarning)
+        return dist_checkpointing.load(state, str(folder))
+
+
+def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> None:
+    """Load weights that any layout has written, cast to the parameters' dtype; all other contents are ignored. Collective.
+
+    Raises ValueError when `folder` is not a distributed checkpoint or does not fit the model.
+    """
+    folder = Path(folder)
+    check_is_checkpoint(folder)
+    StoredTensors(folder)  # rejects a damaged or malicious index before Megatron unpickles it
+    try:
+        state = read_state(model_state(chunks, layout), folder)
+    except Exception as e:  # torch and Megatron raise a dozen types for a missing key or another shape
+        raise ValueError(f"{folder} does not fit this model: {e}") from e
+    for name, chunk in _named(chunks):
+        load_state(chunk, state[name])
+
+
+def check_is_checkpoint(folder: Path) -> None:
+    """Raises ValueError when `folder` is not a distributed checkpoint."""
+    try:
+        is_checkpoint = dist_checkpointing.check_is_distributed_checkpoint(str(folder))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{folder / 'metadata.json'} is corrupt: {error}; copy the checkpoint again") from None
+    if not is_checkpoint:
+        raise ValueError(f"{folder} is not a Megatron checkpoint: it lacks the metadata.json of dist_checkpointing")
+
+
+def _named(chunks: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    return (("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks))

@@ -1,0 +1,139 @@
+"""Maps this rank's parameters to blocks of Hugging Face tensors. Load, export and weight sync all use this mapping."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable, Iterator
+from operator import attrgetter
+
+import torch
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.blocks import Block, Local, in_layer, named, same
+from megagrpo.models.families.dense import EMBEDDING, HEAD
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.fp8.fp8_export import DenseWeight
+from megagrpo.policy.fp8.tensor import is_fp8
+from megagrpo.policy.lora_layers import is_adapter
+from megagrpo.policy.specs import LAYERS_PER_BLOCK
+from megagrpo.policy.stored import StoredWeight
+
+# The prefix of PEFT's names for adapters; the name in the base model follows.
+PEFT = "base_model.model."
+Parameter = Tensor | StoredWeight | DenseWeight  # a parameter of this rank, or what reads like one that is stored in fewer bits
+
+_IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+# Either one module per expert, or Transformer Engine's grouped linear with one weight and bias per expert.
+_EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]\.(?:weight|bias))(\d*)")
+_ADAPTER = re.compile(r"(.+)\.adapter\.(\w+)\.(lora_[AB])")
+
+
+def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Parameter, list[Block]]]:
+    """Yield (name, parameter, its blocks) for every weight of the model on this rank, without adapters, in model order. No communication.
+
+    Names are unique within the rank: names of later virtual stages start with "chunkN.". The blocks cover the parameter, except rows of the
+    padded vocabulary. Tied embeddings on two pipeline stages occur twice, with equal blocks. A weight stored in fewer bits is yielded as
+    its `StoredWeight` or `DenseWeight`. Raises KeyError when the family has no rule for a parameter.
+    """
+    table = FAMILIES[hf_config.family].table(hf_config)
+    for i, chunk in enumerate(chunks):
+        model = unwrap_model(chunk)
+        for name, weight in (*model.named_parameters(), *_weights_without_gradient(model)):
+            if is_adapter(name):
+                continue
+            stored = getattr(model.get_submodule(name.rpartition(".")[0]), "stored", weight) if name.endswith(".weight") else weight
+            param: Parameter = DenseWeight(stored) if is_fp8(stored) else stored
+            in_decoder = _IN_LAYER.fullmatch(name)
+            key, layer = (in_decoder[2], _block_number(model, int(in_decoder[1]))) if in_decoder else (name, None)
+            if key == HEAD and hf_config.tied_embeddings:
+                key = EMBEDDING  # the last stage's copy
+            tensor_parallel = layout.tp_size, layout.tp_rank
+            expert: int | None = None
+            if part := _EXPERT.fullmatch(key):
+                key, tensor_parallel = part[1] + part[3], (layout.etp_size, layout.etp_rank)
+                expert = int(part[2] or part[4]) + layout.ep_rank * (hf_config.mixture.count // layout.ep_size)
+            if key not in table:
+                raise KeyError(f"family {hf_config.family} has no rule for Megatron parameter {name}")
+            patterns = table[key].blocks(Local(param, *tensor_parallel, hf_config, expert))
+            yield f"chunk{i}.{name}" if i else name, param, [in_layer(block, layer, expert) for block in patterns]
+
+
+@torch.no_grad()
+def fill(param: Parameter, parameter_blocks: list[Block], value_of: Callable[[Block], Tensor]) -> None:
+    """Write `value_of(block)` [block_shape], in any dtype, into a parameter from `blocks`. Elements without a block (padding) become 0."""
+    dense = param.data
+    dense.zero_()
+    for block in parameter_blocks:
+        view = block.view(dense)
+        view.copy_(value_of(block).reshape(view.shape))
+    if isinstance(param, (StoredWeight, DenseWeight)):
+        param.store(dense)
+
+
+def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor, list[Block]]]:
+    """Like `blocks`, for the adapters only: A [rank, in] and B [out, rank] of this rank. Tensors have the names of PEFT's files."""
+    table = FAMILIES[hf_config.family].table(hf_config)
+    for i, chunk in enumerate(chunks):
+        model = unwrap_model(chunk)
+        for name, param in model.named_parameters():
+            if not is_adapter(name):
+                continue
+            in_decoder = _IN_LAYER.fullmatch(name)
+            adapter = _ADAPTER.fullmatch(in_decoder[2]) if in_decoder else None
+            assert in_decoder and adapter, f"{name} is an adapter outside of the decoder's linears"
+            linear, projection, matrix = adapter.groups()
+            rule = table[f"{linear}.weight"]
+            weight = next(name for name in rule.names if name.split(".")[-2] == projection)
+            if matrix == "lora_A" or len(rule.names) > 1:  # B of a fused projection is laid out like its weight
+                rule = same(weight)
+            patterns = rule.blocks(Local(param, layout.tp_size, layout.tp_rank, hf_config))
+            named_blocks = [in_layer(block, _block_number(model, int(in_decoder[1]))) for block in patterns]
+            name_in_file = f"{PEFT}{named_blocks[0].name.removesuffix('weight')}{matrix}.weight"
+            yield f"chunk{i}.{name}" if i else name, param, [dataclasses.replace(block, name=name_in_file) for block in named_blocks]
+
+
+def trained_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> list[tuple[str, Tensor | DenseWeight, list[Block]]]:
+    """Return (name, parameter in Megatron's shape, its blocks) for everything with a gradient: the adapters, if any, or else all
+    weights that are parameters."""
+    adapters: list[tuple[str, Tensor | DenseWeight, list[Block]]] = [*adapter_blocks(chunks, hf_config, layout)]
+    return adapters or [
+        (name, param, parameter_blocks)
+        for name, param, parameter_blocks in blocks(chunks, hf_config, layout)
+        if isinstance(param, (nn.Parameter, DenseWeight))
+    ]
+
+
+def _weights_without_gradient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the routers' expert biases. Megatron keeps them as buffers, in float32 even in a bfloat16 model."""
+    return ((name, buffer) for name, buffer in model.named_buffers() if name.endswith(".router.expert_bias"))
+
+
+def _block_number(model: nn.Module, index: int) -> int:
+    """Return the index of the decoder block, from 0 over all pipeline stages, that contains the hybrid layer at `index`."""
+    number: int = attrgetter("layer_number")(model.get_submodule(f"decoder.layers.{index}"))
+    return (number - 1) // LAYERS_PER_BLOCK
+
+
+def tensor_names(hf_config: HfConfig) -> set[str]:
+    """Return every tensor name of the whole model; for a tied model this includes the head."""
+    names = set()
+    for key, rule in FAMILIES[hf_config.family].table(hf_config).items():
+        for block in _blocks_with(key, hf_config):
+            experts: Iterable[int | None] = range(hf_config.mixture.count) if _EXPERT.fullmatch(key) else [None]
+            names |= {named(pattern, block, expert) for pattern in rule.names for expert in experts}
+    return names
+
+
+def _blocks_with(key: str, hf_config: HfConfig) -> Iterable[int | None]:
+    """Return the decoder blocks that have the parameter `key`; [None] for a parameter outside of all blocks."""
+    if key in (EMBEDDING, HEAD) or key.startswith("decoder."):
+        return [None]
+    blocks = range(hf_config.num_layers)
+    if not key.startswith("mlp."):
+        return blocks
+    mixed = key.startswith(("mlp.router.", "mlp.experts.", "mlp.shared_experts."))
+    return [block for block in blocks if hf_config.has_experts(block) == mixed]

@@ -1,0 +1,20 @@
+"""The families of models that can be trained, one file each. A new family needs only a file with a `FAMILY` in this folder."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+
+from megagrpo.models.families.family import Family
+
+READERS = ("hf_config", "weight_sources")  # modules of this folder that import FAMILIES
+
+
+def _find() -> dict[str, Family]:
+    names = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in READERS]
+    modules = (importlib.import_module(f"{__name__}.{name}") for name in names)
+    families = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    return {family.model_type: family for family in families}
+
+
+FAMILIES = _find()  # by the model_type of config.json

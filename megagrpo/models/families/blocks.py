@@ -1,0 +1,179 @@
+"""Blocks: the parts of Hugging Face tensors that a Megatron parameter holds, and their place in it.
+
+Hugging Face tensor space is the common coordinate system of loading, exporting and live weight sync. A rule turns one local parameter
+into blocks without communication. A family's file assigns rules to parameters. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING, Protocol
+
+from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.boxes import Box, cut, extent
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Block:
+    """The part `box` of the Hugging Face tensor `name` with full shape `shape`.
+
+    It is stored in a local parameter viewed as `grid`, at indices [at, at + count) of `axis`; then the dimensions are permuted by
+    `order`, if given. Plain data: blocks with equal fields are equal, and they can be pickled.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    box: Box
+    grid: tuple[int, ...]
+    axis: int
+    at: int
+    count: int
+    order: tuple[int, ...] | None = None
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Shape of this block in Hugging Face space."""
+        return extent(self.box)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The slices that select this block in the whole Hugging Face tensor."""
+        return tuple(map(slice, *self.box))
+
+    def view(self, param: Tensor) -> Tensor:
+        """Return a writable view of this block's elements inside `param`, in the order of the Hugging Face tensor.
+
+        Its shape may have more dimensions than `block_shape`: compare through reshape.
+        """
+        view = param.view(self.grid).narrow(self.axis, self.at, self.count)
+        return view if self.order is None else view.permute(self.order)
+
+    def read(self, param: Tensor) -> Tensor:
+        """Return this block as a tensor of `block_shape` in param's dtype; a copy unless `param` already stores it in this order."""
+        return self.view(param).reshape(self.block_shape)
+
+
+class Shaped(Protocol):
+    """A parameter, or what stands for it, as a rule sees it: its shape and Megatron's attributes."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+@dataclass(frozen=True)
+class Local:
+    """The inputs of a rule: one parameter of this rank."""
+
+    param: Shaped
+    tp_size: int  # size of the group that shards this parameter (experts have another group)
+    tp_rank: int
+    hf: HfConfig
+    expert: int | None = None  # global index of the expert that it belongs to
+
+
+@dataclass(frozen=True)
+class BlockRule:
+    """Names of the tensors that a parameter is a part of ({L} stands for the decoder block, {E} for the expert), and the function to its
+    blocks."""
+
+    names: tuple[str, ...]
+    blocks: Callable[[Local], list[Block]]
+
+
+def same(name: str) -> BlockRule:
+    """One tensor, sharded along Megatron's partition dimension or replicated on every tensor-parallel rank."""
+
+    def blocks(local: Local) -> list[Block]:
+        p = local.param
+        shape = tuple(p.shape)
+        split = local.tp_size > 1 and getattr(p, "tensor_model_parallel", False)
+        dim: int = attrgetter("partition_dim")(p) if split else 0
+        n = shape[dim]
+        full = (*shape[:dim], n * local.tp_size, *shape[dim + 1 :]) if split else shape
+        start = n * local.tp_rank if split else 0
+        return [Block(name, full, cut(full, dim, start, start + n), grid=shape, axis=dim, at=0, count=n)]
+
+    return BlockRule((name,), blocks)
+
+
+def vocab(name: str) -> BlockRule:
+    """A tensor with one row per token. Megatron pads the vocabulary; padding rows belong to no block."""
+
+    def blocks(local: Local) -> list[Block]:
+        rows, width = local.param.shape
+        start = rows * local.tp_rank
+        stop = min(start + rows, local.hf.vocab_size)
+        if stop <= start:
+            return []
+        full = (local.hf.vocab_size, width)
+        return [Block(name, full, cut(full, 0, start, stop), grid=(rows, width), axis=0, at=0, count=stop - start)]
+
+    return BlockRule((name,), blocks)
+
+
+def qkv(pattern: str) -> BlockRule:
+    """Queries, keys and values of attention in one Megatron parameter.
+
+    Megatron interleaves by group, `[group][its queries, key, value][head_dim]`, and shards between groups. Hugging Face keeps three
+    tensors, with {p} in `pattern` for q, k and v; without {p} it keeps one with all queries above all keys above all values.
+    """
+    names = tuple(dict.fromkeys(pattern.replace("{p}", p) for p in "qkv"))
+
+    def blocks(local: Local) -> list[Block]:
+        hf, rest = local.hf, tuple(local.param.shape[1:])
+        groups, queries = hf.num_kv_heads // local.tp_size, hf.num_heads // hf.num_kv_heads
+        grid = (groups, queries + 2, hf.head_dim, *rest)
+        parts, above = [], 0
+        for p, at, count in zip("qkv", (0, queries, queries + 1), (queries, 1, 1), strict=True):
+            rows = count * hf.head_dim  # rows of one group
+            total = (rows if len(names) == 3 else (queries + 2) * hf.head_dim) * hf.num_kv_heads
+            start, full = above + rows * groups * local.tp_rank, (total, *rest)
+            name, box = pattern.replace("{p}", p), cut(full, 0, start, start + rows * groups)
+            parts.append(Block(name, full, box, grid, axis=1, at=at, count=count))
+            above += 0 if len(names) == 3 else rows * hf.num_kv_heads
+        return parts
+
+    return BlockRule(names, blocks)
+
+
+def gated(gate: str, up: str) -> BlockRule:
+    """Gate and up projection in one Megatron parameter: this rank's rows of the gate above its rows of the up projection.
+
+    With one name for both, the Hugging Face tensor likewise has all gate rows above all up rows.
+    """
+    names = tuple(dict.fromkeys((gate, up)))
+
+    def blocks(local: Local) -> list[Block]:
+        rows, rest = local.param.shape[0] // 2, tuple(local.param.shape[1:])
+        total = rows * local.tp_size
+        full = (total * 2 // len(names), *rest)
+        parts = []
+        for at, name in enumerate((gate, up)):
+            start = rows * local.tp_rank + at * (full[0] - total)
+            parts.append(Block(name, full, cut(full, 0, start, start + rows), grid=(2, rows, *rest), axis=0, at=at, count=1))
+        return parts
+
+    return BlockRule(names, blocks)
+
+
+def with_last_dim(block: Block, size: int) -> Block:
+    """Return the block of a tensor and parameter that have one more dimension, held whole."""
+    assert block.order is None
+    (lo, hi), grid = block.box, (*block.grid, size)
+    return dataclasses.replace(block, shape=(*block.shape, size), box=((*lo, 0), (*hi, size)), grid=grid)
+
+
+def in_layer(block: Block, layer: int | None, expert: int | None = None) -> Block:
+    """Return the block with {L} and {E} in its name filled in."""
+    return dataclasses.replace(block, name=named(block.name, layer, expert))
+
+
+def named(pattern: str, layer: int | None, expert: int | None = None) -> str:
+    """Return `pattern` with {L} and {E} filled in."""
+    return pattern.replace("{L}", str(layer)).replace("{E}", str(expert))

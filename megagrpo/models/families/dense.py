@@ -1,0 +1,45 @@
+"""The table of a Llama-like decoder, which most families share, and optional parts of it. Imports no torch."""
+
+from __future__ import annotations
+
+from megagrpo.models.families.blocks import gated, qkv, same, vocab
+from megagrpo.models.families.family import Table
+
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
+
+LAYER = "model.layers.{L}."
+ATTENTION = LAYER + "self_attn."
+MLP = LAYER + "mlp."
+
+# Transformer Engine keeps a norm inside the next linear, so two keys stand for one tensor.
+DENSE: Table = {
+    EMBEDDING: vocab("model.embed_tokens.weight"),
+    HEAD: vocab("lm_head.weight"),
+    "decoder.final_norm.weight": same("model.norm.weight"),
+    "input_layernorm.weight": same(LAYER + "input_layernorm.weight"),
+    "self_attention.linear_qkv.layer_norm_weight": same(LAYER + "input_layernorm.weight"),
+    "self_attention.linear_qkv.weight": qkv(ATTENTION + "{p}_proj.weight"),
+    "self_attention.linear_proj.weight": same(ATTENTION + "o_proj.weight"),
+    "pre_mlp_layernorm.weight": same(LAYER + "post_attention_layernorm.weight"),
+    "mlp.linear_fc1.layer_norm_weight": same(LAYER + "post_attention_layernorm.weight"),
+    "mlp.linear_fc1.weight": gated(MLP + "gate_proj.weight", MLP + "up_proj.weight"),
+    "mlp.linear_fc2.weight": same(MLP + "down_proj.weight"),
+}
+FUSED = MLP + "gate_up_proj.weight"
+GATE_UP: Table = {"mlp.linear_fc1.weight": gated(FUSED, FUSED)}
+QKV_BIAS: Table = {"self_attention.linear_qkv.bias": qkv(ATTENTION + "{p}_proj.bias")}
+QK_NORM: Table = {
+    "self_attention.q_layernorm.weight": same(ATTENTION + "q_norm.weight"),
+    "self_attention.k_layernorm.weight": same(ATTENTION + "k_norm.weight"),
+}
+
+
+def experts(folder: str, gate: str, up: str, down: str) -> Table:
+    """The router and every expert, one tensor per projection and expert, under `folder` as in Hugging Face's names."""
+    each = f"{LAYER}{folder}.experts.{{E}}."
+    return {
+        "mlp.router.weight": same(f"{LAYER}{folder}.gate.weight"),
+        "mlp.experts.linear_fc1.weight": gated(f"{each}{gate}.weight", f"{each}{up}.weight"),
+        "mlp.experts.linear_fc2.weight": same(f"{each}{down}.weight"),
+    }

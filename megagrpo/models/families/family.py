@@ -1,0 +1,189 @@
+"""The description of a model family: how to read its config.json, and the mapping from Megatron's parameters to its tensors. Imports no
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.blocks import BlockRule
+
+Raw = dict[str, Any]  # config.json as read
+Table = dict[str, BlockRule]
+
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+FULL, SLIDING = "full_attention", "sliding_attention"  # values of config.json's layer_types
+REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+# Keys of config.json that are read for every family: by `common_config`, `rope`, Megatron's configuration and `families.keys`.
+COMMON = (
+    *("model_type", "architectures", "auto_map", *REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings", "dtype", "torch_dtype"),
+    "initializer_range",
+)
+_DROPOUT = (0, "dropout is not supported; set it to 0")
+_HEAD_NORMS = (False, "norms of queries and keys are not supported")
+_SCALED = "a model-specific scale, as in Granite, MiniCPM or Cohere, is not supported"
+# Key of config.json -> the one value that this project's model code implements, and the error for other values. The row does not apply
+# to a family that reads or ignores the key.
+FIXED: dict[str, tuple[Any, str]] = {
+    "hidden_act": ("silu", "only silu is supported"),
+    "mlp_bias": (False, "a bias in the MLP is not supported"),
+    "attention_bias": (False, "a bias in the output projection of attention is not supported"),
+    "attention_out_bias": (False, "a bias in the output projection of attention is not supported"),
+    "qkv_bias": (False, "biases on queries, keys and values are not supported"),
+    "lm_head_bias": (False, "a bias in the LM head is not supported"),
+    "quantization_config": (None, "quantized weights cannot be trained; use the original weights"),
+    "quantization": (None, "quantized weights cannot be trained; use the original weights"),
+    "attention_dropout": _DROPOUT,
+    "hidden_dropout": _DROPOUT,
+    "attn_pdrop": _DROPOUT,
+    "resid_pdrop": _DROPOUT,
+    "embd_pdrop": _DROPOUT,
+    "router_jitter_noise": (0, "noise in the router is not supported; set it to 0"),
+    "shared_expert_intermediate_size": (0, "an MLP beside the experts is not supported"),
+    "no_rope_layers": (None, "blocks without rotation, as in SmolLM3, are not supported"),
+    "rope_interleaved": (False, "only the rotation of the two halves of a head is supported"),
+    "use_mrope": (False, "rotation by several positions, as in vision-language models, is not supported"),
+    "use_sliding_window": (False, "windows are not supported"),
+    "is_causal": (True, "only causal attention is supported"),
+    "use_bidirectional_attention": (False, "only causal attention is supported"),
+    "is_encoder_decoder": (False, "only decoders are supported"),
+    "add_cross_attention": (False, "only decoders are supported"),
+    "pruned_heads": ({}, "pruned heads are not supported"),
+    "use_qk_norm": _HEAD_NORMS,
+    "qk_norm": _HEAD_NORMS,
+    "qk_layernorm": _HEAD_NORMS,
+    "residual_multiplier": (1, _SCALED),
+    "attention_multiplier": (None, _SCALED),
+    "embedding_multiplier": (1, _SCALED),
+    "logits_scaling": (1, _SCALED),
+    "logit_scale": (1, _SCALED),
+    "scale_emb": (1, _SCALED),
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """The description of one family; each file of this folder assigns one to `FAMILY`, and nothing else needs to know the family.
+
+    - `table` maps names of HybridModel's parameters, without "decoder.layers.N.", to rules.
+    - `read` returns the architecture: `common_config` with the fields that differ in this family.
+    - `problems` returns why the model cannot be trained.
+    - `keys` are the keys that `read` and `problems` use besides `COMMON`.
+    - `ignored` keys change nothing in this family.
+    - `fixed` keys have one supported value, besides `FIXED`. Every other key is rejected (`families.keys`).
+    - `dropped` returns regular expressions of tensors that files may hold and that are skipped with a message.
+    - `rope_types` are the supported kinds of rotary scaling.
+    - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the whole head.
+    """
+
+    model_type: str
+    architecture: str
+    table: Callable[[HfConfig], Table]
+    read: Callable[[Raw, HfConfig], HfConfig] = lambda raw, common: common
+    problems: Callable[[Raw], list[str]] = lambda raw: []
+    required: tuple[str, ...] = REQUIRED
+    keys: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    fixed: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    dropped: Callable[[HfConfig], tuple[str, ...]] = lambda hf: ()
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    partial_rotary_factor: float | None = None
+
+    @property
+    def fixed_values(self) -> dict[str, tuple[Any, str]]:
+        """Key of config.json -> its one supported value and the error for others: the rows of `FIXED` that apply, and `fixed`."""
+        return {key: rule for key, rule in FIXED.items() if key not in (*self.keys, *self.ignored)} | self.fixed
+
+
+def common_config(family: Family, raw: Raw) -> HfConfig:
+    """Return the architecture of a Llama from the keys that all families share."""
+    rotary = rope(raw)
+    return HfConfig(
+        family=raw["model_type"],
+        num_layers=raw["num_hidden_layers"],
+        hidden_size=raw["hidden_size"],
+        num_heads=raw["num_attention_heads"],
+        num_kv_heads=kv_heads(raw),
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        intermediate_size=raw["intermediate_size"],
+        vocab_size=raw["vocab_size"],
+        tied_embeddings=raw.get("tie_word_embeddings", False),
+        norm_eps=raw.get("rms_norm_eps", 1e-6),
+        rope_theta=rotary.get("rope_theta", 10000.0),
+        rope_type=rotary["rope_type"],
+        partial_rotary_factor=rotated_share(raw, family.partial_rotary_factor or 1.0),
+        max_positions=raw.get("max_position_embeddings", 2048),
+        dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
+        raw=raw,
+    )
+
+
+def rope(raw: Raw) -> dict[str, Any]:
+    """Return the rotary parameters with `rope_type` and `rope_theta`, from transformers 5's `rope_parameters` or the older two keys."""
+    old = {"rope_theta": raw.get("rope_theta", 10000.0)} | (raw.get("rope_scaling") or {})
+    new = raw.get("rope_parameters") or {}
+    parameters = old | ((new.get(FULL) or {}) if FULL in new else new)  # with one set per kind of block: the one of blocks without a window
+    return parameters | {"rope_type": parameters.get("rope_type") or parameters.get("type") or "default"}
+
+
+def rotated_share(raw: Raw, default: float) -> float:
+    """Return the share of each head that is rotated. config.json has it beside or inside the rotary parameters."""
+    shares = (rope(raw).get("partial_rotary_factor"), raw.get("partial_rotary_factor"), default)
+    return next(share for share in shares if share is not None)
+
+
+def kv_heads(raw: Raw) -> int:
+    """Return the number of key and value heads. A config.json without the key has as many as query heads."""
+    return raw.get("num_key_value_heads") or raw["num_attention_heads"]
+
+
+EXPERT_KEYS = ("num_experts", "num_local_experts", "num_experts_per_tok")  # read by `num_experts` and `expert_problems`
+
+
+def num_experts(raw: Raw) -> int:
+    """Return the number of experts of a mixture, from either of its two key names."""
+    return raw.get("num_experts") or raw["num_local_experts"]
+
+
+def windows(raw: Raw, size: int | None, slides: Callable[[int], bool] | None = None) -> tuple[int | None, ...]:
+    """Return `HfConfig.windows`: `size` in every block, or with `slides` only in sliding blocks.
+
+    `layer_types` names the sliding blocks; without that key `slides(block)` decides.
+    """
+    blocks = range(raw["num_hidden_layers"])
+    if size is None:
+        return ()
+    if slides is None:
+        return (size,) * len(blocks)
+    types = raw.get("layer_types") or [SLIDING if slides(block) else FULL for block in blocks]
+    return tuple(size if kind == SLIDING else None for kind in types)
+
+
+def layer_type_problems(family: Family, raw: Raw) -> list[str]:
+    """Return what is wrong with `layer_types`, the kind of attention of each block, if config.json has it."""
+    types = raw.get("layer_types") or []
+    if "layer_types" not in family.keys and (SLIDING in types or (types and raw.get("sliding_window"))):
+        return [
+            f"model: layer_types in config.json ({family.model_type}) lets vLLM choose the blocks with a window, and transformers and the "
+            f"trainer do not read it; remove it from a copy of config.json"
+        ]
+    problems = [
+        f"model: layer_types names {kind!r}; only {FULL} and {SLIDING} are supported" for kind in sorted({*types} - {FULL, SLIDING})
+    ]
+    if types and len(types) != raw.get("num_hidden_layers", len(types)):
+        problems.append(f"model: layer_types has {len(types)} entries for num_hidden_layers={raw['num_hidden_layers']}")
+    return problems
+
+
+def expert_problems(raw: Raw, *required: tuple[str, ...]) -> list[str]:
+    """Return the keys of a mixture of experts that config.json lacks. Of each tuple in `required` one key must be present."""
+    required = (("num_experts_per_tok",), ("num_experts", "num_local_experts"), *required)
+    problems = [f"model: config.json lacks {' or '.join(keys)}" for keys in required if not any(raw.get(key) for key in keys)]
+    if problems:
+        return problems
+    if raw["num_experts_per_tok"] > (count := num_experts(raw)):
+        problems.append(f"model: num_experts_per_tok={raw['num_experts_per_tok']} is more than the {count} experts")
+    return problems

@@ -1,0 +1,34 @@
+"""Mixtral: a Mistral with a mixture of experts in every block. The weights of a token's experts always sum to 1."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megagrpo.models.families.architecture import Experts, HfConfig
+from megagrpo.models.families.dense import DENSE, experts
+from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, num_experts, rope, windows
+
+_TABLE = DENSE | experts("block_sparse_moe", "w1", "w3", "w2")
+
+
+def _read(raw: Raw, common: HfConfig) -> HfConfig:
+    mixture = Experts(
+        count=num_experts(raw),
+        per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["intermediate_size"],
+        normalized=True,
+        blocks=frozenset(range(raw["num_hidden_layers"])),
+    )
+    # transformers has other defaults for this family than for Llama.
+    norm_eps, theta = raw.get("rms_norm_eps", 1e-5), rope({"rope_theta": 1e6} | raw)["rope_theta"]
+    return replace(common, norm_eps=norm_eps, rope_theta=theta, experts=mixture, windows=windows(raw, raw.get("sliding_window")))
+
+
+FAMILY = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    table=lambda hf: _TABLE,
+    read=_read,
+    problems=expert_problems,
+    keys=("sliding_window", *EXPERT_KEYS),
+)

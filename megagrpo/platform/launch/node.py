@@ -1,0 +1,95 @@
+"""Starts the trainer's ranks on one node, like torchrun with a static rendezvous. Run it once on every node:
+
+    python -m megagrpo.platform.launch.node --nodes 2 --ranks 8 --master 10.0.0.1:29400 [--logs FOLDER] CONFIG [key=value ...]
+
+The node's index comes from its Slurm task, or from its pod in an indexed Kubernetes job. Each rank logs to `FOLDER/rank_00003.log`; the
+log of rank 0 is also printed. Exit code: 85 when the trainer has saved and should be restarted, else the exit code of the rank that
+failed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+import urllib.request
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+from megagrpo.config import ConfigError, load_config
+from megagrpo.platform.launch.job_nodes import Nodes
+from megagrpo.platform.launch.local import run_ranks, set_connections, set_thread_environment
+from megagrpo.platform.process.terminal import warn
+from megagrpo.platform.process.variable_names import NODE_INDICES
+from megagrpo.records.run_files import make_run_folder
+
+NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class RankLogs(LogsSpecs):
+    """Writes one log file per rank, named by its global rank; the log of rank `main` is also printed."""
+
+    def __init__(self, folder: Path, main: int = 0):
+        super().__init__(str(folder))
+        self.folder, self.main = folder, main
+
+    @property
+    def root_log_dir(self) -> str:
+        """The folder of the log files."""
+        return str(self.folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Return the log files: local rank -> its file, for standard output and standard error."""
+        make_run_folder(self.folder)
+        files = {local: str(self.folder / f"rank_{int(env['RANK']):05d}.log") for local, env in envs.items()}
+        printed = {local: files[local] for local, env in envs.items() if int(env["RANK"]) == self.main}
+        errors = {local: str(self.folder / f".error_{env['RANK']}.json") for local, env in envs.items()}
+        for local, env in envs.items():
+            env["TORCHELASTIC_ERROR_FILE"] = errors[local]
+        return LogsDest(files, files, printed, {}, errors, os.devnull, os.devnull)
+
+
+def silent_servers(urls: list[str], seconds: float) -> list[str]:
+    """Return the servers that have not passed a health check after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while urls and time.monotonic() < deadline:
+        urls = [url for url in urls if not _is_healthy(url)]
+        time.sleep(min(1.0, max(0.0, deadline - time.monotonic())) if urls else 0)
+    return urls
+
+
+def _is_healthy(url: str) -> bool:
+    try:
+        NO_PROXY.open(f"{url}/health", timeout=5).close()
+    except OSError:
+        return False
+    return True
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("--nodes", type=int, required=True)
+    parser.add_argument("--ranks", type=int, required=True, help="on each node")
+    parser.add_argument("--master", required=True, help="address:port of the first node")
+    parser.add_argument("--logs", type=Path)
+    parser.add_argument("--wait-for", default="", help="addresses of servers, separated by commas, that must be healthy first")
+    parser.add_argument("--wait-seconds", type=float, default=600.0)
+    options, trainer = parser.parse_known_args(arguments)
+    if silent := silent_servers([url for url in options.wait_for.split(",") if url], options.wait_seconds):
+        warn(f"no response from {', '.join(silent)} within {options.wait_seconds:g} s (rollout.startup_timeout)")
+        return 1
+    address, _, port = options.master.rpartition(":")
+    index = next((os.environ[name] for name in NODE_INDICES if name in os.environ), "0")
+    set_thread_environment(options.ranks)
+    try:
+        set_connections(load_config(trainer[0], trainer[1:]).parallel)
+    except ConfigError as error:
+        warn(str(error))
+        return 2
+    nodes = Nodes(int(index), options.nodes, address, int(port))
+    return run_ranks(options.ranks, nodes, ["megagrpo", "train", *trainer], RankLogs(options.logs) if options.logs else None)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

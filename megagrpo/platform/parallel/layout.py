@@ -1,0 +1,206 @@
+"""Owns the parallel geometry: the ranks, their process groups, and the few object messages between them.
+
+Only this file and `platform/device/` use `megatron.core.parallel_state`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megagrpo.config import ParallelSection
+from megagrpo.platform import device
+from megagrpo.platform.parallel.rank_rendezvous import join_world
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes, ranks and groups of the tensor (tp), context (cp), data (dp) and pipeline (pp) axes. Ranks are numbered in this order, tp
+    fastest.
+
+    A replica is the tp x cp x pp ranks that work on the same micro-batches; dp x cp ranks hold the same weights. `cpu_group` spans the
+    world and carries Python objects over gloo. Experts use the same ranks in other groups: each stage's tp x cp x dp ranks are etp
+    (inside an expert) x ep (over experts) x copies.
+    """
+
+    world_size: int
+    world_rank: int
+    tp_size: int
+    tp_rank: int
+    tp_group: dist.ProcessGroup
+    cp_size: int
+    cp_rank: int
+    cp_group: dist.ProcessGroup
+    pp_size: int
+    pp_rank: int
+    pp_group: dist.ProcessGroup
+    dp_size: int
+    dp_rank: int
+    dp_cp_group: dist.ProcessGroup
+    vpp: int
+    pipeline_layers: tuple[int, ...] | None
+    ep_size: int
+    ep_rank: int
+    etp_size: int
+    etp_rank: int
+    expert_copy: int  # this rank's index among the ranks with the same experts
+    cpu_group: dist.ProcessGroup
+    process_groups: ProcessGroupCollection
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank embeds the tokens (with its first chunk)."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes logits (with its last chunk)."""
+        return self.pp_rank == self.pp_size - 1
+
+    @property
+    def is_dp_leader(self) -> bool:
+        """Whether this rank represents its replica, for example towards the engine."""
+        return self.tp_rank == 0 and self.cp_rank == 0 and self.pp_rank == 0
+
+    @property
+    def dp_cp_size(self) -> int:
+        """Number of ranks that hold the same weights."""
+        return self.dp_size * self.cp_size
+
+    @property
+    def dp_cp_rank(self) -> int:
+        """This rank's index among the ranks that hold the same weights."""
+        return self.dp_rank * self.cp_size + self.cp_rank
+
+    def chunk_is_first(self, chunk: int) -> bool:
+        """Whether model chunk `chunk` of this rank embeds the tokens."""
+        return self.is_first_stage and chunk == 0
+
+    def chunk_is_last(self, chunk: int) -> bool:
+        """Whether model chunk `chunk` of this rank computes logits."""
+        return self.is_last_stage and chunk == self.vpp - 1
+
+    def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
+        """Gather `obj`, which must be picklable, from every rank of the world, in rank order. Collective.
+
+        Raises LateRanks when some ranks have not joined `within` this many seconds; the world is then unusable. Without `within` the
+        world's own timeout applies.
+        """
+        if within is not None and self.world_size > 1:
+            self._await_all(within)
+        everyone = [None] * self.world_size
+        dist.all_gather_object(everyone, obj, group=self.cpu_group)
+        return everyone
+
+    def _await_all(self, seconds: float) -> None:
+        try:
+            dist.monitored_barrier(group=self.cpu_group, timeout=timedelta(seconds=seconds), wait_all_ranks=True)
+        except RuntimeError as error:
+            late = re.search(r"Ranks ([\d, ]+) failed to pass", str(error))  # only rank 0 gets this text
+            raise LateRanks([int(rank) for rank in late[1].split(",")] if late else [], seconds) from error
+
+    def barrier(self) -> None:
+        """Wait for every rank of the world."""
+        dist.barrier(group=self.cpu_group)
+
+    def release(self) -> None:
+        """Destroy the groups of the axes, so that another layout can be initialised in the same world."""
+        parallel_state.destroy_model_parallel()
+        # Megatron-Core 0.19 keeps some groups. In a fork of this process their destructors would wait for threads that a fork lacks.
+        left = [name for name, value in vars(parallel_state).items() if isinstance(value, dist.ProcessGroup)]
+        vars(parallel_state).update(dict.fromkeys(left))
+
+    def close(self) -> None:
+        """Destroy all process groups. A process that exits without this may abort in the communication library's destructor."""
+        self.release()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class LateRanks(TimeoutError):
+    """Raised when some ranks missed a timeout. On rank 0 `ranks` holds their numbers; on other ranks it is empty."""
+
+    def __init__(self, ranks: list[int], seconds: float):
+        self.ranks = ranks
+        who = f"rank {', '.join(map(str, ranks))}" if ranks else "rank 0, or a rank that rank 0 reports,"
+        super().__init__(f"{who} did not join within {seconds:g} s")
+
+
+def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
+    """Create the process groups of this job and seed each rank's generators.
+
+    The world comes from any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, from an existing default process group, or
+    is this one process. Raises ValueError when tp x cp x pp, or ep x etp x pp, does not divide the world.
+    """
+    timeout = timedelta(minutes=parallel.timeout_minutes)
+    device.select_local_device()
+    if not dist.is_initialized():
+        join_world(device.backend(), timeout)
+    world_size = dist.get_world_size()
+    if world_size % parallel.model_parallel_size:
+        raise ValueError(
+            f"parallel: tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} = {parallel.model_parallel_size} does not divide the world "
+            f"of {world_size} ranks; start a multiple of {parallel.model_parallel_size} ranks or lower tp, cp or pp"
+        )
+    if world_size % parallel.expert_parallel_size:
+        raise ValueError(
+            f"parallel: ep {parallel.ep} x etp {parallel.expert_tp} x pp {parallel.pp} = {parallel.expert_parallel_size} does not divide "
+            f"the world of {world_size} ranks; start a multiple of {parallel.expert_parallel_size} ranks or lower ep or etp"
+        )
+    # Megatron sets a timeout for every subgroup and ignores the world's.
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.expert_tp,
+        distributed_timeout_minutes=parallel.timeout_minutes,
+    )
+    model_parallel_cuda_manual_seed(seed)
+    return _describe(parallel, timeout)
+
+
+def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:
+    ps = parallel_state
+    return Layout(
+        world_size=dist.get_world_size(),
+        world_rank=dist.get_rank(),
+        tp_size=parallel.tp,
+        tp_rank=ps.get_tensor_model_parallel_rank(),
+        tp_group=ps.get_tensor_model_parallel_group(),
+        cp_size=parallel.cp,
+        cp_rank=ps.get_context_parallel_rank(),
+        cp_group=ps.get_context_parallel_group(),
+        pp_size=parallel.pp,
+        pp_rank=ps.get_pipeline_model_parallel_rank(),
+        pp_group=ps.get_pipeline_model_parallel_group(),
+        dp_size=ps.get_data_parallel_world_size(),
+        dp_rank=ps.get_data_parallel_rank(),
+        dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),
+        vpp=parallel.vpp,
+        pipeline_layers=None if parallel.pipeline_layers is None else tuple(parallel.pipeline_layers),
+        ep_size=parallel.ep,
+        ep_rank=ps.get_expert_model_parallel_rank(),
+        etp_size=parallel.expert_tp,
+        etp_rank=ps.get_expert_tensor_parallel_rank(),
+        expert_copy=ps.get_expert_data_parallel_rank(),
+        cpu_group=_cpu_world(timeout),
+        process_groups=ProcessGroupCollection.use_mpu_process_groups(),
+    )
+
+
+def _cpu_world(timeout: timedelta) -> dist.ProcessGroup:
+    """Return a gloo group over all ranks: the default group if it uses gloo, else a new one."""
+    world = dist.group.WORLD
+    if dist.get_backend() == "gloo":
+        assert world is not None, "a world with a backend has a default group"
+        return world
+    return dist.new_group(timeout=timeout, backend="gloo")

@@ -1,0 +1,77 @@
+"""Layouts of planned worlds: the layout of each of, say, a thousand ranks, in one process and without communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import cast
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch.distributed import distributed_c10d
+
+from megagrpo.config import ParallelSection
+from megagrpo.platform.parallel.layout import Layout
+
+
+@dataclass(frozen=True)
+class Group:
+    """A stand-in for a process group while a model is built: it has a size and this rank's index, but no communication."""
+
+    num_ranks: int
+    index: int
+
+    def size(self) -> int:
+        return self.num_ranks
+
+    def rank(self) -> int:
+        return self.index
+
+
+def imagined_layouts(alone: Layout, parallel: ParallelSection, world_size: int) -> Iterator[tuple[list[int], Layout]]:
+    """Yield (ranks, layout) for each set of ranks that hold the same weights, stage by stage.
+
+    `alone` is this process's own layout of one rank. Ranks are numbered tp, cp, dp, pp from fastest to slowest; a stage's ranks are etp,
+    ep, copies for the experts.
+    """
+    a_stage = world_size // parallel.pp
+    for stage in range(parallel.pp):
+        same: dict[tuple[int, int, int], list[int]] = {}
+        for index in range(a_stage):
+            coordinates = index % parallel.tp, index // parallel.expert_tp % parallel.ep, index % parallel.expert_tp
+            same.setdefault(coordinates, []).append(stage * a_stage + index)
+        for (tp_rank, ep_rank, etp_rank), ranks in same.items():
+            tp, ep, etp = _known(parallel.tp, tp_rank), _known(parallel.ep, ep_rank), _known(parallel.expert_tp, etp_rank)
+            yield (
+                ranks,
+                replace(
+                    alone,
+                    world_size=world_size,
+                    world_rank=ranks[0],
+                    tp_size=parallel.tp,
+                    tp_rank=tp_rank,
+                    pp_size=parallel.pp,
+                    pp_rank=stage,
+                    vpp=parallel.vpp,
+                    pipeline_layers=None if parallel.pipeline_layers is None else tuple(parallel.pipeline_layers),
+                    ep_size=parallel.ep,
+                    ep_rank=ep_rank,
+                    etp_size=parallel.expert_tp,
+                    etp_rank=etp_rank,
+                    process_groups=_groups(tp, _known(parallel.pp, stage), ep, etp),
+                ),
+            )
+
+
+def _known(num_ranks: int, index: int) -> Group:
+    """Return a group that is registered in torch's group table, where Megatron looks up this process's rank. torch has no public way to
+    register it."""
+    group = Group(num_ranks, index)
+    cast("dict[object, dict[int, int]]", distributed_c10d._world.pg_group_ranks)[group] = {0: index}
+    return group
+
+
+def _groups(tp: Group, pp: Group, ep: Group, etp: Group) -> ProcessGroupCollection:
+    one = _known(1, 0)
+    tp_ep = _known(etp.num_ranks * ep.num_ranks, ep.index * etp.num_ranks + etp.index)
+    groups = dict.fromkeys(("cp", "dp", "dp_cp", "expt_dp", "gtp_remat", "expt_gtp_remat", "embd", "pos_embd"), one)
+    return ProcessGroupCollection(**groups, tp=tp, tp_cp=tp, pp=pp, mp=tp, ep=ep, expt_tp=etp, tp_ep=tp_ep, tp_dp_cp=tp)

@@ -1,0 +1,53 @@
+"""The phases of a training step: generate, reward, logprobs, train, optimizer, sync. One owner times, shows and marks them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from megagrpo.platform.process.progress_hook import SILENT, SILENT_TASK, Progress, Task
+
+
+def no_mark(name: str) -> AbstractContextManager[object]:
+    """Mark nothing: no profiler runs."""
+    return nullcontext()
+
+
+class Phases:
+    """Measures the seconds of each phase, shows its progress, and names it in a profile: `with phases("generate") as task: ...`.
+
+    Seconds of repeated phases are added up. They are host times: work that a phase leaves queued on a GPU counts for the phase that waits
+    for it. A phase inside another one shares its progress, and its seconds count in both.
+
+    `about` begins the titles of the progress, such as "step 3/40 ". `mark` returns a context that names a range in a profile.
+    """
+
+    def __init__(self, progress: Progress = SILENT) -> None:
+        self.about = ""
+        self.mark: Callable[[str], AbstractContextManager[object]] = no_mark
+        self.task: Task = SILENT_TASK  # of the phase that runs
+        self._progress = progress
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._started = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[Task]:
+        outer = self.task
+        shown = self._progress.task(f"{self.about}{phase}") if outer is SILENT_TASK else nullcontext(outer)
+        with self.mark(phase), shown as self.task:
+            start = time.perf_counter()
+            try:
+                yield self.task
+            finally:
+                self._seconds[phase] += time.perf_counter() - start
+                self.task = outer
+
+    def collect(self) -> dict[str, float]:
+        """Return `time/PHASE` for each phase and `time/step`, in seconds since the last call or the start, and reset them."""
+        now = time.perf_counter()
+        metrics = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {"time/step": now - self._started}
+        self._seconds.clear()
+        self._started = now
+        return metrics

@@ -1,0 +1,61 @@
+"""Imports the user's code: functions and classes in `.py` files and in installed modules."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_PACKAGE = str(Path(__file__).parents[2])
+
+
+def load(location: str, name: str) -> Callable[..., Any]:
+    """Return the function or class `name` of `location`, the path of a `.py` file or a dotted module; imported once per process.
+
+    Raises AttributeError, with the functions that are there, when it has none of that name, and whatever the import raises.
+    """
+    module = load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [n for n, v in vars(module).items() if inspect.isfunction(v) and not n.startswith("_")]
+        raise AttributeError(f"{location} has no function `{name}`; it has: {', '.join(own) or 'none'}")
+    return function
+
+
+def absolute(location: str) -> str:
+    """Return the absolute path of a `.py` file, relative to the current folder; a dotted module as it is. Raises FileNotFoundError."""
+    if not location.endswith(".py"):
+        return location
+    file = Path(location).expanduser()
+    if not file.is_file():
+        raise FileNotFoundError(f"no file {file.absolute()}")
+    return str(file.resolve())
+
+
+def load_file(path: Path) -> ModuleType:
+    """Import the file, once per process. Modules beside the file can be imported by it."""
+    name = f"megagrpo_user_{path.stem}_{abs(hash(str(path)))}"
+    if name not in sys.modules:
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None and spec.loader is not None, f"{path} ends in .py"
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def described(error: BaseException) -> str:
+    """Return the error in one line, with file and line of the last frame that is the user's, if any."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_PACKAGE, "<frozen"))]
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

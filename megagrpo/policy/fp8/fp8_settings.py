@@ -1,0 +1,97 @@
+"""The FP8 settings of a model: the recipe, and which elements of a matrix share a scale under it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megagrpo.config import ModelSection
+from megagrpo.platform import device
+from megagrpo.policy.fp8.megatron_patches import patch_recipe
+from megagrpo.policy.fp8.rounding import E4M3, E5M2, Tile
+
+BLOCKS = {"tensorwise": None, "blockwise": 128, "mxfp8": 32}  # elements along the summed dim that share a scale; None: all
+
+
+@dataclass(frozen=True)
+class History:
+    """How a scale of recipe `delayed` follows from `length` amaxes: from the largest of all ("max") or the newest ("most_recent"), divided
+    by 2^margin."""
+
+    length: int = 1024
+    algo: str = "max"
+    margin: int = 0
+
+
+@dataclass(frozen=True)
+class Fp8:
+    """The FP8 settings of a model."""
+
+    recipe: str  # as in `model.fp8_recipe`
+    hybrid: bool  # gradients are e5m2
+    bf16_layers: frozenset[int] = frozenset()  # decoder layers without FP8, counted from 0
+    history: History | None = None  # with recipe `delayed`
+    pads_routing: bool = False  # routers pad each expert's tokens to the multiple that FP8 needs
+    keeps_weights: bool = False  # weights stay in FP8 between steps
+
+    @classmethod
+    def of(cls, model: ModelSection, num_layers: int) -> Fp8 | None:
+        """Return the config's FP8 settings for a model with `num_layers` decoder layers; None without FP8.
+
+        Raises ValueError for a layer that the model does not have.
+        """
+        if model.fp8_recipe == "none":
+            return None
+        if wrong := [i for i in model.bf16_layers if not -num_layers <= i < num_layers]:
+            problem = f"{wrong[0]} is out of range: the model has {num_layers} layers; use -{num_layers} to {num_layers - 1}"
+            raise ValueError(f"model.bf16_layers: {problem}")
+        history = History(model.fp8_amax_history_len, model.fp8_amax_compute_algo, model.fp8_margin)
+        return cls(
+            model.fp8_recipe,
+            model.hybrid_fp8,
+            frozenset(i % num_layers for i in model.bf16_layers),
+            history if model.fp8_recipe == "delayed" else None,
+            model.moe_router_padding_for_quantization,
+            model.fp8_param,
+        )
+
+    def megatron_config(self) -> dict[str, Any]:
+        """Return the fields of Megatron's configuration that select this recipe in Transformer Engine; `keep_in_bf16` sets the rest.
+
+        Without Transformer Engine it is empty, and `quantise_linears` emulates the recipe. Raises ValueError when this GPU does not
+        support the recipe.
+        """
+        if problem := device.fp8_problem(self.recipe):
+            raise ValueError(f"model.fp8_recipe: {self.recipe} does not run here: {problem}; choose none or another recipe")
+        if not device.has_transformer_engine():
+            return {}
+        patch_recipe()
+        fields: dict[str, Any] = dict(fp8="hybrid" if self.hybrid else "e4m3", fp8_recipe=self.recipe)
+        fields |= dict(moe_router_padding_for_quantization=True) if self.pads_routing else {}
+        fields |= dict(fp8_param=True) if self.keeps_weights else {}
+        if h := self.history:
+            fields |= dict(fp8_amax_history_len=h.length, fp8_amax_compute_algo=h.algo, fp8_margin=h.margin)
+        return fields
+
+    @property
+    def gradients(self) -> torch.dtype:
+        """The FP8 dtype of gradients."""
+        return E5M2 if self.hybrid else E4M3
+
+    def tile(self, shape: torch.Size, dim: int, square: bool = False) -> Tile:
+        """Return the (rows, columns) of a matrix of `shape` that share a scale in a product that sums over `dim`.
+
+        `square`: a weight, whose tiles are square in recipe `blockwise`.
+        """
+        block = BLOCKS[self.recipe]
+        if block is None:
+            return shape[0], shape[1]
+        other = block if square and self.recipe == "blockwise" else 1
+        return (block, other) if dim == 0 else (other, block)
+
+    @property
+    def powers_of_two(self) -> bool:
+        """Whether scales are powers of two."""
+        return BLOCKS[self.recipe] is not None

@@ -1,0 +1,220 @@
+"""Low-rank adapters on Megatron's parallel linears (LoRA, Hu et al. 2021, arXiv 2106.09685): y = W x + scale B A x with W frozen.
+
+Every Hugging Face projection has its own A [rank, in] and B [out, rank], even where Megatron keeps several projections in one linear. A
+projection that is fused in the files (qkv, gate_up) has one A and one B, whose rows are in the order of Megatron's linear.
+
+Column-parallel linears (q, k, v, gate, up) shard B along its output and replicate A. Row-parallel linears (o, down) shard A along its
+input and replicate B. The activations that cross ranks between A and B have `rank` columns in place of the model's width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import get_data_parallel_rng_tracker_name
+from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from megatron.core.utils import unwrap_model
+from torch import Tensor, nn
+
+from megagrpo.config import LoraSection
+from megagrpo.models.families.hf_config import HfConfig, projections
+from megagrpo.policy.chunks import layers_of, mix_in
+
+Names = dict[str, tuple[str, ...]]  # linear -> names of its projections
+ADAPTER = "adapter"  # submodule of a linear that holds its adapters; no other parameter has this in its name
+
+
+def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: LoraSection, recompute: str) -> None:
+    """Freeze the bare chunks and add adapters, uninitialised and in the weights' dtype, to the projections that `lora` names.
+
+    Experts get no adapters, since each expert of a block would need its own. In a mixture's blocks only the attention has adapters.
+    """
+    names = projections(hf_config)
+    for chunk in chunks:
+        chunk.requires_grad_(False)
+        for layer in layers_of([chunk]):
+            attention, mlp = getattr(layer, "self_attention", None), getattr(layer, "mlp", None)
+            for linear, parts, groups in (*_of_attention(attention, names), *_of_mlp(mlp, names)):
+                if wanted := [name for name in parts if name in lora.projections]:
+                    column = linear.weight.partition_dim == 0
+                    _attach(linear, (ColumnAdapter if column else RowAdapter)(linear, parts, groups, wanted, lora))
+        if recompute == "full" and chunk.pre_process:
+            # Recompute runs a block's backward pass only if its input requires a gradient. Nothing before the first block is trained.
+            embedding: Any = chunk.embedding
+            embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled()))
+
+
+def _of_attention(attention: Any, names: Names) -> list[tuple[Any, dict[str, int], int]]:
+    """Return (linear, rows of each projection in one group of its output, groups on this rank) for every linear of an attention module."""
+    if not hasattr(attention, "linear_qkv"):
+        return []
+    config: TransformerConfig = attention.config
+    head, queries = config.kv_channels, config.num_attention_heads // config.num_query_groups
+    groups = config.num_query_groups // config.tensor_model_parallel_size
+    inputs = _rows(names["self_attention.linear_qkv"], (queries * head, head, head))
+    outputs = _rows(names["self_attention.linear_proj"], (config.hidden_size,))
+    return [(attention.linear_qkv, inputs, groups), (attention.linear_proj, outputs, 1)]
+
+
+def _of_mlp(mlp: Any, names: Names) -> list[tuple[Any, dict[str, int], int]]:
+    if not hasattr(mlp, "linear_fc1"):
+        return []
+    config: TransformerConfig = mlp.config
+    width = config.ffn_hidden_size // config.tensor_model_parallel_size
+    inputs, outputs = _rows(names["mlp.linear_fc1"], (width, width)), _rows(names["mlp.linear_fc2"], (config.hidden_size,))
+    return [(mlp.linear_fc1, inputs, 1), (mlp.linear_fc2, outputs, 1)]
+
+
+def _rows(names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:
+    """Return the rows of each projection. A single fused projection gets the sum of all rows."""
+    return dict(zip(names, rows, strict=True)) if len(names) == len(rows) else {names[0]: sum(rows)}
+
+
+def _attach(linear: Any, adapter: nn.Module) -> None:
+    linear.adapter = adapter
+    mix_in(linear, Adapted)
+
+
+class Adapted:
+    """A parallel linear that adds the output of `adapter` to its own."""
+
+    def forward(self: Any, input_: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Return (output + adapter output [T, 1, out], bias) of the linear, from input [T, 1, in]."""
+        output, bias = super().forward(input_, *args, **kwargs)  # type: ignore[misc]  # the linear's
+        return output + self.adapter(input_), bias
+
+    def sharded_state_dict(
+        self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Return the linear's sharded state and the adapters'."""
+        own = self.adapter.state_dict(prefix=f"{ADAPTER}.", keep_vars=True)
+        axes = {name: value.partition_dim for name, value in own.items() if value.tensor_model_parallel}
+        assert metadata is not None
+        options = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
+        whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # the linear's
+        made = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **options)
+        if (key := f"{prefix}{ADAPTER}.gate_up_proj.lora_B") in made:  # a rank's rows: first the gate's, then the up projection's
+            made[key] = apply_swiglu_sharded_factory(made[key], sharded_offsets)
+        return whole | made
+
+
+class LowRank(nn.Module):
+    """This rank's shards of A and B of one projection. `cut` holds the sharded dimension of A and of B; None: replicated."""
+
+    def __init__(self, linear: Any, rows: int, cut: tuple[int | None, int | None], rank: int):
+        super().__init__()
+        weight, config = linear.weight, linear.config
+        self.lora_A = nn.Parameter(weight.new_empty(rank, weight.shape[1]))
+        self.lora_B = nn.Parameter(weight.new_empty(rows, rank))
+        parameters: tuple[Any, Any] = self.lora_A, self.lora_B
+        for parameter, dim in zip(parameters, cut, strict=True):
+            set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
+            # Each tensor-parallel rank sees a part of the sequence: finalize_model_grads sums the gradient over them.
+            parameter.sequence_parallel = config.sequence_parallel and dim is None
+
+
+class _Adapter(nn.ModuleDict):
+    """Base of the adapters of one linear. All projections of the linear share one dropout mask."""
+
+    def __init__(
+        self,
+        linear: Any,
+        parts: dict[str, int],
+        groups: int,
+        wanted: Sequence[str],
+        cut: tuple[int | None, int | None],
+        lora: LoraSection,
+    ):
+        super().__init__({name: LowRank(linear, parts[name] * groups, cut, lora.rank) for name in wanted})
+        self.parts, self.groups, self.scale, self.dropout = parts, groups, lora.scale, lora.dropout
+        self.tp_group = linear.tp_group
+        self.sequence_parallel: bool = linear.config.sequence_parallel
+
+    def low_rank(self, name: str) -> LowRank:
+        """Return A and B of the projection `name`."""
+        part = self[name]
+        assert isinstance(part, LowRank)
+        return part
+
+    def drop(self, x: Tensor, cut: bool) -> Tensor:
+        """Apply dropout to `x` [..., in]. All tensor-parallel ranks use the same mask, unless each holds another part of `x` (`cut`)."""
+        if not self.dropout or not self.training:
+            return x
+        with get_cuda_rng_tracker().fork(*([] if cut else [get_data_parallel_rng_tracker_name()])):
+            return F.dropout(x, self.dropout)
+
+
+class ColumnAdapter(_Adapter):
+    """Adapters of a column-parallel linear. Within each of `groups` the rows of all `parts` are side by side."""
+
+    def __init__(self, linear: Any, parts: dict[str, int], groups: int, wanted: Sequence[str], lora: LoraSection):
+        super().__init__(linear, parts, groups, wanted, (None, 0), lora)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scale B A x, [..., this rank's output rows], from x [..., in]."""
+        down = F.linear(self.drop(x, cut=self.sequence_parallel), torch.cat([self.low_rank(name).lora_A for name in self]))
+        if self.sequence_parallel:
+            down = gather_from_sequence_parallel_region(down, tensor_parallel_output_grad=True, group=self.tp_group)
+        else:
+            down = copy_to_tensor_model_parallel_region(down, group=self.tp_group)
+        inputs = dict(zip(self.keys(), down.chunk(len(self), dim=-1), strict=True))
+        rows = [self._part(name, inputs.get(name), down) for name in self.parts]
+        return self.scale * torch.cat(rows, dim=-1).flatten(-2)
+
+    def _part(self, name: str, down: Tensor | None, like: Tensor) -> Tensor:
+        """Return the contribution of projection `name`, [..., groups, rows in a group]; 0 where the projection has no adapter."""
+        shape = (*like.shape[:-1], self.groups, self.parts[name])
+        return like.new_zeros(shape) if down is None else F.linear(down, self.low_rank(name).lora_B).view(shape)
+
+
+class RowAdapter(_Adapter):
+    """Adapter of a row-parallel linear."""
+
+    def __init__(self, linear: Any, parts: dict[str, int], groups: int, wanted: Sequence[str], lora: LoraSection):
+        super().__init__(linear, parts, groups, wanted, (1, None), lora)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return scale B A x, [..., out], from x [..., this rank's input columns]."""
+        (name,) = self
+        part = self.low_rank(name)
+        reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
+        down = reduce(F.linear(self.drop(x, cut=True), part.lora_A), group=self.tp_group)
+        return self.scale * F.linear(down, part.lora_B)
+
+
+def adapters(chunks: Sequence[nn.Module]) -> Iterator[_Adapter]:
+    """Yield the adapters of all linears of this rank."""
+    for chunk in chunks:
+        yield from (module for module in unwrap_model(chunk).modules() if isinstance(module, _Adapter))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether `name` is the name of an adapter's parameter."""
+    return f".{ADAPTER}." in name
+
+
+@contextlib.contextmanager
+def without_dropout(chunks: Sequence[nn.Module]) -> Iterator[None]:
+    """Context manager: adapters apply no dropout inside it."""
+    own = list(adapters(chunks))
+    for adapter in own:
+        adapter.eval()
+    try:
+        yield
+    finally:
+        for adapter in own:
+            adapter.train()

@@ -1,0 +1,187 @@
+"""The loss of one response in float64, as in the papers: every built-in loss, ratio, mask and correction. Values that depend on
+other responses come in as `WholeStep`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megagrpo.config import AlgorithmSection
+from megagrpo.config.loss_table import Average
+from megagrpo.proof.audit.custom_term import custom_term
+
+
+@dataclass(frozen=True)
+class Response:
+    """The policy's tokens of one response, [Lr] each. Log-probs and entropy of the policy carry a gradient."""
+
+    logprobs: Tensor
+    old: Tensor  # log-probs of the policy that sampled it
+    rollout: Tensor  # the engine's log-probs, NaN where it reported none
+    entropy: Tensor
+    places: Tensor  # positions of the tokens
+    advantage: float
+
+
+@dataclass
+class WholeStep:
+    """Values that a response's loss takes from the other responses of its optimizer step."""
+
+    entropy_threshold: float = -math.inf  # tokens with less entropy are left out of the policy term
+    bonus: float = 0.0  # weight of a token's entropy, subtracted from the step's loss
+    real_slopes: list[float] = field(default_factory=list)  # derivative of REAL's loss by the score of each response
+    real_loss: float = 0.0
+
+
+def policy_term(of: Response, algorithm: AlgorithmSection, threshold: float) -> Tensor:
+    """Return [Lr]: the policy term of each token of a response."""
+    losses = (_custom if algorithm.loss.custom else TERMS[algorithm.loss.policy_term])(of, algorithm)
+    if algorithm.off_policy_mask_threshold is not None and of.advantage < 0:
+        if left_behind(of, algorithm) > algorithm.off_policy_mask_threshold:
+            losses = losses * 0
+    losses = losses * (of.entropy >= threshold)
+    if algorithm.importance_correction != "off" and not algorithm.loss.own_correction:
+        losses = losses * correction(of, algorithm)
+    return losses
+
+
+def left_behind(of: Response, algorithm: AlgorithmSection) -> float:
+    """Return how far the policy has moved from the response: mean log(sampled / policy)."""
+    sampled = of.old if algorithm.importance_correction == "off" else of.rollout
+    return torch.where(sampled.isnan(), 0.0, sampled - of.logprobs).mean().item()
+
+
+def share(average: Average, length: int) -> int:
+    """Return the divisor of a response's tokens before the step's denominator, given its length."""
+    return length if average == "sequence_means" else 1
+
+
+def denominator(response_lengths: Sequence[int], average: Average, max_completion_length: int) -> int:
+    """Return the divisor of the sum over the step."""
+    if average == "tokens":
+        return max(1, sum(response_lengths))
+    return max(1, len(response_lengths)) * (max_completion_length if average == "fixed_length" else 1)
+
+
+def probability_ratio(log_ratio: Tensor, level: str) -> Tensor:
+    """Return [Lr]: policy / old of every token, or the response's geometric mean for all tokens (GSPO).
+
+    With `sequence_token` each token has the geometric mean as value and the gradient of its own ratio.
+    """
+    if level == "token":
+        return log_ratio.exp()
+    mean = log_ratio.mean().expand_as(log_ratio)
+    return mean.exp() if level == "sequence" else mean.detach().exp() * (log_ratio - log_ratio.detach()).exp()
+
+
+def correction(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """Return [Lr]: each token's weight for the mismatch with the engine, trainer / engine, limited to the configured band."""
+    level, action = algorithm.importance_correction.split("_")
+    low = algorithm.importance_correction_min or 0.0
+    high = algorithm.importance_correction_max or math.inf
+    log_ratio = torch.where(of.rollout.isnan(), 0.0, of.old - of.rollout)
+    log_ratio = {"token": log_ratio, "sequence": log_ratio.sum(), "geometric": log_ratio.mean()}[level].expand_as(log_ratio)
+    ratios = [math.exp(min(max(value, -20.0), 20.0)) for value in log_ratio.tolist()]
+    inside = [low <= ratio <= high for ratio in ratios]
+    weights = {
+        "truncate": [min(max(ratio, low), high) for ratio in ratios],
+        "mask": [ratio if good else 0.0 for ratio, good in zip(ratios, inside, strict=True)],
+        "reject": [float(all(inside))] * len(ratios),
+    }[action]
+    return torch.tensor(weights, dtype=torch.float64)
+
+
+def clipped(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr]: -min(min(r, delta) A, clip(r) A)."""
+    ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level)
+    clip = ratio.clamp(1 - algorithm.epsilon, 1 + _upper(algorithm))
+    bounded = ratio if algorithm.delta is None else torch.where(ratio > algorithm.delta, algorithm.delta, ratio)
+    return -torch.minimum(bounded * of.advantage, clip * of.advantage)
+
+
+def cispo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr]: -min(r, epsilon_high) A log policy, the weight without gradient."""
+    ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level).detach()
+    return -torch.where(ratio > _upper(algorithm), _upper(algorithm), ratio) * of.advantage * of.logprobs
+
+
+def sapo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr]: -A (4 / tau) sigmoid(tau (r - 1)), tau by the sign of A."""
+    tau = algorithm.sapo_temperature_pos if of.advantage > 0 else algorithm.sapo_temperature_neg
+    ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level)
+    return -of.advantage * (4 / tau) / (1 + (-tau * (ratio - 1)).exp())
+
+
+def vespo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr]: -e^lambda W^k e^(-lambda W) A log policy, W the weight of the whole response, without gradient."""
+    positive = of.advantage >= 0
+    k, scale = (algorithm.vespo_k_pos, algorithm.vespo_lambda_pos) if positive else (algorithm.vespo_k_neg, algorithm.vespo_lambda_neg)
+    floor = math.log(1e-8)
+    log_weight = sum(min(max(value, -20.0), 20.0) for value in (of.logprobs - of.old).tolist())
+    if algorithm.importance_correction != "off":
+        log_weight += sum(min(max(math.log(w), floor), 20.0) if w else floor for w in correction(of, algorithm).tolist())
+    log_weight = min(max(log_weight, floor), 20.0)
+    phi = math.exp(max(scale + k * log_weight - scale * math.exp(log_weight), -700.0))
+    return -phi * of.advantage * of.logprobs
+
+
+def gmpo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr]: -exp(mean of the clipped log-ratios) A, the same at every token."""
+    log_ratio = of.logprobs - of.old
+    clip = log_ratio.clamp(-algorithm.epsilon, _upper(algorithm))
+    mean = (torch.minimum(log_ratio, clip) if of.advantage > 0 else torch.maximum(log_ratio, clip)).mean()
+    return (-mean.exp() * of.advantage).expand_as(log_ratio)
+
+
+def fipo(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr]: the clipped losses, each weighted by how much likelier its later tokens have become."""
+    log_ratio, span = (of.logprobs - of.old).tolist(), algorithm.fipo_clip_range
+    weights = []
+    for t, here in enumerate(of.places.tolist()):
+        future = 0.0
+        for there, value in zip(of.places.tolist()[t:], log_ratio[t:], strict=True):
+            if algorithm.delta is None or math.exp(value) <= algorithm.delta:
+                future += 2 ** (-(there - here) / algorithm.fipo_decay_rate) * value
+        low, high = (1.0 if algorithm.fipo_clip_high_only else 1 - span), 1 + span
+        limit = algorithm.fipo_safety_threshold
+        if limit is not None and of.advantage < 0 and math.exp(log_ratio[t]) > limit:
+            low, high = 1 - span, 1.0
+        weights.append(min(max(math.exp(future), low), high))
+    return torch.tensor(weights, dtype=torch.float64) * clipped(of, algorithm)
+
+
+def _custom(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level)
+    weights = correction(of, algorithm) if algorithm.importance_correction != "off" else None
+    return custom_term(of.logprobs, of.old, ratio, of.advantage, weights, algorithm)
+
+
+TERMS = {term.__name__: term for term in (clipped, cispo, sapo, vespo, gmpo, fipo)}  # real's is in `real_loss`
+
+
+def _upper(algorithm: AlgorithmSection) -> float:
+    return algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
+
+
+def top_threshold(entropies: Sequence[float], top: float) -> float:
+    """Return the entropy that the `top` share of tokens reach: a quantile, linear between the two nearest tokens."""
+    ordered = sorted(entropies)
+    position = (1 - top) * (len(ordered) - 1)
+    below = math.floor(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+
+def real_loss(scores: Tensor, advantages: Sequence[float], group_size: int) -> Tensor:
+    """Return REAL's loss of a step whose responses have scores [N] float64. Responses to one prompt are adjacent."""
+    losses = [0 * scores.sum()]
+    for start in range(0, len(scores), group_size):
+        group = list(zip(scores[start : start + group_size], advantages[start : start + group_size], strict=True))
+        good, bad = [score for score, a in group if a > 0], [score for score, a in group if not a > 0]
+        if good and bad:
+            losses.append((1 + sum(score.exp() for score in bad)).log() + (1 + sum((-score).exp() for score in good)).log())
+    return sum(losses[1:], losses[0]) / math.ceil(len(scores) / group_size)

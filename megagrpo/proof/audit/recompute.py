@@ -1,0 +1,187 @@
+"""Recomputes a dumped step with `naive`, from its tokens and rewards to its gradient norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from megagrpo.config import AlgorithmSection
+from megagrpo.proof.audit import naive, naive_loss
+from megagrpo.proof.audit.naive_loss import Response, WholeStep
+from megagrpo.proof.audit.saved import DumpedUpdate, Sample, Step
+
+
+@dataclass(frozen=True)
+class Elements:
+    """Weight and gradient, float64 [n], at the dumped positions of a tensor with `dims` dimensions."""
+
+    weight: Tensor
+    gradient: Tensor
+    dims: int
+
+
+@dataclass
+class Recomputed:
+    """One recomputed optimizer step. Lists hold one row [Lr] float64 per sample, over the policy's tokens; None for samples without
+    effect."""
+
+    policy_logprobs: list[Tensor | None] = field(default_factory=list)
+    old_logprobs: list[Tensor | None] = field(default_factory=list)
+    ref_logprobs: list[Tensor | None] = field(default_factory=list)
+    entropy: list[Tensor | None] = field(default_factory=list)
+    kl: list[Tensor | None] = field(default_factory=list)
+    loss: float = 0.0
+    loss_size: float = 0.0  # `loss` of the terms' absolute values: the scale of its rounding error
+    grad_norm: float = 0.0
+    sampled: dict[str, Elements] = field(default_factory=dict)  # by Hugging Face tensor name, if the dump samples the optimizer
+
+
+def recompute(step: Step, advantages: list[float]) -> Iterator[Recomputed]:
+    """Yield every optimizer step of `step`, recomputed with the `advantages` of its samples. At most two float64 models and one gradient
+    are in memory."""
+    reference = _model(step, step.reference).requires_grad_(False) if step.config.algorithm.beta else None
+    old = _old_logprobs(step) if len(step.updates) > 1 else None
+    for update in step.updates:
+        yield _recompute_update(step, update, advantages, _model(step, update.weights), reference, old)
+
+
+def _model(step: Step, folder: Path) -> nn.Module:
+    return naive.load_model(folder, step.dtype, step.config.longest_sequence)
+
+
+@torch.no_grad()
+def _old_logprobs(step: Step) -> list[Tensor]:
+    """Return [Lr] of each sample, from the weights that generated it: the weights before the first optimizer step."""
+    model = _model(step, step.updates[0].weights)
+    return [_picked(naive.log_softmax(model, s.token_ids, step.config.rollout)[s.places - 1], s) for s in step.samples]
+
+
+def _picked(policy: Tensor, sample: Sample) -> Tensor:
+    """Return [Lr] from [Lr, V]: the log-probs of the sampled tokens."""
+    return policy.gather(1, sample.token_ids[sample.places][:, None])[:, 0]
+
+
+def _recompute_update(
+    step: Step, update: DumpedUpdate, advantages: list[float], model: nn.Module, reference: nn.Module | None, old: list[Tensor] | None
+) -> Recomputed:
+    algorithm, rollout = step.config.algorithm, step.config.rollout
+    divisor = naive_loss.denominator(step.loss_lengths(update), algorithm.loss.average, rollout.max_completion_length)
+    slope = _balancing_slope(step, update, model) if algorithm.router_aux_loss_coef else None
+    whole = _whole_step(step, update, advantages, model, old)
+    result = Recomputed(loss=whole.real_loss)
+    for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
+        elsewhere = index not in update.samples
+        if elsewhere or step.is_masked(sample) or (algorithm.leaves_out_zero_advantage and advantage == 0):
+            _append(result, None, None, None, None, None)
+            continue
+        policy = naive.log_softmax(model, sample.token_ids, rollout)[sample.places - 1]
+        response = _response(step, index, policy, advantage, old)
+        share = divisor * naive_loss.share(algorithm.loss.average, response.logprobs.numel())
+        terms = _policy_terms(response, whole, index, algorithm, share)
+        ref_picked = kl = None
+        if reference is not None:
+            with torch.no_grad():
+                ref = naive.log_softmax(reference, sample.token_ids, rollout)[sample.places - 1]
+            ref_picked = _picked(ref, sample)
+        if reference is not None and not algorithm.kl_in_reward:
+            ratio = naive_loss.probability_ratio(response.logprobs - response.old, algorithm.importance_sampling_level)
+            kl = naive.kl_term(policy, ref, sample.token_ids[sample.places], ratio, algorithm)
+            terms.append(algorithm.beta * kl / share)
+        sum((term.sum() for term in terms[1:]), terms[0].sum()).backward()
+        if slope is not None:
+            (naive.router_probabilities(model, sample.token_ids, sample.places) @ slope).sum().backward()
+        of_real = algorithm.loss.whole_step  # REAL's value is not the sum of the terms that its gradient comes from
+        result.loss += sum(term.sum().item() for term in terms[of_real:])
+        result.loss_size += sum(term.detach().abs().sum().item() for term in terms)
+        _append(result, response.logprobs, response.old, ref_picked, response.entropy, kl)
+    squares = [parameter.grad.square().sum().item() for parameter in model.parameters() if parameter.grad is not None]
+    result.grad_norm = sum(squares) ** 0.5
+    result.sampled = _elements(model, update)
+    return result
+
+
+@torch.no_grad()
+def _elements(model: nn.Module, update: DumpedUpdate) -> dict[str, Elements]:
+    """Return the sampled elements of every tensor that transformers' model has, with its checkpoints' names and shapes."""
+    if not update.optimizer:
+        return {}
+    weights = {name: parameter for name, parameter in model.named_parameters()}
+    gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in weights.items()}
+    if not update.optimizer.keys() <= weights.keys():
+        weights, gradients = (revert_weight_conversion(model, dict(tensors)) for tensors in (weights, gradients))
+    elements = {}
+    for name in update.optimizer.keys() & weights.keys():
+        places = update.optimizer[name].places
+        elements[name] = Elements(weights[name].flatten()[places], gradients[name].flatten()[places], weights[name].dim())
+    return elements
+
+
+def _response(step: Step, index: int, policy: Tensor, advantage: float, old: list[Tensor] | None) -> Response:
+    """Return the response of sample `index`; `policy` [Lr, V] are its log-probs of every next token."""
+    sample = step.samples[index]
+    logprobs = _picked(policy, sample)
+    entropy = -(policy.exp() * policy).sum(dim=-1)
+    return Response(
+        logprobs,
+        logprobs.detach() if old is None else old[index],
+        sample.rollout_logprobs[sample.places].double(),
+        entropy,
+        sample.places,
+        advantage,
+    )
+
+
+def _policy_terms(response: Response, whole: WholeStep, index: int, algorithm: AlgorithmSection, share: float) -> list[Tensor]:
+    """Return [Lr] each: the policy term (for REAL the terms of its gradient) and the entropy bonus."""
+    if algorithm.loss.whole_step:
+        of_policy = whole.real_slopes[index] * (response.logprobs - response.old) / response.old.numel() / algorithm.real_tau
+    else:
+        of_policy = naive_loss.policy_term(response, algorithm, whole.entropy_threshold) / share
+    return [of_policy, -whole.bonus * response.entropy * (response.entropy >= whole.entropy_threshold)]
+
+
+@torch.no_grad()
+def _whole_step(step: Step, update: DumpedUpdate, advantages: list[float], model: nn.Module, old: list[Tensor] | None) -> WholeStep:
+    """Compute the values that responses' losses take from each other, by running the model on all of them first."""
+    algorithm, whole = step.config.algorithm, WholeStep()
+    coefficient = update.metric("entropy_coef") if algorithm.entropy_bonus else 0.0
+    if algorithm.top_entropy_quantile == 1 and not coefficient and not algorithm.loss.whole_step:
+        return whole
+    responses = {}
+    for index, (sample, advantage) in enumerate(zip(step.samples, advantages, strict=True)):
+        if index in update.samples and not step.is_masked(sample):
+            policy = naive.log_softmax(model, sample.token_ids, step.config.rollout)[sample.places - 1]
+            responses[index] = _response(step, index, policy, advantage, old)
+    entropies = [value for response in responses.values() for value in response.entropy.tolist()]
+    if algorithm.top_entropy_quantile < 1 and entropies:
+        whole.entropy_threshold = naive_loss.top_threshold(entropies, algorithm.top_entropy_quantile)
+    whole.bonus = coefficient / max(1, sum(value >= whole.entropy_threshold for value in entropies))
+    if algorithm.loss.whole_step:
+        moved = [(responses[i].logprobs - responses[i].old).mean().item() if i in responses else 0.0 for i in range(len(advantages))]
+        scores = (torch.tensor(moved, dtype=torch.float64) / algorithm.real_tau).requires_grad_()
+        signs = [advantage if i in responses else 0.0 for i, advantage in enumerate(advantages)]
+        with torch.enable_grad():
+            loss = naive_loss.real_loss(scores, signs, step.config.rollout.num_generations)
+        whole.real_loss, whole.real_slopes = loss.item(), torch.autograd.grad(loss, scores)[0].tolist()
+    return whole
+
+
+@torch.no_grad()
+def _balancing_slope(step: Step, update: DumpedUpdate, model: nn.Module) -> Tensor:
+    """Return [E]: the contribution of the balancing loss to the gradient of each router probability."""
+    samples = [step.samples[i] for i in update.samples if not step.is_masked(step.samples[i])]
+    rows = [naive.router_probabilities(model, sample.token_ids, sample.places) for sample in samples]
+    per_token: int = attrgetter("config.num_experts_per_tok")(model)
+    return step.config.algorithm.router_aux_loss_coef * naive.balancing_slope(torch.cat(rows), per_token)
+
+
+def _append(result: Recomputed, *rows: Tensor | None) -> None:
+    names = ("policy_logprobs", "old_logprobs", "ref_logprobs", "entropy", "kl")
+    for name, row in zip(names, rows, strict=True):
+        getattr(result, name).append(None if row is None else row.detach())

@@ -1,0 +1,179 @@
+"""Predicts how vLLM shards a model over its workers: the boxes of Hugging Face tensors that each worker's loaders copy, from names and
+shapes.
+
+For planning only. A real sync learns the boxes from the loaders themselves (`lazy_tensors.py`); a test checks that both agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megagrpo.config import Problem, ProblemError
+from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.boxes import Box, cut, size, whole
+from megagrpo.sync.wire.sync_plan import layer_of
+
+VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it before sharding
+BY_ROWS = {"q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj", "sinks"}
+BY_COLUMNS = {"o_proj", "down_proj", "w2"}
+KEPT_WHOLE = {"gate", "router", "q_a_proj", "kv_a_proj_with_mqa"}  # and every tensor with norm in its name
+EMBEDDING, HEAD = "embed_tokens", "lm_head"
+
+
+@dataclass(frozen=True)
+class EngineLayout:
+    """`servers` vLLM servers of `workers` each: tensor parallel x pipeline parallel x data-parallel copies.
+
+    With `ep` above 1 each expert is whole and the experts are sharded over `ep` workers of a stage. `ep` is `tp` or a multiple of it:
+    the non-expert weights then have ep / tp data-parallel copies. Raises ProblemError for another `ep`.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    servers: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ep > 1 and self.ep % self.tp:
+            said = f"experts over ep {self.ep} workers of a server need a multiple of tp {self.tp}"
+            raise ProblemError(Problem(("rollout.tp", "rollout.enable_expert_parallel"), said))
+
+    @property
+    def copies(self) -> int:
+        """Number of data-parallel copies of a server's attention."""
+        return max(1, self.ep // self.tp)
+
+    @property
+    def workers(self) -> int:
+        """Number of workers of one server."""
+        return self.tp * self.pp * self.copies
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """Ranks of one worker of a server: tensor parallel, pipeline parallel, data-parallel copy."""
+
+    tp_rank: int
+    pp_rank: int
+    copy: int
+
+    @staticmethod
+    def of(layout: EngineLayout, number: int) -> _Worker:
+        tp_rank, rest = number % layout.tp, number // layout.tp
+        return _Worker(tp_rank, rest % layout.pp, rest // layout.pp)
+
+
+def wanted_boxes(shapes: Mapping[str, tuple[int, ...]], model: HfConfig, layout: EngineLayout) -> dict[str, dict[Box, list[int]]]:
+    """Return tensor -> box -> the workers that load it, numbered over all servers, for tensors with these names and full shapes.
+
+    Raises ProblemError when vLLM cannot shard the model this way, or when a tensor's kind is unknown here.
+    """
+    stages = pipeline_stages(model.num_layers, layout.pp)
+    every = range(0, layout.servers * layout.workers, layout.workers)
+    known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], dict[Box, list[int]]] = {}  # all layers of one stage are sharded alike
+    wanted = {}
+    for name, shape in shapes.items():
+        layer = layer_of(name)
+        places = _stages_of(name, layer, stages, model)
+        key = (name.replace(f".{layer}.", ".", 1), shape, tuple(places))
+        if key not in known:
+            boxes = _server_boxes(name, shape, model, layout, places)
+            known[key] = {box: [first + number for first in every for number in numbers] for box, numbers in boxes.items()}
+        wanted[name] = known[key]
+    return wanted
+
+
+def _server_boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, stages: list[int]) -> dict[Box, list[int]]:
+    """Return box -> the workers of one server that load it, for a tensor that belongs to `stages`."""
+    boxes: dict[Box, list[int]] = {}
+    for number in range(layout.workers):
+        worker = _Worker.of(layout, number)
+        for box in _boxes(name, shape, model, layout, worker) if worker.pp_rank in stages else []:
+            if size(box):
+                boxes.setdefault(box, []).append(number)
+    return boxes
+
+
+def pipeline_stages(layers: int, pp: int) -> list[range]:
+    """Return the decoder layers of each stage: equal numbers, with the remainder one each on the stages before the last."""
+    counts = [layers // pp] * pp
+    for stage in range(layers % pp):
+        counts[-2 - stage] += 1
+    ends = [sum(counts[: i + 1]) for i in range(pp)]
+    return [range(end - count, end) for count, end in zip(counts, ends, strict=True)]
+
+
+def _stages_of(name: str, layer: int, stages: list[range], model: HfConfig) -> list[int]:
+    if layer >= 0:
+        return [stage for stage, layers in enumerate(stages) if layer in layers]
+    last = len(stages) - 1
+    if EMBEDDING in name:
+        return sorted({0, last}) if model.tied_embeddings else [0]
+    return [last]
+
+
+def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker) -> list[Box]:
+    words = name.split(".")
+    kind = words[-1] if len(words) == 1 or words[-2] in ("self_attn", "experts") else words[-2]
+    if kind in (EMBEDDING, HEAD):
+        return [_vocabulary(name, shape, layout.tp, worker.tp_rank)]
+    if "shared_experts" in words and layout.copies > 1 and layout.tp > 1:
+        return [whole(shape)]  # each worker runs the shared experts on its own tokens
+    if "norm" in kind or kind in KEPT_WHOLE or (kind in BY_COLUMNS and words[-1] == "bias"):
+        return [whole(shape)]
+    if words[-2] == "experts":  # one tensor holds all experts of a block; dim 0 is the expert
+        return [_stacked_experts(name, shape, model, layout, worker)]
+    if "experts" in words and layout.ep > 1:
+        return [whole(shape)] if int(words[words.index("experts") + 1]) in _experts(model, layout, worker) else []
+    if kind in BY_COLUMNS:
+        return [_part(name, shape, 1, 0, shape[1], layout.tp, worker.tp_rank)]
+    mine = (layout.tp, worker.tp_rank)
+    parts = min(layout.tp, model.num_kv_heads)
+    keys = (parts, worker.tp_rank * parts // layout.tp)  # several workers share a KV head if there are more workers than heads
+    if kind in ("k_proj", "v_proj"):
+        return [_part(name, shape, 0, 0, shape[0], *keys)]
+    if kind == "qkv_proj":
+        rows = model.num_kv_heads * model.head_dim
+        queries = shape[0] - 2 * rows
+        return [_part(name, shape, 0, 0, queries, *mine), *(_part(name, shape, 0, at, rows, *keys) for at in (queries, queries + rows))]
+    if kind == "gate_up_proj":
+        half = shape[0] // 2
+        return [_part(name, shape, 0, at, half, *mine) for at in (0, half)]
+    if kind in BY_ROWS:
+        return [_part(name, shape, 0, 0, shape[0], *mine)]
+    raise ProblemError(Problem(("model",), f"{name}: unknown how vLLM shards tensors of this kind"))
+
+
+def _part(name: str, shape: tuple[int, ...], dim: int, start: int, length: int, parts: int, part: int) -> Box:
+    """Return part `part` of `parts` equal parts of elements [start, start + length) along dimension `dim`."""
+    if length % parts:
+        raise ProblemError(Problem(("rollout.tp",), f"{name} of shape {shape} cannot be cut into {parts} along dimension {dim}"))
+    step = length // parts
+    return cut(shape, dim, start + part * step, start + part * step + step)
+
+
+def _stacked_experts(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker) -> Box:
+    if layout.ep > 1:
+        mine = _experts(model, layout, worker)
+        return cut(shape, 0, mine.start, mine.stop)
+    if name.endswith("down_proj_bias"):
+        return whole(shape)
+    dim = 1 if name.endswith("down_proj") else len(shape) - 1  # [expert, in, out] of down_proj, or [expert, in, gate and up interleaved]
+    return _part(name, shape, dim, 0, shape[dim], layout.tp, worker.tp_rank)
+
+
+def _vocabulary(name: str, shape: tuple[int, ...], tp: int, tp_rank: int) -> Box:
+    padded = -(-shape[0] // VOCAB_PADDING) * VOCAB_PADDING
+    if padded % tp:
+        raise ProblemError(Problem(("rollout.tp",), f"{name} has {padded} rows with vLLM's padding, which tp={tp} does not divide"))
+    step = padded // tp
+    return cut(shape, 0, min(tp_rank * step, shape[0]), min(tp_rank * step + step, shape[0]))
+
+
+def _experts(model: HfConfig, layout: EngineLayout, worker: _Worker) -> range:
+    """Return the experts of a worker: equal numbers, with the remainder one each on the first workers."""
+    each, over = divmod(model.mixture.count, layout.ep)
+    index = worker.copy * layout.tp + worker.tp_rank
+    start = index * each + min(index, over)
+    return range(start, start + each + (index < over))

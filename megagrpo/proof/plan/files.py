@@ -1,0 +1,175 @@
+"""Checks files on this machine for problems and notes: the model's folder, the data, the run's folder.
+
+Files elsewhere, for example on a hub, are checked by the run.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config import DatasetSection, Problem, RunConfig
+from megagrpo.config.paths import data_suffix
+from megagrpo.data.text_rows import ROWS_FOR_NAMES, column_hint, names_in
+from megagrpo.models.families.hf_config import HfConfig
+
+LONGEST_NAME, LONGEST_PATH = 255, 3500  # limits of Linux in bytes, minus room for the file names that a run adds
+
+
+def output_problems(config: RunConfig) -> list[Problem]:
+    """Return the problem of an output folder that cannot be created or written to."""
+    folder, key = Path(config.run.output_dir), ("run.output_dir",)
+    there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
+    if longest := [part for part in folder.parts if len(part.encode()) > LONGEST_NAME]:
+        said = (
+            f"{longest[0][:50]}... has {len(longest[0].encode())} bytes; the limit for a file name is {LONGEST_NAME}; name another folder"
+        )
+        return [Problem(key, said, rule=25)]
+    if len(str(folder.absolute()).encode()) > LONGEST_PATH:
+        return [Problem(key, f"{str(folder)[:50]}... is longer than {LONGEST_PATH} bytes; name another folder", rule=25)]
+    if there.is_dir() and os.access(there, os.W_OK):
+        return []
+    why = "cannot be written to" if there.is_dir() else "is not a folder"
+    return [Problem(key, f"{folder}: {there} {why}; name another folder", rule=25)]
+
+
+def data_problems(config: RunConfig) -> list[Problem]:
+    """Return data files and chat templates that do not exist, and columns that a jsonl or csv file's first row lacks."""
+    data, problems = config.data, []
+    sources: list[tuple[str, DatasetSection]] = [("data.train", data.train)]
+    sources += [] if data.eval is None else [("data.eval", data.eval)]
+    sources += [(f"evaluation.sets.{name}", section) for name, section in config.evaluation.sets.items()]
+    for key, section in sources:
+        path = Path(os.path.expanduser(section.source))
+        is_path = bool(data_suffix(path)) or path.is_absolute() or section.source.startswith(".")
+        if is_path and not os.path.exists(path):
+            problems.append(Problem((f"{key}.source",), f"no file or folder {path.absolute()}; correct the path", rule=13))
+        elif present := _columns(path):
+            problems += _column_problems(config, key, section, present)
+    template = data.chat_template
+    if template is not None and Path(template).is_absolute() and "\n" not in template and not os.path.isfile(template):
+        problems.append(Problem(("data.chat_template",), f"no file {template}; correct the path, or write Jinja text or `none`", rule=16))
+    return problems
+
+
+def _column_problems(config: RunConfig, key: str, section: DatasetSection, present: list[str]) -> list[Problem]:
+    """Return columns that the keys of this data set name but its rows lack. An evaluation set may override the keys of `data`."""
+    own = {name: getattr(section, name, None) for name in ("prompt_column", "columns", "extract_hash_answer")}
+    named = {
+        name: (f"data.{name}", getattr(config.data, name)) if value is None else (f"{key}.{name}", value) for name, value in own.items()
+    }
+    renamed_key, renamed = named["columns"]
+    wanted = [(named["prompt_column"][0], named["prompt_column"][1])]
+    wanted += [(f"{renamed_key}.{new}", old) for new, old in renamed.items()]
+    wanted += [(named["extract_hash_answer"][0], name) for name in named["extract_hash_answer"][1] if name not in renamed]
+    has = f"{section.source} has columns {', '.join(present)}"
+    missing = [(where, name) for where, name in wanted if name not in present]
+    return [Problem((where, f"{key}.source"), f"no column `{name}`{column_hint(name, present)}; {has}", rule=13) for where, name in missing]
+
+
+def _columns(path: Path) -> list[str]:
+    """Return the column names of a jsonl or csv file, from its first rows, fields of objects included; empty for other sources and
+    unreadable files."""
+    try:
+        with path.open(encoding="utf-8-sig") as lines:
+            if path.suffix == ".jsonl":
+                rows = [json.loads(line) for line in islice(filter(str.strip, lines), ROWS_FOR_NAMES)]
+                return list(dict.fromkeys(name for row in rows for name in names_in(row)))
+            return next(csv.reader(lines), []) if path.suffix == ".csv" else []
+    except (OSError, ValueError, AttributeError, csv.Error):  # AttributeError: a row that is no object
+        return []
+
+
+def data_notes(config: RunConfig) -> list[Problem]:
+    """Return a note when there are fewer prompts than one step draws, so that a step repeats some."""
+    data, wanted = config.data.train, config.rollout.prompts_per_step
+    path, rows = Path(data.source), data.size
+    if path.suffix == ".jsonl" and path.is_file():
+        with path.open("rb") as lines:
+            count = sum(1 for line in lines if line.strip())
+        rows = count if rows is None else min(rows, count)
+    if rows is None or rows >= wanted:
+        return []
+    said = f"{rows} prompts, but a step draws {wanted} (rollout.prompts_per_step) and repeats some; lower prompts_per_step or add prompts"
+    return [Problem(("data.train", "rollout.prompts_per_step"), said, rule=13)]
+
+
+def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], list[Problem]]:
+    """Return (problems, notes) of a tokenizer in a local folder."""
+    folder = Path(os.path.expanduser(config.model.tokenizer or config.model.path))
+    settings, problems, notes = _read(folder / "tokenizer_config.json"), [], []
+    if not settings:
+        return [], []
+    template = "chat_template" in settings or (folder / "chat_template.jinja").exists()
+    if not template and config.data.chat_template is None:
+        said = f"the tokenizer in {folder} has no chat template, as is usual for base models; set one, or `none` for plain text"
+        notes.append(Problem(("data.chat_template", "model.tokenizer"), said, rule=16))
+    problems += _template_problems(config, folder, settings.get("chat_template"))
+    tokens = _read(folder / "tokenizer.json")
+    vocabulary, added = tokens.get("model"), tokens.get("added_tokens")
+    vocabulary = vocabulary.get("vocab") if isinstance(vocabulary, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    ids = [number for number in ids if isinstance(number, int)]
+    if ids and max(ids) >= model.vocab_size:
+        said = f"token {max(ids)} of {folder} is outside of the model's vocab_size {model.vocab_size}; name the model's own tokenizer"
+        problems.append(Problem(("model.tokenizer", "model.path"), said, rule=19))
+    problems += end_token_problems(folder, model.vocab_size)
+    ends, raw = _read(folder / "generation_config.json").get("eos_token_id"), model.raw.get("eos_token_id")
+    if not problems and ends is not None and raw is not None and set(_list(ends)) != set(_list(raw)):
+        said = f"generation_config.json ends responses at {_list(ends)}, config.json at {_list(raw)}; check that both are intended"
+        notes.append(Problem(("model.tokenizer", "model.path"), said, rule=17))
+    return problems, notes
+
+
+def _template_problems(config: RunConfig, folder: Path, template: Any) -> list[Problem]:
+    """Return the first variable of `data.chat_template_kwargs` that the chat template does not use. `template` is the text in
+    tokenizer_config.json, if any."""
+    kwargs, file = config.data.chat_template_kwargs, folder / "chat_template.jinja"
+    if not kwargs or isinstance(template, list):  # a list has several named templates
+        return []
+    from megagrpo.data.chat_templates import check_kwargs, read_chat_template
+
+    try:
+        template = read_chat_template(config.data.chat_template or (str(file) if file.exists() else template))
+        check_kwargs(kwargs, template)
+    except ValueError as error:
+        key, _, said = str(error).partition(": ")
+        return [Problem((key,), said, rule=16)] if key == "data.chat_template_kwargs" else []
+    return []
+
+
+def end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
+    """Return the problem of a generation_config.json that cannot be read, or whose end tokens the model does not have; empty without the
+    file."""
+    path, key = folder / "generation_config.json", ("model.path",)
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, RecursionError) as error:
+        return [Problem(key, f"{path} is not valid JSON: {error}; download it again, or delete it", rule=17)]
+    if not isinstance(content, dict):
+        return [Problem(key, f"{path} must contain a JSON object; download it again, or delete it", rule=17)]
+    ends = content.get("eos_token_id")
+    ends = [] if ends is None else _list(ends)
+    if odd := [end for end in ends if type(end) is not int or not 0 <= end < vocab_size]:
+        said = f"eos_token_id {odd[0]!r} in {path} is not a token of the model (vocab_size {vocab_size}); use an id below that"
+        return [Problem(key, said, rule=17)]
+    return []
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

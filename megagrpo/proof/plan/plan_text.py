@@ -1,0 +1,170 @@
+"""Formats a plan as text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from math import ceil
+
+from megagrpo.config import LoraSection, ParallelSection, RunConfig, weight_path
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform.process.terminal import WIDTH, side_by_side
+from megagrpo.proof.plan.planned_memory import GIB, PREFILL_TOKENS, engine_memory, kv_bytes, takes_turns
+from megagrpo.proof.plan.search import Candidate
+from megagrpo.proof.plan.shapes import adapted_projections, num_active_parameters, num_parameters, stage_adapters
+from megagrpo.proof.plan.times import StepTimes
+
+
+def wrapped(line: str, indent: int) -> list[str]:
+    """Wrap `line` at spaces to `WIDTH` columns; later lines are indented by `indent` spaces. A long word stays whole."""
+    if len(line) <= WIDTH:
+        return [line.rstrip()]
+    return textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
+
+
+def machine_text(config: RunConfig, world_size: int, gpu: float | None) -> str:
+    """Return the machine that the plan assumes."""
+    if gpu is None:
+        return f"no GPUs: {world_size} rank(s) share the RAM of a host; gpu_memory_gb=80 or --gpu h100 plans for GPUs"
+    r, servers = config.rollout, ""
+    if r.placed == "dedicated":
+        servers = f", and {r.servers * r.devices_per_server} more for vLLM"
+    return f"{world_size} GPU(s) of {gpu:g} GiB, one for each rank{servers}"
+
+
+def layout_text(parallel: ParallelSection, world_size: int, dp: int) -> str:
+    """Return the number of ranks as the product of the layout's axes."""
+    context = f" x cp {parallel.cp}" if parallel.cp > 1 else ""
+    cuts = [f"vpp {parallel.vpp}"] * (parallel.vpp > 1)
+    cuts += [f"layers {' '.join(map(str, parallel.pipeline_layers))}"] if parallel.pipeline_layers else []
+    stages = f" ({', '.join(cuts)})" if cuts else ""
+    return f"{world_size} rank(s) = tp {parallel.tp}{context} x pp {parallel.pp}{stages} x dp {dp}"
+
+
+def model_text(path: str, model: HfConfig) -> str:
+    embeddings = "tied" if model.tied_embeddings else "untied"
+    active = f" ({num_active_parameters(model) / 1e6:,.1f}M active)" if model.experts else ""
+    return (
+        f"{path}: {model.family}, {num_parameters(model) / 1e6:,.1f}M parameters{active}, {model.num_layers} layers, "
+        f"{model.num_heads} heads, {model.num_kv_heads} KV heads, {embeddings} embeddings"
+    )
+
+
+def experts_text(config: RunConfig, model: HfConfig, world_size: int) -> str:
+    p, experts = config.parallel, model.mixture
+    return (
+        f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token; the ranks of a stage = etp {p.expert_tp} x "
+        f"ep {p.ep} x {max(1, world_size // p.expert_parallel_size)} copies, {experts.count // p.ep} experts on each"
+    )
+
+
+def lora_text(lora: LoraSection, model: HfConfig) -> str:
+    trained = sum(stage_adapters(model, ParallelSection(), lora))
+    share = trained / num_parameters(model)
+    where = ", ".join(adapted_projections(model, lora))
+    return f"rank {lora.rank}, scale {lora.scale:g}, on {where}: {trained:,} trained parameters, {share:.2%} of the model's"
+
+
+def rollout_text(config: RunConfig) -> str:
+    r = config.rollout
+    if r.urls:
+        return f"{len(r.urls)} external vLLM server(s), up to {config.max_model_len} tokens a sequence"
+    sizes = r.server_text.replace("rollout.", "") + f" on {r.nodes_per_server} nodes each" * (r.nodes_per_server > 1)
+    return (
+        f"{r.servers} vLLM server(s) x {sizes}, up to {config.max_model_len} tokens a sequence; each takes "
+        f"{r.gpu_memory_utilization:.0%} of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
+        + f"; linear layers in {r.quantization}"
+        * (r.quantization != "none")
+    )
+
+
+def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
+    """Return the weights and KV cache on each GPU of a server that the run starts, and the number of sequences that fit."""
+    memory, r = engine_memory(config, model, gpu), config.rollout
+    fit = int(memory["kv_cache"] * GIB / kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS))
+    wanted = min(r.max_num_seqs, ceil(r.prompts_per_step * r.num_generations / r.servers))
+    return (
+        f"on each GPU {memory['vllm_weights']:.1f} GiB of weights and {memory['kv_cache']:.1f} GiB of KV cache, {fit:,} sequences of "
+        f"{config.max_model_len} tokens; a server gets {wanted:,} at once"
+    )
+
+
+def weights_text(config: RunConfig, gpu: bool | None) -> str:
+    """Return the weight sync's transport and its reason; with and without GPUs when `gpu` is None. Only colocated servers are known to be
+    on several hosts."""
+    transports, one_host = {}, config.run.nodes == 1 or config.rollout.placed != "colocated"
+    for has_gpu, where in ((True, "on GPUs"), (False, "without GPUs")):
+        if gpu in (has_gpu, None):
+            try:
+                transport, why = weight_path(config, has_gpu, one_host)
+                transports[where] = f"{transport} ({why})"
+            except ValueError as error:
+                transports[where] = str(error)
+    if len(set(transports.values())) == 1:
+        return next(iter(transports.values()))
+    return ", ".join(f"{where} {what}" for where, what in transports.items())
+
+
+def step_text(config: RunConfig, dp: int) -> str:
+    r, t = config.rollout, config.train
+    samples = r.prompts_per_step * r.num_generations
+    tokens = samples * config.max_model_len
+    per_rank = max(config.parallel.pp, ceil(tokens / dp / t.max_tokens_per_micro_batch))
+    return (
+        f"{r.prompts_per_step} prompts x {r.num_generations} generations = {samples} samples, at most {tokens:,} tokens = "
+        f"{per_rank} micro-batch(es) of {t.max_tokens_per_micro_batch:,} on each of {dp} data-parallel rank(s)"
+    )
+
+
+def gpu_text(config: RunConfig, smallest: float) -> str:
+    what = {
+        "colocated": "a trainer rank and its share of a vLLM server",
+        "dedicated": "a trainer rank or its share of a vLLM server",
+        "external": "a trainer rank",
+    }
+    occupants = "a trainer rank and a vLLM server in turns" if takes_turns(config) else what[config.rollout.placed]
+    return f"each needs {smallest:.1f} GiB or more to hold {occupants}; without GPUs: RAM"
+
+
+def host_text(host: dict[str, float]) -> str:
+    """Return the trainer's RAM on the fullest node."""
+    purposes = f"{host['moments']:.1f} GiB for moments, " if host["moments"] else ""
+    purposes += f"{host['offload']:.1f} GiB, pinned, for state offloaded while vLLM generates, " if host["offload"] else ""
+    purposes += f"{host['activations']:.1f} GiB, pinned, for activations, " if host["activations"] else ""
+    after = f"; {host['writing']:.1f} GiB until it is written" if host["writing"] else ""
+    return f"{purposes}{host['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is assembled{after}"
+
+
+def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
+    phases = sorted(memory, key="generate".__eq__)  # parts that only the server has come last
+    known = dict.fromkeys(part for phase in phases for part, size in memory[phase].items() if size)
+    parts = [part for part in known if part != "total"] + ["total"]
+    beside = ", and of the vLLM server on its GPU" * ("kv_cache" in known)
+    columns = [[f" {part:>7}", *(f" {sizes.get(part, 0):{max(7, len(part))}.2f}" for sizes in memory.values())] for part in parts]
+    rows = side_by_side([f"{name:<10}" for name in ("", *memory)], columns)
+    return [f"trainer, GiB on the fullest rank{beside}", *rows]
+
+
+def times_table(times: StepTimes) -> Sequence[str]:
+    """Return the seconds of each phase, tokens per second, MFU and idle share."""
+    names = [*times.seconds, "step"]
+    seconds = times.seconds | {"step": times.step}
+    return [
+        "predicted seconds (load is once a run)",
+        "".join([f"{'':<10}", *(f"{name:>13}" for name in names)]),
+        "".join([f"{'seconds':<10}", *(f"{seconds[name]:13.1f}" for name in names)]),
+        f"{times.tokens_per_gpu:,.0f} tokens/s/GPU on {times.gpus:,} GPU(s), MFU of the train phase {times.mfu:.1%}",
+        f"idle {times.idle:.1%} of all GPUs' time, pipeline bubble {times.bubble:.1%}",
+    ]
+
+
+def search_table(candidates: Sequence[Candidate]) -> Sequence[str]:
+    """Return the layouts, fastest first, as config overrides."""
+    lines = [
+        "fastest layouts that fit; of nearly equal ones the layout with fewer stages first",
+        f"{'step s':>9}{'train s':>9}{'GiB':>7}  overrides",
+    ]
+    for one in candidates:
+        sizes = f"{one.times.step:9.1f}{one.times.seconds['train']:9.1f}{one.gib:7.1f}"
+        lines += wrapped(f"{sizes}  {' '.join(one.overrides)}", indent=27)
+    return lines

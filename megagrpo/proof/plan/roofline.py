@@ -1,0 +1,126 @@
+"""Turns a traced step into seconds on a kind of GPU, and names what keeps the MFU down. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from megagrpo.config import RunConfig
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.proof.plan.costs import PHASES, Costs, Kernel, Message, Trace
+from megagrpo.proof.plan.flops import model_flops
+from megagrpo.proof.plan.gpu_specs import Gpu
+from megagrpo.proof.plan.link_speeds import Links
+from megagrpo.proof.plan.passes import ATTENTION_EFFICIENCY, BANDWIDTH, DENSE_EFFICIENCY, EXPERT_EFFICIENCY
+from megagrpo.proof.plan.planned_memory import GIB, stage_memory
+from megagrpo.proof.plan.workload import Lengths
+
+LAUNCH_SECONDS = 5e-6  # the host's time for one operation, launched from Python
+EXPERT_LAUNCH_SECONDS = 2e-6  # the same for one expert's part of a grouped product, launched from C++
+KERNEL_SECONDS = 2e-6  # the shortest kernel
+EFFICIENCIES = {"products": DENSE_EFFICIENCY, "experts": EXPERT_EFFICIENCY, "attention": ATTENTION_EFFICIENCY, "elementwise": 1.0}
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Seconds of a traced train step by phase, its MFU, and the share of the step that is lost to each cause, largest first."""
+
+    seconds: dict[str, float]
+    mfu: float
+    losses: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Seconds of the whole train step."""
+        return sum(self.seconds.values())
+
+
+def kernel_seconds(kernel: Kernel, gpu: Gpu) -> float:
+    """Return the seconds of one kernel: by its FLOPs or by its bytes, whichever takes longer."""
+    computing = kernel.flops / (gpu.bf16_tflops * 1e12 * EFFICIENCIES[kernel.kind])
+    return max(computing, kernel.bytes / (gpu.memory_gb_per_s * 1e9 * BANDWIDTH), KERNEL_SECONDS)
+
+
+def launch_seconds(kernel: Kernel) -> float:
+    """Return the host's seconds to launch one kernel."""
+    return EXPERT_LAUNCH_SECONDS if kernel.kind == "experts" else LAUNCH_SECONDS
+
+
+def message_seconds(message: Message, gpu: Gpu) -> float:
+    """Return the seconds of one message. No overlap with computation is assumed."""
+    links = Links(gpu)
+    if message.operation in ("send", "recv"):
+        return links.latency(1) + links.seconds(message.bytes, 1)
+    if message.operation.startswith("alltoall"):
+        return links.all_to_all(message.bytes, message.ranks)
+    return (2 if message.operation == "allreduce" else 1) * links.reduce_scatter(message.bytes, message.ranks)
+
+
+def micro_batches(config: RunConfig, trace: Trace, world_size: int, lengths: Lengths) -> int:
+    """Return the number of micro-batches of a step on one replica, for samples of average length."""
+    samples = config.rollout.prompts_per_step * config.rollout.num_generations
+    dp = max(1, world_size // config.parallel.model_parallel_size)
+    return max(config.parallel.pp, ceil(samples * lengths.sample / dp / trace.tokens))
+
+
+def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, gpu: Gpu, lengths: Lengths) -> Roofline:
+    """Return seconds, MFU and lost shares of the traced rank's train step. Pipeline bubbles are added; messages overlap with nothing."""
+    count = micro_batches(config, trace, world_size, lengths)
+    costs = trace.step(count)
+    device = {phase: sum(n * kernel_seconds(k, gpu) for k, n in costs.kernels.items() if k.phase == phase) for phase in PHASES}
+    host = {phase: sum(n * launch_seconds(k) for k, n in costs.kernels.items() if k.phase == phase) for phase in PHASES}
+    messages = {phase: sum(n * message_seconds(m, gpu) for m, n in costs.messages.items() if m.phase == phase) for phase in PHASES}
+    seconds = {phase: max(device[phase], host[phase]) + messages[phase] for phase in PHASES}
+    passes = sum(seconds[phase] for phase in ("forward", "head", "backward"))
+    bubble = passes * (config.parallel.pp - 1) / (config.parallel.vpp * count)
+    total = sum(seconds.values()) + bubble
+    samples = config.rollout.prompts_per_step * config.rollout.num_generations
+    ideal = samples * model_flops(model, lengths.prompt, lengths.response, config.lora.enabled) / world_size / (gpu.bf16_tflops * 1e12)
+    losses = {
+        "pipeline bubble": bubble,
+        "messages": sum(messages.values()),
+        "launches": sum(max(0.0, host[phase] - device[phase]) for phase in PHASES),
+        **_device_losses(costs, gpu),
+        "recomputation and padding": max(0.0, costs.total("flops") / (gpu.bf16_tflops * 1e12) - ideal),
+    }
+    shares = {name: lost / total for name, lost in sorted(losses.items(), key=lambda item: -item[1]) if lost > 0.001 * total}
+    return Roofline(seconds | ({"bubble": bubble} if bubble else {}), ideal / total, shares)
+
+
+def _device_losses(costs: Costs, gpu: Gpu) -> dict[str, float]:
+    """Return the device's seconds beyond its FLOPs at the peak rate, by cause."""
+    lost: dict[str, float] = {}
+    for kernel, count in costs.kernels.items():
+        name = None if kernel.kind == "elementwise" else f"{kernel.kind} below the peak rate"
+        if name is None:
+            outer = "optimizer and gradients" if kernel.phase in ("reduce", "optimizer") else "layers"
+            name = f"elementwise work of the {'LM head' if kernel.phase == 'head' else outer}"
+        lost[name] = lost.get(name, 0.0) + count * (kernel_seconds(kernel, gpu) - kernel.flops / (gpu.bf16_tflops * 1e12))
+    return lost
+
+
+def trace_rows(
+    config: RunConfig, model: HfConfig, trace: Trace, world_size: int, stage: int, gpu: Gpu | None, lengths: Lengths
+) -> list[tuple[str, str]]:
+    """Return the rows that `megagrpo plan --trace` shows."""
+    count = micro_batches(config, trace, world_size, lengths)
+    costs = trace.step(count)
+    made = None if gpu is None else roofline(config, model, trace, world_size, gpu, lengths)
+    rows = [
+        ("trace", f"one rank of stage {stage}: {count} micro-batches of {trace.tokens:,} tokens, {trace.loss_tokens:,} of them in the loss")
+    ]
+    for phase in PHASES:
+        text = f"{costs.total('flops', phase) / 1e12:,.1f} TFLOP, {costs.total('bytes', phase) / 1e9:,.0f} GB of memory traffic, "
+        text += f"{costs.total('launches', phase):,.0f} kernel launches, {costs.waits[phase]:,.0f} waits of the host"
+        rows.append((phase, text + (f"; {made.seconds[phase]:.2f} s" if made else "")))
+    dp = max(1, world_size // config.parallel.model_parallel_size)
+    planned = {gpu: sum(stage_memory(config, model, dp, gpu)[stage]["train"].values()) for gpu in (False, True)}
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in trace.peak.items() if size > 0.01 * GIB)
+    rows.append(
+        ("peak", f"{sum(trace.peak.values()) / GIB:.1f} GiB, allocated in {parts}; planned {planned[False]:.1f} with the layers that were "
+         f"traced, {planned[True]:.1f} with Transformer Engine's")
+    )  # fmt: skip
+    if made is not None:
+        rows.append(("roofline", f"{made.total:.2f} s for the train step of this rank, MFU {made.mfu:.0%}"))
+        rows.append(("lost to", ", ".join(f"{name} {share:.0%}" for name, share in made.losses.items() if share >= 0.01)))
+    return rows

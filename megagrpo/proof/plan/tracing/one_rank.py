@@ -1,0 +1,148 @@
+"""One rank of a world whose other ranks do not exist, and the choices that the code makes on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megagrpo.config import ParallelSection
+from megagrpo.platform import device
+from megagrpo.platform.device import norms
+from megagrpo.platform.device.cpu import VARIABLE
+from megagrpo.platform.parallel.layout import Layout, init_layout
+from megagrpo.policy.balance import BalancedRouter
+from megagrpo.proof.plan.tracing.counter import StepCounter, size_of
+from megagrpo.proof.plan.tracing.grouped_experts import counts_on_host, grouped_experts
+from megagrpo.proof.plan.tracing.without_floats import without_data
+
+GPU_BLOCK_ELEMENTS = 2**24  # `device.block_elements` on a GPU
+
+
+class _Alone(Layout):
+    """The layout of a rank without other ranks. Its gathers return one copy of this rank's object for each rank."""
+
+    def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
+        return [obj] * self.world_size
+
+
+@contextlib.contextmanager
+def one_rank(parallel: ParallelSection, world_size: int, rank: int, counter: StepCounter) -> Iterator[Layout]:
+    """Yield the layout of one rank of a world whose other ranks do not exist. Collectives return at once.
+
+    Inside, attention counts as one fused kernel, experts get equally many tokens, and precision and block sizes are chosen as on a GPU.
+    Raises RuntimeError in a process that already has process groups.
+    """
+    if dist.is_initialized():
+        raise RuntimeError("a step can only be traced in a process without process groups")
+    new_group = dist.new_group
+    patches: list[contextlib.AbstractContextManager[Any]] = [
+        mock.patch.dict(os.environ, {VARIABLE: "amd_bf16"}),
+        mock.patch.object(dist, "new_group", lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "fake"})),
+        mock.patch.object(dist, "all_gather_object", _gather_copies),
+        mock.patch.object(dist, "batch_isend_irecv", _send_one_by_one),
+        mock.patch.object(device, "block_elements", lambda: GPU_BLOCK_ELEMENTS),
+        mock.patch.object(F, "scaled_dot_product_attention", _attention_of(counter)),
+        mock.patch.object(torch.Tensor, "tolist", _tolist_of(torch.Tensor.tolist)),
+        mock.patch.object(BalancedRouter, "routing", _even_routing(BalancedRouter.routing)),
+        mock.patch.object(norms, "l2_norm", _norm_of(counter)),
+        grouped_experts(counter),
+        counts_on_host(counter),
+    ]
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+        layout = None
+        try:
+            layout = init_layout(parallel)
+            yield _Alone(**vars(layout))
+        finally:
+            layout.close() if layout is not None else dist.destroy_process_group()
+
+
+def _gather_copies(everyone: list[Any], obj: Any, *_: object, **__: object) -> None:
+    everyone[:] = [obj] * len(everyone)
+
+
+def _send_one_by_one(messages: list[Any]) -> list[Any]:
+    """Start the messages of a batch one after the other: batching asks for the backend of a device, which tensors without data lack."""
+    return [message.op(message.tensor, message.peer, message.group) for message in messages]
+
+
+def _tolist_of(tolist: Any) -> Any:
+    """Return a `tolist` that gives ones for tensors without data."""
+
+    def patched(tensor: Tensor) -> Any:
+        if not without_data(tensor):
+            return tolist(tensor)
+        number: Any = True if tensor.dtype == torch.bool else 1.0
+        for size in reversed(tensor.shape):
+            number = [number] * size
+        return number
+
+    return patched
+
+
+def _norm_of(counter: StepCounter) -> Any:
+    """Return `l2_norm` as one kernel that reads all tensors, and the host's wait for the norm in Megatron's `get_grad_norm_fp32`."""
+
+    def patched(tensors: Sequence[Tensor]) -> float:
+        counter.add("elementwise", 0, sum(map(size_of, tensors)))
+        counter.wait()
+        return 1.0
+
+    return patched
+
+
+def _even_routing(routing: Any) -> Any:
+    """Return a router's `routing` whose map gives every expert equally many tokens: token t goes to experts k t to k t + k - 1."""
+
+    def patched(router: BalancedRouter, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        probs, routing_map = routing(router, logits, padding_mask)
+        tokens, experts = routing_map.shape
+        first = router.topk * torch.arange(tokens)[:, None]
+        even = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, (first + torch.arange(router.topk)) % experts, True)
+        return probs, even.to(device.device(), non_blocking=True)  # not a tensor of the host
+
+    return patched
+
+
+def _attention_of(counter: StepCounter) -> Any:
+    """Return `scaled_dot_product_attention` as one fused kernel in each direction, which keeps its output and one number per row."""
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+            batch, heads, length, _ = query.shape
+            output = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+            rows = query.new_empty(batch, heads, length, dtype=torch.float32)
+            ctx.flops = flops(query, key, value, causal)
+            ctx.save_for_backward(query, key, value, output, rows)
+            counter.add("attention", ctx.flops, sum(map(size_of, (query, key, value, output))))
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            saved = ctx.saved_tensors
+            made = tuple(torch.empty_like(tensor) for tensor in saved[:3])
+            counter.add("attention", 2.5 * ctx.flops, sum(map(size_of, (*saved, *made, *gradients))))
+            return *made, None
+
+    def flops(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> float:
+        """Count both products; a causal mask hides half of the pairs."""
+        pairs = query.shape[2] * key.shape[2] * (0.5 if causal else 1.0)
+        return 2 * query.shape[0] * query.shape[1] * pairs * (query.shape[3] + value.shape[3])
+
+    def patched(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any) -> Tensor:
+        return Attention.apply(query, key, value, is_causal)
+
+    return patched

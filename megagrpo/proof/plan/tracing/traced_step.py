@@ -1,0 +1,141 @@
+"""Traces a training step of one rank: the real policy, loss and optimizer, on tensors without data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from math import ceil
+from typing import Any
+
+import torch
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.config import ConfigError, RunConfig
+from megagrpo.data.packing import pack, packing_rules
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform import device
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.proof.plan.costs import Costs, Trace
+from megagrpo.proof.plan.gpu_specs import Gpu
+from megagrpo.proof.plan.planned_memory import stage_memory
+from megagrpo.proof.plan.roofline import trace_rows
+from megagrpo.proof.plan.tracing.counter import StepCounter
+from megagrpo.proof.plan.tracing.host_waits import HostWaits
+from megagrpo.proof.plan.tracing.one_rank import one_rank
+from megagrpo.proof.plan.tracing.without_floats import WithoutFloats
+from megagrpo.proof.plan.workload import Lengths
+from megagrpo.types import Metric, TrainBatch, TrainSample
+
+
+def trace_step(config: RunConfig, model: HfConfig, world_size: int, rank: int, prompt: int, response: int, extra: int = 1) -> Trace:
+    """Trace train steps of `rank`, with samples of `prompt` + `response` tokens.
+
+    The first step creates the optimizer's moments. The second has the fewest micro-batches that the schedule accepts. The third has
+    1 + `extra` times as many, and pp or more, so it reaches the memory peak. The difference of the last two gives the costs of a
+    micro-batch. Raises ConfigError on a machine with a GPU, because the model would be built for its kernels.
+    """
+    if device.has_gpu():
+        raise ConfigError("--trace: counts operations without a GPU, but this machine has one; set CUDA_VISIBLE_DEVICES= to hide it")
+    p, counter = config.parallel, StepCounter()
+    few = p.pp if p.vpp > 1 else 1  # the interleaved schedule takes multiples of pp
+    many = max((1 + extra) * few, p.pp)
+    shape = _message_shape(config, model, prompt, response)
+    with one_rank(config.parallel, world_size, rank, counter) as layout, WithoutFloats(counter, shape), HostWaits(counter.wait):
+        policy = MegatronPolicy(config, layout, model)
+        _mark(policy, counter)
+        loss = make_loss(config)
+
+        def step(micro_batches: int) -> Costs:
+            batch = batch_of(config, model, policy.shares_prompts, prompt, response, micro_batches)
+            counter.begin()
+            policy.train_step(batch, loss, 1)
+            return counter.costs
+
+        step(few)
+        small, large = step(few), step(many)
+        peak = dict(counter.peak)
+    each = Costs().plus(large, 1 / (many - few)).plus(small, -1 / (many - few))
+    per = _samples_per_micro_batch(config, prompt + response)
+    return Trace(small.plus(each, -few), each, peak, per * (prompt + response), per * response)
+
+
+def fullest_stage(config: RunConfig, model: HfConfig, world_size: int) -> int:
+    """Return the pipeline stage whose ranks need the most memory in a train step."""
+    stages = stage_memory(config, model, max(1, world_size // config.parallel.model_parallel_size))
+    return max(range(len(stages)), key=lambda stage: sum(stages[stage]["train"].values()))
+
+
+def rows_of(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu | None, lengths: Lengths) -> list[tuple[str, str]]:
+    """Trace the first rank of the fullest stage for samples of average length, and return the rows that `megagrpo plan --trace` shows."""
+    stage = fullest_stage(config, model, world_size)
+    prompt, response = max(1, round(lengths.prompt)), max(1, round(lengths.response))
+    trace = trace_step(config, model, world_size, stage * (world_size // config.parallel.pp), prompt, response)
+    return trace_rows(config, model, trace, world_size, stage, gpu, lengths)
+
+
+def _samples_per_micro_batch(config: RunConfig, length: int) -> int:
+    return max(1, config.train.max_tokens_per_micro_batch // length)
+
+
+def _message_shape(config: RunConfig, model: HfConfig, prompt: int, response: int) -> tuple[int, int, int]:
+    """Return the shape of the hidden states that pipeline stages exchange, [T / cp / tp with sequence parallelism, 1, H]."""
+    p, align = config.parallel, config.micro_batch_align
+    tokens = ceil(_samples_per_micro_batch(config, prompt + response) * (prompt + response) / align) * align // p.cp
+    return tokens // (p.tp if p.sequence_parallel else 1), 1, model.hidden_size
+
+
+def batch_of(config: RunConfig, model: HfConfig, shares: bool, prompt: int, response: int, micro_batches: int) -> TrainBatch:
+    """Return a batch with this many micro-batches of equal samples. No two samples share a prompt.
+
+    Packing needs samples for at least one micro-batch per pipeline stage. Micro-batches above `micro_batches` are cut off.
+    """
+    samples, length = [], prompt + response
+    for index in range(max(micro_batches, config.parallel.pp) * _samples_per_micro_batch(config, length)):
+        ids, mask = torch.randint(0, model.vocab_size, (length,)), torch.arange(length) >= prompt
+        ids[0] = index
+        advantage = 1.0 - 2.0 * (index % 2)
+        samples.append(TrainSample(ids, mask, torch.where(mask, -12.0, 0.0), advantage, index=index))
+    batch = pack(samples, packing_rules(config, shares))
+    return replace(batch, micro_batches=batch.micro_batches[:micro_batches])
+
+
+def _mark(policy: Any, counter: StepCounter) -> None:
+    """Set the counter's phase when the policy enters its parts."""
+
+    @contextmanager
+    def during(phase: str) -> Iterator[None]:
+        before, counter.phase = counter.phase, phase
+        try:
+            yield
+        finally:
+            counter.phase = before
+
+    def wrapped(function: Callable[..., Any], phase: str) -> Callable[..., Any]:
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            with during(phase):
+                return function(*args, **kwargs)
+
+        return marked
+
+    reduce_metrics = policy._reduce_metrics
+
+    def reduced(per_micro_batch: list[Any]) -> Any:
+        """Return the metrics, no bad tensor, and False for wrong early gradients, because that flag has no data.
+
+        The transfer to the host counts as one wait, although the trace makes one for numbers with data and one for numbers without. A
+        stage without the LM head gets a loss of 0; in a real run it gets the loss of the last stage.
+        """
+        waits = counter.costs.waits.copy()
+        metrics, _, _ = reduce_metrics(per_micro_batch)
+        counter.costs.waits = waits
+        counter.wait()
+        return {"loss": Metric(0.0)} | metrics, None, False
+
+    policy._reduce_metrics = reduced
+    policy._loss_inputs = wrapped(policy._loss_inputs, "head")
+    policy.backward = wrapped(policy.backward, "forward")
+    policy.update = wrapped(policy.update, "optimizer")
+    finalize = wrapped(policy._finalize_gradients, "reduce")
+    for chunk in policy.chunks:
+        chunk.config.finalize_model_grads_func = finalize

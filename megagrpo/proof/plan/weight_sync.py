@@ -1,0 +1,99 @@
+"""Plans one weight sync of a config without a GPU: the transfers, their balance, and the seconds at a given link speed.
+
+The plan is exact except for the seconds. They count only the busiest link, at the stated speed, without other traffic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from megagrpo.config import ParallelSection, RunConfig
+from megagrpo.models.bridge.planned_blocks import held_boxes
+from megagrpo.models.families.architecture import HfConfig
+from megagrpo.models.families.boxes import size
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.proof.plan.cuts import EngineLayout, wanted_boxes
+from megagrpo.proof.plan.shapes import model_shape
+from megagrpo.sync.wire.sync_plan import Transfers, plan_transfers
+
+LINK_GB_PER_S = 50.0  # rate into and out of each device: one 400 Gbit/s network card
+MESSAGE_SECONDS = 20e-6  # latency of one message
+
+
+@dataclass(frozen=True)
+class SyncPlan:
+    """The transfers of one sync from `num_sources` trainer ranks to `num_workers` engine workers, at `element_bytes` per element."""
+
+    transfers: Transfers
+    engine: EngineLayout
+    num_sources: int
+    num_workers: int
+    wanted: int  # elements that all workers load, summed
+    element_bytes: int
+
+    def seconds(self, link_gb_per_s: float) -> tuple[float, str]:
+        """Return the seconds that the busiest end needs for its bytes and messages, and the name of that end. Sending and receiving
+        overlap."""
+        sources, workers, _ = self.transfers.messages
+        ends = {}
+        for kind, index, elements, count in (
+            ("rank", sources, self.transfers.sent(self.num_sources), self.num_sources),
+            ("worker", workers, self.transfers.received(self.num_workers), self.num_workers),
+        ):
+            times = elements * self.element_bytes / (link_gb_per_s * 1e9) + np.bincount(index, minlength=count) * MESSAGE_SECONDS
+            ends[f"{kind} {int(times.argmax())}"] = float(times.max())
+        busiest = max(ends, key=ends.__getitem__)
+        return ends[busiest], busiest
+
+
+def plan_sync(model: HfConfig, parallel: ParallelSection, world_size: int, engine: EngineLayout, element_bytes: int) -> SyncPlan:
+    """Return the plan for these two layouts. Raises ValueError when the model cannot be sharded into either."""
+    alone = init_layout(ParallelSection())
+    try:
+        shapes, holders = held_boxes(model, parallel, world_size, alone)
+    finally:
+        alone.close()
+    wanted = wanted_boxes(shapes, model, engine)
+    elements = sum(size(box) * len(workers) for boxes in wanted.values() for box, workers in boxes.items())
+    return SyncPlan(plan_transfers(holders, wanted), engine, world_size, engine.servers * engine.workers, elements, element_bytes)
+
+
+def rows_of(config: RunConfig, world_size: int, link_gb_per_s: float | None = None) -> list[tuple[str, str]]:
+    """Return the rows that `megagrpo plan` shows. Raises ValueError when vLLM cannot shard the model as the section `rollout` requires."""
+    r = config.rollout
+    engine = EngineLayout(tp=r.tp, pp=r.pp, ep=r.tp * r.dp if r.enable_expert_parallel else 1, servers=r.servers)
+    element_bytes = 4 if config.model.precision == "fp32" else 2
+    made = plan_sync(parse_hf_config(model_shape(config.model.path)), config.parallel, world_size, engine, element_bytes)
+    return sync_rows(made, link_gb_per_s or LINK_GB_PER_S)
+
+
+def sync_rows(made: SyncPlan, link_gb_per_s: float = LINK_GB_PER_S) -> list[tuple[str, str]]:
+    """Return the plan as (name, text) rows."""
+    moved, one, engine = made.transfers, made.element_bytes, made.engine
+    links = moved.links()
+    _, _, messages = moved.messages
+    seconds, busiest = made.seconds(link_gb_per_s)
+    cuts = "".join(f" x {name} {count}" for name, count in (("pp", engine.pp), ("ep", engine.ep)) if count > 1)
+    pairs = made.num_sources * made.num_workers
+    return [
+        ("sync", f"{made.num_sources:,} rank(s) -> {engine.servers} server(s) of {engine.workers} worker(s), tp {engine.tp}{cuts}"),
+        ("moved", f"{_bytes(moved.total * one)}; the workers want {_bytes(made.wanted * one)}, each element once"),
+        ("sent", _spread(moved.sent(made.num_sources) * one, "rank")),
+        ("received", _spread(moved.received(made.num_workers) * one, "worker")),
+        ("links", f"{len(links):,} of {pairs:,} rank-worker pairs; the fullest carries {_bytes(max(links.values()) * one)}"),
+        ("messages", f"{len(messages):,}, {_bytes(messages.mean() * one)} on average, packed from {len(moved.source):,} slices"),
+        ("seconds", f"{seconds:.3g} at {link_gb_per_s:g} GB/s a link and {MESSAGE_SECONDS * 1e6:g} us a message; {busiest} is the busiest"),
+    ]
+
+
+def _spread(totals: np.ndarray, who: str) -> str:
+    """Return mean, maximum and their ratio, as text."""
+    return f"{_bytes(totals.mean())} by each {who} on average, {_bytes(totals.max())} at most: {totals.max() / totals.mean():.2f} x"
+
+
+def _bytes(count: float) -> str:
+    unit = next((unit for unit in ("TB", "GB", "MB", "kB") if count >= 1000 ** (1 + "kMGT".index(unit[0]))), "B")
+    return f"{count / 1000 ** (1 + 'kMGT'.index(unit[0])):,.3g} {unit}" if unit != "B" else f"{count:.0f} B"

@@ -1,0 +1,202 @@
+"""Compares layouts of a run with one process, as a table or as JSON.
+
+By itself it starts the ranks of each layout on this machine. Under megagrpo launch, or any launcher that sets WORLD_SIZE, every layout
+must fit the existing ranks, and rank 0 starts the single process beside them.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from megagrpo.config import ConfigError, ParallelSection, RunConfig, io, load_config
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform import device
+from megagrpo.platform.device import quiet
+from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
+from megagrpo.platform.process.terminal import show, warn
+from megagrpo.policy.stored import BLOCK_SIZE
+from megagrpo.proof.plan import plan
+from megagrpo.proof.plan.shapes import model_shape
+from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_config, shrink_model
+from megagrpo.proof.verify.verified_step import Outcome, take_step
+from megagrpo.proof.verify.verify_compare import compare
+from megagrpo.proof.verify.verify_report import Verdict, as_json, as_text, header, summary
+
+MAX_RANKS = 8  # limit of ranks on one machine without GPUs
+TIMEOUT = 600.0  # limit in seconds for one layout
+
+
+Timed = tuple[Outcome, float]  # and its seconds
+
+
+@dataclass(frozen=True)
+class Case:
+    """One layout to verify: the run's config in that layout, its ranks, and the shrunken config and model."""
+
+    text: str
+    config: RunConfig
+    ranks: int
+    small: RunConfig
+    model: HfConfig
+
+
+def verify_layouts(
+    path: Path, overrides: Sequence[str], layout: Sequence[str] = (), ranks: int | None = None, json: bool = False, full: bool = False
+) -> int:
+    """Return 0 when every layout computes what one process computes, 1 when one does not. Raises ConfigError when a layout cannot be
+    tried.
+
+    `layout` holds texts such as "tp=2,pp=2,dp=2"; empty: the config's own layout. `ranks` is the number of ranks where dp is not given.
+    """
+    quiet()
+    world = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+    if world is not None and ranks not in (None, world):
+        raise ConfigError(f"--ranks: {ranks} asked for, and WORLD_SIZE says {world}; leave it out under a launcher")
+    texts: Sequence[str | None] = layout or [None]
+    cases = [_case(path, overrides, text, world or ranks) for text in texts]
+    if world is not None:
+        return _in_world(path, cases, json, full)
+    _check_machine(cases)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the exception makes run_ranks kill the ranks
+    try:
+        return _report(path, cases, lambda case: _timed(_on_this_machine, case), OneProcess(), json, full)
+    except KeyboardInterrupt:
+        warn("interrupted")
+        return 128 + signal.SIGINT
+
+
+def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int | None) -> Case:
+    """Return the case of one layout. Raises ConfigError when the text is no layout, or the real model cannot be sharded that way."""
+    dp = None
+    if layout is not None:
+        sizes, dp = parse_layout(layout)
+        overrides = [*overrides, f"parallel={sizes}"]
+    config = load_config(path, overrides)
+    replica = config.parallel.model_parallel_size
+    if dp is not None and ranks not in (None, dp * replica):
+        raise ConfigError(f"--layout {layout}: needs {dp * replica} ranks, and there are {ranks}; leave dp or --ranks out")
+    ranks = ranks or (dp * replica if dp else config.parallel.smallest_world)
+    if problems := plan(config, ranks, has_data=False).problems:
+        raise ConfigError(io.listed(path, problems))
+    unit = config.model.width_align if config.model.base_storage == "none" else BLOCK_SIZE
+    model = shrink_model(model_shape(config.model.path), config.parallel, unit)
+    return Case(layout_text(config.parallel, ranks // replica), config, ranks, shrink_config(config), model)
+
+
+def parse_layout(text: str) -> tuple[str, int | None]:
+    """Parse "tp=2,dp=2,sequence_parallel" to ("{tp: 2, sequence_parallel: true}" as the config's `parallel` section, dp if given).
+    Raises ConfigError for an invalid text."""
+    words = [word.strip() for word in re.split(r",(?![^\[]*\])", text)]
+    pairs = [word.partition("=")[::2] if "=" in word else (word, "true") for word in words]
+    dp = dict(pairs).get("dp")
+    if dp is not None and not (dp.isdigit() and int(dp)):
+        raise ConfigError(f"--layout {text}: dp must be a positive number (got {dp!r})")
+    if "" in dict(pairs):
+        raise ConfigError(f"--layout {text}: not a layout; write key=value,key=value, as in tp=2,pp=2,dp=2")
+    sizes = ", ".join(f"{key}: {value}" for key, value in pairs if key != "dp")
+    return f"{{{sizes}}}", dp and int(dp)
+
+
+def layout_text(parallel: ParallelSection, dp: int) -> str:
+    """Return the layout in the form that `--layout` takes."""
+    plain = ParallelSection().model_dump()
+    options = {key: value for key, value in parallel.model_dump().items() if value != plain[key] and key != "timeout_minutes"}
+    if dp > 1 or not options:
+        options["dp"] = dp
+    return ",".join(key if value is True else f"{key}={value}".replace(" ", "") for key, value in options.items())
+
+
+def _check_machine(cases: Sequence[Case]) -> None:
+    gpus = device.visible_gpus()
+    limit = MAX_RANKS if gpus is None else len(gpus)
+    for case in cases:
+        if case.ranks > limit:
+            why = f"this machine has {limit} GPU(s)" if gpus else f"without GPUs, {limit} are started at most"
+            raise ConfigError(
+                f"--layout {case.text}: needs {case.ranks} ranks, and {why}; name a smaller layout of the same kind, or start "
+                f"megagrpo verify with `megagrpo launch {case.ranks} verify ...`"
+            )
+
+
+def _on_this_machine(case: Case) -> Outcome:
+    return run_ranks(take_step, case.ranks, case.small, case.model, random_samples(), timeout=TIMEOUT)[0]
+
+
+def _in_world(path: Path, cases: Sequence[Case], json: bool, full: bool) -> int:
+    """Take every layout's step on every rank; rank 0 compares the results."""
+    outcomes = {case.text: _timed(take_step, case.small, case.model, random_samples()) for case in cases}
+    first = dist.get_rank() == 0
+    dist.destroy_process_group()
+
+    def known(case: Case) -> Timed:
+        outcome, seconds = outcomes[case.text]
+        assert outcome is not None, "rank 0 has every outcome"
+        return outcome, seconds
+
+    return _report(path, cases, known, OneProcess(start="spawn"), json, full) if first else 0
+
+
+def _timed[T](action: Callable[..., T], *args: Any) -> tuple[T, float]:
+    started = time.monotonic()
+    result = action(*args)
+    return result, time.monotonic() - started
+
+
+def _report(path: Path, cases: Sequence[Case], step: Callable[[Case], Timed], one_process: OneProcess, json: bool, full: bool) -> int:
+    """Compare and print one case after the other; `step(case)` returns its outcome and its seconds."""
+    verdicts = []
+    if not json:
+        show(header(cases[0].config, cases[0].model, random_samples()))
+    for case in cases:
+        try:
+            expected, rounded = one_process.step(case)
+            outcome, seconds = step(case)
+            distances = compare(outcome, expected, rounded, coarse=_rounds(case.config))
+            verdict = Verdict(case.text, case.ranks, outcome, expected, distances, seconds)
+        except (RankFailed, ValueError) as error:
+            verdict = Verdict(case.text, case.ranks, failure=str(error))
+        verdicts.append(verdict)
+        if not json:
+            show(as_text(verdict, full))
+    show(as_json(path, verdicts) if json else summary(verdicts))
+    return 0 if all(v.passed for v in verdicts) else 1
+
+
+def _rounds(config: RunConfig) -> bool:
+    """Whether products have less than float32 precision."""
+    return config.model.fp8_recipe != "none" or device.resolve_precision(config.model.precision) == torch.bfloat16
+
+
+class OneProcess:
+    """The step computed by a single process without optimizations, cached for layouts with the same shrunken model."""
+
+    def __init__(self, start: Literal["fork", "spawn"] | None = None):
+        self._start = start
+        self._known: dict[str, Outcome] = {}
+
+    def step(self, case: Case) -> tuple[Outcome, Outcome | None]:
+        """Return the outcome in float32 on the CPU, and the outcome in the run's precision and on its device, None where these are the
+        same."""
+        plain = plainly(case.small)
+        float32 = dict(precision="fp32", fp8_recipe="none", fp8_format="auto", bf16_layers=[], fp8_param=False)
+        exact = plain.model_copy(update=dict(model=plain.model.model_copy(update=float32)))
+        same = not _rounds(plain) and not device.has_gpu()
+        return self._run(exact, case.model, on_cpu=True), None if same else self._run(plain, case.model, on_cpu=False)
+
+    def _run(self, config: RunConfig, model: HfConfig, on_cpu: bool) -> Outcome:
+        key = f"{on_cpu} {config.model_dump_json()} {model!r}"
+        if key not in self._known:
+            env = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+            (self._known[key],) = run_ranks(take_step, 1, config, model, random_samples(), timeout=TIMEOUT, env=env, start=self._start)
+        return self._known[key]

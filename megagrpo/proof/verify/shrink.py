@@ -1,0 +1,179 @@
+"""Shrinks a run: the same model family, layout, loss and precision, with sizes that a laptop computes in a second."""
+
+from __future__ import annotations
+
+from math import ceil, lcm
+from typing import Any
+from zlib import crc32
+
+import torch
+
+from megagrpo.config import ParallelSection, RunConfig
+from megagrpo.data.packing import padded
+from megagrpo.models.families import FAMILIES
+from megagrpo.models.families.family import COMMON, FULL, SLIDING, rope, rotated_share
+from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
+from megagrpo.types import TrainSample
+
+VOCABULARY = 101  # prime: no tensor-parallel size divides it, so there are padding rows
+MAX_PROMPT, MAX_RESPONSE = 16, 16  # tokens
+CAP = 2.0  # cap of scores and logits, near their size here
+WINDOW = 7  # tokens: shorter than most prompts
+NUM_PROMPTS, GROUP_SIZE = 4, 3
+LOGPROB_CHUNK = 16
+LOGIT_SCALE = 0.4  # about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
+HANG_MINUTES = 5.0
+# The first step of AdamW is lr * gradient / (|gradient| + epsilon). Usual rates move a weight by less than float32 rounding. With an
+# epsilon near 0 the step is a sign, which turns the rounding error of a zero into a whole step. These values make it follow the gradient.
+LEARNING_RATE, ADAM_EPSILON = 1e-2, 1e-3
+
+
+def shrink_config(config: RunConfig) -> RunConfig:
+    """Return `config` for the small model and batch.
+
+    Settings that decide how a step is computed stay: parallelism, precision, recompute, loss, KL, clipping, sampling temperature,
+    packing, shared prompts, optimizer.
+    """
+    longest = MAX_PROMPT + MAX_RESPONSE
+    changes: dict[str, dict[str, Any]] = {
+        "run": dict(max_steps=100),
+        "algorithm": dict(steps_per_generation=1),  # one optimizer step is verified
+        "model": dict(bf16_layers=[end for end in (0, -1) if end in config.model.bf16_layers]),
+        "lora": dict(rank=min(config.lora.rank, 4), alpha=1.0, dropout=0.0, adapter_path=None),
+        "parallel": dict(
+            timeout_minutes=min(config.parallel.timeout_minutes, HANG_MINUTES), pipeline_layers=_few_layers(config.parallel.pipeline_layers)
+        ),
+        "rollout": dict(
+            max_prompt_length=MAX_PROMPT, max_completion_length=MAX_RESPONSE, prompts_per_step=NUM_PROMPTS, num_generations=GROUP_SIZE
+        ),
+        "train": dict(
+            learning_rate=LEARNING_RATE,
+            adam_epsilon=ADAM_EPSILON,
+            lr_scheduler_type="constant",
+            warmup_steps=0,
+            warmup_ratio=0.0,
+            min_learning_rate=0.0,
+            max_tokens_per_micro_batch=max(2 * longest, padded(longest, config.micro_batch_align)),
+            logprob_chunk=LOGPROB_CHUNK,
+        ),
+    }
+    return RunConfig.model_validate({name: values | changes.get(name, {}) for name, values in config.model_dump().items()})
+
+
+def _few_layers(stages: list[int] | None) -> list[int] | None:
+    """Return the layers of each stage: one for the smallest stages, up to three for larger ones."""
+    return stages and [min(layers - min(stages) + 1, 3) for layers in stages]
+
+
+def plainly(config: RunConfig) -> RunConfig:
+    """Return `config` on one process, without features that only save time or memory: no recompute, sharing, offload or fusion.
+
+    The optimizer is sharded only for FP8 weights, which are rounded from sharded masters.
+    """
+    in_chunks = dict(fused_logprobs=False, logprobs_fp8_recipe="none")
+    return config.model_copy(
+        update=dict(
+            parallel=ParallelSection(timeout_minutes=config.parallel.timeout_minutes),
+            model=config.model.model_copy(update=dict(recompute="none", fusions=[], offload_activations=0.0)),
+            train=config.train.model_copy(update=in_chunks | dict(share_prompts=False, distributed_optimizer=config.model.fp8_param)),
+        )
+    )
+
+
+def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) -> HfConfig:
+    """Return a small model of the architecture in `raw`, a config.json, large enough for `parallel`.
+
+    The widths of hidden states and latents, and a rank's parts of heads and MLPs, are multiples of `unit`. It keeps:
+
+    - the family with its biases and norms, tied or untied embeddings, query heads per KV head, and several or one KV heads per rank
+    - whether heads add up to the hidden size, the rotary scaling, and whether all layers have a window, or some, or none
+    - of a mixture of experts, whether a token has several experts and whether some layer has none
+    - of latent attention, whether queries come from a latent, and whether experts are chosen by groups
+    """
+    real = parse_hf_config(raw)
+    kv_heads = parallel.tp * min(2, ceil(real.num_kv_heads / parallel.tp))
+    heads = kv_heads * (real.num_heads // real.num_kv_heads)
+    head_dim = padded(16 if heads < 8 else 8, unit)
+    small: dict[str, Any] = dict(
+        num_hidden_layers=sum(_few_layers(parallel.pipeline_layers) or []) or max(2, parallel.pp * parallel.vpp),
+        hidden_size=heads * head_dim * (1 if real.hidden_size == real.num_heads * real.head_dim else 2),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=padded(96, lcm(unit * parallel.tp, parallel.expert_tp)),
+        vocab_size=VOCABULARY,
+    )
+    if real.mla is not None:
+        latent, half = padded(12, unit), padded(4, unit)
+        small |= dict(q_lora_rank=padded(20, unit) if real.mla.query_rank else None, kv_lora_rank=latent)
+        small |= dict(qk_nope_head_dim=padded(8, unit), qk_rope_head_dim=half, v_head_dim=padded(6, unit), head_dim=half)
+    if real.experts is not None:
+        count = max(4, 2 * parallel.ep)
+        small |= dict(
+            num_experts=count,
+            num_local_experts=count,
+            n_routed_experts=count,
+            n_shared_experts=1,
+            n_group=2 if real.experts.groups > 1 else 1,
+            topk_group=1,
+            first_k_dense_replace=1 if 0 not in real.experts.blocks else 0,
+            num_experts_per_tok=min(2, real.experts.per_token),
+            moe_intermediate_size=padded(32, unit * lcm(parallel.expert_tp, parallel.tp)),
+            mlp_only_layers=[1] if len(real.experts.blocks) < real.num_layers else [],
+            decoder_sparse_step=1,
+        )
+    if real.score_cap:
+        small |= dict(attn_logit_softcapping=CAP)
+    if real.logit_cap:
+        small |= dict(final_logit_softcapping=CAP)
+    if real.windows:
+        kinds = (SLIDING, FULL) if None in real.windows else (SLIDING,)
+        small |= dict(sliding_window=WINDOW, layer_types=[kinds[layer % len(kinds)] for layer in range(small["num_hidden_layers"])])
+    elif "layer_types" in raw:
+        small |= dict(layer_types=[FULL] * small["num_hidden_layers"])
+    read = (*COMMON, *FAMILIES[real.family].keys, *raw)
+    return parse_hf_config(raw | {key: value for key, value in small.items() if key in read} | _short_factors(raw, head_dim))
+
+
+def _short_factors(raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
+    """Return the rotary parameters with the longrope factors that smaller heads need."""
+    if rope(raw)["rope_type"] != "longrope":
+        return {}
+    key, count = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling", int(head_dim * rotated_share(raw, 1.0)) // 2
+    return {key: {name: value[:count] if name in ("short_factor", "long_factor") else value for name, value in raw[key].items()}}
+
+
+def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
+    """Return the weight called `name`, float32 in `shape`. It depends only on the arguments, so every layout starts from the same model.
+
+    Matrices keep the scale of their input. Norms and biases differ from 1 and 0, where an error could hide.
+    """
+    generator = torch.Generator().manual_seed(crc32(name.encode()))
+    noise = torch.randn(shape, generator=generator)
+    if len(shape) == 1:
+        return 0.1 * noise + (1.0 if "norm" in name else 0.0)
+    scale = LOGIT_SCALE * temperature if name in ("model.embed_tokens.weight", "lm_head.weight") else 1.0
+    return scale * noise / shape[-1] ** 0.5
+
+
+def random_samples(seed: int = 1) -> list[TrainSample]:
+    """Return groups of responses with many lengths to prompts of many lengths: two truncated, some with zero advantage, some with
+    foreign tokens in the middle.
+
+    Every token of the policy has a unique rollout log-prob, which identifies the token wherever it was packed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for i in range(NUM_PROMPTS * GROUP_SIZE):
+        if i % GROUP_SIZE == 0:
+            length = MAX_PROMPT if i == 0 else 1 + 2 * i % MAX_PROMPT
+            prompt = torch.randint(0, VOCABULARY, (length,), generator=generator)
+        length = MAX_RESPONSE if i in (0, 7) else 1 + 5 * i % MAX_RESPONSE
+        ids = torch.cat([prompt, torch.randint(0, VOCABULARY, (length,), generator=generator)])
+        mask = torch.arange(ids.numel()) >= prompt.numel()
+        if i % 4 == 1:
+            mask[prompt.numel() + length // 3 : prompt.numel() + 2 * length // 3] = False
+        logprobs = torch.where(mask, -4.5 + 0.1 * torch.randn(ids.numel(), generator=generator), 0.0)
+        advantage = float(0.5 + torch.randn((), generator=generator)) if i % 5 else 0.0
+        samples.append(TrainSample(ids, mask, logprobs, advantage, index=i, truncated=i in (0, 7)))
+    return samples

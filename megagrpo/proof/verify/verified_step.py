@@ -1,0 +1,197 @@
+"""Runs one step of a policy in some layout, and collects all results as whole Hugging Face tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.algorithms.reductions import denominator
+from megagrpo.config import RunConfig
+from megagrpo.data.packing import pack, packing_rules
+from megagrpo.models.bridge.parameter_blocks import Parameter, adapter_blocks, blocks, fill, trained_blocks
+from megagrpo.models.families.boxes import Box
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform.parallel.layout import Layout, init_layout
+from megagrpo.policy.fp8.fp8_export import write
+from megagrpo.policy.fp8.masters import unrounded
+from megagrpo.policy.fp8.tensor import dense
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.optimizer import gather_gradients
+from megagrpo.policy.reference import Reference
+from megagrpo.policy.step_terms import add_step_terms
+from megagrpo.proof.verify.shrink import random_tensor
+from megagrpo.records.metrics import values_of
+from megagrpo.types import LossInputs, LossOutput, MicroBatch, TrainBatch, TrainSample
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The results of a step. Tensors are float64, on the CPU, whole, under their Hugging Face names."""
+
+    metrics: dict[str, float]  # loss, gradient norm and the loss's metrics
+    logprobs: Tensor  # [N] of every loss token before the step, in an order that is the same in every layout
+    gradients: Tensors  # gradients of the loss over its denominator, before clipping
+    weights: Tensors  # weights after the step
+    disagreement: float  # largest relative difference of a gradient or weight between two ranks that hold the same part of it
+    padding: float  # largest gradient of the vocabulary's padding, which belongs to no token
+    extremes: frozenset[str] = frozenset()  # metrics that are the largest or smallest of single tokens
+
+
+def take_step(
+    config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample], weights: Callable[[str, tuple[int, ...]], Tensor] | None = None
+) -> Outcome | None:
+    """Take one GRPO step on `samples` in the layout of `config`; return the outcome on rank 0, None elsewhere.
+
+    `weights(name, shape)` returns the model's tensors by Hugging Face name; None: random tensors. The policy is moved away from them;
+    the reference of a KL term keeps them. Collective over the world, which stays open for another layout.
+    """
+    layout = init_layout(config.parallel, config.run.seed)
+    try:
+        policy, batch, logprobs = prepare(config, hf_config, layout, samples, weights)
+        divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
+        batch = add_step_terms(batch, policy, divisor, config.algorithm.entropy_coef)
+        if config.model.fp8_recipe == "delayed":  # gradients' scales too: a new maximum depends on its micro-batch
+            policy.backward(batch, make_loss(config), divisor)
+        metrics = policy.backward(batch, make_loss(config), divisor)
+        gather_gradients(policy.model)
+        gradients, apart, padding = whole_tensors(policy, hf_config, layout, attrgetter("main_grad"))
+        metrics |= policy.update()
+        stepped, also_apart, _ = whole_tensors(policy, hf_config, layout, attrgetter("data"))
+        rows = _rows_of_tokens(batch, logprobs, layout)
+    finally:
+        layout.release()
+    if rows is None:
+        return None
+    extremes = frozenset(name for name, metric in metrics.items() if metric.reduce in ("max", "min"))
+    return Outcome(values_of(metrics), rows, gradients, stepped, max(apart, also_apart), padding, extremes)
+
+
+def prepare(
+    config: RunConfig,
+    hf_config: HfConfig,
+    layout: Layout,
+    samples: Sequence[TrainSample],
+    weights: Callable[[str, tuple[int, ...]], Tensor] | None = None,
+) -> tuple[MegatronPolicy, TrainBatch, list[Tensor | None]]:
+    """Return (policy, this rank's batch with all inputs of the loss, the policy's log-probs [T] of each micro-batch) before a step."""
+    policy = MegatronPolicy(config, layout, hf_config)
+    fill_weights(policy, hf_config, layout, weights or partial(random_tensor, temperature=config.rollout.temperature))
+    reference = Reference(policy) if config.algorithm.beta else None
+    _move_away(policy)
+    policy.weights_changed()
+    batch = pack(samples, packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    if config.model.fp8_recipe == "delayed":  # scales then follow the whole batch, however it is packed
+        policy.backward(batch, policy_gradient, batch.num_tokens)
+    logprobs = policy.logprobs(batch)
+    batch = batch.with_terms(old_logprobs=_old_logprobs(batch, logprobs))
+    return policy, batch if reference is None else reference.annotate(batch), logprobs
+
+
+@torch.no_grad()
+def fill_weights(
+    policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, weights: Callable[[str, tuple[int, ...]], Tensor] = random_tensor
+) -> None:
+    """Fill this rank's parameters with the shards of `weights(name, shape)`; the vocabulary's padding is 0."""
+    for _, parameter, of_parameter in (*blocks(policy.chunks, hf_config, layout), *adapter_blocks(policy.chunks, hf_config, layout)):
+        fill(parameter, of_parameter, lambda b: weights(b.name, b.shape)[b.slices])
+
+
+def policy_gradient(inputs: LossInputs) -> LossOutput:
+    """A loss that needs no earlier computation: minus the sum of log-prob times advantage."""
+    rows = inputs.micro_batch
+    return LossOutput(-(inputs.policy_logprobs * rows.advantages * rows.loss_mask).sum(), {})
+
+
+@torch.no_grad()
+def _move_away(policy: MegatronPolicy) -> None:
+    """Move the policy away from the reference by a function of each weight alone, the same in every layout."""
+    for chunk in policy.chunks:
+        for parameter in filter(lambda p: p.requires_grad, chunk.parameters()):
+            master = unrounded(parameter)
+            before = dense(parameter) if master is None else master
+            write(parameter, before + 0.02 * torch.sin(40 * before))
+
+
+def _old_logprobs(batch: TrainBatch, logprobs: list[Tensor | None]) -> list[Tensor]:
+    """Return old log-probs [T] of each micro-batch, far enough from the policy's to clip some tokens. They depend on the token alone."""
+    return [_shifted(m, rows) for m, rows in zip(batch.micro_batches, logprobs, strict=True)]
+
+
+def _shifted(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:
+    if logprobs is None:  # only the last stage computes losses
+        return torch.zeros(micro_batch.num_tokens)
+    noise = torch.sin(micro_batch.position_ids.float() + micro_batch.labels.float())
+    return torch.where(micro_batch.loss_mask, logprobs.cpu() + 0.3 * noise, 0.0)
+
+
+def _rows_of_tokens(batch: TrainBatch, logprobs: list[Tensor | None], layout: Layout) -> Tensor | None:
+    """Return the log-probs of all ranks' loss tokens, sorted by rollout log-prob, which is unique per token; on rank 0."""
+    mine: dict[float, float] = {}
+    if layout.is_last_stage and layout.tp_rank == 0:
+        for micro_batch, rows in zip(batch.micro_batches, logprobs, strict=True):
+            assert rows is not None, "the last stage computes log-probs"
+            keys, values = micro_batch.rollout_logprobs[micro_batch.loss_mask], rows.cpu()[micro_batch.loss_mask]
+            mine |= dict(zip(keys.tolist(), values.tolist(), strict=True))
+    everyone = _gather(mine, layout)
+    if everyone is None:
+        return None
+    merged = {key: value for part in everyone for key, value in part.items()}
+    return torch.tensor([merged[key] for key in sorted(merged)], dtype=torch.float64)
+
+
+@torch.no_grad()
+def whole_tensors(
+    policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, part: Callable[[Parameter], Tensor]
+) -> tuple[Tensors, float, float]:
+    """Return `part(parameter)` of every trained parameter as whole tensors in Hugging Face shapes, merged from all ranks' blocks; on
+    rank 0, empty elsewhere.
+
+    The second result is the largest relative difference between ranks with the same block, the third the largest element outside all
+    blocks.
+    """
+    mine, padding = [], 0.0
+    for _, parameter, of_parameter in trained_blocks(policy.chunks, hf_config, layout):
+        tensor = part(parameter).detach().to("cpu", torch.float64, copy=True)
+        for block in of_parameter:
+            view = block.view(tensor)
+            mine.append(
+                (block.name, block.shape, block.box, view.reshape(block.block_shape).clone().numpy())
+            )  # pickles faster than a tensor
+            view.zero_()
+        padding = max(padding, tensor.abs().max().item()) if tensor.numel() else padding
+    everyone = _gather((mine, padding), layout)
+    if everyone is None:
+        return {}, 0.0, 0.0
+    whole: Tensors = {}
+    first_copies: dict[tuple[str, Box], Tensor] = {}
+    apart = 0.0
+    for name, shape, box, array in [piece for pieces, _ in everyone for piece in pieces]:
+        value = torch.from_numpy(array)
+        if (name, box) in first_copies:
+            apart = max(apart, relative_error(value, first_copies[name, box]))
+            continue
+        first_copies[name, box] = value
+        whole.setdefault(name, torch.full(shape, torch.nan, dtype=torch.float64))[tuple(map(slice, *box))].copy_(value)
+    return whole, apart, max(padding for _, padding in everyone)
+
+
+def relative_error(measured: Tensor, expected: Tensor) -> float:
+    """Return |measured - expected| / |expected|, Euclidean norms; 0 when both are equal. The tensors [...] have equal shapes."""
+    difference = (measured - expected).norm().item()
+    return difference and difference / max(expected.norm().item(), torch.finfo(torch.float64).tiny)
+
+
+def _gather(mine: object, layout: Layout) -> list[Any] | None:
+    everyone: list[Any] | None = [None] * layout.world_size if layout.world_rank == 0 else None
+    dist.gather_object(mine, everyone, dst=0, group=layout.cpu_group)
+    return everyone

@@ -1,0 +1,117 @@
+"""Weight sync of LoRA adapters only: the model's weights stay in the engine.
+
+The adapters go through shared memory as a PEFT folder, which every server loads under a new name per version. Requests use that name, so no
+request is served with another version. Every worker reports the checksums of its adapter; they must equal the checksums of the written one.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from megagrpo.config import LoraSection
+from megagrpo.engine.protocol import Engine
+from megagrpo.models.bridge.adapter_files import save_adapter
+from megagrpo.models.bridge.hf_export import Parameters
+from megagrpo.models.bridge.parameter_blocks import PEFT
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
+from megagrpo.platform.process.removal import remove
+from megagrpo.sync.trainer_side.shared_memory import SharedMemory
+from megagrpo.sync.trainer_side.sync import SyncReport, Weights, WeightSync
+from megagrpo.sync.trainer_side.transport import NO_HANDOVER, Handover
+from megagrpo.sync.wire.copy_checksums import checksum
+from megagrpo.sync.wire.manifest import DTYPES, WeightSyncError
+
+Sums = dict[str, list[str]]  # projection (layers.0.self_attn.q_proj) -> [checksum of A, checksum of B * scale]
+
+
+class AdapterSync(WeightSync):
+    """A `WeightSync` whose `push` takes blocks from `megagrpo.models.bridge.parameter_blocks.adapter_blocks`. `base` is the model as the config names
+    it."""
+
+    def __init__(self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str):
+        shared = SharedMemory(layout, dtype)
+        super().__init__(engine, layout, dtype, shared)
+        self.layout, self.lora, self.base, self.folder = layout, lora, base, shared.folder
+        self._delivered_adapter: tuple[Path, Sums, int] | None = None
+
+    @torch.no_grad()
+    def push(self, parameters: Weights, weight_version: int, handover: Handover = NO_HANDOVER, task: Task = SILENT_TASK) -> SyncReport:
+        """Send the current adapters to the engine as `weight_version`. Collective.
+
+        Raises WeightSyncError on every rank when any part fails; the engine keeps its previous adapter.
+        """
+        started = time.perf_counter()
+        folder, first = self.folder / f"adapter{weight_version}", self.ranks.world_rank == 0
+        sums: Sums = {}
+        self._checksum_seconds = 0.0
+        if first:
+            remove(folder)  # left by a failed push
+        handover.before_sending()
+        try:
+            blocks, dtype = cast(Parameters, list(parameters)), DTYPES[self.dtype]
+            save_adapter(blocks, self.layout, folder, self.lora, self.base, dtype, lambda *item: self._note(sums, *item))
+        except (OSError, ValueError) as error:  # a disk error, or NaN or infinity in a weight
+            raise WeightSyncError(f"weight version {weight_version} was not written: {error}") from error
+        handover.before_serving()
+        published = time.perf_counter()
+        outcome = self.ranks.all_gather_objects(self._deliver_adapter(folder, sums, weight_version) if first else None)[0]
+        if isinstance(outcome, str):
+            raise WeightSyncError(f"weight version {weight_version} did not reach the engine: {outcome}")
+        ended = time.perf_counter()
+        return SyncReport(weight_version, published - started, ended - published, ended - started, self._checksum_seconds, *outcome)
+
+    def load_last(self, url: str) -> int:
+        """Load the adapter of the last `push` into the server at `url`; returns its version. See `WeightSync.load_last`."""
+        assert self.engine is not None, "rank 0 drives the engine"
+        with self._driving:
+            if self._delivered_adapter is None:
+                return self.engine.weight_version
+            folder, sums, version = self._delivered_adapter
+            verify_adapter(sums, self.engine.load_adapter(folder, version, only=[url]))
+            return version
+
+    def _note(self, sums: Sums, name: str, values: Tensor) -> None:
+        """Record the checksum of one tensor [...] in the form that vLLM holds: B is multiplied by the scale."""
+        values = values * self.lora.scale if "lora_B" in name else values
+        started = time.perf_counter()
+        total = str(checksum(values))
+        self._checksum_seconds += time.perf_counter() - started
+        sums.setdefault(name.removeprefix(f"{PEFT}model.").rpartition(".lora_")[0], []).append(total)  # A comes before B
+
+    def _deliver_adapter(self, folder: Path, sums: Sums, version: int) -> tuple[int, int] | str:
+        """Load the adapter into the engine, on rank 0; return (bytes written, bytes read), or an error message.
+
+        This method must not raise, because the other ranks wait for its result.
+        """
+        assert self.engine is not None, "rank 0 drives the engine"
+        try:
+            with self._driving:
+                reports = self.engine.load_adapter(folder, version)
+                verify_adapter(sums, reports)
+                self.engine.use_adapter(version)
+                self._delivered_adapter = folder, sums, version
+            for old in self.folder.glob("adapter*"):
+                if old != folder:
+                    remove(old)
+        except Exception as error:
+            return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        return size, size * len(reports)
+
+
+def verify_adapter(sums: Sums, reports: list[dict[str, Any]]) -> None:
+    """Check that every worker holds exactly the adapter with the checksums `sums`.
+
+    Raises WeightSyncError, naming the worker and the projection, otherwise.
+    """
+    for report in reports:
+        if odd := sorted(name for name in sums.keys() | report["sums"].keys() if sums.get(name) != report["sums"].get(name)):
+            raise WeightSyncError(
+                f"{report['server']}, worker {report['worker']}: adapter of {odd[0]}: the checksums differ from the written ones"
+            )

@@ -1,0 +1,232 @@
+"""Moves the policy's weights to the engine, shard to shard, and verifies that they arrived.
+
+Every trainer rank offers the blocks it holds, and every worker of the engine takes only the slices that its loaders copy. No tensor is
+gathered. A transport moves the slices: `shared_memory.py`, `point_to_point.py` or `cuda_ipc.py`. This file holds the common part.
+
+An update counts only after its reports are verified. Each element of each tensor arrived, the checksums of received and sent slices are
+equal, and the version is the one sent. Until then the engine stays paused. A trainer that shares its GPU moves its state in a `Handover`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from megagrpo.engine.protocol import Engine, ServerDied
+from megagrpo.models.families.blocks import Block, with_last_dim
+from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
+from megagrpo.sync.trainer_side.cuda_ipc import CudaIpc
+from megagrpo.sync.trainer_side.node_shares import Nodes
+from megagrpo.sync.trainer_side.point_to_point import PointToPoint
+from megagrpo.sync.trainer_side.shared_memory import SharedMemory
+from megagrpo.sync.trainer_side.transport import NO_HANDOVER, Handover, Parameter, Ranks, SendReport, Transport, TransportUpdate, Weight
+from megagrpo.sync.trainer_side.transport import Weights as Weights
+from megagrpo.sync.wire.manifest import DTYPES, WeightSyncError, addends, in_addends
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Duration and size of one sync. Bytes are summed over all ranks and all workers.
+
+    If a server died, the push was restarted: `total_seconds` covers all attempts, every other number only the last one.
+
+    `send_seconds` and `read_seconds` overlap, and both lie within `load_seconds`. `send_seconds` is for the slowest rank. `read_seconds` is
+    the copy time of the slowest worker, including the wait for slices that are not sent yet.
+    """
+
+    weight_version: int
+    publish_seconds: float
+    load_seconds: float
+    total_seconds: float
+    checksum_seconds: float  # slowest rank plus slowest worker; part of load_seconds
+    bytes_published: int
+    bytes_read: int
+    send_seconds: float = 0.0
+    read_seconds: float = 0.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The report's rows in `metrics.jsonl`."""
+        return {
+            "weight_sync/publish_seconds": self.publish_seconds,
+            "weight_sync/load_seconds": self.load_seconds,
+            "weight_sync/checksum_seconds": self.checksum_seconds,
+            "weight_sync/gigabytes": self.bytes_published / 1e9,
+        }
+
+
+class _Sent(NamedTuple):
+    """What each rank tells the others after it has sent its part of an update."""
+
+    problem: str | None
+    report: SendReport
+    seconds: float
+
+
+class WeightSync:
+    """Pushes weights from all ranks to the engine. Every rank constructs one and calls `push`; only rank 0 uses `engine`.
+
+    `dtype` is the engine's, "float32" or "bfloat16": weights are cast on their way; another dtype is a ValueError. `say` receives a warning
+    when a push restarts. A context manager; `close` frees the transport.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | None,
+        ranks: Ranks,
+        dtype: str,
+        transport: Transport | None = None,
+        say: Callable[[str], None] = lambda text: None,
+    ):
+        if dtype not in DTYPES:
+            raise ValueError(f"weight sync: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        assert engine is not None or ranks.world_rank > 0, "rank 0 drives the engine"
+        self.engine, self.ranks, self.dtype, self.say = engine, ranks, dtype, say
+        self.transport: Transport = transport or SharedMemory(ranks, dtype)
+        self._delivered: TransportUpdate | None = None  # the last update that all ranks have sent; `load_last` loads it again
+        self._driving = threading.Lock()  # `push` and `load_last` call the engine from two threads
+
+    def __enter__(self) -> WeightSync:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the transport's resources."""
+        self.transport.close()
+
+    @torch.no_grad()
+    def push(self, parameters: Weights, weight_version: int, handover: Handover = NO_HANDOVER, task: Task = SILENT_TASK) -> SyncReport:
+        """Send the current parameters to the engine as `weight_version`. Collective. `task` counts the bytes that this rank sends.
+
+        `parameters` comes from `megagrpo.models.bridge.parameter_blocks.blocks`: (parameter name, parameter [...], its blocks), with the same parameters
+        on every call. Raises WeightSyncError on every rank when any part fails. Then the engine is paused, and `push` may be called again.
+        When a required server dies, the push restarts with the remaining servers, or with the same server once it is back.
+        """
+        started = time.perf_counter()
+        handover.before_sending()
+        weights = [self._as_sent(*weight) for weight in parameters]
+        while True:
+            began = time.perf_counter()
+            update = self.transport.prepare(weights, weight_version, self.engine)
+            prepared = time.perf_counter()
+            with self._driving:
+                outcome = self.ranks.all_gather_objects(self._deliver(update, task))[0]
+                update.done()
+                if not isinstance(outcome, WeightSyncError):
+                    handover.before_serving()
+                    outcome = self.ranks.all_gather_objects(self._resume(update))[0] or outcome
+            if not isinstance(outcome, WeightSyncError):
+                ended = time.perf_counter()
+                return SyncReport(weight_version, prepared - began, ended - prepared, ended - started, *outcome)
+            if not isinstance(outcome, ServerDied):
+                raise outcome
+            self.say(f"warning: a vLLM server died during a weight sync; restarting the sync: {outcome}")
+            handover.before_sending()  # the weights are already offloaded if the server died during resume
+
+    def _as_sent(self, name: str, param: Parameter, blocks: Sequence[Block]) -> Weight:
+        """Return the parameter and blocks in the form that is sent. For a bfloat16 engine, a tensor that vLLM keeps in float32 is split
+        into `addends`."""
+        if not any(in_addends(block.name, self.dtype) for block in blocks):
+            return name, param, blocks
+        sent = addends(param.detach().float())
+        return name, sent, [with_last_dim(block, sent.shape[-1]) for block in blocks]
+
+    def load_last(self, url: str) -> int | None:
+        """Load the weights of the last `push` into the restarted server at `url`. Call it on rank 0 only, from any thread.
+
+        Returns their version, or None when the transport needs all ranks, so the server must wait for the next `push`. Before the first
+        push it loads nothing and returns the engine's version. Raises WeightSyncError when the load fails; the server stays paused.
+        """
+        assert self.engine is not None, "rank 0 drives the engine"
+        with self._driving:
+            if self._delivered is None:
+                return self.engine.weight_version
+            if self._delivered.servers is not None:
+                return None
+            self._delivered.verify(self.engine.load_weights(self._delivered, only=[url]))
+            self.engine.resume(self._delivered, only=[url])
+            return self._delivered.manifest.version
+
+    def _deliver(self, update: TransportUpdate, task: Task) -> tuple[float, int, int, float, float] | WeightSyncError | None:
+        """Send from every rank while the engine loads and verifies; return the last five fields of a `SyncReport`, or the error, on rank 0.
+
+        This method does not raise, because the other ranks wait for its result. It returns None on other ranks.
+        """
+        with ThreadPoolExecutor(1) as side:
+            loading = side.submit(self._load, self.engine, update) if self.engine is not None else None
+            problem, report, began = None, SendReport(0), time.perf_counter()
+            try:
+                report = update.send(task)
+            except Exception as error:
+                problem = f"rank {self.ranks.world_rank}: {_text(error)}"
+            everyone: list[_Sent] = self.transport.all_gather(_Sent(problem, report, time.perf_counter() - began))
+        if loading is None:
+            return None
+        version, problems, failure = update.manifest.version, [rank.problem for rank in everyone if rank.problem], loading.exception()
+        try:
+            if problems:
+                problems += [_text(failure)] if failure is not None else []
+                raise _kind(failure)("; ".join(problems))
+            update.all_sent([rank.report for rank in everyone])
+            self._delivered = update  # set before the result is known: a server that died during this update gets it from `load_last`
+            reports = loading.result()
+            update.verify(reports)
+            num_bytes = sum(rank.report.num_bytes for rank in everyone), sum(report["bytes"] for report in reports)
+            update.verify_bytes(*num_bytes)
+        except Exception as error:
+            return _not_reached(version, error)
+        checksums, read = (max((report.get(key, 0.0) for report in reports), default=0.0) for key in ("checksum_seconds", "read_seconds"))
+        sent = max(rank.seconds for rank in everyone)
+        return max(rank.report.checksum_seconds for rank in everyone) + checksums, *num_bytes, sent, read
+
+    def _resume(self, update: TransportUpdate) -> WeightSyncError | None:
+        """Make the engine serve the loaded weights. Returns an error on rank 0, or None."""
+        try:
+            if self.engine is not None:
+                self.engine.resume(update)
+        except Exception as error:
+            return _not_reached(update.manifest.version, error)
+        return None
+
+    def _load(self, engine: Engine, update: TransportUpdate) -> list[dict[str, Any]]:
+        """Load the update into the engine, while the ranks send it. Then stop ranks that still wait for a server."""
+        why = "the servers have finished without it"
+        try:
+            return engine.load_weights(update)
+        except Exception as error:
+            why = _text(error)
+            raise
+        finally:
+            update.give_up(why)
+
+
+def make_transport(
+    name: str, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float, megabytes: float, nodes: Nodes | None = None
+) -> Transport:
+    """Construct the transport `name`: shared_memory, p2p or cuda_ipc. Collective. `seconds` and `megabytes` are described in
+    `PointToPoint`. `nodes` are the nodes of servers that the ranks' hosts share; None for one node, and for p2p."""
+    if name == "p2p":
+        return PointToPoint(ranks, dtype, device, seconds=seconds, megabytes=megabytes)
+    if name == "cuda_ipc":
+        return CudaIpc(ranks, dtype, device, seconds=seconds, nodes=nodes)
+    return SharedMemory(ranks, dtype, seconds=seconds, nodes=nodes)
+
+
+def _kind(error: BaseException | None) -> type[WeightSyncError]:
+    return ServerDied if isinstance(error, ServerDied) else WeightSyncError
+
+
+def _not_reached(version: int, error: BaseException) -> WeightSyncError:
+    return _kind(error)(f"weight version {version} did not reach the engine, which stays paused: {_text(error)}")
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,265 @@
+"""The worker side of weight sync: a vLLM weight-transfer engine that reads only the slices its loaders copy.
+
+vLLM finds `register` through the entry point group `vllm.general_plugins`. Select it with `--weight-transfer-config '{"backend":
+"megagrpo"}'`. vLLM answers 200 to a partial update and to corrupted data. So every worker checks completeness before the update is
+finished, and leaves a report. The trainer verifies the reports before the engine may serve.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+
+from megagrpo.platform.process.parent_death import tie_process_tree
+from megagrpo.platform.process.shm_names import CPU_WORKERS, name_segments_by_owner, owned
+from megagrpo.sync.vllm_side.cpu_experts import exchange_tokens, use_expert_map
+from megagrpo.sync.vllm_side.cpu_stages import make_stage_buffers
+from megagrpo.sync.vllm_side.loading import Loading, first_names
+from megagrpo.sync.vllm_side.reader import BlockSource, MappedBlocks, Maps, ShardReader
+from megagrpo.sync.vllm_side.receiver import Receiver
+from megagrpo.sync.vllm_side.stores import listen_on_own_address
+from megagrpo.sync.wire.cuda_handles import DeviceMaps
+from megagrpo.sync.wire.exchange import clear_frames
+from megagrpo.sync.wire.ledger import Ledgers
+from megagrpo.sync.wire.manifest import Bookmark, Manifest, SharedFiles, WeightSyncError
+from megagrpo.sync.wire.notes import DirectRequest
+
+BACKEND = "megagrpo"
+logger = logging.getLogger(__name__)
+
+
+def register() -> None:
+    """Register the backend in this process, and tie EngineCore and workers to the life of their parent. vLLM calls this function in
+    every process, sometimes more than once."""
+    tie_process_tree()
+    name_segments_by_owner()
+    listen_on_own_address()
+    if current_platform.is_cpu():
+        use_expert_map()
+        exchange_tokens()
+        make_stage_buffers()
+        patch_executor()
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ShardEngine")
+
+
+def patch_executor() -> None:
+    """Patch the executor of CPU workers: `count_workers_of_a_node`, and shared-memory files that carry the engine's process. vLLM names
+    them after their file store."""
+    from vllm.v1.executor import multiproc_executor  # imports most of vLLM, which the plugin loader has not done in every process
+
+    from megagrpo.sync.vllm_side.cpu_nodes import count_workers_of_a_node
+
+    count_workers_of_a_node()
+    multiproc_executor.get_file_store_init_method = lambda: f"file://{tempfile.gettempdir()}/{owned(CPU_WORKERS)}"
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """Empty: nothing is agreed beforehand."""
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """The version and the location of the weights of one update.
+
+    With `manifest`, the weights are in memory that the manifest describes, written within `seconds`; `replies` is the folder for this
+    server's reports. With `handles` (memory -> one handle per worker) this memory is on GPUs. With `direct`, the weights come from the
+    trainer's ranks.
+    """
+
+    version: int = -1
+    manifest: str = ""
+    replies: str = ""
+    seconds: float | None = None
+    handles: dict[str, list[dict[str, Any]]] | None = None
+    direct: dict[str, Any] | None = None
+
+
+class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """The weight-transfer engine of one worker.
+
+    After a failed update every layer has either all of its old weights or all of its new ones, so the next update starts clean. The trainer
+    keeps the engine paused until an update succeeds. Failures are reported, never raised. When several workers raise, vLLM (seen in 0.32)
+    reads only the first answer. It then takes the other answers for answers to its next call.
+    """
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loading = Loading(self.model, self.model_config)
+        self.files = SharedFiles()
+        self.receiver = Receiver(self.device)
+        self.open = self.reloading = False  # open: vLLM's update is open; reloading: parameters are moved aside
+        self.reader: ShardReader | None = None
+        self.info = UpdateInfo()
+        self.request: DirectRequest | None = None  # from `info.direct`
+        self.bookmark: Bookmark | None = None
+        self.error = ""  # error of the current update
+        self.report = ""  # JSON of the report on the current update
+
+    @property
+    def worker(self) -> int:
+        """Index of this worker within its server."""
+        parallel = self.parallel_config
+        return parallel.data_parallel_index * parallel.world_size + parallel.rank
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """Does nothing: no setup is needed."""
+
+    def shutdown(self) -> None:
+        """Unmap the trainer's files and leave its process group."""
+        self.files.clear()
+        self.receiver.close()
+
+    @staticmethod
+    def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
+        """Abstract up to vLLM 0.27. Raises NotImplementedError, because our trainer does not use vLLM's trainer side."""
+        raise NotImplementedError
+
+    def start_weight_update(self) -> None:
+        """Move the model's parameters aside, layer by layer, until the new ones are complete."""
+        self._abort()
+        self.reader = None
+        self.started = time.perf_counter()
+        self.open = self.reloading = True
+        self.error = self.report = ""
+        self._begin("start")
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Load everything that the manifest lists. The base class would synchronize an accelerator, which fails on a machine without
+        one."""
+        self.info, self.request = self.parse_update_info(update_info), None
+        self._begin("update")
+        try:
+            self.receive_weights(self.info)
+        except Exception as error:
+            self._fail(error)
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Fill the model's parameters. Raises WeightSyncError unless every parameter is filled."""
+        manifest, source = self._open(update_info)
+        self.reader = ShardReader(manifest, source, *([self.bookmark.note] if self.bookmark else []))
+        self.loading.load(self.reader)
+        source.drain()
+        self.reader.check_reads()
+
+    def _open(self, info: UpdateInfo) -> tuple[Manifest, BlockSource]:
+        if info.direct is not None:
+            self.request = DirectRequest(**info.direct)
+            return self.receiver.start(self.request, info.version, self.worker, self.loading.dry_run)
+        manifest = Manifest.load(info.manifest, info.version)
+        maps: Maps = self.files
+        if info.handles is not None:
+            maps = DeviceMaps({name: handles[self.worker] for name, handles in info.handles.items()}, self.device)
+        ledgers = Ledgers(Path(info.manifest).parent, info.version, info.seconds, *([self.bookmark.note] if self.bookmark else []))
+        return manifest, MappedBlocks(manifest, self.worker, maps, ledgers)
+
+    def finish_weight_update(self) -> None:
+        """Put the new parameters in place and report. An update that failed, or that received no weights, is aborted."""
+        if self.reader is None or not self.reloading:
+            self._abort()
+            self.open = False
+            return
+        self._begin("finish")
+        self.open = False
+        try:
+            finalize_layerwise_reload(self.model, self.model_config)
+            if unread := self.reader.unread():
+                raise WeightSyncError(f"{first_names(unread)} announced by the loaders, but never copied")
+            if current_platform.is_cpu():
+                refresh_packed_copies(self.model)
+        except Exception as error:
+            self._fail(error)
+            return
+        self.reloading = False
+        proof = self.reader.source.proof(self.reader.reads)
+        seconds = {
+            "seconds": time.perf_counter() - self.started,
+            "read_seconds": self.reader.seconds,
+            "checksum_seconds": self.reader.checksum_seconds,
+        }
+        self._reply(version=self.info.version, bytes=self.reader.bytes, **proof, **seconds)
+        self.reader.source.release()
+
+    def _fail(self, error: Exception) -> None:
+        clear_frames(error)
+        self.receiver.close_group()  # first, so that sending ranks get an error at once
+        if self.reader is not None:
+            self.reader.source.release()
+        self.error = f"{type(error).__name__}: {error}"
+        self._reply(error=self.error)
+        self._abort()
+
+    def _abort(self) -> None:
+        """Leave the current reload, if any. Incomplete layers get their old weights back."""
+        if not self.reloading:
+            return
+        # Otherwise vLLM would process a layer with part of its weights, and leave a layer that failed half processed.
+        for module in self.model.modules():
+            get_layerwise_info(module).load_numel = 0
+        finalize_layerwise_reload(self.model, self.model_config)
+        self.reloading = False
+
+    def _begin(self, phase: str) -> None:
+        """Write the phase to this worker's bookmark, which the trainer reads when the worker hangs. The path is unknown before the first
+        update."""
+        if not self.info.replies:
+            return
+        path = Path(self.info.replies) / f"worker{self.worker}.at"
+        with contextlib.suppress(OSError):  # the trainer is gone, and its folder too
+            if self.bookmark is None or not path.exists():  # the trainer empties the folder before each update
+                self.bookmark = Bookmark(path)
+            self.bookmark.note(phase)
+
+    def _reply(self, **report: Any) -> None:
+        """Send a report to the trainer. If the trainer is gone, only log a warning."""
+        report = {"worker": self.worker, **report}
+        self.report = json.dumps(report)
+        try:
+            if self.request is not None:
+                self.receiver.report(self.request, self.worker, report)
+            if self.info.replies:
+                path = Path(self.info.replies) / f"worker{self.worker}.json"
+                draft = path.with_suffix(".part")
+                draft.write_text(self.report)
+                os.replace(draft, path)
+        except (OSError, RuntimeError) as error:
+            logger.warning("weight version %s: cannot send the report to the trainer: %s", self.info.version, error)
+
+
+def refresh_packed_copies(model: nn.Module) -> None:
+    """Rebuild the packed copies that vLLM for CPU keeps beside the parameters; a reload leaves them stale (seen in 0.32 and 0.33).
+
+    Experts: `UnquantizedFusedMoEMethod` skips its packing step on every reload. Tied heads: the head itself is never loaded, so the packed
+    copy of the shared weight stays stale. Remove either part when a reload without it gives the log-probs of a fresh engine; the tests of
+    weight sync check that.
+    """
+    seen: dict[int, nn.Module] = {}
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        if kernel is not None and hasattr(module, "w13_weight"):
+            kernel.fused_experts.process_weights_after_loading(module)
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.numel():
+            continue
+        first = seen.setdefault(id(weight), module)
+        if first is not module and hasattr(first, "cpu_linear"):
+            module.cpu_linear = first.cpu_linear

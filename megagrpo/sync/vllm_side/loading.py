@@ -1,0 +1,126 @@
+"""Loads an update during vLLM's reload: through the model's own `load_weights` over lazy tensors the first time, by replay of its copies
+later."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from megagrpo.sync.vllm_side.reader import BlankBlocks, ShardReader
+from megagrpo.sync.vllm_side.received_blocks import BoxCounts
+from megagrpo.sync.vllm_side.replay import Recipe, Recorder
+from megagrpo.sync.wire.manifest import Manifest, WeightSyncError
+
+EXPERTS = ".mlp.experts."
+logger = logging.getLogger(__name__)
+
+
+class Loading:
+    """Fills the parameters of one worker's model, which are moved aside for a reload."""
+
+    def __init__(self, model: nn.Module, config: ModelConfig):
+        self.model, self.config = model, config
+        # A tied head shares its parameter with the embedding and appears once here; during a reload it would appear twice.
+        self.expected = {name for name, _ in model.named_parameters()}
+        self.recipe: Recipe | None = None
+        self.logged_reason = ""  # the last logged reason why there is no recipe
+
+    def load(self, reader: ShardReader) -> None:
+        """Load everything that the manifest lists. Raises WeightSyncError unless every parameter will be filled."""
+        if self.recipe is not None and self.recipe.fits(reader.manifest):
+            self.recipe.run(reader)
+        else:
+            self._load_and_record(reader)
+
+    def dry_run(self, manifest: Manifest) -> BoxCounts:
+        """Return the boxes that `load` will fetch, and how often. The loaders load zeros, and then the reload starts over."""
+        reader = ShardReader(manifest, BlankBlocks(manifest))
+        self._load_and_record(reader)
+        finalize_layerwise_reload(self.model, self.config)
+        initialize_layerwise_reload(self.model)
+        return Counter(self.recipe.boxes(reader.box_of)) if self.recipe else reader.fetched
+
+    def _load_and_record(self, reader: ShardReader) -> None:
+        self.recipe = None
+        # Parameters that vLLM computes from others (products of latent attention) are missing during a reload and recomputed after it.
+        loadable = self.expected & {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        destinations = {name: _destination(self.model, name) for name in loadable}
+        with Recorder(self.model) as recorder:
+            loaded = load_weights(self.model, reader)
+        _check_complete(loaded, destinations, reader)
+        if not recorder.reason:
+            self.recipe = Recipe(reader.manifest, recorder.layers)
+        elif recorder.reason != self.logged_reason:
+            self.logged_reason = recorder.reason
+            logger.info("weight sync: no replay; every update runs the model's own loaders (slower): %s", recorder.reason)
+
+
+def load_weights(model: nn.Module, reader: ShardReader) -> set[str]:
+    """Run the model's loaders over all tensors of `reader`; return the names of the loaded parameters."""
+    tensors = reader.tensors()
+    # vLLM's GPT-OSS copies a tensor of all experts directly into its parameters, but a tensor of one expert through weight loaders.
+    if hasattr(getattr(model, "model", None), "_try_load_streamed_expert"):
+        tensors = split_experts(tensors)
+    loader: Any = model
+    loaded = set(loader.load_weights(tensors))
+    _repeat_lost_copies(model, reader)
+    return loaded
+
+
+def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Split each tensor of all experts into one tensor per expert; other tensors pass unchanged.
+
+    x.mlp.experts.down_proj [experts, ...] becomes x.mlp.experts.0.down_proj [...] and so on, in the same dtype.
+    """
+    for name, tensor in tensors:
+        block, experts, projection = name.partition(EXPERTS)
+        if experts:
+            yield from ((f"{block}{experts}{number}.{projection}", part) for number, part in enumerate(tensor.unbind()))
+        else:
+            yield name, tensor
+
+
+def _repeat_lost_copies(model: nn.Module, reader: ShardReader) -> None:
+    """Repeat copies that were lost because a loader copied directly into a parameter without data (the sinks of GPT-OSS). The repeated
+    copies go through the weight loader."""
+    for module in model.modules():
+        info = get_layerwise_info(module)
+        if not info.can_load() or info.load_numel > 0:
+            continue  # already loaded, or loaded when the update is finished
+        parameters: list[Any] = list(module.parameters(recurse=False))  # a list, because loading replaces the parameters
+        for parameter in parameters:
+            if (lost := reader.copies.get(parameter.untyped_storage()._cdata)) is not None:
+                parameter.weight_loader(parameter, lost)
+
+
+def _check_complete(loaded: set[str], destinations: dict[str, tuple[int, int, bool]], reader: ShardReader) -> None:
+    if absent := sorted(destinations.keys() - loaded):
+        raise WeightSyncError(f"no weights received for {first_names(absent)}")
+    partial = []
+    for name, (storage, numel, padded) in destinations.items():
+        arrived = sum(reader.arrivals.get(storage, {}).values())
+        if arrived < numel and not (padded and arrived):
+            partial.append(f"{name} ({arrived} of {numel} elements)")
+    if partial:
+        raise WeightSyncError(f"only part of the weights received for {first_names(sorted(partial))}")
+
+
+def _destination(model: nn.Module, name: str) -> tuple[int, int, bool]:
+    """Return (storage, number of elements, whether rows may stay unfilled as padding) of the parameter that loaders fill during a
+    reload."""
+    module = model.get_submodule(name.rpartition(".")[0])
+    param = model.get_parameter(name)
+    return param.untyped_storage()._cdata, param.numel(), isinstance(module, VocabParallelEmbedding)
+
+
+def first_names(names: list[str]) -> str:
+    """Return the first four names as text, and the number of the remaining ones."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")

@@ -1,0 +1,252 @@
+"""Rendezvous between trainer ranks and vLLM workers for `p2p` weight sync: a board for notes, and a process group for tensors.
+
+Both exist beside the default process groups of vLLM's workers and of the trainer's ranks. One group holds the trainer's ranks, first, and
+then the workers of all servers, in order. The backend is gloo for CPU tensors and NCCL for GPU tensors.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import re
+import socket
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megagrpo.platform.process.loopback import LOOPBACK, LOOPBACK_ADDRESS
+from megagrpo.sync.wire.manifest import WeightSyncError
+
+CODE_LENGTH = 64  # hexadecimal digits of the HMAC before each note
+LONGEST_PAUSE = 0.1  # seconds between two polls of the board
+
+
+class Deadline:
+    """A point in time, `seconds` after construction."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self._ends = seconds, time.monotonic() + seconds
+
+    def left(self) -> timedelta:
+        """Return the time left, at least 1 ms: torch treats a timeout of 0 as "forever"."""
+        return timedelta(seconds=max(0.001, self._ends - time.monotonic()))
+
+    @property
+    def passed(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() > self._ends
+
+
+class Board:
+    """An authenticated key-value store for JSON notes between trainer ranks and workers.
+
+    Rank 0 of the trainer serves the board; the others connect. It listens only on the address `host` ("" means all addresses of this host).
+    It picks `port` when `port` is 0. Raises WeightSyncError when the board cannot be reached.
+
+    The TCPStore below accepts every connection. So each note carries an HMAC of its key and text, made with `secret`. A note with a wrong
+    HMAC is an error and is never parsed. Process groups rendezvous under keys that begin with an HMAC of the group's name. Errors call the
+    board `name`.
+    """
+
+    def __init__(self, host: str, port: int, deadline: Deadline, secret: str, *, serve: bool = False, name: str = "the trainer's board"):
+        self.host, self._secret, self._name = host, secret.encode(), name
+        try:
+            # By itself torch would listen on every address. torch closes the socket passed to it.
+            listen = socket.create_server((host, port), backlog=4096).detach() if serve else None
+            reached = host or LOOPBACK_ADDRESS
+            self.store = dist.TCPStore(
+                reached, port, is_master=serve, timeout=deadline.left(), wait_for_workers=False, master_listen_fd=listen
+            )
+        except (RuntimeError, OSError) as error:
+            raise WeightSyncError(f"{name} at {host}:{port} cannot be reached: {_first_line(error)}") from None
+        self.port = self.store.port
+
+    def meeting_point(self, name: str) -> dist.Store:
+        """Return the store through which the members of the group `name` rendezvous."""
+        return dist.PrefixStore(self._code("group", name), self.store)
+
+    def _code(self, key: str, text: str) -> str:
+        return hmac.digest(self._secret, f"{key}\n{text}".encode(), "sha256").hex()
+
+    def put(self, key: str, value: Any) -> None:
+        """Leave a note; the board has stored it when this method returns. Raises WeightSyncError when the board is gone."""
+        try:
+            text = json.dumps(value)
+            self.store.set(key, self._code(key, text) + text)
+        except RuntimeError as error:
+            raise WeightSyncError(f"connection to {self._name} lost: {_first_line(error)}") from None
+        self.has(key)  # `set` does not wait; the reply to this request comes after the note is stored
+
+    def has(self, key: str) -> bool:
+        """Whether a note with this key exists. Raises WeightSyncError when the board is gone."""
+        try:
+            return self.store.check([key])
+        except RuntimeError as error:
+            raise WeightSyncError(f"connection to {self._name} lost: {_first_line(error)}") from None
+
+    def find(self, key: str) -> Any:
+        """Return a note, or None when it does not exist. Raises WeightSyncError when the board is gone or the note's HMAC is wrong."""
+        if not self.has(key):
+            return None
+        note = self.store.get(key)
+        code, text = note[:CODE_LENGTH], note[CODE_LENGTH:].decode(errors="replace")
+        if not hmac.compare_digest(code, self._code(key, text).encode()):
+            raise WeightSyncError(f"{self._name}: note {key} has an invalid HMAC; a process without this run's secret wrote it")
+        return json.loads(text)
+
+    def take(self, key: str, what: str, deadline: Deadline, stop: str = "") -> Any:
+        """Wait for a note and return it; the note stays on the board.
+
+        Raises WeightSyncError, which names `what` was awaited, when the deadline passes. The same error is raised when a note `stop`
+        appears; that note holds the reason.
+        """
+        pause = 0.001  # not `TCPStore.wait`: it logs warnings unless the key exists at once
+        while (value := self.find(key)) is None:
+            if stop and (reason := self.find(stop)) is not None:
+                raise WeightSyncError(f"waiting for {what}: {reason}")
+            if deadline.passed:
+                raise WeightSyncError(f"waiting for {what}: timed out after {deadline.seconds:g} s")
+            time.sleep(pause)
+            pause = min(1.5 * pause, LONGEST_PAUSE)
+        return value
+
+    def answers(self) -> bool:
+        """Whether the board still responds."""
+        try:
+            self.has("anything")
+        except WeightSyncError:
+            return False
+        return True
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Delete the notes with these keys; missing notes are ignored."""
+        for key in keys:
+            self.store.delete_key(key)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A buffer in flight to or from `peer`: a contiguous tensor [...] of any dtype, sent as bytes. `what` describes it for errors."""
+
+    buffer: Tensor
+    peer: int
+    tag: int
+    what: str
+
+
+Pending = tuple[dist.Work, str]  # an in-flight operation, and its description for errors
+
+
+class Exchange:
+    """A process group for point-to-point messages. Construction is collective over all `size` processes.
+
+    Raises WeightSyncError when the group cannot be formed.
+    """
+
+    def __init__(self, board: Board, name: str, rank: int, size: int, device: torch.device, deadline: Deadline):
+        store = board.meeting_point(name)
+        self.name, self.device = name, device
+        self.group: Any = None  # torch's types lack the methods that this class calls
+        try:
+            if device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = deadline.left()
+                self.group = dist.ProcessGroupNCCL(store, rank, size, options)
+                self.group.eager_connect_single_device(device)  # connect while all ranks take part: later calls involve only some
+            else:
+                self.group = dist.ProcessGroupGloo(store, rank, size, _gloo_options(board.host, deadline))
+        except RuntimeError as error:
+            raise WeightSyncError(f"cannot form the process group of {size} ranks and workers: {_first_line(error)}") from None
+
+    def send(self, parcels: Sequence[Parcel]) -> list[Pending]:
+        """Start to send all parcels at once. Raises WeightSyncError when a send cannot start."""
+        return self._post(self.group.send, parcels)
+
+    def receive(self, parcels: Sequence[Parcel]) -> list[Pending]:
+        """Start to receive all parcels at once. Raises WeightSyncError when a receive cannot start."""
+        return self._post(self.group.recv, parcels)
+
+    def _post(self, verb: Any, parcels: Sequence[Parcel]) -> list[Pending]:
+        coalesces = self.group.supports_coalescing
+        if coalesces:
+            self.group._start_coalescing()
+        works = []
+        for parcel in parcels:
+            try:
+                works.append(verb([parcel.buffer.view(torch.uint8)], parcel.peer, parcel.tag))
+            except RuntimeError as error:
+                raise WeightSyncError(f"{parcel.what}: {_first_line(error)}") from None
+        if coalesces:
+            return [(self.group._end_coalescing(), ", ".join(dict.fromkeys(parcel.what for parcel in parcels)))]
+        return [(work, parcel.what) for work, parcel in zip(works, parcels, strict=True)]
+
+    def close(self) -> None:
+        """Leave the group. Processes that wait for this process get an error."""
+        if self.group is not None and self.device.type == "cuda":
+            self.group.abort()
+        self.group = None
+
+
+def _gloo_options(host: str, deadline: Deadline) -> Any:
+    """Make gloo listen only on the interface that leads to the board. GLOO_SOCKET_IFNAME, unless it is `lo`, overrides the interface."""
+    gloo: Any = dist.ProcessGroupGloo
+    options, named = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
+    options._timeout = deadline.left()
+    address = own_address(f"http://{host}") if host else socket.gethostname()
+    listener = dict(hostname=address) if named == LOOPBACK else dict(interface=named)
+    options._devices = [gloo.create_device(**listener)]
+    return options
+
+
+def wait(pending: Sequence[Pending], deadline: Deadline) -> None:
+    """Wait until every operation has finished. Raises WeightSyncError, with the operation's description, when one fails or the deadline
+    passes."""
+    for work, what in pending:
+        try:
+            work.wait(deadline.left())
+        except RuntimeError as error:
+            late = f"timed out after {deadline.seconds:g} s" if deadline.passed else _first_line(error)
+            raise WeightSyncError(f"{what}: {late}") from None
+
+
+def clear_frames(error: BaseException) -> None:
+    """Clear the frames of a caught exception. An in-flight message in a frame keeps its group's connections open, and the peers would keep
+    waiting."""
+    traceback.clear_frames(error.__traceback__)
+
+
+def own_address(url: str) -> str:
+    """Return the address of this host on the route to the server at `url`. Raises OSError when there is no route."""
+    return _route(url)[0]
+
+
+def is_here(url: str) -> bool:
+    """Whether the server at `url` runs on this host; False when there is no route to it."""
+    try:
+        this_host, server = _route(url)
+    except OSError:  # no route, or an unknown name
+        return False
+    return this_host == server
+
+
+def _route(url: str) -> tuple[str, str]:
+    """Return (this host's address, the server's address) on the route to the server at `url`. Raises OSError when there is no route."""
+    parts = urlsplit(url)
+    family, kind, *_, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # UDP: connecting sends nothing and only selects the route
+        return probe.getsockname()[0], str(address[0])
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of torch's error message, at most 300 characters, without the source location."""
+    return re.sub(r"^\[[^\]]*\] ", "", str(error).partition("\n")[0]).partition(" This is typically")[0][:300]

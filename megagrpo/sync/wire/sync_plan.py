@@ -1,0 +1,154 @@
+"""The plan of a `p2p` weight sync as data: each row sends one slice of a tensor from a rank to a worker. No tensors, no communication.
+
+Both sides use boxes of Hugging Face tensors: a trainer rank holds boxes (its blocks), and a worker wants boxes (the slices its loaders
+copy). The plan gives every worker each wanted element exactly once, from a rank that holds it. The plan depends only on its arguments, so
+every rank computes it locally.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from megagrpo.models.families.boxes import Box, size
+from megagrpo.sync.wire.box_slices import cover
+
+BoxMap = Mapping[str, Mapping[Box, Sequence[int]]]  # tensor -> box -> the ranks that hold the box, or the workers that want it
+SMALL = 2**19  # elements; a smaller message costs more to start than to send, so its slices join another message of the same pair
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """One row per slice sent: `boxes[box]` of `names[tensor]`, from rank `source` to worker `destination`.
+
+    A message holds all slices of one layer from one source to one destination; `messages.rounds` cuts it where it exceeds the size limit.
+    Tensors outside of all layers count as one more layer.
+    """
+
+    names: tuple[str, ...]
+    boxes: tuple[Box, ...]
+    tensor: np.ndarray  # [n] int64, index into `names`; the arrays below are [n] int64 too
+    box: np.ndarray
+    source: np.ndarray
+    destination: np.ndarray
+    elements: np.ndarray
+
+    @property
+    def total(self) -> int:
+        """Number of elements sent."""
+        return int(self.elements.sum())
+
+    def sent(self, num_sources: int) -> np.ndarray:
+        """Return the elements that each source sends, [num_sources] int64."""
+        return _totals(self.source, self.elements, num_sources)
+
+    def received(self, num_destinations: int) -> np.ndarray:
+        """Return the elements that each destination receives, [num_destinations] int64."""
+        return _totals(self.destination, self.elements, num_destinations)
+
+    def links(self) -> dict[tuple[int, int], int]:
+        """Return (source, destination) -> elements, for the pairs that exchange any."""
+        sources, destinations, elements = self.messages
+        pairs, totals = _grouped(sources << 32 | destinations, elements)
+        return {(int(pair >> 32), int(pair & 0xFFFFFFFF)): int(n) for pair, n in zip(pairs, totals, strict=True)}
+
+    @cached_property
+    def messages(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(source, destination, elements) of each message, three arrays [messages] int64."""
+        layers = np.array([layer_of(name) + 1 for name in self.names], dtype=np.int64)
+        # one integer per message: source, 20 bits of destination, 20 bits of layer
+        keys, totals = _grouped(self.source << 40 | self.destination << 20 | layers[self.tensor], self.elements)
+        return keys >> 40, keys >> 20 & 0xFFFFF, totals
+
+
+def plan_transfers(holders: BoxMap, wanted: BoxMap) -> Transfers:
+    """Assign a sending rank to every slice that a worker wants, for every tensor in `wanted`.
+
+    A slice with a single holder comes from that rank. The other slices are grouped by holders, worker and layer; groups with fewer replicas
+    are assigned first, then larger ones. Each group goes to the replica that sends the least so far. A small group joins a message that is
+    sent anyway, if any. Raises LookupError, with tensor and box, when no rank holds a wanted box.
+    """
+    pieces = _pieces(holders, wanted)
+    chosen = _choose(pieces, [layer_of(name) for name in wanted])
+    boxes: dict[Box, int] = {}
+    rows = (
+        (tensor, boxes.setdefault(part, len(boxes)), count, len(workers), ranks[0] if len(ranks) == 1 else -1)
+        for tensor, part, count, ranks, workers in pieces
+    )
+    table = np.fromiter((value for row in rows for value in row), dtype=np.int64).reshape(-1, 5)
+    tensor, box, elements, source = (np.repeat(table[:, column], table[:, 3]) for column in (0, 1, 2, 4))
+    source[source < 0] = chosen
+    destination = np.fromiter((worker for *_, workers in pieces for worker in workers), dtype=np.int64, count=len(source))
+    return Transfers(tuple(wanted), tuple(boxes), tensor, box, source, destination, elements)
+
+
+def layer_of(name: str) -> int:
+    """Return the index of the decoder layer of a tensor, or -1 for a tensor outside of all layers."""
+    return next((int(word) for word in name.split(".") if word.isdigit()), -1)
+
+
+Piece = tuple[int, Box, int, tuple[int, ...], tuple[int, ...]]  # tensor index, part, elements, ranks that hold it, workers that want it
+
+
+def _pieces(holders: BoxMap, wanted: BoxMap) -> list[Piece]:
+    """Cut every wanted box along the blocks that hold it. Tensors with the same shape and layout are cut alike, so the cuts are cached."""
+    cuts: dict[tuple[Box, tuple[Box, ...]], list[tuple[int, Box, int]]] = {}
+    pieces: list[Piece] = []
+    for number, (name, wants) in enumerate(wanted.items()):
+        ranks_of = holders.get(name, {})
+        blocks, ranks = tuple(ranks_of), [tuple(group) for group in ranks_of.values()]
+        for box, workers in wants.items():
+            if (box, blocks) not in cuts:
+                try:
+                    parts = cover(box, blocks)
+                except LookupError as error:
+                    raise LookupError(f"{name}: {error}") from None
+                cuts[box, blocks] = [(index, part, size(part)) for index, part in parts]
+            pieces += [(number, part, count, ranks[index], tuple(workers)) for index, part, count in cuts[box, blocks]]
+    return pieces
+
+
+def _choose(pieces: list[Piece], layers: Sequence[int]) -> list[int]:
+    """Return the sending rank for each worker of each piece that several ranks hold, in order of the pieces."""
+    load: Counter[int] = Counter()
+    sending: dict[tuple[int, tuple[int, ...]], set[int]] = defaultdict(set)  # (layer, workers) -> ranks that send them a message
+    groups: Counter[tuple[tuple[int, ...], int, int]] = Counter()  # (ranks that hold it, worker, layer) -> elements
+    for tensor, _, count, ranks, workers in pieces:
+        if len(ranks) == 1:
+            load[ranks[0]] += count * len(workers)
+            sending[layers[tensor], workers].add(ranks[0])
+        else:
+            for worker in workers:
+                groups[ranks, worker, layers[tensor]] += count
+    sharing: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # worker -> sets of workers, itself included, that want the same slice
+    for workers in {workers for _, workers in sending}:
+        for worker in workers:
+            sharing[worker].append(workers)
+    chosen: dict[tuple[tuple[int, ...], int, int], int] = {}
+    for group, count in sorted(groups.items(), key=lambda item: (len(item[0][0]), -item[1])):  # stable: ties stay in order
+        ranks, worker, layer = group
+        preferred = []
+        if count <= SMALL:
+            senders = sending[layer, (worker,)].union(*(sending.get((layer, workers), ()) for workers in sharing[worker]))
+            preferred = [rank for rank in ranks if rank in senders]
+        chosen[group] = min(preferred or ranks, key=lambda rank: (load[rank], rank))
+        load[chosen[group]] += count
+        sending[layer, (worker,)].add(chosen[group])
+    return [chosen[ranks, worker, layers[tensor]] for tensor, _, _, ranks, workers in pieces if len(ranks) > 1 for worker in workers]
+
+
+def _totals(index: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
+    """Return the sum of `counts` [n] for each value of `index` [n] below `size`: [size] int64."""
+    totals = np.zeros(size, dtype=np.int64)
+    np.add.at(totals, index, counts)
+    return totals
+
+
+def _grouped(keys: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct values of `keys` [n], sorted, and the sum of `counts` [n] for each: two arrays [distinct] int64."""
+    distinct, index = np.unique(keys, return_inverse=True)
+    return distinct, _totals(index, counts, len(distinct))

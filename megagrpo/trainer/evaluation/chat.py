@@ -1,0 +1,112 @@
+"""Prompts a model, a checkpoint or an adapter, once or in a conversation: `megagrpo generate`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass, field, replace
+
+from megagrpo.config import ConfigError, RunConfig
+from megagrpo.data.tokenizer import Tokenizer, read_chat_template, tokenizer_of
+from megagrpo.engine.protocol import Engine, derive_seed
+from megagrpo.engine.servers.serving import Serving
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.process.terminal import show, warn, write_output
+from megagrpo.trainer.rollout.collector import sampling_params
+from megagrpo.types import Prompt, SamplingParams
+
+PROMPT_ROOM = 2048  # prompt tokens of a conversation when there is no config
+
+
+@dataclass
+class Chat:
+    """A conversation: `say` returns the answer to a text and stores both."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    sampling: SamplingParams
+    system: str | None
+    template: str | None
+    limit: int  # greatest number of tokens of the whole conversation
+    seed: int
+    messages: list[dict[str, str]] = field(default_factory=list)
+    turns: int = 0
+
+    def say(self, text: str) -> str:
+        """Return the answer. Raises ValueError when the conversation is too long or cannot be rendered."""
+        history = [*self.messages, {"role": "user", "content": text}]
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        # Without a template a prompt is plain text, and there is no conversation.
+        prompt = text if len(history) == 1 else [*system, *history]
+        token_ids = self.tokenizer.render(prompt, self.system, self.template)
+        room = self.limit - len(token_ids)
+        if room < 1:
+            raise ValueError(f"the conversation has {len(token_ids)} tokens and the server holds {self.limit}; start over with /reset")
+        sampling = replace(self.sampling, max_tokens=min(room, self.sampling.max_tokens))
+        seed = derive_seed(self.seed, self.turns)
+        answer = self.engine.generate([Prompt(0, token_ids, prompt)], 1, sampling, seed)[0][0].text
+        self.messages, self.turns = [*history, {"role": "assistant", "content": answer}], self.turns + 1
+        return answer
+
+    def reset(self) -> None:
+        """Clear the conversation."""
+        self.messages = []
+
+
+def answer(options: argparse.Namespace) -> None:
+    """Start the servers and run the prompt or the conversation. `options` are those of `megagrpo generate` with the config.
+
+    Raises ConfigError for mistakes in the command line or config.
+    """
+    try:
+        with Serving(options.config, warn) as serving:
+            chat = connect(serving, options)
+            if options.prompt is None:
+                converse(chat)
+            else:
+                _print(chat.say(sys.stdin.read().strip() if options.prompt == "-" else options.prompt))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def connect(serving: Serving, options: argparse.Namespace) -> Chat:
+    """Start the servers and return a conversation with them. The config's training settings fill in what the command line does not set."""
+    config: RunConfig = options.config
+    rollout, seed = config.rollout, config.run.seed if options.seed is None else options.seed
+    folder = serving.find(options.checkpoint, options.adapter)
+    tokenizer = tokenizer_of(config, folder)
+    template = read_chat_template(config.data.chat_template)
+    max_tokens = options.max_tokens or rollout.max_completion_length
+    limit = config.longest_sequence
+    if not rollout.urls:
+        wanted = max(limit, (rollout.max_prompt_length if options.is_config else PROMPT_ROOM) + max_tokens)
+        limit = min(wanted, load_hf_config(folder).max_positions)
+    serving.start(limit)
+    trained = sampling_params(rollout, tokenizer.eos_token_ids)
+    chosen = {name: getattr(options, name) for name in ("top_p", "top_k", "min_p") if getattr(options, name) is not None}
+    temperature = trained.temperature if options.temperature is None else options.temperature
+    sampling = replace(trained, temperature=temperature, max_tokens=max_tokens, truncation=replace(trained.truncation, **chosen))
+    system = config.data.system_prompt if options.system is None else options.system
+    return Chat(serving.engine(tokenizer), tokenizer, sampling, system, template, limit, seed)
+
+
+def _print(response: str) -> None:
+    """Print a response: unchanged to a file or a program, made printable on a terminal."""
+    show(response) if sys.stdout.isatty() else write_output(f"{response}\n")
+
+
+def converse(chat: Chat) -> None:
+    """Answer line by line until the input ends. An error is printed, and the conversation goes on."""
+    while True:
+        write_output("> ", sys.stderr)
+        line = sys.stdin.readline()
+        text = line.strip()
+        if not line or text == "/exit":
+            return
+        if text == "/reset":
+            chat.reset()
+        elif text:
+            try:
+                _print(chat.say(text))
+            except ValueError as error:
+                warn(error)

@@ -1,0 +1,106 @@
+"""Evaluates the held-out sets of a config with vLLM alone: `megagrpo eval`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config import ConfigError, RunConfig
+from megagrpo.data.tokenizer import tokenizer_of
+from megagrpo.engine.protocol import Generator
+from megagrpo.engine.servers.serving import Serving
+from megagrpo.environments.dialogues import make_dialogues
+from megagrpo.platform.process.phases import Phases
+from megagrpo.platform.process.terminal import side_by_side, warn
+from megagrpo.records.progress_bars import run_progress
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, evaluate, load_sets
+from megagrpo.trainer.rollout.collector import generate_and_score
+from megagrpo.types import Prompt, SamplingParams, ScoredRollout
+
+COLUMNS = ("reward", "completions/mean_length", "completions/clipped_ratio")
+
+
+def evaluate_offline(
+    config: RunConfig, base_folder: Path, checkpoint: str | None, adapter: str | None, resources: ExitStack
+) -> tuple[dict[str, float], dict[str, list[dict[str, Any]]]]:
+    """Return the metrics as in a run, without `eval/`, and the responses of each set by its name ("" for data.eval)."""
+    serving = resources.enter_context(Serving(config, warn))
+    try:
+        folder = serving.find(checkpoint, adapter)
+        tokenizer = tokenizer_of(config, folder)
+        dialogues = make_dialogues(config, tokenizer, base_folder, resources)
+        sets = load_sets(config, tokenizer, *((dialogues.tools, dialogues.columns) if dialogues else ()))
+        if not sets:
+            raise ValueError("evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval")
+        for warning in (warning for held_out in sets for warning in held_out.warnings):
+            warn(f"warning: {warning}")
+        serving.start()
+        rewards = resources.enter_context(RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder))
+        check_columns(sets, rewards)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    engine: Generator = serving.engine(tokenizer)
+    phases = Phases(run_progress(config.run))
+    if dialogues is not None:
+        engine = dialogues.wrap(serving.engine(tokenizer))
+
+    def collect(prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> tuple[list[ScoredRollout], dict[str, float]]:
+        return generate_and_score(engine, rewards, prompts, n, sampling, seed, phases)
+
+    responses: dict[str, list[dict[str, Any]]] = {}
+
+    def see(held_out: HeldOut, scored: list[ScoredRollout]) -> None:
+        responses[held_out.name] = [response(s) for s in scored]
+
+    return evaluate(sets, collect, config.run.seed, see), responses
+
+
+def response(scored: ScoredRollout) -> dict[str, Any]:
+    """Return one response in the form of the output file."""
+    rollout = scored.rollout
+    return {
+        "prompt_id": rollout.prompt.prompt_id,
+        "prompt": rollout.prompt.messages,
+        "completion": rollout.text,
+        "num_tokens": rollout.length,
+        "finish_reason": rollout.finish_reason,
+        "reward": scored.reward if scored.reward == scored.reward else None,
+        "rewards": scored.rewards,
+        **({} if rollout.stop_string is None else {"stop_string": rollout.stop_string}),
+        **({} if rollout.dialogue is None else {"dialogue": rollout.dialogue.record()}),
+    }
+
+
+def table(metrics: dict[str, float], names: Sequence[str]) -> str:
+    """Return one line per set: reward, length, share of truncated responses, every pass@k and maj@k."""
+    by_set = {name: {key.removeprefix(f"{name}/" if name else ""): value for key, value in metrics.items()} for name in names}
+    estimates = sorted(
+        {key for of_set in by_set.values() for key in of_set if key.startswith(("pass@", "maj@")) and "/" not in key}, key=_order
+    )
+    width = max(len("set"), *(len(name or "data.eval") for name in names))
+    heads = ["reward", "length", "cut", *estimates]
+    columns = [
+        [f"  {head:>8}", *(f"  {of_set[key]:8.3f}" if key in of_set else f"  {'-':>8}" for of_set in by_set.values())]
+        for head, key in zip(heads, (*COLUMNS, *estimates), strict=True)
+    ]
+    return "\n".join(side_by_side([f"{name:{width}}" for name in ("set", *(name or "data.eval" for name in by_set))], columns))
+
+
+def _order(estimate: str) -> tuple[bool, int]:
+    name, _, k = estimate.partition("@")
+    return name == "maj", int(k)
+
+
+def write(path: Path, contents: dict[str, Any]) -> None:
+    """Write one JSON file that is complete or absent. Raises ConfigError when it cannot be written."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(contents, indent=1, ensure_ascii=False))
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"--output: {path} cannot be written: {error.strerror}") from error

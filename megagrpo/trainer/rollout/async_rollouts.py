@@ -1,0 +1,265 @@
+"""Asynchronous generation: groups of responses are requested ahead of training, scored, and collected when their step comes.
+
+A group is requested at most `max_staleness` steps before the step that trains on it, and each step ends with one weight sync. So no token
+is older than `max_staleness` weight versions, unless its group was delayed. A group that is too old is dropped and generated again.
+
+Groups are started and handed out in the order in which their prompts are drawn, whichever finishes first. So a run trains on the same
+prompts in the same order, whatever the timing. `max_staleness` steps of other groups hide the latency of a slow group.
+"""
+
+from __future__ import annotations
+
+import base64
+import threading
+import time
+from collections import Counter
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megagrpo.engine.protocol import Engine
+from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rewards.scoring import Scoring
+from megagrpo.types import Prompt, Rollout, SamplingParams
+
+
+class Finished(NamedTuple):
+    """A generated group and its scoring, which may still run."""
+
+    rollouts: list[Rollout]
+    scoring: Scoring
+
+
+class AsyncPool:
+    """Generates groups in background threads: `ask` requests them, `take` hands them out. Prompts are identified by their `place`.
+
+    Each group is scored as soon as it is finished. If no group finishes for `straggler_seconds`, the groups that `take` waits for are
+    truncated. A context manager: leaving it interrupts the engine.
+    """
+
+    def __init__(self, engine: Engine, rewards: RewardScorer, max_staleness: int, straggler_seconds: float | None = None):
+        self.engine, self.rewards, self.max_staleness, self.straggler_seconds = engine, rewards, max_staleness, straggler_seconds
+        self._counted: Counter[str] = Counter()
+        self._changed = threading.Condition()
+        self._under_way: set[int] = set()
+        self._finished: dict[int, Finished] = {}
+        self._restored: dict[int, dict[str, Any]] = {}  # groups of `load_state_dict` that were not requested yet
+        self._passed = -1  # the highest place that was handed out
+        self._failure: BaseException | None = None
+        self._threads: list[threading.Thread] = []
+        self._begun: threading.Event | None = None  # set when the engine works on all requested prompts
+        self._idle, self._since = 0.0, time.monotonic()
+        self._measured = self._since
+
+    def __enter__(self) -> AsyncPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.engine.interrupt()
+        for thread in self._threads:
+            thread.join()
+
+    @property
+    def asked(self) -> set[int]:
+        """Places of the prompts that were requested and not handed out yet."""
+        with self._changed:
+            return self._under_way | self._finished.keys()
+
+    def ask(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, step: int, at_once: bool = False) -> None:
+        """Request `n` rollouts of each prompt; returns immediately.
+
+        Generation starts when the engine works on all prompts requested before, or immediately with `at_once`. Groups kept in a checkpoint
+        are used instead of new ones. `step` has the meaning of `RewardScorer.begin`.
+        """
+        prompts = [prompt for prompt in prompts if not self._restore(prompt, n, step)]
+        if not prompts:
+            return
+        before, begun = None if at_once else self._begun, threading.Event()
+        self._begun = self._begun if at_once else begun
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        with self._changed:
+            self._count_idle()
+            self._under_way |= {place_of(prompt) for prompt in prompts}
+        thread = threading.Thread(target=self._work, args=(prompts, n, sampling, seed, step, before, begun), name="pool", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def take(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, step: int, task: Task = SILENT_TASK
+    ) -> list[Scoring]:
+        """Return the scoring of `n` rollouts of each prompt, in the order of `prompts`; the caller finishes it. Blocks until all are
+        generated. `task` counts the responses.
+
+        `sampling`, `seed` and `step` apply to prompts that were not requested before. An error of a background thread is raised here.
+        """
+        requested = self.asked
+        self.ask([prompt for prompt in prompts if prompt.place not in requested], n, sampling, seed, step, at_once=True)
+        missing = {place_of(prompt): prompt for prompt in prompts}
+        while missing:
+            if not (ready := self._await_any(missing)):
+                self._counted["cut"] += len(missing)
+                self.engine.cut(missing)
+            old = [missing[place] for place, group in ready.items() if self._is_too_old(group.rollouts)]
+            for place in ready:
+                del missing[place]
+            task.advance(n * (len(ready) - len(old)))
+            self._drop([place_of(prompt) for prompt in old])
+            self.ask(old, n, sampling, seed, step, at_once=True)
+            missing |= {place_of(prompt): prompt for prompt in old}
+        scorings, left = self._hand_out(prompts)
+        self._drop([place for place in left if place <= self._passed])
+        return scorings
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the groups that are finished and not handed out, as JSON values. Rewards are left out, because they are computed again.
+        In-flight groups are left out too: they are requested again."""
+        with self._changed:
+            return [packed(place, group.rollouts) for place, group in sorted(self._finished.items())]
+
+    def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
+        """Restore the groups of `state`; each is used when its prompt is requested. Call this before the first sync of a resumed run,
+        because that sync gives the checkpoint's weights the next version."""
+        self._restored = {group["place"]: group for group in state}
+
+    def counters(self) -> dict[str, float]:
+        """Return and reset the counts of dropped and truncated groups."""
+        with self._changed:
+            counted, self._counted = self._counted, Counter()
+        return {f"async/{name}": float(counted[name]) for name in ("dropped", "cut")}
+
+    def measured(self) -> dict[str, float]:
+        """Return the share of time since the last call without any in-flight group (`idle/servers`), and the current numbers of in-flight
+        and of waiting groups."""
+        with self._changed:
+            self._count_idle()
+            now = time.monotonic()
+            share, self._idle, self._measured = self._idle / max(now - self._measured, 1e-9), 0.0, now
+            return {
+                "idle/servers": share,
+                "async/in_flight": float(len(self._under_way)),
+                "async/waiting": float(len(self._finished)),
+            }
+
+    def _restore(self, prompt: Prompt, n: int, step: int) -> bool:
+        """Whether a checkpoint kept `n` rollouts of the prompt. If so, the group counts as finished."""
+        saved = self._restored.pop(place_of(prompt), None)
+        if saved is None or (saved["prompt_id"], len(saved["rollouts"])) != (prompt.prompt_id, n):
+            return False
+        with self._changed:
+            self._finish(place_of(prompt), unpacked(saved, prompt), step)
+        return True
+
+    def _await_any(self, places: Container[int]) -> dict[int, Finished]:
+        """Wait until at least one of `places` is finished and return all that are; an empty dict after `straggler_seconds`."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._failure is not None or any(place in places for place in self._finished), self.straggler_seconds
+            )
+            if self._failure is not None:
+                failure, self._failure = self._failure, None  # cleared, because the caller may retry after some errors
+                raise failure
+            return {place: group for place, group in self._finished.items() if place in places}
+
+    def _is_too_old(self, group: Sequence[Rollout]) -> bool:
+        return min(rollout.weight_version for rollout in group) < self.engine.weight_version - self.max_staleness
+
+    def _hand_out(self, prompts: Sequence[Prompt]) -> tuple[list[Scoring], list[int]]:
+        """Remove and return the scorings of `prompts`, together with the places of the remaining finished groups."""
+        with self._changed:
+            self._passed = max([self._passed, *map(place_of, prompts)])
+            return [self._finished.pop(place_of(prompt)).scoring for prompt in prompts], list(self._finished)
+
+    def _drop(self, places: Sequence[int]) -> None:
+        """Drop groups that are too old, or whose prompts the curriculum has skipped so that they are never drawn."""
+        with self._changed:
+            for place in places:
+                self._finished.pop(place).scoring.drop()
+            self._counted["dropped"] += len(places)
+
+    def _work(
+        self,
+        prompts: list[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        step: int,
+        before: threading.Event | None,
+        begun: threading.Event,
+    ) -> None:
+        if before is not None:
+            before.wait()
+        try:
+            self.engine.generate(prompts, n, sampling, seed, lambda i, group: self._keep(place_of(prompts[i]), group, step), begun.set)
+        except BaseException as error:
+            with self._changed:
+                self._count_idle()
+                self._under_way -= {place_of(prompt) for prompt in prompts}
+                self._failure = self._failure or error
+                self._changed.notify_all()
+        finally:
+            begun.set()
+
+    def _keep(self, place: int, group: list[Rollout], step: int) -> None:
+        with self._changed:
+            self._count_idle()
+            self._under_way.discard(place)
+            if place > self._passed:
+                self._finish(place, group, step)
+            else:
+                self._counted["dropped"] += 1
+            self._changed.notify_all()
+
+    def _finish(self, place: int, group: list[Rollout], step: int) -> None:
+        """Start to score a finished group. The caller holds the lock."""
+        scoring = self.rewards.begin(step)
+        scoring.add(0, group)
+        self._finished[place] = Finished(group, scoring)
+
+    def _count_idle(self) -> None:
+        """Add up the time without in-flight groups. The caller holds the lock, before the set of in-flight groups changes."""
+        now = time.monotonic()
+        if not self._under_way:
+            self._idle += now - self._since
+        self._since = now
+
+
+def packed(place: int, group: Sequence[Rollout]) -> dict[str, Any]:
+    """Convert a group to JSON values; arrays are in base64, token ids as int32, log-probs as float64."""
+    rollouts = [
+        vars(rollout)
+        | {"response_ids": _encoded(rollout.response_ids, np.int32), "rollout_logprobs": _encoded(rollout.rollout_logprobs, np.float64)}
+        for rollout in group
+    ]
+    for rollout in rollouts:
+        del rollout["prompt"], rollout["dialogue"]
+    return {"place": place, "prompt_id": group[0].prompt.prompt_id, "rollouts": rollouts}
+
+
+def unpacked(saved: dict[str, Any], prompt: Prompt) -> list[Rollout]:
+    """Restore a group from its JSON values. Weight versions grow by one, because a resumed run syncs the checkpoint's weights as the next
+    version."""
+    return [
+        Rollout(
+            prompt,
+            tuple(np.frombuffer(base64.b64decode(rollout["response_ids"]), np.int32).tolist()),
+            tuple(np.frombuffer(base64.b64decode(rollout["rollout_logprobs"]), np.float64).tolist()),
+            rollout["finish_reason"],
+            rollout["weight_version"] + 1,
+            rollout["text"],
+            later_versions=tuple((start, version + 1) for start, version in rollout["later_versions"]),
+            stop_string=rollout.get("stop_string"),
+        )
+        for rollout in saved["rollouts"]
+    ]
+
+
+def _encoded(values: Sequence[float], kind: type) -> str:
+    return base64.b64encode(np.array(values, kind).tobytes()).decode()
+
+
+def place_of(prompt: Prompt) -> int:
+    """Return the prompt's index in the run's stream. Every prompt that is requested ahead has one."""
+    assert prompt.place is not None, f"prompt {prompt.prompt_id} is not from the run's stream"
+    return prompt.place

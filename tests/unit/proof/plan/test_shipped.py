@@ -1,0 +1,63 @@
+"""Each shipped config for GPUs is the layout that the plan's own search finds first for its GPUs, or the first whose checkpoint fits the
+RAM of their nodes."""
+
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config import RunConfig, load_config
+from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
+from megagrpo.platform.launch.job import Cluster, place
+from megagrpo.proof.plan.gpu_specs import GPUS
+from megagrpo.proof.plan.host_memory import host_memory
+from megagrpo.proof.plan.planned_memory import engine_memory, takes_turns
+from megagrpo.proof.plan.search import search
+from megagrpo.proof.plan.shapes import model_shape
+from megagrpo.proof.plan.times import step_times
+from megagrpo.proof.plan.workload import expected_lengths
+
+CONFIGS = Path(__file__).parents[4] / "configs"
+SHIPPED = {  # GPUs of a node, and their kind
+    "qwen3_0.6b_1gpu": (1, "h100"),
+    "llama3.1_8b_gsm8k_lora_1gpu": (1, "h100"),
+    "qwen2.5_7b_1node": (8, "h100"),
+    "qwen3_30b_a3b_1node": (8, "h200"),
+    "qwen3_30b_a3b_4nodes": (8, "h100"),
+    "qwen3_32b_2nodes": (8, "h200"),
+    "llama3.1_70b_8nodes": (8, "h100"),
+    "qwen3_235b_a22b_16nodes": (8, "h100"),
+    "deepseek_v3_32nodes": (8, "b200"),
+}
+RAM_GIB = {"deepseek_v3_32nodes": 1862}  # 2 TB, the RAM of a DGX B200; other checkpoints fit their nodes
+ROOM_BESIDE_VLLM_GIB = 10  # for a reload, CUDA graphs and NCCL
+
+
+def test_every_shipped_config_for_gpus_is_here():
+    assert {path.stem for path in CONFIGS.glob("*.yaml") if not path.stem.startswith("quickstart")} == set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_layout_is_the_first_that_the_search_finds(name):
+    gpus, kind = SHIPPED[name]
+    config, gpu = load_config(CONFIGS / f"{name}.yaml"), GPUS[kind]
+    model, lengths = parse_hf_config(model_shape(config.model.path)), expected_lengths(config)
+    world = place(config, Cluster(gpus_per_node=gpus)).world_size
+    kept = search(config, model, world, gpu, lengths, keep=1 if name not in RAM_GIB else 10)
+    best = next(one for one in kept if fits(load_config(CONFIGS / f"{name}.yaml", one.overrides), model, world, RAM_GIB.get(name)))
+    assert step_times(config, model, world, gpu, lengths) == best.times, " ".join(best.overrides)
+    assert load_config(CONFIGS / f"{name}.yaml", best.overrides) == config
+    comment = " ".join((CONFIGS / f"{name}.yaml").read_text().replace("\n#", "").split())
+    assert gpus == 1 or name in RAM_GIB or f"the layout that `megagrpo plan --gpu {kind} --search` finds" in comment
+
+
+def fits(config: RunConfig, model: HfConfig, world: int, ram: float | None) -> bool:
+    """Whether a checkpoint of this layout fits `ram` GiB of a node."""
+    return ram is None or sum(host_memory(config, model, world, gpu=True).values()) < ram
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_vllm_gets_the_memory_that_offloading_frees_and_leaves_room(name):
+    config, gpu = load_config(CONFIGS / f"{name}.yaml"), GPUS[SHIPPED[name][1]]
+    engine = engine_memory(config, parse_hf_config(model_shape(config.model.path)), gpu.memory_gib)
+    assert config.rollout.gpu_memory_utilization >= (0.8 if takes_turns(config) else 0.9)
+    assert gpu.memory_gib - engine["vllm_weights"] > ROOM_BESIDE_VLLM_GIB

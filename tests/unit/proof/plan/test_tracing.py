@@ -1,0 +1,154 @@
+"""megagrpo/proof/plan/tracing: a step on tensors without data has the formula's FLOPs and the plan's memory."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megagrpo.config import load_config
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.proof.plan.costs import Costs, Kernel, Trace
+from megagrpo.proof.plan.flops import attention_flops, token_flops
+from megagrpo.proof.plan.gpu_specs import GPUS
+from megagrpo.proof.plan.planned_memory import GIB, stage_memory
+from megagrpo.proof.plan.roofline import kernel_seconds, roofline
+from megagrpo.proof.plan.workload import Lengths
+
+ROOT = Path(__file__).parents[4]
+TINY = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=256, intermediate_size=768, num_hidden_layers=3)
+TINY |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=32, vocab_size=4096, max_position_embeddings=4096, rms_norm_eps=1e-6)
+TINY |= dict(tie_word_embeddings=False, torch_dtype="bfloat16", rope_theta=10000.0)
+MIXTURE = TINY | dict(
+    model_type="qwen3_moe",
+    architectures=["Qwen3MoeForCausalLM"],
+    num_hidden_layers=4,
+    norm_topk_prob=True,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=384,
+)
+PROMPT, RESPONSE = 256, 768
+SCRIPT = """
+import json, sys
+from megagrpo.config import load_config
+from megagrpo.models.families.hf_config import parse_hf_config
+from megagrpo.proof.plan.shapes import model_shape
+from megagrpo.proof.plan.tracing.traced_step import trace_step
+
+config = load_config(sys.argv[1], sys.argv[3:])
+model = parse_hf_config(model_shape(config.model.path))
+for extra in (1, 3):
+    trace = trace_step(config, model, int(sys.argv[2]), 0, 256, 768, extra)
+    each = trace.each
+    phases = ("forward", "head", "backward")
+    flops = {f"{phase}/{kind}": each.total("flops", phase, kind) for phase in phases for kind in ("products", "experts", "attention")}
+    waits = {phase: each.waits[phase] for phase in phases}
+    launches = [each.total("launches", phase) for phase in phases]
+    messages = [(m.phase, m.operation, m.bytes, m.ranks) for m in trace.fixed.messages]
+    found = dict(flops=flops, launches=launches, waits=waits, fixed_waits=trace.fixed.waits, messages=messages)
+    print(json.dumps(found | dict(peak=trace.peak, tokens=trace.tokens)))
+"""
+
+
+def settings(folder: Path, model: dict = TINY) -> list[str]:
+    (folder / "config.json").write_text(json.dumps(model))
+    words = ["rollout.max_prompt_length=256", "rollout.max_completion_length=768", "train.max_tokens_per_micro_batch=2048"]
+    return [f"model.path={folder}", *words, "train.logprob_chunk=512"]
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    return traces(tmp_path_factory.mktemp("tiny"), TINY)
+
+
+@pytest.fixture(scope="module")
+def traced_with_experts(tmp_path_factory):
+    """The first of two stages, which share experts over two ranks each."""
+    return traces(tmp_path_factory.mktemp("mixture"), MIXTURE, "parallel.pp=2", "parallel.ep=2")
+
+
+def traces(folder: Path, model: dict, *layout: str):
+    """Two traces of one rank of four, in a separate process, because a trace creates process groups."""
+    words = [*settings(folder, model), *layout]
+    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(ROOT / "configs" / "qwen2.5_7b_1node.yaml"), "4", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    config = load_config(ROOT / "configs" / "qwen2.5_7b_1node.yaml", words)
+    return config, parse_hf_config(model), [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_traced_flops_are_those_of_the_formula(traced):
+    _, model, (found, _) = traced
+    flops, tokens, responses = token_flops(model), 2 * (PROMPT + RESPONSE), 2 * RESPONSE
+    assert found["tokens"] == tokens
+    norms = 2 * (2 * model.num_layers + 1) * model.hidden_size  # the formula counts their weights as products
+    assert found["flops"]["forward/products"] == (flops.blocks - norms) * tokens
+    assert found["flops"]["backward/products"] == 2 * (flops.blocks - norms) * tokens
+    assert found["flops"]["head/products"] == 3 * flops.head * responses  # with its gradients, computed ahead
+    assert found["flops"]["forward/attention"] == 2 * attention_flops(model, PROMPT + RESPONSE)
+    assert found["flops"]["backward/attention"] == 2.5 * found["flops"]["forward/attention"]
+
+
+def test_a_padded_micro_batch_has_its_mask_and_the_shape_that_stages_exchange(tmp_path):
+    from megagrpo.proof.plan.tracing.traced_step import _message_shape, batch_of
+    from megagrpo.proof.plan.tracing.without_floats import WithoutFloats
+
+    words = [*settings(tmp_path), "parallel.tp=4", "parallel.sequence_parallel=true"]
+    config = load_config(ROOT / "configs" / "qwen2.5_7b_1node.yaml", words)
+    with WithoutFloats(lambda *operation: None):
+        (micro_batch,) = batch_of(config, parse_hf_config(TINY), False, PROMPT, RESPONSE - 1, 1).micro_batches
+    assert _message_shape(config, parse_hf_config(TINY), PROMPT, RESPONSE - 1) == (micro_batch.num_tokens // 4, 1, TINY["hidden_size"])
+    per = 2048 // (PROMPT + RESPONSE - 1)
+    assert micro_batch.num_tokens % 4 == 0 < per * (PROMPT + RESPONSE - 1) % 4 and int(micro_batch.loss_mask.sum()) == per * (RESPONSE - 1)
+
+
+def test_what_a_micro_batch_adds_does_not_depend_on_their_number(traced):
+    _, _, (one, three) = traced
+    assert one["flops"] == three["flops"] and one["launches"] == pytest.approx(three["launches"])
+
+
+def test_traced_memory_is_the_plans(traced):
+    config, model, (found, _) = traced
+    planned = stage_memory(config, model, 4, gpu=False)[0]["train"]
+    assert sum(found["peak"].values()) / GIB == pytest.approx(sum(planned.values()), rel=0.1)
+
+
+def test_the_host_waits_once_a_step_for_its_metrics_and_once_for_the_norm_of_the_gradient(traced):
+    _, _, (found, _) = traced
+    assert not any(found["waits"].values()) and found["fixed_waits"] == {"forward": 1, "optimizer": 1}
+
+
+def test_experts_are_grouped_products_with_the_formulas_flops_and_one_wait_of_the_host_a_layer(traced_with_experts):
+    _, model, (found, _) = traced_with_experts
+    layers, tokens = model.num_layers // 2, 2 * (PROMPT + RESPONSE)
+    expected = layers * tokens * 2 * 2 * 3 * model.hidden_size * model.mixture.intermediate_size
+    assert found["flops"]["forward/experts"] == expected and found["flops"]["backward/experts"] == 2 * expected
+    assert found["flops"]["head/products"] == 0 and found["waits"] == {"forward": layers, "head": 0, "backward": 0}
+
+
+def test_traced_memory_of_a_stage_with_experts_is_the_plans(traced_with_experts):
+    config, model, (found, _) = traced_with_experts
+    planned = stage_memory(config, model, 2, gpu=False)[0]["train"]
+    assert sum(found["peak"].values()) / GIB == pytest.approx(sum(planned.values()), rel=0.1)
+
+
+def test_gradients_and_weights_are_the_messages_of_a_data_parallel_step(traced):
+    _, _, (found, _) = traced
+    sent = {phase: (size, ranks) for phase, _, size, ranks in found["messages"] if size > 10**6}
+    assert sent.keys() == {"reduce", "optimizer"} and sent["reduce"][0] == 2 * sent["optimizer"][0] and sent["reduce"][1] == 4
+
+
+def test_a_kernel_takes_the_longer_of_computing_and_reading():
+    gpu = GPUS["h100"]
+    assert kernel_seconds(Kernel("forward", "products", 989e12, 8), gpu) == pytest.approx(1 / 0.6)
+    assert kernel_seconds(Kernel("forward", "elementwise", 0, 3350e9), gpu) == pytest.approx(1 / 0.8)
+
+
+def test_a_roofline_names_what_keeps_the_mfu_down(tmp_path):
+    config, model = load_config(ROOT / "configs" / "qwen2.5_7b_1node.yaml", settings(tmp_path)), parse_hf_config(TINY)
+    useful, traffic = Kernel("forward", "products", 1e12, 1e6), Kernel("head", "elementwise", 0, 1e12)
+    trace = Trace(Costs(), Costs().plus(Costs(kernels={useful: 1, traffic: 3})), {}, 2048, 1536)
+    made = roofline(config, model, trace, 4, GPUS["h100"], Lengths(256, 768, 768))
+    assert next(iter(made.losses)) == "elementwise work of the LM head" and sum(made.losses.values()) + made.mfu <= 1.01

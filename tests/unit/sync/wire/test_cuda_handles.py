@@ -1,0 +1,109 @@
+"""Handles of GPU memory as plain JSON, and the worker of each handle. Mapping the memory needs a GPU."""
+
+import inspect
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+from megagrpo.sync.trainer_side.cuda_ipc import CudaIpc, HandleUpdate, expandable_segments
+from megagrpo.sync.trainer_side.shared_memory import replies_of
+from megagrpo.sync.vllm_side.reader import MappedBlocks
+from megagrpo.sync.wire import cuda_handles
+from megagrpo.sync.wire.cuda_handles import FIELDS, DeviceMaps, pack, unpack
+from megagrpo.sync.wire.ledger import Ledgers
+from megagrpo.sync.wire.manifest import Manifest, SharedBlock, SharedTensor, WeightSyncError
+
+VALUES = (bytes(range(64)), 4096, 512, False, b"/torch_7_1", 3, bytes(64), True)
+MANIFEST = Manifest(4, "float32", {"w": SharedTensor((4,), (SharedBlock(0, "gpu of rank 0", 0, ((0,), (4,)), 0),))})
+
+
+def test_a_handle_comes_back_from_json_as_it_was():
+    assert unpack(json.loads(json.dumps(pack(1000, VALUES)))) == (1000, VALUES)
+
+
+def test_the_fields_are_those_that_torch_rebuilds_a_tensor_from():
+    assert list(inspect.signature(rebuild_cuda_tensor).parameters)[7:] == list(FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"storage_handle": "not base64!"}, "'not base64!' for storage_handle"),
+        ({"storage_size_bytes": "4096"}, "'4096' for storage_size_bytes"),
+        ({"event_handle": None}, "None for event_handle"),
+        ({"requires_grad": 0}, "0 for requires_grad"),
+        ({"more": 1}, "has the fields .*more"),
+    ],
+)
+def test_an_invalid_handle_is_refused_before_it_is_opened(change, message):
+    with pytest.raises(WeightSyncError, match=message):
+        DeviceMaps({"m": pack(1000, VALUES) | change}, torch.device("cuda", 0)).bytes_of("m")
+
+
+def test_memory_without_a_handle_is_named(tmp_path):
+    with pytest.raises(WeightSyncError, match="no CUDA IPC handle received for the GPU memory gpu of rank 0"):
+        MappedBlocks(MANIFEST, 0, DeviceMaps({}, torch.device("cuda", 0)), Ledgers(tmp_path, 4))
+
+
+def of_servers(handle) -> dict:
+    """Handles of the buffers of two ranks for a server of one worker and a server of two."""
+    workers = {"http://a": [0], "http://b": [1, 2]}
+    return {url: {f"gpu of rank {rank}": [handle(10 * rank + i) for i in numbers] for rank in range(2)} for url, numbers in workers.items()}
+
+
+def test_every_worker_of_every_server_gets_a_handle_of_its_own(tmp_path):
+    handles = of_servers(lambda number: {"count": number})
+    update = HandleUpdate(MANIFEST, tmp_path, None, None, [], servers={"http://a": 1, "http://b": 2}, handles=handles)
+    assert update.request("http://a")["handles"] == {"gpu of rank 0": [{"count": 0}], "gpu of rank 1": [{"count": 10}]}
+    told = update.request("http://b")
+    assert told["handles"]["gpu of rank 1"] == [{"count": 11}, {"count": 12}] and told["version"] == 4
+    assert Manifest.load(told["manifest"], told["version"]) == MANIFEST
+
+
+def test_handles_of_workers_without_a_report_are_counted_down_so_that_torch_frees_the_memory(tmp_path, monkeypatch):
+    counted = []
+    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda handle, offset: counted.append((handle, offset)))
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: counted.append("collected"))
+    handles = of_servers(lambda number: pack(8, (*VALUES[:5], number, *VALUES[6:])))
+    servers = {"http://a": 1, "http://b": 2}
+    update = HandleUpdate(MANIFEST, tmp_path, None, None, [], servers, handles=handles, buffers={"gpu of rank 1": torch.zeros(8)})
+    for server in servers:
+        update.request(server)
+    (replies_of(tmp_path, "http://b") / "worker0.json").write_text("{}")
+    update.done()
+    assert counted == [(VALUES[4], 10), (VALUES[4], 12), "collected"]  # this rank's buffer, for the two workers that did not report
+    assert not update.buffers
+
+
+def test_a_reader_waits_for_no_event_of_the_exporting_gpu(monkeypatch):
+    monkeypatch.setattr(cuda_handles, "reduce_tensor", lambda buffer: (None, (*range(7), *VALUES)))
+    exported = cuda_handles.export(
+        SimpleNamespace(is_cuda=True, dtype=torch.uint8, dim=lambda: 1, storage_offset=lambda: 0, numel=lambda: 9)
+    )
+    assert unpack(exported) == (9, (*VALUES[:-1], False))
+
+
+@pytest.mark.parametrize(
+    ("environment", "name"),
+    [
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}, "PYTORCH_ALLOC_CONF"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "PYTORCH_CUDA_ALLOC_CONF"),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, None),
+        ({}, None),
+    ],
+)
+def test_memory_that_containers_do_not_map_is_refused(environment, name, tmp_path, monkeypatch):
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert expandable_segments(os.environ) == name
+    if name:
+        with pytest.raises(
+            ValueError, match=f"{name}: expandable_segments:True and rollout.weight_sync_transport cuda_ipc exclude each other"
+        ):
+            CudaIpc(SimpleNamespace(world_rank=0), "float32", torch.device("cpu"), tmp_path)
