@@ -1,4 +1,5 @@
-"""Puts the shipped configs into the wheel: `configs/` of the repository becomes `megagrpo/configs/`. The rest is in pyproject.toml."""
+"""Puts the shipped configs into the wheel: `configs/` of the repository becomes `megagrpo/configs/`. The rest is in
+pyproject.toml."""
 
 import shutil
 from pathlib import Path

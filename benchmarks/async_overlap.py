@@ -3,11 +3,12 @@
     python benchmarks/async_overlap.py --steps 12 rollout.prompts_per_step=4 train.learning_rate=2e-5
     python benchmarks/async_overlap.py --staleness 0,1,2            some minutes without a GPU; nothing else should run
 
-The trainer has one core and the vLLM server another (taskset), so neither can use the other's idle time. One server serves all runs, one
-after the other; each run pushes its own weights before its first step. Everything except the placement and its required correction is
-configs/quickstart.yaml. Steps per second cover all steps, including the first, which has no overlap. Evaluations, before the first step and
-after the last, do not count. The training time of a step depends on what the policy has learned: long responses and groups with different
-rewards take longer. `step/train` is a step's time over its training time, and does not depend on that.
+The trainer has one core and the vLLM server another (taskset), so neither can use the other's idle time. One server
+serves all runs, one after the other; each run pushes its own weights before its first step. Everything except the
+placement and its required correction is configs/quickstart.yaml. Steps per second cover all steps, including the first,
+which has no overlap. Evaluations, before the first step and after the last, do not count. The training time of a step
+depends on what the policy has learned: long responses and groups with different rewards take longer. `step/train` is a
+step's time over its training time, and does not depend on that.
 """
 
 from __future__ import annotations
@@ -54,9 +55,20 @@ def train(max_staleness: int, url: str, token: str, folder: Path, args: argparse
     options += [f"rollout.urls=[{url}]", f"rollout.max_staleness={max_staleness}", *args.options]
     if max_staleness:
         options += ["algorithm.importance_correction=token_truncate"]
-    command = ["taskset", "-c", str(args.trainer_core), sys.executable, "-m", "megagrpo", "train", str(QUICKSTART), *options]
+    command = [
+        "taskset",
+        "-c",
+        str(args.trainer_core),
+        sys.executable,
+        "-m",
+        "megagrpo",
+        "train",
+        str(QUICKSTART),
+        *options,
+    ]
     environment = os.environ | OPENMP | {"OMP_NUM_THREADS": "1", TOKEN_VARIABLE: token}
-    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr)  # to watch the run; only the table goes to stdout
+    # to watch the run; only the table goes to stdout
+    done = subprocess.run(command, cwd=ROOT, env=environment, stdout=sys.stderr)
     if done.returncode:
         raise SystemExit(f"{name} ended with exit code {done.returncode}")
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
@@ -82,7 +94,9 @@ def row(lines: Sequence[dict[str, float]], first: float | None) -> tuple[float, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--staleness", type=lambda text: [int(n) for n in text.split(",")], default="0,1", help="one run for each")
+    parser.add_argument(
+        "--staleness", type=lambda text: [int(n) for n in text.split(",")], default="0,1", help="one run for each"
+    )
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--trainer-core", type=int, default=0)
     parser.add_argument("--server-core", type=int, default=1)

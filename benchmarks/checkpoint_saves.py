@@ -1,9 +1,10 @@
-"""Measures how long a checkpoint stops training, in the foreground and in the background, and the cost of its verification.
+"""Measures how long a checkpoint stops training, in the foreground and in the background, and the cost of its
+verification.
 
     python benchmarks/checkpoint_saves.py FOLDER
 
-The checkpoint is of a random Llama with 57 M weights in float32. FOLDER must not exist; it takes up to 1.8 GB and is removed at the end.
-Prints seconds, the best of two.
+The checkpoint is of a random Llama with 57 M weights in float32. FOLDER must not exist; it takes up to 1.8 GB and is
+removed at the end. Prints seconds, the best of two.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Memory of converting a model of the size of Qwen3-30B-A3B: there and back under a limit of 2 GB + the largest tensor.
 
-    python benchmarks/conversion_memory.py FOLDER             # 9 of its 48 layers: 12.5 GB, and twice that on the disk at a time
+    python benchmarks/conversion_memory.py FOLDER             # 9 of its 48 layers: 12.5 GB, and twice that on the disk
+    at a time
     python benchmarks/conversion_memory.py FOLDER --layers 2  # the same peak with a quarter of the bytes
 
-Writes a random sharded checkpoint, converts it there and back, compares the sha256 of every file, and prints seconds and peak memory of
-each conversion. The limit is RLIMIT_DATA, which the kernel enforces on all private memory of a process, touched or not. The peak is the
-resident memory, including pages of mapped files. The script removes its files.
+Writes a random sharded checkpoint, converts it there and back, compares the sha256 of every file, and prints seconds
+and peak memory of each conversion. The limit is RLIMIT_DATA, which the kernel enforces on all private memory of a
+process, touched or not. The peak is the resident memory, including pages of mapped files. The script removes its files.
 """
 
 from __future__ import annotations
@@ -54,12 +55,15 @@ ALLOWED = 2 * 10**9  # bytes, in addition to the largest tensor
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """Write it in files of 2 GB, with every tensor a slice of the same random numbers; return the bytes of its largest tensor."""
+    """Write it in files of 2 GB, with every tensor a slice of the same random numbers; return the bytes of its largest
+    tensor."""
     folder.mkdir(parents=True)
     config = QWEN3_30B_A3B | dict(num_hidden_layers=layers)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     layout = init_layout(ParallelSection())
-    found = {block.name: block.shape for part in structure(parse_hf_config(config), layout).parts for block in part.blocks}
+    found = {
+        block.name: block.shape for part in structure(parse_hf_config(config), layout).parts for block in part.blocks
+    }
     layout.close()
     files = new_files({name: (torch.bfloat16, shape) for name, shape in found.items()}, limit=2 * 10**9)
     largest = max(entry.nbytes for entry in files.entries.values())

@@ -2,22 +2,23 @@
 
     python benchmarks/logprobs.py --hidden 576 --dtype fp32
 
-Every contender gets hidden states [T, H], a head [V, H], labels [T] and the gradient of the loss in each log-prob, and gives the
-gradients of hidden states and head:
+Every contender gets hidden states [T, H], a head [V, H], labels [T] and the gradient of the loss in each log-prob, and
+gives the gradients of hidden states and head:
 
-- megagrpo: `vocab_logprobs`, which also returns the entropy; only the logits of `chunk` tokens exist at a time. The gradients of the
-  log-probs are computed early, as in a train step for all its losses, and checked in the backward pass.
-- megagrpo, late gradients: the same without early gradients; the backward pass computes the logits again, which takes four
-  products of T x V x H instead of three.
+- megagrpo: `vocab_logprobs`, which also returns the entropy; only the logits of `chunk` tokens exist at a time. The
+  gradients of the log-probs are computed early, as in a train step for all its losses, and checked in the backward
+  pass.
+- megagrpo, late gradients: the same without early gradients; the backward pass computes the logits again, which takes
+  four products of T x V x H instead of three.
 - plain: log_softmax over the whole [T, V] logits in float32, and autograd.
-- liger-style: the method of transformers with liger-kernel's fused linear losses, in plain PyTorch: `--liger-chunk` tokens at a time,
-  loss and gradients of a chunk together, gradients of the head summed up. This requires a loss known token by token inside the kernel;
-  so it gets the gradients of the log-probs in advance.
+- liger-style: the method of transformers with liger-kernel's fused linear losses, in plain PyTorch: `--liger-chunk`
+  tokens at a time, loss and gradients of a chunk together, gradients of the head summed up. This requires a loss known
+  token by token inside the kernel; so it gets the gradients of the log-probs in advance.
 - megatron: the logits times Megatron's `vocab_parallel_cross_entropy`, of a tensor-parallel group of one.
 
-Columns: median wall and CPU seconds of repetitions that alternate in one process; peak memory above the inputs, of a process that runs one
-contender once; the largest difference of a gradient from the plain float32 one, over the largest gradient. With bf16 all inputs are bf16,
-and the difference is from float32 arithmetic on the same inputs.
+Columns: median wall and CPU seconds of repetitions that alternate in one process; peak memory above the inputs, of a
+process that runs one contender once; the largest difference of a gradient from the plain float32 one, over the largest
+gradient. With bf16 all inputs are bf16, and the difference is from float32 arithmetic on the same inputs.
 """
 
 from __future__ import annotations
@@ -94,7 +95,8 @@ def inputs(args: argparse.Namespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     dtype, place = device.resolve_precision(args.dtype), device.device()
     hidden = torch.randn(args.tokens, args.hidden, device=place, dtype=dtype)
-    weight = (torch.randn(args.vocab, args.hidden, device=place) * 2 * args.hidden**-0.5).to(dtype)  # logits of standard deviation 2
+    # logits of standard deviation 2
+    weight = (torch.randn(args.vocab, args.hidden, device=place) * 2 * args.hidden**-0.5).to(dtype)
     labels = torch.randint(0, args.vocab, (args.tokens,), device=place)
     return hidden.requires_grad_(), weight.requires_grad_(), labels, torch.randn(args.tokens, device=place)
 
@@ -105,9 +107,12 @@ def wait() -> None:
 
 
 def measure_time(args: argparse.Namespace) -> dict[str, tuple[float, float, float]]:
-    """(median wall seconds, median CPU seconds, largest relative gradient difference) of each contender; the order rotates."""
+    """(median wall seconds, median CPU seconds, largest relative gradient difference) of each contender; the order
+    rotates."""
     given = inputs(args)
-    exact = [g.float() for g in plain(*(t.detach().float().requires_grad_() if t.is_floating_point() else t for t in given))]
+    exact = [
+        g.float() for g in plain(*(t.detach().float().requires_grad_() if t.is_floating_point() else t for t in given))
+    ]
     names = list(contenders(args).items())
     times: dict[str, list[tuple[float, float]]] = {}
     differences: dict[str, float] = {}
@@ -156,7 +161,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--hidden", type=int, default=576)
     parser.add_argument("--vocab", type=int, default=151936)
-    parser.add_argument("--chunks", type=int, nargs="+", default=[256], help="train.logprob_chunk: tokens whose logits exist at a time")
+    parser.add_argument(
+        "--chunks", type=int, nargs="+", default=[256], help="train.logprob_chunk: tokens whose logits exist at a time"
+    )
     parser.add_argument("--liger-chunk", type=int, default=512, help="tokens of a chunk")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3)
@@ -175,7 +182,8 @@ def main() -> None:
         for name in contenders(args)
     }
     print(
-        f"{args.dtype}, T={args.tokens} H={args.hidden} V={args.vocab}, {args.threads} threads, median of {args.repeats}, "
+        f"{args.dtype}, T={args.tokens} H={args.hidden} V={args.vocab}, {args.threads} threads, median of "
+        f"{args.repeats}, "
         f"load {os.getloadavg()[0]:.1f}"
     )
     print(f"{'contender':34} {'s':>8} {'CPU s':>8} {'peak GiB':>9} {'gradient difference':>20}")

@@ -2,11 +2,12 @@
 
     python benchmarks/plan_memory.py [LAYOUT ...]
 
-On GPUs torch's allocator reports the peak of each rank. On a CPU every rank counts the bytes of all living tensor storages, starting before
-it builds the model: each storage that an operation returns, in backward passes too, until it is freed. Temporary memory inside an operation
-is not counted there. Weights are random. Micro-batches are full, of sequences longer than those whose scores CPU attention keeps. The
-comparison uses the fullest rank. For a checkpoint (`saving`: the peak of collecting it, `writing`: memory until it is written) and for
-`offload` (memory offloaded while vLLM generates) it uses the sum of all ranks, which share the host's memory.
+On GPUs torch's allocator reports the peak of each rank. On a CPU every rank counts the bytes of all living tensor
+storages, starting before it builds the model: each storage that an operation returns, in backward passes too, until it
+is freed. Temporary memory inside an operation is not counted there. Weights are random. Micro-batches are full, of
+sequences longer than those whose scores CPU attention keeps. The comparison uses the fullest rank. For a checkpoint
+(`saving`: the peak of collecting it, `writing`: memory until it is written) and for `offload` (memory offloaded while
+vLLM generates) it uses the sum of all ranks, which share the host's memory.
 """
 
 from __future__ import annotations
@@ -44,10 +45,16 @@ MIB = 2**20
 LENGTH = 256
 TOKENS = 2048  # per micro-batch
 HOST = ("saving", "writing", "offload")  # host memory in addition to the memory in use
-DENSE = dict(model_type="qwen3", hidden_size=256, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=32)
+DENSE = dict(
+    model_type="qwen3", hidden_size=256, num_hidden_layers=8, num_attention_heads=8, num_key_value_heads=4, head_dim=32
+)
 DENSE |= dict(intermediate_size=768, vocab_size=8192, max_position_embeddings=4096, tie_word_embeddings=False)
-MIXED = DENSE | dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=384, norm_topk_prob=True)
-LLAMA = DENSE | dict(model_type="llama", num_hidden_layers=12, hidden_size=384, num_attention_heads=12, intermediate_size=1024)
+MIXED = DENSE | dict(
+    model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=384, norm_topk_prob=True
+)
+LLAMA = DENSE | dict(
+    model_type="llama", num_hidden_layers=12, hidden_size=384, num_attention_heads=12, intermediate_size=1024
+)
 LAYOUTS: dict[str, tuple[int, dict, dict[str, dict]]] = {  # ranks, model, sections of the config
     "one": (1, DENSE, {}),
     "bf16": (1, DENSE, {"model": {"precision": "bf16"}}),
@@ -134,8 +141,8 @@ def config_of(sections: dict[str, dict]) -> RunConfig:
 
 
 def measured(raw: dict, config: RunConfig, folder: Path, steps: int = 2) -> dict[str, float]:
-    """Phase -> MiB of this rank at its peak. For a checkpoint in `folder`: saving -> additional MiB, writing -> MiB until it is written.
-    offload -> MiB that leave the device."""
+    """Phase -> MiB of this rank at its peak. For a checkpoint in `folder`: saving -> additional MiB, writing -> MiB
+    until it is written. offload -> MiB that leave the device."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     peaks: dict[str, float] = {}
@@ -144,7 +151,8 @@ def measured(raw: dict, config: RunConfig, folder: Path, steps: int = 2) -> dict
             layout = init_layout(config.parallel)
             policy = MegatronPolicy(config, layout, parse_hf_config(raw))
             for parameter in (parameter for chunk in policy.chunks for parameter in chunk.parameters()):
-                parameter.data.copy_(torch.empty_like(parameter).normal_(std=0.02))  # like loading, one tensor at a time
+                # like loading, one tensor at a time
+                parameter.data.copy_(torch.empty_like(parameter).normal_(std=0.02))
             policy.weights_changed()
         batch = pack(samples(config, layout.dp_size), packing_rules(config, False), layout.dp_rank, layout.dp_size)
         for _ in range(steps):  # the first step creates the optimizer's state
@@ -181,7 +189,9 @@ def samples(config: RunConfig, dp: int) -> list[TrainSample]:
     """Two full micro-batches for each stage of each replica."""
     count = 2 * config.parallel.pp * dp * (TOKENS // LENGTH)
     mask = torch.arange(LENGTH) >= 32
-    return [TrainSample(torch.randint(0, 8192, (LENGTH,)), mask, torch.full((LENGTH,), -9.0), 1.0) for _ in range(count)]
+    return [
+        TrainSample(torch.randint(0, 8192, (LENGTH,)), mask, torch.full((LENGTH,), -9.0), 1.0) for _ in range(count)
+    ]
 
 
 def policy_gradient(inputs: LossInputs) -> LossOutput:
@@ -190,7 +200,8 @@ def policy_gradient(inputs: LossInputs) -> LossOutput:
 
 
 def predicted(model: HfConfig, config: RunConfig, ranks: int) -> dict[str, float]:
-    """Phase -> MiB in the plan. The trainer's own layers activate in one operation, which keeps what the fused kernel keeps."""
+    """Phase -> MiB in the plan. The trainer's own layers activate in one operation, which keeps what the fused kernel
+    keeps."""
     if not device.has_transformer_engine():
         config = config.model_copy(update=dict(model=config.model.model_copy(update=dict(fusions=["bias_activation"]))))
     memory = trainer_memory(config, model, ranks // config.parallel.model_parallel_size, gpu=device.has_gpu())
@@ -213,7 +224,9 @@ def compare(name: str) -> dict[str, tuple[float, float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("layouts", nargs="*", metavar="LAYOUT", help=f"some of {', '.join(LAYOUTS)}; all when none is named")
+    parser.add_argument(
+        "layouts", nargs="*", metavar="LAYOUT", help=f"some of {', '.join(LAYOUTS)}; all when none is named"
+    )
     wanted = parser.parse_args().layouts or LAYOUTS
     print("| layout | phase | measured MiB | planned MiB | |\n|---|---|---|---|---|")
     for name in wanted:

@@ -1,14 +1,16 @@
-"""Memory and seconds that `megagrpo plan` predicts for a training rank, compared with published numbers of Megatron-SWIFT.
+"""Memory and seconds that `megagrpo plan` predicts for a training rank, compared with published numbers of
+Megatron-SWIFT.
 
     python benchmarks/published_memory.py
 
-Published: first lines of scripts in examples/megatron of ms-swift (Aug 2026), which give all settings; those with seconds also in its
-Quick-start.md, which names the GPUs, A800. They are supervised: a micro-batch is one packed sequence of 8,192 tokens, and a timed step has
-16. The memory is `torch.cuda.max_memory_reserved` of the fullest rank, rounded by its authors: what PyTorch took from the GPU, so more than
-the tensors at their peak, which the plan counts.
+Published: first lines of scripts in examples/megatron of ms-swift (Aug 2026), which give all settings; those with
+seconds also in its Quick-start.md, which names the GPUs, A800. They are supervised: a micro-batch is one packed
+sequence of 8,192 tokens, and a timed step has
+16. The memory is `torch.cuda.max_memory_reserved` of the fullest rank, rounded by its authors: what PyTorch took from
+the GPU, so more than the tensors at their peak, which the plan counts.
 
-Megatron's loss keeps all logits of a micro-batch at once, this project's trainer only a chunk's. The comparison adds 10 bytes for each
-logit: bf16 logits, and float32 probabilities and gradient.
+Megatron's loss keeps all logits of a micro-batch at once, this project's trainer only a chunk's. The comparison adds 10
+bytes for each logit: bf16 logits, and float32 probabilities and gradient.
 """
 
 from __future__ import annotations
@@ -28,21 +30,34 @@ from megagrpo.proof.plan.workload import Lengths
 REPOSITORY = Path(__file__).parents[1]
 TOKENS, SEQUENCES = 8192, 16
 LOGIT_BYTES = 2 + 4 + 4
-QWEN2_14B = dict(model_type="qwen2", hidden_size=5120, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8)
+QWEN2_14B = dict(
+    model_type="qwen2", hidden_size=5120, num_hidden_layers=48, num_attention_heads=40, num_key_value_heads=8
+)
 QWEN2_14B |= dict(intermediate_size=13824, vocab_size=152064, max_position_embeddings=131072, tie_word_embeddings=False)
-QWEN3_14B = dict(model_type="qwen3", hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, num_key_value_heads=8, head_dim=128)
+QWEN3_14B = dict(
+    model_type="qwen3",
+    hidden_size=5120,
+    num_hidden_layers=40,
+    num_attention_heads=40,
+    num_key_value_heads=8,
+    head_dim=128,
+)
 QWEN3_14B |= dict(intermediate_size=17408, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False)
 QWEN_30B = json.loads((REPOSITORY / "configs/models/Qwen/Qwen3-30B-A3B/config.json").read_text())
 DEEPSEEK = json.loads((REPOSITORY / "configs/models/deepseek-ai/DeepSeek-V3/config.json").read_text())
-MOONLIGHT = DEEPSEEK | dict(hidden_size=2048, num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, intermediate_size=11264)
-MOONLIGHT |= dict(n_routed_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408, n_shared_experts=2, first_k_dense_replace=1)
+MOONLIGHT = DEEPSEEK | dict(
+    hidden_size=2048, num_hidden_layers=27, num_attention_heads=16, num_key_value_heads=16, intermediate_size=11264
+)
+MOONLIGHT |= dict(
+    n_routed_experts=64, num_experts_per_tok=6, moe_intermediate_size=1408, n_shared_experts=2, first_k_dense_replace=1
+)
 MOONLIGHT |= dict(n_group=1, topk_group=1, q_lora_rank=None, vocab_size=163840, num_nextn_predict_layers=0)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A published run: script, model, GPUs, (tp, pp, ep), layers of the stages, recomputation, type of the moments, GiB, and seconds of a
-    step on A800; 0 where the kind of GPU is not published."""
+    """A published run: script, model, GPUs, (tp, pp, ep), layers of the stages, recomputation, type of the moments,
+    GiB, and seconds of a step on A800; 0 where the kind of GPU is not published."""
 
     script: str
     name: str
@@ -93,13 +108,17 @@ def predicted(row: Row) -> float:
     config, model, (tp, pp, _) = config_of(row), parse_hf_config(row.model), row.layout
     logits = TOKENS * model.padded_vocab(tp) / tp * LOGIT_BYTES / GIB
     stages = [phases["train"] for phases in stage_memory(config, model, row.gpus // (tp * pp))]
-    return max(sum(parts.values()) - parts["logits"] + (logits if stage == pp - 1 else 0) for stage, parts in enumerate(stages))
+    return max(
+        sum(parts.values()) - parts["logits"] + (logits if stage == pp - 1 else 0) for stage, parts in enumerate(stages)
+    )
 
 
 def predicted_seconds(row: Row) -> float:
     """Seconds of a training step; an A800 is an A100 with two thirds of its NVLink."""
     gpu = replace(GPUS["a100"], nvlink_gb_per_s=200)
-    return step_times(config_of(row), parse_hf_config(row.model), row.gpus, gpu, Lengths(1, TOKENS - 1, TOKENS - 1)).seconds["train"]
+    return step_times(
+        config_of(row), parse_hf_config(row.model), row.gpus, gpu, Lengths(1, TOKENS - 1, TOKENS - 1)
+    ).seconds["train"]
 
 
 def main() -> None:

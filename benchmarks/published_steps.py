@@ -3,14 +3,17 @@
     python benchmarks/published_steps.py
     python benchmarks/published_steps.py --trace Llama-3.1-8B Llama-3.1-70B
 
-With `--trace` the log-probs and the train step of the named models come from a trace of the last pipeline stage (`megagrpo plan --trace`).
+With `--trace` the log-probs and the train step of the named models come from a trace of the last pipeline stage
+(`megagrpo plan --trace`).
 
-Whole steps: docs/about/performance-summary.md of NeMo-RL 0.4, 0.5 and 0.6, GRPO on OpenMathInstruct-2, DGX H100, bf16, Megatron and vLLM.
-Their settings: the recipes of the same versions (examples/configs/recipes/llm/performance) and grpo_math_1B.yaml below them. Phases of 0.3:
-NVIDIA-NeMo/RL issue 959, with grpo_math_8B_megatron.yaml and grpo_math_70B_megatron.yaml of that version. Assumed: prompts of 150 tokens.
+Whole steps: docs/about/performance-summary.md of NeMo-RL 0.4, 0.5 and 0.6, GRPO on OpenMathInstruct-2, DGX H100, bf16,
+Megatron and vLLM. Their settings: the recipes of the same versions (examples/configs/recipes/llm/performance) and
+grpo_math_1B.yaml below them. Phases of 0.3: NVIDIA-NeMo/RL issue 959, with grpo_math_8B_megatron.yaml and
+grpo_math_70B_megatron.yaml of that version. Assumed: prompts of 150 tokens.
 
-Where NeMo-RL differs from this project, the prediction follows NeMo-RL. Log-probs of policy and reference precede every update. A refit
-gathers the whole model on every rank. Where trainer and vLLM share GPUs, gradients and Adam's state go to pageable host memory and back.
+Where NeMo-RL differs from this project, the prediction follows NeMo-RL. Log-probs of policy and reference precede every
+update. A refit gathers the whole model on every rank. Where trainer and vLLM share GPUs, gradients and Adam's state go
+to pageable host memory and back.
 """
 
 from __future__ import annotations
@@ -33,10 +36,19 @@ REPOSITORY = Path(__file__).parents[1]
 PROMPT = 150
 PAGEABLE_GB_PER_S = 6.0  # between a GPU and host memory that is not pinned
 H100 = GPUS["h100"]
-LLAMA_8B = dict(model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+LLAMA_8B = dict(
+    model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+)
 LLAMA_8B |= dict(intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False)
 LLAMA_70B = LLAMA_8B | dict(hidden_size=8192, num_hidden_layers=80, num_attention_heads=64, intermediate_size=28672)
-QWEN_32B = dict(model_type="qwen3", hidden_size=5120, num_hidden_layers=64, num_attention_heads=64, num_key_value_heads=8, head_dim=128)
+QWEN_32B = dict(
+    model_type="qwen3",
+    hidden_size=5120,
+    num_hidden_layers=64,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+)
 QWEN_32B |= dict(intermediate_size=25600, vocab_size=151936, max_position_embeddings=40960, tie_word_embeddings=False)
 QWEN_30B = json.loads((REPOSITORY / "configs/models/Qwen/Qwen3-30B-A3B/config.json").read_text())
 QWEN_235B = QWEN_30B | dict(hidden_size=4096, num_hidden_layers=94, num_attention_heads=64, moe_intermediate_size=1536)
@@ -58,8 +70,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Row:
-    """A published row: layout of the trainer (tp, cp, pp, ep), its GPUs, tp of generation and its GPUs (0: the trainer's GPUs), mean length
-    of a sample. `held_out`: not used for choosing the plan's constants."""
+    """A published row: layout of the trainer (tp, cp, pp, ep), its GPUs, tp of generation and its GPUs (0: the
+    trainer's GPUs), mean length of a sample. `held_out`: not used for choosing the plan's constants."""
 
     job: Job
     version: str
@@ -104,7 +116,10 @@ ROWS = (
     Row(V3, "0.5, ahead", 256, (1, 1, 16, 16), 32, 256, 738, 64.9, held_out=False),
     Row(V3, "0.6, ahead", 256, (1, 1, 16, 16), 32, 256, 710, 64.1, held_out=False),
 )
-OLD_8B, OLD_70B = Job("Llama-3.1-8B", LLAMA_8B, 64, 32, 4096, 4, "none"), Job("Llama-3.1-70B", LLAMA_70B, 64, 32, 4096, 4, "none")
+OLD_8B, OLD_70B = (
+    Job("Llama-3.1-8B", LLAMA_8B, 64, 32, 4096, 4, "none"),
+    Job("Llama-3.1-70B", LLAMA_70B, 64, 32, 4096, 4, "none"),
+)
 PHASES = (  # published seconds of generate, logprobs, train and refit
     (Row(OLD_8B, "0.3", 8, (1, 1, 2, 1), 1, 0, 795 + PROMPT, 112), (58, 18, 28, 5)),
     (Row(OLD_70B, "0.3", 64, (4, 1, 4, 1), 4, 0, 398 + PROMPT, 147), (84, 18, 28, 14)),
@@ -140,7 +155,11 @@ def setting(row: Row) -> tuple[RunConfig, HfConfig, Lengths]:
         "algorithm.num_iterations": 1,
     }
     if row.server_gpus:
-        keys |= {"rollout.placement": "dedicated", "rollout.max_staleness": row.ahead, "algorithm.importance_correction": "token_truncate"}
+        keys |= {
+            "rollout.placement": "dedicated",
+            "rollout.max_staleness": row.ahead,
+            "algorithm.importance_correction": "token_truncate",
+        }
     if model.num_layers % pp:
         keys["parallel.pipeline_layers"] = nearly_even(model.num_layers, pp)
     config = load_config(REPOSITORY / "configs" / "quickstart.yaml", [f"{key}={value}" for key, value in keys.items()])
@@ -152,7 +171,9 @@ def predicted(row: Row) -> StepTimes:
     made = step_times(config, model, row.gpus, H100, lengths)
     # Ours computes no old log-probs for a single optimizer step.
     again = made.seconds["logprobs"] if config.algorithm.updates_per_step == 1 else 0
-    return replace(made, seconds=made.seconds | {"logprobs": made.seconds["logprobs"] + again, "sync": refit_seconds(row, model)})
+    return replace(
+        made, seconds=made.seconds | {"logprobs": made.seconds["logprobs"] + again, "sync": refit_seconds(row, model)}
+    )
 
 
 def traced(row: Row) -> StepTimes:
@@ -164,9 +185,11 @@ def traced(row: Row) -> StepTimes:
     rank = row.gpus - row.gpus // config.parallel.pp  # the first rank of the last stage, which has the LM head
     trace = trace_step(config, model, row.gpus, rank, round(lengths.prompt), round(lengths.response))
     seconds, updates = roofline(config, model, trace, row.gpus, H100, lengths).seconds, row.job.updates
-    once = seconds["reduce"] + seconds["optimizer"] + seconds.get("bubble", 0.0)  # per update, which has its own pipeline bubble
+    # per update, which has its own pipeline bubble
+    once = seconds["reduce"] + seconds["optimizer"] + seconds.get("bubble", 0.0)
     train = sum(seconds[phase] for phase in ("forward", "head", "backward")) + updates * once
-    passes = 2 * (seconds["forward"] + seconds["head"] / 3)  # of policy and reference; the head's gradients are two of three products
+    # of policy and reference; the head's gradients are two of three products
+    passes = 2 * (seconds["forward"] + seconds["head"] / 3)
     made = predicted(row)
     return replace(made, seconds=made.seconds | {"logprobs": passes, "train": train})
 
@@ -179,7 +202,8 @@ def refit_seconds(row: Row, model: HfConfig) -> float:
 
 
 def print_traced(names: list[str]) -> None:
-    """Print the rows of these models with traced seconds; of rows with the same setting in several versions only the first."""
+    """Print the rows of these models with traced seconds; of rows with the same setting in several versions only the
+    first."""
     print("| model | version | GPUs | published s | traced s | | generate | logprobs | train | refit |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     seen = set()
@@ -198,7 +222,9 @@ def print_traced(names: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", nargs="+", metavar="MODEL", help="trace the rows of these models, and print no others")
+    parser.add_argument(
+        "--trace", nargs="+", metavar="MODEL", help="trace the rows of these models, and print no others"
+    )
     if names := parser.parse_args().trace:
         return print_traced(names)
     print("| model | version | GPUs | published s | predicted s | | | generate | logprobs | train | refit |")
@@ -209,18 +235,26 @@ def main() -> None:
         error = made.step / row.seconds - 1
         errors[row.held_out].append(error)
         phases = " | ".join(f"{made.seconds[phase]:.1f}" for phase in ("generate", "logprobs", "train", "sync"))
-        head = f"| {row.job.name} | {row.version} | {row.gpus + row.server_gpus} | {row.seconds:g} | {made.step:.0f} | {error:+.0%} |"
+        head = (
+            f"| {row.job.name} | {row.version} | {row.gpus + row.server_gpus} | {row.seconds:g} | {made.step:.0f} "
+            f"| {error:+.0%} |"
+        )
         print(f"{head} {'held out' * row.held_out} | {phases} |")
     for held_out, found in errors.items():
         near = sum(abs(error) <= 0.3 for error in found)
         print(
-            f"\n{'held out' if held_out else 'in view'}: {near} of {len(found)} within 30 %, median {median(map(abs, found)):.0%}", end=""
+            f"\n{'held out' if held_out else 'in view'}: {near} of {len(found)} within 30 %, median "
+            f"{median(map(abs, found)):.0%}",
+            end="",
         )
     print("\n\n| model, 0.3 | | generate | logprobs | train | refit |\n|---|---|---|---|---|---|")
     for row, published in PHASES:
         made = predicted(row)
         print(f"| {row.job.name}, {row.gpus} GPUs | published | {' | '.join(map(str, published))} |")
-        print(f"| | predicted | {' | '.join(f'{made.seconds[name]:.0f}' for name in ('generate', 'logprobs', 'train', 'sync'))} |")
+        print(
+            f"| | predicted | "
+            f"{' | '.join(f'{made.seconds[name]:.0f}' for name in ('generate', 'logprobs', 'train', 'sync'))} |"
+        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""CPU cost per request of the client of vLLM servers: thousands of prompts at once, against stand-ins with delayed responses.
+"""CPU cost per request of the client of vLLM servers: thousands of prompts at once, against stand-ins with delayed
+responses.
 
     python benchmarks/router.py --requests 10000 --servers 4 --seconds 2 --failing 0.01
 
-The stand-ins are separate processes with real sockets, and drop the connection of one request in a hundred in the middle of its response.
-Every prompt must come back once, with the tokens computed from its seed; the script fails otherwise. `CPU ms` is the client's CPU time for
-one request: building it, sending it, reading and checking 32 tokens with log-probs.
+The stand-ins are separate processes with real sockets, and drop the connection of one request in a hundred in the
+middle of its response. Every prompt must come back once, with the tokens computed from its seed; the script fails
+otherwise. `CPU ms` is the client's CPU time for one request: building it, sending it, reading and checking 32 tokens
+with log-probs.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def stand_in(told: Connection, seconds: float, failing: float) -> None:
             head = await reader.readuntil(b"\r\n\r\n")
         except asyncio.IncompleteReadError:  # an aborted health check
             return writer.close()
-        length = next((int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0)
+        length = next(
+            (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0
+        )
         body = json.loads(await reader.readexactly(length) or b"null")
         text = b"{}"
         if body is not None:
@@ -52,7 +56,9 @@ def stand_in(told: Connection, seconds: float, failing: float) -> None:
             text = json.dumps({"choices": [choice]}).encode()
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(text))
         served += body is not None
-        writer.write(text[: len(text) // 2] if body is not None and failing and served % int(1 / failing) == 0 else text)
+        writer.write(
+            text[: len(text) // 2] if body is not None and failing and served % int(1 / failing) == 0 else text
+        )
         writer.close()
 
     async def serve() -> None:
@@ -80,24 +86,33 @@ def main() -> None:
     ports, processes = [], []
     for _ in range(given.servers):
         here, there = multiprocessing.Pipe()
-        processes.append(multiprocessing.Process(target=stand_in, args=(there, given.seconds, given.failing), daemon=True))
+        processes.append(
+            multiprocessing.Process(target=stand_in, args=(there, given.seconds, given.failing), daemon=True)
+        )
         processes[-1].start()
         ports.append(here.recv())
     try:
-        engine = VllmEngine([f"http://127.0.0.1:{port}" for port in ports], str, max_num_seqs=given.requests, patience=30.0)
+        engine = VllmEngine(
+            [f"http://127.0.0.1:{port}" for port in ports], str, max_num_seqs=given.requests, patience=30.0
+        )
         prompts = [Prompt(i, tuple(range(64)), "") for i in range(given.requests)]
         came: Counter[int] = Counter()
         began, busy = time.perf_counter(), time.process_time()
-        groups = engine.generate(prompts, 1, SamplingParams(1.0, TOKENS), 0, on_group=lambda place, group: came.update([place]))
+        groups = engine.generate(
+            prompts, 1, SamplingParams(1.0, TOKENS), 0, on_group=lambda place, group: came.update([place])
+        )
         wall, cpu = time.perf_counter() - began, time.process_time() - busy
     finally:
         for process in processes:
             process.kill()
     assert came == Counter(range(given.requests)), "a prompt was lost, or came twice"
     for prompt, (rollout,) in zip(prompts, groups, strict=True):
-        assert list(rollout.response_ids) == answer(derive_seed(0, prompt.prompt_id, 0)), "a prompt got another one's answer"
+        assert list(rollout.response_ids) == answer(derive_seed(0, prompt.prompt_id, 0)), (
+            "a prompt got another one's answer"
+        )
     print(
-        f"{given.requests} requests at once, {given.servers} servers, {given.seconds:g} s each, {given.failing:.0%} broken off: none lost"
+        f"{given.requests} requests at once, {given.servers} servers, {given.seconds:g} s each, {given.failing:.0%} "
+        f"broken off: none lost"
     )
     print(f"{wall:.2f} s in all, {given.requests / wall:.0f} requests/s, CPU ms {1e3 * cpu / given.requests:.2f}")
 

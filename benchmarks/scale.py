@@ -2,9 +2,9 @@
 
     python benchmarks/scale.py --samples 2000 --group 8 --tokens 24000
 
-`in process` is the function alone. `in a worker` is what a step waits for: a call for each whole group, its arguments as JSON through a
-socket, and the function. `short texts` are the same calls with responses of one digit, which leaves the costs of a call itself. CPU is that
-of the trainer's process, without the worker's.
+`in process` is the function alone. `in a worker` is what a step waits for: a call for each whole group, its arguments
+as JSON through a socket, and the function. `short texts` are the same calls with responses of one digit, which leaves
+the costs of a call itself. CPU is that of the trainer's process, without the worker's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def rollouts(samples: int, group: int, tokens: int) -> list[Rollout]:
     texts = [response(tokens, number) for number in range(4)] if tokens > 1 else ["0", "1", "2", "3"]
     ids, logprobs = tuple(range(100_000, 100_000 + tokens)), (0.0,) * tokens
     prompts = [Prompt(i, (1, 2), "What is it?", {"answer": str(i % 4)}) for i in range(samples // group)]
-    return [Rollout(p, ids, logprobs, "stop", 0, texts[(i + j) % 4]) for i, p in enumerate(prompts) for j in range(group)]
+    return [
+        Rollout(p, ids, logprobs, "stop", 0, texts[(i + j) % 4]) for i, p in enumerate(prompts) for j in range(group)
+    ]
 
 
 def seconds(work: Callable[[], object]) -> tuple[float, float]:
@@ -57,10 +59,15 @@ def main() -> None:
         asked = rollouts(args.samples, args.group, tokens)
         texts, golds = [r.text for r in asked], [r.prompt.columns["answer"] for r in asked]
         rows[f"in process{kind}"] = seconds(partial(exact_number, texts, golds))
-        with RewardScorer(RewardsSection(functions=[RewardFunction(function="exact_number")], workers=1), args.tokens) as scorer:
+        with RewardScorer(
+            RewardsSection(functions=[RewardFunction(function="exact_number")], workers=1), args.tokens
+        ) as scorer:
             scorer.score(asked[: args.group])
             rows[f"in a worker{kind}"] = seconds(partial(scorer.score, asked))
-    print(f"| exact_number, {args.tokens} tokens, groups of {args.group} | ms/sample | CPU ms/sample | s for {args.of:,} samples |")
+    print(
+        f"| exact_number, {args.tokens} tokens, groups of {args.group} | ms/sample | CPU ms/sample | s for {args.of:,} "
+        f"samples |"
+    )
     print("|---|---|---|---|")
     for name, (taken, used) in rows.items():
         wall, cpu = taken / args.samples, used / args.samples

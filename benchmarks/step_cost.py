@@ -1,11 +1,13 @@
-"""One optimizer step against its tokens and against the size of the model: seconds, seconds of its matrix products alone, memory.
+"""One optimizer step against its tokens and against the size of the model: seconds, seconds of its matrix products
+alone, memory.
 
     python benchmarks/step_cost.py --threads 2 --picture docs/images/step_cost.svg
 
-Each point is a separate process: it takes steps of `MegatronPolicy` on random weights, with samples of 40 + 24 tokens in micro-batches of
-at most 1,024 tokens, and times one step after three short ones. The limit is the time of the step's products at the same shapes, each timed
-alone on warm memory. The limit excludes attention, about 2 % of the work at 64 tokens a sample. Memory is the largest resident memory of
-the process. AdamW's moments of the 1.5B model are FP8 between steps, so that it fits 24 GB.
+Each point is a separate process: it takes steps of `MegatronPolicy` on random weights, with samples of 40 + 24 tokens
+in micro-batches of at most 1,024 tokens, and times one step after three short ones. The limit is the time of the step's
+products at the same shapes, each timed alone on warm memory. The limit excludes attention, about 2 % of the work at 64
+tokens a sample. Memory is the largest resident memory of the process. AdamW's moments of the 1.5B model are FP8 between
+steps, so that it fits 24 GB.
 """
 
 from __future__ import annotations
@@ -74,7 +76,12 @@ def seconds_of_products(size: str, tokens: int, dtype: object) -> float:
     rows, passes = min(tokens, MICRO_BATCH), max(1, tokens // MICRO_BATCH)
     answered = rows * RESPONSE // SAMPLE  # logits are computed for response tokens only
     chunks = max(1, round(answered / CHUNK))
-    shapes = {(rows, hidden, qkv): layers, (rows, hidden, hidden): layers, (rows, hidden, 2 * ffn): layers, (rows, ffn, hidden): layers}
+    shapes = {
+        (rows, hidden, qkv): layers,
+        (rows, hidden, hidden): layers,
+        (rows, hidden, 2 * ffn): layers,
+        (rows, ffn, hidden): layers,
+    }
     total = 0.0
     for (n, k, m), count in [*shapes.items(), ((answered // chunks, hidden, vocabulary), chunks)]:
         x, weight, grad = (torch.randn(*shape, dtype=dtype) for shape in ((n, k), (m, k), (n, m)))  # type: ignore[call-overload]
@@ -107,7 +114,9 @@ def measure(size: str, tokens: int, dtype: str, threads: int) -> Cost:
         policy.step(samples[: MICRO_BATCH // SAMPLE])
     begun = time.perf_counter()
     policy.step(samples)
-    return Cost(size, tokens, time.perf_counter() - begun, limit, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+    return Cost(
+        size, tokens, time.perf_counter() - begun, limit, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    )
 
 
 def draw(by_tokens: list[Cost], by_size: list[Cost], title: str, path: Path) -> None:
@@ -147,8 +156,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--tokens", type=int, nargs="*", default=[1024, 4096, 16384, 65536], help="tokens of a step of the 135M model")
-    parser.add_argument("--sizes", nargs="*", choices=SIZES, default=list(SIZES), help="models of a step of 1,024 tokens")
+    parser.add_argument(
+        "--tokens", type=int, nargs="*", default=[1024, 4096, 16384, 65536], help="tokens of a step of the 135M model"
+    )
+    parser.add_argument(
+        "--sizes", nargs="*", choices=SIZES, default=list(SIZES), help="models of a step of 1,024 tokens"
+    )
     parser.add_argument("--picture", type=Path, help="SVG to write")
     parser.add_argument("--point", nargs=2, metavar=("SIZE", "TOKENS"), help="measure one point and print it as JSON")
     args = parser.parse_args()
@@ -160,12 +173,25 @@ def main() -> None:
     def point(size: str, tokens: int) -> Cost:
         from megagrpo.platform.process.variable_names import OPENMP
 
-        command = [sys.executable, __file__, "--dtype", args.dtype, "--threads", str(args.threads), "--point", size, str(tokens)]
+        command = [
+            sys.executable,
+            __file__,
+            "--dtype",
+            args.dtype,
+            "--threads",
+            str(args.threads),
+            "--point",
+            size,
+            str(tokens),
+        ]
         threads = OPENMP | {"OMP_NUM_THREADS": str(args.threads)}
         done = subprocess.run(command, env=os.environ | threads, stdout=subprocess.PIPE, text=True, check=True)
         cost = Cost(*json.loads(done.stdout.splitlines()[-1]))
         share = cost.limit / cost.seconds
-        print(f"| {size} | {tokens:,} | {cost.seconds:.2f} | {cost.limit:.2f} | {share:.0%} | {cost.gib:.2f} |", flush=True)
+        print(
+            f"| {size} | {tokens:,} | {cost.seconds:.2f} | {cost.limit:.2f} | {share:.0%} | {cost.gib:.2f} |",
+            flush=True,
+        )
         return cost
 
     print(f"{args.dtype}, {args.threads} threads, load {os.getloadavg()[0]:.1f}\n")

@@ -1,20 +1,22 @@
-"""One optimizer step of `MegatronPolicy` beside the same step of transformers' LlamaForCausalLM, in one process, on SmolLM2-135M's shapes.
+"""One optimizer step of `MegatronPolicy` beside the same step of transformers' LlamaForCausalLM, in one process, on
+SmolLM2-135M's shapes.
 
     python benchmarks/train_step.py --dtype fp32 --threads 1
 
-Both sides take the same samples, forward, backward and AdamW step, from random weights on both sides. The loss is the policy gradient
-over response tokens, - sum(advantage * logprob) / number of response tokens. Three contenders:
+Both sides take the same samples, forward, backward and AdamW step, from random weights on both sides. The loss is the
+policy gradient over response tokens, - sum(advantage * logprob) / number of response tokens. Three contenders:
 
-- megagrpo: `MegatronPolicy.train_step`, packing included; logits at response tokens only, gradient sums and master weights in float32.
-- full logits: transformers with sdpa attention, right-padded micro-batches, log_softmax over the logits of every position, gradients
-  accumulated by autograd, `clip_grad_norm_`, fused AdamW. In bf16 its weights, gradient sums and optimizer state are bf16 too, which is
-  less work and less exact than ours.
+- megagrpo: `MegatronPolicy.train_step`, packing included; logits at response tokens only, gradient sums and master
+  weights in float32.
+- full logits: transformers with sdpa attention, right-padded micro-batches, log_softmax over the logits of every
+  position, gradients accumulated by autograd, `clip_grad_norm_`, fused AdamW. In bf16 its weights, gradient sums and
+  optimizer state are bf16 too, which is less work and less exact than ours.
 - response logits: the same with `logits_to_keep`: logits from the first response token of the micro-batch on.
 
-Three kinds of samples: of one length, of mixed lengths, and groups of 8 that share a prompt, as GRPO makes them (of one length; megagrpo
-computes the prompt once). Micro-batches hold at most `--max-tokens` real tokens on both sides. Both sides run under the settings that
-megagrpo makes for this machine's matrix products. Repetitions alternate; medians are shown. Tokens per second count the tokens of all
-samples, not padding.
+Three kinds of samples: of one length, of mixed lengths, and groups of 8 that share a prompt, as GRPO makes them (of one
+length; megagrpo computes the prompt once). Micro-batches hold at most `--max-tokens` real tokens on both sides. Both
+sides run under the settings that megagrpo makes for this machine's matrix products. Repetitions alternate; medians are
+shown. Tokens per second count the tokens of all samples, not padding.
 """
 
 from __future__ import annotations
@@ -135,7 +137,9 @@ class Transformers:
         lengths = torch.tensor([s.token_ids.numel() for s in samples])[:, None]
         attention_mask = None if bool((lengths == ids.shape[1]).all()) else torch.arange(ids.shape[1]) < lengths
         keep = ids.shape[1] - int(is_response.any(0).nonzero()[0]) if self.response_logits else 0  # 0: all
-        logits = self.model(input_ids=ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=keep).logits[:, :-1]
+        logits = self.model(input_ids=ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=keep).logits[
+            :, :-1
+        ]
         width = logits.shape[1]
         labels, is_response = ids[:, -width:], is_response[:, -width:]
         logprobs = logits.float().log_softmax(-1).gather(-1, labels[..., None])[..., 0]
@@ -143,8 +147,8 @@ class Transformers:
 
 
 def make_samples(count: int, prompt: int, response: int, kind: str) -> list[TrainSample]:
-    """`count` samples of random tokens. Mixed: prompt and response lengths are uniform between a quarter of the given lengths and all of
-    them."""
+    """`count` samples of random tokens. Mixed: prompt and response lengths are uniform between a quarter of the given
+    lengths and all of them."""
     draw = random.Random(0)
 
     def tokens(most: int) -> Tensor:
@@ -161,8 +165,11 @@ def make_samples(count: int, prompt: int, response: int, kind: str) -> list[Trai
     return samples
 
 
-def measure(contenders: Sequence[Contender], samples: Sequence[TrainSample], repeats: int) -> dict[str, tuple[float, float, float]]:
-    """(median wall seconds, median CPU seconds, last loss) of each contender after one warm-up step each; the order alternates."""
+def measure(
+    contenders: Sequence[Contender], samples: Sequence[TrainSample], repeats: int
+) -> dict[str, tuple[float, float, float]]:
+    """(median wall seconds, median CPU seconds, last loss) of each contender after one warm-up step each; the order
+    alternates."""
     times: dict[str, list[tuple[float, float]]] = {c.name: [] for c in contenders}
     losses = {c.name: c.step(samples) for c in contenders}
     for repeat in range(repeats):
@@ -195,10 +202,14 @@ def main() -> None:
         Transformers(dtype, args.max_tokens, response_logits=True),
     ]
     print(
-        f"{args.dtype}, {args.threads} threads, {args.samples} samples of {args.prompt} + {args.response} tokens, micro-batches of at most "
+        f"{args.dtype}, {args.threads} threads, {args.samples} samples of {args.prompt} + {args.response} tokens, "
+        f"micro-batches of at most "
         f"{args.max_tokens}, median of {args.repeats}, load {os.getloadavg()[0]:.1f}"
     )
-    print(f"{'samples':8} {'contender':30} {'s/step':>8} {'CPU s':>8} {'tokens/s':>9} {'tokens/CPU s':>13} {'/ours':>6} {'CPU':>6}    loss")
+    print(
+        f"{'samples':8} {'contender':30} {'s/step':>8} {'CPU s':>8} {'tokens/s':>9} {'tokens/CPU s':>13} {'/ours':>6} "
+        f"{'CPU':>6}    loss"
+    )
     for kind in args.kinds:
         samples = make_samples(args.samples, args.prompt, args.response, kind)
         tokens = sum(s.token_ids.numel() for s in samples)

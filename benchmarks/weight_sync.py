@@ -1,21 +1,27 @@
-"""Seconds and GB/s of weight syncs from Megatron-Core into a real vLLM server through shared memory, beside a plain copy of the same bytes.
+"""Seconds and GB/s of weight syncs from Megatron-Core into a real vLLM server through shared memory, beside a plain
+copy of the same bytes.
 
     python benchmarks/weight_sync.py                            # SmolLM2-135M, the quickstart's model
     python benchmarks/weight_sync.py --model 1.5b --syncs 3     # the shape of Qwen2.5-1.5B, random weights
 
-One trainer rank, one server, TP=1 -> TP=1, with all defaults: every element is checked to be finite, read once, and its checksum compared
-on both sides. Before each sync every weight changes, so a stale weight on the server would show in its log-probs.
+One trainer rank, one server, TP=1 -> TP=1, with all defaults: every element is checked to be finite, read once, and its
+checksum compared on both sides. Before each sync every weight changes, so a stale weight on the server would show in
+its log-probs.
 Per sync, medians over all but the first, which also makes and maps the files:
 
 - copy: the trainer's weights copied to a buffer, torch's `copy_`, by one thread, just before the sync.
 - check: the trainer looks for NaN and infinity, and agrees with other ranks, before the first request to the server.
-- publish: the trainer's cast, copy and checksum into shared memory. It begins with pause, and overlaps the following phases.
+- publish: the trainer's cast, copy and checksum into shared memory. It begins with pause, and overlaps the following
+  phases.
 - read: the worker's copy and checksum from shared memory, including waits for data not written yet.
-- the rest: pause, start, layers (vLLM's work on each layer after its read that does not overlap with reading), resume, and
-  everything else, mostly the verification. With check and read these phases add up to end to end; publish overlaps them.
-- |dlogprob|: the largest difference between the server's log-probs of its own samples and the trainer model's log-probs.
+- the rest: pause, start, layers (vLLM's work on each layer after its read that does not overlap with reading), resume,
+  and everything else, mostly the verification. With check and read these phases add up to end to end; publish overlaps
+  them.
+- |dlogprob|: the largest difference between the server's log-probs of its own samples and the trainer model's
+  log-probs.
 
-The trainer holds the weights in `--dtype` and the server computes in it. Takes 6 times the weights in memory, twice of them in /dev/shm.
+The trainer holds the weights in `--dtype` and the server computes in it. Takes 6 times the weights in memory, twice of
+them in /dev/shm.
 """
 
 from __future__ import annotations
@@ -129,7 +135,9 @@ def difference(chunks: list[nn.Module], engine: VllmEngine, seed: int) -> float:
     ids, positions = ids.to(device.device()), positions.to(device.device())
     with hidden_states(chunks):
         packed = pack_params(cu_seqlens, positions=positions)
-        hidden = chunks[0](input_ids=ids[None], position_ids=positions[None], attention_mask=None, packed_seq_params=packed)
+        hidden = chunks[0](
+            input_ids=ids[None], position_ids=positions[None], attention_mask=None, packed_seq_params=packed
+        )
     logprobs = (head_input(chunks[0], hidden) @ lm_head(chunks[0]).T).float().log_softmax(-1).cpu()
     worst = 0.0
     for rollout, end in zip(rollouts, cu_seqlens[1:].tolist(), strict=True):
@@ -148,7 +156,13 @@ def measure(args: argparse.Namespace) -> list[dict[str, float]]:
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weight_sync_")))
         folder = model_folder(args.model, scratch)
         settings = ServerOptions(
-            str(folder), args.dtype, 512, max_num_seqs=16, kv_cache_gb=1, omp_threads=args.threads, extra_args=("--load-format", "dummy")
+            str(folder),
+            args.dtype,
+            512,
+            max_num_seqs=16,
+            kv_cache_gb=1,
+            omp_threads=args.threads,
+            extra_args=("--load-format", "dummy"),
         )
         launcher = stack.enter_context(Launcher(settings, scratch))
         launcher.start()

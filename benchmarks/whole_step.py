@@ -1,14 +1,17 @@
-"""One whole GRPO step of megagrpo compared with one of TRL's GRPOTrainer, without a GPU: SmolLM2-135M-Instruct, 8 prompts x 8 responses.
+"""One whole GRPO step of megagrpo compared with one of TRL's GRPOTrainer, without a GPU: SmolLM2-135M-Instruct, 8
+prompts x 8 responses.
 
     python benchmarks/whole_step.py --dtype fp32 --steps 3          (needs the extra `benchmark`: TRL 1.16)
 
-Each contender runs in its own process, one after the other, on the same cores: a warm-up step, then `--steps` steps, medians. Model,
-prompts, chat template, reward function, learning rate, dtype and loss (dapo, beta 0) are the same. Every response has all its
-`--max-completion` tokens, on both sides. The reward differs between any two texts, so no sample is skipped for zero advantage.
+Each contender runs in its own process, one after the other, on the same cores: a warm-up step, then `--steps` steps,
+medians. Model, prompts, chat template, reward function, learning rate, dtype and loss (dapo, beta 0) are the same.
+Every response has all its `--max-completion` tokens, on both sides. The reward differs between any two texts, so no
+sample is skipped for zero advantage.
 
-- megagrpo: configs/quickstart.yaml as it stands: vLLM in a process of its own, Megatron-Core, weights synced through shared memory.
-- TRL: as it comes on a CPU: transformers' generate, `use_cpu`, sdpa attention, fused AdamW, `--trl-batch` samples per backward pass, no
-  gradient checkpointing. bf16 is its default there: float32 weights under autocast.
+- megagrpo: configs/quickstart.yaml as it stands: vLLM in a process of its own, Megatron-Core, weights synced through
+  shared memory.
+- TRL: as it comes on a CPU: transformers' generate, `use_cpu`, sdpa attention, fused AdamW, `--trl-batch` samples per
+  backward pass, no gradient checkpointing. bf16 is its default there: float32 weights under autocast.
 """
 
 from __future__ import annotations
@@ -176,10 +179,24 @@ def contend(name: str, args: argparse.Namespace, folder: Path) -> Step:
         "HF_HUB_OFFLINE": "1",
     }
     log, result = folder / f"{name}.log", folder / f"{name}.json"
-    command = [sys.executable, str(HERE), *sys.argv[1:], "--contender", name, "--folder", str(folder), "--result", str(result)]
+    command = [
+        sys.executable,
+        str(HERE),
+        *sys.argv[1:],
+        "--contender",
+        name,
+        "--folder",
+        str(folder),
+        "--result",
+        str(result),
+    ]
     with log.open("wb") as out:
         code = subprocess.run(
-            command, env=environment, stdout=out, stderr=subprocess.STDOUT, preexec_fn=lambda: os.sched_setaffinity(0, cores)
+            command,
+            env=environment,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
         ).returncode
     if code:
         raise SystemExit(f"{name} ended with exit code {code}:\n{log.read_text()[-3000:]}")
@@ -190,7 +207,9 @@ def contend(name: str, args: argparse.Namespace, folder: Path) -> Step:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores and threads of each contender")
+    parser.add_argument(
+        "--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores and threads of each contender"
+    )
     parser.add_argument("--steps", type=int, default=3, help="measured steps after the warm-up")
     parser.add_argument("--max-completion", type=int, default=24, help="tokens of every response")
     parser.add_argument("--trl-batch", type=int, default=16, help="TRL's per_device_train_batch_size; divides 64")
@@ -203,19 +222,29 @@ def main() -> None:
         return
     folder = Path(args.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    print(f"{args.dtype}, {args.threads} threads, {PROMPTS} x {GENERATIONS} responses, median of {args.steps} steps after a warm-up")
-    print(f"{'':10}{'s/step':>8}" + "".join(f"{phase:>10}" for phase in PHASES) + f"{'CPU s':>9}{'tokens':>8}{'tokens/s':>10}{'load':>6}")
+    print(
+        f"{args.dtype}, {args.threads} threads, {PROMPTS} x {GENERATIONS} responses, median of {args.steps} steps "
+        f"after a warm-up"
+    )
+    print(
+        f"{'':10}{'s/step':>8}"
+        + "".join(f"{phase:>10}" for phase in PHASES)
+        + f"{'CPU s':>9}{'tokens':>8}{'tokens/s':>10}{'load':>6}"
+    )
     results = {}
     for name in RUNNERS:
         results[name] = s = contend(name, args, folder)
         tokens = s["prompt_tokens"] + s["response_tokens"]
         phases = "".join(f"{s[phase]:10.2f}" for phase in PHASES)
         print(
-            f"{name:10}{s['step']:8.2f}{phases}{s['cpu']:9.1f}{tokens:8.0f}{tokens / s['step']:10.1f}{os.getloadavg()[0]:6.1f}", flush=True
+            f"{name:10}{s['step']:8.2f}{phases}{s['cpu']:9.1f}{tokens:8.0f}{tokens / s['step']:10.1f}"
+            f"{os.getloadavg()[0]:6.1f}",
+            flush=True,
         )
     ratio = {key: results["trl"][key] / results["megagrpo"][key] for key in ("step", "cpu", "generate", "train")}
     print(
-        f"TRL / megagrpo: {ratio['step']:.2f} (CPU time {ratio['cpu']:.2f}, generate {ratio['generate']:.2f}, train {ratio['train']:.2f})"
+        f"TRL / megagrpo: {ratio['step']:.2f} (CPU time {ratio['cpu']:.2f}, generate {ratio['generate']:.2f}, train "
+        f"{ratio['train']:.2f})"
     )
 
 

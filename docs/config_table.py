@@ -1,4 +1,5 @@
-"""Writes docs/config/SECTION.md, the index of all keys in docs/config.md, and configs/schema.json: python docs/config_table.py"""
+"""Writes docs/config/SECTION.md, the index of all keys in docs/config.md, and configs/schema.json: python
+docs/config_table.py"""
 
 from __future__ import annotations
 
@@ -17,8 +18,13 @@ _GROUP = re.compile(r"(\w+(?:\.\w+)+):  (.*)")  # keys below one key
 
 
 def section_page(section: str) -> str:
-    """`megagrpo keys SECTION` as a page with a heading per key, so that every key has an anchor and is found by its name."""
-    lines = [f"# Keys of `{section}`", "", "[All sections](../config.md#every-key). `python docs/config_table.py` writes this page."]
+    """`megagrpo keys SECTION` as a page with a heading per key, so that every key has an anchor and is found by its
+    name."""
+    lines = [
+        f"# Keys of `{section}`",
+        "",
+        "[All sections](../config.md#every-key). `python docs/config_table.py` writes this page.",
+    ]
     for line in render_help(section).splitlines():
         if match := _KEY.fullmatch(line):
             key, type_name, default, required = match.groups()
@@ -50,7 +56,9 @@ def with_index(page: str) -> str:
 
 def pages() -> dict[Path, str]:
     """The text of every generated page."""
-    return {FOLDER / f"{section}.md": section_page(section) for section in RunConfig.model_fields} | {PAGE: with_index(PAGE.read_text())}
+    return {FOLDER / f"{section}.md": section_page(section) for section in RunConfig.model_fields} | {
+        PAGE: with_index(PAGE.read_text())
+    }
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Draws docs/images: python docs/pictures.py [RUN]. RUN is the folder of a finished quickstart; without it only the layout is drawn.
+"""Draws docs/images: python docs/pictures.py [RUN]. RUN is the folder of a finished quickstart; without it only the
+layout is drawn.
 
 The pictures of the report need RUN/report.html, as `megagrpo report` writes it, and Debian's chromium with its driver.
 """
@@ -46,7 +47,9 @@ text { font: 14px system-ui, "Segoe UI", "DejaVu Sans", sans-serif; fill: #24292
   #tip path { fill: #9198a1; }
 }
 """
-TIP = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse">'
+TIP = (
+    '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto-start-reverse">'
+)
 
 
 class Picture:
@@ -72,7 +75,10 @@ class Picture:
 
     def write(self, path: Path) -> None:
         width, height = self._size
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
+        head = (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+            f'height="{height}" role="img">'
+        )
         path.write_text("\n".join([head, *self._parts, "</svg>"]) + "\n")
 
 
@@ -97,7 +103,9 @@ def curve(rows: list[dict[str, float]]) -> Picture:
         picture.dot(*at(step, value), "dot")
     for step, value in accuracy:
         picture.dot(*at(step, value), "ring", 6)
-        picture.text(at(step, value)[0], at(step, value)[1] - 14, f"{value:.0%}", "strong", "start" if step == 0 else "end")
+        picture.text(
+            at(step, value)[0], at(step, value)[1] - 14, f"{value:.0%}", "strong", "start" if step == 0 else "end"
+        )
     picture.text((left + right) / 2, bottom + 42, "step", "small")
     picture.dot(left + 8, 18, "dot")
     picture.text(left + 20, 23, "mean reward of a step's 64 responses", "", "start")
@@ -154,7 +162,9 @@ def report(page: Path) -> None:
         driver.save_screenshot(IMAGES / "report.png")
         for click in ("[aria-label='previous recorded step']",) * 6 + ("[data-value=surprise]",):
             driver.execute_script("document.querySelector(arguments[0]).click()", click)
-        driver.execute_script("document.querySelector('.toolbar').remove(); scrollTo(0, document.querySelector('#responses').offsetTop)")
+        driver.execute_script(
+            "document.querySelector('.toolbar').remove(); scrollTo(0, document.querySelector('#responses').offsetTop)"
+        )
         driver.set_window_size(1360, 1243)
         time.sleep(1)
         driver.save_screenshot(IMAGES / "report-responses.png")

@@ -1,8 +1,8 @@
 """Builds the documentation site: python docs/site.py [FOLDER]
 
 A page keeps the path that it has in the repository, so one relative link works on the site and on a git host.
-A link to a file that is not Markdown leads, on the site, to a page that shows the file. A link whose text is the name of a page shows, on
-the site, the page's title.
+A link to a file that is not Markdown leads, on the site, to a page that shows the file. A link whose text is the name
+of a page shows, on the site, the page's title.
 """
 
 from __future__ import annotations
@@ -23,7 +23,15 @@ ROOT = Path(__file__).resolve().parents[1]
 FRONT = {"docs/README.md": "index.md", "README.md": "overview.md"}  # pages with another name on the site
 CONFIG = ROOT / "docs" / "mkdocs.yml"
 _PICTURES = (".svg", ".png")
-_LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".jsonl": "json", ".sh": "bash", ".toml": "toml"}
+_LANGUAGES = {
+    ".py": "python",
+    ".yaml": "yaml",
+    ".yml": "yaml",
+    ".json": "json",
+    ".jsonl": "json",
+    ".sh": "bash",
+    ".toml": "toml",
+}
 _PAGE_NAME = re.compile(r"\[`?[\w./-]+\.md`?\]\(")
 _CODE = re.compile(r"(^(?P<fence>`{3,}).*?^(?P=fence)[ ]*$|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"(!?\[(?:[^\]\[]|\[[^\]]*\])*\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
@@ -51,7 +59,8 @@ def links(text: str) -> list[str]:
 
 
 def rewritten(text: str, page: str, root: Path = ROOT) -> str:
-    """The text of `page` with each relative link pointing to the staged name of its target, and with titles for names of pages."""
+    """The text of `page` with each relative link pointing to the staged name of its target, and with titles for names
+    of pages."""
     here = PurePosixPath(staged_name(page, root)).parent
 
     def relink(link: re.Match[str]) -> str:
@@ -118,8 +127,9 @@ def build(folder: Path) -> None:
 def rank_search(index: Path) -> None:
     """Rewrite the search index so that the page on a subject comes before its mentions.
 
-    The search prefers early words of titles, and then the order of the index. So the title of a page begins with its name in the
-    navigation, the title of a Python object is its full name, and pages come in the order of the navigation, other files last.
+    The search prefers early words of titles, and then the order of the index. So the title of a page begins with its
+    name in the navigation, the title of a Python object is its full name, and pages come in the order of the
+    navigation, other files last.
     """
     content = json.loads(index.read_text())
     names = _navigation()

@@ -18,7 +18,14 @@ from megagrpo.commands.parser import parse
 from megagrpo.config import ConfigError
 from megagrpo.platform.process.environment import EnvironmentRefused, settle
 from megagrpo.platform.process.scratch import temporary_files
-from megagrpo.platform.process.terminal import LogLevelError, OutputError, hide_bars_of_libraries, log_to_stderr, warn, write_output
+from megagrpo.platform.process.terminal import (
+    LogLevelError,
+    OutputError,
+    hide_bars_of_libraries,
+    log_to_stderr,
+    warn,
+    write_output,
+)
 from megagrpo.platform.process.variable_names import RENDEZVOUS_VARIABLE
 
 CLOSED_PIPE = 141  # exit code, as of a program that SIGPIPE ends
@@ -28,8 +35,9 @@ READ_ONLY = (DOCTOR, "install", "plan", "init", "keys", "schema", "completion", 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code: 2 for a wrong command line, config or environment, 141 without a message when the reader of
-    standard output has closed the pipe, 1 when standard output cannot be written. Its temporary files are removed."""
+    """Run one command and return its exit code: 2 for a wrong command line, config or environment, 141 without a
+    message when the reader of standard output has closed the pipe, 1 when standard output cannot be written. Its
+    temporary files are removed."""
     words = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -47,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if words[0] != DOCTOR:
                 hide_bars_of_libraries()
             code = int(options.run(options))
-            write_output("")  # flushes what a library has left in the buffer, whose errors Python would print when it exits
+            # flushes what a library has left in the buffer, whose errors Python would print when it exits
+            write_output("")
             return code
         except (ConfigError, LogLevelError, EnvironmentRefused) as error:
             if _is_first_to_say(str(error)):

@@ -1,11 +1,11 @@
 """The dataclasses that rooms exchange, with their shapes.
 
-Legend: P prompts per step, G responses per prompt, L tokens of one sample, Lp tokens of a prompt, Lr tokens of a response, T tokens of one
-micro-batch, S sequences packed into it, N samples of a step (n tokens of a part), V padded vocabulary (a tensor-parallel rank holds V/tp),
-H hidden size.
+Legend: P prompts per step, G responses per prompt, L tokens of one sample, Lp tokens of a prompt, Lr tokens of a
+response, T tokens of one micro-batch, S sequences packed into it, N samples of a step (n tokens of a part), V padded
+vocabulary (a tensor-parallel rank holds V/tp), H hidden size.
 
-Every [T] array is label-aligned: position t describes labels[t] = token_ids[t + 1], the next token. Only `data.packing` shifts. The last
-position of a sample has no label, and its loss_mask is False.
+Every [T] array is label-aligned: position t describes labels[t] = token_ids[t + 1], the next token. Only `data.packing`
+shifts. The last position of a sample has no label, and its loss_mask is False.
 """
 
 from __future__ import annotations
@@ -29,13 +29,15 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)  # the data set's other columns, for the reward functions
     occurrence: int = 0  # earlier prompts of the step with the same prompt_id; sampling seeds depend on it
     place: int | None = None  # unique index in the run's stream of prompts; None if the prompt is not from that stream
-    template_kwargs: dict[str, Any] = field(default_factory=dict)  # variables of the chat template for this prompt alone
+    # variables of the chat template for this prompt alone
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
     opened: str = ""  # the end of token_ids as text if it opens a thought for the response, such as "<think>\n"
 
 
 @dataclass(frozen=True)
 class Truncation:
-    """The tokens that a sampler may choose from softmax(logits / temperature). Rules and order are vLLM's: min_p, top_k, top_p."""
+    """The tokens that a sampler may choose from softmax(logits / temperature). Rules and order are vLLM's: min_p,
+    top_k, top_p."""
 
     top_p: float = 1.0  # keep the most likely tokens until their probabilities add up to top_p; 1 keeps all
     top_k: int = 0  # keep the top_k most likely tokens; 0 keeps all
@@ -51,13 +53,15 @@ NO_TRUNCATION = Truncation()
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the engine samples. Its log-probs are those of softmax(logits / temperature) over the tokens that `truncation` keeps."""
+    """How the engine samples. Its log-probs are those of softmax(logits / temperature) over the tokens that
+    `truncation` keeps."""
 
     temperature: float  # 0 is greedy
     max_tokens: int  # limit of a response
     stop_token_ids: tuple[int, ...] = ()  # each of them ends a response and is part of it
     truncation: Truncation = NO_TRUNCATION
-    stop: tuple[str, ...] = ()  # texts that end a response; the tokens up to the one that completes the text are part of it
+    # texts that end a response; the tokens up to the one that completes the text are part of it
+    stop: tuple[str, ...] = ()
     include_stop: bool = True  # whether the response's text includes the text of `stop` that ended it
 
 
@@ -65,15 +69,16 @@ class SamplingParams:
 class Dialogue:
     """What a response with several turns has besides its tokens.
 
-    Tokens that the policy did not write (results of tools, messages of the user) count nowhere: not in the loss, and not in lengths,
-    denominators or comparisons of log-probs.
+    Tokens that the policy did not write (results of tools, messages of the user) count nowhere: not in the loss, and
+    not in lengths, denominators or comparisons of log-probs.
     """
 
     written: tuple[bool, ...]  # [Lr], True at tokens that the policy wrote
     messages: tuple[dict[str, Any], ...]  # all messages after the prompt: the policy's, the tools' and the user's
     num_turns: int  # turns of the policy
     ended: str  # "done", "length", "budget", "max_turns", "tool_limit" or "failed"
-    rewards: dict[str, float | None] = field(default_factory=dict)  # rewards of turns and environment by column; summed with weight 1
+    # rewards of turns and environment by column; summed with weight 1
+    rewards: dict[str, float | None] = field(default_factory=dict)
     turn_rewards: tuple[float | None, ...] = ()  # one per judged turn
     tool_calls: int = 0
     tool_failures: int = 0
@@ -94,8 +99,10 @@ class Rollout:
     weight_version: int  # number of weight syncs before the engine sampled the first token
     text: str  # the decoded response, without special tokens; up to the stop string, if one ended it
     dialogue: Dialogue | None = None  # None: one turn, written by the policy alone
-    later_versions: tuple[tuple[int, int], ...] = ()  # (first token, weight version) after each sync during the response
-    stop_string: str | None = None  # the text of `rollout.stop` that ended the policy's last turn, or ""; None without `rollout.stop`
+    # (first token, weight version) after each sync during the response
+    later_versions: tuple[tuple[int, int], ...] = ()
+    # the text of `rollout.stop` that ended the policy's last turn, or ""; None without `rollout.stop`
+    stop_string: str | None = None
 
     @property
     def written(self) -> tuple[bool, ...]:
@@ -122,8 +129,10 @@ class ScoredRollout:
     rollout: Rollout
     rewards: dict[str, float | None]  # by reward function; None where a function could not score
     reward: float  # weighted sum; NaN if no function could score
-    extra: dict[str, Any] = field(default_factory=dict)  # by FUNCTION/column: what functions logged of this response with `log_extra`
-    logged: dict[str, float] = field(default_factory=dict)  # by FUNCTION/name: numbers of `log_metric` of the call that scored it
+    # by FUNCTION/column: what functions logged of this response with `log_extra`
+    extra: dict[str, Any] = field(default_factory=dict)
+    # by FUNCTION/name: numbers of `log_metric` of the call that scored it
+    logged: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,7 +149,8 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class RefHead:
-    """The inputs of the reference's LM head for one micro-batch. Its logits are computed from them in tiles, when needed."""
+    """The inputs of the reference's LM head for one micro-batch. Its logits are computed from them in tiles, when
+    needed."""
 
     hidden: Tensor  # [n, H] final hidden states at the n loss tokens of this context-parallel rank, in order
     weight: Tensor  # [V/tp, H] this rank's rows of the head
@@ -148,18 +158,22 @@ class RefHead:
 
 @dataclass(frozen=True)
 class StepTerms:
-    """The inputs of a micro-batch's loss that packing cannot know. Each one needs a forward pass or numbers from all ranks' samples.
+    """The inputs of a micro-batch's loss that packing cannot know. Each one needs a forward pass or numbers from all
+    ranks' samples.
 
-    A term is None if the loss does not need it. Terms from a forward pass exist on the last pipeline stage only and are None on others.
-    `Trainer.with_logprobs` and `Reference.annotate` add the log-probs once per batch. `policy.step_terms` adds the terms below them
-    before each optimizer step.
+    A term is None if the loss does not need it. Terms from a forward pass exist on the last pipeline stage only and are
+    None on others. `Trainer.with_logprobs` and `Reference.annotate` add the log-probs once per batch.
+    `policy.step_terms` adds the terms below them before each optimizer step.
     """
 
-    old_logprobs: Tensor | None = None  # [T] float32, with updates_per_step > 1 or kl_in_reward; None: policy_logprobs, detached
+    # [T] float32, with updates_per_step > 1 or kl_in_reward; None: policy_logprobs, detached
+    old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None  # [T] float32, with a KL term whose estimator uses the sampled token
     ref_head: RefHead | None = None  # with a KL term over the whole vocabulary (kl_estimator full_*)
-    high_entropy: Tensor | None = None  # [T] bool, with top_entropy_quantile < 1: loss tokens that count in the policy term
-    entropy_weights: Tensor | None = None  # [T] float32, with an entropy bonus: the loss falls by weight x entropy, which has a gradient
+    # [T] bool, with top_entropy_quantile < 1: loss tokens that count in the policy term
+    high_entropy: Tensor | None = None
+    # [T] float32, with an entropy bonus: the loss falls by weight x entropy, which has a gradient
+    entropy_weights: Tensor | None = None
     real_slopes: Tensor | None = None  # [T] float32, with loss_type real: d loss / d log-prob
     real_values: Tensor | None = None  # [T] float32, with loss_type real: the token's part of the loss
 
@@ -172,10 +186,12 @@ class StepTerms:
 class MicroBatch:
     """S sequences packed end to end, T tokens in total. If T needs padding, the padding is the last sequence.
 
-    A sequence is a sample or a part of one. If samples share a prompt, the prompt without its last token is a sequence of its own. Each of
-    its samples is then [last token of the prompt, response] and continues that sequence (`prefixes`).
+    A sequence is a sample or a part of one. If samples share a prompt, the prompt without its last token is a sequence
+    of its own. Each of its samples is then [last token of the prompt, response] and continues that sequence
+    (`prefixes`).
 
-    The tensors of sequences ([S], [S + 1]) stay on the host, because layouts of memory and kernels depend on their numbers.
+    The tensors of sequences ([S], [S + 1]) stay on the host, because layouts of memory and kernels depend on their
+    numbers.
     """
 
     token_ids: Tensor  # [T] int64
@@ -187,7 +203,8 @@ class MicroBatch:
     rollout_logprobs: Tensor  # [T] float32
     samples: Tensor  # [S] int64, `TrainSample.index` of each sequence
     sequence_index: Tensor  # [T] int64, index of each token's sequence
-    prefixes: Tensor | None = None  # [S] int64, index of the sequence that each sequence continues, or -1; None: all are -1
+    # [S] int64, index of the sequence that each sequence continues, or -1; None: all are -1
+    prefixes: Tensor | None = None
     terms: StepTerms = field(default_factory=StepTerms)
 
     @property
@@ -220,16 +237,19 @@ def _moved(rows: StepTerms | MicroBatch, device: torch.device) -> dict[str, Any]
 
 
 def moved(row: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on `device`, without waiting for the transfer. From the host to a GPU it goes through pinned memory."""
+    """Return the tensor on `device`, without waiting for the transfer. From the host to a GPU it goes through pinned
+    memory."""
     pinned = row.pin_memory() if device.type == "cuda" and row.device.type == "cpu" else row
     return pinned.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class ComputedTokens:
-    """The tokens that one optimizer step runs through the model, over all ranks, without padding: what its FLOPs are counted from."""
+    """The tokens that one optimizer step runs through the model, over all ranks, without padding: what its FLOPs are
+    counted from."""
 
-    spans: tuple[tuple[int, int], ...] = ()  # [start, stop) of each computed part of a sample; it attends to the sample's tokens < stop
+    # [start, stop) of each computed part of a sample; it attends to the sample's tokens < stop
+    spans: tuple[tuple[int, int], ...] = ()
     num_loss: int = 0  # loss tokens among them; only they have logits
 
 
@@ -245,9 +265,12 @@ class TrainBatch:
     computed: ComputedTokens = field(default_factory=ComputedTokens)
 
     def with_terms(self, **terms: Sequence[Any]) -> TrainBatch:
-        """Return a copy whose micro-batches have these fields of `StepTerms`, one value per micro-batch. Other terms stay."""
+        """Return a copy whose micro-batches have these fields of `StepTerms`, one value per micro-batch. Other terms
+        stay."""
         rows = [dict(zip(terms, values, strict=True)) for values in zip(*terms.values(), strict=True)]
-        return replace(self, micro_batches=tuple(m.with_terms(**row) for m, row in zip(self.micro_batches, rows, strict=True)))
+        return replace(
+            self, micro_batches=tuple(m.with_terms(**row) for m, row in zip(self.micro_batches, rows, strict=True))
+        )
 
     def with_advantages(self, of_samples: Tensor) -> TrainBatch:
         """Return a copy with these advantages [N] of the step's samples."""
@@ -261,18 +284,25 @@ class LossInputs:
     policy_logprobs: Tensor  # [T] float32, with gradient
     entropy: Tensor  # [T] float32 in nats, with gradient if the micro-batch has `entropy_weights`
     micro_batch: MicroBatch
-    full_kl: Tensor | None = None  # [T] float32, with gradient: KL to the reference over the whole vocabulary; None without `ref_head`
+    # [T] float32, with gradient: KL to the reference over the whole vocabulary; None without `ref_head`
+    full_kl: Tensor | None = None
 
 
-_MERGES: dict[str, Callable[[Any, Any], Any]] = {"mean": operator.add, "max": max, "min": min, "last": lambda _, later: later}
+_MERGES: dict[str, Callable[[Any, Any], Any]] = {
+    "mean": operator.add,
+    "max": max,
+    "min": min,
+    "last": lambda _, later: later,
+}
 
 
 @dataclass(frozen=True)
 class Metric:
     """A metric, and how it is reduced over micro-batches, ranks and optimizer steps.
 
-    `mean`: `sum` and `count` add up over micro-batches and ranks, and `value` is their quotient; over optimizer steps it is the mean of
-    the values. `max`, `min`, `last`: `sum` holds that number instead of a sum. A metric with count 0 has no value.
+    `mean`: `sum` and `count` add up over micro-batches and ranks, and `value` is their quotient; over optimizer steps
+    it is the mean of the values. `max`, `min`, `last`: `sum` holds that number instead of a sum. A metric with count 0
+    has no value.
     """
 
     sum: Tensor | float
@@ -292,8 +322,8 @@ class Metric:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """The result of a loss for one micro-batch: `numerator` is a sum over the micro-batch, which the policy divides by the denominator of
-    the whole step."""
+    """The result of a loss for one micro-batch: `numerator` is a sum over the micro-batch, which the policy divides by
+    the denominator of the whole step."""
 
     numerator: Tensor  # scalar float32
     metrics: dict[str, Metric]  # of this micro-batch
@@ -311,12 +341,14 @@ class TrainState:
     best_step: int = 0  # step of the checkpoint with the best evaluation; 0: none
     best_value: float | None = None  # value of `evaluation.keep_best` at that step
     cursor: int = 0  # prompts drawn or skipped since the start
-    pass_rates: list[tuple[int, float, int]] = field(default_factory=list)  # for the curriculum: (prompt_id, pass rate, its epoch)
+    # for the curriculum: (prompt_id, pass rate, its epoch)
+    pass_rates: list[tuple[int, float, int]] = field(default_factory=list)
     skipped_steps: int = 0  # optimizer steps skipped because loss or gradient was NaN or infinite
     skipped_in_a_row: int = 0  # skipped optimizer steps since the last one that was taken
     mismatch_alarms: int = 0  # steps with a warning of the train/rollout mismatch
     evaluated: int = -1  # the last step with a finished evaluation
     first_mismatches: list[float] = field(default_factory=list)  # `token_mult_prob_error` of the run's first steps
     entropy_coef: float | None = None  # weight of an adaptive entropy bonus; None: the configured weight
-    ahead: list[dict[str, Any]] = field(default_factory=list)  # groups of all replicas, generated ahead and not yet trained on
+    # groups of all replicas, generated ahead and not yet trained on
+    ahead: list[dict[str, Any]] = field(default_factory=list)
     last_entropy: float | None = None  # mean entropy of the last optimizer step over the tokens that the bonus counts

@@ -8,7 +8,8 @@ from megagrpo.types import Truncation
 
 
 def truncated_log_softmax(logits: Tensor, labels: Tensor, rules: Truncation) -> Tensor:
-    """[n, V] log-probs of logits [n, V] over the tokens that the rules keep, and the labels [n]; minus infinity for the others."""
+    """[n, V] log-probs of logits [n, V] over the tokens that the rules keep, and the labels [n]; minus infinity for the
+    others."""
     kept = logits.double().softmax(-1)
     kept = kept.where(kept >= rules.min_p * kept.amax(-1, keepdim=True), 0.0)
     if rules.top_k:

@@ -5,10 +5,10 @@
     python -m benchmarks.gpu.all --only train_7b sleep_wake
     python -m benchmarks.gpu.all --dry-run
 
-It begins with the checks of `megagrpo doctor`. The output of each part goes to runs/gpu/NAME.txt at once, and all outputs to
-runs/gpu/results.txt after each part. runs/gpu/report.json is the one file to send: findings, outputs and exit codes of all parts, without
-secrets. A part that fails or reaches its limit keeps its output and does not stop the others. The exit code is the number of parts without
-success.
+It begins with the checks of `megagrpo doctor`. The output of each part goes to runs/gpu/NAME.txt at once, and all
+outputs to runs/gpu/results.txt after each part. runs/gpu/report.json is the one file to send: findings, outputs and
+exit codes of all parts, without secrets. A part that fails or reaches its limit keeps its output and does not stop the
+others. The exit code is the number of parts without success.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def benchmark(name: str, module: str, limit: float, *words: str) -> Part:
 
 
 def tests(name: str, limit: float, *files: str) -> Part:
-    return Part(name, ("-m", "pytest", "-m", "gpu", "-q", "-rs", "--no-header", "-p", "no:cacheprovider", *files), limit)
+    return Part(
+        name, ("-m", "pytest", "-m", "gpu", "-q", "-rs", "--no-header", "-p", "no:cacheprovider", *files), limit
+    )
 
 
 PARTS = (
@@ -117,7 +119,8 @@ def is_done(part: Part, folder: Path) -> bool:
 
 
 def gather(folder: Path, parts: Sequence[Part], machine: Machine, findings: Sequence[Finding]) -> None:
-    """Write results.txt, the output of all parts so far in their order, and report.json with their exit codes and the findings."""
+    """Write results.txt, the output of all parts so far in their order, and report.json with their exit codes and the
+    findings."""
     files = {part.name: folder / f"{part.name}.txt" for part in parts}
     texts = {name: file.read_text(errors="replace") for name, file in files.items() if file.exists()}
     (folder / "results.txt").write_text("\n".join(texts.values()))
@@ -132,14 +135,22 @@ def outcome(part: Part, text: str | None) -> dict[str, Any]:
         return made | {"result": "not run", "exit_code": None}
     ends = re.findall(rf"^=== {re.escape(part.name)}: (.*)$", text, re.MULTILINE)
     code = re.match(r"exit code (-?\d+)", ends[-1]) if ends else None
-    return made | {"result": ends[-1] if ends else "unfinished", "exit_code": int(code[1]) if code else None, "output": text}
+    return made | {
+        "result": ends[-1] if ends else "unfinished",
+        "exit_code": int(code[1]) if code else None,
+        "output": text,
+    }
 
 
 def main(arguments: Sequence[str] | None = None, parts: Sequence[Part] = PARTS) -> int:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--minutes", type=float, default=MINUTES, help="for all parts together")
     made.add_argument(
-        "--only", nargs="+", choices=[part.name for part in parts], metavar="NAME", help="these, whether they are done or not"
+        "--only",
+        nargs="+",
+        choices=[part.name for part in parts],
+        metavar="NAME",
+        help="these, whether they are done or not",
     )
     made.add_argument("--folder", type=Path, default=ROOT / "runs" / "gpu")
     made.add_argument("--dry-run", action="store_true", help="each part's dry run; of tests, which there are")

@@ -14,7 +14,8 @@ from megagrpo.platform import device
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The chip's measured ceilings: products of square matrices in TFLOP/s, a copy within its memory in GB/s (read plus written)."""
+    """The chip's measured ceilings: products of square matrices in TFLOP/s, a copy within its memory in GB/s (read plus
+    written)."""
 
     bf16_tflops: float
     fp8_tflops: float | None
@@ -22,7 +23,10 @@ class Ceilings:
 
     def __str__(self) -> str:
         fp8 = "" if self.fp8_tflops is None else f", FP8 products {self.fp8_tflops:.0f} TFLOP/s"
-        return f"{torch.cuda.get_device_name()}: bf16 products {self.bf16_tflops:.0f} TFLOP/s{fp8}, device copy {self.copy_gbs:.0f} GB/s"
+        return (
+            f"{torch.cuda.get_device_name()}: bf16 products {self.bf16_tflops:.0f} TFLOP/s{fp8}, device copy "
+            f"{self.copy_gbs:.0f} GB/s"
+        )
 
 
 def seconds(function: Callable[[], object], repeats: int = 10, warm_up: int = 3) -> float:
@@ -58,7 +62,12 @@ def measure_ceilings(size: int = 8192, copied: int = 2**31) -> Ceilings:
     if torch.cuda.get_device_capability() >= (8, 9):
         scale = torch.ones((), device="cuda")
         left8, right8 = left.to(torch.float8_e4m3fn), right.to(torch.float8_e4m3fn).t()
-        fp8 = 2 * size**3 / seconds(lambda: torch._scaled_mm(left8, right8, scale, scale, out_dtype=torch.bfloat16)) / 1e12
+        fp8 = (
+            2
+            * size**3
+            / seconds(lambda: torch._scaled_mm(left8, right8, scale, scale, out_dtype=torch.bfloat16))
+            / 1e12
+        )
     source = torch.empty(copied, device="cuda", dtype=torch.uint8)
     target = torch.empty_like(source)
     return Ceilings(bf16, fp8, 2 * copied / seconds(lambda: target.copy_(source)) / 1e9)
@@ -74,4 +83,8 @@ def show(rows: Sequence[Sequence[str]]) -> None:
     """Print a table whose first row is its header; the first column is text, the others are numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for name, *numbers in rows:
-        print("  ".join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]).rstrip())
+        print(
+            "  ".join(
+                [name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(numbers, widths[1:], strict=True))]
+            ).rstrip()
+        )

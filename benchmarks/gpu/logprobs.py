@@ -1,14 +1,15 @@
-"""Log-probs from an LM head on a GPU: the head's product alone, the chunked path and the fused kernels, at the shapes of published models.
+"""Log-probs from an LM head on a GPU: the head's product alone, the chunked path and the fused kernels, at the shapes
+of published models.
 
     python -m benchmarks.gpu.logprobs            # a table per shape, the chip's measured ceilings above them
     python -m benchmarks.gpu.logprobs --dry-run  # what it would run: products, FLOPs and bytes; no GPU needed
     python -m benchmarks.gpu.logprobs --tune     # the fused kernel's forward pass in other tiles
 
-Every contender gets hidden states [T, H], a head [V, H], labels [T] and the gradients of the log-probs, and returns the gradients of hidden
-states and head; contenders named "pass" return only log-probs and entropy. Columns: milliseconds (median); time over the head's product
-alone, or over three times that product with gradients; TFLOP/s of the required products (one, or three); their share of the chip's measured
-bf16 ceiling; peak bytes above the inputs. With FP8 the head's product alone is in FP8 for passes, and one in FP8 plus two in bf16 with
-gradients.
+Every contender gets hidden states [T, H], a head [V, H], labels [T] and the gradients of the log-probs, and returns the
+gradients of hidden states and head; contenders named "pass" return only log-probs and entropy. Columns: milliseconds
+(median); time over the head's product alone, or over three times that product with gradients; TFLOP/s of the required
+products (one, or three); their share of the chip's measured bf16 ceiling; peak bytes above the inputs. With FP8 the
+head's product alone is in FP8 for passes, and one in FP8 plus two in bf16 with gradients.
 """
 
 from __future__ import annotations
@@ -107,7 +108,9 @@ def head_alone(inputs: Inputs, fp8: bool) -> Callable[[], None]:
     """The head's product, 4096 tokens at a time into the same memory, which every method needs."""
     hidden, weight = inputs.hidden.detach(), inputs.weight.detach()
     out = torch.empty(4096, weight.shape[0], device="cuda", dtype=torch.bfloat16)
-    (hidden8, h), (weight8, w) = (in_fp8(t, "tensorwise", FP8_BLOCK) for t in (hidden, weight)) if fp8 else ((hidden, None), (weight, None))
+    (hidden8, h), (weight8, w) = (
+        (in_fp8(t, "tensorwise", FP8_BLOCK) for t in (hidden, weight)) if fp8 else ((hidden, None), (weight, None))
+    )
 
     def run() -> None:
         for rows in range(0, hidden.shape[0], 4096):
@@ -128,7 +131,16 @@ def measure(shape: Shape, chunk: int, ceilings: common.Ceilings) -> None:
     rows = [["", "ms", "/ products", "TFLOP/s", "of bf16's", "peak GiB"]]
     for fp8, time in alone.items():
         tflops = shape.flops / time / 1e12
-        rows.append([f"head alone, {'FP8' if fp8 else 'bf16'}", f"{time * 1e3:.2f}", "1.00", f"{tflops:.0f}", share(tflops, ceilings), ""])
+        rows.append(
+            [
+                f"head alone, {'FP8' if fp8 else 'bf16'}",
+                f"{time * 1e3:.2f}",
+                "1.00",
+                f"{tflops:.0f}",
+                share(tflops, ceilings),
+                "",
+            ]
+        )
     for contender in CONTENDERS:
         if contender.fp8 and not ceilings.fp8_tflops:
             continue
@@ -137,7 +149,9 @@ def measure(shape: Shape, chunk: int, ceilings: common.Ceilings) -> None:
         least = alone[contender.fp8 is not None] + (needed - 1) * alone[False]
         tflops = needed * shape.flops / time / 1e12
         peak = f"{common.peak_bytes(run) / GIB:.2f}"
-        rows.append([contender.name, f"{time * 1e3:.2f}", f"{time / least:.2f}", f"{tflops:.0f}", share(tflops, ceilings), peak])
+        rows.append(
+            [contender.name, f"{time * 1e3:.2f}", f"{time / least:.2f}", f"{tflops:.0f}", share(tflops, ceilings), peak]
+        )
     common.show(rows)
 
 
@@ -155,12 +169,15 @@ def plan(shape: Shape, chunk: int) -> None:
         rows.append([contender.name, str(contender.products), flops, *(f"{size / GIB:.2f}" for size in sizes)])
     common.show(rows)
     inputs = (shape.vocab + shape.tokens) * shape.hidden * 2 / GIB
-    print(f"inputs {inputs:.2f} GiB; logits of all tokens in float32 would be {shape.tokens * shape.vocab * 4 / GIB:.1f} GiB")
+    print(
+        f"inputs {inputs:.2f} GiB; logits of all tokens in float32 would be {shape.tokens * shape.vocab * 4 / GIB:.1f} "
+        f"GiB"
+    )
 
 
 def logits_bytes(contender: Contender, shape: Shape, chunk: int) -> int:
-    """Memory that grows with tokens times vocabulary: the chunk's logits in float32 and in the product's bf16; the fused kernels' scratch,
-    and their statistics of all tokens."""
+    """Memory that grows with tokens times vocabulary: the chunk's logits in float32 and in the product's bf16; the
+    fused kernels' scratch, and their statistics of all tokens."""
     if not contender.fused:
         return min(chunk, shape.tokens) * shape.vocab * (4 + 2)
     tiles = fused_logprobs.FP8_TILES if contender.fp8 else fused_logprobs.TILES
@@ -185,7 +202,13 @@ def tune(shape: Shape) -> None:
     common.show(rows)
 
 
-CHANGES = (dict(stages=3), dict(vocab=128), dict(vocab=128, warps=4, stages=3), dict(tokens=256, vocab=128), dict(tokens=64, warps=4))
+CHANGES = (
+    dict(stages=3),
+    dict(vocab=128),
+    dict(vocab=128, warps=4, stages=3),
+    dict(tokens=256, vocab=128),
+    dict(tokens=64, warps=4),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -44,7 +44,9 @@ class Pair:
     def push(self) -> SyncReport:
         """Push the current weights to the server as their next version."""
         self.version += 1
-        return self.weight_sync.push(blocks(self.chunks, self.hf_config, self.layout), self.version, SyncHandover(self.offload))
+        return self.weight_sync.push(
+            blocks(self.chunks, self.hf_config, self.layout), self.version, SyncHandover(self.offload)
+        )
 
     def held_gib(self) -> tuple[float | None, float | None]:
         """(GPU memory of this process's allocator, all other GPU memory in use: the server's); None without a GPU."""
@@ -59,9 +61,9 @@ class Pair:
 
 @contextmanager
 def pair(config: RunConfig, scratch: Path, trains: bool, offloads: bool = False) -> Iterator[Pair]:
-    """Build both sides on the model in the folder `config.model.path`, with random weights. With `trains` the policy has gradients and an
-    optimizer; with `offloads` it leaves the GPU at the end of each push. The server starts first, because vLLM counts memory that others
-    allocate meanwhile as its own. It sleeps until the first push."""
+    """Build both sides on the model in the folder `config.model.path`, with random weights. With `trains` the policy
+    has gradients and an optimizer; with `offloads` it leaves the GPU at the end of each push. The server starts first,
+    because vLLM counts memory that others allocate meanwhile as its own. It sleeps until the first push."""
     folder = Path(config.model.path)
     hf_config = load_hf_config(folder)
     dtype = device.resolve_precision(config.model.precision)
@@ -74,7 +76,9 @@ def pair(config: RunConfig, scratch: Path, trains: bool, offloads: bool = False)
         launcher = resources.enter_context(make_launcher(config, folder, scratch, engine_dtype, num_ranks=1))
         launcher.start()
         urls = launcher.wait(lambda text: print(text, flush=True))
-        options = dict(sleeps=servers_sleep(config), refills=transport == "shared_memory", token=launcher.token, logs=launcher.logs)
+        options = dict(
+            sleeps=servers_sleep(config), refills=transport == "shared_memory", token=launcher.token, logs=launcher.logs
+        )
         engine = VllmEngine(urls, lambda ids: "", max_num_seqs=config.rollout.max_num_seqs, **options)
         started_gib = used_gib() - own_gib() - base_gib
         engine.sleep()
@@ -84,7 +88,9 @@ def pair(config: RunConfig, scratch: Path, trains: bool, offloads: bool = False)
         limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
         way = make_transport(transport, layout, engine_dtype, device.device(), **limits)
         weight_sync = resources.enter_context(WeightSync(engine, layout, engine_dtype, way))
-        yield Pair(config, hf_config, layout, policy, chunks, engine, weight_sync, offload, transport, base_gib, started_gib)
+        yield Pair(
+            config, hf_config, layout, policy, chunks, engine, weight_sync, offload, transport, base_gib, started_gib
+        )
 
 
 def used_gib() -> float:

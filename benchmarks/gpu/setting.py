@@ -39,10 +39,16 @@ QWEN25 = dict(
 )
 TINY = "tiny"  # for testing a script
 SMALL = {  # config.json of Qwen2.5-0.5B and -1.5B; the larger ones are in configs/models
-    "0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2),
-    "1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2),
+    "0.5b": dict(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2
+    ),
+    "1.5b": dict(
+        hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12, num_key_value_heads=2
+    ),
 }
-TINY_SIZES = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+TINY_SIZES = dict(
+    hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+)
 TINY_SIZES |= dict(vocab_size=2048)
 LARGE = {"7b": "Qwen2.5-7B-Instruct", "30b-a3b": "Qwen3-30B-A3B"}
 
@@ -68,7 +74,7 @@ def run_config(model: Path | str, *overrides: str) -> RunConfig:
     return load_config(BASE, [f"model.path={model}", *overrides])
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ the chip
+# ------------------------------------------------------------------------------------------------------------- the chip
 
 
 def wait() -> None:
@@ -126,7 +132,7 @@ def _said(*command: str) -> str:
         return ""
 
 
-# ----------------------------------------------------------------------------------------------------------------------------- the output
+# ----------------------------------------------------------------------------------------------------------- the output
 
 
 class Table:
@@ -142,7 +148,9 @@ class Table:
         return zip(cells, self.formats, self.widths, strict=True)
 
     def row(self, *values: Any) -> None:
-        self._line(f"{'-':>{width}}" if value is None else format(value, form) for value, form, width in self._with(values))
+        self._line(
+            f"{'-':>{width}}" if value is None else format(value, form) for value, form, width in self._with(values)
+        )
 
     def _line(self, cells: Any) -> None:
         print(" ".join(cells).rstrip(), flush=True)
@@ -152,7 +160,9 @@ def parser(text: str) -> argparse.ArgumentParser:
     """A parser with the common options of all benchmarks: a dry run on paper, and keys of the run."""
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--dry-run", action="store_true", help="say what would be run, and how large it is; needs no GPU")
-    made.add_argument("--gpu", choices=GPUS, help="whose data sheet to compare with; by its name, and h200 in a dry run")
+    made.add_argument(
+        "--gpu", choices=GPUS, help="whose data sheet to compare with; by its name, and h200 in a dry run"
+    )
     made.usage = "%(prog)s [options] [key=value ...]    (keys of the run's config, over benchmarks/gpu/run.yaml)"
     return made
 
@@ -167,7 +177,8 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> arg
 
 
 def begin(args: argparse.Namespace) -> tuple[Gpu | None, Ceilings | None]:
-    """Print the model, chip and versions, and return the data sheet and the measured ceilings; a dry run measures nothing."""
+    """Print the model, chip and versions, and return the data sheet and the measured ceilings; a dry run measures
+    nothing."""
     if args.dry_run:
         gpu = GPUS[args.gpu or "h200"]
         print(f"dry run: nothing is measured | {gpu.name} by its data sheet: {sheet_text(gpu)}")
@@ -177,7 +188,10 @@ def begin(args: argparse.Namespace) -> tuple[Gpu | None, Ceilings | None]:
     quiet()
     print(header(), flush=True)
     gpu, ceilings = data_sheet(args.gpu), measured_ceilings()
-    print(f"{ceilings or 'nothing measured without a GPU'} | data sheet: {sheet_text(gpu) if gpu else 'unknown'}", flush=True)
+    print(
+        f"{ceilings or 'nothing measured without a GPU'} | data sheet: {sheet_text(gpu) if gpu else 'unknown'}",
+        flush=True,
+    )
     return gpu, ceilings
 
 
@@ -195,7 +209,10 @@ def measured_ceilings() -> Ceilings | None:
 
 
 def sheet_text(gpu: Gpu) -> str:
-    return f"bf16 {gpu.bf16_tflops:g}, FP8 {gpu.fp8_tflops:g} TFLOP/s, {gpu.memory_gib:g} GiB at {gpu.memory_gb_per_s:g} GB/s"
+    return (
+        f"bf16 {gpu.bf16_tflops:g}, FP8 {gpu.fp8_tflops:g} TFLOP/s, {gpu.memory_gib:g} GiB at "
+        f"{gpu.memory_gb_per_s:g} GB/s"
+    )
 
 
 if __name__ == "__main__":

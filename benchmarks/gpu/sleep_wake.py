@@ -5,10 +5,10 @@
     python -m benchmarks.gpu.sleep_wake train.offload=false   # the trainer stays on the GPU while vLLM generates
     python -m benchmarks.gpu.sleep_wake --dry-run
 
-The moments follow `Trainer.step` with a colocated server: generate, sleep, reload the trainer, train, sync. Memory in GiB: for the trainer,
-torch's allocator including its cached free blocks. For vLLM, all other GPU memory in use, except the trainer's CUDA context, which is
-measured before vLLM starts. Bytes that move between GPU and host are the plan's. Medians of `--rounds` rounds after a first one, in which
-the host memory is allocated.
+The moments follow `Trainer.step` with a colocated server: generate, sleep, reload the trainer, train, sync. Memory in
+GiB: for the trainer, torch's allocator including its cached free blocks. For vLLM, all other GPU memory in use, except
+the trainer's CUDA context, which is measured before vLLM starts. Bytes that move between GPU and host are the plan's.
+Medians of `--rounds` rounds after a first one, in which the host memory is allocated.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ def describe(case: Case, gib: float) -> str:
         parts = ", ".join(f"{part} {size:.1f}" for part, size in memory[phase].items() if size > 0.05)
         lines.append(f"  {phase:9} {sum(memory[phase].values()):6.1f} GiB: {parts}")
     moved = moved_gib(case)
-    lines.append(f"  {moved:.1f} GiB leave the GPU before responses and come back after them" if moved else "  nothing leaves the GPU")
+    lines.append(
+        f"  {moved:.1f} GiB leave the GPU before responses and come back after them"
+        if moved
+        else "  nothing leaves the GPU"
+    )
     return "\n".join(lines)
 
 
@@ -73,7 +77,10 @@ def measure(case: Case, scratch: Path, rounds: int) -> tuple[list[Round], list[C
     with pair(case.config, scratch, trains=True, offloads=case.config.train.offload is not False) as both:
         config, policy = case.config, both.policy
         batch = pack(samples_of(case), packing_rules(config, policy.shares_prompts))
-        divisor, loss_fn = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length), make_loss(config)
+        divisor, loss_fn = (
+            denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length),
+            make_loss(config),
+        )
 
         both.push()
         for number in range(1 + rounds):
@@ -115,7 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         columns = zip(*(one[moment] for one in rounds[1:]), strict=True)
         shown.row(moment, *(None if column[0] is None else statistics.median(column) for column in columns))
     seconds = {key: statistics.median(one[key] for one in requests[1:]) for key in ("sleep", "wake_up")}
-    print(f"requests: sleep {seconds['sleep']:.3f} s, wake_up {seconds['wake_up']:.3f} s (weights and KV cache together)\n{TARGET}")
+    print(
+        f"requests: sleep {seconds['sleep']:.3f} s, wake_up {seconds['wake_up']:.3f} s (weights and KV cache "
+        f"together)\n{TARGET}"
+    )
     return 0
 
 

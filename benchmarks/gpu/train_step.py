@@ -1,16 +1,19 @@
-"""Seconds, FLOP/s and memory of the policy's train step and of its log-prob pass on one GPU, in bf16 and in FP8, beside the plan.
+"""Seconds, FLOP/s and memory of the policy's train step and of its log-prob pass on one GPU, in bf16 and in FP8, beside
+the plan.
 
     python -m benchmarks.gpu.train_step                                  # all models, in bf16 and in FP8
     python -m benchmarks.gpu.train_step --models 7b --recipes none blockwise train.fused_logprobs=true
     python -m benchmarks.gpu.train_step --dry-run
 
-Random weights in the shapes of Qwen2.5-0.5B, -1.5B, -7B and Qwen3-30B-A3B, packed samples of mixed lengths with prompts shared by groups. A
-model that does not fit with optimizer and activations gets as many layers as `megagrpo plan` fits, because its widths matter. `--layers 28
-train.optimizer_state_dtype=fp8 train.max_tokens_per_micro_batch=6144` is all of 7B on 141 GB.
+Random weights in the shapes of Qwen2.5-0.5B, -1.5B, -7B and Qwen3-30B-A3B, packed samples of mixed lengths with prompts
+shared by groups. A model that does not fit with optimizer and activations gets as many layers as `megagrpo plan` fits,
+because its widths matter. `--layers 28 train.optimizer_state_dtype=fp8 train.max_tokens_per_micro_batch=6144` is all of
+7B on 141 GB.
 
 - tokens/s: of all samples, prompts included, padding not.
-- TFLOP/s: model FLOPs (`megagrpo/proof/plan/flops.py`: forward and two forwards' worth backward, LM head for response tokens alone, nothing
-  recomputed) per second. MFU: their share of the data sheet's bf16 peak, also with FP8; of GEMM: of a large bf16 product as measured here.
+- TFLOP/s: model FLOPs (`megagrpo/proof/plan/flops.py`: forward and two forwards' worth backward, LM head for response
+  tokens alone, nothing recomputed) per second. MFU: their share of the data sheet's bf16 peak, also with FP8; of GEMM:
+  of a large bf16 product as measured here.
 - predicted: `megagrpo plan --gpu` for the same step, in seconds and GiB. The peak is torch's, without the CUDA context.
 
 The log-prob pass is forward only, over the same batch.
@@ -42,7 +45,8 @@ from megagrpo.proof.plan.workload import Lengths
 if TYPE_CHECKING:
     from benchmarks.gpu.common import Ceilings
 
-USABLE = 0.8  # share of the memory for the planned peak: workspaces, fragments and FP8's copies of weights need the rest
+# share of the memory for the planned peak: workspaces, fragments and FP8's copies of weights need the rest
+USABLE = 0.8
 WITHOUT_GPU_GIB = 8.0  # limit for a model when testing the script without a GPU
 TARGETS = "targets on one H200: MFU of train >= 50% in bf16 at 7b, of log-probs >= 60%, FP8 >= 1.3 x of bf16"
 KEPT = "_kept"  # after a recipe: with model.fp8_param
@@ -80,7 +84,8 @@ class Case:
         """(seconds of the train step, of the log-prob pass, GiB at the peak)."""
         count, longest = len(self.sizes), self.config.rollout.max_completion_length
         prompts, responses = (sum(side) / count for side in zip(*self.sizes, strict=True))
-        twice = self.config.algorithm.model_copy(update=dict(num_iterations=2))  # the plan then computes log-probs first
+        # the plan then computes log-probs first
+        twice = self.config.algorithm.model_copy(update=dict(num_iterations=2))
         lengths = Lengths(prompts, responses, longest)
         seconds = step_times(self.config.model_copy(update=dict(algorithm=twice)), self.model, 1, gpu, lengths).seconds
         return seconds["train"] / 2, seconds["logprobs"], planned_gib(self.config, self.model)
@@ -125,7 +130,9 @@ def sizes_of(config: RunConfig) -> Sizes:
     found = []
     for _ in range(r.prompts_per_step):
         prompt = numbers.randint(r.max_prompt_length // 2, r.max_prompt_length)
-        responses = [numbers.randint(r.max_completion_length // 4, r.max_completion_length) for _ in range(r.num_generations)]
+        responses = [
+            numbers.randint(r.max_completion_length // 4, r.max_completion_length) for _ in range(r.num_generations)
+        ]
         found += [(prompt, response) for response in responses]
     return found
 
@@ -161,7 +168,10 @@ def measure(case: Case, steps: int, warm_up: int = 2) -> Measured:
     try:
         policy = MegatronPolicy(config, layout, case.model)
         batch = pack(samples_of(case), packing_rules(config, policy.shares_prompts))
-        divisor, loss_fn = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length), make_loss(config)
+        divisor, loss_fn = (
+            denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length),
+            make_loss(config),
+        )
         train = _median(lambda: policy.train_step(batch, loss_fn, divisor), steps, warm_up)
         peak = device.memory_gb()
         logprobs = _median(lambda: policy.logprobs(batch), steps, 1)
@@ -211,16 +221,21 @@ def describe(case: Case, gpu: Gpu, predictions: dict[str, Case], refused: Sequen
     budget = case.config.train.max_tokens_per_micro_batch
     blocks, head = round(per_token.blocks / 2), round(per_token.head / 2)
     lines = [
-        f"{case.name}: {model.family}, {model.num_layers} layers of {model.hidden_size}, {num_parameters(model)} parameters, "
+        f"{case.name}: {model.family}, {model.num_layers} layers of {model.hidden_size}, {num_parameters(model)} "
+        f"parameters, "
         f"{blocks} of the blocks and {head} of the head meet a token",
-        f"  samples      {len(case.sizes)}, {case.tokens} tokens, {responses} of responses; micro-batches of {budget} at most, "
+        f"  samples      {len(case.sizes)}, {case.tokens} tokens, {responses} of responses; micro-batches of {budget} "
+        f"at most, "
         f"{-(-case.tokens // budget)} or more",
-        f"  train step   {case.flops:.6e} FLOPs = 6 x {blocks} x {case.tokens} + 6 x {head} x {responses} + 3 x {attention:.6e}",
+        f"  train step   {case.flops:.6e} FLOPs = 6 x {blocks} x {case.tokens} + 6 x {head} x {responses} + 3 x "
+        f"{attention:.6e}",
     ]
     for name, variant in predictions.items():
         seconds, logprobs, gib = variant.predicted(gpu)
         rate = case.flops / seconds / 1e12
-        lines.append(f"  predicted    {seconds:.2f} s = {rate:.0f} TFLOP/s; log-probs {logprobs:.2f} s; {gib:.1f} GiB ({name})")
+        lines.append(
+            f"  predicted    {seconds:.2f} s = {rate:.0f} TFLOP/s; log-probs {logprobs:.2f} s; {gib:.1f} GiB ({name})"
+        )
     return "\n".join([*lines, *refused])
 
 
@@ -250,7 +265,15 @@ def attempt(case: Case, recipe: str, overrides: Sequence[str], steps: int) -> tu
         return None
 
 
-def report(case: Case, recipe: str, found: Measured, gpu: Gpu | None, ceilings: Ceilings | None, table: Table, bf16: float | None) -> None:
+def report(
+    case: Case,
+    recipe: str,
+    found: Measured,
+    gpu: Gpu | None,
+    ceilings: Ceilings | None,
+    table: Table,
+    bf16: float | None,
+) -> None:
     """Two rows: the train step and the log-prob pass."""
     predicted = case.predicted(gpu) if gpu else (None, None, None)
     for what, seconds, flops, planned, gib in (
@@ -268,7 +291,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     made = parser(__doc__)
     made.add_argument("--models", nargs="+", choices=(*SMALL, *LARGE, TINY), default=[*SMALL, *LARGE])
     made.add_argument(
-        "--recipes", nargs="+", choices=RECIPES, default=RECIPES[:4], help=f"of model.fp8_recipe; none is bf16, {KEPT} with fp8_param"
+        "--recipes",
+        nargs="+",
+        choices=RECIPES,
+        default=RECIPES[:4],
+        help=f"of model.fp8_recipe; none is bf16, {KEPT} with fp8_param",
     )
     made.add_argument("--layers", type=int, help="of every model; as many as fit when left out")
     made.add_argument("--steps", type=int, default=3, help="measured, after two to warm up")
@@ -284,7 +311,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(TARGETS)
             return 0
         table = Table(
-            **dict(model__layers="<12", recipe="<15", what="<9", s="7.3f", predicted="9.3f", tokens__s="9.0f", TFLOP__s="7.1f"),
+            **dict(
+                model__layers="<12",
+                recipe="<15",
+                what="<9",
+                s="7.3f",
+                predicted="9.3f",
+                tokens__s="9.0f",
+                TFLOP__s="7.1f",
+            ),
             **dict(MFU="6.1%", of_GEMM="7.1%", of_bf16="7.2f", peak_GiB="8.1f", predicted_GiB="13.1f"),
         )
         for case in cases:

@@ -1,12 +1,14 @@
-"""Seconds and GB/s of weight syncs from a policy on the GPU into a vLLM server on the same GPU, by CUDA IPC, beside a plain copy.
+"""Seconds and GB/s of weight syncs from a policy on the GPU into a vLLM server on the same GPU, by CUDA IPC, beside a
+plain copy.
 
     python -m benchmarks.gpu.weight_sync                      # Qwen2.5-7B's shape, random weights
     python -m benchmarks.gpu.weight_sync --model 0.5b --syncs 10
     python -m benchmarks.gpu.weight_sync --dry-run
 
-One rank, one server, TP=1 -> TP=1, with all defaults: each element is checked to be finite, read once, and its checksum compared on both
-sides. Every weight changes before each sync. Columns and phases as in `benchmarks/weight_sync.py`; copy is torch's `copy_` of all
-parameters into memory of the same GPU. GB are of weights, counted once. The GPU holds the weights three times for a moment.
+One rank, one server, TP=1 -> TP=1, with all defaults: each element is checked to be finite, read once, and its checksum
+compared on both sides. Every weight changes before each sync. Columns and phases as in `benchmarks/weight_sync.py`;
+copy is torch's `copy_` of all parameters into memory of the same GPU. GB are of weights, counted once. The GPU holds
+the weights three times for a moment.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from megagrpo.proof.plan.shapes import num_parameters
 from megagrpo.proof.plan.times import sync_seconds
 
 TARGET = "target on one H200: end to end < 1 s at 7b"
-SERVER = ("rollout.enforce_eager=true", "rollout.max_completion_length=256", "rollout.max_num_seqs=16")  # it generates few tokens
+# it generates few tokens
+SERVER = ("rollout.enforce_eager=true", "rollout.max_completion_length=256", "rollout.max_num_seqs=16")
 EXACT = 0.05  # nats, limit for equal weights: bf16 on both sides, in different kernels
 MOVED = dict(check="check", publish="publish, beside the others", read="read", total="end to end")
 NAMED = ("pause", "start", "layers", "resume")
@@ -36,9 +39,12 @@ def describe(name: str, config, gpu) -> str:
     size = 2 * num_parameters(model)
     copies = size / (gpu.memory_gb_per_s / 2 * 1e9)
     return (
-        f"{name}: {num_parameters(model)} parameters, {size} bytes in bf16; policy, buffer and server hold {3 * size / 2**30:.1f} GiB\n"
-        f"  a copy takes {copies:.4f} s at the data sheet's {gpu.memory_gb_per_s:g} GB/s, and a sync publishes and reads\n"
-        f"  predicted by the plan {sync_seconds(config, model, 1, gpu):.3f} s; rollout.placement {config.rollout.placed}"
+        f"{name}: {num_parameters(model)} parameters, {size} bytes in bf16; policy, buffer and server hold "
+        f"{3 * size / 2**30:.1f} GiB\n"
+        f"  a copy takes {copies:.4f} s at the data sheet's {gpu.memory_gb_per_s:g} GB/s, and a sync publishes and "
+        f"reads\n"
+        f"  predicted by the plan {sync_seconds(config, model, 1, gpu):.3f} s; rollout.placement "
+        f"{config.rollout.placed}"
     )
 
 

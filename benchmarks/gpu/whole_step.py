@@ -1,12 +1,12 @@
 """Seconds of whole GRPO steps by phase on one GPU that trainer and vLLM share, compared with the plan.
 
-    python -m benchmarks.gpu.whole_step                       # SmolLM2-135M-Instruct, the quickstart's task at a larger batch
-    python -m benchmarks.gpu.whole_step --model 1.5b          # random weights in Qwen2.5-1.5B's shape with SmolLM2's vocabulary
-    python -m benchmarks.gpu.whole_step --dry-run
+    python -m benchmarks.gpu.whole_step                       # SmolLM2-135M-Instruct, the quickstart's task at a larger
+    batch python -m benchmarks.gpu.whole_step --model 1.5b          # random weights in Qwen2.5-1.5B's shape with
+    SmolLM2's vocabulary python -m benchmarks.gpu.whole_step --dry-run
 
-The run is `megagrpo train` as a user starts it, in its own process: it starts vLLM, pushes weights by CUDA IPC, and the server sleeps
-during training. The numbers are medians of `--steps` steps after a first one. A random model never ends a response, so all of them have the
-maximal length. The reward differs between any two texts, so no sample is skipped.
+The run is `megagrpo train` as a user starts it, in its own process: it starts vLLM, pushes weights by CUDA IPC, and the
+server sleeps during training. The numbers are medians of `--steps` steps after a first one. A random model never ends a
+response, so all of them have the maximal length. The reward differs between any two texts, so no sample is skipped.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def make_model(raw: dict[str, Any], folder: Path) -> None:
     (source / "config.json").write_text(json.dumps(raw))
     hf_config = parse_hf_config(raw)
     layout = init_layout(ParallelSection())
-    save_hf(build_model(hf_config, layout, dtype=torch.bfloat16), hf_config, layout, folder, source, dtype=torch.bfloat16)
+    save_hf(
+        build_model(hf_config, layout, dtype=torch.bfloat16), hf_config, layout, folder, source, dtype=torch.bfloat16
+    )
 
 
 def shape_for(name: str) -> dict[str, Any]:
@@ -107,10 +109,12 @@ def report(config: RunConfig, lines: list[dict[str, Any]], gpu) -> str:
         predicted = f"{planned[phase]:11.3f}" if phase in planned else f"{'-':>11}"
         rows.append(f"{phase:12}{median.get(f'time/{phase}', 0.0):9.3f}{predicted}")
     rows.append(
-        f"{samples} samples, {median['num_tokens']:.0f} tokens, {response:.0f} in a response; {median['tokens_per_second']:.0f} tokens/s"
+        f"{samples} samples, {median['num_tokens']:.0f} tokens, {response:.0f} in a response; "
+        f"{median['tokens_per_second']:.0f} tokens/s"
     )
     rows.append(
-        f"token_mult_prob_error {median['token_mult_prob_error']:.4f}, trainer's peak {median['memory_gb']:.1f} GiB, weights "
+        f"token_mult_prob_error {median['token_mult_prob_error']:.4f}, trainer's peak {median['memory_gb']:.1f} GiB, "
+        f"weights "
         f"{median['weight_sync/gigabytes']:.2f} GB; the first step took {lines[0]['time/step']:.1f} s"
     )
     return "\n".join(rows)

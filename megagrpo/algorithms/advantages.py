@@ -1,4 +1,5 @@
-"""Group-relative advantages from rewards (Shao et al. 2024, DeepSeekMath, eq. 3; Liu et al. 2025 for the unscaled form)."""
+"""Group-relative advantages from rewards (Shao et al. 2024, DeepSeekMath, eq. 3; Liu et al. 2025 for the unscaled
+form)."""
 
 from __future__ import annotations
 
@@ -22,14 +23,15 @@ Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_
 def group_advantages(rewards: Tensor, scale: Scale, estimator: Estimator = "grpo") -> Tensor:
     """Advantages [P, G] float64 of rewards [P, G], NaN where no function could score.
 
-    `grpo`: each reward minus its group's mean. `rloo`: minus the mean of the group's others (Ahmadian et al. 2024, arXiv 2402.14740), which
-    is G / (G - 1) times as much. Both are then divided as `scale` says: by the group's standard deviation, the batch's, or nothing.
-    `reinforce_plus_plus`: minus the batch's mean, over the batch's standard deviation; `reinforce_plus_plus_baseline`: minus the group's
-    mean, over the standard deviation of all such differences (Hu et al. 2025, arXiv 2501.03262).
+    `grpo`: each reward minus its group's mean. `rloo`: minus the mean of the group's others (Ahmadian et al. 2024,
+    arXiv 2402.14740), which is G / (G - 1) times as much. Both are then divided as `scale` says: by the group's
+    standard deviation, the batch's, or nothing. `reinforce_plus_plus`: minus the batch's mean, over the batch's
+    standard deviation; `reinforce_plus_plus_baseline`: minus the group's mean, over the standard deviation of all such
+    differences (Hu et al. 2025, arXiv 2501.03262).
 
     Standard deviations are unbiased and ignore NaN. Unscorable responses, groups of equal rewards (a batch of them for
-    reinforce_plus_plus) and groups with one scorable response get exactly 0. Rewards are equal if they differ by rounding only. Raises
-    ValueError for an infinite reward.
+    reinforce_plus_plus) and groups with one scorable response get exactly 0. Rewards are equal if they differ by
+    rounding only. Raises ValueError for an infinite reward.
     """
     if rewards.dim() != 2:
         raise ValueError(f"rewards must be [prompts, generations], got shape {tuple(rewards.shape)}")
@@ -40,7 +42,8 @@ def group_advantages(rewards: Tensor, scale: Scale, estimator: Estimator = "grpo
         everything = rewards.flatten()[None]
         return group_advantages(everything, "group").view_as(rewards)
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
-    # The mean of equal floats may differ from them in the last bit; without this a dead group would get a gradient from rounding.
+    # The mean of equal floats may differ from them in the last bit; without this a dead group would get a gradient from
+    # rounding.
     centred = torch.where(_is_flat(rewards) & ~rewards.isnan(), 0.0, centred)
     spread = rewards
     if estimator == "rloo":
@@ -58,8 +61,9 @@ def group_advantages(rewards: Tensor, scale: Scale, estimator: Estimator = "grpo
 def normalized_sum_advantages(rewards: Tensor, weights: Tensor) -> Tensor:
     """Advantages [P, G] float64 of rewards [P, G, F] per function, NaN where one could not score; weights [F].
 
-    GDPO (Liu et al. 2026, arXiv 2601.05242): each function is normalised within its group before the weighted sum, so that a function with
-    large numbers does not drown the others; the sums are then normalised over the batch. Functions that score a group alike add 0.
+    GDPO (Liu et al. 2026, arXiv 2601.05242): each function is normalised within its group before the weighted sum, so
+    that a function with large numbers does not drown the others; the sums are then normalised over the batch. Functions
+    that score a group alike add 0.
     """
     each = torch.stack([group_advantages(of_function, "group") for of_function in rewards.unbind(-1)], dim=-1)
     summed = (each * weights.double()).sum(-1)
@@ -79,8 +83,8 @@ def advantages_of(scored: Sequence[ScoredRollout], config: RunConfig) -> Tensor:
 
 
 def flat_groups(scored: Sequence[ScoredRollout], config: RunConfig) -> list[bool]:
-    """Whether each group teaches nothing: its rewards are all equal, or those of every function where each is normalised by itself; what
-    no function could score is left out."""
+    """Whether each group teaches nothing: its rewards are all equal, or those of every function where each is
+    normalised by itself; what no function could score is left out."""
     group = config.rollout.num_generations
     if config.algorithm.multi_objective_aggregation == "sum_then_normalize":
         return _is_flat(rewards_by_group(scored, group))[:, 0].tolist()
@@ -88,24 +92,28 @@ def flat_groups(scored: Sequence[ScoredRollout], config: RunConfig) -> list[bool
 
 
 def charged_kl(scored: Sequence[ScoredRollout], kl: Tensor, config: RunConfig) -> Tensor:
-    """The KL [N] that each reward pays, from the `kl` [N] of the loss tokens. A response whose tokens are all masked has none: it pays the
-    mean of its group's others, so that their advantages are those of rewards and KL among themselves."""
+    """The KL [N] that each reward pays, from the `kl` [N] of the loss tokens. A response whose tokens are all masked
+    has none: it pays the mean of its group's others, so that their advantages are those of rewards and KL among
+    themselves."""
     if not config.algorithm.mask_truncated_completions:
         return kl
-    masked = torch.tensor([s.rollout.finish_reason == "length" for s in scored]).view(-1, config.rollout.num_generations)
+    masked = torch.tensor([s.rollout.finish_reason == "length" for s in scored]).view(
+        -1, config.rollout.num_generations
+    )
     groups = kl.view_as(masked)
     counted = (groups * ~masked).sum(1, keepdim=True) / (~masked).sum(1, keepdim=True).clamp(min=1)
     return torch.where(masked, counted, groups).flatten()
 
 
 def less_kl(scored: Sequence[ScoredRollout], kl: Tensor, beta: float) -> list[ScoredRollout]:
-    """The rollouts with beta times the KL of each response [N] taken from its reward: the penalty of RLHF's PPO (Ziegler et al. 2019,
-    arXiv 1909.08593, eq. 2), whose KL is k1 summed over the response."""
+    """The rollouts with beta times the KL of each response [N] taken from its reward: the penalty of RLHF's PPO
+    (Ziegler et al. 2019, arXiv 1909.08593, eq. 2), whose KL is k1 summed over the response."""
     return [replace(s, reward=s.reward - beta * penalty) for s, penalty in zip(scored, kl.tolist(), strict=True)]
 
 
 def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """Unbiased standard deviation of `values` [...] along `dim`, NaN entries left out; NaN where fewer than two are left."""
+    """Unbiased standard deviation of `values` [...] along `dim`, NaN entries left out; NaN where fewer than two are
+    left."""
     count = (~values.isnan()).sum(dim=dim, keepdim=keepdim)
     deviation = values - values.nanmean(dim=dim, keepdim=True)
     variance = deviation.square().nansum(dim=dim, keepdim=keepdim) / (count - 1).clamp(min=0)
@@ -134,8 +142,8 @@ def rewards_by_function(scored: Sequence[ScoredRollout], num_generations: int) -
 
 
 def reward_statistics(rewards: Tensor) -> dict[str, float]:
-    """Metrics of rewards [P, G]: `reward`, `reward_std` (mean of the groups' stds), `reward_std_batch` (std of all rewards),
-    `frac_reward_zero_std` (share of groups that teach nothing)."""
+    """Metrics of rewards [P, G]: `reward`, `reward_std` (mean of the groups' stds), `reward_std_batch` (std of all
+    rewards), `frac_reward_zero_std` (share of groups that teach nothing)."""
     group_std = nanstd(rewards, dim=1)
     flat = _is_flat(rewards)
     statistics = {

@@ -1,11 +1,14 @@
 """Weights that correct for the engine having sampled from slightly other probabilities than the trainer computes.
 
-The ratio is trainer / engine for the same weights: exp(old - rollout). Per token; per sequence as the product over its tokens (TRL); or
-per sequence as their geometric mean (ms-swift). What is outside the allowed band is cut to it (`truncate`), weighs nothing (`mask`), or
-takes its whole sequence along (`reject`). Weights carry no gradient and multiply the policy term, never the KL.
+The ratio is trainer / engine for the same weights: exp(old - rollout). Per token; per sequence as the product over its
+tokens (TRL); or per sequence as their geometric mean (ms-swift). What is outside the allowed band is cut to it
+(`truncate`), weighs nothing (`mask`), or takes its whole sequence along (`reject`). Weights carry no gradient and
+multiply the policy term, never the KL.
 
-Sources: truncated importance sampling, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training";
-masked, Liu et al. 2025, "When speed kills stability"; two-sided band on tokens (IcePop), Ring-1T, 2025, arXiv 2510.18855.
+Sources: truncated importance sampling, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+training";
+masked, Liu et al. 2025, "When speed kills stability"; two-sided band on tokens (IcePop), Ring-1T, 2025, arXiv
+2510.18855.
 """
 
 from __future__ import annotations
@@ -31,8 +34,8 @@ def correction_weights(
 ) -> tuple[Tensor, Tensor]:
     """(weights [T], ratios [T]) without gradient; the second is what the band was held against.
 
-    Levels: token, sequence, geometric. Actions: truncate, mask, reject (a token outside the band removes its sequence). A bound that is
-    None does not bind. A log-prob that the engine did not give (NaN) counts as equal to the trainer's.
+    Levels: token, sequence, geometric. Actions: truncate, mask, reject (a token outside the band removes its sequence).
+    A bound that is None does not bind. A log-prob that the engine did not give (NaN) counts as equal to the trainer's.
     """
     level, action = mode.split("_")
     difference = (old_logprobs - rollout_logprobs).detach().nan_to_num(nan=0.0)
@@ -52,8 +55,8 @@ def correction_weights(
 
 
 def correction_metrics(weights: Tensor, sequences: Sequences, mode: str) -> dict[str, Metric]:
-    """TRL's names: `sampling/importance_sampling_ratio/min`, `mean` and `max`, of the `weights` [T] after truncation and masking; over
-    loss tokens, or over sequences for a `mode` with one weight per sequence."""
+    """TRL's names: `sampling/importance_sampling_ratio/min`, `mean` and `max`, of the `weights` [T] after truncation
+    and masking; over loss tokens, or over sequences for a `mode` with one weight per sequence."""
     mask, name = sequences.mask, "sampling/importance_sampling_ratio"
     total, count = masked_sum(weights, mask) if mode.startswith("token") else sequences.total_of_means(weights)
     return {

@@ -1,4 +1,5 @@
-"""Policy terms of the user's own: `algorithm.loss_type: path/file.py:name`, imported and tried on a few tokens before a run begins."""
+"""Policy terms of the user's own: `algorithm.loss_type: path/file.py:name`, imported and tried on a few tokens before a
+run begins."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ TAKES = "a loss takes (tokens, algorithm) and returns one number per token, [T] 
 
 
 def load_policy_term(algorithm: AlgorithmSection) -> PolicyTerm:
-    """Return the function that `algorithm.loss_type` names. Raises ProblemError when it cannot be imported, or fails on a few tokens."""
+    """Return the function that `algorithm.loss_type` names. Raises ProblemError when it cannot be imported, or fails on
+    a few tokens."""
     name = algorithm.loss_type
     term = _imported(name)
     if fault := _fault(term, algorithm):
@@ -37,7 +39,8 @@ def _imported(name: str) -> PolicyTerm:
 
 
 def _fault(term: PolicyTerm, algorithm: AlgorithmSection) -> str | None:
-    """What is wrong with the term, None if nothing: its parameters, an exception, or the type, shape, values and gradient of its result."""
+    """What is wrong with the term, None if nothing: its parameters, an exception, or the type, shape, values and
+    gradient of its result."""
     tokens = _few_tokens()
     try:
         inspect.signature(term).bind(tokens, algorithm)
@@ -56,7 +59,10 @@ def _fault(term: PolicyTerm, algorithm: AlgorithmSection) -> str | None:
         return f"returned {result.dtype} {list(result.shape)} for {shape.numel()} tokens; {TAKES}"
     counted = tokens.sequences.mask
     if not result[counted].isfinite().all():
-        return "returned NaN or infinity for log-probs between -3 and 0, ratios near 1 and advantages of 0.7 and -0.7; correct the formula"
+        return (
+            "returned NaN or infinity for log-probs between -3 and 0, ratios near 1 and advantages of 0.7 and "
+            "-0.7; correct the formula"
+        )
     if not result.requires_grad:
         return "has no gradient in tokens.logprobs; compute it from tokens.logprobs or tokens.ratio without detach"
     (gradient,) = torch.autograd.grad(result[counted].sum(), tokens.logprobs)
@@ -66,7 +72,8 @@ def _fault(term: PolicyTerm, algorithm: AlgorithmSection) -> str | None:
 
 
 def _few_tokens() -> Tokens:
-    """Two samples of four tokens, one with each sign of the advantage, on the CPU; the first token of each is masked."""
+    """Two samples of four tokens, one with each sign of the advantage, on the CPU; the first token of each is
+    masked."""
     logprobs = torch.linspace(-2.5, -0.5, 8).requires_grad_()
     old = logprobs.detach() + 0.1 * torch.sin(3 * torch.arange(8.0))
     mask = torch.tensor([False, True, True, True] * 2)

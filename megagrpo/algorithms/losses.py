@@ -1,4 +1,5 @@
-"""The loss that a configuration names, put together: policy term, masks, correction of the engine's mismatch, KL, entropy bonus."""
+"""The loss that a configuration names, put together: policy term, masks, correction of the engine's mismatch, KL,
+entropy bonus."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from megagrpo.types import LossFn, LossInputs, LossOutput, Metric
 
 
 def make_loss(config: RunConfig) -> LossFn:
-    """The loss this configuration names, as a function of one micro-batch. Raises ProblemError for a user's loss that cannot be used."""
+    """The loss this configuration names, as a function of one micro-batch. Raises ProblemError for a user's loss that
+    cannot be used."""
     algorithm = config.algorithm
     row, policy_term = algorithm.loss, policy_term_of(algorithm)
 
@@ -30,11 +32,15 @@ def make_loss(config: RunConfig) -> LossFn:
         correction = None
         if algorithm.importance_correction != "off":
             band = (algorithm.importance_correction_min, algorithm.importance_correction_max)
-            correction, _ = correction_weights(old, batch.rollout_logprobs, sequences, algorithm.importance_correction, *band)
+            correction, _ = correction_weights(
+                old, batch.rollout_logprobs, sequences, algorithm.importance_correction, *band
+            )
             metrics |= correction_metrics(correction, sequences, algorithm.importance_correction)
 
         ratio = importance_ratio(policy, old, sequences, algorithm.importance_sampling_level)
-        tokens = Tokens(policy, old, ratio, batch.advantages, sequences, correction, terms.real_slopes, terms.real_values)
+        tokens = Tokens(
+            policy, old, ratio, batch.advantages, sequences, correction, terms.real_slopes, terms.real_values
+        )
         per_token = policy_term(tokens, algorithm)
         if algorithm.off_policy_mask_threshold is not None:
             sampled = batch.rollout_logprobs if algorithm.importance_correction != "off" else old
@@ -70,9 +76,9 @@ def policy_term_of(algorithm: AlgorithmSection) -> PolicyTerm:
 
 
 def ratio_metrics(tokens: Tokens, algorithm: AlgorithmSection) -> dict[str, Metric]:
-    """What bounds do to the ratios: share of loss tokens (of sequences, when they have one ratio) below the range with A < 0, above with
-    A > 0, and both where the ratio is clipped; share above the bound with A > 0 where the weight is. The others bound nothing a token could
-    be out of."""
+    """What bounds do to the ratios: share of loss tokens (of sequences, when they have one ratio) below the range with
+    A < 0, above with A > 0, and both where the ratio is clipped; share above the bound with A > 0 where the weight is.
+    The others bound nothing a token could be out of."""
     ratio, advantages = tokens.ratio.detach(), tokens.advantages
 
     def share(which: Tensor) -> Metric:

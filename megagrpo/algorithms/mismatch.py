@@ -1,7 +1,8 @@
 """How far the engine's log-probs of the sampled tokens are from the trainer's for the same weights.
 
-The names and formulas of the first four are NeMo-RL's (`nemo_rl/algorithms/loss`, `ClippedPGLossFn`), with d = old - rollout per token,
-m = log((exp(old) + exp(rollout)) / 2) and k3(x) = exp(x) - x - 1 (Schulman 2020). The last two are TRL's.
+The names and formulas of the first four are NeMo-RL's (`nemo_rl/algorithms/loss`, `ClippedPGLossFn`), with d = old -
+rollout per token, m = log((exp(old) + exp(rollout)) / 2) and k3(x) = exp(x) - x - 1 (Schulman 2020). The last two are
+TRL's.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ from megagrpo.types import Metric
 
 
 def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> dict[str, Metric]:
-    """Sums and counts over the loss tokens of one micro-batch, all [T]; exact over micro-batches and ranks once they are added up.
+    """Sums and counts over the loss tokens of one micro-batch, all [T]; exact over micro-batches and ranks once they
+    are added up.
 
-    `token_mult_prob_error`: mean of exp|d|, 1 when the two agree. `gen_kl_error`: k3(d), which estimates KL(engine || trainer) on tokens
-    that the engine sampled. `policy_kl_error`: k3(-d), the other direction. `js_divergence_error`: the mean of k3(old - m) and
-    k3(rollout - m). `sampling/sampling_logp_difference/mean` and `/max`: |d| in nats.
+    `token_mult_prob_error`: mean of exp|d|, 1 when the two agree. `gen_kl_error`: k3(d), which estimates KL(engine ||
+    trainer) on tokens that the engine sampled. `policy_kl_error`: k3(-d), the other direction. `js_divergence_error`:
+    the mean of k3(old - m) and k3(rollout - m). `sampling/sampling_logp_difference/mean` and `/max`: |d| in nats.
     """
     old, rollout = old_logprobs.detach(), rollout_logprobs
     difference = old - rollout

@@ -1,9 +1,11 @@
-"""REAL: each group as a classification, responses with positive advantage against the others (ms-swift 4.6's `loss_type: real`).
+"""REAL: each group as a classification, responses with positive advantage against the others (ms-swift 4.6's
+`loss_type: real`).
 
-With s_i the mean log(policy / old) of a sample's tokens over tau, a group that has both signs adds log(1 + sum of exp(s_i) over A <= 0) and
-log(1 + sum of exp(-s_i) over A > 0); the loss is their sum over the number of groups. What a sample's tokens add to the gradient depends on
-its whole group, which may lie in other micro-batches and on other ranks: so the derivatives by s_i are taken beforehand, from `sample_sums`
-of all of them, and the loss of a micro-batch is linear in them.
+With s_i the mean log(policy / old) of a sample's tokens over tau, a group that has both signs adds log(1 + sum of
+exp(s_i) over A <= 0) and log(1 + sum of exp(-s_i) over A > 0); the loss is their sum over the number of groups. What a
+sample's tokens add to the gradient depends on its whole group, which may lie in other micro-batches and on other ranks:
+so the derivatives by s_i are taken beforehand, from `sample_sums` of all of them, and the loss of a micro-batch is
+linear in them.
 """
 
 from __future__ import annotations
@@ -19,20 +21,25 @@ from megagrpo.types import MicroBatch
 
 
 def sample_sums(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:
-    """[S, 4] float64 of each sequence: its sample, that one's advantage, its loss tokens, and their sum of log(policy / old). `logprobs`
-    [T] of the policy; None: they are the old ones."""
+    """[S, 4] float64 of each sequence: its sample, that one's advantage, its loss tokens, and their sum of log(policy /
+    old). `logprobs` [T] of the policy; None: they are the old ones."""
     sequences = Sequences(micro_batch.sequence_index, micro_batch.loss_mask, micro_batch.num_sequences)
     first = micro_batch.cu_seqlens[:-1].long()
     moved = torch.zeros(micro_batch.num_tokens, dtype=torch.float64)
     if logprobs is not None and micro_batch.terms.old_logprobs is not None:
         moved = logprobs.cpu().double() - micro_batch.terms.old_logprobs.cpu().double()
-    columns = (micro_batch.samples, micro_batch.advantages[first], sequences.sums(sequences.mask.double()), sequences.sums(moved))
+    columns = (
+        micro_batch.samples,
+        micro_batch.advantages[first],
+        sequences.sums(sequences.mask.double()),
+        sequences.sums(moved),
+    )
     return torch.stack([column.double() for column in columns], dim=1)
 
 
 def group_terms(scores: Tensor, advantages: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss of every group [K], derivative of their sum by each score [N]) of samples with `scores` s_i, `advantages` and group number [N],
-    0 to K - 1. A group of one sign has loss and derivatives 0."""
+    """(loss of every group [K], derivative of their sum by each score [N]) of samples with `scores` s_i, `advantages`
+    and group number [N], 0 to K - 1. A group of one sign has loss and derivatives 0."""
     losses, slopes = scores.new_zeros(int(groups.max()) + 1), torch.zeros_like(scores)
     for group in range(losses.numel()):
         positive, negative = (groups == group) & (advantages > 0), (groups == group) & (advantages <= 0)
@@ -47,8 +54,9 @@ def group_terms(scores: Tensor, advantages: Tensor, groups: Tensor) -> tuple[Ten
 
 @dataclass(frozen=True)
 class RealTerms:
-    """The step's loss by sample, [N] each: the numbers of the samples in ascending order; the derivative by the log-prob of each of a
-    sample's tokens; and each token's part of the loss itself: a group's is spread evenly over its samples, a sample's over its tokens."""
+    """The step's loss by sample, [N] each: the numbers of the samples in ascending order; the derivative by the
+    log-prob of each of a sample's tokens; and each token's part of the loss itself: a group's is spread evenly over its
+    samples, a sample's over its tokens."""
 
     samples: Tensor
     slopes: Tensor
@@ -58,8 +66,8 @@ class RealTerms:
     def of(cls, sums: Tensor, members: Sequence[int], group_size: int, tau: float) -> RealTerms:
         """From the `sample_sums` [any, 4] of the whole step and the numbers of all its samples, `members`.
 
-        Packing drops samples whose tokens are all masked. They stay in their groups: a sample without loss tokens has score 0 and lies on
-        the side of A <= 0, as in ms-swift.
+        Packing drops samples whose tokens are all masked. They stay in their groups: a sample without loss tokens has
+        score 0 and lies on the side of A <= 0, as in ms-swift.
         """
         sums = sums[sums[:, 0] >= 0]
         dropped = sorted(set(members) - set(sums[:, 0].long().tolist()))
@@ -70,7 +78,9 @@ class RealTerms:
         _, groups = (samples // group_size).unique(return_inverse=True)
         if not samples.numel():
             return cls(samples, counts, counts)
-        losses, slopes = group_terms(moved / counts.clamp(min=1) / tau, torch.where(counts > 0, advantages, 0.0), groups)
+        losses, slopes = group_terms(
+            moved / counts.clamp(min=1) / tau, torch.where(counts > 0, advantages, 0.0), groups
+        )
         speakers = torch.zeros_like(losses).index_add(0, groups, (counts > 0).double())
         values = (losses / speakers.clamp(min=1))[groups]
         per_token = 1 / (losses.numel() * counts.clamp(min=1))
@@ -78,7 +88,8 @@ class RealTerms:
 
     def rows(self, micro_batch: MicroBatch, scale: float) -> tuple[Tensor, Tensor]:
         """(slopes [T], values [T]) float32 of a micro-batch's loss tokens times `scale`, 0 elsewhere."""
-        table = self.slopes.new_zeros(2, int(self.samples.max()) + 2 if self.samples.numel() else 1)  # the last column: of no sample
+        # the last column: of no sample
+        table = self.slopes.new_zeros(2, int(self.samples.max()) + 2 if self.samples.numel() else 1)
         table[:, self.samples] = torch.stack([self.slopes, self.values]) * scale
         rows = table[:, micro_batch.samples[micro_batch.sequence_index]]
         slopes, values = torch.where(micro_batch.loss_mask, rows, 0.0).float()

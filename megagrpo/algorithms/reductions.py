@@ -1,7 +1,7 @@
 """How token losses become one number: a sum over this micro-batch, divided once by a count of the whole step.
 
-The count is known before the first forward pass, so micro-batch size, packing, gradient accumulation, data and context parallelism never
-change the gradient.
+The count is known before the first forward pass, so micro-batch size, packing, gradient accumulation, data and context
+parallelism never change the gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from megagrpo.types import TrainBatch
 
 
 def numerator(per_token: Tensor, sequences: Sequences, average: Average) -> Tensor:
-    """Scalar: the sum of every sample's token mean, or the sum over loss tokens. per_token [T]; what the mask hides may be infinite."""
+    """Scalar: the sum of every sample's token mean, or the sum over loss tokens. per_token [T]; what the mask hides may
+    be infinite."""
     if average == "sequence_means":
         return sequences.means(per_token).sum()
     return torch.where(sequences.mask, per_token, 0.0).sum()

@@ -10,7 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of one micro-batch. `index` [T] int64 says which one a token belongs to, `mask` [T] which tokens count."""
+    """The sequences of one micro-batch. `index` [T] int64 says which one a token belongs to, `mask` [T] which tokens
+    count."""
 
     index: Tensor
     mask: Tensor
@@ -21,11 +22,14 @@ class Sequences:
         """Return the sequences with borders `cu_seqlens` [S + 1] and loss mask [T], both on one device."""
         lengths = cu_seqlens.diff()
         # The known size spares a GPU's host the wait for the sum of the lengths.
-        index = torch.repeat_interleave(torch.arange(lengths.numel(), device=lengths.device), lengths, output_size=mask.numel())
+        index = torch.repeat_interleave(
+            torch.arange(lengths.numel(), device=lengths.device), lengths, output_size=mask.numel()
+        )
         return cls(index, mask, lengths.numel())
 
     def sums(self, values: Tensor) -> Tensor:
-        """[S]: sum of `values` [T] over each sequence's counted tokens. A value under the mask may be infinite or NaN."""
+        """[S]: sum of `values` [T] over each sequence's counted tokens. A value under the mask may be infinite or
+        NaN."""
         masked = torch.where(self.mask, values, 0.0)
         return masked.new_zeros(self.num_sequences).index_add(0, self.index, masked)
 

@@ -1,7 +1,8 @@
-"""The commands of `megagrpo`, one module each: `add_arguments(parser)` declares the options, `run(options)` returns the exit code.
+"""The commands of `megagrpo`, one module each: `add_arguments(parser)` declares the options, `run(options)` returns the
+exit code.
 
-A module of a command imports nothing slow at its top, so `megagrpo --help` is fast; `run` imports what it needs. The module's docstring is
-the description that `megagrpo NAME --help` prints.
+A module of a command imports nothing slow at its top, so `megagrpo --help` is fast; `run` imports what it needs. The
+module's docstring is the description that `megagrpo NAME --help` prints.
 """
 
 COMMANDS: dict[str, str] = {  # name -> summary in `megagrpo --help`

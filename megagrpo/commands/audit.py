@@ -2,8 +2,8 @@
 
     megagrpo audit runs/quickstart --step 2
 
-`debug.dump_steps` tells a run which steps to dump (docs/audit.md). Exit code 0: every quantity is within its tolerance, 1: one is not,
-2: there is no such dump.
+`debug.dump_steps` tells a run which steps to dump (docs/audit.md). Exit code 0: every quantity is within its tolerance,
+1: one is not, 2: there is no such dump.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from megagrpo.platform.process.imports import without_garbage_collection
 from megagrpo.platform.process.terminal import show
 from megagrpo.proof.audit.tolerances import TOLERANCES
 
-EPILOG = """Tolerances by the run's precision, times the number itself where that is above 1 (log-probs, entropy, KL in nats; the loss
-relative to its tokens' mean absolute value; the gradient's norm relative; `tensor`: the gradient of one tensor). Tokens, masks and
-denominators are exact. Numbers that the run stores or sums in float32 may differ by 1e-6 and 1e-5.
+EPILOG = """Tolerances by the run's precision, times the number itself where that is above 1 (log-probs, entropy, KL in
+nats; the loss relative to its tokens' mean absolute value; the gradient's norm relative; `tensor`: the gradient of one
+tensor). Tokens, masks and denominators are exact. Numbers that the run stores or sums in float32 may differ by 1e-6 and
+1e-5.
 
 """ + "\n".join(
-    f"  {dtype:8}  token {t.token:g}  average {t.average:g}  loss {t.loss:g}  norm {t.grad_norm:g}  tensor {t.gradient:g}"
+    f"  {dtype:8}  token {t.token:g}  average {t.average:g}  loss {t.loss:g}  norm {t.grad_norm:g}  tensor "
+    f"{t.gradient:g}"
     for dtype, t in TOLERANCES.items()
 )
 
@@ -30,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo audit`."""
     parser.add_argument("folder", type=Path, metavar="RUN", help="folder of the run")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the dumped step")
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="where the model lies now from which the run started")
+    parser.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="where the model lies now from which the run started"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.epilog = EPILOG
 

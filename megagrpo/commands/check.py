@@ -3,11 +3,12 @@
     megagrpo check my_run.yaml
     megagrpo check my_run.yaml rollout.max_prompt_length=256 --json
 
-Prints rows and columns of each data set, one rendered prompt, and the lengths of all prompts. Then it tries every reward on up to 64 rows
-of each data set: the row's own right answer, right answers of other rows, and an empty response. Warnings name the row, the value and the
-fix. Reward models (model:PATH) are loaded with --models only.
+Prints rows and columns of each data set, one rendered prompt, and the lengths of all prompts. Then it tries every
+reward on up to 64 rows of each data set: the row's own right answer, right answers of other rows, and an empty
+response. Warnings name the row, the value and the fix. Reward models (model:PATH) are loaded with --models only.
 
-Exit code 0: no problem, warnings included; 1: with --strict, a warning; 2: the listed problems must be solved before the run can train.
+Exit code 0: no problem, warnings included; 1: with --strict, a warning; 2: the listed problems must be solved before
+the run can train.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ SHOWN_LINES, SHOWN_WIDTH = 24, 96  # of a rendered prompt
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo check`."""
     add_config(parser)
-    parser.add_argument("--rows", type=int, default=64, metavar="N", help="rows of each data set on which rewards are tried (64)")
+    parser.add_argument(
+        "--rows", type=int, default=64, metavar="N", help="rows of each data set on which rewards are tried (64)"
+    )
     parser.add_argument("--models", action="store_true", help="also load reward models, and ask servers about all rows")
     parser.add_argument("--strict", action="store_true", help="exit with code 1 when there is a warning")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -76,7 +79,11 @@ def source_text(source: SourceTrial, prompts_per_step: int) -> str:
         f"  tokens    min {min(lengths)}, median {statistics.median(lengths):g}, max {max(lengths)}; "
         f"limit {source.limit} (rollout.max_prompt_length)",
         *histogram(lengths),
-        *([f"  opened    `{source.opened.strip()}`: a response continues the thought that the prompt has opened"] if source.opened else []),
+        *(
+            [f"  opened    `{source.opened.strip()}`: a response continues the thought that the prompt has opened"]
+            if source.opened
+            else []
+        ),
         f"  {'truncated' if source.overlong == 'truncate_left' else 'dropped':9} {_dropped(source)}",
         f"  prompt    of row {source.row}, {source.num_tokens} tokens:",
     ]
@@ -89,7 +96,10 @@ def _dropped(source: SourceTrial) -> str:
     if not source.num_overlong:
         return "none"
     first = next(row for row, length in enumerate(source.lengths) if length > source.limit)
-    return f"{source.num_overlong} of {len(source.lengths)}: longer than the limit, first row {first} (data.overlong_prompts)"
+    return (
+        f"{source.num_overlong} of {len(source.lengths)}: longer than the limit, first row {first} "
+        f"(data.overlong_prompts)"
+    )
 
 
 def histogram(lengths: list[int]) -> list[str]:
@@ -97,7 +107,9 @@ def histogram(lengths: list[int]) -> list[str]:
     low, high = min(lengths), max(lengths)
     width = (high - low) // BINS + 1
     counts = [sum(start <= length < start + width for length in lengths) for start in range(low, high + 1, width)]
-    names = [f"{start}-{min(start + width - 1, high)}" if width > 1 else f"{start}" for start in range(low, high + 1, width)]
+    names = [
+        f"{start}-{min(start + width - 1, high)}" if width > 1 else f"{start}" for start in range(low, high + 1, width)
+    ]
     return [
         f"    {name:>11}  {'#' * max(round(BAR * count / max(counts)), int(count > 0))} {count}".rstrip()
         for name, count in zip(names, counts, strict=True)
@@ -106,7 +118,11 @@ def histogram(lengths: list[int]) -> list[str]:
 
 def rewards_text(result: DryRun) -> str:
     """Return a table of the reward functions per data set, then the warnings."""
-    lines = [line for source in result.sources for line in _table(source.key, [t for t in result.rewards if t.data == source.key])]
+    lines = [
+        line
+        for source in result.sources
+        for line in _table(source.key, [t for t in result.rewards if t.data == source.key])
+    ]
     lines += [f"  {name}: not called, because it loads a reward model; add --models" for name in result.not_called]
     if result.tools:
         lines.append(f"tools: {', '.join(result.tools)}")
@@ -117,7 +133,8 @@ def rewards_text(result: DryRun) -> str:
 
 
 def _table(key: str, trials: list[RewardTrial]) -> list[str]:
-    """Return one line per reward function: weight, counts of rows, mean values, milliseconds. Then where and how it reads the gold."""
+    """Return one line per reward function: weight, counts of rows, mean values, milliseconds. Then where and how it
+    reads the gold."""
     if not trials:
         return []
     width = max(len(trial.function) for trial in trials)
@@ -126,7 +143,10 @@ def _table(key: str, trials: list[RewardTrial]) -> list[str]:
     for trial in trials:
         values = "  ".join(f"{_value(value):>6}" for value in (trial.gold, trial.other, trial.empty))
         best = f"{trial.best}/{trial.rows}" if trial.column else "-"
-        lines.append(f"  {trial.function:{width}}  {trial.weight:6g}  {best:>9}  {trial.unscored:8}  {values}  {trial.milliseconds:6.1f}")
+        lines.append(
+            f"  {trial.function:{width}}  {trial.weight:6g}  {best:>9}  {trial.unscored:8}  {values}  "
+            f"{trial.milliseconds:6.1f}"
+        )
     lines += [f"  {trial.function:{width}}  {note}" for trial in trials for note in _notes(trial)]
     return [*lines, ""]
 

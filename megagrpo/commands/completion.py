@@ -4,8 +4,8 @@
     megagrpo completion zsh > "${fpath[1]}/_megagrpo"
     megagrpo completion fish > ~/.config/fish/completions/megagrpo.fish
 
-It completes commands, options, shipped configs and clusters, runs and checkpoints, and the keys of a config with their choices. The script
-holds these names, so it starts no Python. Print it again after an update of megagrpo.
+It completes commands, options, shipped configs and clusters, runs and checkpoints, and the keys of a config with their
+choices. The script holds these names, so it starts no Python. Print it again after an update of megagrpo.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from megagrpo.platform.install.requirements import choosable
 from megagrpo.platform.process.terminal import show
 from megagrpo.proof.plan.gpu_specs import GPUS
 
-# What an argument takes, by its metavar; a kind is a function of `PROGRAM`. Others take a file if their type is Path, and else any text.
+# What an argument takes, by its metavar; a kind is a function of `PROGRAM`. Others take a file if their type is Path,
+# and else any text.
 KINDS = {
     "CONFIG": "config",
     "CONFIG_OR_MODEL": "config",
@@ -39,8 +40,9 @@ KINDS = {
     "SECTION": "section",
 }
 
-# Prints the completions of the last argument, one per line: sh -c PROGRAM megagrpo WORD...; nothing where the shell should complete files.
-# `@...@` are the tables, lines of: a command, the name or position of its argument, and what it takes.
+# Prints the completions of the last argument, one per line: sh -c PROGRAM megagrpo WORD...; nothing where the shell
+# should complete files. `@...@` are the tables, lines of: a command, the name or position of its argument, and what it
+# takes.
 PROGRAM = r"""
 offer() { for each; do case $each in "$current"*) printf '%s\n' "$each" ;; esac; done; }
 folders() { for each in "$current"*/; do [ -d "$each" ] && printf '%s\n' "$each"; done; }
@@ -143,7 +145,8 @@ function __megagrpo_complete
     if set -q found[1]
         printf '%s\\n' $found
     else
-        string replace -r '^' (string match -r '^(?:.*=)?' -- "$word") -- (__fish_complete_path (string replace -r '^.*=' '' -- "$word"))
+        set -l key (string match -r '^(?:.*=)?' -- "$word")
+        string replace -r '^' $key -- (__fish_complete_path (string replace -r '^.*=' '' -- "$word"))
     end
 end
 complete -c megagrpo -f -a '(__megagrpo_complete)'"""
@@ -164,7 +167,11 @@ def run(options: argparse.Namespace) -> int:
         names = sorted({name.removeprefix("--") for _, name, _ in arguments if name.startswith("--")})
         show(TCSH.format(commands=" ".join(COMMANDS), options=" ".join(names), clusters=clusters))
         return 0
-    keys = {key.replace(".N.", ".0."): field for key, field in fields(RunConfig) if not section_of(field.annotation) and "NAME" not in key}
+    keys = {
+        key.replace(".N.", ".0."): field
+        for key, field in fields(RunConfig)
+        if not section_of(field.annotation) and "NAME" not in key
+    }
     choices = {key: _choices(field.annotation) for key, field in keys.items()}
     program = PROGRAM
     for name, text in {
@@ -185,8 +192,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _arguments() -> Iterator[tuple[str, str, str]]:
-    """Yield (command, name of an option or position of an argument, what it takes) for all commands: a kind, `=` and the choices, or
-    nothing for a switch. `*` is every further position."""
+    """Yield (command, name of an option or position of an argument, what it takes) for all commands: a kind, `=` and
+    the choices, or nothing for a switch. `*` is every further position."""
     choices = {"EXTRA": choosable(), "KIND": list(GPUS), "COMMAND": list(WITH_RANKS)}
     for command, parser in build(COMMANDS)[1].items():
         position = 0

@@ -8,9 +8,9 @@ from pathlib import Path
 from megagrpo.config import RunConfig, absolute_override, load_config
 from megagrpo.config.io import config_file
 
-EPILOG = """CONFIG is a YAML file, or megagrpo:NAME for a config that is shipped with megagrpo. key=value replaces a value of it, as in
-train.learning_rate=1e-5 or rewards.functions.0.weight=2; a key of text takes the text as it is typed. `megagrpo keys` and docs/config.md
-describe every key."""
+EPILOG = """CONFIG is a YAML file, or megagrpo:NAME for a config that is shipped with megagrpo. key=value replaces a
+value of it, as in train.learning_rate=1e-5 or rewards.functions.0.weight=2; a key of text takes the text as it is
+typed. `megagrpo keys` and docs/config.md describe every key."""
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,8 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides(options: argparse.Namespace) -> list[str]:
-    """Return the words key=value, those of options included, with absolute paths: other processes may have another current folder."""
+    """Return the words key=value, those of options included, with absolute paths: other processes may have another
+    current folder."""
     return [*map(absolute_override, options.overrides), *["run.resume=true"] * getattr(options, "resume", False)]
 
 
@@ -36,5 +37,6 @@ def config_path(options: argparse.Namespace) -> Path:
 
 
 def load(options: argparse.Namespace) -> RunConfig:
-    """Return the config with its overrides. Raises ConfigError that lists every problem, and names the config as it is typed."""
+    """Return the config with its overrides. Raises ConfigError that lists every problem, and names the config as it is
+    typed."""
     return load_config(options.config, overrides(options))

@@ -3,8 +3,8 @@
     megagrpo convert MODEL OUT
     megagrpo launch 4 convert MODEL OUT --tp 2 --pp 2
 
-The checkpoint loads in any layout; more ranks only share the work. Memory does not grow with the model. After an interruption, run the
-same command again to continue.
+The checkpoint loads in any layout; more ranks only share the work. Memory does not grow with the model. After an
+interruption, run the same command again to continue.
 """
 
 from __future__ import annotations

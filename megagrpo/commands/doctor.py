@@ -4,9 +4,9 @@
     megagrpo doctor my_run.yaml world_size=8    # what this run needs
     megagrpo doctor --report doctor.json        # for the developers, no secrets
 
-Each line is a check: ok, warn, fail or skipped, what was found, and the fix. Nothing on the machine is changed, and torch is not imported.
-Without a GPU it checks what a run on the CPU needs. Exit code 0: no check failed, 1: with --strict, at least one warning, 2: a check
-failed.
+Each line is a check: ok, warn, fail or skipped, what was found, and the fix. Nothing on the machine is changed, and
+torch is not imported. Without a GPU it checks what a run on the CPU needs. Exit code 0: no check failed, 1: with
+--strict, at least one warning, 2: a check failed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,23 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo doctor`."""
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="YAML file of a run, or megagrpo:NAME; without it: what any run needs")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="value of the config to replace, or world_size=N")
+    parser.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="YAML file of a run, or megagrpo:NAME; without it: what any run needs",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value", help="value of the config to replace, or world_size=N"
+    )
     parser.add_argument("--strict", action="store_true", help="exit with code 1 if there is a warning")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="also write a JSON report without secrets, to send to the developers")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="also write a JSON report without secrets, to send to the developers",
+    )
     parser.epilog = EPILOG
 
 
@@ -80,7 +92,9 @@ def lines(findings: Sequence[Finding]) -> list[str]:
     width = max(len(finding.subject) for finding in findings)
     texts = []
     for finding in findings:
-        fix = f"; fix: {finding.fix}" if finding.state in ("warn", "fail") else f"; {finding.fix}" if finding.fix else ""
+        fix = (
+            f"; fix: {finding.fix}" if finding.state in ("warn", "fail") else f"; {finding.fix}" if finding.fix else ""
+        )
         texts += wrapped(f"{finding.state:7}  {finding.subject:{width}}  {finding.found}{fix}", indent=width + 11)
     counts = Counter(finding.state for finding in findings)
     return [*texts, ", ".join(f"{counts[state]} {state}" for state in ("ok", "warn", "fail", "skipped"))]

@@ -4,13 +4,14 @@
     megagrpo export runs/grpo/checkpoints/step_000100/adapter OUT --model MODEL
     megagrpo launch 2 export CHECKPOINT OUT --model MODEL --tp 2
 
-CHECKPOINT is the output of `megagrpo convert` or of a training run, in any layout. MODEL names the Hugging Face model from which the
-weights started: OUT gets its config, tokenizer, file names and dtypes. Checkpoints of `megagrpo convert` and of training runs contain
-this information, so they need no MODEL. --dtype float32 keeps every bit of a run in float32; a line says when weights are rounded. Memory
-does not grow with the model. After an interruption, run the same command again to continue.
+CHECKPOINT is the output of `megagrpo convert` or of a training run, in any layout. MODEL names the Hugging Face model
+from which the weights started: OUT gets its config, tokenizer, file names and dtypes. Checkpoints of `megagrpo convert`
+and of training runs contain this information, so they need no MODEL. --dtype float32 keeps every bit of a run in
+float32; a line says when weights are rounded. Memory does not grow with the model. After an interruption, run the same
+command again to continue.
 
-If CHECKPOINT is an adapter of a LoRA run, OUT gets the adapter in PEFT's format, and MODEL is the base model that it names. OUT gets a
-model card with the facts that the run's folder holds. --push uploads OUT to the Hugging Face hub.
+If CHECKPOINT is an adapter of a LoRA run, OUT gets the adapter in PEFT's format, and MODEL is the base model that it
+names. OUT gets a model card with the facts that the run's folder holds. --push uploads OUT to the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -19,7 +20,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.export_arguments import AUTO, add_export_arguments, chosen_dtype, run_in_layout_and_push, say_rounded
+from megagrpo.commands.export_arguments import (
+    AUTO,
+    add_export_arguments,
+    chosen_dtype,
+    run_in_layout_and_push,
+    say_rounded,
+)
 from megagrpo.commands.layout_arguments import add_layout_arguments
 
 if TYPE_CHECKING:
@@ -28,7 +35,12 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo export`."""
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="folder of a Megatron distributed checkpoint, or of an adapter")
+    parser.add_argument(
+        "checkpoint",
+        type=Path,
+        metavar="CHECKPOINT",
+        help="folder of a Megatron distributed checkpoint, or of an adapter",
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
     parser.add_argument("--model", help="Hugging Face folder, hub name, or package:NAME")
     add_export_arguments(parser)
@@ -50,13 +62,19 @@ def run(options: argparse.Namespace) -> int:
         if is_adapter:
             if options.dtype != AUTO:
                 raise ValueError(f"--dtype: {options.dtype}, but an adapter is copied as it is; leave the option out")
-            run_and_agree(layout, lambda: export_adapter(options.checkpoint, options.out, options.model), here=layout.world_rank == 0)
+            run_and_agree(
+                layout,
+                lambda: export_adapter(options.checkpoint, options.out, options.model),
+                here=layout.world_rank == 0,
+            )
         else:
             if why := why_no_checkpoint(options.checkpoint):
                 raise ValueError(f"CHECKPOINT: {options.checkpoint} {why}")
             progress, dtype = conversion_progress(layout.world_rank), chosen_dtype(options)
             say_rounded(options, export_hf(options.checkpoint, options.out, options.model, layout, progress, dtype))
         if layout.world_rank == 0:
-            write_card(options.out, options.checkpoint, base_of(options.out) if is_adapter else options.model, is_adapter)
+            write_card(
+                options.out, options.checkpoint, base_of(options.out) if is_adapter else options.model, is_adapter
+            )
 
     return run_in_layout_and_push(options, action)

@@ -1,4 +1,5 @@
-"""The options that `megagrpo export` and `merge` share: --dtype, and --push, --private and --revision for the Hugging Face hub."""
+"""The options that `megagrpo export` and `merge` share: --dtype, and --push, --private and --revision for the Hugging
+Face hub."""
 
 from __future__ import annotations
 
@@ -23,11 +24,18 @@ DTYPES = (AUTO, "float32", "bfloat16", "float16")
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --dtype, --push, --private and --revision."""
     parser.add_argument(
-        "--dtype", choices=DTYPES, default=AUTO, help="dtype of the weights in OUT (default auto: the dtypes of the start model's files)"
+        "--dtype",
+        choices=DTYPES,
+        default=AUTO,
+        help="dtype of the weights in OUT (default auto: the dtypes of the start model's files)",
     )
-    parser.add_argument("--push", metavar="REPO", help="upload OUT to this model repository of the Hugging Face hub, as OWNER/NAME")
+    parser.add_argument(
+        "--push", metavar="REPO", help="upload OUT to this model repository of the Hugging Face hub, as OWNER/NAME"
+    )
     parser.add_argument("--private", action="store_true", help="with --push: create the repository as private")
-    parser.add_argument("--revision", metavar="BRANCH", help="with --push: upload to this branch, which is created if missing")
+    parser.add_argument(
+        "--revision", metavar="BRANCH", help="with --push: upload to this branch, which is created if missing"
+    )
 
 
 def chosen_dtype(options: argparse.Namespace) -> torch.dtype | None:
@@ -61,7 +69,8 @@ def check_push_arguments(options: argparse.Namespace) -> None:
 
 
 def run_in_layout_and_push(options: argparse.Namespace, action: Callable[[Layout], None]) -> int:
-    """Run `action`, which writes `options.out`, in the layout of the options, and upload the folder with --push. Returns the exit code."""
+    """Run `action`, which writes `options.out`, in the layout of the options, and upload the folder with --push.
+    Returns the exit code."""
     check_push_arguments(options)
     uploads = False
 

@@ -4,8 +4,9 @@
     megagrpo generate my_run.yaml --checkpoint latest
     echo "What is 2 + 3?" | megagrpo generate my_run.yaml -
 
-CONFIG_OR_MODEL is the YAML of a run, whose template, system prompt and sampling are used, or a model as in model.path. Without PROMPT it
-holds a conversation: /reset starts over, /exit or Ctrl-D ends it. Responses go to standard output, everything else to standard error.
+CONFIG_OR_MODEL is the YAML of a run, whose template, system prompt and sampling are used, or a model as in model.path.
+Without PROMPT it holds a conversation: /reset starts over, /exit or Ctrl-D ends it. Responses go to standard output,
+everything else to standard error.
 Exit code 0, 1 when a server failed, 2 when the config or an option is wrong, 128 + the signal's number after a signal.
 """
 
@@ -45,7 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, metavar="K")
     add("--max-tokens", type=int, metavar="N", help="limit of a response")
     add("--seed", type=int, metavar="N")
-    add("--set", action="append", default=[], metavar="key=value", help="value of the config to replace; may be repeated")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="value of the config to replace; may be repeated",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,6 +81,8 @@ def _config_of(options: argparse.Namespace) -> RunConfig:
     if options.set:
         raise ConfigError("--set: replaces values of a config; CONFIG_OR_MODEL is a model")
     if options.checkpoint:
-        raise ConfigError("--checkpoint: needs the config of its run; or name the checkpoint's Hugging Face folder as the model")
+        raise ConfigError(
+            "--checkpoint: needs the config of its run; or name the checkpoint's Hugging Face folder as the model"
+        )
     values: dict[str, Any] = {"model": {"path": options.model}, "data": {"train": {"source": "none"}}}
     return RunConfig.model_validate(values | {"rewards": {"functions": [{"function": "format"}]}})

@@ -4,7 +4,8 @@
     megagrpo check my_task/run.yaml
     megagrpo train my_task/run.yaml
 
-The task trains as it is, on a machine without a GPU in minutes. Replace the data, the reward and the model step by step.
+The task trains as it is, on a machine without a GPU in minutes. Replace the data, the reward and the model step by
+step.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megagrpo.platform.process.terminal import show
 
 RUN = """\
 # yaml-language-server: $schema=schema.json
-# Inherits the quickstart: SmolLM2-135M-Instruct on a CPU. A key here replaces the inherited one; `megagrpo keys` lists all keys.
+# Inherits the quickstart: SmolLM2-135M-Instruct on a CPU. A key here replaces the inherited one; `megagrpo keys` lists
+# all keys.
 defaults: megagrpo:quickstart
 
 run:
@@ -50,9 +52,10 @@ NUMBER = r"(?:(?<![\\w.)])[-\u2212])?\\d+(?:,\\d{3})*(?:\\.\\d+)?(?:[eE][-+]?\\d
 def correct(completions, answer, **columns):
     """Return 1 where the completion has the right answer, else 0; None where the row has no answer.
 
-    `answer` is the column of train.jsonl; **columns takes the others. If `answer` is a number (5, 5.0, "$1,000"), the last number of the
-    completion must equal it. If it is another text, the completion must contain it, as words and in any case. A completion is a string, or
-    a list of messages if the prompt is a list of messages.
+    `answer` is the column of train.jsonl; **columns takes the others. If `answer` is a number (5, 5.0,
+    "$1,000"), the last number of the completion must equal it. If it is another text, the completion must
+    contain it, as words and in any case. A completion is a string, or a list of messages if the prompt is a
+    list of messages.
     """
     scores = []
     for completion, right in zip(completions, answer, strict=True):
@@ -97,7 +100,9 @@ megagrpo eval {folder}/run.yaml --checkpoint latest
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo init`."""
-    parser.add_argument("folder", type=Path, metavar="NAME", help="folder to create; its last part is the name of the run")
+    parser.add_argument(
+        "folder", type=Path, metavar="NAME", help="folder to create; its last part is the name of the run"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -107,7 +112,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         RunSection(name=name)
     except ValidationError:
-        raise ConfigError(f"megagrpo init: {name!r} cannot be the name of a run; use letters, digits, `_`, `-` and `.`") from None
+        raise ConfigError(
+            f"megagrpo init: {name!r} cannot be the name of a run; use letters, digits, `_`, `-` and `.`"
+        ) from None
     if folder.is_dir() and any(folder.iterdir()):
         raise ConfigError(f"megagrpo init: {folder} exists and is not empty; choose another name, or remove the folder")
     files = {
@@ -123,12 +130,18 @@ def run(options: argparse.Namespace) -> int:
         for file, text in files.items():
             (folder / file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"megagrpo init: {folder} cannot be written: {error.strerror}; choose another name") from error
-    show(f"created {folder}: {', '.join(files)}\n\nnext:\n  megagrpo check {folder}/run.yaml\n  megagrpo train {folder}/run.yaml")
+        raise ConfigError(
+            f"megagrpo init: {folder} cannot be written: {error.strerror}; choose another name"
+        ) from error
+    show(
+        f"created {folder}: {', '.join(files)}\n\nnext:\n  megagrpo check {folder}/run.yaml\n  megagrpo train "
+        f"{folder}/run.yaml"
+    )
     return 0
 
 
 def rows(numbers: range, stride: int) -> str:
-    """Return additions of numbers from 1 to 9 as lines of JSON. Different `numbers` below 81 give different additions."""
+    """Return additions of numbers from 1 to 9 as lines of JSON. Different `numbers` below 81 give different
+    additions."""
     pairs = [(1 + index * stride % 81 // 9, 1 + index * stride % 81 % 9) for index in numbers]
     return "".join(json.dumps({"prompt": f"What is {a} + {b}?", "answer": str(a + b)}) + "\n" for a, b in pairs)

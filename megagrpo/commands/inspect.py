@@ -3,8 +3,8 @@
     megagrpo inspect PATH
     megagrpo inspect PATH --json
 
-PATH is a Hugging Face folder, a Megatron distributed checkpoint (of `megagrpo convert`, a training run, or another program), or an adapter
-folder. No weights are read.
+PATH is a Hugging Face folder, a Megatron distributed checkpoint (of `megagrpo convert`, a training run, or another
+program), or an adapter folder. No weights are read.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
     megagrpo install gpu wandb
     megagrpo install data         # one more extra
 
-`gpu` also brings Transformer Engine, whose torch extension is compiled. Versions are the tested ones, from the constraints inside the
-package. Exit codes: 0 when everything imports, 1 when an installer or an import fails, 2 for bad input.
+`gpu` also brings Transformer Engine, whose torch extension is compiled. Versions are the tested ones, from the
+constraints inside the package. Exit codes: 0 when everything imports, 1 when an installer or an import fails, 2 for bad
+input.
 """
 
 from __future__ import annotations
@@ -37,10 +38,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo install`."""
     add = parser.add_argument
     add("extras", nargs="*", metavar="EXTRA", help=f"cpu or gpu, and more extras: {', '.join(_extras())}")
-    add("--without", action="append", default=[], metavar="EXTRA", help="leave out an extra that comes along, for example te or quickstart")
-    add("--installer", choices=("uv", "pip"), help="default: the one that installed megagrpo, else the one that is here")
-    add("--any-version", action="store_true", help="let the installer choose any version in megagrpo's ranges, not only the tested one")
-    add("--compile-bytecode", action="store_true", help="compile all modules now, which takes minutes; else their first import does it")
+    add(
+        "--without",
+        action="append",
+        default=[],
+        metavar="EXTRA",
+        help="leave out an extra that comes along, for example te or quickstart",
+    )
+    add(
+        "--installer", choices=("uv", "pip"), help="default: the one that installed megagrpo, else the one that is here"
+    )
+    add(
+        "--any-version",
+        action="store_true",
+        help="let the installer choose any version in megagrpo's ranges, not only the tested one",
+    )
+    add(
+        "--compile-bytecode",
+        action="store_true",
+        help="compile all modules now, which takes minutes; else their first import does it",
+    )
     add("--print", action="store_true", help="print the commands and install nothing")
     add("--quiet", action="store_true", help="no progress of the installer")
     add("--editable", action="store_true", help="install the checkout that holds this command, as launch/setup.sh does")
@@ -82,13 +99,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_imports(choice: Choice) -> int:
-    """Import the packages of a run in a new process, if they were installed. Return 1 and print the end of the output if that fails."""
+    """Import the packages of a run in a new process, if they were installed. Return 1 and print the end of the output
+    if that fails."""
     ready = f"megagrpo install: ready ({choice.kind}: {', '.join(choice.extras)})"
     if choice.kind not in choice.extras:
         show(ready)
         return 0
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}  # later imports are twice as fast
-    checked = subprocess.run([sys.executable, "-W", "ignore", "-c", IMPORTS], env=environment, capture_output=True, text=True)
+    # later imports are twice as fast
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    checked = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", IMPORTS], env=environment, capture_output=True, text=True
+    )
     if checked.returncode:
         warn("megagrpo install: the packages are installed, but importing them fails:")
         warn("\n".join((checked.stdout + checked.stderr).splitlines()[-SHOWN:]))
@@ -99,7 +120,9 @@ def _check_imports(choice: Choice) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command by itself: `python -m megagrpo.commands.install` works before any package is installed."""
-    parser = argparse.ArgumentParser(prog="megagrpo install", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="megagrpo install", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_arguments(parser)
     return run(parser.parse_args(arguments))
 

@@ -1,11 +1,12 @@
-"""Starts several ranks of a command on this machine, like `torchrun --standalone`, but opens no port that other hosts can reach.
+"""Starts several ranks of a command on this machine, like `torchrun --standalone`, but opens no port that other hosts
+can reach.
 
     megagrpo launch 4 convert MODEL OUT --tp 2
     megagrpo launch 8 verify my_run.yaml
     megagrpo launch 2 my_script.py --any option
 
-COMMAND is a command of megagrpo that computes with several ranks, or a Python file. `megagrpo launch 4 train CONFIG` is the same as
-`NPROC=4 megagrpo train CONFIG`. Exit code: the exit code of the rank that failed first.
+COMMAND is a command of megagrpo that computes with several ranks, or a Python file. `megagrpo launch 4 train CONFIG` is
+the same as `NPROC=4 megagrpo train CONFIG`. Exit code: the exit code of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def run(options: argparse.Namespace) -> int:
     if not options.command.endswith(".py"):
         chosen = parse(command)
         if options.command not in WITH_RANKS:
-            raise ConfigError(f"megagrpo launch: {options.command} runs in one process; leave out `launch {options.ranks}`")
+            raise ConfigError(
+                f"megagrpo launch: {options.command} runs in one process; leave out `launch {options.ranks}`"
+            )
         if options.command == "train":
             os.environ["NPROC"] = str(options.ranks)
             return int(chosen.run(chosen))

@@ -1,4 +1,5 @@
-"""The options of the converters for a parallel layout, and how the converters run in it: on the CPU, with user errors as one line.
+"""The options of the converters for a parallel layout, and how the converters run in it: on the CPU, with user errors
+as one line.
 
 The converters compute nothing, and the CPU's layer spec needs no memory for its structure. So they leave GPUs alone.
 """
@@ -18,13 +19,19 @@ if TYPE_CHECKING:
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add --tp, --pp, --vpp, --pipeline-layers, --ep and --etp. tp x pp and ep x etp x pp must divide the number of ranks, which
-    megagrpo launch sets (1 without it)."""
+    """Add --tp, --pp, --vpp, --pipeline-layers, --ep and --etp. tp x pp and ep x etp x pp must divide the number of
+    ranks, which megagrpo launch sets (1 without it)."""
     add = parser.add_argument
     add("--tp", type=int, default=1, metavar="N", help="tensor-parallel size (default 1)")
     add("--pp", type=int, default=1, metavar="N", help="pipeline-parallel size (default 1)")
     add("--vpp", type=int, default=1, metavar="N", help="virtual pipeline stages on each rank (default 1)")
-    add("--pipeline-layers", type=int, nargs="+", metavar="N", help="layers of each pipeline stage, pp x vpp numbers (default: even)")
+    add(
+        "--pipeline-layers",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="layers of each pipeline stage, pp x vpp numbers (default: even)",
+    )
     add("--ep", type=int, default=1, metavar="N", help="expert-parallel size (default 1)")
     add("--etp", type=int, metavar="N", help="tensor-parallel size inside each expert (default tp)")
 
@@ -47,8 +54,12 @@ def run_in_layout(options: argparse.Namespace, action: Callable[[Layout], None])
         stages = options.pp * options.vpp
         layers = options.pipeline_layers
         if layers and len(layers) != stages:
-            raise ValueError(f"--pipeline-layers: {len(layers)} number(s) for {stages} stages; give one number per stage")
-        sizes = dict(tp=options.tp, pp=options.pp, vpp=options.vpp, pipeline_layers=layers, ep=options.ep, etp=options.etp)
+            raise ValueError(
+                f"--pipeline-layers: {len(layers)} number(s) for {stages} stages; give one number per stage"
+            )
+        sizes = dict(
+            tp=options.tp, pp=options.pp, vpp=options.vpp, pipeline_layers=layers, ep=options.ep, etp=options.etp
+        )
         layout = init_layout(ParallelSection(**sizes))
         action(layout)
     except (ValueError, OSError) as error:

@@ -3,9 +3,9 @@
     megagrpo merge runs/grpo/checkpoints/step_000100/adapter OUT
     megagrpo launch 2 merge ADAPTER OUT --model MODEL --tp 2
 
-ADAPTER is an adapter folder of a run or of PEFT. Without --model it uses the base model that the adapter names. A, B and the sum are
-float32; only the sum is rounded, to the dtype in the model's file or to --dtype. OUT gets a model card with the facts that the run's
-folder holds. --push uploads OUT to the Hugging Face hub.
+ADAPTER is an adapter folder of a run or of PEFT. Without --model it uses the base model that the adapter names. A, B
+and the sum are float32; only the sum is rounded, to the dtype in the model's file or to --dtype. OUT gets a model card
+with the facts that the run's folder holds. --push uploads OUT to the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo merge`."""
-    parser.add_argument("adapter", type=Path, metavar="ADAPTER", help="folder with adapter_config.json and adapter_model.safetensors")
+    parser.add_argument(
+        "adapter", type=Path, metavar="ADAPTER", help="folder with adapter_config.json and adapter_model.safetensors"
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to create")
-    parser.add_argument("--model", help="Hugging Face folder, hub name, or package:NAME (default: the adapter's base model)")
+    parser.add_argument(
+        "--model", help="Hugging Face folder, hub name, or package:NAME (default: the adapter's base model)"
+    )
     add_export_arguments(parser)
     add_layout_arguments(parser)
 

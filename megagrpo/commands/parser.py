@@ -1,4 +1,5 @@
-"""Builds the command line: one argparse parser with a subparser per command. Only the module of the chosen command is imported."""
+"""Builds the command line: one argparse parser with a subparser per command. Only the module of the chosen command is
+imported."""
 
 from __future__ import annotations
 
@@ -27,18 +28,22 @@ _OVERRIDE, _KEY = re.compile(r"--[^=]+=.*", re.DOTALL), re.compile(r"--[^=]+\.[^
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Wraps the paragraphs of a description to the terminal's width, 100 columns at most; indented lines stay as they are."""
+    """Wraps the paragraphs of a description to the terminal's width, 100 columns at most; indented lines stay as they
+    are."""
 
     def __init__(self, prog: str):
         super().__init__(prog, width=min(shutil.get_terminal_size().columns, WIDTH) - 2)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         paragraphs = text.split("\n\n")
-        return "\n\n".join(part if part.startswith(" ") else textwrap.fill(" ".join(part.split()), width) for part in paragraphs)
+        return "\n\n".join(
+            part if part.startswith(" ") else textwrap.fill(" ".join(part.split()), width) for part in paragraphs
+        )
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises ConfigError for a wrong command line and accepts overrides such as --train.learning_rate=1e-5."""
+    """An argparse parser that raises ConfigError for a wrong command line and accepts overrides such as
+    --train.learning_rate=1e-5."""
 
     def __init__(self, **settings: Any):
         super().__init__(formatter_class=_Formatter, allow_abbrev=False, **settings)
@@ -52,7 +57,8 @@ class Parser(argparse.ArgumentParser):
         write_output(message, file)
 
     def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse the words after the command; options and positional words may be mixed. Raises ConfigError for an unknown option."""
+        """Parse the words after the command; options and positional words may be mixed. Raises ConfigError for an
+        unknown option."""
         if any(action.nargs == argparse.REMAINDER for action in self._actions):
             return self.parse_args(words)
         takes_overrides = any(action.dest == "overrides" for action in self._actions)
@@ -87,7 +93,10 @@ class _Version(argparse.Action):
 
 def versions() -> str:
     """Return one line per package: this one, Python, and the installed ones of `PACKAGES`. Imports none of them."""
-    lines = [f"megagrpo {_version('megagrpo') or '(not installed: runs from a clone)'}", f"python {platform.python_version()}"]
+    lines = [
+        f"megagrpo {_version('megagrpo') or '(not installed: runs from a clone)'}",
+        f"python {platform.python_version()}",
+    ]
     return "\n".join([*lines, *(f"{name} {found}" for name in PACKAGES if (found := _version(name)))])
 
 
@@ -105,9 +114,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def build(chosen: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser of `megagrpo` and the parser of every command. Only the commands in `chosen` are imported and have options."""
+    """Return the parser of `megagrpo` and the parser of every command. Only the commands in `chosen` are imported and
+    have options."""
     top = Parser(prog="megagrpo", description="GRPO with a Megatron-Core policy and vLLM rollouts.", epilog=EPILOG)
-    top.add_argument("--version", action=_Version, nargs=0, help="print the versions of megagrpo and its main dependencies")
+    top.add_argument(
+        "--version", action=_Version, nargs=0, help="print the versions of megagrpo and its main dependencies"
+    )
     subparsers = top.add_subparsers(metavar="COMMAND", parser_class=Parser)
     parsers = {name: subparsers.add_parser(name, help=summary) for name, summary in COMMANDS.items()}
     for name in chosen:
@@ -132,5 +144,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if first.startswith("-"):
         top.parse_known_args([first])
         hint = nearest(first, ("--help", "--version"))
-        top.error(f"unknown option {first}{hint or '; the options of a command follow its name, as in megagrpo train CONFIG --resume'}")
+        top.error(
+            f"unknown option "
+            f"{first}{hint or '; the options of a command follow its name, as in megagrpo train CONFIG --resume'}"
+        )
     top.error(f"{first} is not a command{nearest(first, COMMANDS)}; commands: {', '.join(COMMANDS)}")

@@ -5,9 +5,9 @@
     megagrpo plan my_run.yaml --weight-sync link_gb_per_s=50
     megagrpo plan my_run.yaml --gpu h100 --trace
 
-Besides keys of the config, key=value may be world_size (ranks; default: as few as the layout needs) and gpu_memory_gb; with --gpu also
-prompt_tokens and response_tokens, the average lengths; with --weight-sync also link_gb_per_s. Exit code 0: the run can start, 2: it
-cannot.
+Besides keys of the config, key=value may be world_size (ranks; default: as few as the layout needs) and gpu_memory_gb;
+with --gpu also prompt_tokens and response_tokens, the average lengths; with --weight-sync also link_gb_per_s. Exit code
+0: the run can start, 2: it cannot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from megagrpo.config import ConfigError, Problem, ProblemError, RunConfig, load_
 from megagrpo.platform.process.terminal import show
 
 # key=value arguments that describe the machine and the workload, not the run
-SIZES = {"world_size": int, "gpu_memory_gb": float, "link_gb_per_s": float, "prompt_tokens": float, "response_tokens": float}
+SIZES = {
+    "world_size": int,
+    "gpu_memory_gb": float,
+    "link_gb_per_s": float,
+    "prompt_tokens": float,
+    "response_tokens": float,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +35,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config(parser)
     parser.add_argument("--gpu", metavar="KIND", help="predict seconds for this kind of GPU: h100, h200, b200 or a100")
     parser.add_argument("--search", action="store_true", help="with --gpu: also list the fastest layouts")
-    parser.add_argument("--weight-sync", action="store_true", help="also plan what a weight sync moves between which ranks; imports torch")
-    parser.add_argument("--trace", action="store_true", help="also count FLOPs, bytes, launches and memory of the real step; imports torch")
+    parser.add_argument(
+        "--weight-sync",
+        action="store_true",
+        help="also plan what a weight sync moves between which ranks; imports torch",
+    )
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        help="also count FLOPs, bytes, launches and memory of the real step; imports torch",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -42,8 +56,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def split_sizes(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return (the arguments that replace values of the config, the values of `SIZES`). Raises ConfigError for a size that is not a positive
-    number."""
+    """Return (the arguments that replace values of the config, the values of `SIZES`). Raises ConfigError for a size
+    that is not a positive number."""
     overrides, sizes = [], {}
     for argument in arguments:
         name, _, text = argument.partition("=")
@@ -75,10 +89,10 @@ def print_plan(
 ) -> int:
     """Print the plan and return the exit code.
 
-    Without `world_size` it plans for the smallest number of ranks that fits the layout. With `gpu`, one of `GPUS`, it also predicts
-    seconds, for prompts and responses of these average lengths; with `search` also the fastest layouts there. With `weight_sync` it also
-    plans one weight sync, which imports the model's code and torch. With `trace` it also runs the train step on tensors without data.
-    Raises ConfigError for invalid arguments.
+    Without `world_size` it plans for the smallest number of ranks that fits the layout. With `gpu`, one of `GPUS`, it
+    also predicts seconds, for prompts and responses of these average lengths; with `search` also the fastest layouts
+    there. With `weight_sync` it also plans one weight sync, which imports the model's code and torch. With `trace` it
+    also runs the train step on tensors without data. Raises ConfigError for invalid arguments.
     """
     from megagrpo.proof.plan import plan, with_times
     from megagrpo.proof.plan.gpu_specs import GPUS
@@ -95,13 +109,18 @@ def print_plan(
     }
     for argument, (average, limit) in limits.items():
         if average is not None and average > limit:
-            raise ConfigError(f"{argument}: {average:g} is above the longest that the config allows, {limit}; lower it, or raise the limit")
+            raise ConfigError(
+                f"{argument}: {average:g} is above the longest that the config allows, {limit}; lower it, or raise the "
+                f"limit"
+            )
     if link_gb_per_s is not None and not weight_sync:
         raise ConfigError("link_gb_per_s: only a plan of a weight sync reads it; add --weight-sync")
     world_size, kind = world_size or config.parallel.smallest_world, None if gpu is None else GPUS[gpu]
     made = plan(config, world_size, gpu_memory_gb or (None if kind is None else kind.memory_gib))
     if kind is not None:
-        made = with_times(made, config, world_size, kind, expected_lengths(config, prompt_tokens, response_tokens), search)
+        made = with_times(
+            made, config, world_size, kind, expected_lengths(config, prompt_tokens, response_tokens), search
+        )
     if weight_sync and not made.problems:
         from megagrpo.proof.plan.weight_sync import rows_of
 
@@ -111,7 +130,9 @@ def print_plan(
                 links = kind.nvlink_gb_per_s if config.rollout.placed == "colocated" else kind.network_gb_per_s
             made.rows.extend([("", ""), *rows_of(config, world_size, link_gb_per_s or links)])
         except ValueError as error:
-            made.problems.extend(error.problems if isinstance(error, ProblemError) else [Problem(("--weight-sync",), str(error))])
+            made.problems.extend(
+                error.problems if isinstance(error, ProblemError) else [Problem(("--weight-sync",), str(error))]
+            )
     if trace and not made.problems and made.model is not None:
         from megagrpo.proof.plan.tracing.traced_step import rows_of as traced
 

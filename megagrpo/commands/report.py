@@ -1,4 +1,5 @@
-"""`megagrpo report RUN [RUN ...]`: writes one HTML page about finished or running runs, without torch and without a network.
+"""`megagrpo report RUN [RUN ...]`: writes one HTML page about finished or running runs, without torch and without a
+network.
 
 Exit codes: 0 when the page was written, 2 when a folder holds no run.
 """
@@ -14,19 +15,26 @@ from megagrpo.platform.process.terminal import show
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/quickstart; several are compared")
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="HTML file to write (default: RUN/report.html; report.html for several runs)"
+        "runs", nargs="+", metavar="RUN", help="folder of a run, such as runs/quickstart; several are compared"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="HTML file to write (default: RUN/report.html; report.html for several runs)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page and print its path and size. Raises ConfigError for a folder without a run and a file that cannot be written."""
+    """Write the page and print its path and size. Raises ConfigError for a folder without a run and a file that cannot
+    be written."""
     from megagrpo.records.report import page
     from megagrpo.records.report.collect import read_run
     from megagrpo.records.report.payload import payload
 
-    folders = list({Path(name).resolve(): Path(name) for name in options.runs}.values())  # each run once, also through a link
+    # each run once, also through a link
+    folders = list({Path(name).resolve(): Path(name) for name in options.runs}.values())
     output = Path(options.output or (folders[0] / "report.html" if len(folders) == 1 else "report.html"))
     if output.is_dir():
         raise ConfigError(f"--output: {output} is a folder; name a file, such as {output / 'report.html'}")

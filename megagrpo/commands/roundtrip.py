@@ -4,10 +4,10 @@
     megagrpo launch 4 roundtrip MODEL --tp 2 --ep 2 --manifest model.json \\
         --scratch /data
 
-Converts MODEL in both directions in --scratch, which temporarily needs twice the model's size. Compares names, dtypes, shapes and bytes of
-all tensors, the files byte by byte, and the index. The manifest holds the sha256 of every tensor and file. Exit code 0: everything is
-equal, except tensors that the architecture does not use, which are counted. Exit code 1: there are differences, and the first ones are
-printed. Exit code 2: the model cannot be converted.
+Converts MODEL in both directions in --scratch, which temporarily needs twice the model's size. Compares names, dtypes,
+shapes and bytes of all tensors, the files byte by byte, and the index. The manifest holds the sha256 of every tensor
+and file. Exit code 0: everything is equal, except tensors that the architecture does not use, which are counted. Exit
+code 1: there are differences, and the first ones are printed. Exit code 2: the model cannot be converted.
 """
 
 from __future__ import annotations
@@ -26,15 +26,25 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo roundtrip`."""
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, hub name, or package:NAME")
-    parser.add_argument("--manifest", type=Path, metavar="FILE", help="file to write (default: NAME.manifest.json here)")
-    parser.add_argument("--scratch", type=Path, default=Path(), metavar="FOLDER", help="folder with room for the model twice (default: .)")
+    parser.add_argument(
+        "--manifest", type=Path, metavar="FILE", help="file to write (default: NAME.manifest.json here)"
+    )
+    parser.add_argument(
+        "--scratch",
+        type=Path,
+        default=Path(),
+        metavar="FOLDER",
+        help="folder with room for the model twice (default: .)",
+    )
     add_layout_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Check one model, and return the exit code. Raises ConfigError for a wrong folder."""
     if not options.scratch.is_dir():
-        raise ConfigError(f"--scratch: {options.scratch} is not a folder; create it, or name one with room for the model twice")
+        raise ConfigError(
+            f"--scratch: {options.scratch} is not a folder; create it, or name one with room for the model twice"
+        )
     unchanged: list[bool] = []
 
     def action(layout: Layout) -> None:

@@ -2,8 +2,8 @@
 
     megagrpo schema -o megagrpo.schema.json
 
-Put `# yaml-language-server: $schema=megagrpo.schema.json` into the first line of a config; the YAML extensions of VS Code, JetBrains,
-Neovim and Emacs read it. configs/schema.json is this schema, and the shipped configs name it.
+Put `# yaml-language-server: $schema=megagrpo.schema.json` into the first line of a config; the YAML extensions of VS
+Code, JetBrains, Neovim and Emacs read it. configs/schema.json is this schema, and the shipped configs name it.
 """
 
 from __future__ import annotations
@@ -29,5 +29,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         options.output.write_text(schema_text(), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--output: {options.output} cannot be written: {error.strerror}; name another file") from error
+        raise ConfigError(
+            f"--output: {options.output} cannot be written: {error.strerror}; name another file"
+        ) from error
     return 0

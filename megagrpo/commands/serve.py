@@ -1,4 +1,5 @@
-"""Starts the vLLM servers of CONFIG on this machine for a trainer on other machines, and keeps them running until SIGTERM or Ctrl-C.
+"""Starts the vLLM servers of CONFIG on this machine for a trainer on other machines, and keeps them running until
+SIGTERM or Ctrl-C.
 
     MEGAGRPO_TOKEN_FILE=token megagrpo serve my_run.yaml rollout.servers=2 \\
         --urls addresses --reach trainer-node
@@ -6,8 +7,9 @@
     # a server on several nodes: on each of them, with its index
     megagrpo serve my_run.yaml --head 10.0.0.1:29600 --node 0
 
-Jobs of `megagrpo submit` run this command (docs/slurm.md). The servers accept only requests with the token of `rollout.token_file` or the
-environment. Exit code 0: ended by a signal, 1: every server exceeded rollout.max_restarts or lost a node, 2: a server did not start.
+Jobs of `megagrpo submit` run this command (docs/slurm.md). The servers accept only requests with the token of
+`rollout.token_file` or the environment. Exit code 0: ended by a signal, 1: every server exceeded rollout.max_restarts
+or lost a node, 2: a server did not start.
 """
 
 from __future__ import annotations
@@ -22,14 +24,25 @@ from megagrpo.platform.process.imports import without_garbage_collection
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo serve`."""
     add_config(parser)
-    parser.add_argument("--urls", type=Path, metavar="FOLDER", help="write the addresses to FOLDER/NODE.url when all servers are healthy")
+    parser.add_argument(
+        "--urls",
+        type=Path,
+        metavar="FOLDER",
+        help="write the addresses to FOLDER/NODE.url when all servers are healthy",
+    )
     parser.add_argument("--reach", metavar="HOST", help="listen on this machine's address on the route to HOST")
-    parser.add_argument("--logs", type=Path, metavar="FOLDER", default=Path(), help="folder of the logs (default: the current folder)")
+    parser.add_argument(
+        "--logs", type=Path, metavar="FOLDER", default=Path(), help="folder of the logs (default: the current folder)"
+    )
     parser.add_argument("--first-gpu", type=int, default=0, metavar="N", help="first GPU of the servers (default 0)")
     parser.add_argument(
-        "--head", metavar="HOST:PORT,...", help="with rollout.nodes_per_server: the first node of each server, and a free port there"
+        "--head",
+        metavar="HOST:PORT,...",
+        help="with rollout.nodes_per_server: the first node of each server, and a free port there",
     )
-    parser.add_argument("--node", type=int, metavar="N", help="index of this node among the nodes of all servers (default: Slurm's)")
+    parser.add_argument(
+        "--node", type=int, metavar="N", help="index of this node among the nodes of all servers (default: Slurm's)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,10 +4,10 @@
     megagrpo submit my_run.yaml --cluster my_cluster.yaml --resume --submit
     megagrpo submit my_run.yaml --cluster my_k8s.yaml | kubectl apply -f -
 
-Prints an sbatch script, which --submit passes to sbatch instead; for a cluster with storage_claim the manifest of a JobSet. CLUSTER is a
-file, or the name of a shipped one. A config named megagrpo:NAME keeps this name in the job. A path that the job would not find is an error.
-Needs pydantic and PyYAML, but neither torch nor a GPU. Exit code 2: config, cluster or an option is wrong, and nothing was submitted.
-docs/slurm.md describes the job.
+Prints an sbatch script, which --submit passes to sbatch instead; for a cluster with storage_claim the manifest of a
+JobSet. CLUSTER is a file, or the name of a shipped one. A config named megagrpo:NAME keeps this name in the job. A path
+that the job would not find is an error. Needs pydantic and PyYAML, but neither torch nor a GPU. Exit code 2: config,
+cluster or an option is wrong, and nothing was submitted. docs/slurm.md describes the job.
 """
 
 from __future__ import annotations
@@ -30,11 +30,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `megagrpo submit`."""
     add_config(parser)
     add_resume(parser)
-    parser.add_argument("--cluster", metavar="CLUSTER", help="a YAML file, or generic, pyxis, apptainer, kubernetes, one_gpu")
-    parser.add_argument("--sbatch", action="append", default=[], metavar="option=value", help="for example --sbatch dependency=singleton")
+    parser.add_argument(
+        "--cluster", metavar="CLUSTER", help="a YAML file, or generic, pyxis, apptainer, kubernetes, one_gpu"
+    )
+    parser.add_argument(
+        "--sbatch",
+        action="append",
+        default=[],
+        metavar="option=value",
+        help="for example --sbatch dependency=singleton",
+    )
     to = parser.add_mutually_exclusive_group()
     to.add_argument("--submit", action="store_true", help="pass the script to sbatch")
-    to.add_argument("--kubernetes", action="store_true", help="print the manifest of a JobSet; CLUSTER must have storage_claim")
+    to.add_argument(
+        "--kubernetes", action="store_true", help="print the manifest of a JobSet; CLUSTER must have storage_claim"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -44,10 +54,14 @@ def run(options: argparse.Namespace) -> int:
     from megagrpo.platform.launch.slurm import sbatch_script
 
     if options.cluster is None:
-        raise ConfigError(f"--cluster: required, but missing; name a YAML file, or one of {', '.join(shipped_clusters())}")
+        raise ConfigError(
+            f"--cluster: required, but missing; name a YAML file, or one of {', '.join(shipped_clusters())}"
+        )
     cluster = load_cluster(cluster_file(options.cluster))
     check_kind(options, cluster)
-    cluster.sbatch.update({name: value or True for name, _, value in (option.partition("=") for option in options.sbatch)})
+    cluster.sbatch.update(
+        {name: value or True for name, _, value in (option.partition("=") for option in options.sbatch)}
+    )
     config = load(options)
     placement = place(config, cluster)
     name = options.config if options.config.startswith(SHIPPED) else str(config_path(options).resolve())
@@ -65,26 +79,36 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_kind(options: argparse.Namespace, cluster: Cluster) -> None:
-    """Raise ConfigError for an option or a key of the cluster that has no effect on its kind, and for a placeholder as image."""
+    """Raise ConfigError for an option or a key of the cluster that has no effect on its kind, and for a placeholder as
+    image."""
     from megagrpo.platform.launch.job import cluster_file
 
     image = cluster.container.image if cluster.container else ""
     if image.partition("/")[0].endswith(".example"):  # no registry has this suffix (RFC 2606)
         file = cluster_file(options.cluster)
-        raise ConfigError(f"container.image: {image} is a placeholder; copy {file}, name your image in the copy, and pass it to --cluster")
+        raise ConfigError(
+            f"container.image: {image} is a placeholder; copy {file}, name your image in the copy, and pass it to "
+            f"--cluster"
+        )
     if cluster.storage_claim is None:
         if options.kubernetes:
-            raise ConfigError(f"--kubernetes: {options.cluster} describes a Slurm cluster; name one with storage_claim and container.image")
+            raise ConfigError(
+                f"--kubernetes: {options.cluster} describes a Slurm cluster; name one with storage_claim and "
+                f"container.image"
+            )
         return
     words = {"--submit": options.submit, "--sbatch": options.sbatch, "sbatch": cluster.sbatch, "setup": cluster.setup}
     for name, value in (words | {"container.mounts": cluster.container and cluster.container.mounts}).items():
         if value:
             fix = "pipe the manifest to kubectl apply -f -" if name == "--submit" else "leave it out"
-            raise ConfigError(f"{name}: has no effect on Kubernetes, which {options.cluster} describes (storage_claim); {fix}")
+            raise ConfigError(
+                f"{name}: has no effect on Kubernetes, which {options.cluster} describes (storage_claim); {fix}"
+            )
 
 
 def check_plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None) -> None:
-    """Raise ConfigError when the run cannot start. A model that this host cannot see only gives a warning; the job's plan checks it."""
+    """Raise ConfigError when the run cannot start. A model that this host cannot see only gives a warning; the job's
+    plan checks it."""
     from megagrpo.proof.plan import plan
     from megagrpo.proof.plan.shapes import UnseenModel
 
@@ -94,7 +118,9 @@ def check_plan(config: RunConfig, world_size: int, gpu_memory_gb: float | None) 
             raise ModuleNotFoundError(name=package)
         problems = plan(config, world_size, gpu_memory_gb).problems
     except ModuleNotFoundError as error:  # models from the hub or a package need more packages than this script
-        problems = [UnseenModel(("model.path",), f"{config.model.path} needs {error.name}, which is not installed on this host")]
+        problems = [
+            UnseenModel(("model.path",), f"{config.model.path} needs {error.name}, which is not installed on this host")
+        ]
     unseen = [problem for problem in problems if isinstance(problem, UnseenModel)]
     for problem in unseen:
         warn(f"not checked on this host: {problem}")

@@ -4,12 +4,13 @@
     NPROC=4 megagrpo train my_run.yaml parallel.tp=2
     megagrpo train my_run.yaml --resume
 
-It starts every rank of this machine: NPROC ranks, else one per GPU, else as few as the layout in `parallel` needs. Under a launcher of
-ranks, such as torchrun, it is one rank; `megagrpo submit` starts a run on several nodes. In a clone, launch/local.sh is the same command
-with the clone's .venv.
+It starts every rank of this machine: NPROC ranks, else one per GPU, else as few as the layout in `parallel` needs.
+Under a launcher of ranks, such as torchrun, it is one rank; `megagrpo submit` starts a run on several nodes. In a
+clone, launch/local.sh is the same command with the clone's .venv.
 
-Exit codes: 0 at the end of the run, 1 for an error, 2 for a wrong config or command line, 85 when the run has saved and its scheduler
-restarts it, 128 + the signal's number when a signal stopped it for good. With several ranks it is the code of the rank that failed first.
+Exit codes: 0 at the end of the run, 1 for an error, 2 for a wrong config or command line, 85 when the run has saved and
+its scheduler restarts it, 128 + the signal's number when a signal stopped it for good. With several ranks it is the
+code of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _start_vllm_early(config: RunConfig) -> None:
-    """On a machine without a GPU start a process that imports vLLM at the same time as this process imports the trainer."""
+    """On a machine without a GPU start a process that imports vLLM at the same time as this process imports the
+    trainer."""
     from megagrpo.engine.servers import early_start
     from megagrpo.platform.launch.local import num_gpus
 
@@ -59,14 +61,17 @@ def _start_vllm_early(config: RunConfig) -> None:
 
 
 def _ranks_to_start(config: RunConfig) -> int:
-    """Return the number of ranks to start on this machine, and set the environment of their threads. Raises ConfigError with the problems
-    of the plan before any rank starts."""
+    """Return the number of ranks to start on this machine, and set the environment of their threads. Raises ConfigError
+    with the problems of the plan before any rank starts."""
     from megagrpo.platform.launch.local import num_ranks, set_connections, set_thread_environment
     from megagrpo.proof.plan import plan
 
     nodes = config.run.nodes
     if nodes > 1:
-        raise ConfigError(f"run.nodes: {nodes} nodes, but this command starts the ranks of one; use megagrpo submit, or set run.nodes=1")
+        raise ConfigError(
+            f"run.nodes: {nodes} nodes, but this command starts the ranks of one; use megagrpo submit, or set "
+            f"run.nodes=1"
+        )
     ranks = num_ranks(config)
     if ranks > 1 and (problems := plan(config, ranks).problems):
         raise ConfigError("\n".join(map(str, problems)))

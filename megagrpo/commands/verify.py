@@ -1,12 +1,14 @@
-"""Compares parallel layouts of a run with a single process, on a shrunken copy of its model; or FP8 with the run's own precision.
+"""Compares parallel layouts of a run with a single process, on a shrunken copy of its model; or FP8 with the run's own
+precision.
 
     megagrpo verify my_run.yaml
     megagrpo verify my_run.yaml --layout tp=2,pp=2,dp=2 --layout cp=2
     megagrpo launch 8 verify my_run.yaml
     megagrpo verify my_run.yaml --precision --fix fp8.yaml
 
-Without --layout it takes the layout of the config. By itself it starts the ranks of each layout on this machine; under a launcher it uses
-the existing ranks. Exit code 0: everything agrees, 1: something differs, 2: it cannot be tried. docs/verify.md explains the output.
+Without --layout it takes the layout of the config. By itself it starts the ranks of each layout on this machine; under
+a launcher it uses the existing ranks. Exit code 0: everything agrees, 1: something differs, 2: it cannot be tried.
+docs/verify.md explains the output.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from megagrpo.commands.config_arguments import add_config, config_path, load, ov
 from megagrpo.config import ConfigError
 from megagrpo.platform.process.imports import without_garbage_collection
 
-OF_LAYOUTS, OF_PRECISION = ("layout", "ranks", "full"), ("threshold", "tokens", "fix")  # options without and with --precision
+# options without and with --precision
+OF_LAYOUTS, OF_PRECISION = ("layout", "ranks", "full"), ("threshold", "tokens", "fix")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,17 +33,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=int, metavar="N", help="number of ranks where a layout does not name dp")
     add("--full", action="store_true", default=None, help="print every tensor that is compared")
     add("--precision", action="store_true", help="compare FP8 with the run's own precision, layer by layer")
-    add("--threshold", type=float, metavar="ERROR", help="with --precision: allowed relative error of a layer (default 0.2)")
+    add(
+        "--threshold",
+        type=float,
+        metavar="ERROR",
+        help="with --precision: allowed relative error of a layer (default 0.2)",
+    )
     add("--tokens", type=int, metavar="N", help="with --precision: tokens of the batch (default 2048)")
-    add("--fix", type=Path, metavar="FILE", help="with --precision: write a config in which the bad layers stay in bf16")
+    add(
+        "--fix", type=Path, metavar="FILE", help="with --precision: write a config in which the bad layers stay in bf16"
+    )
     add("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Verify, and return the exit code. Raises ConfigError for a wrong config or option."""
-    given: dict[str, Any] = {name: value for name in (*OF_LAYOUTS, *OF_PRECISION) if (value := getattr(options, name)) is not None}
+    given: dict[str, Any] = {
+        name: value for name in (*OF_LAYOUTS, *OF_PRECISION) if (value := getattr(options, name)) is not None
+    }
     for foreign in given.keys() & set(OF_LAYOUTS if options.precision else OF_PRECISION):
-        raise ConfigError(f"--{foreign}: verify {'with' if options.precision else 'without'} --precision has no such option")
+        raise ConfigError(
+            f"--{foreign}: verify {'with' if options.precision else 'without'} --precision has no such option"
+        )
     for name in ("ranks", "threshold", "tokens"):
         if not given.get(name, 1) > 0:
             raise ConfigError(f"--{name}: must be a positive number (got {given[name]})")

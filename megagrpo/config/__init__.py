@@ -1,8 +1,9 @@
 """Defines the configuration of a run: typed sections, a YAML loader, and one list of all problems.
 
-`load_config(path, overrides)` reads a YAML file, follows its `defaults:` chain, applies dotted overrides (`train.learning_rate=1e-5`) and
-returns a frozen `RunConfig`, or raises one `ConfigError` that lists every problem at once. Importing this module needs pydantic and
-PyYAML only, so a login node can check a run. `megagrpo/proof/plan` checks the rules that need the model's `config.json`.
+`load_config(path, overrides)` reads a YAML file, follows its `defaults:` chain, applies dotted overrides
+(`train.learning_rate=1e-5`) and returns a frozen `RunConfig`, or raises one `ConfigError` that lists every problem at
+once. Importing this module needs pydantic and PyYAML only, so a login node can check a run. `megagrpo/proof/plan`
+checks the rules that need the model's `config.json`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,11 @@ class RunConfig(Section):
     def response_limit(self) -> str:
         """The config key that sets `max_response_length`, with its value, as text for messages."""
         own = self.multi_turn.max_response_length
-        return f"max_completion_length {self.rollout.max_completion_length}" if own is None else f"multi_turn.max_response_length {own}"
+        return (
+            f"max_completion_length {self.rollout.max_completion_length}"
+            if own is None
+            else f"multi_turn.max_response_length {own}"
+        )
 
     @property
     def max_model_len(self) -> int:
@@ -78,7 +83,8 @@ class RunConfig(Section):
 
     @property
     def longest_sequence(self) -> int:
-        """Longest sequence of an engine in tokens: the longest sample, or the longest prompt plus the longest response of an evaluation."""
+        """Longest sequence of an engine in tokens: the longest sample, or the longest prompt plus the longest response
+        of an evaluation."""
         held_out = [s.max_completion_length for s in evaluation_sets(self).values()]
         return max(self.max_model_len, self.rollout.max_prompt_length + max(held_out, default=0))
 
@@ -88,8 +94,9 @@ class RunConfig(Section):
         return self.parallel.micro_batch_align(self.model.token_align)
 
     def with_num_prompts(self, num_prompts: int) -> RunConfig:
-        """Return the config with `run.max_steps` set from `run.num_train_epochs`, for `num_prompts` training prompts; itself if
-        `run.num_train_epochs` does not decide. Raises ProblemError when other keys do not fit the number of steps."""
+        """Return the config with `run.max_steps` set from `run.num_train_epochs`, for `num_prompts` training prompts;
+        itself if `run.num_train_epochs` does not decide. Raises ProblemError when other keys do not fit the number of
+        steps."""
         run = self.run
         if run.max_steps is not None or run.num_train_epochs is None:
             return self
@@ -108,8 +115,8 @@ class RunConfig(Section):
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the config in the YAML file `path`, or the shipped config `megagrpo:NAME`, with `key=value` overrides applied. Raises one
-    ConfigError that lists every problem at once."""
+    """Return the config in the YAML file `path`, or the shipped config `megagrpo:NAME`, with `key=value` overrides
+    applied. Raises one ConfigError that lists every problem at once."""
     return io.load(RunConfig, path, overrides, anchored)
 
 
@@ -119,12 +126,14 @@ def absolute_override(override: str) -> str:
 
 
 def override_text(key: str, value: Any) -> str:
-    """Return the value of a key as `key=value`, as on the command line. Raises ConfigError when a key of text gets no text."""
+    """Return the value of a key as `key=value`, as on the command line. Raises ConfigError when a key of text gets no
+    text."""
     return _text(RunConfig, key, value)
 
 
 def render_help(within: str = "") -> str:
-    """Return every key with its type, default and description, as text. `within` limits it to one key and the keys below."""
+    """Return every key with its type, default and description, as text. `within` limits it to one key and the keys
+    below."""
     return io.render_help(RunConfig, within)
 
 
@@ -136,5 +145,6 @@ def save_resolved(config: RunConfig, folder: str | Path) -> Path:
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write every value as YAML that loads back to an equal config. Its paths are absolute; relative ones count from the current folder."""
+    """Write every value as YAML that loads back to an equal config. Its paths are absolute; relative ones count from
+    the current folder."""
     io.save(anchored(config.model_dump(), Path()), path)

@@ -16,26 +16,31 @@ def _known_loss(value: object) -> object:
     if isinstance(value, str) and (value in LOSSES or is_user_code(value)):
         return value
     names = ", ".join(f"'{name}'" for name in LOSSES)
-    raise PydanticCustomError("literal_error", "must be {expected}", {"expected": f"{names}, or your own as FILE.py:NAME"})
+    raise PydanticCustomError(
+        "literal_error", "must be {expected}", {"expected": f"{names}, or your own as FILE.py:NAME"}
+    )
 
 
 class AlgorithmSection(Section):
     loss_type: Annotated[str, BeforeValidator(_known_loss), ShownAs(" | ".join([*LOSSES, "FILE.py:NAME"]))] = "dapo"
-    """The loss and how its tokens are averaged. The clipped ratio: grpo by sequence then batch, dapo and bnpo by token, dr_grpo by
-    sequences x max_completion_length, luspo summed by sequence. cispo, sapo, vespo, gmpo and fipo bound or weigh the ratio otherwise, real
-    classifies the responses of a group. Your own: `path/file.py:function` or `package.module:function`. docs/losses.md."""
+    """The loss and how its tokens are averaged. The clipped ratio: grpo by sequence then batch, dapo and bnpo by token,
+    dr_grpo by sequences x max_completion_length, luspo summed by sequence. cispo, sapo, vespo, gmpo and fipo bound or
+    weigh the ratio otherwise, real classifies the responses of a group. Your own: `path/file.py:function` or
+    `package.module:function`. docs/losses.md."""
     loss_average: Average | None = None
-    """How a loss of your own averages its tokens: over tokens, as means of samples, as sums of samples, or over samples x
-    max_completion_length. Empty: over tokens. The other losses have an average of their own."""
+    """How a loss of your own averages its tokens: over tokens, as means of samples, as sums of samples, or over samples
+    x max_completion_length. Empty: over tokens. The other losses have an average of their own."""
     beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty to the reference model; 0 builds no reference."""
     kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var", "full_forward", "full_reverse"] = "k3"
-    """The KL term of a token: estimated from its log-probs, or exact over the whole vocabulary, forward KL(ref || policy) or reverse
-    KL(policy || ref). Estimators differ in their gradient more than in their value: docs/kl.md."""
+    """The KL term of a token: estimated from its log-probs, or exact over the whole vocabulary, forward KL(ref ||
+    policy) or reverse KL(policy || ref). Estimators differ in their gradient more than in their value: docs/kl.md."""
     use_bias_correction_kl: bool = False
-    """Multiply the estimate by the probability ratio, gradient included. The mean gradient is then the gradient of KL(policy || ref)."""
+    """Multiply the estimate by the probability ratio, gradient included. The mean gradient is then the gradient of
+    KL(policy || ref)."""
     kl_in_reward: bool = False
-    """Take `beta` times the KL of a response, k1 summed over its tokens, from its reward before advantages, and add nothing to the loss."""
+    """Take `beta` times the KL of a response, k1 summed over its tokens, from its reward before advantages, and add
+    nothing to the loss."""
     sync_ref_model: bool = False
     """Let the reference follow the policy: every `ref_model_sync_steps` steps it becomes their mixture."""
     ref_model_mixup_alpha: Fraction = 0.6
@@ -49,7 +54,8 @@ class AlgorithmSection(Section):
     delta: PositiveFloat | None = None
     """Upper bound of the ratio where the advantage is negative (two-sided clip); none when empty."""
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
-    """The ratio of a token: its own, its sequence's geometric mean (GSPO), or that value with each token's own gradient (GSPO-token)."""
+    """The ratio of a token: its own, its sequence's geometric mean (GSPO), or that value with each token's own gradient
+    (GSPO-token)."""
     sapo_temperature_pos: PositiveFloat = 1.0
     """Sharpness of sapo's gate at positive advantages."""
     sapo_temperature_neg: PositiveFloat = 1.05
@@ -73,13 +79,13 @@ class AlgorithmSection(Section):
     fipo_safety_threshold: PositiveFloat | None = 4.0
     """fipo: above this ratio a token with negative advantage gets a weight of at most 1; no bound when empty."""
     top_entropy_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The policy term counts this share of the loss tokens of all ranks, the tokens of highest entropy. The KL term counts all. Below 1
-    costs one more forward pass per optimizer step."""
+    """The policy term counts this share of the loss tokens of all ranks, the tokens of highest entropy. The KL term
+    counts all. Below 1 costs one more forward pass per optimizer step."""
     entropy_coef: NonNegativeFloat = 0.0
     """Weight of an entropy bonus: the loss decreases by this times the mean entropy over the policy term's tokens."""
     use_adaptive_entropy: bool = False
-    """Adapt `entropy_coef` after every optimizer step by entropy_coef_delta: up if the mean entropy was at or below entropy_target, else
-    down. The bonus applies only after a step whose mean entropy was at or below entropy_target."""
+    """Adapt `entropy_coef` after every optimizer step by entropy_coef_delta: up if the mean entropy was at or below
+    entropy_target, else down. The bonus applies only after a step whose mean entropy was at or below entropy_target."""
     entropy_target: NonNegativeFloat = 0.2
     """Mean entropy, in nats per token, at or below which the adaptive bonus applies."""
     entropy_coef_delta: NonNegativeFloat = 0.005
@@ -89,8 +95,8 @@ class AlgorithmSection(Section):
     entropy_coef_max: NonNegativeFloat = 1.0
     """Largest adaptive weight."""
     off_policy_mask_threshold: NonNegativeFloat | None = None
-    """Exclude a sequence with negative advantage from the policy term when the policy has moved away from it: mean log(sampled / policy)
-    above this."""
+    """Exclude a sequence with negative advantage from the policy term when the policy has moved away from it: mean
+    log(sampled / policy) above this."""
     importance_correction: Literal[
         "off",
         "token_truncate",
@@ -101,42 +107,43 @@ class AlgorithmSection(Section):
         "geometric_truncate",
         "geometric_mask",
     ] = "off"
-    """Weight the policy term by trainer / engine probability of the sampled tokens: per token, the product over the sequence, or its
-    geometric mean. The weight is clipped to the band (truncate), 0 outside of it (mask), or 0 for a sequence with a token outside
-    (reject). docs/losses.md."""
+    """Weight the policy term by trainer / engine probability of the sampled tokens: per token, the product over the
+    sequence, or its geometric mean. The weight is clipped to the band (truncate), 0 outside of it (mask), or 0 for a
+    sequence with a token outside (reject). docs/losses.md."""
     importance_correction_min: PositiveFloat | None = None
     """Lower end of the band; none when empty."""
     importance_correction_max: PositiveFloat | None = 3.0
     """Upper end of the band; none when empty."""
     router_aux_loss_coef: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of a mixture of experts, as transformers defines it, over all response tokens of the step, so it is
-    the same in every layout. Above 0 costs one more forward pass per optimizer step."""
+    """Weight of the load-balancing loss of a mixture of experts, as transformers defines it, over all response tokens
+    of the step, so it is the same in every layout. Above 0 costs one more forward pass per optimizer step."""
     num_iterations: PositiveInt = 1
     """How often each step's rollouts are trained on."""
     steps_per_generation: PositiveInt = 1
-    """Optimizer steps in one pass over a step's rollouts. The seed assigns each sample to one of them. Advantages come from whole groups;
-    each optimizer step divides by its own tokens or samples."""
+    """Optimizer steps in one pass over a step's rollouts. The seed assigns each sample to one of them. Advantages come
+    from whole groups; each optimizer step divides by its own tokens or samples."""
     advantage_estimator: Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"] = "grpo"
-    """What a reward is compared with: its group's mean, the mean of the group's others (rloo), or the batch's mean. reinforce_plus_plus and
-    its baseline form, which keeps the group's mean, always divide by the batch's std."""
+    """What a reward is compared with: its group's mean, the mean of the group's others (rloo), or the batch's mean.
+    reinforce_plus_plus and its baseline form, which keeps the group's mean, always divide by the batch's std."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What the centred rewards are divided by: the group's std, the batch's std, or nothing."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Several reward functions: add their rewards, or normalise each within its group first (GDPO), so that none drowns the others."""
+    """Several reward functions: add their rewards, or normalise each within its group first (GDPO), so that none drowns
+    the others."""
     dynamic_sample: bool = False
     """Replace groups whose rewards are all equal, which have no gradient, by groups of newly drawn prompts (DAPO)."""
     max_resample_times: PositiveInt = 3
     """Rounds of drawing that `dynamic_sample` may add to a step."""
     dynamic_sample_fallback: Literal["original", "partial"] = "original"
-    """Groups of a step that is not full after all rounds. original: the groups drawn first. partial: only groups with unequal rewards; if
-    there are none, the groups drawn first."""
+    """Groups of a step that is not full after all rounds. original: the groups drawn first. partial: only groups with
+    unequal rewards; if there are none, the groups drawn first."""
     mask_truncated_completions: bool = False
-    """Exclude the tokens of responses that were truncated at `max_completion_length` from the loss, its metrics and the token count. Their
-    rewards stay in the statistics of their group, and they still count as sequences."""
+    """Exclude the tokens of responses that were truncated at `max_completion_length` from the loss, its metrics and the
+    token count. Their rewards stay in the statistics of their group, and they still count as sequences."""
     skip_zero_advantage: bool = True
-    """Skip the forward and backward pass of samples whose advantage is exactly 0 where they add no gradient: not with beta,
-    router_aux_loss_coef, an entropy option, real or a loss of your own. They still count in every denominator, so the update is the
-    same."""
+    """Skip the forward and backward pass of samples whose advantage is exactly 0 where they add no gradient: not with
+    beta, router_aux_loss_coef, an entropy option, real or a loss of your own. They still count in every denominator, so
+    the update is the same."""
 
     @property
     def upper_epsilon(self) -> float:

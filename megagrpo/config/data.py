@@ -8,8 +8,24 @@ from megagrpo.config.section import PositiveInt, Section, Share
 
 # Arguments of the renderer itself, which `data.chat_template_kwargs` cannot set.
 RENDERER_ARGUMENTS = (
-    *("conversation", "conversations", "messages", "tools", "chat_template", "add_generation_prompt", "continue_final_message"),
-    *("tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *(
+        "conversation",
+        "conversations",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+    ),
+    *(
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+    ),
     "tokenizer_kwargs",
 )
 
@@ -37,24 +53,24 @@ class DataSection(Section):
     columns: dict[str, str] = {}
     """Renames columns for the reward functions: `{solution: answer}` passes column `answer` as `solution`."""
     extract_hash_answer: list[str] = []
-    """Columns, renamed ones included, that the reward functions get from after `####` on, which is GSM8K's final answer; None without
-    `####`."""
+    """Columns, renamed ones included, that the reward functions get from after `####` on, which is GSM8K's final
+    answer; None without `####`."""
     system_prompt: str | None = None
     """System message put before string prompts."""
     chat_template: str | None = None
-    """Jinja text, or a file holding it, used in place of the tokenizer's; `none` feeds the prompt as plain text after one BOS, as rendered
-    prompts need."""
+    """Jinja text, or a file holding it, used in place of the tokenizer's; `none` feeds the prompt as plain text after
+    one BOS, as rendered prompts need."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables of the chat template, such as `enable_thinking: false` (Qwen3) or `reasoning_effort: low` (gpt-oss), for every prompt. A
-    row's column `chat_template_kwargs` (a mapping) adds to them and overrides them."""
+    """Variables of the chat template, such as `enable_thinking: false` (Qwen3) or `reasoning_effort: low` (gpt-oss),
+    for every prompt. A row's column `chat_template_kwargs` (a mapping) adds to them and overrides them."""
     shuffle: bool = True
     """Shuffle each epoch in an order that depends only on the seed and the epoch."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "drop"
-    """What happens to prompts above `rollout.max_prompt_length`. drop: they are never drawn, the next prompt takes their place (ms-swift's
-    `delete`); truncate_left: they keep their last tokens."""
+    """What happens to prompts above `rollout.max_prompt_length`. drop: they are never drawn, the next prompt takes
+    their place (ms-swift's `delete`); truncate_left: they keep their last tokens."""
     curriculum: Literal["off", "pass_rate"] = "off"
-    """pass_rate: a prompt that passed too often or too rarely when it was last drawn rests for some epochs. Other prompts are then drawn
-    more often."""
+    """pass_rate: a prompt that passed too often or too rarely when it was last drawn rests for some epochs. Other
+    prompts are then drawn more often."""
     curriculum_low: Share = 0.1
     """Lowest pass rate of a prompt that does not rest, over its responses when it was last drawn."""
     curriculum_high: Share = 0.9

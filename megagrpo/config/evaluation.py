@@ -42,7 +42,8 @@ class EvaluationSet(DatasetSection):
 
 
 class FilledSet(DatasetSection):
-    """A data set with the sampling of an `EvaluationSet` whose empty fields are filled from `data`, `evaluation` and `rollout`."""
+    """A data set with the sampling of an `EvaluationSet` whose empty fields are filled from `data`, `evaluation` and
+    `rollout`."""
 
     prompt_column: str
     columns: dict[str, str]
@@ -57,7 +58,8 @@ class FilledSet(DatasetSection):
 
 class EvaluationSection(Section):
     steps: NonNegativeInt = 0
-    """Evaluate every so many steps; with `data.eval` or `evaluation.sets` it also runs before the first and after the last step."""
+    """Evaluate every so many steps; with `data.eval` or `evaluation.sets` it also runs before the first and after the
+    last step."""
     sets: dict[SetName, EvaluationSet] = {}
     """More held-out data sets by name. Their metrics are `eval/NAME/...`; metrics of `data.eval` are `eval/...`."""
     temperature: GreedyOrTemperature = 0.0
@@ -71,45 +73,64 @@ class EvaluationSection(Section):
     num_generations: PositiveInt = 1
     """Responses per held-out prompt."""
     pass_function: str | None = None
-    """Name (as in the metrics) of the reward function that decides if a response passes; the first of `rewards.functions` when empty."""
+    """Name (as in the metrics) of the reward function that decides if a response passes; the first of
+    `rewards.functions` when empty."""
     pass_reward: float = 1.0
     """A response passes when that function gives it at least this, before its weight."""
     answer: Literal["auto", "number", "tag", "boxed", "text"] = "auto"
-    """The part of a response that votes in maj@k: its last number, the last <answer>...</answer>, the answer by the rules of
-    docs/answers.md (boxed), or the whole text. auto: the part that `pass_function` reads, if it is built in; your own function has no
-    maj@k."""
+    """The part of a response that votes in maj@k: its last number, the last <answer>...</answer>, the answer by the
+    rules of docs/answers.md (boxed), or the whole text. auto: the part that `pass_function` reads, if it is built in;
+    your own function has no maj@k."""
     keep_best: str | None = None
-    """Also keep the checkpoint whose evaluation is highest in this metric, named without `eval/`: `reward`, `pass@1`, `NAME/pass@1`. It is
-    saved after the evaluation, whatever `run.save_steps` says, and `checkpoints/best` points to it."""
+    """Also keep the checkpoint whose evaluation is highest in this metric, named without `eval/`: `reward`, `pass@1`,
+    `NAME/pass@1`. It is saved after the evaluation, whatever `run.save_steps` says, and `checkpoints/best` points to
+    it."""
 
 
 def evaluation_sets(config: RunConfig) -> dict[str, FilledSet]:
-    """Return name -> held-out set, with empty keys filled from `data` and `evaluation`. The set of `data.eval` has the name ""."""
+    """Return name -> held-out set, with empty keys filled from `data` and `evaluation`. The set of `data.eval` has the
+    name ""."""
     data, evaluation = config.data, config.evaluation
     sets = {} if data.eval is None else {"": EvaluationSet(**data.eval.model_dump())}
     return {name: _filled(section, config) for name, section in (sets | evaluation.sets).items()}
 
 
 def _filled(section: EvaluationSet, config: RunConfig) -> FilledSet:
-    defaults = {key: getattr(config.data, key) for key in OF_DATA} | {key: getattr(config.evaluation, key) for key in OF_EVALUATION}
+    defaults = {key: getattr(config.data, key) for key in OF_DATA} | {
+        key: getattr(config.evaluation, key) for key in OF_EVALUATION
+    }
     defaults["max_completion_length"] = config.rollout.max_completion_length
     return FilledSet(**defaults | {key: value for key, value in section if value is not None})
 
 
 def _best_problems(metric: str, config: RunConfig) -> list[Problem]:
-    """Return the problem of a metric of a set that does not exist, and of a pass@K or maj@K that the set's responses do not give."""
+    """Return the problem of a metric of a set that does not exist, and of a pass@K or maj@K that the set's responses do
+    not give."""
     sets = evaluation_sets(config)
     name = next((name for name in sets if name and metric.startswith(f"{name}/")), "")
-    keys, best = ("evaluation.keep_best", "evaluation.sets", "data.eval", "evaluation.num_generations"), metric.removeprefix(f"{name}/")
+    keys, best = (
+        ("evaluation.keep_best", "evaluation.sets", "data.eval", "evaluation.num_generations"),
+        metric.removeprefix(f"{name}/"),
+    )
     if name not in sets:
-        return [Problem(keys, f"{metric}: there is no data.eval, and no set of that name; write one of {', '.join(sets)}, then /METRIC")]
+        return [
+            Problem(
+                keys,
+                f"{metric}: there is no data.eval, and no set of that name; write one of {', '.join(sets)}, then "
+                f"/METRIC",
+            )
+        ]
     n = sets[name].num_generations
     estimate, _, k = best.partition("@")
     fits = {"pass": [2**i for i in range(n.bit_length()) if 2**i <= n] + [n], "maj": [n] * (n > 1)}.get(estimate)
     if fits is None or not k or k in map(str, fits):
         return []
     choice = ", ".join(f"{estimate}@{k}" for k in dict.fromkeys(fits)) or "pass@1"
-    return [Problem(keys, f"{metric}: {n} response(s) per prompt do not give it; choose {choice}, or change num_generations")]
+    return [
+        Problem(
+            keys, f"{metric}: {n} response(s) per prompt do not give it; choose {choice}, or change num_generations"
+        )
+    ]
 
 
 def evaluation_problems(config: RunConfig) -> list[Problem]:
@@ -121,18 +142,35 @@ def evaluation_problems(config: RunConfig) -> list[Problem]:
         said = f"{evaluation.steps} needs held-out prompts; set data.eval or evaluation.sets, or set steps to 0"
         problems.append(Problem(("evaluation.steps", *sets), said))
     if evaluation.keep_best is not None and not held_out:
-        said = f"{evaluation.keep_best} needs held-out prompts; set data.eval or evaluation.sets, or leave keep_best empty"
+        said = (
+            f"{evaluation.keep_best} needs held-out prompts; set data.eval or evaluation.sets, or leave keep_best empty"
+        )
         problems.append(Problem(("evaluation.keep_best", *sets), said))
     if evaluation.keep_best is not None and held_out:
         problems += _best_problems(evaluation.keep_best, config)
-    if evaluation.num_generations > 1 and evaluation.temperature == 0 and (not evaluation.sets or config.data.eval is not None):
-        said = f"{evaluation.num_generations} greedy responses (temperature 0) are identical; raise evaluation.temperature, or use 1"
+    if (
+        evaluation.num_generations > 1
+        and evaluation.temperature == 0
+        and (not evaluation.sets or config.data.eval is not None)
+    ):
+        said = (
+            f"{evaluation.num_generations} greedy responses (temperature 0) are identical; raise "
+            f"evaluation.temperature, or use 1"
+        )
         problems.append(Problem(("evaluation.num_generations", "evaluation.temperature", *sets), said))
     for name in evaluation.sets:
         filled = _filled(evaluation.sets[name], config)
         if filled.num_generations > 1 and filled.temperature == 0:
             own = f"evaluation.sets.{name}"
-            keys = (f"{own}.num_generations", f"{own}.temperature", "evaluation.num_generations", "evaluation.temperature")
-            said = f"{filled.num_generations} greedy responses (temperature 0) are identical; raise the set's temperature, or use 1"
+            keys = (
+                f"{own}.num_generations",
+                f"{own}.temperature",
+                "evaluation.num_generations",
+                "evaluation.temperature",
+            )
+            said = (
+                f"{filled.num_generations} greedy responses (temperature 0) are identical; raise the set's "
+                f"temperature, or use 1"
+            )
             problems.append(Problem(keys, said))
     return problems

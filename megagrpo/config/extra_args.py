@@ -1,4 +1,5 @@
-"""Rejects arguments in `rollout.extra_args` that vLLM does not know, that the run sets itself, or that change the sampled distribution."""
+"""Rejects arguments in `rollout.extra_args` that vLLM does not know, that the run sets itself, or that change the
+sampled distribution."""
 
 from __future__ import annotations
 
@@ -14,13 +15,28 @@ if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
 KEY, CORRECTION = "rollout.extra_args", "algorithm.importance_correction"
-SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization", "-ep": "--enable-expert-parallel"}
-SHORT |= {"-h": "--help", "-dp": "--data-parallel-size", "-dpp": "--data-parallel-rpc-port", "-n": "--nnodes", "-r": "--node-rank"}
+SHORT = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-q": "--quantization",
+    "-ep": "--enable-expert-parallel",
+}
+SHORT |= {
+    "-h": "--help",
+    "-dp": "--data-parallel-size",
+    "-dpp": "--data-parallel-rpc-port",
+    "-n": "--nnodes",
+    "-r": "--node-rank",
+}
 _SYNC = "is set by the run, which needs it for weights and log-probs; leave it out"
 _LORA = "is set by lora.sync; leave it out"
-_ADDRESS = "changes the server's address; the run connects over HTTP to rollout.interface and rollout.port; leave it out"
+_ADDRESS = (
+    "changes the server's address; the run connects over HTTP to rollout.interface and rollout.port; leave it out"
+)
 _NODES = "is set by rollout.nodes_per_server; leave it out"
-_REQUESTS = "has no effect: every request carries its own sampling parameters; set rollout.temperature, top_p, top_k or min_p"
+_REQUESTS = (
+    "has no effect: every request carries its own sampling parameters; set rollout.temperature, top_p, top_k or min_p"
+)
 REFUSED = {
     "--model": "is set by model.path; leave it out",
     "--served-model-name": "is set by the run, which requests the model by that name; leave it out",
@@ -28,7 +44,8 @@ REFUSED = {
     "--skip-tokenizer-init": "is set by multi_turn.tool_parser and rollout.stop; leave it out",
     "--host": "is set by rollout.interface; leave it out",
     "--port": "is set by rollout.port; leave it out",
-    "--api-key": "would show a secret to every user of the host (ps); launched servers already have a token; leave it out",
+    "--api-key": "would show a secret to every user of the host (ps); launched servers already have a token; leave it "
+    "out",
     "--dtype": "is set by model.precision; leave it out",
     "--max-model-len": "is set by rollout.max_prompt_length plus rollout.max_completion_length; leave it out",
     "--max-num-seqs": "is set by rollout.max_num_seqs; leave it out",
@@ -62,7 +79,8 @@ def options_of(arguments: list[str]) -> dict[str, str]:
     for word in arguments:
         if _OPTION.match(word):
             name, equals, value = word.partition("=")
-            name = name.partition(".")[0].replace("_", "-")  # --speculative-config.method is a part of --speculative-config
+            # --speculative-config.method is a part of --speculative-config
+            name = name.partition(".")[0].replace("_", "-")
             name = "-O" if name.startswith("-O") else SHORT.get(name, name)
             options[name] = value if equals else ""
         elif name:
@@ -80,14 +98,17 @@ def extra_args_problems(config: RunConfig) -> list[Problem]:
         if refused is not None:
             problems.append(Problem((KEY,), f"{name} {refused}"))
         elif name not in ARGUMENTS and name != "-O" and _knows_installed():
-            problems.append(Problem((KEY,), f"vLLM {VERSION}'s server has no argument {name}{_nearest(name)}; correct or remove it"))
+            problems.append(
+                Problem((KEY,), f"vLLM {VERSION}'s server has no argument {name}{_nearest(name)}; correct or remove it")
+            )
         elif name == "--kv-cache-dtype" and value.startswith(("fp8", "int8", "nvfp4", "turboquant")):
             problems += _uncorrected(config, f"{name} {value}")
     return problems
 
 
 def _uncorrected(config: RunConfig, setting: str) -> list[Problem]:
-    """Return the problem of a quantized KV cache without importance correction; the rule is the one of `rollout.quantization`."""
+    """Return the problem of a quantized KV cache without importance correction; the rule is the one of
+    `rollout.quantization`."""
     samples = f"{setting} samples from a different distribution than the trainer's, but"
     if config.algorithm.loss.whole_step:
         said = f"{samples} loss_type {config.algorithm.loss_type} has no importance correction; leave the argument out"

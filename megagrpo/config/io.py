@@ -30,20 +30,23 @@ FOLDER_CONFIG = "run.yaml"  # the config of a shipped folder, which is named by 
 Loc = tuple[str | int, ...]  # pydantic's location of an error: keys and list indices
 
 
-# ---------------------------------------------------------------------------------------------------------------------- reading
+# -------------------------------------------------------------------------------------------------------------- reading
 
 
 def shipped_configs() -> Path:
     """Return the folder of the configs shipped with megagrpo: inside the package, or beside it in a checkout."""
     package = Path(__file__).parents[1]
-    return next((folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir()), package / "configs")
+    return next(
+        (folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir()), package / "configs"
+    )
 
 
 def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the mapping in `path`, merged over the file that its `defaults:` key names, and so on up the chain.
 
-    `defaults:` is a path relative to the file, or `megagrpo:NAME` for a shipped config. Mappings merge key by key; a list or a scalar
-    replaces what it overrides. `anchor(values, folder)` makes the relative paths of each file absolute.
+    `defaults:` is a path relative to the file, or `megagrpo:NAME` for a shipped config. Mappings merge key by key; a
+    list or a scalar replaces what it overrides. `anchor(values, folder)` makes the relative paths of each file
+    absolute.
     """
     path = config_file(path)
     itself = Path(os.path.realpath(path))
@@ -62,7 +65,9 @@ def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not a text file in UTF-8 (byte {error.start}); save it in UTF-8{named_by}") from None
+        raise ConfigError(
+            f"{path}: not a text file in UTF-8 (byte {error.start}); save it in UTF-8{named_by}"
+        ) from None
     values = parse_yaml(text, str(path))
     values = {} if values is None else values
     if not isinstance(values, dict):
@@ -70,8 +75,11 @@ def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()
     return over_defaults(values, path, anchor, (*_children, itself))
 
 
-def over_defaults(values: dict[str, Any], path: Path, anchor: Anchor, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return `values`, the content of the file `path`, merged over the file that their key `defaults:` names. See `read_yaml`."""
+def over_defaults(
+    values: dict[str, Any], path: Path, anchor: Anchor, _children: tuple[Path, ...] = ()
+) -> dict[str, Any]:
+    """Return `values`, the content of the file `path`, merged over the file that their key `defaults:` names. See
+    `read_yaml`."""
     if "defaults" not in values:
         return anchor(values, path.parent)
     own = {key: value for key, value in values.items() if key != "defaults"}
@@ -82,7 +90,8 @@ def over_defaults(values: dict[str, Any], path: Path, anchor: Anchor, _children:
 
 
 def _parent_file(name: str, child: Path) -> Path:
-    """Return the file that `defaults: name` refers to in the file `child`. Raises ConfigError for an unknown shipped config."""
+    """Return the file that `defaults: name` refers to in the file `child`. Raises ConfigError for an unknown shipped
+    config."""
     if not name.startswith(SHIPPED):
         return child.parent / os.path.expanduser(name)
     try:
@@ -92,12 +101,14 @@ def _parent_file(name: str, child: Path) -> Path:
 
 
 def config_file(name: str | Path) -> Path:
-    """Return the file that `name` stands for: a path, or `megagrpo:NAME`. Raises ConfigError for an unknown shipped config."""
+    """Return the file that `name` stands for: a path, or `megagrpo:NAME`. Raises ConfigError for an unknown shipped
+    config."""
     return shipped_config(str(name)) if str(name).startswith(SHIPPED) else Path(os.path.expanduser(name))
 
 
 def shipped_config(name: str) -> Path:
-    """Return the file of the shipped config `megagrpo:NAME`: NAME.yaml, or NAME/run.yaml. Raises ConfigError for an unknown name."""
+    """Return the file of the shipped config `megagrpo:NAME`: NAME.yaml, or NAME/run.yaml. Raises ConfigError for an
+    unknown name."""
     stem, known = name.removeprefix(SHIPPED).removesuffix(".yaml").removesuffix("/run"), shipped_names()
     if stem not in known:
         near = difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
@@ -110,7 +121,11 @@ def shipped_names() -> dict[str, Path]:
     """Return the name of every shipped config without `megagrpo:`, and its file."""
     folder = shipped_configs()
     paths = (file.relative_to(folder) for file in sorted(folder.rglob("*.yaml")))
-    names = {str(path.parent if path.name == FOLDER_CONFIG else path.with_suffix("")): path for path in paths if path.parts[0] != CLUSTERS}
+    names = {
+        str(path.parent if path.name == FOLDER_CONFIG else path.with_suffix("")): path
+        for path in paths
+        if path.parts[0] != CLUSTERS
+    }
     return {name: folder / path for name, path in names.items()}
 
 
@@ -129,19 +144,23 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-# ------------------------------------------------------------------------------------------------------------------- validating
+# ----------------------------------------------------------------------------------------------------------- validating
 
 
 def load[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str], anchor: Anchor) -> M:
-    """Return the validated model. Raises one ConfigError with all problems: unknown keys, invalid values, and contradicting fields.
+    """Return the validated model. Raises one ConfigError with all problems: unknown keys, invalid values, and
+    contradicting fields.
 
     `model` raises ProblemError for fields that are each valid but contradict each other.
     """
     return validated(model, read_yaml(path, anchor), overrides, path, anchor)
 
 
-def validated[M: BaseModel](model: type[M], values: dict[str, Any], overrides: Sequence[str], origin: str | Path, anchor: Anchor) -> M:
-    """Apply the overrides to `values`, in place, and return the validated model. Raises the errors of `load`, which name `origin`."""
+def validated[M: BaseModel](
+    model: type[M], values: dict[str, Any], overrides: Sequence[str], origin: str | Path, anchor: Anchor
+) -> M:
+    """Apply the overrides to `values`, in place, and return the validated model. Raises the errors of `load`, which
+    name `origin`."""
     invalid_overrides: list[str] = []
     problems: list[Problem] = []
     for override in overrides:
@@ -163,7 +182,8 @@ def listed(path: str | Path, problems: Sequence[object]) -> str:
     return "\n  ".join([f"{path}: {len(problems)} problem(s)", *map(str, problems)])
 
 
-_EMPTY = {"missing": "", "list_type": [], "dict_type": {}, "model_type": {}}  # type of pydantic's error -> a replacement value
+# type of pydantic's error -> a replacement value
+_EMPTY = {"missing": "", "list_type": [], "dict_type": {}, "model_type": {}}
 
 
 def _problems[M: BaseModel](model: type[M], values: dict[str, Any], error: ValidationError) -> list[Problem]:
@@ -188,7 +208,8 @@ def _problems[M: BaseModel](model: type[M], values: dict[str, Any], error: Valid
 
 
 def _repaired(values: dict[str, Any], errors: list[ErrorDetails]) -> dict[str, Any]:
-    """Return a copy of `values` without invalid values: removed, which means the default, or empty if a value is required."""
+    """Return a copy of `values` without invalid values: removed, which means the default, or empty if a value is
+    required."""
     values = copy.deepcopy(values)
     for error in errors:
         here: Any = values
@@ -208,7 +229,11 @@ def _repaired(values: dict[str, Any], errors: list[ErrorDetails]) -> dict[str, A
 
 
 def _has(here: Any, part: str | int) -> bool:
-    return part in here if isinstance(here, dict) else isinstance(here, list) and isinstance(part, int) and part < len(here)
+    return (
+        part in here
+        if isinstance(here, dict)
+        else isinstance(here, list) and isinstance(part, int) and part < len(here)
+    )
 
 
 # Type of pydantic's error -> the violated rule; names in braces come from pydantic's context.
@@ -249,7 +274,9 @@ def _problem(error: ErrorDetails, known: list[str]) -> Problem:
     if error["type"] == "missing":
         return Problem(keys, "required, but missing; set it")
     known_rule = _RULES.get(error["type"])
-    bounds = {name: int(b) if isinstance(b, float) and b.is_integer() else b for name, b in error.get("ctx", {}).items()}
+    bounds = {
+        name: int(b) if isinstance(b, float) and b.is_integer() else b for name, b in error.get("ctx", {}).items()
+    }
     rule = known_rule.format(**bounds) if known_rule else error["msg"].removeprefix("Value error, ")
     fix = _fix(error, value)
     return Problem(keys, f"{rule} (got {'nothing' if value is None else shortened(repr(value))}){fix}")
@@ -281,7 +308,8 @@ def _choices(error: ErrorDetails) -> list[str]:
 
 
 def nearest_key(loc: Sequence[str | int], known: list[str]) -> str:
-    """Return the nearest known key, by its dotted name or its last word, with the indices and names of `loc`; empty if none is near."""
+    """Return the nearest known key, by its dotted name or its last word, with the indices and names of `loc`; empty if
+    none is near."""
     unknown = ".".join("N" if isinstance(part, int) else part for part in loc)
     nearest = difflib.get_close_matches(unknown, known, n=1, cutoff=0.75)
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(known)}
@@ -290,7 +318,7 @@ def nearest_key(loc: Sequence[str | int], known: list[str]) -> str:
     return ".".join(str(loc[i]) if part in PLACEHOLDERS and i < len(loc) else part for i, part in enumerate(parts))
 
 
-# ------------------------------------------------------------------------------------------------------------- describing, saving
+# --------------------------------------------------------------------------------------------------- describing, saving
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -302,7 +330,8 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every dotted key below `model`, in order, with its pydantic field. `N` stands for a list index, `NAME` for a user's key."""
+    """Yield every dotted key below `model`, in order, with its pydantic field. `N` stands for a list index, `NAME` for
+    a user's key."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
         origin = get_origin(field.annotation)
@@ -316,7 +345,8 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def render_help(model: type[BaseModel], within: str = "") -> str:
-    """Return every key with its type, default and docstring, by section, as text. `within` limits it to one key and the keys below."""
+    """Return every key with its type, default and docstring, by section, as text. `within` limits it to one key and the
+    keys below."""
     lines: list[str] = []
     for key, field in fields(model):
         if within and not f"{key}.".startswith(f"{within}."):
@@ -324,7 +354,9 @@ def render_help(model: type[BaseModel], within: str = "") -> str:
         if section_of(field.annotation):
             lines += ["", f"{key}:  {field.description}" if field.description else f"{key}:"]
             continue
-        default = "required" if field.is_required() else f"default {_yaml(field.get_default(call_default_factory=True))}"
+        default = (
+            "required" if field.is_required() else f"default {_yaml(field.get_default(call_default_factory=True))}"
+        )
         lines += [f"  {key}  ({_type_name(field.annotation, field.metadata)}, {default})"]
         lines += [f"      {line}" for line in (field.description or "").split("\n")]
     return "\n".join(lines).strip("\n")
@@ -346,7 +378,12 @@ def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
         return f"{get_origin(annotation).__name__} of {inside}"
     if get_args(annotation):
         return " | ".join("empty" if a is type(None) else _type_name(a) for a in get_args(annotation))
-    bounds = [f"{sign} {getattr(m, name):g}" for m in metadata for name, sign in _BOUNDS.items() if getattr(m, name, None) is not None]
+    bounds = [
+        f"{sign} {getattr(m, name):g}"
+        for m in metadata
+        for name, sign in _BOUNDS.items()
+        if getattr(m, name, None) is not None
+    ]
     return " ".join([getattr(annotation, "__name__", str(annotation)), *[" and ".join(bounds)] * bool(bounds)])
 
 
@@ -380,7 +417,8 @@ def _flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def save_changes(config: BaseModel, base: BaseModel, base_path: Path, path: Path, comment: str) -> None:
-    """Write YAML that loads back to `config`: its `defaults:` names the file `base_path`, which holds `base`; it lists only differences."""
+    """Write YAML that loads back to `config`: its `defaults:` names the file `base_path`, which holds `base`; it lists
+    only differences."""
     named = os.path.relpath(base_path.resolve(), path.resolve().parent)
     values = {"defaults": named} | _changes(base.model_dump(), config.model_dump())
     path.write_text(f"# {comment}\n{block_text(values)}", encoding="utf-8")

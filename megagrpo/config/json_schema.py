@@ -8,16 +8,21 @@ from typing import Any
 from megagrpo.config import RunConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-DEFAULTS = "The file that this one extends: a path relative to this file, or megagrpo:NAME for a config that is shipped with megagrpo."
+DEFAULTS = (
+    "The file that this one extends: a path relative to this file, or megagrpo:NAME for a config that is "
+    "shipped with megagrpo."
+)
 
 
 def config_schema() -> dict[str, Any]:
-    """Return the schema of a YAML file. Keys that a run requires may be missing, because a file may inherit them or leave them to the
-    command line; so nothing is required."""
+    """Return the schema of a YAML file. Keys that a run requires may be missing, because a file may inherit them or
+    leave them to the command line; so nothing is required."""
     schema = RunConfig.model_json_schema()
     _relax(schema)
     schema["properties"] = {"defaults": {"type": "string", "description": DEFAULTS}} | schema["properties"]
-    return {"$schema": DIALECT, "title": "Config of a megagrpo run"} | {key: value for key, value in schema.items() if key != "title"}
+    return {"$schema": DIALECT, "title": "Config of a megagrpo run"} | {
+        key: value for key, value in schema.items() if key != "title"
+    }
 
 
 def _relax(node: Any) -> None:

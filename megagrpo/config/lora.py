@@ -21,20 +21,24 @@ ALL_LINEAR = "all-linear"
 
 class LoraSection(Section):
     rank: NonNegativeInt = 0
-    """Rank of the adapters, which are trained instead of the model's weights; 0 trains the weights themselves. docs/lora.md."""
+    """Rank of the adapters, which are trained instead of the model's weights; 0 trains the weights themselves.
+    docs/lora.md."""
     alpha: PositiveFloat = 32.0
     """The adapters' output is scaled by alpha / rank."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the adapters' inputs that is set to 0 in training. Log-probs of the reference and the old policy use no dropout."""
+    """Share of the adapters' inputs that is set to 0 in training. Log-probs of the reference and the old policy use no
+    dropout."""
     target_modules: list[str] | str = ALL_LINEAR
-    """Projections with an adapter: `all-linear`, or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and down_proj; for fused
-    weights qkv_proj and gate_up_proj. Experts have no adapters."""
+    """Projections with an adapter: `all-linear`, or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
+    down_proj; for fused weights qkv_proj and gate_up_proj. Experts have no adapters."""
     adapter_path: str | None = None
-    """Adapter to continue from, a folder as PEFT saves it; it is also the reference. Empty: a new adapter; the model is the reference."""
+    """Adapter to continue from, a folder as PEFT saves it; it is also the reference. Empty: a new adapter; the model is
+    the reference."""
     sync: Literal["merged", "adapter"] = "merged"
-    """What vLLM gets. merged: whole weights with the adapters added. adapter: only the adapters, which vLLM applies to its own weights."""
+    """What vLLM gets. merged: whole weights with the adapters added. adapter: only the adapters, which vLLM applies to
+    its own weights."""
 
     @property
     def enabled(self) -> bool:
@@ -58,12 +62,17 @@ class LoraSection(Section):
 
 
 def lora_problems(config: RunConfig) -> list[Problem]:
-    """Return target modules that cannot have an adapter, LoRA options without adapters, and options that do not support adapters."""
+    """Return target modules that cannot have an adapter, LoRA options without adapters, and options that do not support
+    adapters."""
     lora, problems, targets = config.lora, [], ("lora.target_modules",)
     choice = f"choose {ALL_LINEAR} or a list of {', '.join(PROJECTIONS)}"
     named = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
     if unknown := [name for name in named if name not in PROJECTIONS and lora.target_modules != ALL_LINEAR]:
-        why = "embeddings and LM head have no adapters" if {"lm_head", "embed_tokens"} & set(unknown) else "unknown projection"
+        why = (
+            "embeddings and LM head have no adapters"
+            if {"lm_head", "embed_tokens"} & set(unknown)
+            else "unknown projection"
+        )
         problems.append(Problem(targets, f"{', '.join(unknown)}: {why}; {choice}"))
     if not named:
         problems.append(Problem(targets, f"the list is empty, so nothing is trained; {choice}"))
@@ -71,16 +80,27 @@ def lora_problems(config: RunConfig) -> list[Problem]:
         said = f"{lora.adapter_path} needs lora.rank, the rank of that adapter; set lora.rank, or leave the path empty"
         problems.append(Problem(("lora.adapter_path", "lora.rank"), said))
     if not lora.enabled and lora.sync == "adapter":
-        problems.append(Problem(("lora.sync", "lora.rank"), "adapter needs adapters, but lora.rank is 0; set lora.rank, or choose merged"))
+        problems.append(
+            Problem(
+                ("lora.sync", "lora.rank"),
+                "adapter needs adapters, but lora.rank is 0; set lora.rank, or choose merged",
+            )
+        )
     if lora.syncs_adapters and lora.rank > LARGEST_IN_VLLM:
-        said = f"{lora.rank} is above vLLM's limit for adapters, {LARGEST_IN_VLLM}; lower lora.rank, or set lora.sync to merged"
+        said = (
+            f"{lora.rank} is above vLLM's limit for adapters, {LARGEST_IN_VLLM}; lower lora.rank, or set lora.sync "
+            f"to merged"
+        )
         problems.append(Problem(("lora.rank", "lora.sync"), said))
     storage = config.model.base_storage
     if storage != "none" and not lora.enabled:
         said = f"{storage} needs frozen weights, but lora.rank is 0; set lora.rank, or choose none"
         problems.append(Problem(("model.base_storage", "lora.rank"), said))
     if storage != "none" and lora.syncs_adapters:
-        said = f"adapter leaves vLLM with unrounded weights, but model.base_storage {storage} trains rounded ones; choose merged"
+        said = (
+            f"adapter leaves vLLM with unrounded weights, but model.base_storage {storage} trains rounded ones; "
+            f"choose merged"
+        )
         problems.append(Problem(("lora.sync", "lora.rank", "model.base_storage"), said))
     if lora.enabled and config.debug.dump_steps:
         said = "megagrpo audit does not support adapters; leave dump_steps empty, or set lora.rank to 0"

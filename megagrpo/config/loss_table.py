@@ -1,6 +1,7 @@
 """One row per loss: the allowed values of `algorithm.loss_type`, and what the rest of a run needs to know of each.
 
-Config rules, denominators, metrics, the terms of the whole step and `megagrpo audit` read the row. No other module lists names of losses.
+Config rules, denominators, metrics, the terms of the whole step and `megagrpo audit` read the row. No other module
+lists names of losses.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ class Loss:
     """One loss: its policy term, how its tokens are averaged, and how it behaves towards other options."""
 
     policy_term: (
-        str  # function in algorithms/policy_losses.py and, in float64, in proof/audit/naive_loss.py; or the user's own, FILE.py:NAME
+        # function in algorithms/policy_losses.py and, in float64, in proof/audit/naive_loss.py; or the user's own,
+        # FILE.py:NAME
+        str
     )
     average: Average  # tokens; means of samples; sums of samples; tokens over samples x max_completion_length
-    clips: Literal["ratio", "weight", "nothing"] = "nothing"  # "ratio": epsilon, epsilon_high, delta. "weight": epsilon_high is its maximum
+    # "ratio": epsilon, epsilon_high, delta. "weight": epsilon_high is its maximum
+    clips: Literal["ratio", "weight", "nothing"] = "nothing"
     local: bool = True  # with a ratio per token, the gradient at a token depends on that token alone
     own_ratio: bool = False  # the loss builds the ratio of a sequence itself: importance_sampling_level must be token
     own_correction: bool = False  # the policy term contains the weights of importance_correction

@@ -9,20 +9,24 @@ from pydantic import Field
 from megagrpo.config.problems import Problem
 from megagrpo.config.section import Count, PositiveInt, Seconds, Section
 
-ANSWERING = ("multi_turn.scheduler", "multi_turn.tools", "multi_turn.environment")  # the keys that make a response have several turns
+# the keys that make a response have several turns
+ANSWERING = ("multi_turn.scheduler", "multi_turn.tools", "multi_turn.environment")
 LIMITS = ("multi_turn.max_response_length", "multi_turn.completion_length_limit_scope")
 
 
 class MultiTurnSection(Section):
     scheduler: str | None = None
-    """Decides after each turn how the conversation continues: `math_tip_trick`, `math_tip_trick_multi_turn`, `reasoning_gym`, or your own
-    function or class as `package.module:name` or `path/file.py:name` (docs/multi_turn.md)."""
+    """Decides after each turn how the conversation continues: `math_tip_trick`, `math_tip_trick_multi_turn`,
+    `reasoning_gym`, or your own function or class as `package.module:name` or `path/file.py:name`
+    (docs/multi_turn.md)."""
     scheduler_args: dict[str, Any] = {}
     """Keyword arguments of the scheduler, passed on every call."""
     tools: list[str] = []
-    """Functions that the policy may call: `calculator`, or your own as `package.module:function` or `path/file.py:function`."""
+    """Functions that the policy may call: `calculator`, or your own as `package.module:function` or
+    `path/file.py:function`."""
     environment: str | None = None
-    """Class as `package.module:Class` or `path/file.py:Class`: each response gets an instance, whose public methods are tools."""
+    """Class as `package.module:Class` or `path/file.py:Class`: each response gets an instance, whose public methods are
+    tools."""
     tool_parser: Annotated[str, Field(pattern=r"^(hermes|vllm:[a-z0-9_]+)$")] = "hermes"
     """Parser of tool calls: `hermes`, JSON between <tool_call> and </tool_call>, or `vllm:NAME`, a parser of vLLM
     (`--tool-call-parser`)."""
@@ -31,12 +35,14 @@ class MultiTurnSection(Section):
     max_tool_calling_iterations: PositiveInt | None = None
     """Turns of one response whose tool calls are executed; as many as fit when empty."""
     completion_length_limit_scope: Literal["total", "per_round"] = "total"
-    """What `rollout.max_completion_length` limits, in tokens. total: the whole response, messages of tools and schedulers included.
+    """What `rollout.max_completion_length` limits, in tokens. total: the whole response, messages of tools and
+    schedulers included.
     per_round: each turn of the policy."""
     max_response_length: PositiveInt | None = None
     """Longest whole response in tokens, with `completion_length_limit_scope: per_round`."""
     timeout: Seconds = 10.0
-    """Timeout in seconds of one call of a tool, scheduler or environment; then its process is killed and the failure is counted."""
+    """Timeout in seconds of one call of a tool, scheduler or environment; then its process is killed and the failure is
+    counted."""
     workers: Count = 4
     """Worker processes for tools, schedulers and environments, per rank that generates."""
 
@@ -71,14 +77,22 @@ def multi_turn_problems(m: MultiTurnSection) -> list[Problem]:
     for name in ("max_tool_calling_iterations", "tool_parser"):
         if name in idle and not m.calls_tools:
             keys = (f"multi_turn.{name}", "multi_turn.tools", "multi_turn.environment")
-            problems.append(Problem(keys, f"{getattr(m, name)} needs tools; name tools or an environment, or leave it out"))
+            problems.append(
+                Problem(keys, f"{getattr(m, name)} needs tools; name tools or an environment, or leave it out")
+            )
     if m.completion_length_limit_scope == "per_round" and m.max_response_length is None:
-        problems.append(Problem(LIMITS, "completion_length_limit_scope per_round needs a limit for the whole response; set one, in tokens"))
+        problems.append(
+            Problem(
+                LIMITS,
+                "completion_length_limit_scope per_round needs a limit for the whole response; set one, in tokens",
+            )
+        )
     if m.completion_length_limit_scope == "total" and m.max_response_length is not None:
         problems.append(
             Problem(
                 LIMITS,
-                "with completion_length_limit_scope total, rollout.max_completion_length limits the whole response; leave it out, or "
+                "with completion_length_limit_scope total, rollout.max_completion_length limits the whole response; "
+                "leave it out, or "
                 "set the scope to per_round",
             )
         )

@@ -1,7 +1,7 @@
 r"""Reads and writes overrides `section.key=value`. The type of the key says how the text after the first `=` is read.
 
-- Text (a string, a path, a choice): the text as it is typed. Quotes, `#`, `:`, spaces and escapes are characters like any other. `null`
-  clears a key that may be empty, and `\null` is the text `null` there.
+- Text (a string, a path, a choice): the text as it is typed. Quotes, `#`, `:`, spaces and escapes are characters like
+  any other. `null` clears a key that may be empty, and `\null` is the text `null` there.
 - A list or a mapping of texts: YAML whose plain values are texts, so `[1e3, off]` holds two texts.
 - A list of texts or one text: a list if it begins with `[`, else text.
 - Any other key: YAML as in a file. A comment is an error.
@@ -26,8 +26,8 @@ _ESCAPED_NULL = re.compile(r"\\*null")
 
 
 def read_override(model: type[BaseModel], override: str, anchor: Anchor) -> tuple[str, Any]:
-    """Return key and value of `key=value`. Relative paths in the value become absolute; they count from the current folder. Raises
-    ConfigError for an invalid override."""
+    """Return key and value of `key=value`. Relative paths in the value become absolute; they count from the current
+    folder. Raises ConfigError for an invalid override."""
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not all(key.split(".")) or ODD_TEXT.search(key):
         raise ConfigError(f"{shortened(override)}: not an override; write section.key=value")
@@ -41,7 +41,8 @@ def read_override(model: type[BaseModel], override: str, anchor: Anchor) -> tupl
 
 
 def override_text(model: type[BaseModel], key: str, value: Any) -> str:
-    """Return `key=value`, which `read_override` reads back. Raises ConfigError when the key holds text and the value is none."""
+    """Return `key=value`, which `read_override` reads back. Raises ConfigError when the key holds text and the value is
+    none."""
     types = types_of(model, key)
     if is_text(types) and isinstance(value, str):
         return f"{key}={chr(92) * (NoneType in types and bool(_ESCAPED_NULL.fullmatch(value)))}{value}"
@@ -70,7 +71,9 @@ def apply_override(model: type[BaseModel], values: dict[str, Any], override: str
             here[part] = {}
         here = here[_index(here, part, key)] if isinstance(here, list) else here[part]
         if not isinstance(here, (dict, list)):
-            raise ConfigError(f"{key}: {'.'.join(parents[: i + 1])} is a scalar and has no keys (got {shortened(repr(here))})")
+            raise ConfigError(
+                f"{key}: {'.'.join(parents[: i + 1])} is a scalar and has no keys (got {shortened(repr(here))})"
+            )
     here[_index(here, last, key) if isinstance(here, list) else last] = value
 
 

@@ -1,8 +1,9 @@
 """Makes the relative paths of a config absolute: one rule for every key of `PATHS`.
 
-A path in a YAML file counts from the folder of that file; a path on the command line or from Python counts from the current folder. `~`
-is the home folder, `~user` another user's. Variables such as `$HOME` are not expanded. A key that also holds names of the hub holds a path
-when the text cannot be a name, or when a file or folder of that name exists there or in the current folder.
+A path in a YAML file counts from the folder of that file; a path on the command line or from Python counts from the
+current folder. `~` is the home folder, `~user` another user's. Variables such as `$HOME` are not expanded. A key that
+also holds names of the hub holds a path when the text cannot be a name, or when a file or folder of that name exists
+there or in the current folder.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _PLAIN_TEXT = "none"  # the value of data.chat_template for plain-text prompts
 
 
 def anchored(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Make every relative path in `values`, from a YAML file in `folder`, absolute. Works in place and returns `values`. Values of a wrong
-    type are not changed."""
+    """Make every relative path in `values`, from a YAML file in `folder`, absolute. Works in place and returns
+    `values`. Values of a wrong type are not changed."""
     for key, resolve in PATHS.items():
         for owner, name, _ in _strings(values, key.split(".")):
             owner[name] = resolve(owner[name], folder)
@@ -48,14 +49,17 @@ def path_problems(config: RunConfig) -> list[Problem]:
             if not text:
                 problems.append(Problem((key,), "must not be empty; write a name or a path, or leave it out"))
             elif text.startswith("~"):
-                problems.append(Problem((key,), f"{text}: this machine has no user {text[1:].split('/')[0]}; write the folder out"))
+                problems.append(
+                    Problem((key,), f"{text}: this machine has no user {text[1:].split('/')[0]}; write the folder out")
+                )
             elif odd := odd_text(text):  # a folder of the config whose name is not UTF-8
                 problems.append(Problem((key,), odd))
     return problems
 
 
 def paths_in(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the key and the absolute path of each file and folder that a config names, without the name of a function in it."""
+    """Yield the key and the absolute path of each file and folder that a config names, without the name of a function
+    in it."""
     values = config.model_dump()
     for pattern in PATHS:
         for owner, name, key in _strings(values, pattern.split(".")):
@@ -71,7 +75,8 @@ def is_user_code(text: str) -> bool:
 
 
 def _strings(node: Any, parts: list[str], above: str = "") -> Iterator[tuple[Any, Any, str]]:
-    """Yield (owner, index or name, dotted key) of the strings below `node` at the dotted key `parts`; `*` matches any index and name."""
+    """Yield (owner, index or name, dotted key) of the strings below `node` at the dotted key `parts`; `*` matches any
+    index and name."""
     first, *rest = parts
     names: Iterable[Any] = ()
     if isinstance(node, list):
@@ -86,7 +91,8 @@ def _strings(node: Any, parts: list[str], above: str = "") -> Iterator[tuple[Any
 
 
 def _file(text: str, folder: Path) -> str:
-    """Resolve the path of a file or folder, which need not exist yet. `path_problems` reports what this function does not change."""
+    """Resolve the path of a file or folder, which need not exist yet. `path_problems` reports what this function does
+    not change."""
     expanded = os.path.expanduser(text)
     return text if not text or expanded.startswith("~") else os.path.abspath(folder / expanded)
 
@@ -102,7 +108,8 @@ def _folder_or_name(text: str, folder: Path) -> str:
 
 
 def data_suffix(name: str | Path) -> str:
-    """Return the suffix that names a data file's format, `.jsonl` for `rows.jsonl.gz`; an empty string for other files."""
+    """Return the suffix that names a data file's format, `.jsonl` for `rows.jsonl.gz`; an empty string for other
+    files."""
     path = Path(name)
     if path.suffix.lower() in COMPRESSED:
         return suffix if (suffix := Path(path.stem).suffix.lower()) in TEXT_SUFFIXES else ""

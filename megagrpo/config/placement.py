@@ -31,21 +31,24 @@ def address_fault(url: str) -> str:
 
 
 def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]:
-    """Return the transport of the weights (shared_memory, p2p or cuda_ipc) and the reason for it. `gpu`: trainer and servers compute on
-    GPUs; `one_host`: all ranks and the first node of every server share a host. Raises ValueError when the configured transport cannot
-    reach the servers."""
+    """Return the transport of the weights (shared_memory, p2p or cuda_ipc) and the reason for it. `gpu`: trainer and
+    servers compute on GPUs; `one_host`: all ranks and the first node of every server share a host. Raises ValueError
+    when the configured transport cannot reach the servers."""
     r = config.rollout
     configured, placed = r.weight_sync_transport, r.placed
     if config.lora.syncs_adapters:
         if not one_host:
-            raise ValueError("lora.sync: adapter sends files, so all ranks and servers must share one host; set it to merged")
+            raise ValueError(
+                "lora.sync: adapter sends files, so all ranks and servers must share one host; set it to merged"
+            )
         return "shared_memory", "lora.sync adapter sends files"
     one_host = one_host and r.nodes_per_server == 1
     if configured == "cuda_ipc" and not gpu:
         raise ValueError("rollout.weight_sync_transport: cuda_ipc needs GPUs, but this host has no GPU; set it to auto")
     if configured == "p2p" and gpu and placed == "colocated":
         raise ValueError(
-            "rollout.weight_sync_transport: p2p uses NCCL, which refuses two processes on one GPU, but rollout.placement is "
+            "rollout.weight_sync_transport: p2p uses NCCL, which refuses two processes on one GPU, but "
+            "rollout.placement is "
             "colocated; set the transport to auto"
         )
     if placed == "colocated" and config.run.nodes > 1 and not one_host:
@@ -54,7 +57,10 @@ def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]
         transport = "cuda_ipc" if gpu and configured != "shared_memory" else "shared_memory"
         return transport, "each node's servers get weights from its ranks"
     if configured == "shared_memory" and not one_host:
-        raise ValueError("rollout.weight_sync_transport: shared_memory needs all ranks and servers on one host; set it to auto or p2p")
+        raise ValueError(
+            "rollout.weight_sync_transport: shared_memory needs all ranks and servers on one host; set it to auto or "
+            "p2p"
+        )
     if configured != "auto":
         return configured, "set by rollout.weight_sync_transport"
     if not gpu:
@@ -68,10 +74,16 @@ def placement_problems(config: RunConfig) -> list[Problem]:
     """Return placements and transports that contradict each other."""
     r, problems, placement, urls = config.rollout, [], "rollout.placement", "rollout.urls"
     if r.placement == "external" and not r.urls:
-        said = "external needs the addresses of running servers, but rollout.urls is empty; list them there, or choose auto"
+        said = (
+            "external needs the addresses of running servers, but rollout.urls is empty; list them there, or "
+            "choose auto"
+        )
         problems.append(Problem((placement, urls), said))
     if r.placement in ("colocated", "dedicated") and r.urls:
-        said = f"{r.placement} servers are started by the run, but rollout.urls lists external ones; leave rollout.urls empty, or choose "
+        said = (
+            f"{r.placement} servers are started by the run, but rollout.urls lists external ones; leave "
+            f"rollout.urls empty, or choose "
+        )
         said += "external"
         problems.append(Problem((placement, urls), said))
     if config.train.offload and r.placed == "dedicated":
@@ -81,22 +93,41 @@ def placement_problems(config: RunConfig) -> list[Problem]:
         said = f"{r.servers} servers cannot be spread over run.nodes {config.run.nodes} nodes evenly; use a multiple"
         problems.append(Problem(("rollout.servers", "run.nodes", placement), said))
     if r.placed == "colocated" and config.run.nodes > 1 and config.lora.syncs_adapters:
-        said = f"adapter sends files to servers on the first node only, but run.nodes is {config.run.nodes}; set it to merged"
+        said = (
+            f"adapter sends files to servers on the first node only, but run.nodes is {config.run.nodes}; set it "
+            f"to merged"
+        )
         problems.append(Problem(("lora.sync", "run.nodes", placement), said))
     if r.weight_sync_transport == "cuda_ipc" and r.placed != "colocated":
-        said = f"cuda_ipc only reaches servers on the trainer's GPUs, but rollout.placement is {r.placed}; choose p2p or auto"
+        said = (
+            f"cuda_ipc only reaches servers on the trainer's GPUs, but rollout.placement is {r.placed}; choose p2p "
+            f"or auto"
+        )
         problems.append(Problem(("rollout.weight_sync_transport", placement, urls), said))
     if r.weight_sync_transport in ("p2p", "cuda_ipc") and config.lora.syncs_adapters:
-        said = f"{r.weight_sync_transport} sends weights, but lora.sync adapter sends adapters as files; set the transport to auto, or "
-        problems.append(Problem(("rollout.weight_sync_transport", "lora.sync", "lora.rank"), f"{said}lora.sync to merged"))
+        said = (
+            f"{r.weight_sync_transport} sends weights, but lora.sync adapter sends adapters as files; set the "
+            f"transport to auto, or "
+        )
+        problems.append(
+            Problem(("rollout.weight_sync_transport", "lora.sync", "lora.rank"), f"{said}lora.sync to merged")
+        )
     if r.urls_file is not None and not r.urls:
-        said = "needs initial servers, but rollout.urls is empty; list the initial servers there, or leave urls_file empty"
+        said = (
+            "needs initial servers, but rollout.urls is empty; list the initial servers there, or leave urls_file empty"
+        )
         problems.append(Problem(("rollout.urls_file", urls), said))
     if r.interface != LOOPBACK and r.urls:
-        said = f"{r.interface} only applies to servers that the run starts, but rollout.urls lists external ones; leave it out"
+        said = (
+            f"{r.interface} only applies to servers that the run starts, but rollout.urls lists external ones; "
+            f"leave it out"
+        )
         problems.append(Problem(("rollout.interface", urls), said))
     if not r.urls and r.port and (last := r.port + r.servers - 1) > LAST_PORT:
-        said = f"{r.port} with rollout.servers {r.servers} needs ports up to {last}, above the limit {LAST_PORT}; lower it, or set it to 0"
+        said = (
+            f"{r.port} with rollout.servers {r.servers} needs ports up to {last}, above the limit {LAST_PORT}; "
+            f"lower it, or set it to 0"
+        )
         problems.append(Problem(("rollout.port", "rollout.servers"), said))
     problems += [
         Problem((f"rollout.urls.{i}",), f"{url} {why}; write it as http://HOST:PORT")
@@ -105,7 +136,10 @@ def placement_problems(config: RunConfig) -> list[Problem]:
     ]
     problems += server_nodes_problems(config)
     if any("@" in url for url in r.urls):
-        said = "an address must not contain a password, which logs and resolved.yaml would show; set rollout.token_file instead"
+        said = (
+            "an address must not contain a password, which logs and resolved.yaml would show; set "
+            "rollout.token_file instead"
+        )
         problems.append(Problem((urls,), said))
     return problems
 
@@ -120,13 +154,22 @@ def server_nodes_problems(config: RunConfig) -> list[Problem]:
         said = f"{nodes} nodes cannot share {size} devices ({r.server_text}) evenly; use {nearest_divisor(size, nodes)}"
         problems.append(Problem((key, "rollout.tp", "rollout.pp", "rollout.dp"), said))
     elif nodes % r.dp and r.dp % nodes:
-        said = f"{nodes} nodes and rollout.dp {r.dp} copies: neither divides the other, so nodes would hold parts of copies; change one"
+        said = (
+            f"{nodes} nodes and rollout.dp {r.dp} copies: neither divides the other, so nodes would hold parts of "
+            f"copies; change one"
+        )
         problems.append(Problem((key, "rollout.dp"), said))
     if r.placed == "colocated":
-        said = f"{nodes} nodes per server need servers on nodes without ranks, but {placement} is colocated; choose dedicated or external, "
+        said = (
+            f"{nodes} nodes per server need servers on nodes without ranks, but {placement} is colocated; choose "
+            f"dedicated or external, "
+        )
         problems.append(Problem((key, placement), f"{said}or set nodes_per_server to 1"))
     elif r.placed == "dedicated" and r.servers * nodes > config.run.nodes:
-        said = f"{nodes} nodes x rollout.servers {r.servers} need {r.servers * nodes} nodes, but run.nodes is {config.run.nodes}; raise it"
+        said = (
+            f"{nodes} nodes x rollout.servers {r.servers} need {r.servers * nodes} nodes, but run.nodes is "
+            f"{config.run.nodes}; raise it"
+        )
         problems.append(Problem((key, "rollout.servers", "run.nodes"), said))
     if r.weight_sync_transport == "shared_memory":
         said = f"shared_memory reaches one host, but nodes_per_server is {nodes}; set the transport to auto or p2p"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 class Problem:
     """One problem, or one note, about values of a configuration.
 
-    `keys` are its dotted keys; the first one is the key to change. `text` states the value, the rule and the fix. `rule` is the number of
-    a rule in docs/plan.md, or None.
+    `keys` are its dotted keys; the first one is the key to change. `text` states the value, the rule and the fix.
+    `rule` is the number of a rule in docs/plan.md, or None.
     """
 
     keys: tuple[str, ...]
@@ -44,7 +44,8 @@ class ProblemError(ValueError):
 
 
 class ConfigError(ValueError):
-    """The error of an unusable config. Its text has one line per problem; `problems` holds the problems whose keys are known."""
+    """The error of an unusable config. Its text has one line per problem; `problems` holds the problems whose keys are
+    known."""
 
     def __init__(self, text: str, problems: Iterable[Problem] = ()) -> None:
         super().__init__(text)

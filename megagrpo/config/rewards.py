@@ -11,8 +11,9 @@ from megagrpo.config.section import Count, PositiveInt, Seconds, Section
 
 class RewardFunction(Section):
     function: str
-    """A built-in function of docs/rewards.md such as `accuracy`; your own as `package.module:function` or `path/file.py:function`; a name
-    that a file of `rewards.plugins` registers; a reward model as `model:PATH`; or a reward server as `http://...`."""
+    """A built-in function of docs/rewards.md such as `accuracy`; your own as `package.module:function` or
+    `path/file.py:function`; a name that a file of `rewards.plugins` registers; a reward model as `model:PATH`; or a
+    reward server as `http://...`."""
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")] | None = None
     """Name in metrics and completions.jsonl; the last part of `function` when empty."""
     weight: float = 1.0
@@ -20,8 +21,9 @@ class RewardFunction(Section):
     args: dict[str, Any] = {}
     """Keyword arguments passed on every call; for a class, to its constructor."""
     independent: bool = False
-    """The function scores each completion on its own. Then a failed call is repeated one completion at a time, and only the faulty one
-    fails. Built-in functions and reward models are independent; a function may also have the attribute `independent = True`."""
+    """The function scores each completion on its own. Then a failed call is repeated one completion at a time, and only
+    the faulty one fails. Built-in functions and reward models are independent; a function may also have the attribute
+    `independent = True`."""
     timeout: Seconds | None = None
     """Timeout in seconds for scoring one completion; `rewards.timeout` when empty."""
     own_worker: bool = False
@@ -30,12 +32,14 @@ class RewardFunction(Section):
 
 class RewardsSection(Section):
     functions: list[RewardFunction]
-    """Reward functions; the weighted sum is the reward. May be `[]` where a scheduler or an environment of `multi_turn` gives rewards."""
+    """Reward functions; the weighted sum is the reward. May be `[]` where a scheduler or an environment of `multi_turn`
+    gives rewards."""
     plugins: list[str] = []
     """Python files that register reward functions by name."""
     timeout: Seconds = 10.0
-    """Timeout in seconds for scoring one completion; a call with a group of n completions gets n times as long. Then the worker is killed,
-    and the group scores 0 and counts as n timeouts. With `independent` only the completion that timed out does."""
+    """Timeout in seconds for scoring one completion; a call with a group of n completions gets n times as long. Then
+    the worker is killed, and the group scores 0 and counts as n timeouts. With `independent` only the completion that
+    timed out does."""
     workers: Count = 2
     """Worker processes per rank that scores."""
     concurrency: PositiveInt = 16

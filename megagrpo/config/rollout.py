@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from megagrpo.config.placement import Placement, Transport
-from megagrpo.config.section import Count, Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Seconds, Section, Temperature
+from megagrpo.config.section import (
+    Count,
+    Fraction,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    Section,
+    Temperature,
+)
 from megagrpo.platform.process.loopback import LOOPBACK
 
 
@@ -29,67 +38,77 @@ class RolloutSection(Section):
     temperature: Temperature = 1.0
     """Sampling temperature; the trainer's log-probs use it too."""
     top_p: Fraction = 1.0
-    """Sample from the most likely tokens whose probabilities add up to this; 1 keeps all. The trainer's log-probs are over the tokens that
-    it keeps by its own probabilities, also with top_k and min_p."""
+    """Sample from the most likely tokens whose probabilities add up to this; 1 keeps all. The trainer's log-probs are
+    over the tokens that it keeps by its own probabilities, also with top_k and min_p."""
     top_k: NonNegativeInt = 0
     """Sample from this many of the most likely tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Sample from the tokens that are at least this times as likely as the most likely token; 0 keeps all."""
     stop: list[Annotated[str, AfterValidator(_not_empty)]] = []
-    """Texts that end a response, as the end token does. The loss sees every sampled token up to the one that completes the text. A special
-    token such as `<|im_end|>` is valid too. It also applies to evaluation and `generate`. docs/sampling.md."""
+    """Texts that end a response, as the end token does. The loss sees every sampled token up to the one that completes
+    the text. A special token such as `<|im_end|>` is valid too. It also applies to evaluation and `generate`.
+    docs/sampling.md."""
     include_stop_str_in_output: bool = True
-    """Whether the text of a response, which reward functions get, includes the text of `stop` that ended it. vLLM's own default is
-    false."""
+    """Whether the text of a response, which reward functions get, includes the text of `stop` that ended it. vLLM's own
+    default is false."""
     max_staleness: NonNegativeInt = 0
-    """Largest number of weight versions by which a step's responses may be behind the policy: generation runs ahead of training by this
-    many steps. 0: generation and training take turns. docs/async.md."""
+    """Largest number of weight versions by which a step's responses may be behind the policy: generation runs ahead of
+    training by this many steps. 0: generation and training take turns. docs/async.md."""
     in_flight: Literal["keep", "resume", "wait"] = "keep"
-    """With max_staleness above 0: handling of in-flight responses during a weight sync. keep: they pause and continue with the new weights.
-    resume: they are aborted and requested again from the tokens generated so far. wait: the sync waits until they are finished."""
+    """With max_staleness above 0: handling of in-flight responses during a weight sync. keep: they pause and continue
+    with the new weights.
+    resume: they are aborted and requested again from the tokens generated so far. wait: the sync waits until they are
+        finished."""
     straggler_seconds: Seconds | None = None
-    """With max_staleness above 0: if a step waits and no group finishes for this many seconds, the responses being waited for are
-    truncated, as at max_completion_length. Empty never truncates."""
+    """With max_staleness above 0: if a step waits and no group finishes for this many seconds, the responses being
+    waited for are truncated, as at max_completion_length. Empty never truncates."""
     mismatch_threshold: Annotated[float, Field(ge=1)] | None = None
-    """Warn when a step's `token_mult_prob_error` is above this. Empty: warn when the error is three times as far from 1 as in the run's
-    first 5 steps and above the normal range, 1.01 in fp32 and 1.1 in bf16. With max_staleness above 0 empty never warns."""
+    """Warn when a step's `token_mult_prob_error` is above this. Empty: warn when the error is three times as far from 1
+    as in the run's first 5 steps and above the normal range, 1.01 in fp32 and 1.1 in bf16. With max_staleness above 0
+    empty never warns."""
     servers: Count = 1
-    """vLLM servers to start, each with `tp` x `pp` x `dp` devices. Colocated servers are spread evenly over `run.nodes`."""
+    """vLLM servers to start, each with `tp` x `pp` x `dp` devices. Colocated servers are spread evenly over
+    `run.nodes`."""
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM server."""
     pp: PositiveInt = 1
     """Pipeline-parallel size of each vLLM server: the number of stages that share its layers."""
     dp: PositiveInt = 1
-    """Data-parallel size of each vLLM server: copies of its attention, which share its experts. Above 1 it needs enable_expert_parallel;
-    models without experts use more `servers`."""
+    """Data-parallel size of each vLLM server: copies of its attention, which share its experts. Above 1 it needs
+    enable_expert_parallel; models without experts use more `servers`."""
     nodes_per_server: PositiveInt = 1
-    """Nodes that share each vLLM server, for servers with more GPUs than a node has. They run no ranks: placement is dedicated or external.
-    Each node has an equal part of the `tp` x `pp` x `dp` devices. docs/parallelism.md."""
+    """Nodes that share each vLLM server, for servers with more GPUs than a node has. They run no ranks: placement is
+    dedicated or external. Each node has an equal part of the `tp` x `pp` x `dp` devices. docs/parallelism.md."""
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"] = "none"
-    """Format in which vLLM computes its linear layers. none: the dtype of the weights. fp8_...: FP8, with one scale per tensor, per block
-    of 128 x 128 or per output channel; every weight sync quantizes the new weights. docs/weight_sync.md."""
+    """Format in which vLLM computes its linear layers. none: the dtype of the weights. fp8_...: FP8, with one scale per
+    tensor, per block of 128 x 128 or per output channel; every weight sync quantizes the new weights.
+    docs/weight_sync.md."""
     enable_expert_parallel: bool = False
-    """Distribute whole experts over the `tp` x `dp` workers of each stage of a vLLM server, instead of sharding every expert."""
+    """Distribute whole experts over the `tp` x `dp` workers of each stage of a vLLM server, instead of sharding every
+    expert."""
     placement: Placement = "auto"
-    """Where the servers run. colocated: started by the run on the trainer's GPUs, on every node; they sleep during training. dedicated:
-    started by the run on GPUs without ranks. external: the servers in `urls`. auto: external with `urls`, else colocated. On one node
-    without GPUs colocated and dedicated are the same."""
+    """Where the servers run. colocated: started by the run on the trainer's GPUs, on every node; they sleep during
+    training. dedicated: started by the run on GPUs without ranks. external: the servers in `urls`. auto: external with
+    `urls`, else colocated. On one node without GPUs colocated and dedicated are the same."""
     urls: list[str] = []
-    """Addresses of running servers with the plug-in. Trainer and servers must reach each other. With `urls` the run starts no servers."""
+    """Addresses of running servers with the plug-in. Trainer and servers must reach each other. With `urls` the run
+    starts no servers."""
     urls_file: str | None = None
-    """File with one server address per line, read before each step and each weight sync. While the file exists it replaces `urls`: servers
-    added to it get requests once they hold the current weights; servers removed from it get no more requests."""
+    """File with one server address per line, read before each step and each weight sync. While the file exists it
+    replaces `urls`: servers added to it get requests once they hold the current weights; servers removed from it get no
+    more requests."""
     reconnect_timeout: Seconds = 120.0
     """Seconds to wait for a server when no server of `urls` responds; then the run ends."""
     token_file: str | None = None
-    """File with the servers' access token, readable only by its owner. Empty: the file in MEGAGRPO_TOKEN_FILE, or else the token in
-    MEGAGRPO_TOKEN. Without both, requests to servers of `urls` carry no token, and launched servers get a new token for each run."""
+    """File with the servers' access token, readable only by its owner. Empty: the file in MEGAGRPO_TOKEN_FILE, or else
+    the token in MEGAGRPO_TOKEN. Without both, requests to servers of `urls` carry no token, and launched servers get a
+    new token for each run."""
     interface: str = LOOPBACK
     """The only network interface that launched servers listen on; lo is the loopback interface."""
     weight_sync_transport: Transport = "auto"
-    """Transport of weights. shared_memory: files in this host's memory. p2p: from rank to worker over NCCL, or gloo without GPUs. cuda_ipc:
-    servers map the GPU memory of their host's ranks. auto: cuda_ipc for colocated servers on GPUs, shared_memory for those and on one host
-    without GPUs, else p2p."""
+    """Transport of weights. shared_memory: files in this host's memory. p2p: from rank to worker over NCCL, or gloo
+    without GPUs. cuda_ipc: servers map the GPU memory of their host's ranks. auto: cuda_ipc for colocated servers on
+    GPUs, shared_memory for those and on one host without GPUs, else p2p."""
     weight_sync_bucket_megabytes: PositiveFloat = 64.0
     """Largest message of the transport p2p, in MiB; a rank has two in flight per worker."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
@@ -103,18 +122,19 @@ class RolloutSection(Section):
     enforce_eager: bool = False
     """Disable vLLM's CUDA graphs and compilation."""
     extra_args: list[str] = []
-    """Additional arguments of vLLM's API server, as on its command line. Unknown arguments, and arguments that other keys set, are
-    rejected."""
+    """Additional arguments of vLLM's API server, as on its command line. Unknown arguments, and arguments that other
+    keys set, are rejected."""
     startup_timeout: Seconds = 600.0
     """Seconds within which a launched server must respond."""
     request_timeout: Seconds = 1800.0
     """Timeout of one generate request, in seconds."""
     weight_sync_timeout: Seconds = 300.0
-    """Timeout of each phase of a weight sync, in seconds. After a timeout the run ends with an error that names phase, rank and tensor. The
-    same timeout applies to engines: a server started by the run or `megagrpo serve` is restarted when its engine is silent for longer."""
+    """Timeout of each phase of a weight sync, in seconds. After a timeout the run ends with an error that names phase,
+    rank and tensor. The same timeout applies to engines: a server started by the run or `megagrpo serve` is restarted
+    when its engine is silent for longer."""
     max_restarts: NonNegativeInt = 3
-    """Restart limit of each launched server that dies or hangs. A restarted server gets the current weights before it gets requests. With
-    0, or at the limit, the run continues without that server."""
+    """Restart limit of each launched server that dies or hangs. A restarted server gets the current weights before it
+    gets requests. With 0, or at the limit, the run continues without that server."""
 
     @property
     def placed(self) -> str:
@@ -134,7 +154,9 @@ class RolloutSection(Section):
     @property
     def server_text(self) -> str:
         """The sizes of a server as a product of keys, for messages."""
-        sizes = {"rollout.tp": self.tp} | {f"rollout.{name}": size for name, size in (("pp", self.pp), ("dp", self.dp)) if size > 1}
+        sizes = {"rollout.tp": self.tp} | {
+            f"rollout.{name}": size for name, size in (("pp", self.pp), ("dp", self.dp)) if size > 1
+        }
         return " x ".join(f"{key} {size}" for key, size in sizes.items())
 
     @property

@@ -1,4 +1,5 @@
-"""Defines the sections `run` and `debug`: the run's name, length, checkpoints, console and profiles, and debug dumps."""
+"""Defines the sections `run` and `debug`: the run's name, length, checkpoints, console and profiles, and debug
+dumps."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ class ProfileSection(Section):
     steps: list[PositiveInt] = []
     """Steps to profile: docs/profiling.md. A profile changes no weight and no metric but the times."""
     tool: Literal["torch", "nsys", "memory"] = "torch"
-    """`torch` writes a trace and the longest operations to the run's `profile/`. `nsys` marks the steps for a run under Nsight Systems.
-    `memory` writes the allocations of GPU memory. The last two need a GPU."""
+    """`torch` writes a trace and the longest operations to the run's `profile/`. `nsys` marks the steps for a run under
+    Nsight Systems. `memory` writes the allocations of GPU memory. The last two need a GPU."""
     ranks: list[NonNegativeInt] = []
     """Ranks to profile; empty: all."""
 
@@ -30,49 +31,54 @@ class RunSection(Section):
     seed: NonNegativeInt = 42
     """Seeds the prompt order, the sampling requests and torch."""
     deterministic: bool = False
-    """Make every run with the same seed and layout bitwise equal on GPUs, which is slower (docs/audit.md). On a CPU runs are always bitwise
-    equal."""
+    """Make every run with the same seed and layout bitwise equal on GPUs, which is slower (docs/audit.md). On a CPU
+    runs are always bitwise equal."""
     max_steps: PositiveInt | None = None
-    """Outer iterations: generate, score, train, sync. Takes precedence over `num_train_epochs`. Empty: as many as `num_train_epochs`
-    needs; 100 if that is empty too."""
+    """Outer iterations: generate, score, train, sync. Takes precedence over `num_train_epochs`. Empty: as many as
+    `num_train_epochs` needs; 100 if that is empty too."""
     num_train_epochs: PositiveFloat | None = None
-    """Passes over `data.train`, fractions allowed, when `max_steps` is empty. The number of steps is `num_train_epochs` x prompts /
-    `rollout.prompts_per_step`, rounded up. Prompts that `algorithm.dynamic_sample` draws in addition do not count."""
+    """Passes over `data.train`, fractions allowed, when `max_steps` is empty. The number of steps is `num_train_epochs`
+    x prompts / `rollout.prompts_per_step`, rounded up. Prompts that `algorithm.dynamic_sample` draws in addition do not
+    count."""
     save_steps: NonNegativeInt = 0
     """Write a checkpoint every this many steps; 0 writes one at the end only."""
     async_save: bool = False
-    """Continue training while a checkpoint is written, which costs a copy of the checkpoint in host memory. The run waits for the last
-    checkpoint."""
+    """Continue training while a checkpoint is written, which costs a copy of the checkpoint in host memory. The run
+    waits for the last checkpoint."""
     save_total_limit: PositiveInt = 2
     """How many checkpoints to keep; the oldest are deleted after a newer one is complete."""
     callbacks: list[str] = []
-    """Classes with your own code between steps, as `path/file.py:Class` or `package.module:Class`: docs/callbacks.md."""
+    """Classes with your own code between steps, as `path/file.py:Class` or `package.module:Class`:
+    docs/callbacks.md."""
     nodes: PositiveInt = 1
     """Number of nodes of the job that `megagrpo submit` requests (docs/slurm.md)."""
     time_limit: Annotated[str, Field(pattern=r"^(\d{1,4}-)?\d{1,5}:[0-5]\d:[0-5]\d$")] | None = None
-    """Time limit of one job, as `[days-]hours:minutes:seconds`. Before the limit the run saves after a step and ends with exit code 85.
+    """Time limit of one job, as `[days-]hours:minutes:seconds`. Before the limit the run saves after a step and ends
+    with exit code 85.
     A limit that Slurm sets takes precedence; `megagrpo submit` requests this one from Slurm."""
     resume: bool = False
     """Continue from the newest complete checkpoint of this run (also `--resume`); an error without a checkpoint."""
     overwrite: bool = False
     """Allow a new start in a run folder that already holds metrics or checkpoints; the old contents are moved aside."""
     log_completions_steps: NonNegativeInt = 1
-    """Print a sample completion, and send the step's completions to the trackers, every this many steps; 0: never. `completions.jsonl`
-    always holds all completions."""
+    """Print a sample completion, and send the step's completions to the trackers, every this many steps; 0: never.
+    `completions.jsonl` always holds all completions."""
     log_tokens_groups: NonNegativeInt = 2
-    """Write each token of this many groups per step to `tokens.jsonl`, with log-probs of vLLM and of the trainer, and its entropy, for
-    `megagrpo report` (docs/report.md). The groups with the largest range of advantages are taken; 0 writes none."""
+    """Write each token of this many groups per step to `tokens.jsonl`, with log-probs of vLLM and of the trainer, and
+    its entropy, for `megagrpo report` (docs/report.md). The groups with the largest range of advantages are taken; 0
+    writes none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level of console lines and log records. `warning` prints neither steps nor progress. The variable MEGAGRPO_LOG_LEVEL takes
-    precedence."""
+    """Lowest level of console lines and log records. `warning` prints neither steps nor progress. The variable
+    MEGAGRPO_LOG_LEVEL takes precedence."""
     progress: bool = True
     """Draw progress bars while the run works, if standard error is a terminal."""
     peak_tflops: PositiveFloat | None = None
-    """Dense BF16 TFLOP/s of one rank's GPU or CPU, for the metric `mfu`. Empty: the data sheet's value for a known GPU, else no `mfu`."""
+    """Dense BF16 TFLOP/s of one rank's GPU or CPU, for the metric `mfu`. Empty: the data sheet's value for a known GPU,
+    else no `mfu`."""
     profile: ProfileSection = ProfileSection()
     trackers: list[str] = ["tensorboard"]
-    """Where metrics and completions go besides `metrics.jsonl` and `completions.jsonl`: tensorboard, wandb, mlflow, trackio, or your own
-    class as `path/file.py:Class` (docs/trackers.md)."""
+    """Where metrics and completions go besides `metrics.jsonl` and `completions.jsonl`: tensorboard, wandb, mlflow,
+    trackio, or your own class as `path/file.py:Class` (docs/trackers.md)."""
     wandb: WandbSection = WandbSection()
     """Options of the tracker wandb."""
     mlflow: MlflowSection = MlflowSection()
@@ -97,4 +103,5 @@ class RunSection(Section):
 
 class DebugSection(Section):
     dump_steps: list[PositiveInt] = []
-    """Steps to write to the run's `dumps/`, weights included, for `megagrpo audit`. Dumps do not change the run's results."""
+    """Steps to write to the run's `dumps/`, weights included, for `megagrpo audit`. Dumps do not change the run's
+    results."""

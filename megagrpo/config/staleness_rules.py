@@ -29,28 +29,39 @@ def ahead_problems(config: RunConfig) -> list[Problem]:
         problems.append(
             Problem(
                 (key, "rollout.placement", "rollout.urls"),
-                f"{value} requires servers that generate during training, but rollout.placement {r.placement} shares the trainer's GPUs; "
+                f"{value} requires servers that generate during training, but rollout.placement {r.placement} shares "
+                f"the trainer's GPUs; "
                 "set placement to dedicated, or list servers in rollout.urls",
             )
         )
     if config.train.offload:
-        said = "true offloads the trainer while servers generate, but with rollout.max_staleness > 0 they generate during training; "
+        said = (
+            "true offloads the trainer while servers generate, but with rollout.max_staleness > 0 they generate "
+            "during training; "
+        )
         said += "leave it empty"
         problems.append(Problem(("train.offload", key), said))
     if a.loss.whole_step:
-        said = f"{value} trains on responses of older weights, but loss_type {a.loss_type} has no importance correction; set max_staleness "
+        said = (
+            f"{value} trains on responses of older weights, but loss_type {a.loss_type} has no importance "
+            f"correction; set max_staleness "
+        )
         said += "to 0"
         problems.append(Problem((key, "algorithm.loss_type"), said))
     elif a.importance_correction == "off":
         problems.append(
             Problem(
                 (key, "algorithm.importance_correction"),
-                f"{value} trains on responses of older weights, but algorithm.importance_correction is off; set the correction to "
+                f"{value} trains on responses of older weights, but algorithm.importance_correction is off; set the "
+                f"correction to "
                 "token_truncate, or max_staleness to 0",
             )
         )
     if config.lora.syncs_adapters:
-        said = f"{value} updates the weights of generating servers, which lora.sync adapter does not support; set lora.sync to merged"
+        said = (
+            f"{value} updates the weights of generating servers, which lora.sync adapter does not support; set "
+            f"lora.sync to merged"
+        )
         problems.append(Problem((key, "lora.sync", "lora.rank"), said))
     if config.multi_turn.enabled:
         problems.append(Problem((key, *ANSWERING), f"{value} does not support multi_turn; set max_staleness to 0"))

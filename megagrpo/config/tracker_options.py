@@ -13,7 +13,8 @@ from megagrpo.config.section import Section
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
-PACKAGES = {  # built-in trackers, and the packages that they import; all but TensorBoard's come with the extra of the same name
+# built-in trackers, and the packages that they import; all but TensorBoard's come with the extra of the same name
+PACKAGES = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
@@ -25,7 +26,8 @@ PROJECT = "megagrpo"  # project or experiment when neither the config nor the en
 
 class WandbSection(Section):
     mode: Literal["online", "offline"] | None = None
-    """offline: write to the run's folder, without an account; `wandb sync` uploads it later. Empty: `WANDB_MODE`, or online."""
+    """offline: write to the run's folder, without an account; `wandb sync` uploads it later. Empty: `WANDB_MODE`, or
+    online."""
     project: str | None = None
     """Project; when empty `WANDB_PROJECT`, or megagrpo."""
     entity: str | None = None
@@ -40,8 +42,8 @@ class WandbSection(Section):
 
 class MlflowSection(Section):
     tracking_uri: str | None = None
-    """A server's address, or a local store such as `sqlite:////data/mlflow.db`. Empty: `MLFLOW_TRACKING_URI`, or `mlflow.db` in
-    `run.output_dir`."""
+    """A server's address, or a local store such as `sqlite:////data/mlflow.db`. Empty: `MLFLOW_TRACKING_URI`, or
+    `mlflow.db` in `run.output_dir`."""
     experiment: str | None = None
     """Experiment, created if it does not exist; when empty `MLFLOW_EXPERIMENT_NAME`, or megagrpo."""
     tags: dict[str, str] = {}
@@ -77,15 +79,20 @@ def tracker_problems(config: RunConfig) -> list[Problem]:
 
 
 def missing_package(name: str) -> str:
-    """Return why the built-in tracker `name` cannot be used on this machine: a package that is not installed; "" if all are."""
+    """Return why the built-in tracker `name` cannot be used on this machine: a package that is not installed; "" if all
+    are."""
     absent = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
     if not absent:
         return ""
     install = absent[0] if name == "tensorboard" else f"'megagrpo[{name}]'"
-    return f"`{name}` needs {', '.join(absent)}, which is not installed: pip install {install}; or remove it from run.trackers"
+    return (
+        f"`{name}` needs {', '.join(absent)}, which is not installed: pip install {install}; or remove it from "
+        f"run.trackers"
+    )
 
 
 def tracker_notes(config: RunConfig) -> list[Problem]:
-    """Return trackers whose packages are not installed on this machine, which may differ from the machine of the run."""
+    """Return trackers whose packages are not installed on this machine, which may differ from the machine of the
+    run."""
     found = [(index, name) for index, name in enumerate(config.run.trackers) if name in PACKAGES]
     return [Problem((f"run.trackers.{index}",), why) for index, name in found if (why := missing_package(name))]

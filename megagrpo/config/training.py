@@ -15,7 +15,8 @@ FUSED_SCRATCH_BYTES = 2**30  # limit on the scratch memory of `train.fused_logpr
 
 class TrainSection(Section):
     optimizer: Literal["adam", "muon"] = "adam"
-    """AdamW; or Muon for the matrices of the blocks, with AdamW for embeddings, LM head, norms and biases. docs/optimizers.md."""
+    """AdamW; or Muon for the matrices of the blocks, with AdamW for embeddings, LM head, norms and biases.
+    docs/optimizers.md."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW. Muon's updates are scaled to the size of AdamW's, so that one rate serves both."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
@@ -39,37 +40,41 @@ class TrainSection(Section):
     max_grad_norm: NonNegativeFloat = 1.0
     """Clip the global gradient norm to this; 0 does not clip."""
     max_skipped_steps: PositiveInt = 5
-    """End the run after this many consecutive optimizer steps with NaN or infinite loss or gradient. Such steps are skipped: they change no
-    weight."""
+    """End the run after this many consecutive optimizer steps with NaN or infinite loss or gradient. Such steps are
+    skipped: they change no weight."""
     max_tokens_per_micro_batch: PositiveInt = 4096
     """Token budget of one packed micro-batch; the longest sample must fit."""
     share_prompts: bool | None = None
-    """Compute a prompt once for all its responses in a micro-batch: the same gradient from fewer tokens. Empty: on if the attention
-    supports it (Transformer Engine's does not)."""
+    """Compute a prompt once for all its responses in a micro-batch: the same gradient from fewer tokens. Empty: on if
+    the attention supports it (Transformer Engine's does not)."""
     logprob_chunk: PositiveInt = 256
-    """Tokens whose logits exist at once in the LM head. Each chunk adds to the gradient of the whole head, which on GPUs is bound by memory
-    traffic, so larger chunks are faster."""
+    """Tokens whose logits exist at once in the LM head. Each chunk adds to the gradient of the whole head, which on
+    GPUs is bound by memory traffic, so larger chunks are faster."""
     fused_logprobs: bool = False
-    """Compute the LM head's product and softmax in Triton kernels, with at most 1 GiB of scratch memory, instead of with `logprob_chunk`.
-    For Hopper GPUs in bf16; not with top_p, top_k, min_p or a full_ kl_estimator. docs/gpu.md lists what has been tested."""
+    """Compute the LM head's product and softmax in Triton kernels, with at most 1 GiB of scratch memory, instead of
+    with `logprob_chunk`. For Hopper GPUs in bf16; not with top_p, top_k, min_p or a full_ kl_estimator. docs/gpu.md
+    lists what has been tested."""
     logprobs_fp8_recipe: Literal["none", "tensorwise", "blockwise"] = "none"
-    """Multiply hidden states and LM head in FP8 for log-probs, with one scale per tensor or per block of 128; gradients use the unrounded
-    values. Needs `fused_logprobs: true`."""
+    """Multiply hidden states and LM head in FP8 for log-probs, with one scale per tensor or per block of 128; gradients
+    use the unrounded values. Needs `fused_logprobs: true`."""
     optimizer_state_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """Dtype of AdamW's two moments between steps: 8, 4 or 2 bytes per weight for both. bf16 and fp8 use stochastic rounding."""
+    """Dtype of AdamW's two moments between steps: 8, 4 or 2 bytes per weight for both. bf16 and fp8 use stochastic
+    rounding."""
     optimizer_offload: bool = False
     """Keep the moments in host memory between steps; a step copies them to the GPU one tensor at a time."""
     offload: bool | None = None
-    """Free the trainer's GPU memory while servers generate: gradients are freed; weights, masters, moments and the reference are offloaded
-    to host memory. Empty: on if servers share the trainer's GPU. Without a GPU true runs the same code, but frees no memory."""
+    """Free the trainer's GPU memory while servers generate: gradients are freed; weights, masters, moments and the
+    reference are offloaded to host memory. Empty: on if servers share the trainer's GPU. Without a GPU true runs the
+    same code, but frees no memory."""
     distributed_optimizer: bool = True
     """Shard optimizer state and master weights over the data-parallel ranks."""
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients over the data-parallel ranks bucket by bucket, overlapped with the last micro-batch's backward pass. Empty: on
-    GPUs."""
+    """Reduce gradients over the data-parallel ranks bucket by bucket, overlapped with the last micro-batch's backward
+    pass. Empty: on GPUs."""
     ddp_bucket_size: PositiveInt | None = None
-    """Gradients per bucket, with `overlap_grad_reduce`; when empty 40 million, or one million per replica if that is more. Only the first
-    pipeline stage uses several buckets; later stages, which no other stage waits for, reduce in one."""
+    """Gradients per bucket, with `overlap_grad_reduce`; when empty 40 million, or one million per replica if that is
+    more. Only the first pipeline stage uses several buckets; later stages, which no other stage waits for, reduce in
+    one."""
 
     def warmup(self, optimizer_steps: int) -> int:
         """Return the optimizer steps of warm-up in a run of `optimizer_steps`."""

@@ -42,7 +42,8 @@ class TextLoader(Loader):
 
 
 class Dumper(yaml.SafeDumper):
-    """A YAML dumper that puts a text in quotes if YAML 1.1 or 1.2 reads it as another type, such as off, 1e3 and 12:30."""
+    """A YAML dumper that puts a text in quotes if YAML 1.1 or 1.2 reads it as another type, such as off, 1e3 and
+    12:30."""
 
 
 def _text_node(dumper: Dumper, text: str) -> yaml.ScalarNode:
@@ -63,8 +64,8 @@ ODD_TEXT = re.compile("[\0\ud800-\udfff]")
 
 
 def parse_yaml(text: str, origin: str, texts: bool = False, comments: bool = True) -> Any:
-    """Return the values in `text`; with `texts` its plain scalars are texts. Raises ConfigError, with line and key, for invalid YAML, for
-    YAML that a config must not contain, and for a comment without `comments`."""
+    """Return the values in `text`; with `texts` its plain scalars are texts. Raises ConfigError, with line and key, for
+    invalid YAML, for YAML that a config must not contain, and for a comment without `comments`."""
     origin = shortened(origin)
     try:
         if not comments:
@@ -82,7 +83,9 @@ def parse_yaml(text: str, origin: str, texts: bool = False, comments: bool = Tru
         fix = "; indent with spaces" if "'\\t'" in what else ""
         raise ConfigError(f"{where}: not valid YAML: {what}{fix}") from None
     except RecursionError:
-        raise ConfigError(f"{origin}: not valid YAML: lists and mappings are nested deeper than {DEEPEST} levels") from None
+        raise ConfigError(
+            f"{origin}: not valid YAML: lists and mappings are nested deeper than {DEEPEST} levels"
+        ) from None
 
 
 def _refuse_comments(text: str) -> None:
@@ -91,15 +94,23 @@ def _refuse_comments(text: str) -> None:
         return
     for one, other in pairwise(yaml.scan(text, Loader=Loader)):
         if "#" in text[one.end_mark.index : other.start_mark.index]:
-            said = "the text from # on is a comment, which would be dropped; put the value in quotes, or leave the comment out"
+            said = (
+                "the text from # on is a comment, which would be dropped; put the value in quotes, or leave the "
+                "comment out"
+            )
             raise yaml.scanner.ScannerError(problem=said, problem_mark=one.end_mark)
 
 
-def _check(node: yaml.Node, key: str, seen: dict[yaml.Node, tuple[int, int]], above: tuple[yaml.Node, ...]) -> tuple[int, int]:
-    """Return (nodes, levels) at and below the node at the dotted `key`. Raises YAMLError for data that is not plain, or is too large."""
+def _check(
+    node: yaml.Node, key: str, seen: dict[yaml.Node, tuple[int, int]], above: tuple[yaml.Node, ...]
+) -> tuple[int, int]:
+    """Return (nodes, levels) at and below the node at the dotted `key`. Raises YAMLError for data that is not plain, or
+    is too large."""
 
     def refuse(problem: str, at: yaml.Node = node) -> NoReturn:
-        raise yaml.constructor.ConstructorError(problem=f"{key}: {problem}" if key else problem, problem_mark=at.start_mark)
+        raise yaml.constructor.ConstructorError(
+            problem=f"{key}: {problem}" if key else problem, problem_mark=at.start_mark
+        )
 
     if node in above:
         refuse("the value contains itself; write the values out")
@@ -132,7 +143,9 @@ def _check(node: yaml.Node, key: str, seen: dict[yaml.Node, tuple[int, int]], ab
 
 def _check_scalar(node: yaml.ScalarNode, refuse: Callable[[str], NoReturn]) -> None:
     if node.tag != "tag:yaml.org,2002:str" and not (node.tag in _TAGS and _TAGS[node.tag].fullmatch(node.value)):
-        refuse(f"{shortened(repr(node.value))} is not a valid value of the tag {shortened(node.tag)}; leave the tag out")
+        refuse(
+            f"{shortened(repr(node.value))} is not a valid value of the tag {shortened(node.tag)}; leave the tag out"
+        )
     if node.tag == "tag:yaml.org,2002:int" and len(node.value) > MOST_DIGITS:
         refuse(f"the integer has {len(node.value)} digits; the limit is {MOST_DIGITS}")
     if odd := odd_text(node.value):
@@ -145,13 +158,18 @@ def odd_text(text: str) -> str:
     if not odd:
         return ""
     what = "a zero byte" if odd[0] == "\0" else f"a lone surrogate, \\u{ord(odd[0]):x}"
-    fix = "rename it in UTF-8" if "\udc80" <= odd[0] <= "\udcff" else "leave it out"  # a byte of a file name that is not UTF-8
+    # a byte of a file name that is not UTF-8
+    fix = "rename it in UTF-8" if "\udc80" <= odd[0] <= "\udcff" else "leave it out"
     return f"{shortened(repr(text))} contains {what}, which files and tokenizers reject; {fix}"
 
 
 def flow_text(value: Any) -> str:
     """Return plain data as YAML on one line, which `parse_yaml` reads back."""
-    return yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**9, allow_unicode=True).removesuffix("\n...\n").strip()
+    return (
+        yaml.dump(value, Dumper=Dumper, default_flow_style=True, width=10**9, allow_unicode=True)
+        .removesuffix("\n...\n")
+        .strip()
+    )
 
 
 def block_text(value: Any) -> str:

@@ -36,9 +36,9 @@ class SourceError(ValueError):
 def load_rows(section: DatasetSection, key: str, seed: int, prompt_column: str) -> Sequence[dict[str, Any]]:
     """Return the rows of a data set, at most `section.size`. `key` is the section's config key, for messages.
 
-    docs/your_own_task.md lists the types of values by format. Rows of reasoning-gym have `question`, `answer`, `metadata`, and the question
-    again in `prompt_column`. They are generated from `seed` unless `options` contains a seed. Raises ValueError for a source that does not
-    exist, cannot be read, or has no rows or no columns.
+    docs/your_own_task.md lists the types of values by format. Rows of reasoning-gym have `question`, `answer`,
+    `metadata`, and the question again in `prompt_column`. They are generated from `seed` unless `options` contains a
+    seed. Raises ValueError for a source that does not exist, cannot be read, or has no rows or no columns.
     """
     if section.source.startswith(GYM_PREFIX):
         rows: Sequence[dict[str, Any]] = _generate(section, key, seed, prompt_column)
@@ -47,9 +47,14 @@ def load_rows(section: DatasetSection, key: str, seed: int, prompt_column: str) 
             raise ValueError(f"{key}.options: only {GYM_PREFIX}FAMILY has options; remove {', '.join(section.options)}")
         rows = _read(section, key, prompt_column)
     if len(rows) == 0:
-        raise ValueError(f"{key}.source: {section.source} (split {section.split}) has no rows; name another source or split")
+        raise ValueError(
+            f"{key}.source: {section.source} (split {section.split}) has no rows; name another source or split"
+        )
     if not rows[0]:
-        raise ValueError(f'{key}.source: the rows of {section.source} have no columns; write rows such as {{"{prompt_column}": "..."}}')
+        raise ValueError(
+            f'{key}.source: the rows of {section.source} have no columns; write rows such as {{"{prompt_column}": '
+            f'"..."}}'
+        )
     return rows
 
 
@@ -84,24 +89,29 @@ def _cause(error: BaseException, local: bool) -> str:
 
 
 def _read_folder(source: str, section: DatasetSection, key: str, prompt_column: str) -> datasets.Dataset | JsonRows:
-    """Return the rows of a folder or a hub data set. `datasets` finds the files of each split; text files are read here, without guesses of
-    types."""
+    """Return the rows of a folder or a hub data set. `datasets` finds the files of each split; text files are read
+    here, without guesses of types."""
     builder, source = _builder(source, section.subset)
     listed = {str(name): list(files) for name, files in (builder.config.data_files or {}).items()}
     names = list(dict.fromkeys(map(_split_name, section.split.split("+"))))
     if missing := [name for name in names if listed and name not in listed]:
         raise ValueError(f"it has no split `{missing[0]}`; it has {', '.join(listed)}")
-    splits = {name: [Path(file) for file in datasets.DownloadManager().download(listed[name])] for name in names if listed}
+    splits = {
+        name: [Path(file) for file in datasets.DownloadManager().download(listed[name])] for name in names if listed
+    }
     if splits and all(data_suffix(file) for files in splits.values() for file in files):
         return _read_files(splits, section.split, key, prompt_column)
     return datasets.load_dataset(source, section.subset, split=section.split)
 
 
 def _builder(source: str, subset: str | None) -> tuple[datasets.DatasetBuilder, str]:
-    """Return what `datasets` knows of a folder or a hub data set, and the source: the hub's cache if the hub cannot be reached."""
+    """Return what `datasets` knows of a folder or a hub data set, and the source: the hub's cache if the hub cannot be
+    reached."""
     cached = None
     if not os.path.isdir(source):
-        with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError, huggingface_hub.errors.HFValidationError):
+        with contextlib.suppress(
+            huggingface_hub.errors.LocalEntryNotFoundError, huggingface_hub.errors.HFValidationError
+        ):
             cached = huggingface_hub.snapshot_download(source, repo_type="dataset", local_files_only=True)
     try:
         if not cached or not huggingface_hub.constants.HF_HUB_OFFLINE:
@@ -131,7 +141,9 @@ def _read_files(splits: dict[str, list[Path]], split: str, key: str, prompt_colu
 
     if data_suffix(files[0]) in TEXT_SUFFIXES:
         rows: datasets.Dataset | JsonRows = JsonRows(lines())
-    elif filled := {name: held for name, listed in splits.items() if (held := [str(file) for file in listed if _has_rows(file)])}:
+    elif filled := {
+        name: held for name, listed in splits.items() if (held := [str(file) for file in listed if _has_rows(file)])
+    }:
         found = datasets.load_dataset(data_suffix(files[0]).removeprefix("."), data_files=filled)
         lengths |= {name: len(found[name]) for name in filled}
         rows = datasets.concatenate_datasets([found[name] for name in filled])
@@ -144,7 +156,9 @@ def _read_files(splits: dict[str, list[Path]], split: str, key: str, prompt_colu
 
 def _has_rows(file: Path) -> bool:
     """Whether a parquet file has rows, which `datasets` needs; True for an arrow file with any content."""
-    return file.stat().st_size > 0 and (data_suffix(file) != ".parquet" or pyarrow.parquet.read_metadata(file).num_rows > 0)
+    return file.stat().st_size > 0 and (
+        data_suffix(file) != ".parquet" or pyarrow.parquet.read_metadata(file).num_rows > 0
+    )
 
 
 def _check_file(file: Path, key: str) -> None:
@@ -157,7 +171,10 @@ def _check_file(file: Path, key: str) -> None:
             if schema.names.count(field.name) > 1:
                 raise SourceError(f"{key}.source: {file} has the column `{field.name}` twice; rename one")
             if "map<" in str(field.type):
-                raise SourceError(f"{key}.source: {file}: column `{field.name}` holds maps, which no row can hold; store structs or lists")
+                raise SourceError(
+                    f"{key}.source: {file}: column `{field.name}` holds maps, which no row can hold; store structs or "
+                    f"lists"
+                )
 
 
 def _lines(file: Path, key: str, prompt_column: str) -> Iterator[Line]:
@@ -171,15 +188,19 @@ def _lines(file: Path, key: str, prompt_column: str) -> Iterator[Line]:
 
 
 def _find(source: str, key: str) -> Path | None:
-    """Return the path of a file or folder; None if the name can only be a hub data set. Raises ValueError for a path that does not
-    exist."""
+    """Return the path of a file or folder; None if the name can only be a hub data set. Raises ValueError for a path
+    that does not exist."""
     if "://" in source:
-        raise ValueError(f"{key}.source: {source} is an address; download the file and name its path, or name a data set of the hub")
+        raise ValueError(
+            f"{key}.source: {source} is an address; download the file and name its path, or name a data set of the hub"
+        )
     path = Path(os.path.expanduser(source))
     if path.is_dir() or (path.is_file() and data_suffix(path)):
         return path.resolve()
     if path.is_file():
-        raise ValueError(f"{key}.source: {path} must end in one of {', '.join(DATA_SUFFIXES)}; convert or rename the file")
+        raise ValueError(
+            f"{key}.source: {path} must end in one of {', '.join(DATA_SUFFIXES)}; convert or rename the file"
+        )
     if data_suffix(path) or path.is_absolute() or source.startswith(".") or source.count("/") > 1:
         raise ValueError(f"{key}.source: no file or folder {path.absolute()}; correct the path")
     return None
@@ -191,8 +212,8 @@ def _split_name(split: str) -> str:
 
 
 def _read_saved(path: Path, split: str) -> datasets.Dataset:
-    """Return a split, or a slice such as `train[:100]`, of a data set from `save_to_disk`. A saved single Dataset accepts any split
-    name."""
+    """Return a split, or a slice such as `train[:100]`, of a data set from `save_to_disk`. A saved single Dataset
+    accepts any split name."""
     name = _split_name(split)
     if (path / "dataset_dict.json").exists():
         names = json.loads((path / "dataset_dict.json").read_text())["splits"]
@@ -210,7 +231,10 @@ def _slice[Rows: (datasets.Dataset, JsonRows)](data: Rows, split: str, lengths: 
     """Return the rows that a split such as `train[:100]+test` names. `data` holds splits of these lengths, in order."""
     begins = dict(zip(lengths, itertools.accumulate(lengths.values(), initial=0), strict=False))
     pieces = datasets.ReadInstruction.from_spec(split).to_absolute(dict(lengths))
-    ends = [(begins[p.splitname] + (p.from_ or 0), begins[p.splitname] + (lengths[p.splitname] if p.to is None else p.to)) for p in pieces]
+    ends = [
+        (begins[p.splitname] + (p.from_ or 0), begins[p.splitname] + (lengths[p.splitname] if p.to is None else p.to))
+        for p in pieces
+    ]
     return data.select([i for begin, end in ends for i in range(begin, end)])
 
 
@@ -220,7 +244,9 @@ def _generate(section: DatasetSection, key: str, seed: int, prompt_column: str) 
             warnings.simplefilter("ignore", SyntaxWarning)  # raised in cellpylib, which reasoning-gym imports
             from reasoning_gym.factory import DATASETS, create_dataset  # imported late, because it takes seconds
     except ImportError as error:
-        raise ValueError(f"{key}.source: {section.source} needs the package reasoning-gym; run `megagrpo install data`: {error}") from error
+        raise ValueError(
+            f"{key}.source: {section.source} needs the package reasoning-gym; run `megagrpo install data`: {error}"
+        ) from error
 
     family = section.source.removeprefix(GYM_PREFIX)
     if family not in DATASETS:
@@ -234,5 +260,7 @@ def _generate(section: DatasetSection, key: str, seed: int, prompt_column: str) 
     try:
         entries = list(create_dataset(family, **{"seed": seed, **section.options, **size}))
     except (AssertionError, ValueError, TypeError) as error:
-        raise ValueError(f"{key}.options: reasoning-gym's `{family}` rejects {section.options}: {error}; correct the options") from error
+        raise ValueError(
+            f"{key}.options: reasoning-gym's `{family}` rejects {section.options}: {error}; correct the options"
+        ) from error
     return [{**entry, prompt_column: entry["question"]} for entry in entries]

@@ -1,4 +1,5 @@
-"""Tokenizes the messages that are appended to a conversation. Only new text is tokenized; existing tokens never change."""
+"""Tokenizes the messages that are appended to a conversation. Only new text is tokenized; existing tokens never
+change."""
 
 from __future__ import annotations
 
@@ -18,11 +19,14 @@ _OPENING = {"role": "user", "content": "Question?"}
 class FollowUps:
     """Continues conversations with a chat template, which gets `tools` (JSON schemas) as a variable.
 
-    Raises ValueError that names the template if there is none, if it rewrites earlier turns when messages are added (some templates remove
-    the thoughts of earlier turns), if it drops tool messages, or if it does not show the tools to the policy.
+    Raises ValueError that names the template if there is none, if it rewrites earlier turns when messages are added
+    (some templates remove the thoughts of earlier turns), if it drops tool messages, or if it does not show the tools
+    to the policy.
     """
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: str | None, tools: Sequence[Message] = (), users: bool = True):
+    def __init__(
+        self, tokenizer: Tokenizer, chat_template: str | None, tools: Sequence[Message] = (), users: bool = True
+    ):
         """With `users`, user messages may follow a turn. With `tools`, tool messages may follow a turn."""
         self._tokenizer, self._tools = tokenizer, list(tools)
         template = tokenizer.chat_template if chat_template is None else chat_template
@@ -36,11 +40,14 @@ class FollowUps:
             self._check({"role": "tool", "name": self._tool_name(), "content": _MARK})
             self._check_tools()
 
-    def suffix(self, messages: Sequence[Message], kwargs: Mapping[str, Any] | None = None, closed: bool = True) -> tuple[int, ...]:
+    def suffix(
+        self, messages: Sequence[Message], kwargs: Mapping[str, Any] | None = None, closed: bool = True
+    ) -> tuple[int, ...]:
         """Return the token ids of tool or user `messages` after an assistant's turn, and of the next turn's opening.
 
-        The result starts with the template's text after the end-of-turn token, with which the policy's turn ended. Without `closed` a stop
-        string ended the turn, and the result starts with that token. `kwargs` are variables of the template for this conversation.
+        The result starts with the template's text after the end-of-turn token, with which the policy's turn ended.
+        Without `closed` a stop string ended the turn, and the result starts with that token. `kwargs` are variables of
+        the template for this conversation.
         """
         end, added = self._suffix(messages, kwargs)
         return tuple(self._tokenizer.encode(added if closed else end + added, add_special_tokens=False))
@@ -50,30 +57,39 @@ class FollowUps:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
     def tokens_within(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:
-        """Return how many of a turn's tokens lie within its prefix `text`, and the text of these tokens. End tokens never do."""
+        """Return how many of a turn's tokens lie within its prefix `text`, and the text of these tokens. End tokens
+        never do."""
         decode = self._tokenizer.decode
         count = len(token_ids)
         while count and token_ids[count - 1] in self._tokenizer.eos_token_ids:
             count -= 1
         count = bisect_right(range(count + 1), len(text), key=lambda n: len(decode(token_ids[:n]))) - 1
-        while not text.startswith(whole := decode(token_ids[:count])):  # part of a character decodes to another character
+        # part of a character decodes to another character
+        while not text.startswith(whole := decode(token_ids[:count])):
             count -= 1
         return count, whole
 
     def _suffix(self, messages: Sequence[Message], kwargs: Mapping[str, Any] | None = None) -> tuple[str, str]:
-        """Return the end-of-turn token as text ("" if the template writes none), and the text that `messages` add after the assistant's
-        turn when a short conversation is rendered."""
-        turn: Message = {"role": "assistant", "content": "<think>\nSo.\n</think>\n\nYes."}  # some templates drop earlier thoughts
-        if names := [m.get("name", "tool") for m in messages if m["role"] == "tool"]:  # some templates look up the call of a result
+        """Return the end-of-turn token as text ("" if the template writes none), and the text that `messages` add after
+        the assistant's turn when a short conversation is rendered."""
+        # some templates drop earlier thoughts
+        turn: Message = {"role": "assistant", "content": "<think>\nSo.\n</think>\n\nYes."}
+        # some templates look up the call of a result
+        if names := [m.get("name", "tool") for m in messages if m["role"] == "tool"]:
             turn["tool_calls"] = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in names]
         closed = self._render([_OPENING, turn], generate=False, kwargs=kwargs)
         whole = self._render([_OPENING, turn, *messages], generate=True, kwargs=kwargs)
-        stop, end = max(((closed.rfind(end) + len(end), end) for end in self._turn_ends() if end in closed), default=(len(closed), ""))
+        stop, end = max(
+            ((closed.rfind(end) + len(end), end) for end in self._turn_ends() if end in closed),
+            default=(len(closed), ""),
+        )
         closed = closed[:stop]
         if not whole.startswith(closed):
             raise ValueError(
-                f"data.chat_template: {self._name} changes an assistant's turn when a {messages[0]['role']} message follows it, so a "
-                "conversation cannot continue from the tokens that the policy wrote; set a template that keeps every turn "
+                f"data.chat_template: {self._name} changes an assistant's turn when a {messages[0]['role']} message "
+                f"follows it, so a "
+                "conversation cannot continue from the tokens that the policy wrote; set a template that keeps every "
+                "turn "
                 "(docs/multi_turn.md)"
             )
         return end, whole[len(closed) :]
@@ -83,18 +99,25 @@ class FollowUps:
 
     def _render(self, messages: list[Message], generate: bool, kwargs: Mapping[str, Any] | None = None) -> str:
         try:
-            return self._tokenizer.apply_template(messages, self._template, "generate" if generate else "closed", self._tools, kwargs)
+            return self._tokenizer.apply_template(
+                messages, self._template, "generate" if generate else "closed", self._tools, kwargs
+            )
         except (TemplateError, TypeError, KeyError) as error:
-            raise ValueError(f"data.chat_template: {self._name} cannot render a multi-turn conversation: {error}") from error
+            raise ValueError(
+                f"data.chat_template: {self._name} cannot render a multi-turn conversation: {error}"
+            ) from error
 
     def _check(self, message: Message) -> None:
         if _MARK not in self._suffix([message])[1]:
-            raise ValueError(f"data.chat_template: {self._name} drops {message['role']} messages; set a template that renders them")
+            raise ValueError(
+                f"data.chat_template: {self._name} drops {message['role']} messages; set a template that renders them"
+            )
 
     def _check_tools(self) -> None:
         if self._tool_name() not in self._render([_OPENING], generate=True):
             raise ValueError(
-                f"data.chat_template: {self._name} does not show the tools to the policy (it does not use `tools`); set a template that "
+                f"data.chat_template: {self._name} does not show the tools to the policy (it does not use `tools`); "
+                f"set a template that "
                 "does, such as configs/templates/hermes_tools.jinja"
             )
 

@@ -1,7 +1,8 @@
 """Packs samples into balanced micro-batches. Only this file shifts tokens into labels.
 
-Every rank packs the same list of samples with the same arithmetic and keeps its own share. No communication is needed, and every
-data-parallel rank gets the same number of micro-batches. Pipeline schedules and collectives therefore cannot hang on a missing one.
+Every rank packs the same list of samples with the same arithmetic and keeps its own share. No communication is needed,
+and every data-parallel rank gets the same number of micro-batches. Pipeline schedules and collectives therefore cannot
+hang on a missing one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class PackingRules:
     at_least: int = 1  # micro-batches per rank, which keep a pipeline busy
     multiple_of: int = 1  # divides the number of micro-batches per rank; interleaved schedules need the pipeline size
     align: int = 1  # divides T, a multiple of `sequence_align`; sequence parallelism needs the tensor-parallel size
-    sequence_align: int = 1  # divides the length of each sequence; context parallelism splits sequences into equal chunks
+    # divides the length of each sequence; context parallelism splits sequences into equal chunks
+    sequence_align: int = 1
     skip_zero_advantage: bool = False  # skip samples with advantage 0
     share_prompts: bool = False  # the responses to one prompt share a single copy of it
     mask_truncated: bool = False  # responses that reached their length limit have no loss tokens
@@ -50,10 +52,11 @@ def packing_rules(config: RunConfig, share_prompts: bool) -> PackingRules:
 
 
 def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, dp_size: int = 1) -> TrainBatch:
-    """Return the micro-batches of data-parallel rank `dp_rank`, the counts of the whole step, and `imbalances` of the packing.
+    """Return the micro-batches of data-parallel rank `dp_rank`, the counts of the whole step, and `imbalances` of the
+    packing.
 
-    Samples that are skipped for an advantage of 0 still count, so the update is the same. Samples without loss tokens count as sequences.
-    Raises ValueError when a sample exceeds the token budget.
+    Samples that are skipped for an advantage of 0 still count, so the update is the same. Samples without loss tokens
+    count as sequences. Raises ValueError when a sample exceeds the token budget.
     """
     trained = [s for s in samples if not (is_masked(s, rules) or (rules.skip_zero_advantage and s.advantage == 0))]
     bundles = bundle(trained, rules)
@@ -76,15 +79,21 @@ def computed_tokens(bundles: Sequence[Sequence[TrainSample]], rules: PackingRule
     for samples in bundles:
         shared = shared_length(samples, rules.sequence_align)
         spans += [(0, shared)] * (shared > 0) + [(shared, sample.token_ids.numel()) for sample in samples]
-    return ComputedTokens(tuple(spans), sum(int(loss_mask_of(sample, rules).sum()) for samples in bundles for sample in samples))
+    return ComputedTokens(
+        tuple(spans), sum(int(loss_mask_of(sample, rules).sum()) for samples in bundles for sample in samples)
+    )
 
 
 def bundle(samples: Sequence[TrainSample], rules: PackingRules) -> list[list[TrainSample]]:
-    """Group the samples that must be in one micro-batch: with shared prompts as many neighbours with the same prompt as fit, else one."""
+    """Group the samples that must be in one micro-batch: with shared prompts as many neighbours with the same prompt as
+    fit, else one."""
     bundles: list[list[TrainSample]] = []
     for sample in samples:
         last = bundles[-1] if bundles and rules.share_prompts and same_prompt(bundles[-1][0], sample) else None
-        if last is not None and packed_length([*last, sample], rules.sequence_align) <= rules.max_tokens // rules.align * rules.align:
+        if (
+            last is not None
+            and packed_length([*last, sample], rules.sequence_align) <= rules.max_tokens // rules.align * rules.align
+        ):
             last.append(sample)
         else:
             bundles.append([sample])
@@ -92,7 +101,8 @@ def bundle(samples: Sequence[TrainSample], rules: PackingRules) -> list[list[Tra
 
 
 def packed_length(bundle: Sequence[TrainSample], sequence_align: int = 1) -> int:
-    """Return the tokens, with padding, of samples that share their prompt: the shared part once, and the rest of each sample."""
+    """Return the tokens, with padding, of samples that share their prompt: the shared part once, and the rest of each
+    sample."""
     shared = shared_length(bundle, sequence_align)
     return shared + sum(padded(s.token_ids.numel() - shared, sequence_align) for s in bundle)
 
@@ -100,8 +110,8 @@ def packed_length(bundle: Sequence[TrainSample], sequence_align: int = 1) -> int
 def shared_length(bundle: Sequence[TrainSample], sequence_align: int = 1) -> int:
     """Return how many tokens samples with the same prompt can share.
 
-    These are all but the prompt's last, whose label differs between samples, rounded down to a multiple of `sequence_align`. Padding would
-    otherwise separate the prompt from the sequences that continue it.
+    These are all but the prompt's last, whose label differs between samples, rounded down to a multiple of
+    `sequence_align`. Padding would otherwise separate the prompt from the sequences that continue it.
     """
     return (prompt_length(bundle[0]) - 1) // sequence_align * sequence_align if len(bundle) > 1 else 0
 
@@ -125,10 +135,10 @@ def same_prompt(one: TrainSample, other: TrainSample) -> bool:
 def assign(lengths: Sequence[int], rules: PackingRules, num_ranks: int) -> list[list[int]]:
     """Return the bundle indices of each bin (micro-batch): k * num_ranks bins, for the smallest k that the rules allow.
 
-    The longest bundle goes first, each into the emptiest bin. Every bin has at most `max_tokens` after alignment. Two bins differ by at
-    most the longest bundle, because the fuller one was the emptier one before its last bundle. Bin b belongs to rank b % num_ranks. Bins
-    are sorted from the fullest down, so two ranks also differ by at most the longest bundle. Raises ValueError when a bundle exceeds the
-    budget.
+    The longest bundle goes first, each into the emptiest bin. Every bin has at most `max_tokens` after alignment. Two
+    bins differ by at most the longest bundle, because the fuller one was the emptier one before its last bundle. Bin b
+    belongs to rank b % num_ranks. Bins are sorted from the fullest down, so two ranks also differ by at most the
+    longest bundle. Raises ValueError when a bundle exceeds the budget.
     """
     budget = rules.max_tokens // rules.align * rules.align
     longest = max(lengths, default=0)
@@ -171,7 +181,8 @@ class _Sequence:
 def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLIMITED) -> MicroBatch:
     """Pack samples end to end into one micro-batch.
 
-    Without samples the micro-batch has two or more padding tokens: every rank must run its backward pass, or the other ranks hang.
+    Without samples the micro-batch has two or more padding tokens: every rank must run its backward pass, or the other
+    ranks hang.
     """
     sequences = _sequences(samples, rules)
     used = sum(s.stop - s.start for s in sequences)
@@ -195,7 +206,8 @@ def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLI
 
 
 def _sequences(samples: Sequence[TrainSample], rules: PackingRules) -> list[_Sequence]:
-    """Return the sequences of a micro-batch: whole samples, or for samples that share a prompt the shared part, then the rest of each."""
+    """Return the sequences of a micro-batch: whole samples, or for samples that share a prompt the shared part, then
+    the rest of each."""
     sequences: list[_Sequence] = []
     for group in bundle(samples, replace(rules, max_tokens=sys.maxsize)):
         shared, prefix = shared_length(group, rules.sequence_align), -1
@@ -239,18 +251,23 @@ def loss_mask_of(sample: TrainSample, rules: PackingRules = UNLIMITED) -> torch.
 
 
 def _shift(row: torch.Tensor) -> torch.Tensor:
-    """Shift a token-aligned row [L] left by one, so that position t describes token t + 1. The last position becomes 0."""
+    """Shift a token-aligned row [L] left by one, so that position t describes token t + 1. The last position becomes
+    0."""
     return torch.cat([row[1:], row.new_zeros(1)])
 
 
 def imbalances(loads: Sequence[int], num_ranks: int) -> dict[str, Metric]:
-    """Return metrics of a packing: largest over mean number of tokens, of all micro-batches and of the data-parallel ranks.
+    """Return metrics of a packing: largest over mean number of tokens, of all micro-batches and of the data-parallel
+    ranks.
 
-    `loads` are the tokens of the bins in the order of `assign`. With L the longest bundle and m the mean micro-batch, in tokens, and k
-    micro-batches on a rank, the metrics are at most 1 + L / m and 1 + L / (k m).
+    `loads` are the tokens of the bins in the order of `assign`. With L the longest bundle and m the mean micro-batch,
+    in tokens, and k micro-batches on a rank, the metrics are at most 1 + L / m and 1 + L / (k m).
     """
     per_rank = [sum(loads[rank::num_ranks]) for rank in range(num_ranks)]
-    return {"packing/micro_batch_imbalance": Metric(imbalance(loads)), "packing/rank_imbalance": Metric(imbalance(per_rank))}
+    return {
+        "packing/micro_batch_imbalance": Metric(imbalance(loads)),
+        "packing/rank_imbalance": Metric(imbalance(per_rank)),
+    }
 
 
 def imbalance(loads: Sequence[int]) -> float:

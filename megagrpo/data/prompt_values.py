@@ -21,10 +21,11 @@ _USUAL = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|user|>", 
 
 
 def as_prompt(value: Any, from_arrow: bool = False) -> Messages:
-    """Return the prompt in a column. `from_arrow`: fields that are None are absent, as Arrow adds them to messages and tool calls.
+    """Return the prompt in a column. `from_arrow`: fields that are None are absent, as Arrow adds them to messages and
+    tool calls.
 
-    Parts of text are joined, and messages that are stored as JSON or Python text, as in a cell of csv, are read. Raises ValueError with a
-    phrase for any other value.
+    Parts of text are joined, and messages that are stored as JSON or Python text, as in a cell of csv, are read. Raises
+    ValueError with a phrase for any other value.
     """
     if isinstance(value, str):
         return _as_messages(_parsed(value), from_arrow) if _LIKE_MESSAGES.match(value) else _encodable(value)
@@ -39,8 +40,14 @@ def _parsed(text: str) -> Any:
 
 
 def _as_messages(value: Any, from_arrow: bool) -> list[dict[str, Any]]:
-    if not isinstance(value, list) or not value or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
-        sharegpt = isinstance(value, list) and value and isinstance(value[0], dict) and {"from", "value"} <= value[0].keys()
+    if (
+        not isinstance(value, list)
+        or not value
+        or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value)
+    ):
+        sharegpt = (
+            isinstance(value, list) and value and isinstance(value[0], dict) and {"from", "value"} <= value[0].keys()
+        )
         raise ValueError(f"must be a string or chat messages (got {value!r:.200}){_SHAREGPT * bool(sharegpt)}")
     messages = []
     for number, message in enumerate(value):
@@ -51,7 +58,9 @@ def _as_messages(value: Any, from_arrow: bool) -> list[dict[str, Any]]:
             content = ""
         elif not isinstance(content, str):
             raise ValueError(f"must be chat messages whose content is text; message {number} has {content!r:.200}")
-        fields = {name: field for name, field in (message | {"content": _encodable(content)}).items() if field is not None}
+        fields = {
+            name: field for name, field in (message | {"content": _encodable(content)}).items() if field is not None
+        }
         messages.append(_without_none(fields) if from_arrow else fields)
     return messages
 
@@ -60,7 +69,9 @@ def _encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"holds {text[error.start]!r}, half a character, which no tokenizer knows; remove it") from None
+        raise ValueError(
+            f"holds {text[error.start]!r}, half a character, which no tokenizer knows; remove it"
+        ) from None
     return text
 
 
@@ -84,8 +95,8 @@ def _without_none(value: Any) -> Any:
 class RenderedPrompts:
     """Finds prompts that were rendered before: they hold what a chat template writes.
 
-    Compares with the tokens around a user's message in `template` (the tokenizer's if None), with BOS at the beginning, and with the tokens
-    of usual templates. Without a template nothing is rendered, and nothing found.
+    Compares with the tokens around a user's message in `template` (the tokenizer's if None), with BOS at the beginning,
+    and with the tokens of usual templates. Without a template nothing is rendered, and nothing found.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: str | None):
@@ -118,6 +129,7 @@ class RenderedPrompts:
             return []
         row, mark = self._found[0]
         return [
-            f"{key}: {len(self._found)} of {total} prompts already hold `{one_line(mark):.60}` (first: row {row}), and the chat template "
+            f"{key}: {len(self._found)} of {total} prompts already hold `{one_line(mark):.60}` (first: row {row}), and "
+            f"the chat template "
             "renders them again; for rendered prompts set data.chat_template: none, else remove the token"
         ]

@@ -32,15 +32,15 @@ _TEMPLATE_KWARGS = "chat_template_kwargs"  # the column with a row's own variabl
 class PromptSource:
     """An endless stream of prompts from one data set, the same on every rank.
 
-    `next(n)` draws prompts. The whole state is `cursor`, the number of positions drawn or skipped since the start, and the history of
-    `curriculum`: set both to resume. Every epoch contains each prompt once, in the order of blake2b("seed/epoch/prompt_id") with
-    `data.shuffle`, else in the order of the data set. So the order depends only on the seed and the epoch, and dropping a prompt does not
-    move the others. Prompts that rest are skipped.
+    `next(n)` draws prompts. The whole state is `cursor`, the number of positions drawn or skipped since the start, and
+    the history of `curriculum`: set both to resume. Every epoch contains each prompt once, in the order of
+    blake2b("seed/epoch/prompt_id") with `data.shuffle`, else in the order of the data set. So the order depends only on
+    the seed and the epoch, and dropping a prompt does not move the others. Prompts that rest are skipped.
 
-    `section` is `data.train` or a held-out set; `key` is its config key. Held-out prompts of reasoning-gym use a different seed. The
-    constructor tokenizes every prompt to get its length (`lengths`, one per row). `num_overlong` counts prompts longer than
-    `max_prompt_length` tokens, which are dropped or truncated (`data.overlong_prompts`). `warnings` are sentences about prompts that look
-    wrong. `tools` are the JSON schemas that the chat template shows.
+    `section` is `data.train` or a held-out set; `key` is its config key. Held-out prompts of reasoning-gym use a
+    different seed. The constructor tokenizes every prompt to get its length (`lengths`, one per row). `num_overlong`
+    counts prompts longer than `max_prompt_length` tokens, which are dropped or truncated (`data.overlong_prompts`).
+    `warnings` are sentences about prompts that look wrong. `tools` are the JSON schemas that the chat template shows.
 
     Raises ValueError for a source that is missing or empty, lacks the prompt column, or has only overlong prompts."""
 
@@ -102,13 +102,17 @@ class PromptSource:
         return drawn
 
     def peek(self, n: int) -> list[Prompt]:
-        """Return the prompts that `next(n)` would draw now, without drawing them. A later `learn` may let some of them rest."""
+        """Return the prompts that `next(n)` would draw now, without drawing them. A later `learn` may let some of them
+        rest."""
         upcoming = list(islice(self._upcoming(), n))
-        self._peeked |= {position: self._prompt(row, position) for position, row, _ in upcoming if position not in self._peeked}
+        self._peeked |= {
+            position: self._prompt(row, position) for position, row, _ in upcoming if position not in self._peeked
+        }
         return [self._peeked[position] for position, _, _ in upcoming]
 
     def learn(self, pass_rates: Mapping[int, float]) -> dict[str, float]:
-        """Give the curriculum the pass rates of the prompts drawn since the last call. Returns the curriculum's metrics."""
+        """Give the curriculum the pass rates of the prompts drawn since the last call. Returns the curriculum's
+        metrics."""
         self.curriculum.learn(pass_rates, self._drawn_in)
         self._drawn_in = {}
         return self.curriculum.metrics(self._cursor // len(self))
@@ -136,8 +140,8 @@ class PromptSource:
         return {self._fingerprints[row]: row for row in reversed(self._usable)}
 
     def _upcoming(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (position in the stream, row, epoch) of the prompts from the cursor on that do not rest. Endless, because every rest
-        ends."""
+        """Yield (position in the stream, row, epoch) of the prompts from the cursor on that do not rest. Endless,
+        because every rest ends."""
         for position in count(self._cursor):
             row, epoch = self._row_at(position)
             if not self.curriculum.rests(row, epoch):
@@ -147,18 +151,26 @@ class PromptSource:
         """Return the row at a position of the stream, and its epoch."""
         epoch, number = divmod(position, len(self))
         if epoch not in self._orders:
-            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1} | {epoch: self._epoch_order(epoch)}
+            self._orders = {e: order for e, order in self._orders.items() if e == epoch - 1} | {
+                epoch: self._epoch_order(epoch)
+            }
         return self._orders[epoch][number], epoch
 
     def _epoch_order(self, epoch: int) -> list[int]:
         if not self._data.shuffle:
             return self._usable
-        return sorted(self._usable, key=lambda row: blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=16).digest())
+        return sorted(
+            self._usable, key=lambda row: blake2b(f"{self._seed}/{epoch}/{row}".encode(), digest_size=16).digest()
+        )
 
     def _check_columns(self, present: list[str]) -> None:
         wanted = [("data.prompt_column", self._data.prompt_column)]
         wanted += [(f"data.columns.{new}", old) for new, old in self._data.columns.items()]
-        wanted += [("data.extract_hash_answer", name) for name in self._data.extract_hash_answer if name not in self._data.columns]
+        wanted += [
+            ("data.extract_hash_answer", name)
+            for name in self._data.extract_hash_answer
+            if name not in self._data.columns
+        ]
         problems = [
             f"{key}: {self._key} has no column `{name}`; it has {', '.join(present)}{column_hint(name, present)}"
             for key, name in wanted
@@ -185,11 +197,14 @@ class PromptSource:
         if not overlong:
             return list(range(len(lengths)))
         overlong_text = (
-            f"{len(overlong)} of {len(lengths)} prompts are longer than rollout.max_prompt_length {self._max_prompt_length} "
+            f"{len(overlong)} of {len(lengths)} prompts are longer than rollout.max_prompt_length "
+            f"{self._max_prompt_length} "
             f"(longest: {max(lengths)} tokens, first: row {overlong[0]})"
         )
         if self._data.overlong_prompts == "error":
-            raise ValueError(f"{self._key}: {overlong_text}; raise the limit, or set data.overlong_prompts to drop or truncate_left")
+            raise ValueError(
+                f"{self._key}: {overlong_text}; raise the limit, or set data.overlong_prompts to drop or truncate_left"
+            )
         action = "dropped" if self._data.overlong_prompts == "drop" else "truncated on the left"
         self.warnings.append(f"{self._key}: {overlong_text}; {action} (data.overlong_prompts)")
         if self._data.overlong_prompts == "truncate_left":
@@ -205,7 +220,9 @@ class PromptSource:
         last = {} if isinstance(question, str) else question[-1]
         prefill = str(last["content"]) if last.get("role") == "assistant" else ""
         opened = opened_thought(self._tokenizer.decode_all(token_ids[-TAIL:]), prefill)
-        return Prompt(row, token_ids, question, self._columns(values), place=position, template_kwargs=own, opened=opened)
+        return Prompt(
+            row, token_ids, question, self._columns(values), place=position, template_kwargs=own, opened=opened
+        )
 
     def _columns(self, values: dict[str, Any]) -> dict[str, Any]:
         columns = {name: value for name, value in values.items() if name not in _PASSED_BY_SCORER}
@@ -218,7 +235,9 @@ class PromptSource:
         try:
             return as_prompt(nested(values, column), isinstance(self._rows, datasets.Dataset))
         except KeyError:
-            raise ValueError(f"{self._key}: row {row} has no `{column}` (data.prompt_column); add it, or remove the row") from None
+            raise ValueError(
+                f"{self._key}: row {row} has no `{column}` (data.prompt_column); add it, or remove the row"
+            ) from None
         except ValueError as error:
             raise ValueError(f"{self._key}: row {row}: column `{column}` {error}") from None
 
@@ -231,11 +250,14 @@ class PromptSource:
     def _template_kwargs(self, row: int, values: dict[str, Any]) -> dict[str, Any]:
         """The row's own variables of the chat template. ValueError for variables that the template does not use."""
         value, said = values.get(_TEMPLATE_KWARGS), f"{self._key}: row {row}: column `{_TEMPLATE_KWARGS}`"
-        if isinstance(value, str):  # a mapping as JSON text, which keeps the types of files with one schema for all rows
+        # a mapping as JSON text, which keeps the types of files with one schema for all rows
+        if isinstance(value, str):
             with contextlib.suppress(ValueError):
                 value = json.loads(value)
         if value is not None and not isinstance(value, dict):
-            raise ValueError(f"{said} must be a mapping of variables of the chat template (got {value!r:.100}); correct or remove it")
+            raise ValueError(
+                f"{said} must be a mapping of variables of the chat template (got {value!r:.100}); correct or remove it"
+            )
         kwargs = {name: v for name, v in (value or {}).items() if v is not None}  # Arrow adds None for absent keys
         if (names := frozenset(kwargs)) not in self._known_kwargs:
             template = self._tokenizer.chat_template if self._template is None else self._template
@@ -245,7 +267,8 @@ class PromptSource:
 
 
 def hash_answer(text: Any) -> str | None:
-    """Return the text after the first `####` of a GSM8K answer, up to the next `####` if any, stripped; None without `####`."""
+    """Return the text after the first `####` of a GSM8K answer, up to the next `####` if any, stripped; None without
+    `####`."""
     pieces = str(text).split("####")
     return pieces[1].strip() if len(pieces) > 1 else None
 

@@ -24,7 +24,13 @@ type Line = tuple[bytes, Iterable[str]]
 """A row as JSON, and the names of its columns."""
 
 _HEAD = 512  # bytes that tell what kind of file it is
-_BEGINNINGS = {".parquet": b"par1", ".arrow": b"arrow1", ".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"bzh"}
+_BEGINNINGS = {
+    ".parquet": b"par1",
+    ".arrow": b"arrow1",
+    ".gz": b"\x1f\x8b",
+    ".zst": b"\x28\xb5\x2f\xfd",
+    ".bz2": b"bzh",
+}
 _KINDS = {  # first bytes, in lower case -> what the file is, and the fix
     b"version https://git-lfs.github.com": "is a git-lfs pointer, not the data; run `git lfs pull`",
     b"<!doctype": "is a web page, not data; download the file itself",
@@ -48,7 +54,8 @@ def wrong_kind(file: Path) -> str | None:
         return known
     if suffix in (".csv", ".tsv") and head.startswith((b"{", b"[{")):
         return "is JSON; let its name end in .jsonl"
-    return f"is no {suffix} file; rename it to what it is" if own and suffix != ".arrow" else None  # a stream of Arrow begins with a size
+    # a stream of Arrow begins with a size
+    return f"is no {suffix} file; rename it to what it is" if own and suffix != ".arrow" else None
 
 
 def why_empty(file: Path) -> str:
@@ -65,7 +72,8 @@ def why_empty(file: Path) -> str:
 
 
 def read_lines(file: Path, prompt_column: str) -> Iterator[Line]:
-    """Yield the rows of a text file. Raises ValueError, with the line, for what is no row; UnicodeDecodeError for other text than UTF-8."""
+    """Yield the rows of a text file. Raises ValueError, with the line, for what is no row; UnicodeDecodeError for other
+    text than UTF-8."""
     with _open(file) as stream:
         yield from READERS[data_suffix(file)](stream, prompt_column)
 
@@ -79,7 +87,7 @@ def _open(file: Path) -> BinaryIO:
     return cast(BinaryIO, opened.get(file.suffix.lower(), lambda path: path.open("rb"))(file))
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- JSON
+# ----------------------------------------------------------------------------------------------------------------- JSON
 
 
 def _float(text: str) -> float:
@@ -91,7 +99,9 @@ def _float(text: str) -> float:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(row := dict(pairs)) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` occurs twice in an object; rename one")
+        raise ValueError(
+            f"`{next(name for name in names if names.count(name) > 1)}` occurs twice in an object; rename one"
+        )
     return row
 
 
@@ -111,8 +121,13 @@ def _jsonl(stream: BinaryIO, prompt_column: str) -> Iterator[Line]:
         try:
             row = _STRICT.decode(text)
         except json.JSONDecodeError as error:
-            raise ValueError(f"line {number}, column {error.colno} is not valid JSON: {error.msg}; correct the line") from None
-        except (ValueError, RecursionError) as error:  # also an integer of more than 4,300 digits, or 1,000 nested lists
+            raise ValueError(
+                f"line {number}, column {error.colno} is not valid JSON: {error.msg}; correct the line"
+            ) from None
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # also an integer of more than 4,300 digits, or 1,000 nested lists
             raise ValueError(f"line {number} cannot be read: {error}; correct the line") from None
         if not isinstance(row, dict):
             raise ValueError(f"line {number} {_OBJECT} (got a {type(row).__name__}); correct the line")
@@ -120,7 +135,8 @@ def _jsonl(stream: BinaryIO, prompt_column: str) -> Iterator[Line]:
 
 
 def _json(stream: BinaryIO, prompt_column: str) -> Iterator[Line]:
-    """Yield the elements of a list, objects that follow each other, or the elements of the only list of objects in an object."""
+    """Yield the elements of a list, objects that follow each other, or the elements of the only list of objects in an
+    object."""
     text = stream.read().decode("utf-8-sig")
     begin, number = _skip(text, 0), 0
     if not text.startswith("[", begin):
@@ -132,8 +148,12 @@ def _json(stream: BinaryIO, prompt_column: str) -> Iterator[Line]:
             if alone and prompt_column.partition(".")[0] not in row and len(lists) == 1:
                 yield from ((json.dumps(element).encode(), element) for element in lists[0])
                 return
-            if alone and (isinstance(column, dict) or (isinstance(column, list) and column and isinstance(column[0], str))):
-                raise ValueError("the object holds columns, not rows; save a list of rows, as pandas does with orient='records'")
+            if alone and (
+                isinstance(column, dict) or (isinstance(column, list) and column and isinstance(column[0], str))
+            ):
+                raise ValueError(
+                    "the object holds columns, not rows; save a list of rows, as pandas does with orient='records'"
+                )
             yield json.dumps(row).encode(), row
             number += 1
         return
@@ -176,7 +196,7 @@ def _skip(text: str, begin: int) -> int:
     return cast(re.Match[str], _SPACE.match(text, begin)).end()
 
 
-# ----------------------------------------------------------------------------------------------------------------------------- csv
+# ------------------------------------------------------------------------------------------------------------------ csv
 
 
 def _csv(stream: BinaryIO, prompt_column: str, delimiter: str = ",") -> Iterator[Line]:
@@ -187,7 +207,9 @@ def _csv(stream: BinaryIO, prompt_column: str, delimiter: str = ",") -> Iterator
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"line 1 names the column `{twice[0]}` twice; rename one")
         if len(names) == 1 and (others := [other for other in ";\t|" if other in names[0] and other != delimiter]):
-            raise ValueError(f"line 1 is one column, `{names[0]}`, separated by {others[0]!r}; save the file with {delimiter!r}")
+            raise ValueError(
+                f"line 1 is one column, `{names[0]}`, separated by {others[0]!r}; save the file with {delimiter!r}"
+            )
         for cells in reader:
             if cells and len(cells) != len(names):
                 said = f"line {reader.line_num} has {len(cells)} cells, and the header has {len(names)}"

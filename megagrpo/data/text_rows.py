@@ -18,8 +18,8 @@ SHAREGPT = "conversations"  # the column of messages in ShareGPT's rows
 class JsonRows(Sequence[Row]):
     """Rows that are kept as JSON text, so that each value is what its file says.
 
-    A row has every column that some row has, None where the row itself does not have it. Memory holds the text, and a row is parsed when it
-    is used. The constructor takes pairs of a row as JSON and its columns.
+    A row has every column that some row has, None where the row itself does not have it. Memory holds the text, and a
+    row is parsed when it is used. The constructor takes pairs of a row as JSON and its columns.
     """
 
     def __init__(self, lines: Iterable[tuple[bytes, Iterable[str]]]):
@@ -53,7 +53,8 @@ class JsonRows(Sequence[Row]):
 
 
 def nested(row: Row, name: str) -> Any:
-    """Return the value of a column, or of a field in a column of objects, as `reward_model.ground_truth`. Raises KeyError without it."""
+    """Return the value of a column, or of a field in a column of objects, as `reward_model.ground_truth`. Raises
+    KeyError without it."""
     if name in row or "." not in name:
         return row[name]
     value: Any = row
@@ -65,14 +66,18 @@ def nested(row: Row, name: str) -> Any:
 
 
 def column_hint(name: str, present: Sequence[str]) -> str:
-    """Return how to name a column that is missing, as the end of a message: the nearest name, or where other trainers' rows hold it."""
+    """Return how to name a column that is missing, as the end of a message: the nearest name, or where other trainers'
+    rows hold it."""
     if near := difflib.get_close_matches(name, present, n=1, cutoff=0.5):
         return f"; did you mean `{near[0]}`?"
     fields = [other for other in present if "." in other and other.rpartition(".")[2] in ANSWERS]
     if name in ANSWERS and fields:
         return f"; did you mean `{fields[0]}`?"
     if SHAREGPT in present:
-        return f"; `{SHAREGPT}` is ShareGPT's: rename it, `from` to role and `value` to content, and end with the user's message"
+        return (
+            f"; `{SHAREGPT}` is ShareGPT's: rename it, `from` to role and `value` to content, and end with the "
+            f"user's message"
+        )
     return ""
 
 

@@ -19,24 +19,31 @@ from megagrpo.data.chat_templates import check_kwargs
 from megagrpo.data.chat_templates import read_chat_template as read_chat_template
 
 Messages = str | list[dict[str, Any]]
-# End of a rendered conversation: an opened assistant turn, the last message without its end, or the last message with its end.
+# End of a rendered conversation: an opened assistant turn, the last message without its end, or the last message with
+# its end.
 Ending = Literal["generate", "continue", "closed"]
 
 
 def tokenizer_of(config: RunConfig, model_folder: str | Path) -> Tokenizer:
-    """Load the tokenizer of a run. It renders with `data.chat_template_kwargs`, and special tokens in `rollout.stop` are end tokens.
+    """Load the tokenizer of a run. It renders with `data.chat_template_kwargs`, and special tokens in `rollout.stop`
+    are end tokens.
 
-    Raises ValueError when there is no tokenizer, for variables that the chat template does not use, and for stop strings that no text can
-    contain."""
+    Raises ValueError when there is no tokenizer, for variables that the chat template does not use, and for stop
+    strings that no text can contain."""
     tokenizer = load_tokenizer(config.model.tokenizer or model_folder, model_folder)
     tokenizer.template_kwargs = config.data.chat_template_kwargs
     template = read_chat_template(config.data.chat_template)
     check_kwargs(tokenizer.template_kwargs, tokenizer.chat_template if template is None else template)
-    special = {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids()} if config.rollout.stop else {}
+    special = (
+        {tokenizer.token_text(token_id): token_id for token_id in tokenizer.special_ids()}
+        if config.rollout.stop
+        else {}
+    )
     for index, text in enumerate(config.rollout.stop):
         if text not in special and (inside := [token for token in special if token in text]):
             raise ValueError(
-                f"rollout.stop.{index}: {text!r} contains the special token {inside[0]}, which the text of a response leaves out; "
+                f"rollout.stop.{index}: {text!r} contains the special token {inside[0]}, which the text of a response "
+                f"leaves out; "
                 "name the token alone"
             )
     ends = {special[text] for text in config.rollout.stop if text in special}
@@ -45,9 +52,11 @@ def tokenizer_of(config: RunConfig, model_folder: str | Path) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> Tokenizer:
-    """Load the tokenizer from a Hugging Face folder, a hub name, or a bare SentencePiece `.model` file (Llama 2, Mistral, Gemma).
+    """Load the tokenizer from a Hugging Face folder, a hub name, or a bare SentencePiece `.model` file (Llama 2,
+    Mistral, Gemma).
 
-    `model_path` is the folder of generation_config.json, if not the tokenizer's. Raises ValueError when `path` has no tokenizer."""
+    `model_path` is the folder of generation_config.json, if not the tokenizer's. Raises ValueError when `path` has no
+    tokenizer."""
     if str(path).endswith(".model"):
         if not Path(path).is_file():
             raise ValueError(f"model.tokenizer: no SentencePiece file {Path(path).absolute()}; correct the path")
@@ -55,7 +64,9 @@ def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> To
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path))
     except Exception as error:  # for a damaged file the tokenizers library raises a bare Exception
-        raise ValueError(f"model.tokenizer: {path} is neither a tokenizer's folder nor a hub name that can be loaded: {error}") from error
+        raise ValueError(
+            f"model.tokenizer: {path} is neither a tokenizer's folder nor a hub name that can be loaded: {error}"
+        ) from error
     return HuggingFaceTokenizer(tokenizer, _generation_eos(model_path or path))
 
 
@@ -68,8 +79,9 @@ def _beginning(text: str) -> str:
 class Tokenizer(ABC):
     """The interface of tokenizers.
 
-    `eos_token_ids` are all ids that end a response, from the tokenizer and generation_config.json, sorted. `chat_template` is the
-    tokenizer's Jinja template, or None. `template_kwargs` are variables for every rendered prompt."""
+    `eos_token_ids` are all ids that end a response, from the tokenizer and generation_config.json, sorted.
+    `chat_template` is the tokenizer's Jinja template, or None. `template_kwargs` are variables for every rendered
+    prompt."""
 
     def __init__(self, eos_token_ids: Iterable[int], chat_template: str | None):
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
@@ -86,8 +98,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of `text`, in which control tokens such as <s> are recognized. `add_special_tokens` adds BOS if the model
-        expects it."""
+        """Return the token ids of `text`, in which control tokens such as <s> are recognized. `add_special_tokens` adds
+        BOS if the model expects it."""
 
     @abstractmethod
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -114,8 +126,8 @@ class Tokenizer(ABC):
         tools: Sequence[dict[str, Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render chat messages as text; `tools` are JSON schemas that the template may show to the policy. `kwargs` are variables of the
-        template besides `template_kwargs`."""
+        """Render chat messages as text; `tools` are JSON schemas that the template may show to the policy. `kwargs` are
+        variables of the template besides `template_kwargs`."""
 
     def render(
         self,
@@ -127,18 +139,19 @@ class Tokenizer(ABC):
     ) -> tuple[int, ...]:
         """Return the token ids of a prompt, which the engine continues.
 
-        A string prompt becomes a user message, after the `system_prompt` if any. A list of messages is rendered unchanged; if its last
-        message is the assistant's, the engine continues that message. `chat_template` (Jinja text) replaces the tokenizer's template. With
-        `chat_template` `none`, or without any template, a string prompt is plain text with BOS. Templates may add a system message, and
-        show `tools` (JSON schemas). `kwargs` are variables of the template besides `template_kwargs`. Raises ValueError when a template is
-        needed but missing."""
+        A string prompt becomes a user message, after the `system_prompt` if any. A list of messages is rendered
+        unchanged; if its last message is the assistant's, the engine continues that message. `chat_template` (Jinja
+        text) replaces the tokenizer's template. With `chat_template` `none`, or without any template, a string prompt
+        is plain text with BOS. Templates may add a system message, and show `tools` (JSON schemas). `kwargs` are
+        variables of the template besides `template_kwargs`. Raises ValueError when a template is needed but missing."""
         text = self.rendered(prompt, system_prompt, chat_template, tools, kwargs)
         if text is None:
             return tuple(self._plain(prompt, system_prompt))
         return tuple(self.encode(text, add_special_tokens=False))  # the template writes BOS if the model expects it
 
     def encode_once(self, text: str) -> list[int]:
-        """Return the token ids of a text after BOS, if the model expects it; a text that begins with BOS gets no second one."""
+        """Return the token ids of a text after BOS, if the model expects it; a text that begins with BOS gets no second
+        one."""
         beginning, ids = self.encode("", add_special_tokens=True), self.encode(text.lstrip(), add_special_tokens=False)
         if beginning and ids[: len(beginning)] == beginning:
             return ids
@@ -159,7 +172,11 @@ class Tokenizer(ABC):
         return self._rendered(as_messages(prompt, system_prompt), template, tools, kwargs)
 
     def _rendered(
-        self, messages: list[dict[str, Any]], template: str, tools: Sequence[dict[str, Any]], kwargs: Mapping[str, Any] | None
+        self,
+        messages: list[dict[str, Any]],
+        template: str,
+        tools: Sequence[dict[str, Any]],
+        kwargs: Mapping[str, Any] | None,
     ) -> str:
         """Return the rendered messages. Raises ValueError with the template's error, which can be of any type."""
         try:
@@ -168,7 +185,8 @@ class Tokenizer(ABC):
         except Exception as error:
             where = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             raise ValueError(
-                f"data.chat_template: {_beginning(template)}{where} cannot render {_beginning(repr(messages))}: {type(error).__name__}: "
+                f"data.chat_template: {_beginning(template)}{where} cannot render {_beginning(repr(messages))}: "
+                f"{type(error).__name__}: "
                 f"{' '.join(str(error).split())}; correct the template, or the prompt"
             ) from error
 
@@ -176,7 +194,9 @@ class Tokenizer(ABC):
         if isinstance(prompt, str) and system_prompt is None:
             return self.encode_once(prompt)
         what = "data.system_prompt needs" if isinstance(prompt, str) else "prompts with chat messages need"
-        raise ValueError(f"data.chat_template: {what} a chat template, but the tokenizer has none; set Jinja text or a file")
+        raise ValueError(
+            f"data.chat_template: {what} a chat template, but the tokenizer has none; set Jinja text or a file"
+        )
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -222,10 +242,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Wraps a `.model` file with the SentencePiece library, because transformers' conversion differs in leading spaces and normalization.
+    """Wraps a `.model` file with the SentencePiece library, because transformers' conversion differs in leading spaces
+    and normalization.
 
-    SentencePiece does not recognize control tokens (<s>, </s>) in a text, so rendered templates are split at them. Each piece is encoded
-    separately, dummy prefix included, as in Meta's and Mistral's code."""
+    SentencePiece does not recognize control tokens (<s>, </s>) in a text, so rendered templates are split at them. Each
+    piece is encoded separately, dummy prefix included, as in Meta's and Mistral's code."""
 
     def __init__(self, path: str | Path, more_eos: Iterable[int] = ()):
         self.processor = SentencePieceProcessor(model_file=str(path))
@@ -267,7 +288,11 @@ class SentencePieceTokenizer(Tokenizer):
         tools: Sequence[dict[str, Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        names = {"bos_token": self.processor.bos_id(), "eos_token": self.processor.eos_id(), "unk_token": self.processor.unk_id()}
+        names = {
+            "bos_token": self.processor.bos_id(),
+            "eos_token": self.processor.eos_id(),
+            "unk_token": self.processor.unk_id(),
+        }
         tokens = {name: self.processor.id_to_piece(i) for name, i in names.items() if i >= 0}
         own: dict[str, Any] = {**_template_options(ending, tools), **tokens, **self.template_kwargs, **(kwargs or {})}
         rendered: Any = render_jinja_template([messages], chat_template=template, **own)
@@ -283,9 +308,12 @@ class TemplateOptions(TypedDict):
 
 
 def _template_options(ending: Ending, tools: Sequence[dict[str, Any]]) -> TemplateOptions:
-    """Return the options for one rendering. An empty list of tools becomes None, because some templates test only for a list."""
+    """Return the options for one rendering. An empty list of tools becomes None, because some templates test only for a
+    list."""
     return TemplateOptions(
-        add_generation_prompt=ending == "generate", continue_final_message=ending == "continue", tools=list(tools) or None
+        add_generation_prompt=ending == "generate",
+        continue_final_message=ending == "continue",
+        tools=list(tools) or None,
     )
 
 
@@ -303,6 +331,8 @@ def _generation_eos(path: str | Path) -> list[int]:
         eos = GenerationConfig.from_pretrained(str(path)).eos_token_id
     except OSError as error:
         if (Path(path) / "generation_config.json").exists():
-            raise ValueError(f"model.path: generation_config.json in {path} cannot be read; download it again, or delete it") from error
+            raise ValueError(
+                f"model.path: generation_config.json in {path} cannot be read; download it again, or delete it"
+            ) from error
         return []
     return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

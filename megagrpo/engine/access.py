@@ -1,7 +1,8 @@
-"""Token authentication for vLLM servers. vLLM's own `--api-key` does not protect its weight update and developer routes.
+"""Token authentication for vLLM servers. vLLM's own `--api-key` does not protect its weight update and developer
+routes.
 
-A process gets its token from a file that only its owner can read, or from the environment. Command lines and the resolved config never hold
-a token, because other users can read them.
+A process gets its token from a file that only its owner can read, or from the environment. Command lines and the
+resolved config never hold a token, because other users can read them.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ SHORTEST = 16  # characters of a token
 SIOCGIFADDR = 0x8915
 OPEN_ROUTE = "/health"
 REFUSAL = (
-    f"this server requires its token: set rollout.token_file to the file that holds it, or set the environment variable {TOKEN_VARIABLE}"
+    f"this server requires its token: set rollout.token_file to the file that holds it, or set the environment "
+    f"variable {TOKEN_VARIABLE}"
 )
 
 
 def read_token(file: str | Path | None, key: str = "rollout.token_file") -> str | None:
     """Read the server token, and remove it from the environment so that child processes do not inherit it.
 
-    The first source that exists counts: `file`, the file named by MEGAGRPO_TOKEN_FILE, the variable MEGAGRPO_TOKEN. Returns None without
-    any of them. Raises ValueError, beginning with `key`, when the file is unreadable, readable by others, or holds no valid token.
+    The first source that exists counts: `file`, the file named by MEGAGRPO_TOKEN_FILE, the variable MEGAGRPO_TOKEN.
+    Returns None without any of them. Raises ValueError, beginning with `key`, when the file is unreadable, readable by
+    others, or holds no valid token.
     """
     token = os.environ.pop(TOKEN_VARIABLE, None)
     if file is None and TOKEN_FILE_VARIABLE in os.environ:
@@ -50,7 +53,9 @@ def read_token(file: str | Path | None, key: str = "rollout.token_file") -> str 
 
 def _checked(token: str, what: str) -> str:
     if len(token) < SHORTEST or not (token.isascii() and token.isprintable()) or " " in token:
-        raise ValueError(f"{what}: a token must be one word of {SHORTEST} or more characters; `openssl rand -hex 32` generates one")
+        raise ValueError(
+            f"{what}: a token must be one word of {SHORTEST} or more characters; `openssl rand -hex 32` generates one"
+        )
     return token
 
 
@@ -60,14 +65,17 @@ def headers(token: str | None) -> dict[str, str]:
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface. Raises ValueError, with the names of all interfaces, when it has none."""
+    """Return the IPv4 address of a network interface. Raises ValueError, with the names of all interfaces, when it has
+    none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             request = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:
             known = ", ".join(sorted(name for _, name in socket.if_nameindex()))
             fix = "as root: ip addr add 127.0.0.1/8 dev lo" if interface == "lo" else f"choose one of {known}"
-            raise ValueError(f"rollout.interface: {interface} has no IPv4 address here ({error.strerror}); {fix}") from error
+            raise ValueError(
+                f"rollout.interface: {interface} has no IPv4 address here ({error.strerror}); {fix}"
+            ) from error
     return socket.inet_ntoa(request[20:24])
 
 
@@ -77,24 +85,33 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class TokenGuard:
-    """ASGI middleware that answers 401 to every request without the server's token. It wraps all vLLM routes and all other middleware.
+    """ASGI middleware that answers 401 to every request without the server's token. It wraps all vLLM routes and all
+    other middleware.
 
-    It reads the token as `read_token` does, from the environment or the file named there. `/health` needs no token. Raises ValueError, so
-    that the server does not start, when there is no token.
+    It reads the token as `read_token` does, from the environment or the file named there. `/health` needs no token.
+    Raises ValueError, so that the server does not start, when there is no token.
     """
 
     def __init__(self, app: Callable[[Message, Receive, Send], Awaitable[None]]):
         token = read_token(None)
         if token is None:
-            raise ValueError(f"{GUARD}: no token is set; set {TOKEN_VARIABLE} to it, or {TOKEN_FILE_VARIABLE} to the name of its file")
+            raise ValueError(
+                f"{GUARD}: no token is set; set {TOKEN_VARIABLE} to it, or {TOKEN_FILE_VARIABLE} to the name of its "
+                f"file"
+            )
         self._app, self._expected = app, headers(token)["Authorization"].encode()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Handle one request, WebSocket connection or lifespan event."""
-        if scope["type"] == "lifespan" or (scope["type"] == "http" and scope["path"] == OPEN_ROUTE) or self._is_authorized(scope):
+        if (
+            scope["type"] == "lifespan"
+            or (scope["type"] == "http" and scope["path"] == OPEN_ROUTE)
+            or self._is_authorized(scope)
+        ):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": "no token"})  # closed before it is accepted: the client gets 403
+            # closed before it is accepted: the client gets 403
+            await send({"type": "websocket.close", "code": 1008, "reason": "no token"})
         else:
             body = json.dumps({"error": {"message": REFUSAL, "code": 401}}).encode()
             kind = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]

@@ -23,16 +23,18 @@ from megagrpo.engine.updates import LOOK_SECONDS, UpdateOptions, Updates, adapte
 from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
-ATTEMPTS = 3  # failed attempts at a prompt before the error; `_failed` allows this many per server if servers may return
+# failed attempts at a prompt before the error; `_failed` allows this many per server if servers may return
+ATTEMPTS = 3
 
 
 class VllmEngine(Updates):
     """Generates rollouts on vLLM servers that all hold the same weights.
 
-    `decode` turns response ids into text. Each server works on up to `max_num_seqs` sequences; a free server takes the next prompt. When a
-    server stops responding, its prompts go to other servers. It gets requests again once it has the current weights. `model` is the model
-    name to request, such as an adapter that the servers started with. With `any_version` the weight versions of responses are not checked,
-    because other clients may have updated the weights. All other options are passed to `Updates`.
+    `decode` turns response ids into text. Each server works on up to `max_num_seqs` sequences; a free server takes the
+    next prompt. When a server stops responding, its prompts go to other servers. It gets requests again once it has the
+    current weights. `model` is the model name to request, such as an adapter that the servers started with. With
+    `any_version` the weight versions of responses are not checked, because other clients may have updated the weights.
+    All other options are passed to `Updates`.
 
     `generate` is thread-safe. With `in_flight` it may also run during a weight update.
     """
@@ -66,14 +68,15 @@ class VllmEngine(Updates):
         on_group: OnGroup | None = None,
         on_begun: Callable[[], None] = lambda: None,
     ) -> list[list[Rollout]]:
-        """Generate `n` rollouts of each prompt, in the order of `prompts`. A prompt's seed depends on `seed`, its prompt_id and its
-        occurrence.
+        """Generate `n` rollouts of each prompt, in the order of `prompts`. A prompt's seed depends on `seed`, its
+        prompt_id and its occurrence.
 
-        `on_group` is called with each prompt's index and rollouts as they finish. `on_begun` is called, possibly more than once, when all
-        prompts are on servers and a server has room for more.
+        `on_group` is called with each prompt's index and rollouts as they finish. `on_begun` is called, possibly more
+        than once, when all prompts are on servers and a server has room for more.
 
-        Raises EngineDeadError when no server is left, EngineStarved when all remaining servers need weights, EngineInterrupted after
-        `interrupt`, EngineError when a server rejects a request or its response is inconsistent.
+        Raises EngineDeadError when no server is left, EngineStarved when all remaining servers need weights,
+        EngineInterrupted after `interrupt`, EngineError when a server rejects a request or its response is
+        inconsistent.
         """
         jobs: deque[Job] = deque()
         for index, prompt in enumerate(prompts):
@@ -81,15 +84,18 @@ class VllmEngine(Updates):
             jobs.append(self._job(index, prompt, n, sampling, own_seed))
         return self._run(jobs, n, on_group, on_begun)
 
-    def extend(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]) -> list[Rollout]:
-        """Generate one rollout of each prompt, in order, each with its own limits and seed. Raises the errors of `generate`."""
+    def extend(
+        self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
+    ) -> list[Rollout]:
+        """Generate one rollout of each prompt, in order, each with its own limits and seed. Raises the errors of
+        `generate`."""
         requests = enumerate(zip(prompts, sampling, seeds, strict=True))
         jobs = deque(self._job(index, prompt, 1, params, seed) for index, (prompt, params, seed) in requests)
         return [rollout for (rollout,) in self._run(jobs, 1)]
 
     def read_tool_calls(self, turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]) -> list[ToolCalls]:
-        """Return, for each turn, the text outside of the tool calls and the calls. The servers parse the turns with the tool parser they
-        started with."""
+        """Return, for each turn, the text outside of the tool calls and the calls. The servers parse the turns with the
+        tool parser they started with."""
 
         async def read() -> list[ToolCalls]:
             async with self._client() as client:
@@ -116,8 +122,8 @@ class VllmEngine(Updates):
         return [groups[index] for index in range(count)]
 
     def interrupt(self) -> None:
-        """Make every running and every later `generate` raise EngineInterrupted. Running ones close their connections, on which vLLM drops
-        the requests. May be called from a signal handler."""
+        """Make every running and every later `generate` raise EngineInterrupted. Running ones close their connections,
+        on which vLLM drops the requests. May be called from a signal handler."""
         self._interrupted = True
         for loop, task in list(self._under_way):
             with contextlib.suppress(RuntimeError):  # the event loop has just ended in another thread
@@ -148,17 +154,28 @@ class VllmEngine(Updates):
                 self._deadlines.forget()
 
     async def _complete_choices(self, client: httpx.AsyncClient, url: str, job: Job) -> Choices | None:
-        """Return the complete choices for one prompt, or None when it must be retried, on this server or another. A choice that a weight
-        update aborted is continued from its tokens. A choice that `cut` aborted ends with its tokens."""
+        """Return the complete choices for one prompt, or None when it must be retried, on this server or another. A
+        choice that a weight update aborted is continued from its tokens. A choice that `cut` aborted ends with its
+        tokens."""
         choices = await self._ask(client, url, job)
-        while choices and any(map(is_broken_off, choices)) and (self.in_flight == "resume" or job.prompt.place in self._cut):
-            rests = [rest for rest in await gather([self._rest(client, url, job, choice) for choice in choices]) if rest is not None]
+        while (
+            choices
+            and any(map(is_broken_off, choices))
+            and (self.in_flight == "resume" or job.prompt.place in self._cut)
+        ):
+            rests = [
+                rest
+                for rest in await gather([self._rest(client, url, job, choice) for choice in choices])
+                if rest is not None
+            ]
             choices = rests if len(rests) == len(choices) else None
         return choices
 
-    async def _rest(self, client: httpx.AsyncClient, url: str, job: Job, choice: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a choice together with its continuation if it was aborted, None when the continuation failed. A choice that was cut ends
-        with the tokens it has, but gets at least one."""
+    async def _rest(
+        self, client: httpx.AsyncClient, url: str, job: Job, choice: dict[str, Any]
+    ) -> dict[str, Any] | None:
+        """Return a choice together with its continuation if it was aborted, None when the continuation failed. A choice
+        that was cut ends with the tokens it has, but gets at least one."""
         if not is_broken_off(choice):
             return choice
         if not (cut := job.prompt.place in self._cut):
@@ -170,21 +187,26 @@ class VllmEngine(Updates):
         return choice | {"finish_reason": "length", "cut": cut}
 
     def cut(self, places: Collection[int]) -> None:
-        """Truncate the in-flight responses to the prompts with these `Prompt.place`s: they end with the tokens generated so far."""
+        """Truncate the in-flight responses to the prompts with these `Prompt.place`s: they end with the tokens
+        generated so far."""
         self._cut |= set(places)
         place_of = dict(self._in_flight_places)
-        internal_ids = [f"generate-tokens-{request_id}" for request_id in place_of if place_of[request_id] in places]  # ids inside vLLM
+        # ids inside vLLM
+        internal_ids = [f"generate-tokens-{request_id}" for request_id in place_of if place_of[request_id] in places]
 
         async def verbs(client: httpx.AsyncClient, url: str) -> None:
-            with contextlib.suppress(WeightSyncError):  # a failing server's error surfaces where its responses are awaited
-                await self._post(client, url, "/inference/v1/abort_requests", {"request_ids": internal_ids}, HEALTH_SECONDS)
+            # a failing server's error surfaces where its responses are awaited
+            with contextlib.suppress(WeightSyncError):
+                await self._post(
+                    client, url, "/inference/v1/abort_requests", {"request_ids": internal_ids}, HEALTH_SECONDS
+                )
 
         if internal_ids:
             asyncio.run(self._each(verbs, self.fleet.serving()))
 
     async def _ask(self, client: httpx.AsyncClient, url: str, job: Job) -> Choices | None:
-        """Send the request for one prompt and return its choices, which may be aborted; None when the prompt must be retried, here or
-        elsewhere. Raises EngineError when no attempts are left or the server rejects the prompt."""
+        """Send the request for one prompt and return its choices, which may be aborted; None when the prompt must be
+        retried, here or elsewhere. Raises EngineError when no attempts are left or the server rejects the prompt."""
         try:
             answer = await self._post_prompt(client, url, job)
         except httpx.ConnectTimeout as error:
@@ -220,7 +242,8 @@ class VllmEngine(Updates):
             del self._in_flight_places[request_id]
 
     def _read(self, answer: httpx.Response, job: Job) -> Choices:
-        """Return the choices of a response. Raises InvalidResponse for a malformed one and, if servers may return, for stale weights."""
+        """Return the choices of a response. Raises InvalidResponse for a malformed one and, if servers may return, for
+        stale weights."""
         params = job.body["sampling_params"]
         choices = read_choices(answer, params["n"], params["max_tokens"])
         others = {version for choice in choices for version in self._other_versions(choice)}
@@ -229,7 +252,8 @@ class VllmEngine(Updates):
         return choices
 
     async def _was_paused(self, client: httpx.AsyncClient, url: str) -> bool:
-        """Whether the server rejected a request only because of a weight update. In that case wait until the server is no longer paused."""
+        """Whether the server rejected a request only because of a weight update. In that case wait until the server is
+        no longer paused."""
         paused = False
         with contextlib.suppress(WeightSyncError):  # the next request will fail and report the cause
             while (await self._get(client, url, "/is_paused", HEALTH_SECONDS))["is_paused"]:
@@ -240,63 +264,78 @@ class VllmEngine(Updates):
     async def _failed(self, client: httpx.AsyncClient, url: str, job: Job, reason: str, trusted: bool = True) -> None:
         """Count a failed attempt of a prompt, so that it is retried after an exponential backoff or on another server.
 
-        A server that fails its health check is SILENT. A server that is not `trusted`, or that fails a prompt repeatedly, is EXCLUDED.
-        Raises EngineError when no attempts are left.
+        A server that fails its health check is SILENT. A server that is not `trusted`, or that fails a prompt
+        repeatedly, is EXCLUDED. Raises EngineError when no attempts are left.
         """
         job.failures += 1
         if not await answers(client, url):
             self.fleet.silent(url)
         elif job.failures >= ATTEMPTS * (len(self.urls) if self.fleet.patience else 1):
-            raise EngineError(f"{self.name(url)} failed, after {job.failures} attempts, on prompt {job.prompt.prompt_id}: {reason}")
+            raise EngineError(
+                f"{self.name(url)} failed, after {job.failures} attempts, on prompt {job.prompt.prompt_id}: {reason}"
+            )
         elif self.fleet.patience and (not trusted or job.failures % ATTEMPTS == 0):
             self.fleet.excluded(url)
         else:
             await asyncio.sleep(LOOK_SECONDS * 2 ** (job.failures - 1))
 
     def _hung(self, url: str, job: Job, error: Exception) -> None:
-        """Count a request that got no response in time, and exclude its server, which may hang. Raises EngineError when no attempts are
-        left."""
+        """Count a request that got no response in time, and exclude its server, which may hang. Raises EngineError when
+        no attempts are left."""
         if self.fleet.patience and not self.fleet.usable([url]):  # `Generation` has ended the request
             return
         job.failures += 1
         if not self.fleet.patience or job.failures >= ATTEMPTS:
-            raise EngineError(f"{self.name(url)} did not respond within {self.timeout:.0f} s (rollout.request_timeout)") from error
+            raise EngineError(
+                f"{self.name(url)} did not respond within {self.timeout:.0f} s (rollout.request_timeout)"
+            ) from error
         self.fleet.excluded(url)
 
     def _rollout(self, url: str, job: Job, choice: dict[str, Any]) -> Rollout:
         prompt, limit, reason = job.prompt, job.body["sampling_params"]["max_tokens"], choice["finish_reason"]
-        count, text, stopped = find_ending(choice["token_ids"], self.decode, job.sampling.stop, job.sampling.include_stop)
+        count, text, stopped = find_ending(
+            choice["token_ids"], self.decode, job.sampling.stop, job.sampling.include_stop
+        )
         ids = tuple(choice["token_ids"][:count])
         logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"][:count])
         if reason not in ("stop", "length"):
             raise EngineError(f"{self.name(url)} ended prompt {prompt.prompt_id} with finish_reason {reason!r}")
         if reason == "length" and len(ids) < limit and not stopped and "cut" not in choice:
             raise EngineError(
-                f"{self.name(url)} has no room for prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens and a response of {limit}; "
+                f"{self.name(url)} has no room for prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens and a "
+                f"response of {limit}; "
                 "start it with a larger --max-model-len"
             )
         if not ids:
             raise EngineError(f"{self.name(url)} sent a response without tokens for prompt {prompt.prompt_id}")
         if not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
-            raise EngineError(f"{self.name(url)} sent invalid log-probs (NaN, inf or > 0) for prompt {prompt.prompt_id}: {logprobs}")
+            raise EngineError(
+                f"{self.name(url)} sent invalid log-probs (NaN, inf or > 0) for prompt {prompt.prompt_id}: {logprobs}"
+            )
         if count < len(choice["token_ids"]) and "joined" not in choice:
             raise EngineError(
-                f"{self.name(url)} went on after the stop string {stopped!r} (rollout.stop); start it without --skip-tokenizer-init"
+                f"{self.name(url)} went on after the stop string {stopped!r} (rollout.stop); start it without "
+                f"--skip-tokenizer-init"
             )
         version, *later = self._versions(url, job, choice)
         later = [part for part in later if part[0] < count]
         reason, stop_string = "stop" if stopped else reason, stopped if job.sampling.stop else None
-        return Rollout(prompt, ids, logprobs, reason, version[1], text, later_versions=tuple(later), stop_string=stop_string)
+        return Rollout(
+            prompt, ids, logprobs, reason, version[1], text, later_versions=tuple(later), stop_string=stop_string
+        )
 
     def _versions(self, url: str, job: Job, choice: dict[str, Any]) -> list[tuple[int, int]]:
         """Return (first token, weight version) of each part of `choice`.
 
-        Raises EngineError for another version than the last sync's, for example after a user restarted a server; with `in_flight` earlier
-        versions are valid too. A server that reports no version is assumed to have kept the weights it had when the request was made.
+        Raises EngineError for another version than the last sync's, for example after a user restarted a server; with
+        `in_flight` earlier versions are valid too. A server that reports no version is assumed to have kept the weights
+        it had when the request was made.
         """
         if (others := self._other_versions(choice)) and not self.any_version:
             expected = self._reported_name(self.weight_version)
-            raise EngineError(f"{self.name(url)} sampled with weight version {sorted(others)}; the last sync was {expected}")
+            raise EngineError(
+                f"{self.name(url)} sampled with weight version {sorted(others)}; the last sync was {expected}"
+            )
         spans = choice.get("weight_versions") or ()
         if self.in_flight is None or not spans:
             return [(0, self.weight_version if self.in_flight is None else job.version)]
@@ -304,12 +343,16 @@ class VllmEngine(Updates):
         return [part for i, part in enumerate(parts) if i == 0 or part[1] != parts[i - 1][1]]
 
     def _other_versions(self, choice: dict[str, Any]) -> set[str]:
-        """Return the weight versions that sampled part of `choice` and are invalid. With `in_flight`, the server may know the next version
-        before this client does, so that one is valid."""
-        others = {span["version"] for span in choice.get("weight_versions") or ()} - {self._reported_name(self.weight_version)}
+        """Return the weight versions that sampled part of `choice` and are invalid. With `in_flight`, the server may
+        know the next version before this client does, so that one is valid."""
+        others = {span["version"] for span in choice.get("weight_versions") or ()} - {
+            self._reported_name(self.weight_version)
+        }
         if self.in_flight is None:
             return others
-        return {version for version in others if not (version.isdigit() and 1 <= int(version) <= self.weight_version + 1)}
+        return {
+            version for version in others if not (version.isdigit() and 1 <= int(version) <= self.weight_version + 1)
+        }
 
     def _job(self, index: int, prompt: Prompt, n: int, sampling: SamplingParams, seed: int) -> Job:
         return Job(index, prompt, _request(prompt, n, sampling, seed) | self._model(), self.weight_version, sampling)

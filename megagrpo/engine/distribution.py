@@ -25,8 +25,8 @@ Choices = list[dict[str, Any]]  # vLLM's responses to one prompt
 
 @dataclass
 class Job:
-    """A request for one prompt: the prompt's index in the call, its body, the weight version at its creation, how it samples, and the
-    number of failed attempts."""
+    """A request for one prompt: the prompt's index in the call, its body, the weight version at its creation, how it
+    samples, and the number of failed attempts."""
 
     index: int
     prompt: Prompt
@@ -38,8 +38,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Handlers:
-    """What a `Generation` calls. `respond` returns the choices for a job, or None when the job must be retried. `deliver` takes them.
-    `end_requests` ends all requests of this event loop to a server. `begun` is called when servers work on all prompts and have room."""
+    """What a `Generation` calls. `respond` returns the choices for a job, or None when the job must be retried.
+    `deliver` takes them. `end_requests` ends all requests of this event loop to a server. `begun` is called when
+    servers work on all prompts and have room."""
 
     respond: Callable[[httpx.AsyncClient, str, Job], Awaitable[Choices | None]]
     deliver: Callable[[str, Job, Choices], None]
@@ -50,8 +51,8 @@ class Handlers:
 class Generation:
     """One call of `generate`. Each server works on up to `slots` jobs at once; a free slot takes the next job.
 
-    When a server stops serving, its jobs go to other servers. With the fleet's `patience`, servers that return are used again. The servers
-    are those of the fleet at construction, although `follow` may be called meanwhile.
+    When a server stops serving, its jobs go to other servers. With the fleet's `patience`, servers that return are used
+    again. The servers are those of the fleet at construction, although `follow` may be called meanwhile.
     """
 
     def __init__(self, engine: Updates, client: httpx.AsyncClient, jobs: deque[Job], slots: int, handlers: Handlers):
@@ -63,9 +64,11 @@ class Generation:
         self._jobs_waiting = asyncio.Event()  # pulsed by `_wake`; free slots wait for it
 
     async def run(self) -> None:
-        """Work off all jobs. Raises EngineDeadError when no server is left, EngineStarved when all remaining servers need weights."""
+        """Work off all jobs. Raises EngineDeadError when no server is left, EngineStarved when all remaining servers
+        need weights."""
         slots = min(self._slots, len(self._jobs))
-        work = [self._serve(url) for _ in range(slots) for url in self._urls]  # prompts are distributed over the servers in turn
+        # prompts are distributed over the servers in turn
+        work = [self._serve(url) for _ in range(slots) for url in self._urls]
         recovery = [self._await_servers(), self._watch()] if self._fleet.patience else []
         await gather([*work, self._wake(), *recovery])
         if self._undelivered:
@@ -81,7 +84,8 @@ class Generation:
     async def _serve(self, url: str) -> None:
         """Work off jobs on one slot of the server."""
         while self._undelivered and (self._fleet.patience or self._fleet.usable([url])):
-            if not self._jobs or not self._fleet.usable([url]):  # another server may still return its prompts, and this server may recover
+            # another server may still return its prompts, and this server may recover
+            if not self._jobs or not self._fleet.usable([url]):
                 await self._jobs_waiting.wait()
                 continue
             job = self._jobs.popleft()
@@ -126,7 +130,8 @@ class Generation:
         while self._undelivered:
             urls, began = self._usable(), time.monotonic()
             healthy = await gather([answers(self._client, url) for url in urls])
-            starved = time.monotonic() - began > HEALTH_SECONDS + 1  # this process was starved of CPU, so silence proves nothing
+            # this process was starved of CPU, so silence proves nothing
+            starved = time.monotonic() - began > HEALTH_SECONDS + 1
             usable = self._fleet.usable(urls)
             for url, passed in zip(urls, healthy, strict=True):
                 now = time.monotonic()
@@ -146,7 +151,8 @@ async def pause(seconds: float, over: Callable[[], bool]) -> None:
 
 
 async def gather[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run the coroutines concurrently and return their results in order. When one fails, cancel the others and raise its error."""
+    """Run the coroutines concurrently and return their results in order. When one fails, cancel the others and raise
+    its error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

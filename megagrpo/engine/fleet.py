@@ -1,7 +1,7 @@
 """The state of every vLLM server of a run: one state per server, one lock, one table of transitions.
 
-The client, weight updates, the restart thread and the reconnect thread report events to a `Fleet` and query it. No other module stores
-which server is in which state.
+The client, weight updates, the restart thread and the reconnect thread report events to a `Fleet` and query it. No
+other module stores which server is in which state.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 
-FIRST_EXCLUSION_SECONDS, LONGEST_EXCLUSION_SECONDS = 1.0, 60.0  # exclusion time of an unreliable server; it doubles in between
+# exclusion time of an unreliable server; it doubles in between
+FIRST_EXCLUSION_SECONDS, LONGEST_EXCLUSION_SECONDS = 1.0, 60.0
 BACKOFF_RESET_SECONDS = 120.0  # without an exclusion for this long, the exclusion time starts over
 
 
 class State(Enum):
     """The state of one server.
 
-    Only the trainer's rank 0 restarts servers or gives them weights, so STARTING, NEEDS_WEIGHTS and ENDED occur there only.
+    Only the trainer's rank 0 restarts servers or gives them weights, so STARTING, NEEDS_WEIGHTS and ENDED occur there
+    only.
     """
 
     JOINING = "joining"  # rollout.urls_file named it during the run; it has never served this run
@@ -29,7 +31,8 @@ class State(Enum):
     EXCLUDED = "excluded"  # responds, but its responses were invalid or late
     NEEDS_WEIGHTS = "needs_weights"  # healthy; gets weights in the next push of all ranks, and requests after that push
     ENDED = "ended"  # its process has ended and may be restarted
-    DRAINING = "draining"  # rollout.urls_file no longer names it; calls of `generate` that use it already may finish on it
+    # rollout.urls_file no longer names it; calls of `generate` that use it already may finish on it
+    DRAINING = "draining"
     GONE = "gone"  # does not return: restart limit reached, or removed from rollout.urls_file and not draining
 
 
@@ -51,14 +54,21 @@ class Event(Enum):
 
 
 _S, _E = State, Event
-# event -> {state: next state}. None: the event is ignored in that state. A state that is absent does not allow the event.
+# event -> {state: next state}. None: the event is ignored in that state. A state that is absent does not allow the
+# event.
 TRANSITIONS: dict[Event, dict[State, State | None]] = {
     _E.SILENT: {_S.SERVING: _S.SILENT, _S.NEEDS_WEIGHTS: _S.SILENT, _S.DRAINING: _S.GONE}
     | dict.fromkeys((_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED, _S.ENDED, _S.GONE)),
-    _E.EXCLUDED: {_S.SERVING: _S.EXCLUDED, _S.SILENT: _S.EXCLUDED, _S.EXCLUDED: _S.EXCLUDED, _S.NEEDS_WEIGHTS: _S.EXCLUDED}
+    _E.EXCLUDED: {
+        _S.SERVING: _S.EXCLUDED,
+        _S.SILENT: _S.EXCLUDED,
+        _S.EXCLUDED: _S.EXCLUDED,
+        _S.NEEDS_WEIGHTS: _S.EXCLUDED,
+    }
     | {_S.JOINING: _S.JOINING, _S.DRAINING: _S.GONE}
     | dict.fromkeys((_S.STARTING, _S.ENDED, _S.GONE)),
-    _E.DIED: dict.fromkeys((_S.STARTING, _S.SERVING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS), _S.ENDED) | {_S.ENDED: None},
+    _E.DIED: dict.fromkeys((_S.STARTING, _S.SERVING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS), _S.ENDED)
+    | {_S.ENDED: None},
     _E.STARTED: {_S.ENDED: _S.STARTING},
     _E.GONE: {_S.ENDED: _S.GONE},
     _E.READY: dict.fromkeys((_S.JOINING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS), _S.SERVING)
@@ -70,40 +80,55 @@ TRANSITIONS: dict[Event, dict[State, State | None]] = {
     _E.SYNCED: {_S.SERVING: _S.SERVING, _S.NEEDS_WEIGHTS: _S.SERVING}
     | dict.fromkeys((_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED, _S.ENDED, _S.DRAINING, _S.GONE)),
     _E.MISSED: {_S.SERVING: _S.SILENT}
-    | dict.fromkeys((_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS, _S.ENDED, _S.DRAINING, _S.GONE)),
+    | dict.fromkeys(
+        (_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS, _S.ENDED, _S.DRAINING, _S.GONE)
+    ),
     _E.NAMED: {_S.DRAINING: _S.JOINING, _S.GONE: _S.JOINING},
-    _E.REMOVED: {_S.JOINING: _S.GONE, _S.SERVING: _S.DRAINING, _S.SILENT: _S.GONE, _S.EXCLUDED: _S.GONE, _S.NEEDS_WEIGHTS: _S.GONE},
+    _E.REMOVED: {
+        _S.JOINING: _S.GONE,
+        _S.SERVING: _S.DRAINING,
+        _S.SILENT: _S.GONE,
+        _S.EXCLUDED: _S.GONE,
+        _S.NEEDS_WEIGHTS: _S.GONE,
+    },
 }
 
 
 class Fleet:
-    """The servers of a run, their states and the weight version that they serve. Thread-safe: one lock covers everything.
+    """The servers of a run, their states and the weight version that they serve. Thread-safe: one lock covers
+    everything.
 
-    `urls` are the servers of the run; all of them serve at first. While no server serves, the run waits up to `patience` seconds for one to
-    return. With 0 a server that stops serving never returns. Raises ValueError without any URL.
+    `urls` are the servers of the run; all of them serve at first. While no server serves, the run waits up to
+    `patience` seconds for one to return. With 0 a server that stops serving never returns. Raises ValueError without
+    any URL.
 
-    The table shows the state after an event. "-": the event is ignored. "!": the event raises AssertionError, with state and event.
+    The table shows the state after an event. "-": the event is ignored. "!": the event raises AssertionError, with
+    state and event.
 
-                      silent    excluded  died   started   gone  ready    filled   waiting        synced   missed  named    removed
-        JOINING       -         JOINING   !      !         !     SERVING  SERVING  NEEDS_WEIGHTS  -        -       !        GONE
-        STARTING      -         -         ENDED  !         !     -        SERVING  NEEDS_WEIGHTS  -        -       !        !
-        SERVING       SILENT    EXCLUDED  ENDED  !         !     -        -        -              SERVING  SILENT  !        DRAINING
-        SILENT        -         EXCLUDED  ENDED  !         !     SERVING  SERVING  NEEDS_WEIGHTS  -        -       !        GONE
-        EXCLUDED      -         EXCLUDED  ENDED  !         !     SERVING  SERVING  NEEDS_WEIGHTS  -        -       !        GONE
-        NEEDS_WEIGHTS SILENT    EXCLUDED  ENDED  !         !     SERVING  !        !              SERVING  -       !        GONE
-        ENDED         -         -         -      STARTING  GONE  -        !        !              -        -       !        !
-        DRAINING      GONE      GONE      !      !         !     -        -        -              -        -       JOINING  !
-        GONE          -         -         !      !         !     -        -        -              -        -       JOINING  !
+                      silent excluded died  started  gone ready   filled  waiting       synced  missed named   removed
+        JOINING       -      JOINING  !     !        !    SERVING SERVING NEEDS_WEIGHTS -       -      !       GONE
+        STARTING      -      -        ENDED !        !    -       SERVING NEEDS_WEIGHTS -       -      !       !
+        SERVING       SILENT EXCLUDED ENDED !        !    -       -       -             SERVING SILENT !       DRAINING
+        SILENT        -      EXCLUDED ENDED !        !    SERVING SERVING NEEDS_WEIGHTS -       -      !       GONE
+        EXCLUDED      -      EXCLUDED ENDED !        !    SERVING SERVING NEEDS_WEIGHTS -       -      !       GONE
+        NEEDS_WEIGHTS SILENT EXCLUDED ENDED !        !    SERVING !       !             SERVING -      !       GONE
+        ENDED         -      -        -     STARTING GONE -       !       !             -       -      !       !
+        DRAINING      GONE   GONE     !     !        !    -       -       -             -       -      JOINING !
+        GONE          -      -        !     !        !    -       -       -             -       -      JOINING !
 
     Events that are ignored come from another thread, too late:
-    - silent, excluded: a request to a server that does not serve has failed. A STARTING server is not blamed for its former process, and
-      an EXCLUDED one keeps its exclusion time. A server that joins stays JOINING, because it has never served.
-    - ready: the client's health check ended after the state had changed. A STARTING server gets requests from `filled` on.
-    - filled, waiting: the client has seen earlier that the server has the current weights, or the server was removed meanwhile.
+    - silent, excluded: a request to a server that does not serve has failed. A STARTING server is not blamed for its
+      former process, and an EXCLUDED one keeps its exclusion time. A server that joins stays JOINING, because it has
+      never served.
+    - ready: the client's health check ended after the state had changed. A STARTING server gets requests from `filled`
+      on.
+    - filled, waiting: the client has seen earlier that the server has the current weights, or the server was removed
+      meanwhile.
     - synced, missed: the server stopped serving during the update, or it did not serve before.
 
-    ENDED is a state of its own: a server whose process has ended holds no GPU memory, so `unsettled` leaves it out, and only an ENDED
-    server may be started. DRAINING exists because `urls_file` may change while other threads still generate.
+    ENDED is a state of its own: a server whose process has ended holds no GPU memory, so `unsettled` leaves it out, and
+    only an ENDED server may be started. DRAINING exists because `urls_file` may change while other threads still
+    generate.
     """
 
     def __init__(self, urls: Sequence[str], patience: float = 0.0):
@@ -136,10 +161,11 @@ class Fleet:
         self._report(url, Event.DIED)
 
     def may_start(self, url: str) -> bool:
-        """Whether the process of an ENDED server may be restarted now; the server is STARTING then, and the caller restarts it.
+        """Whether the process of an ENDED server may be restarted now; the server is STARTING then, and the caller
+        restarts it.
 
-        False while servers sleep: the trainer uses the GPUs, also the one of the server that ended. `begin_sleep` and this method exclude
-        each other, so no server starts unnoticed.
+        False while servers sleep: the trainer uses the GPUs, also the one of the server that ended. `begin_sleep` and
+        this method exclude each other, so no server starts unnoticed.
         """
         with self._lock:
             return not self._asleep and self._apply(url, Event.STARTED)
@@ -157,7 +183,8 @@ class Fleet:
     def filled(self, url: str, version: int) -> bool:
         """The server loaded weights of `version` after it returned. Returns whether it serves now.
 
-        If another version is current by now, the server missed it: the event is ignored, and the server must be filled again.
+        If another version is current by now, the server missed it: the event is ignored, and the server must be filled
+        again.
         """
         with self._lock:
             if version == self._version:
@@ -193,7 +220,8 @@ class Fleet:
             self._loaded[url] = version
 
     def synced(self, version: int) -> None:
-        """Make `version` current. Servers that hold it serve; servers that served and missed it are SILENT until they are filled."""
+        """Make `version` current. Servers that hold it serve; servers that served and missed it are SILENT until they
+        are filled."""
         with self._lock:
             self._version = version
             for url in self._urls:
@@ -202,10 +230,13 @@ class Fleet:
     # -- all servers
 
     def follow(self, urls: Sequence[str]) -> None:
-        """Replace the servers of the run by `urls`. New ones are JOINING; removed ones that serve are DRAINING, the others GONE."""
+        """Replace the servers of the run by `urls`. New ones are JOINING; removed ones that serve are DRAINING, the
+        others GONE."""
         with self._lock:
             removed, added = set(self._urls) - set(urls), set(urls) - set(self._urls)
-            events = [(url, Event.REMOVED) for url in removed] + [(url, Event.NAMED) for url in added & self._states.keys()]
+            events = [(url, Event.REMOVED) for url in removed] + [
+                (url, Event.NAMED) for url in added & self._states.keys()
+            ]
             for url, event in events:
                 self._next(url, event)  # all of them are allowed, or nothing changes
             for url, event in events:
@@ -214,7 +245,8 @@ class Fleet:
             self._urls = list(urls)
 
     def begin_sleep(self, last: bool = False) -> bool:
-        """Record that servers sleep from here on; returns whether they were awake. No server may start until `end_sleep`.
+        """Record that servers sleep from here on; returns whether they were awake. No server may start until
+        `end_sleep`.
 
         `last` means that servers in `unsettled` are to be killed instead of waited for.
         """
@@ -283,11 +315,13 @@ class Fleet:
     def holding(self, version: int) -> list[str]:
         """Servers of `updatable` that have loaded `version`."""
         with self._lock:
-            return [url for url in self._in_states({State.SERVING, State.NEEDS_WEIGHTS}) if self._loaded.get(url) == version]
+            return [
+                url for url in self._in_states({State.SERVING, State.NEEDS_WEIGHTS}) if self._loaded.get(url) == version
+            ]
 
     def unsettled(self) -> list[str]:
-        """Servers that may hold GPU memory and cannot be put to sleep until the restart thread has filled or killed them. Without patience
-        no server returns, and none is waited for."""
+        """Servers that may hold GPU memory and cannot be put to sleep until the restart thread has filled or killed
+        them. Without patience no server returns, and none is waited for."""
         with self._lock:
             return self._in_states({State.STARTING, State.SILENT, State.EXCLUDED}) if self._patience else []
 
@@ -297,7 +331,8 @@ class Fleet:
             return [url for url in urls if self._states[url] in (State.SERVING, State.DRAINING)]
 
     def returning(self, urls: Iterable[str]) -> list[str]:
-        """Those of `urls` that may turn out to be ready: out of use for another reason than a restart, and not excluded any longer."""
+        """Those of `urls` that may turn out to be ready: out of use for another reason than a restart, and not excluded
+        any longer."""
         out, now = (State.JOINING, State.SILENT, State.EXCLUDED, State.NEEDS_WEIGHTS), time.monotonic()
         with self._lock:
             return [url for url in urls if self._states[url] in out and now >= self._excluded_until.get(url, 0.0)]
@@ -317,7 +352,8 @@ class Fleet:
         return [url for url in self._urls if self._states[url] in states]
 
     def _next(self, url: str, event: Event) -> State | None:
-        """The server's state after `event`, or None when the event is ignored. Raises AssertionError when the table does not allow it."""
+        """The server's state after `event`, or None when the event is ignored. Raises AssertionError when the table
+        does not allow it."""
         state = self._states.get(url)
         if state is None or state not in TRANSITIONS[event]:
             shown = "unknown" if state is None else state.name
@@ -340,5 +376,7 @@ class Fleet:
             return
         if now > until + BACKOFF_RESET_SECONDS:
             del self._exclusions[url]
-        self._excluded_until[url] = now + min(FIRST_EXCLUSION_SECONDS * 2 ** self._exclusions[url], LONGEST_EXCLUSION_SECONDS)
+        self._excluded_until[url] = now + min(
+            FIRST_EXCLUSION_SECONDS * 2 ** self._exclusions[url], LONGEST_EXCLUSION_SECONDS
+        )
         self._exclusions[url] += 1

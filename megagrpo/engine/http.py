@@ -21,7 +21,8 @@ from megagrpo.sync.wire.manifest import WeightSyncError
 
 # shared: each client would otherwise load the certificates again, which takes longer than a request
 CERTIFICATES = httpx.create_ssl_context(trust_env=False)
-CONNECT_SECONDS = 30.0  # with thousands of requests, seconds may pass before this process sees that a connection is open
+# with thousands of requests, seconds may pass before this process sees that a connection is open
+CONNECT_SECONDS = 30.0
 POOLS = 64  # connection pools per client
 MOVED_SECONDS = 0.5  # while a response is pending: between two checks whether its server has moved
 OF_PROXIES = (502, 503, 504)  # status codes by which a proxy reports that the server behind it did not respond
@@ -42,9 +43,9 @@ class ConnectionOptions(TypedDict, total=False):
 class Servers:
     """Requests to the vLLM servers of a `fleet`.
 
-    `urls` are the server addresses and `patience` as in `Fleet`. `logs` are the log files (for messages), `token` authenticates requests.
-    While the file `urls_file` exists, it names the servers: see `follow`. `moved` maps servers that were restarted on another port to their
-    new address. Raises ValueError without any URL.
+    `urls` are the server addresses and `patience` as in `Fleet`. `logs` are the log files (for messages), `token`
+    authenticates requests. While the file `urls_file` exists, it names the servers: see `follow`. `moved` maps servers
+    that were restarted on another port to their new address. Raises ValueError without any URL.
     """
 
     def __init__(
@@ -77,27 +78,43 @@ class Servers:
         """Do nothing: each connection lives no longer than one call."""
 
     async def _post(
-        self, client: httpx.AsyncClient, url: str, path: str, body: Any = None, seconds: float | None = None, optional: bool = False
+        self,
+        client: httpx.AsyncClient,
+        url: str,
+        path: str,
+        body: Any = None,
+        seconds: float | None = None,
+        optional: bool = False,
     ) -> Any:
-        """Send a POST request and return the JSON of the response; None when the server lacks an `optional` route or sends no JSON.
+        """Send a POST request and return the JSON of the response; None when the server lacks an `optional` route or
+        sends no JSON.
 
-        Raises WeightSyncError for an error status, or its subclasses: ServerTimeout on a timeout, NoAnswer when the server itself did not
-        respond.
+        Raises WeightSyncError for an error status, or its subclasses: ServerTimeout on a timeout, NoAnswer when the
+        server itself did not respond.
         """
         timeout = httpx.USE_CLIENT_DEFAULT if seconds is None else seconds
-        return await self._control(client.post(f"{url}{path}", json=body, timeout=timeout), url, path, seconds, optional)
+        return await self._control(
+            client.post(f"{url}{path}", json=body, timeout=timeout), url, path, seconds, optional
+        )
 
     async def _get(self, client: httpx.AsyncClient, url: str, path: str, seconds: float | None = None) -> Any:
         timeout = httpx.USE_CLIENT_DEFAULT if seconds is None else seconds
         return await self._control(client.get(f"{url}{path}", timeout=timeout), url, path, seconds)
 
     async def _control(
-        self, request: Coroutine[Any, Any, httpx.Response], url: str, path: str, seconds: float | None, optional: bool = False
+        self,
+        request: Coroutine[Any, Any, httpx.Response],
+        url: str,
+        path: str,
+        seconds: float | None,
+        optional: bool = False,
     ) -> Any:
         try:
             answer = await request
         except httpx.TimeoutException as error:
-            raise ServerTimeout(f"{self.name(url)} did not respond to {path} within {seconds or self.timeout:g} s") from error
+            raise ServerTimeout(
+                f"{self.name(url)} did not respond to {path} within {seconds or self.timeout:g} s"
+            ) from error
         except httpx.HTTPError as error:
             raise NoAnswer(f"{self.name(url)} did not respond to {path}: {error!r}") from error
         if answer.status_code == 404 and optional:
@@ -111,10 +128,15 @@ class Servers:
                 raise ValueError(content)
             return answer.json() if content.startswith("application/json") else None
         except ValueError as error:
-            raise NoAnswer(f"{self.name(url)} sent a response to {path} that is not JSON: {answer.text[:80]!r}") from error
+            raise NoAnswer(
+                f"{self.name(url)} sent a response to {path} that is not JSON: {answer.text[:80]!r}"
+            ) from error
 
-    async def _each(self, verb: Callable[..., Coroutine[Any, Any, Any]], urls: Collection[str], *args: Any) -> list[Any]:
-        """Run `verb` on each of the servers `urls` concurrently. The first error is raised after all of them have finished."""
+    async def _each(
+        self, verb: Callable[..., Coroutine[Any, Any, Any]], urls: Collection[str], *args: Any
+    ) -> list[Any]:
+        """Run `verb` on each of the servers `urls` concurrently. The first error is raised after all of them have
+        finished."""
         async with self._client() as client:
             results = await asyncio.gather(*(verb(client, url, *args) for url in urls), return_exceptions=True)
         for result in results:
@@ -123,10 +145,13 @@ class Servers:
         return results
 
     def _client(self) -> httpx.AsyncClient:
-        # vLLM closes a connection after an error. A request that reuses the connection at that moment would be lost, so none is kept alive.
+        # vLLM closes a connection after an error. A request that reuses the connection at that moment would be lost, so
+        # none is kept alive.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         transport = PooledTransport(limits, CERTIFICATES, self._moved)
-        return httpx.AsyncClient(timeout=httpx.Timeout(self.timeout, connect=CONNECT_SECONDS), transport=transport, headers=self._headers)
+        return httpx.AsyncClient(
+            timeout=httpx.Timeout(self.timeout, connect=CONNECT_SECONDS), transport=transport, headers=self._headers
+        )
 
     def serving(self) -> list[str]:
         """Return the servers that get requests. Raises EngineDeadError when there is none."""
@@ -146,9 +171,9 @@ class Servers:
 class PooledTransport(httpx.AsyncBaseTransport):
     """An HTTP transport that distributes requests over several connection pools in turn.
 
-    For each request, and at its end, a pool scans all of its connections. With thousands of connections in one pool that scan dominates the
-    client's CPU time. `limits` apply to each pool. With `moved`, requests go to the servers' current addresses, and a request to a server
-    that moves before it responds fails.
+    For each request, and at its end, a pool scans all of its connections. With thousands of connections in one pool
+    that scan dominates the client's CPU time. `limits` apply to each pool. With `moved`, requests go to the servers'
+    current addresses, and a request to a server that moves before it responds fails.
     """
 
     def __init__(self, limits: httpx.Limits, certificates: ssl.SSLContext, moved: MovedServers | None = None):
@@ -156,12 +181,14 @@ class PooledTransport(httpx.AsyncBaseTransport):
         self._pools: list[httpx.AsyncHTTPTransport] = []
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send the request to the server's current address, through the next pool. Raises httpx.ReadError when the server moves before it
-        responds."""
+        """Send the request to the server's current address, through the next pool. Raises httpx.ReadError when the
+        server moves before it responds."""
         index = self._turn % POOLS
         self._turn += 1
         if index == len(self._pools):
-            self._pools.append(httpx.AsyncHTTPTransport(verify=self._certificates, limits=self._limits, trust_env=False))
+            self._pools.append(
+                httpx.AsyncHTTPTransport(verify=self._certificates, limits=self._limits, trust_env=False)
+            )
         pool = self._pools[index]
         return await (pool.handle_async_request(request) if self._moved is None else self._moved.send(request, pool))
 
@@ -174,8 +201,8 @@ class PooledTransport(httpx.AsyncBaseTransport):
 class MovedServers:
     """Current addresses of servers that were restarted on another port because another process had taken their port.
 
-    The launcher writes `file`, a JSON object URL -> current address; every rank reads it. A server keeps its first URL as its name, so
-    nothing else changes when it moves.
+    The launcher writes `file`, a JSON object URL -> current address; every rank reads it. A server keeps its first URL
+    as its name, so nothing else changes when it moves.
     """
 
     def __init__(self, file: Path):
@@ -195,8 +222,8 @@ class MovedServers:
     async def send(self, request: httpx.Request, transport: httpx.AsyncBaseTransport) -> httpx.Response:
         """Send `request` through `transport` to the current address of its server.
 
-        Raises httpx.ReadError when the server moves before it responds. The process that took its port may accept a connection and never
-        respond, so the request would wait for its whole timeout.
+        Raises httpx.ReadError when the server moves before it responds. The process that took its port may accept a
+        connection and never respond, so the request would wait for its whole timeout.
         """
         url = f"{request.url.scheme}://{request.url.netloc.decode()}"
         address = self._address(url)
@@ -207,7 +234,9 @@ class MovedServers:
         try:
             while not (await asyncio.wait([response], timeout=MOVED_SECONDS))[0]:
                 if self._address(url, MOVED_SECONDS) != address:
-                    raise httpx.ReadError("the server was restarted on another port before it responded", request=request)
+                    raise httpx.ReadError(
+                        "the server was restarted on another port before it responded", request=request
+                    )
             return response.result()
         finally:
             response.cancel()
@@ -219,7 +248,9 @@ class MovedServers:
             try:
                 status = self._file.stat()
                 if (status.st_ino, status.st_mtime_ns) != self._seen:
-                    self._addresses = {name: httpx.URL(address) for name, address in json.loads(self._file.read_text()).items()}
+                    self._addresses = {
+                        name: httpx.URL(address) for name, address in json.loads(self._file.read_text()).items()
+                    }
                     self._seen = status.st_ino, status.st_mtime_ns
             except FileNotFoundError:  # no server has moved
                 self._addresses, self._seen = {}, (0, 0)
@@ -237,8 +268,8 @@ class NoAnswer(WeightSyncError):
 
 
 def read_urls(file: Path) -> list[str]:
-    """Read addresses from a file, one per line, without duplicates. Lines that do not begin with http:// or https:// are skipped. Returns
-    an empty list when the file cannot be read."""
+    """Read addresses from a file, one per line, without duplicates. Lines that do not begin with http:// or https://
+    are skipped. Returns an empty list when the file cannot be read."""
     try:
         lines = [line.strip().rstrip("/") for line in file.read_text().splitlines()]
     except (OSError, ValueError):
@@ -259,13 +290,17 @@ def check_urls(urls: Sequence[str]) -> None:
             return await asyncio.gather(*(answers(client, url) for url in urls))
 
     if silent := [url for url, answered in zip(urls, asyncio.run(check()), strict=True) if not answered]:
-        raise ValueError(f"rollout.urls: {', '.join(silent)} does not respond; start it, or leave rollout.urls empty to have one started")
+        raise ValueError(
+            f"rollout.urls: {', '.join(silent)} does not respond; start it, or leave rollout.urls empty to have one "
+            f"started"
+        )
 
 
 async def answers(client: httpx.AsyncClient, url: str) -> bool:
     """Whether the server at `url` passes its health check."""
     try:
-        async with asyncio.timeout(HEALTH_SECONDS):  # limits the total time; httpx's timeout only limits the time between two bytes
+        # limits the total time; httpx's timeout only limits the time between two bytes
+        async with asyncio.timeout(HEALTH_SECONDS):
             return (await client.get(f"{url}/health", timeout=HEALTH_SECONDS)).status_code == 200
     except (TimeoutError, httpx.HTTPError, httpx.InvalidURL):
         return False

@@ -17,15 +17,17 @@ NEEDED = f"{BACKEND} {VERBS}, with megagrpo installed where it runs and VLLM_SER
 def check_plugin(urls: Sequence[str], token: str | None = None, quantization: str = "none") -> None:
     """Check that all servers of `rollout.urls` can take this run's weights. Changes nothing on the servers.
 
-    Raises ValueError that names the first server that rejects `token`, whose workers lack the weight transfer plugin, or whose quantization
-    is not `quantization`.
+    Raises ValueError that names the first server that rejects `token`, whose workers lack the weight transfer plugin,
+    or whose quantization is not `quantization`.
     """
     for url in urls:
         answer = _post(url, "init_weight_transfer_engine", {"init_info": {}}, token)
         if answer.status_code == 401:
             raise ValueError(f"rollout.urls: {url} rejected this run's token: {error_text(answer)}")
         if answer.status_code == 404:
-            raise ValueError(f"rollout.urls: {url} has no weight update routes (vLLM 0.25 or later has them); start it with {NEEDED}")
+            raise ValueError(
+                f"rollout.urls: {url} has no weight update routes (vLLM 0.25 or later has them); start it with {NEEDED}"
+            )
         if answer.status_code != 200:
             text = " ".join(answer.text.split())[:300]
             raise ValueError(f"rollout.urls: {url} cannot receive weights; start it with {NEEDED}. Response: {text}")
@@ -35,7 +37,8 @@ def check_plugin(urls: Sequence[str], token: str | None = None, quantization: st
             raise ValueError(f"rollout.urls: {url} lacks {VERBS} of this version. Response: {text}")
         if (its := _first_result(url, answer)) != quantization:
             raise ValueError(
-                f"rollout.quantization: {quantization} differs from {url}, which was started with {its}; set it to that, or "
+                f"rollout.quantization: {quantization} differs from {url}, which was started with {its}; set it to "
+                f"that, or "
                 "start the server with `megagrpo serve` and this config"
             )
 
@@ -43,15 +46,25 @@ def check_plugin(urls: Sequence[str], token: str | None = None, quantization: st
 def _post(url: str, route: str, body: dict[str, object], token: str | None) -> httpx.Response:
     """Send a POST request and return the response. Raises ValueError when the server does not respond."""
     try:
-        return httpx.post(f"{url.rstrip('/')}/{route}", json=body, headers=headers(token), timeout=60, trust_env=False, verify=CERTIFICATES)
+        return httpx.post(
+            f"{url.rstrip('/')}/{route}",
+            json=body,
+            headers=headers(token),
+            timeout=60,
+            trust_env=False,
+            verify=CERTIFICATES,
+        )
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ValueError(f"rollout.urls: {url} does not respond: {error!r}; start it, or name another") from error
 
 
 def _first_result(url: str, answer: httpx.Response) -> object:
-    """Return the first worker's result in a response. Raises ValueError for a response that is not vLLM's, such as a web page."""
+    """Return the first worker's result in a response. Raises ValueError for a response that is not vLLM's, such as a
+    web page."""
     try:
         return answer.json()["results"][0]
     except (ValueError, LookupError, TypeError):
         text = " ".join(answer.text.split())[:100]
-        raise ValueError(f"rollout.urls: {url} is not a vLLM server (response: {text!r}); name the address of a vLLM server") from None
+        raise ValueError(
+            f"rollout.urls: {url} is not a vLLM server (response: {text!r}); name the address of a vLLM server"
+        ) from None

@@ -20,8 +20,8 @@ class InvalidResponse(ValueError):
 def read_choices(answer: httpx.Response, n: int, max_tokens: int) -> list[dict[str, Any]]:
     """Return the `n` choices of a response, sorted by index.
 
-    Raises InvalidResponse unless the indices are 0 to n - 1 and each choice has a finish reason, at most `max_tokens` token ids, and a
-    log-prob for each of them.
+    Raises InvalidResponse unless the indices are 0 to n - 1 and each choice has a finish reason, at most `max_tokens`
+    token ids, and a log-prob for each of them.
     """
     try:
         choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
@@ -43,7 +43,9 @@ def _check(choice: dict[str, Any], max_tokens: int) -> None:
         raise InvalidResponse(f"invalid token_ids or finish_reason: {str(choice)[:80]}")
     if len(ids) > max_tokens:
         raise InvalidResponse(f"got {len(ids)} tokens; at most {max_tokens} were requested")
-    if ids != [entry["token_id"] for entry in content] or not all(isinstance(entry["logprob"], int | float) for entry in content):
+    if ids != [entry["token_id"] for entry in content] or not all(
+        isinstance(entry["logprob"], int | float) for entry in content
+    ):
         raise InvalidResponse(f"the {len(ids)} token ids do not match the {len(content)} log-prob entries")
 
 
@@ -53,8 +55,8 @@ def is_broken_off(choice: dict[str, Any]) -> bool:
 
 
 def rest_of(body: dict[str, Any], choice: dict[str, Any], limit: int | None = None) -> dict[str, Any]:
-    """Build the request that continues an aborted choice, by at most `limit` tokens. The tokens generated so far become part of the
-    prompt."""
+    """Build the request that continues an aborted choice, by at most `limit` tokens. The tokens generated so far become
+    part of the prompt."""
     params, written = body["sampling_params"], choice["token_ids"]
     seed = derive_seed(params["seed"], choice["index"], len(written))
     left = {"n": 1, "max_tokens": limit or params["max_tokens"] - len(written), "seed": seed}
@@ -62,10 +64,13 @@ def rest_of(body: dict[str, Any], choice: dict[str, Any], limit: int | None = No
 
 
 def joined(choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Join an aborted choice with its continuation; spans of weight versions are shifted to positions in the joined response."""
+    """Join an aborted choice with its continuation; spans of weight versions are shifted to positions in the joined
+    response."""
     written = len(choice["token_ids"])
     content = [entry for part in (choice, more) for entry in (part["logprobs"] or {}).get("content") or ()]
-    later = [span | {key: span[key] + written for key in ("start", "end")} for span in more.get("weight_versions") or ()]
+    later = [
+        span | {key: span[key] + written for key in ("start", "end")} for span in more.get("weight_versions") or ()
+    ]
     return more | {
         "index": choice["index"],
         "joined": True,
@@ -76,12 +81,13 @@ def joined(choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
 
 
 class Deadlines:
-    """Request timeouts: ends a request after `seconds` in total, however slowly its response drips, and all requests of a server on
-    demand."""
+    """Request timeouts: ends a request after `seconds` in total, however slowly its response drips, and all requests of
+    a server on demand."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds
-        self._under_way: dict[tuple[Any, str], set[asyncio.Timeout]] = defaultdict(set)  # (event loop, server) -> its requests
+        # (event loop, server) -> its requests
+        self._under_way: dict[tuple[Any, str], set[asyncio.Timeout]] = defaultdict(set)
 
     @contextlib.asynccontextmanager
     async def of(self, url: str) -> AsyncIterator[None]:

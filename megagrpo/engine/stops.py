@@ -15,12 +15,14 @@ class Ending(NamedTuple):
     stop_string: str
 
 
-def find_ending(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str], stop: Sequence[str], include_stop: bool) -> Ending:
+def find_ending(
+    token_ids: Sequence[int], decode: Callable[[Sequence[int]], str], stop: Sequence[str], include_stop: bool
+) -> Ending:
     """Return where the first complete stop string ends the response.
 
-    The last token is the one that completes the stop string; it may have more characters, which the text leaves out. The text ends after
-    the stop string with `include_stop`, else before it. If two strings are complete at the same character, the first of `stop` counts, as
-    in vLLM.
+    The last token is the one that completes the stop string; it may have more characters, which the text leaves out.
+    The text ends after the stop string with `include_stop`, else before it. If two strings are complete at the same
+    character, the first of `stop` counts, as in vLLM.
     """
     text = decode(token_ids)
     if (match := _first_match(text, stop)) is None:
@@ -35,4 +37,8 @@ def find_ending(token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
 def _first_match(text: str, stop: Sequence[str]) -> tuple[int, int, str] | None:
     """Return (end, start, stop string) of the match that is complete first."""
     starts = [(text.find(string), string) for string in stop]
-    return min(((start + len(string), start, string) for start, string in starts if start >= 0), key=lambda match: match[0], default=None)
+    return min(
+        ((start + len(string), start, string) for start, string in starts if start >= 0),
+        key=lambda match: match[0],
+        default=None,
+    )

@@ -20,8 +20,8 @@ ToolCalls = tuple[str, list[dict[str, str]]]
 async def read_tool_calls(
     client: httpx.AsyncClient, urls: Sequence[str], turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]
 ) -> list[ToolCalls]:
-    """Return the content and the tool calls of each turn, in order. Turns are distributed over the servers. Raises EngineError when a
-    server cannot parse tool calls or does not respond."""
+    """Return the content and the tool calls of each turn, in order. Turns are distributed over the servers. Raises
+    EngineError when a server cannot parse tool calls or does not respond."""
     at_once = asyncio.Semaphore(AT_ONCE)
 
     async def read(index: int) -> ToolCalls:
@@ -33,7 +33,8 @@ async def read_tool_calls(
                 raise EngineError(f"vLLM server {url} did not respond to {PATH}: {error!r}") from error
         if answer.status_code != 200:
             raise EngineError(
-                f"vLLM server {url} cannot parse tool calls: {answer.text[:300]}; it must be started with --enable-scale-out, "
+                f"vLLM server {url} cannot parse tool calls: {answer.text[:300]}; it must be started with "
+                f"--enable-scale-out, "
                 "--enable-auto-tool-choice, --tool-call-parser and a tokenizer"
             )
         return _calls(answer.json())
@@ -43,7 +44,12 @@ async def read_tool_calls(
 
 def _request(token_ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> dict[str, Any]:
     choice = {"index": 0, "token_ids": list(token_ids), "finish_reason": "stop"}
-    chat = {"model": "policy", "messages": [{"role": "user", "content": ""}], "tools": list(tools), "tool_choice": "auto"}
+    chat = {
+        "model": "policy",
+        "messages": [{"role": "user", "content": ""}],
+        "tools": list(tools),
+        "tool_choice": "auto",
+    }
     return {"model": "policy", "generate_response": {"request_id": "0", "choices": [choice]}, "chat_request": chat}
 
 

@@ -1,7 +1,8 @@
 """Updates of weights and adapters on vLLM servers: pause, load, verify, resume, each with a timeout.
 
-A server that dies or stops responding during an update gets no requests until it has the new weights, so no response comes from stale
-weights. A live server that fails the update is an error that names server, phase, worker and tensor; that server stays paused.
+A server that dies or stops responding during an update gets no requests until it has the new weights, so no response
+comes from stale weights. A live server that fails the update is an error that names server, phase, worker and tensor;
+that server stays paused.
 """
 
 from __future__ import annotations
@@ -38,12 +39,13 @@ class UpdateOptions(ConnectionOptions, total=False):
 class Updates(Servers):
     """Servers that hold the same weights, version `weight_version`.
 
-    Each phase of an update times out after `sync_timeout` seconds. With `lora` a weight version is an adapter, and the base weights never
-    change. With `sleeps` the servers can release their GPU memory. Without `refills` a server that returns must wait until all ranks push
-    weights. All other options are those of `Servers`.
+    Each phase of an update times out after `sync_timeout` seconds. With `lora` a weight version is an adapter, and the
+    base weights never change. With `sleeps` the servers can release their GPU memory. Without `refills` a server that
+    returns must wait until all ranks push weights. All other options are those of `Servers`.
 
-    `in_flight` is the treatment of in-flight responses during an update. "wait": the update waits for them. "keep": they are paused and
-    continue afterwards. "resume": they are aborted and continued from their tokens. None: no response is in flight.
+    `in_flight` is the treatment of in-flight responses during an update. "wait": the update waits for them. "keep":
+    they are paused and continue afterwards. "resume": they are aborted and continued from their tokens. None: no
+    response is in flight.
     """
 
     def __init__(
@@ -58,7 +60,13 @@ class Updates(Servers):
         **connection: Unpack[ConnectionOptions],
     ):
         super().__init__(urls, **connection)
-        self.sync_timeout, self.lora, self.sleeps, self.refills, self.in_flight = sync_timeout, lora, sleeps, refills, in_flight
+        self.sync_timeout, self.lora, self.sleeps, self.refills, self.in_flight = (
+            sync_timeout,
+            lora,
+            sleeps,
+            refills,
+            in_flight,
+        )
         self._interrupted = False  # `interrupt` was called
 
     @property
@@ -73,11 +81,11 @@ class Updates(Servers):
     # -- weights
 
     def workers(self) -> dict[str, int]:
-        """Return the address of each server that gets updates and its number of workers. Without a server, wait up to the fleet's
-        `patience` seconds for one.
+        """Return the address of each server that gets updates and its number of workers. Without a server, wait up to
+        the fleet's `patience` seconds for one.
 
-        Raises WeightSyncError when a server does not report its workers, and when the run stops while it waits; EngineDeadError when no
-        server is left.
+        Raises WeightSyncError when a server does not report its workers, and when the run stops while it waits;
+        EngineDeadError when no server is left.
         """
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[tuple[str, int]]:
@@ -102,13 +110,16 @@ class Updates(Servers):
     def sleep(self, keeps_weights: bool = False, last: bool = False) -> None:
         """Make the servers release their GPU memory, if they can (`sleeps`).
 
-        They sleep until the next weights arrive. With `keeps_weights` they move their weights to host memory and sleep until `wake`; base
-        weights under adapters are always kept. Servers that wait for weights hold GPU memory too, so they also sleep. An unsettled server
-        is waited for until it responds or exits. If this is the `last` call, the restart thread kills it.
+        They sleep until the next weights arrive. With `keeps_weights` they move their weights to host memory and sleep
+        until `wake`; base weights under adapters are always kept. Servers that wait for weights hold GPU memory too, so
+        they also sleep. An unsettled server is waited for until it responds or exits. If this is the `last` call, the
+        restart thread kills it.
         """
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
-            await self._post(client, url, f"/sleep?level={1 if self.lora or keeps_weights else 2}", seconds=self.sync_timeout)
+            await self._post(
+                client, url, f"/sleep?level={1 if self.lora or keeps_weights else 2}", seconds=self.sync_timeout
+            )
             return []
 
         if self.sleeps and self.fleet.begin_sleep(last):
@@ -131,17 +142,20 @@ class Updates(Servers):
             self._update(verbs)
 
     def load_weights(self, update: WeightUpdate, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Load the weights of `update` on every worker of every server, or of the servers in `only`. The servers stay paused.
+        """Load the weights of `update` on every worker of every server, or of the servers in `only`. The servers stay
+        paused.
 
-        Returns one report per worker, with `server` and `worker` added; servers that died and may return give no report. Raises
-        WeightSyncError when a worker fails, hangs or does not report; ServerDied when a server died that must get `update`.
+        Returns one report per worker, with `server` and `worker` added; servers that died and may return give no
+        report. Raises WeightSyncError when a worker fails, hangs or does not report; ServerDied when a server died that
+        must get `update`.
         """
         self._wake("weights", only)
         return self._update(self._load_weights, update, only=only, together=update.servers)
 
     def resume(self, update: WeightUpdate, only: Sequence[str] | None = None) -> None:
-        """Drop cached prefixes, which were computed with older weights, and serve again. With `in_flight: keep` the KV cache of running
-        responses is recomputed. A server that did not load the weights is left paused. Raises the errors of `load_weights`."""
+        """Drop cached prefixes, which were computed with older weights, and serve again. With `in_flight: keep` the KV
+        cache of running responses is recomputed. A server that did not load the weights is left paused. Raises the
+        errors of `load_weights`."""
         version, running = update.manifest.version, "?reset_running_requests=true" if self.in_flight == "keep" else ""
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
@@ -180,11 +194,20 @@ class Updates(Servers):
             _raise_worker_errors(reports, url)
             world = await self._world_size(client, url)
             if len(reports) != world:
-                errors = (await self._post(client, url, "/collective_rpc", {"method": "weight_update_error"}, seconds))["results"]
-                counted = f"{self.name(url)}: {len(reports)} of {world} workers reported on weight version {update.manifest.version}"
-                raise WeightSyncError("; ".join([counted, *(f"worker {i}: {error}" for i, error in enumerate(errors) if error)]))
+                errors = (await self._post(client, url, "/collective_rpc", {"method": "weight_update_error"}, seconds))[
+                    "results"
+                ]
+                counted = (
+                    f"{self.name(url)}: {len(reports)} of {world} workers reported on weight version "
+                    f"{update.manifest.version}"
+                )
+                raise WeightSyncError(
+                    "; ".join([counted, *(f"worker {i}: {error}" for i, error in enumerate(errors) if error)])
+                )
         except ServerTimeout as error:
-            raise ServerTimeout(f"phase {phase}: {error} (rollout.weight_sync_timeout){_stuck_in(update, url)}") from error
+            raise ServerTimeout(
+                f"phase {phase}: {error} (rollout.weight_sync_timeout){_stuck_in(update, url)}"
+            ) from error
         except WeightSyncError as error:
             with contextlib.suppress(WeightSyncError):
                 await self._end_update(client, url)
@@ -202,16 +225,16 @@ class Updates(Servers):
     async def _end_update(self, client: httpx.AsyncClient, url: str) -> None:
         """End an update that is still open on any worker.
 
-        vLLM's own routes raise when no update is open. With several workers, a call that raises leaves responses behind that the next call
-        takes for its own.
+        vLLM's own routes raise when no update is open. With several workers, a call that raises leaves responses behind
+        that the next call takes for its own.
         """
         await self._post(client, url, "/collective_rpc", {"method": "end_weight_update"}, self.sync_timeout)
 
     # -- adapters
 
     def load_adapter(self, folder: Path, version: int, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Load the adapter in `folder` on every server, or on those in `only`, under the name of its version. Returns the checksums of what
-        each worker then holds. Raises WeightSyncError when a server rejects the adapter."""
+        """Load the adapter in `folder` on every server, or on those in `only`, under the name of its version. Returns
+        the checksums of what each worker then holds. Raises WeightSyncError when a server rejects the adapter."""
 
         async def verbs(client: httpx.AsyncClient, url: str) -> list[dict[str, Any]]:
             self.fleet.loading(url)
@@ -220,7 +243,9 @@ class Updates(Servers):
                 # Without load_inplace: with it, vLLM would read the folder again for every request.
                 body = {"lora_name": adapter_name(version), "lora_path": str(folder)}
                 await self._post(client, url, "/v1/load_lora_adapter", body, self.sync_timeout)
-                answer = await self._post(client, url, "/collective_rpc", {"method": "adapter_checksums"}, self.sync_timeout)
+                answer = await self._post(
+                    client, url, "/collective_rpc", {"method": "adapter_checksums"}, self.sync_timeout
+                )
             self.fleet.loaded(url, version)
             return [{"server": url, "worker": i, "sums": sums} for i, sums in enumerate(answer["results"])]
 
@@ -243,7 +268,9 @@ class Updates(Servers):
 
     async def _forget_adapter(self, client: httpx.AsyncClient, url: str, version: int) -> None:
         try:
-            await self._post(client, url, "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)}, self.sync_timeout)
+            await self._post(
+                client, url, "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)}, self.sync_timeout
+            )
         except ServerTimeout:
             raise
         except WeightSyncError:  # the server has no adapter of that name
@@ -261,12 +288,13 @@ class Updates(Servers):
     ) -> list[Any]:
         """Run `verbs` on each server that gets updates, or on those in `urls`, and return all results in one list.
 
-        After a failed request, a server that fails its health check is SILENT. If servers may return, a server that passes it but did not
-        respond to the request is EXCLUDED. Neither gives a result. Every other failure is raised, and also these two when no server is
-        left and none may return.
+        After a failed request, a server that fails its health check is SILENT. If servers may return, a server that
+        passes it but did not respond to the request is EXCLUDED. Neither gives a result. Every other failure is raised,
+        and also these two when no server is left and none may return.
 
-        `only` and `together` replace `urls`. Every failure of a server in `only` is raised. The servers in `together` need each other for
-        the update (`WeightUpdate.servers`): ServerDied is raised when one of them is SILENT or EXCLUDED.
+        `only` and `together` replace `urls`. Every failure of a server in `only` is raised. The servers in `together`
+        need each other for the update (`WeightUpdate.servers`): ServerDied is raised when one of them is SILENT or
+        EXCLUDED.
         """
         failures: list[WeightSyncError] = []
 
@@ -321,7 +349,13 @@ class Updates(Servers):
                 return False
             answer = await client.get(f"{url}/weight_info", timeout=HEALTH_SECONDS)  # vLLM has this route since 0.27
             return answer.status_code == 404 or answer.json()["weight_version"] == self._reported_name(version)
-        except (WeightSyncError, httpx.HTTPError, ValueError, LookupError, TypeError):  # another program may respond at this address
+        except (
+            WeightSyncError,
+            httpx.HTTPError,
+            ValueError,
+            LookupError,
+            TypeError,
+        ):  # another program may respond at this address
             return False
 
     def _reported_name(self, version: int) -> str:
@@ -348,8 +382,11 @@ def adapter_name(version: int) -> str:
 
 
 def _raise_worker_errors(reports: list[dict[str, Any]], server: str) -> None:
-    """Raise WeightSyncError if any worker reported an error. Workers report errors instead of raising them: see `_end_update`."""
-    if errors := [f"worker {report['worker']} of {server}: {report['error']}" for report in reports if "error" in report]:
+    """Raise WeightSyncError if any worker reported an error. Workers report errors instead of raising them: see
+    `_end_update`."""
+    if errors := [
+        f"worker {report['worker']} of {server}: {report['error']}" for report in reports if "error" in report
+    ]:
         raise WeightSyncError("; ".join(errors))
 
 

@@ -35,7 +35,8 @@ def calculator(expression: str) -> str:
     """Computes an arithmetic expression.
 
     Args:
-        expression: Numbers with + - * / // % **, parentheses, sqrt, abs, round, min, max, floor, ceil, pi and e, such as "(3 + 4) * 12".
+        expression: Numbers with + - * / // % **, parentheses, sqrt, abs, round, min, max, floor, ceil, pi and e, such
+            as "(3 + 4) * 12".
 
     Returns:
         The result as text.

@@ -15,13 +15,22 @@ Message = dict[str, Any]
 class Conversation:
     """A multi-turn response in progress.
 
-    `prompt_index` is the index of its prompt in the call, `index` its index among the responses to that prompt, `number` a unique id
-    within the call. `opening` are the prompt's messages. Tokens are only appended, with one exception: a scheduler may cut the end of the
-    policy's last message. `ended` is the reason why the response is complete, "" while it continues.
+    `prompt_index` is the index of its prompt in the call, `index` its index among the responses to that prompt,
+    `number` a unique id within the call. `opening` are the prompt's messages. Tokens are only appended, with one
+    exception: a scheduler may cut the end of the policy's last message. `ended` is the reason why the response is
+    complete, "" while it continues.
     """
 
-    def __init__(self, prompt: Prompt, prompt_index: int, index: int, number: int, opening: list[Message], max_length: int):
-        self.prompt, self.prompt_index, self.index, self.number, self.opening = prompt, prompt_index, index, number, opening
+    def __init__(
+        self, prompt: Prompt, prompt_index: int, index: int, number: int, opening: list[Message], max_length: int
+    ):
+        self.prompt, self.prompt_index, self.index, self.number, self.opening = (
+            prompt,
+            prompt_index,
+            index,
+            number,
+            opening,
+        )
         self.max_length = max_length  # in tokens of the whole response, tool results and follow-up messages included
         self.ids: list[int] = []
         self.written: list[bool] = []
@@ -39,7 +48,9 @@ class Conversation:
     @property
     def prefix(self) -> Prompt:
         """The prompt for the engine to continue: the original prompt and the response so far."""
-        return Prompt(self.prompt.prompt_id, (*self.prompt.token_ids, *self.ids), self.prompt.messages, self.prompt.columns)
+        return Prompt(
+            self.prompt.prompt_id, (*self.prompt.token_ids, *self.ids), self.prompt.messages, self.prompt.columns
+        )
 
     @property
     def room(self) -> int:
@@ -53,21 +64,28 @@ class Conversation:
 
     def add_turn(self, rollout: Rollout, decode: Callable[[Sequence[int]], str]) -> None:
         """Append a turn that the policy generated."""
-        assert not self.turns or rollout.weight_version == self.weight_version, "the weights changed in the middle of a response"
+        assert not self.turns or rollout.weight_version == self.weight_version, (
+            "the weights changed in the middle of a response"
+        )
         if self.is_open:
             self.messages.pop()
         else:
             self.message_start = len(self.ids)
         self._append(rollout.response_ids, True, rollout.rollout_logprobs)
-        cut = len(decode(rollout.response_ids)) - len(rollout.text) if rollout.stop_string else 0  # characters after or of the stop string
+        # characters after or of the stop string
+        cut = len(decode(rollout.response_ids)) - len(rollout.text) if rollout.stop_string else 0
         content = decode(self.ids[self.message_start :])
         self.messages.append({"role": "assistant", "content": content[: len(content) - cut]})
-        self.finish_reason, self.weight_version, self.stop_string = rollout.finish_reason, rollout.weight_version, rollout.stop_string
+        self.finish_reason, self.weight_version, self.stop_string = (
+            rollout.finish_reason,
+            rollout.weight_version,
+            rollout.stop_string,
+        )
         self.turns, self.is_open = self.turns + 1, False
 
     def add_messages(self, messages: list[Message], follow_ups: FollowUps) -> None:
-        """Append messages of others, such as tool results, after the policy's turn. When they leave no room for another turn, the response
-        ends ("budget") without them."""
+        """Append messages of others, such as tool results, after the policy's turn. When they leave no room for another
+        turn, the response ends ("budget") without them."""
         messages = [message | {"content": encodable(message["content"])} for message in messages]
         ids = follow_ups.suffix(messages, self.prompt.template_kwargs, closed=not self.stop_string)
         if len(ids) >= self.room:
@@ -77,26 +95,34 @@ class Conversation:
         self.messages += messages
 
     def follow(self, messages: list[Message], follow_ups: FollowUps) -> None:
-        """Continue with the scheduler's `messages`: the conversation's own with new ones appended, or with another end of the policy's last
-        message. Raises ValueError when the conversation cannot continue from these messages."""
+        """Continue with the scheduler's `messages`: the conversation's own with new ones appended, or with another end
+        of the policy's last message. Raises ValueError when the conversation cannot continue from these messages."""
         before = self.all_messages
         last = len(before) - 1
         if len(messages) < len(before) or messages[:last] != before[:last]:
-            raise ValueError("the scheduler changed earlier messages; it may add messages, or change the end of the policy's last one")
+            raise ValueError(
+                "the scheduler changed earlier messages; it may add messages, or change the end of the policy's last "
+                "one"
+            )
         added, content = messages[last + 1 :], messages[last].get("content", "")
-        if not all(isinstance(m, dict) and m.get("role") and isinstance(m.get("content"), str) for m in messages[last:]):
+        if not all(
+            isinstance(m, dict) and m.get("role") and isinstance(m.get("content"), str) for m in messages[last:]
+        ):
             raise ValueError(f"the scheduler returned messages without a role or a content: {messages[last:]!r:.200}")
         if content == before[last]["content"]:
             if not added or added[-1]["role"] == "assistant":
                 raise ValueError("the scheduler continues but adds no message that the policy could answer")
             self.add_messages(added, follow_ups)
         elif added:
-            raise ValueError("the scheduler changed the policy's last message and added others; it may do one of the two")
+            raise ValueError(
+                "the scheduler changed the policy's last message and added others; it may do one of the two"
+            )
         else:
             self._reopen(content, follow_ups)
 
     def _reopen(self, content: str, follow_ups: FollowUps) -> None:
-        """Let the policy continue its last message from `content`. Tokens of the unchanged beginning are kept; the rest is tokenized."""
+        """Let the policy continue its last message from `content`. Tokens of the unchanged beginning are kept; the rest
+        is tokenized."""
         content = encodable(content)
         unchanged = common_beginning(content, self.messages[-1]["content"])
         count, text = follow_ups.tokens_within(self.ids[self.message_start :], unchanged)

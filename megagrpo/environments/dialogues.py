@@ -1,5 +1,5 @@
-"""An engine for multi-turn responses: the policy writes, a tool or scheduler answers, and the policy continues from the exact tokens it
-wrote."""
+"""An engine for multi-turn responses: the policy writes, a tool or scheduler answers, and the policy continues from the
+exact tokens it wrote."""
 
 from __future__ import annotations
 
@@ -24,9 +24,11 @@ from megagrpo.types import Prompt, Rollout, SamplingParams
 
 @dataclass(frozen=True)
 class Dialogues:
-    """The configuration of multi-turn responses: scheduler, tools and environment (`responders`), and tokenization of messages.
+    """The configuration of multi-turn responses: scheduler, tools and environment (`responders`), and tokenization of
+    messages.
 
-    `max_response_length` limits responses in tokens, tool results and follow-up messages included. None means the sampling's `max_tokens`.
+    `max_response_length` limits responses in tokens, tool results and follow-up messages included. None means the
+    sampling's `max_tokens`.
     """
 
     responders: Responders
@@ -52,18 +54,25 @@ class Dialogues:
         return DialogueEngine(engine, self)
 
 
-def make_dialogues(config: RunConfig, tokenizer: Tokenizer, base_folder: Path, resources: ExitStack) -> Dialogues | None:
-    """Build the Dialogues of the section `multi_turn`, to be closed with `resources`; None when it is disabled. Raises ValueError for a
-    setting that cannot be used."""
+def make_dialogues(
+    config: RunConfig, tokenizer: Tokenizer, base_folder: Path, resources: ExitStack
+) -> Dialogues | None:
+    """Build the Dialogues of the section `multi_turn`, to be closed with `resources`; None when it is disabled. Raises
+    ValueError for a setting that cannot be used."""
     if not config.multi_turn.enabled:
         return None
     template = read_chat_template(config.data.chat_template)
     responders = resources.enter_context(Responders(config.multi_turn, base_folder))
     names = display_names(config.rewards.functions)
     if taken := sorted(set(names) & set(responders.columns)):
-        raise ValueError(f"rewards.functions: `{taken[0]}` is already the name of a multi_turn reward; give the function another name")
+        raise ValueError(
+            f"rewards.functions: `{taken[0]}` is already the name of a multi_turn reward; give the function another "
+            f"name"
+        )
     if not names and not responders.columns:
-        raise ValueError("rewards.functions: the run has no rewards; name a function, or give the environment a method `get_reward`")
+        raise ValueError(
+            "rewards.functions: the run has no rewards; name a function, or give the environment a method `get_reward`"
+        )
     follow_ups = FollowUps(tokenizer, template, responders.tools, users=responders.has_scheduler)
     limits = config.rollout.max_prompt_length, config.multi_turn.max_response_length
     return Dialogues(responders, tokenizer, follow_ups, *limits, config.data.system_prompt, template)
@@ -72,13 +81,18 @@ def make_dialogues(config: RunConfig, tokenizer: Tokenizer, base_folder: Path, r
 class DialogueEngine:
     """An engine whose rollouts have several turns (`Rollout.dialogue`).
 
-    All conversations take their turns together. Each turn is one request with the whole prefix; vLLM's prefix cache holds all of it but the
-    messages added since. Seeds depend only on prompt, response and turn, so a run is reproducible whatever other requests are in flight.
+    All conversations take their turns together. Each turn is one request with the whole prefix; vLLM's prefix cache
+    holds all of it but the messages added since. Seeds depend only on prompt, response and turn, so a run is
+    reproducible whatever other requests are in flight.
     """
 
     def __init__(self, engine: Engine, dialogues: Dialogues):
         self.engine, self._dialogues, self.responders = engine, dialogues, dialogues.responders
-        self._tokenizer, self._follow_ups, self._limits = dialogues.tokenizer, dialogues.follow_ups, dialogues.responders.section
+        self._tokenizer, self._follow_ups, self._limits = (
+            dialogues.tokenizer,
+            dialogues.follow_ups,
+            dialogues.responders.section,
+        )
 
     @property
     def weight_version(self) -> int:
@@ -96,8 +110,8 @@ class DialogueEngine:
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """Generate `n` rollouts of each prompt, in order; see `Engine.generate`. `sampling.max_tokens` limits each turn of the policy, and
-        also the whole response without `max_response_length`."""
+        """Generate `n` rollouts of each prompt, in order; see `Engine.generate`. `sampling.max_tokens` limits each turn
+        of the policy, and also the whole response without `max_response_length`."""
         limit = self._dialogues.max_response_length or sampling.max_tokens
         conversations = self._conversations(prompts, n, limit)
         self._open(conversations)
@@ -121,7 +135,9 @@ class DialogueEngine:
         for prompt_index, prompt in enumerate(prompts):
             opening = as_messages(prompt.messages, self._dialogues.system_prompt)
             for i in range(n):
-                made.append(Conversation(prompt, prompt_index, prompt.occurrence * n + i, prompt_index * n + i, opening, limit))
+                made.append(
+                    Conversation(prompt, prompt_index, prompt.occurrence * n + i, prompt_index * n + i, opening, limit)
+                )
         return made
 
     def _open(self, conversations: Sequence[Conversation]) -> None:
@@ -133,10 +149,13 @@ class DialogueEngine:
             said, opening = encodable(said), [*conversation.opening]
             opening[-1] = opening[-1] | {"content": opening[-1]["content"] + said}
             kwargs = conversation.prompt.template_kwargs
-            token_ids = self._tokenizer.render(opening, None, self._dialogues.chat_template, self.responders.tools, kwargs)
+            token_ids = self._tokenizer.render(
+                opening, None, self._dialogues.chat_template, self.responders.tools, kwargs
+            )
             if len(token_ids) > longest:
                 reason = (
-                    f"its prompt has {len(token_ids)} tokens with the text of `reset`; the limit is {longest} (rollout.max_prompt_length)"
+                    f"its prompt has {len(token_ids)} tokens with the text of `reset`; the limit is {longest} "
+                    f"(rollout.max_prompt_length)"
                 )
                 self.responders.break_off(conversation, reason)
                 continue
@@ -157,7 +176,8 @@ class DialogueEngine:
         calling: list[tuple[Conversation, list[dict[str, Any]]]] = []
         waiting: list[Conversation] = []
         for conversation in conversations:
-            if not conversation.ended and conversation.finish_reason == "length":  # a conversation may have failed before its first turn
+            # a conversation may have failed before its first turn
+            if not conversation.ended and conversation.finish_reason == "length":
                 conversation.ended = "length"
         going = [c for c in conversations if not c.ended]
         for conversation, calls in zip(going, self._read_calls(going), strict=True):
@@ -175,11 +195,18 @@ class DialogueEngine:
         if not self.responders.tools or not conversations:
             return [[] for _ in conversations]
         if self._limits.vllm_parser is None:
-            texts = [self._tokenizer.decode(c.ids[c.message_start :]) for c in conversations]  # a stop string may close the call
-            thinks = [after_thought(text, c.prompt.opened) is None for text, c in zip(texts, conversations, strict=True)]
-            read = [(text, []) if open_thought else hermes(text) for text, open_thought in zip(texts, thinks, strict=True)]
+            # a stop string may close the call
+            texts = [self._tokenizer.decode(c.ids[c.message_start :]) for c in conversations]
+            thinks = [
+                after_thought(text, c.prompt.opened) is None for text, c in zip(texts, conversations, strict=True)
+            ]
+            read = [
+                (text, []) if open_thought else hermes(text) for text, open_thought in zip(texts, thinks, strict=True)
+            ]
         else:
-            answers = self.engine.read_tool_calls([c.ids[c.message_start :] for c in conversations], self.responders.tools)
+            answers = self.engine.read_tool_calls(
+                [c.ids[c.message_start :] for c in conversations], self.responders.tools
+            )
             read = [(content, [named_call(**call) for call in calls]) for content, calls in answers]
         for conversation, (content, calls) in zip(conversations, read, strict=True):
             if calls:
@@ -188,7 +215,10 @@ class DialogueEngine:
 
     def _may_call(self, conversation: Conversation) -> bool:
         limits = self._limits
-        if limits.max_tool_calling_iterations is not None and conversation.tool_rounds >= limits.max_tool_calling_iterations:
+        if (
+            limits.max_tool_calling_iterations is not None
+            and conversation.tool_rounds >= limits.max_tool_calling_iterations
+        ):
             conversation.ended = "tool_limit"
         elif limits.max_turns is not None and conversation.turns >= limits.max_turns:
             conversation.ended = "max_turns"

@@ -1,7 +1,9 @@
-"""The part of multi_turn that runs in worker processes: tools, schedulers and environments, with an episode per response that needs state.
+"""The part of multi_turn that runs in worker processes: tools, schedulers and environments, with an episode per
+response that needs state.
 
-Functions are stateless, so any worker may call them. Classes hold the state of one response: an instance lives in a process forked from a
-worker that has already imported the class. A call that hangs therefore ends only this episode. This module imports no torch.
+Functions are stateless, so any worker may call them. Classes hold the state of one response: an instance lives in a
+process forked from a worker that has already imported the class. A call that hangs therefore ends only this episode.
+This module imports no torch.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ NOT_TOOLS = ("reset", "get_reward")
 
 
 class Hosted:
-    """The callable that a worker runs: it calls a function of this module by name. It is made once per worker, and imports `targets` before
-    any deadline starts."""
+    """The callable that a worker runs: it calls a function of this module by name. It is made once per worker, and
+    imports `targets` before any deadline starts."""
 
     def __init__(self, targets: list[Target]):
         for target in targets:
@@ -39,11 +41,14 @@ class Hosted:
         return {f.__name__: f for f in (describe, use_tool, schedule, begin, act, finish)}[function](**arguments)
 
 
-def describe(scheduler: Target | None, scheduler_args: Arguments, tools: list[Target], environment: Target | None) -> Arguments:
+def describe(
+    scheduler: Target | None, scheduler_args: Arguments, tools: list[Target], environment: Target | None
+) -> Arguments:
     """Describe scheduler, tools and environment to the trainer, before the first prompt.
 
-    Returns `tools` (all schemas), `methods` (names of the environment's tools), `columns` (names of rewards), `scheduler_is_class`, and
-    `keeps_state` (whether each response needs an episode). Raises ValueError for a target that cannot be used.
+    Returns `tools` (all schemas), `methods` (names of the environment's tools), `columns` (names of rewards),
+    `scheduler_is_class`, and `keeps_state` (whether each response needs an episode). Raises ValueError for a target
+    that cannot be used.
     """
     schemas = [tool_schema(find(target)) for target in tools]
     methods: list[str] = []
@@ -53,7 +58,11 @@ def describe(scheduler: Target | None, scheduler_args: Arguments, tools: list[Ta
         player = find(environment)
         if not isinstance(player, type) or not callable(getattr(player, "reset", None)):
             raise ValueError(f"`{environment.attribute}` must be a class with a method `reset`")
-        methods = [name for name, _ in inspect.getmembers(player, inspect.isfunction) if not name.startswith("_") and name not in NOT_TOOLS]
+        methods = [
+            name
+            for name, _ in inspect.getmembers(player, inspect.isfunction)
+            if not name.startswith("_") and name not in NOT_TOOLS
+        ]
         schemas += [_method_schema(player, name) for name in methods]
         columns += [player.__name__] if hasattr(player, "get_reward") else []
     if scheduler is not None:
@@ -83,7 +92,8 @@ def use_tool(target: Target, arguments: Arguments) -> Arguments:
 
 
 def schedule(target: Target, arguments: Arguments) -> tuple[list[dict[str, Any]], bool, float | None]:
-    """Call a scheduler function. Returns the messages with any follow-up, whether the conversation ends, and the turn's reward."""
+    """Call a scheduler function. Returns the messages with any follow-up, whether the conversation ends, and the turn's
+    reward."""
     return _answer(find(target), arguments)
 
 
@@ -121,7 +131,7 @@ def _settled(value: Any) -> Any:
     return asyncio.run(wait()) if inspect.isawaitable(value) else value
 
 
-# ------------------------------------------------------------------------------------------------------------------------- episodes
+# ------------------------------------------------------------------------------------------------------------- episodes
 
 
 @dataclass
@@ -134,10 +144,15 @@ _children: dict[int, _Child] = {}
 
 
 def begin(
-    number: int, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None, columns: Arguments, timeout: float
+    number: int,
+    scheduler: Target | None,
+    scheduler_args: Arguments,
+    environment: Target | None,
+    columns: Arguments,
+    timeout: float,
 ) -> Arguments:
-    """Start episode `number` in a new process and reset it. Returns as `act`; `value` is the text of `reset` for the end of the prompt, or
-    None."""
+    """Start episode `number` in a new process and reset it. Returns as `act`; `value` is the text of `reset` for the
+    end of the prompt, or None."""
     finish(number)
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -150,7 +165,8 @@ def begin(
 
 
 def act(number: int, verb: str, arguments: Arguments, timeout: float) -> Arguments:
-    """Run `verb` of an episode: "step", "reward", or the name of a tool. Returns {"value": result} or {"failure": reason}.
+    """Run `verb` of an episode: "step", "reward", or the name of a tool. Returns {"value": result} or {"failure":
+    reason}.
 
     An episode that misses a deadline or dies is over: every later call of it fails too.
     """
@@ -227,10 +243,16 @@ def _is_reward(value: Any) -> bool:
 
 
 def _is_used(answer: Any) -> bool:
-    return isinstance(answer, dict) and [*answer] in (["result"], ["error"]) and all(isinstance(text, str) for text in answer.values())
+    return (
+        isinstance(answer, dict)
+        and [*answer] in (["result"], ["error"])
+        and all(isinstance(text, str) for text in answer.values())
+    )
 
 
-def _live(channel: Channel, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None) -> NoReturn:
+def _live(
+    channel: Channel, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None
+) -> NoReturn:
     """Serve the episode's calls in the forked process; never returns."""
     os.setpgid(0, 0)
     tie_to_parent()

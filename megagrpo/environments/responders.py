@@ -1,5 +1,5 @@
-"""The trainer's side of schedulers, tools and environments: calls go to worker processes with deadlines, and their failures never stop a
-run."""
+"""The trainer's side of schedulers, tools and environments: calls go to worker processes with deadlines, and their
+failures never stop a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ _GRACE = 5.0  # seconds after the deadline within which a worker must report an 
 
 
 class Responders:
-    """The scheduler, tools and environment of a configuration. Every method takes many conversations and runs them concurrently.
+    """The scheduler, tools and environment of a configuration. Every method takes many conversations and runs them
+    concurrently.
 
     The constructor loads them, and raises ValueError when one cannot be used. Call `close` at the end (or use `with`).
     """
@@ -59,22 +60,30 @@ class Responders:
         return self._scheduler is not None
 
     def begin(self, conversations: Sequence[Conversation]) -> list[str | None]:
-        """Start the episodes of the conversations, if any are needed. Returns the text to append to each prompt, or None."""
+        """Start the episodes of the conversations, if any are needed. Returns the text to append to each prompt, or
+        None."""
         self._failed = ""
         if not self._keeps_state:
             return [None] * len(conversations)
-        arguments = dict(scheduler=self._scheduler, scheduler_args=self.section.scheduler_args, environment=self._environment)
+        arguments = dict(
+            scheduler=self._scheduler, scheduler_args=self.section.scheduler_args, environment=self._environment
+        )
         calls = [self._episode("begin", c, arguments | dict(columns=c.prompt.columns)) for c in conversations]
         return self._values(conversations, calls)
 
-    def schedule(self, conversations: Sequence[Conversation]) -> list[tuple[list[dict[str, Any]], bool, float | None] | None]:
-        """Call the scheduler on each conversation's last turn. Returns its answer, or None when it fails, which ends the conversation."""
+    def schedule(
+        self, conversations: Sequence[Conversation]
+    ) -> list[tuple[list[dict[str, Any]], bool, float | None] | None]:
+        """Call the scheduler on each conversation's last turn. Returns its answer, or None when it fails, which ends
+        the conversation."""
         said = self._values(conversations, [self._step_call(c) for c in conversations])
         return [None if answer is None else tuple(answer) for answer in said]
 
-    def use_tools(self, conversations: Sequence[Conversation], calls: Sequence[Sequence[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
-        """Run the tool calls of each conversation and return its tool messages, in order. The content is {"error": ...} for a call that
-        fails. Counts calls and failures."""
+    def use_tools(
+        self, conversations: Sequence[Conversation], calls: Sequence[Sequence[dict[str, Any]]]
+    ) -> list[list[dict[str, Any]]]:
+        """Run the tool calls of each conversation and return its tool messages, in order. The content is {"error": ...}
+        for a call that fails. Counts calls and failures."""
         flat = [(c, self._checked(call)) for c, of_one in zip(conversations, calls, strict=True) for call in of_one]
         sound = [(c, call) for c, call in flat if "error" not in call]
         answers = iter(self._answers([self._tool_call(c, call) for c, call in sound]))
@@ -87,15 +96,21 @@ class Responders:
                     self.break_off(conversation, failure)
             conversation.tool_calls += 1
             conversation.tool_failures += "error" in result
-            content = result["result"] if "result" in result else json.dumps({"error": result["error"]}, ensure_ascii=False)
-            messages[conversation.number].append({"role": "tool", "name": call.get("name", "unknown"), "content": content})
+            content = (
+                result["result"] if "result" in result else json.dumps({"error": result["error"]}, ensure_ascii=False)
+            )
+            messages[conversation.number].append(
+                {"role": "tool", "name": call.get("name", "unknown"), "content": content}
+            )
         return list(messages.values())
 
     def finish(self, conversations: Sequence[Conversation]) -> None:
         """Set each conversation's reward columns and end its episode. As with reward functions, a failure gives 0."""
         asked = [name for name in self.columns if name != TURNS]
         if asked:
-            values = self._values(conversations, [self._episode("act", c, dict(verb="reward", arguments={})) for c in conversations])
+            values = self._values(
+                conversations, [self._episode("act", c, dict(verb="reward", arguments={})) for c in conversations]
+            )
             for conversation, rewards in zip(conversations, values, strict=True):
                 conversation.rewards |= {name: (rewards or {}).get(name, 0.0) for name in asked}
         if self.has_scheduler:
@@ -107,14 +122,18 @@ class Responders:
                     self.break_off(conversation, f"the sum of its turns' rewards: {error}")
                     conversation.rewards[TURNS] = 0.0
         if self._keeps_state:
-            self._answers([self._call("finish", dict(number=c.number), _GRACE, self._lane_of(c)) for c in conversations])
+            self._answers(
+                [self._call("finish", dict(number=c.number), _GRACE, self._lane_of(c)) for c in conversations]
+            )
 
     def break_off(self, conversation: Conversation, reason: str) -> None:
         """End a conversation that cannot continue. The first one since `begin` is logged."""
         conversation.ended = "failed"
         if not self._failed:
             which = conversation.index, conversation.prompt.prompt_id
-            log.warning("multi_turn: response %d to prompt %d failed (counted in multi_turn/failures): %s", *which, reason)
+            log.warning(
+                "multi_turn: response %d to prompt %d failed (counted in multi_turn/failures): %s", *which, reason
+            )
         self._failed = self._failed or reason
 
     def close(self) -> None:
@@ -144,7 +163,10 @@ class Responders:
     def _step_call(self, conversation: Conversation) -> Call:
         left = None if self.section.max_turns is None else self.section.max_turns - conversation.turns
         arguments = conversation.prompt.columns | dict(
-            messages=conversation.all_messages, turn=conversation.turns, turns_left=left, finish_reason=conversation.finish_reason
+            messages=conversation.all_messages,
+            turn=conversation.turns,
+            turns_left=left,
+            finish_reason=conversation.finish_reason,
         )
         if self._scheduler_is_class:
             return self._episode("act", conversation, dict(verb="step", arguments=arguments))
@@ -152,7 +174,8 @@ class Responders:
         return self._call("schedule", call_arguments, self.section.timeout)
 
     def _episode(self, function: str, conversation: Conversation, arguments: dict[str, Any]) -> Call:
-        """Build a call to an episode. The episode's process has the deadline; its worker gets `_GRACE` seconds more to report a miss."""
+        """Build a call to an episode. The episode's process has the deadline; its worker gets `_GRACE` seconds more to
+        report a miss."""
         arguments = dict(number=conversation.number, timeout=self.section.timeout) | arguments
         return self._call(function, arguments, self.section.timeout + _GRACE, self._lane_of(conversation))
 
@@ -161,7 +184,9 @@ class Responders:
 
     def _call(self, function: str, arguments: dict[str, Any], timeout: float, lane: str = SHARED) -> Call:
         call_arguments = {"function": function, "arguments": arguments}
-        return Call(_HOSTED, {"targets": self._targets}, action="call", arguments=call_arguments, timeout=timeout, lane=lane)
+        return Call(
+            _HOSTED, {"targets": self._targets}, action="call", arguments=call_arguments, timeout=timeout, lane=lane
+        )
 
     def _answers(self, calls: Sequence[Call]) -> list[tuple[Any, str | None]]:
         """Run the calls. Returns, in order, (value, None) or (None, reason of the failure) of each."""
@@ -188,7 +213,12 @@ class Responders:
         return [value for value, _ in answers]
 
     def _described(self, tools: list[Target]) -> dict[str, Any]:
-        arguments = dict(scheduler=self._scheduler, scheduler_args=self.section.scheduler_args, tools=tools, environment=self._environment)
+        arguments = dict(
+            scheduler=self._scheduler,
+            scheduler_args=self.section.scheduler_args,
+            tools=tools,
+            environment=self._environment,
+        )
         ((value, failure),) = self._answers([self._call("describe", arguments, self.section.timeout)])
         if failure is not None:
             raise ValueError(f"multi_turn: {failure}")

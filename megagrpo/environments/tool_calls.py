@@ -16,9 +16,9 @@ _LONGEST_ESCAPE = 16  # characters: within this distance of its end, a cut text 
 def hermes(text: str) -> tuple[str, list[dict[str, Any]]]:
     """Parse tool calls in the format of Hermes and Qwen models. Returns the text before the first call, and the calls.
 
-    A call is a JSON object with `name` and `arguments` between <tool_call> and </tool_call>; its strings may contain any text, also these
-    tags. At the end of the text </tool_call> may be missing. An invalid call has only `error`. Calls in a thought do not count: between
-    <think> and </think>, before </think> alone, or after an open <think>.
+    A call is a JSON object with `name` and `arguments` between <tool_call> and </tool_call>; its strings may contain
+    any text, also these tags. At the end of the text </tool_call> may be missing. An invalid call has only `error`.
+    Calls in a thought do not count: between <think> and </think>, before </think> alone, or after an open <think>.
     """
     calls: list[dict[str, Any]] = []
     first, position = len(text), 0
@@ -86,8 +86,8 @@ def _named(call: Any) -> dict[str, Any]:
 
 
 def named_call(name: str, arguments: Any) -> dict[str, Any]:
-    """Build a call of tool `name`. `arguments` may be a JSON text, as in OpenAI's format; without any the call has none. Invalid arguments
-    give only `error`."""
+    """Build a call of tool `name`. `arguments` may be a JSON text, as in OpenAI's format; without any the call has
+    none. Invalid arguments give only `error`."""
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments.strip() or "{}")

@@ -1,4 +1,5 @@
-"""Conversion of a Python function to the JSON schema that chat templates show to a policy, in the format of OpenAI and transformers."""
+"""Conversion of a Python function to the JSON schema that chat templates show to a policy, in the format of OpenAI and
+transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +9,15 @@ import types
 from collections.abc import Callable
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", dict: "object", list: "array", type(None): "null"}
+_JSON_TYPES = {
+    str: "string",
+    int: "integer",
+    float: "number",
+    bool: "boolean",
+    dict: "object",
+    list: "array",
+    type(None): "null",
+}
 _SECTION = re.compile(r"^\s*(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?):\s*$")
 _ENTRY = re.compile(r"^(\s*)\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 
@@ -16,8 +25,8 @@ _ENTRY = re.compile(r"^(\s*)\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the schema of a function or bound method with type hints and a Google-style docstring.
 
-    Raises ValueError, naming the function and the argument, when a type or a description is missing, because the policy would have to
-    guess.
+    Raises ValueError, naming the function and the argument, when a type or a description is missing, because the policy
+    would have to guess.
     """
     name = function.__name__
     summary, described = _docstring(function)
@@ -31,7 +40,9 @@ def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
         if parameter.name not in hints:
             raise ValueError(f"tool `{name}`: argument `{parameter.name}` has no type hint")
         if parameter.name not in described:
-            raise ValueError(f"tool `{name}`: argument `{parameter.name}` is not described under `Args:` in its docstring")
+            raise ValueError(
+                f"tool `{name}`: argument `{parameter.name}` is not described under `Args:` in its docstring"
+            )
         properties[parameter.name] = _type_schema(hints[parameter.name]) | {"description": described[parameter.name]}
         if parameter.default is parameter.empty:
             required.append(parameter.name)
@@ -75,4 +86,6 @@ def _type_schema(hint: Any) -> dict[str, Any]:
         return {"type": "array", "items": _type_schema(inside[0])}
     if origin is dict:
         return {"type": "object", "additionalProperties": _type_schema(inside[1])}
-    raise ValueError(f"type {hint} has no JSON schema; use str, int, float, bool, list, dict, Literal or a union of these")
+    raise ValueError(
+        f"type {hint} has no JSON schema; use str, int, float, bool, list, dict, Literal or a union of these"
+    )

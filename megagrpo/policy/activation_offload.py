@@ -1,10 +1,12 @@
 """Offloads activations to host memory between the forward and the backward pass.
 
-The tensors that a layer saves for its backward pass are copied to the host while the next layers compute. They are prefetched to the
-device while the backward pass of the layers after it runs.
+The tensors that a layer saves for its backward pass are copied to the host while the next layers compute. They are
+prefetched to the device while the backward pass of the layers after it runs.
 
-Megatron's own offloading records tensor sizes and the number of micro-batches in the first pass and assumes them for all later passes.
-Here both change from step to step. This module uses autograd's saved-tensor hooks, which assume nothing about earlier passes.
+Megatron's own offloading records tensor sizes and the number of micro-batches in the first pass and assumes them for
+all later passes.
+Here both change from step to step. This module uses autograd's saved-tensor hooks, which assume nothing about earlier
+passes.
 """
 
 from __future__ import annotations
@@ -25,14 +27,16 @@ from megagrpo.policy.chunks import decoder_of, mix_in
 from megagrpo.policy.specs import LAYERS_PER_BLOCK
 
 MIN_BYTES = 2**20  # a smaller tensor stays on the device: copying it costs more than keeping it
-MAX_LOADED = 3  # layers on the device at a time in the backward pass: the previous one (its memory may still be read), this one, the next
+# layers on the device at a time in the backward pass: the previous one (its memory may still be read), this one, the
+# next
+MAX_LOADED = 3
 
 
 class SavedTensor:
     """The handle that autograd saves in place of a tensor.
 
-    It holds the tensor. After offload it holds the index of the tensor's storage in the layer's host copy, and the tensor's view of that
-    storage.
+    It holds the tensor. After offload it holds the index of the tensor's storage in the layer's host copy, and the
+    tensor's view of that storage.
     """
 
     def __init__(self, layer: OffloadedLayer, tensor: Tensor):
@@ -41,7 +45,8 @@ class SavedTensor:
         self.dtype, self.view = tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def get(self) -> Tensor:
-        """Return the saved tensor [...], from the device copy that `OffloadedLayer.load` restores if it was offloaded."""
+        """Return the saved tensor [...], from the device copy that `OffloadedLayer.load` restores if it was
+        offloaded."""
         self.layer.prefetch()
         if self.tensor is not None:
             return self.tensor
@@ -50,8 +55,8 @@ class SavedTensor:
 
 
 class OffloadedLayer:
-    """The saved tensors of one layer for one micro-batch. `before` is the offloaded layer before it in the forward pass, if any: its
-    backward pass runs next, so it is prefetched."""
+    """The saved tensors of one layer for one micro-batch. `before` is the offloaded layer before it in the forward
+    pass, if any: its backward pass runs next, so it is prefetched."""
 
     def __init__(self, offloader: ActivationOffloader, before: OffloadedLayer | None):
         self._offloader, self._before = offloader, before
@@ -70,8 +75,8 @@ class OffloadedLayer:
     def offload(self, excluded: set[int]) -> None:
         """Start the copy of the saved tensors to the host: each storage once, even if several tensors are views of it.
 
-        Storages whose address is in `excluded` stay on the device, as do tensors below MIN_BYTES, subclasses of Tensor and tensors of
-        another device.
+        Storages whose address is in `excluded` stay on the device, as do tensors below MIN_BYTES, subclasses of Tensor
+        and tensors of another device.
         """
         indices: dict[int, int] = {}
         for saved in self._saved:
@@ -89,7 +94,8 @@ class OffloadedLayer:
         self.release()
 
     def release(self) -> None:
-        """Drop this object's references to the saved tensors. Only autograd holds the tensors that stay on the device."""
+        """Drop this object's references to the saved tensors. Only autograd holds the tensors that stay on the
+        device."""
         self._saved.clear()
 
     def free(self) -> None:
@@ -98,14 +104,15 @@ class OffloadedLayer:
         self._sources.clear()
 
     def prefetch(self) -> None:
-        """Start the copy of this layer and of the next one of the backward pass to the device. Called when the backward pass of this layer
-        reads a saved tensor."""
+        """Start the copy of this layer and of the next one of the backward pass to the device. Called when the backward
+        pass of this layer reads a saved tensor."""
         self.fetch()
         if self._before is not None:
             self._before.fetch()
 
     def load(self) -> list[Tensor]:
-        """Return the offloaded storages on the device, as uint8 tensors [bytes], after their copy from the host has finished."""
+        """Return the offloaded storages on the device, as uint8 tensors [bytes], after their copy from the host has
+        finished."""
         self.fetch()
         self._offloader.copies.wait(self._complete)
         assert self._loaded is not None
@@ -131,9 +138,11 @@ class ActivationOffloader:
 
     def __init__(self, offloaded: set[int]):
         self.offloaded, self.copies = offloaded, HostCopies()
-        self.within: nn.Module | None = None  # the layer whose forward pass is running; None in backward passes, which may recompute layers
+        # the layer whose forward pass is running; None in backward passes, which may recompute layers
+        self.within: nn.Module | None = None
         self.layer: OffloadedLayer | None = None  # the saved tensors of that layer
-        self.shared: frozenset[int] = frozenset()  # addresses of storages that stay on the device: parameters, and inputs of all layers
+        # addresses of storages that stay on the device: parameters, and inputs of all layers
+        self.shared: frozenset[int] = frozenset()
         self._last: OffloadedLayer | None = None  # the last layer that was offloaded in this pass
         self._copying: OffloadedLayer | None = None  # the layer whose copy to the host is in flight
         self._loaded: deque[weakref.ref[OffloadedLayer]] = deque()
@@ -148,13 +157,15 @@ class ActivationOffloader:
         return self.layer.save(tensor)
 
     def end(self) -> None:
-        """Offload a layer's saved tensors at the end of its forward pass. Their device memory is freed when the next offloaded layer ends:
-        the copy overlaps with the layers in between."""
+        """Offload a layer's saved tensors at the end of its forward pass. Their device memory is freed when the next
+        offloaded layer ends: the copy overlaps with the layers in between."""
         assert self.layer is not None and self.within is not None
         if id(self.within) not in self.offloaded:
             self.layer.release()
             return
-        self.layer.offload({*self.shared, *(memory for module in self.within.modules() for memory in _rounded_weights(module))})
+        self.layer.offload(
+            {*self.shared, *(memory for module in self.within.modules() for memory in _rounded_weights(module))}
+        )
         self.free()
         self._copying = self._last = self.layer
 
@@ -178,7 +189,8 @@ class ActivationOffloader:
 def offload_activations(chunks: Sequence[nn.Module], share: float) -> None:
     """Offload the saved tensors of a `share` of the decoder layers of the bare `chunks`, spread evenly, to host memory.
 
-    The last decoder layer of a model stays on the device, because its backward pass comes at once. Results do not change.
+    The last decoder layer of a model stays on the device, because its backward pass comes at once. Results do not
+    change.
     """
     for chunk in chunks:
         decoder = decoder_of(chunk)
@@ -201,10 +213,13 @@ class OffloadingStack:
     offloader: ActivationOffloader
 
     def forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
-        """Run the decoder's forward pass, [T, 1, H] to [T, 1, H] of this rank's tokens, and offload what its layers save."""
+        """Run the decoder's forward pass, [T, 1, H] to [T, 1, H] of this rank's tokens, and offload what its layers
+        save."""
         if not torch.is_grad_enabled():
             return super().forward(hidden_states, **options)  # type: ignore[misc]  # the decoder's
-        self.offloader.shared = frozenset(t.untyped_storage().data_ptr() for t in (*self.parameters(), *_tensors(options.values())))
+        self.offloader.shared = frozenset(
+            t.untyped_storage().data_ptr() for t in (*self.parameters(), *_tensors(options.values()))
+        )
         self.offloader.begin(self.layers[0])
         try:
             with saved_tensors_hooks(lambda tensor: self.offloader.save(tensor), SavedTensor.get):
@@ -227,7 +242,8 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _rounded_weights(module: nn.Module) -> Iterator[int]:
-    """Yield the addresses of Transformer Engine's FP8 copies of the module's weights. All micro-batches of a step share them."""
+    """Yield the addresses of Transformer Engine's FP8 copies of the module's weights. All micro-batches of a step share
+    them."""
     for weight in getattr(module, "_fp8_workspaces", {}).values():
         for data in weight.get_data_tensors():
             if data is not None:

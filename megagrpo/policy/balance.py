@@ -1,10 +1,13 @@
-"""The load-balancing loss of mixtures of experts (Fedus et al. 2021, arXiv 2101.03961) over a whole step, equal in every layout.
+"""The load-balancing loss of mixtures of experts (Fedus et al. 2021, arXiv 2101.03961) over a whole step, equal in
+every layout.
 
-A model has E experts, and each token takes k. N counts the pairs of a counted token and a layer with experts. f_i is the number of times
-that expert i was taken, divided by N. P_i is the mean router probability of expert i. The loss is E * sum_i f_i P_i, which is k when the
-load is even. transformers computes the same loss from one batch of the step's tokens.
+A model has E experts, and each token takes k. N counts the pairs of a counted token and a layer with experts. f_i is
+the number of times that expert i was taken, divided by N. P_i is the mean router probability of expert i. The loss is E
+* sum_i f_i P_i, which is k when the load is even. transformers computes the same loss from one batch of the step's
+tokens.
 
-f is a constant to the gradient. The loss is therefore a sum over tokens once f is known, and the forward pass inside `counting` finds f.
+f is a constant to the gradient. The loss is therefore a sum over tokens once f is known, and the forward pass inside
+`counting` finds f.
 A token counts if its next token is in the loss.
 """
 
@@ -24,7 +27,8 @@ from megagrpo.platform.parallel.layout import Layout
 class BalancedRouter(TopKRouter):
     """A TopKRouter that counts the load inside `counting` and adds the balancing loss's gradient once `slope` is set.
 
-    `padding_mask` [tokens, 1] bool is True at tokens that do not count. Routing itself depends neither on the mask nor on the counts.
+    `padding_mask` [tokens, 1] bool is True at tokens that do not count. Routing itself depends neither on the mask nor
+    on the counts.
     """
 
     counts: Tensor | None = None  # [2, E] float64: how often each expert was taken, and the sum of its probabilities
@@ -59,8 +63,8 @@ def counting(chunks: list[nn.Module]) -> Iterator[None]:
 
 
 def set_slopes(chunks: list[nn.Module], weight: float, layout: Layout) -> float:
-    """End `counting` and return the balancing loss of the tokens counted on all ranks. Later backward passes add `weight` times its
-    gradient. Collective."""
+    """End `counting` and return the balancing loss of the tokens counted on all ranks. Later backward passes add
+    `weight` times its gradient. Collective."""
     own = routers(chunks)
     mine = sum((router.counts.cpu() for router in own if router.counts is not None), torch.zeros(()))
     taken, probability = sum(part for part in layout.all_gather_objects(mine) if part.dim())

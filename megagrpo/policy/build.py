@@ -1,4 +1,5 @@
-"""Builds this rank's part of a Megatron model from a Hugging Face architecture. All code that constructs a HybridModel is here."""
+"""Builds this rank's part of a Megatron model from a Hugging Face architecture. All code that constructs a HybridModel
+is here."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
@@ -51,10 +55,11 @@ def build_model(
 ) -> list[nn.Module]:
     """Build this rank's chunks of the model, one per virtual pipeline stage, in `dtype` on this rank's device.
 
-    The last chunk of the last stage returns logits [1, T, V/tp] in `dtype`, or hidden states inside `hidden_states(chunks)`. With
-    `init_weights=False` the weights are uninitialised memory, for callers that load all of them. With `own_linears` all linears are
-    Megatron's own, so that adapters or stored weights can replace parts of them. `longest_sequence` goes to `rotary_frequencies`. `fp8`
-    sets how the blocks' linears multiply. `recompute`, `recompute_modules` and `fusions` are the keys of `model`.
+    The last chunk of the last stage returns logits [1, T, V/tp] in `dtype`, or hidden states inside
+    `hidden_states(chunks)`. With `init_weights=False` the weights are uninitialised memory, for callers that load all
+    of them. With `own_linears` all linears are Megatron's own, so that adapters or stored weights can replace parts of
+    them. `longest_sequence` goes to `rotary_frequencies`. `fp8` sets how the blocks' linears multiply. `recompute`,
+    `recompute_modules` and `fusions` are the keys of `model`.
 
     Raises ProblemError when the layout cannot shard the model, ValueError when the GPU does not support the FP8 recipe.
     """
@@ -95,10 +100,11 @@ def build_model(
 
 
 def _own_attention(hf_config: HfConfig, layout: Layout) -> bool:
-    """Whether core attention is `TorchAttention`: without Transformer Engine, and for features that Transformer Engine's attention lacks.
+    """Whether core attention is `TorchAttention`: without Transformer Engine, and for features that Transformer
+    Engine's attention lacks.
 
-    These are capped scores, and windows or sinks together with context parallelism. On GPUs before Hopper, and in deterministic runs,
-    Transformer Engine's attention of packs has no fused kernel: it would keep all scores.
+    These are capped scores, and windows or sinks together with context parallelism. On GPUs before Hopper, and in
+    deterministic runs, Transformer Engine's attention of packs has no fused kernel: it would keep all scores.
     """
     beyond_a_ring = layout.cp_size > 1 and (any(hf_config.windows) or hf_config.sinks)
     unfused = device.is_deterministic() or not device.has_packed_attention()
@@ -127,7 +133,8 @@ def weights_dtype(hf_config: HfConfig) -> torch.dtype:
 
 
 def _accumulate_in_products(chunk: nn.Module) -> None:
-    """Make Transformer Engine's linears add each weight gradient to the float32 `main_grad` inside the product, unrounded.
+    """Make Transformer Engine's linears add each weight gradient to the float32 `main_grad` inside the product,
+    unrounded.
 
     Megatron's own linears would need apex for it, so its configuration leaves it off.
     """
@@ -137,7 +144,9 @@ def _accumulate_in_products(chunk: nn.Module) -> None:
             linear.fuse_wgrad_accumulation = True
 
 
-def _build_chunk(hf_config: HfConfig, config: TransformerConfig, layout: Layout, chunk: int, spec: ModuleSpec) -> nn.Module:
+def _build_chunk(
+    hf_config: HfConfig, config: TransformerConfig, layout: Layout, chunk: int, spec: ModuleSpec
+) -> nn.Module:
     # Attention modules rotate queries and keys themselves where angles differ per block or the rotation is not fused.
     rotates_itself = hf_config.local_rope_theta is not None or _own_attention(hf_config, layout)
     model = HybridModel(
@@ -179,7 +188,8 @@ def _prepare_sinks(model: HybridModel, dtype: torch.dtype) -> None:
 
 
 def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int | None) -> None:
-    """Give the model the rotary frequencies that transformers computes. HybridModel itself does not support rope scaling."""
+    """Give the model the rotary frequencies that transformers computes. HybridModel itself does not support rope
+    scaling."""
     frequencies, attention_factor = rotary_frequencies(hf_config, longest_sequence)
     rotary = Rotary(frequencies.to(device.device()), attention_factor, hf_config.rotary_interleaved)
     local = rotary
@@ -202,12 +212,12 @@ def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int |
 
 
 def rotary_frequencies(hf_config: HfConfig, longest_sequence: int | None = None) -> tuple[Tensor, float]:
-    """Return inverse frequencies [rotary_dim / 2] float32 and the factor on cos and sin, from transformers' own function for each rope
-    type.
+    """Return inverse frequencies [rotary_dim / 2] float32 and the factor on cos and sin, from transformers' own
+    function for each rope type.
 
-    Under longrope they depend on whether sequences may be longer than in pretraining. As in vLLM, `longest_sequence`, the longest
-    sequence that may occur, decides for all sequences: vLLM's key cache must stay valid while a sequence grows. transformers decides for
-    every batch separately.
+    Under longrope they depend on whether sequences may be longer than in pretraining. As in vLLM, `longest_sequence`,
+    the longest sequence that may occur, decides for all sequences: vLLM's key cache must stay valid while a sequence
+    grows. transformers decides for every batch separately.
     """
     if hf_config.rope_type == "default":
         return _unscaled(hf_config.rotary_dim, hf_config.rope_theta), 1.0
@@ -215,7 +225,8 @@ def rotary_frequencies(hf_config: HfConfig, longest_sequence: int | None = None)
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    # A family's model_type may be an alias that transformers does not know. transformers knows the family's model class.
+    # A family's model_type may be an alias that transformers does not know. transformers knows the family's model
+    # class.
     kinds = {name: kind for kind, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
 
     arguments = {k: v for k, v in hf_config.raw.items() if k != "model_type"}
@@ -232,8 +243,8 @@ def _unscaled(head_dim: int, theta: float) -> Tensor:
 class LMHead(ColumnParallelLinear):
     """The output layer, with a switch that returns its input in place of logits.
 
-    With `stand_aside` the caller multiplies the input by the weight itself, in chunks. The layer still runs in the forward pass, so
-    DDP's hooks on its weight still run. With a `cap`, logits x become cap tanh(x / cap).
+    With `stand_aside` the caller multiplies the input by the weight itself, in chunks. The layer still runs in the
+    forward pass, so DDP's hooks on its weight still run. With a `cap`, logits x become cap tanh(x / cap).
     """
 
     stand_aside = False
@@ -251,9 +262,11 @@ class LMHead(ColumnParallelLinear):
 
 @contextlib.contextmanager
 def hidden_states(chunks: list[nn.Module]) -> Iterator[None]:
-    """Context manager: inside it the last stage's forward returns hidden states after the final norm, [1, T, H], in place of logits.
+    """Context manager: inside it the last stage's forward returns hidden states after the final norm, [1, T, H], in
+    place of logits.
 
-    Under sequence parallelism a rank gets its rows only, [1, T/tp, H]; `head_input` makes both forms whole. Not reentrant.
+    Under sequence parallelism a rank gets its rows only, [1, T/tp, H]; `head_input` makes both forms whole. Not
+    reentrant.
     """
     heads = [head for head in (_output_layer(chunk) for chunk in chunks) if head is not None]
     for head in heads:
@@ -266,18 +279,24 @@ def hidden_states(chunks: list[nn.Module]) -> Iterator[None]:
 
 
 def lm_head(chunk: nn.Module) -> Tensor | None:
-    """Return the weight [V/tp, H] of this rank's LM head, or None when the chunk has no head. A head tied on the same stage is the
-    embedding's weight."""
+    """Return the weight [V/tp, H] of this rank's LM head, or None when the chunk has no head. A head tied on the same
+    stage is the embedding's weight."""
     model = unwrap_model(chunk)
     if not model.post_process:
         return None
-    return model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else model.output_layer.weight
+    return (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else model.output_layer.weight
+    )
 
 
 def head_input(chunk: nn.Module, hidden: Tensor) -> Tensor:
-    """Return the hidden states [T, H] of the whole micro-batch from the output of a forward pass inside `hidden_states`.
+    """Return the hidden states [T, H] of the whole micro-batch from the output of a forward pass inside
+    `hidden_states`.
 
-    The backward pass all-reduces the gradient over the tensor-parallel ranks, because each rank's gradient covers its V/tp logits only.
+    The backward pass all-reduces the gradient over the tensor-parallel ranks, because each rank's gradient covers its
+    V/tp logits only.
     The head's own backward must therefore not all-reduce it a second time.
     """
     model = unwrap_model(chunk)

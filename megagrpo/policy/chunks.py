@@ -1,4 +1,5 @@
-"""Reads the parts of Megatron's model chunks and adds methods to them. Megatron's classes have no types, so the results are Any."""
+"""Reads the parts of Megatron's model chunks and adds methods to them. Megatron's classes have no types, so the results
+are Any."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ def config_of(chunk: nn.Module) -> Any:
 
 
 def layers_of(chunks: Iterable[nn.Module]) -> list[Any]:
-    """Return the decoder layers of the bare chunks of this rank: two for each decoder block (`specs.LAYERS_PER_BLOCK`)."""
+    """Return the decoder layers of the bare chunks of this rank: two for each decoder block
+    (`specs.LAYERS_PER_BLOCK`)."""
     return [layer for chunk in chunks for layer in decoder_of(chunk).layers]
 
 

@@ -1,6 +1,7 @@
 """Rotary embedding, RMSNorm and gated activations with hand-written backward passes, used without Transformer Engine.
 
-On a CPU these operations are memory-bound. Autograd would read each activation two to three times as often and keep more activations.
+On a CPU these operations are memory-bound. Autograd would read each activation two to three times as often and keep
+more activations.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from torch.autograd.function import once_differentiable
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Apply rotary position embedding (Su et al. 2021, arXiv 2104.09864) to the first 2n elements of x [..., d]; the rest is copied.
+    """Apply rotary position embedding (Su et al. 2021, arXiv 2104.09864) to the first 2n elements of x [..., d]; the
+    rest is copied.
 
-    `cos` and `sin` [..., n] broadcast against the pairs. Pairs are elements (i, n + i), or (2i, 2i + 1) when `interleaved`. Returns x's
-    shape and dtype.
+    `cos` and `sin` [..., n] broadcast against the pairs. Pairs are elements (i, n + i), or (2i, 2i + 1) when
+    `interleaved`. Returns x's shape and dtype.
     """
     return _Rotate.apply(x, cos, sin, interleaved)
 
@@ -60,8 +62,8 @@ def _sides(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight [..., H] for x [..., H] and weight [H], in x's dtype (Zhang and Sennrich 2019,
-    arXiv 1910.07467).
+    """Return x / sqrt(mean(x^2) + eps) * weight [..., H] for x [..., H] and weight [H], in x's dtype (Zhang and
+    Sennrich 2019, arXiv 1910.07467).
 
     Statistics are float32, or float64 for float64 inputs.
     """
@@ -97,15 +99,20 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def geglu(x: Tensor) -> Tensor:
-    """Return gelu(gate) * up [..., F] for x [..., 2 F] = [gate, up], in x's dtype, with the tanh approximation of gelu."""
-    return _Gated.apply(x, partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"))
+    """Return gelu(gate) * up [..., F] for x [..., 2 F] = [gate, up], in x's dtype, with the tanh approximation of
+    gelu."""
+    return _Gated.apply(
+        x, partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
+    )
 
 
 class _Gated(torch.autograd.Function):
     """activation(gate) * up [..., F] of x [..., 2 F]. It saves x only."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, activation: Callable[[Tensor], Tensor], its_backward: Callable[..., Tensor]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, activation: Callable[[Tensor], Tensor], its_backward: Callable[..., Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(x)
         ctx.activation, ctx.its_backward = activation, its_backward
         gate, up = x.chunk(2, -1)

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
-from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel.mappings import (
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -27,9 +30,9 @@ class ScaledEmbedding(LanguageModelEmbedding):
 class TokenEmbedding(VocabParallelEmbedding):
     """Megatron's embedding of the rows [V/tp, H] of this tensor-parallel rank, with a switch for its gradient.
 
-    With `into_main_grad` the backward pass adds the gradients of the micro-batch's rows to the weight's float32 `main_grad`, unrounded. The
-    gradient [V/tp, H] of a micro-batch, almost all zeros, then never exists. An overlapped reduction excludes it: its hooks need a gradient
-    that is passed on.
+    With `into_main_grad` the backward pass adds the gradients of the micro-batch's rows to the weight's float32
+    `main_grad`, unrounded. The gradient [V/tp, H] of a micro-batch, almost all zeros, then never exists. An overlapped
+    reduction excludes it: its hooks need a gradient that is passed on.
     """
 
     into_main_grad = False
@@ -47,7 +50,8 @@ class TokenEmbedding(VocabParallelEmbedding):
 
 
 class _Rows(torch.autograd.Function):
-    """The rows [1, T, H] of `ids` [1, T] in a weight [V/tp, H], 0 where `missing` [1, T, 1]; their gradient goes to `main_grad`."""
+    """The rows [1, T, H] of `ids` [1, T] in a weight [V/tp, H], 0 where `missing` [1, T, 1]; their gradient goes to
+    `main_grad`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Any, ids: Tensor, missing: Tensor) -> Tensor:

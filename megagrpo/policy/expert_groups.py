@@ -12,8 +12,9 @@ from torch import Tensor
 class BestGroups:
     """Selects experts from the best groups of experts, through the hook that Megatron's router has for replayed routes.
 
-    The experts form `count` groups of neighbours. A group's score is the sum of its `best` highest scores, and the `taken` groups with
-    the highest scores stay eligible. Megatron's own rule always sums as many scores as a token has experts in a group.
+    The experts form `count` groups of neighbours. A group's score is the sum of its `best` highest scores, and the
+    `taken` groups with the highest scores stay eligible. Megatron's own rule always sums as many scores as a token has
+    experts in a group.
     """
 
     count: int

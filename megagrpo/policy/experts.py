@@ -16,8 +16,9 @@ from megagrpo.policy.expert_groups import BestGroups
 def prepare_experts(model: nn.Module, hf_config: HfConfig) -> None:
     """Prepare routers and experts: routers get load balancing and keep their selection bias frozen.
 
-    Experts get gradient buffers and an optimizer of their own in every layout, so that every layout writes the same checkpoint. Megatron
-    does this only where the experts' groups differ from those of other parameters. Biases of the experts' second linear are added once.
+    Experts get gradient buffers and an optimizer of their own in every layout, so that every layout writes the same
+    checkpoint. Megatron does this only where the experts' groups differ from those of other parameters. Biases of the
+    experts' second linear are added once.
     """
     for layer in layers_of([model]):
         if isinstance(layer, MoETransformerLayer):
@@ -25,10 +26,13 @@ def prepare_experts(model: nn.Module, hf_config: HfConfig) -> None:
             assert experts is not None
             router.__class__, router.frozen_expert_bias = BalancedRouter, True
             if experts.groups > 1:
-                router.router_replay = BestGroups(experts.groups, experts.groups_per_token, best=2 if experts.bias else 1)
+                router.router_replay = BestGroups(
+                    experts.groups, experts.groups_per_token, best=2 if experts.bias else 1
+                )
             for parameter in layer.mlp.experts.parameters():
                 parameter.allreduce = False
-                # An expert gets every token that is routed to it: its bias gradient is not split over tensor-parallel ranks.
+                # An expert gets every token that is routed to it: its bias gradient is not split over tensor-parallel
+                # ranks.
                 parameter.sequence_parallel = False
             if layer.mlp.config.add_bias_linear:
                 _add_biases_once(layer.mlp.experts)
@@ -37,8 +41,8 @@ def prepare_experts(model: nn.Module, hf_config: HfConfig) -> None:
 def _add_biases_once(experts: Any) -> None:
     """Make every rank but the first of an expert's tensor-parallel group add a zero in place of the bias.
 
-    The ranks that share an expert sum their parts of its output, and each part includes the whole bias. The zero has the bias's
-    gradient.
+    The ranks that share an expert sum their parts of its output, and each part includes the whole bias. The zero has
+    the bias's gradient.
     """
 
     def zero_bias(module: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
@@ -47,7 +51,8 @@ def _add_biases_once(experts: Any) -> None:
 
     for name, module in experts.named_modules():
         if name.rpartition(".")[2] == "linear_fc2":
-            # Also set for one rank: the all-reduce over one rank returns its input, and Megatron cannot add the bias to it in place.
+            # Also set for one rank: the all-reduce over one rank returns its input, and Megatron cannot add the bias to
+            # it in place.
             module.explicit_expert_comm = True
             if experts.tp_group.rank() > 0:
                 module.register_forward_hook(zero_bias)

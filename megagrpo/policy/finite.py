@@ -20,8 +20,8 @@ KINDS = ("weight", "gradient", "gradient summed over ranks")  # the most likely 
 
 @dataclass(frozen=True)
 class BadTensor:
-    """A tensor with NaN or infinity; `kind` is one of `KINDS`. `name` is the parameter's name on that rank; in later virtual stages it
-    starts with "chunkN."."""
+    """A tensor with NaN or infinity; `kind` is one of `KINDS`. `name` is the parameter's name on that rank; in later
+    virtual stages it starts with "chunkN."."""
 
     kind: str
     name: str
@@ -30,21 +30,26 @@ class BadTensor:
 
 
 class NonFiniteError(RuntimeError):
-    """Raised when a step's loss or gradient is NaN or infinite. The step changes nothing, and every rank of the world raises the same
-    error.
+    """Raised when a step's loss or gradient is NaN or infinite. The step changes nothing, and every rank of the world
+    raises the same error.
 
     `tensor` is None when only the loss is bad. `metrics` are the step's metrics, the loss included.
     """
 
     def __init__(self, tensor: BadTensor | None, metrics: dict[str, Metric]):
-        where = f"NaN or infinity in {tensor.kind} {tensor.name} on rank {tensor.rank}" if tensor else "all gradients are finite"
+        where = (
+            f"NaN or infinity in {tensor.kind} {tensor.name} on rank {tensor.rank}"
+            if tensor
+            else "all gradients are finite"
+        )
         super().__init__(f"{where}; the loss is {metrics['loss'].value:g}")
         self.tensor, self.metrics = tensor, metrics
 
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """Which gradients of this rank are finite. The answer stays on the device, so that computing it does not make the host wait."""
+    """Which gradients of this rank are finite. The answer stays on the device, so that computing it does not make the
+    host wait."""
 
     kind: str
     names: list[tuple[int, int, str]]  # (chunk, index, name) of each trained parameter
@@ -52,19 +57,23 @@ class GradientCheck:
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module], summed: bool) -> GradientCheck:
-        """Check the gradients now. `summed`: after the reduction over ranks, which spreads a NaN to every replica and can itself
-        overflow."""
+        """Check the gradients now. `summed`: after the reduction over ranks, which spreads a NaN to every replica and
+        can itself overflow."""
         named = [(place, p.main_grad) for place, p in _named(chunks) if p.requires_grad]
-        return cls(KINDS[2 if summed else 1], [place for place, _ in named], _finite([gradient for _, gradient in named]))
+        return cls(
+            KINDS[2 if summed else 1], [place for place, _ in named], _finite([gradient for _, gradient in named])
+        )
 
     def first_bad(self, finite: Sequence[bool], pp_rank: int, rank: int) -> BadTensor | None:
-        """Return the first non-finite gradient of the backward pass on this rank, or None. `finite` is the check's on the host."""
+        """Return the first non-finite gradient of the backward pass on this rank, or None. `finite` is the check's on
+        the host."""
         bad = [place for place, fine in zip(self.names, finite, strict=True) if not fine]
         return _tensor(self.kind, max(bad, default=None), pp_rank, rank)
 
 
 def bad_weight(chunks: Sequence[nn.Module], pp_rank: int, rank: int) -> BadTensor | None:
-    """Return the first non-finite weight of the forward pass on this rank, or None. Local; the host waits for the device."""
+    """Return the first non-finite weight of the forward pass on this rank, or None. Local; the host waits for the
+    device."""
     bad = [place for place, p in _named(chunks) if not dense(p).isfinite().all()]
     return _tensor(KINDS[0], min(bad, default=None), pp_rank, rank)
 
@@ -72,8 +81,8 @@ def bad_weight(chunks: Sequence[nn.Module], pp_rank: int, rank: int) -> BadTenso
 def first_cause(tensors: Iterable[BadTensor | None]) -> BadTensor | None:
     """Return the bad tensor of all ranks that explains the others; None if there is none.
 
-    It is the first weight of the forward pass, else the first gradient of the backward pass. A rank's own gradient comes before a summed
-    one. On a tie the lowest rank wins.
+    It is the first weight of the forward pass, else the first gradient of the backward pass. A rank's own gradient
+    comes before a summed one. On a tie the lowest rank wins.
     """
     bad = [tensor for tensor in tensors if tensor is not None]
     kind = min((KINDS.index(tensor.kind) for tensor in bad), default=0)

@@ -1,10 +1,13 @@
-"""Low-rank adapters on Megatron's parallel linears (LoRA, Hu et al. 2021, arXiv 2106.09685): y = W x + scale B A x with W frozen.
+"""Low-rank adapters on Megatron's parallel linears (LoRA, Hu et al. 2021, arXiv 2106.09685): y = W x + scale B A x with
+W frozen.
 
-Every Hugging Face projection has its own A [rank, in] and B [out, rank], even where Megatron keeps several projections in one linear. A
-projection that is fused in the files (qkv, gate_up) has one A and one B, whose rows are in the order of Megatron's linear.
+Every Hugging Face projection has its own A [rank, in] and B [out, rank], even where Megatron keeps several projections
+in one linear. A projection that is fused in the files (qkv, gate_up) has one A and one B, whose rows are in the order
+of Megatron's linear.
 
-Column-parallel linears (q, k, v, gate, up) shard B along its output and replicate A. Row-parallel linears (o, down) shard A along its
-input and replicate B. The activations that cross ranks between A and B have `rank` columns in place of the model's width.
+Column-parallel linears (q, k, v, gate, up) shard B along its output and replicate A. Row-parallel linears (o, down)
+shard A along its input and replicate B. The activations that cross ranks between A and B have `rank` columns in place
+of the model's width.
 """
 
 from __future__ import annotations
@@ -39,9 +42,11 @@ ADAPTER = "adapter"  # submodule of a linear that holds its adapters; no other p
 
 
 def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: LoraSection, recompute: str) -> None:
-    """Freeze the bare chunks and add adapters, uninitialised and in the weights' dtype, to the projections that `lora` names.
+    """Freeze the bare chunks and add adapters, uninitialised and in the weights' dtype, to the projections that `lora`
+    names.
 
-    Experts get no adapters, since each expert of a block would need its own. In a mixture's blocks only the attention has adapters.
+    Experts get no adapters, since each expert of a block would need its own. In a mixture's blocks only the attention
+    has adapters.
     """
     names = projections(hf_config)
     for chunk in chunks:
@@ -53,13 +58,17 @@ def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: Lora
                     column = linear.weight.partition_dim == 0
                     _attach(linear, (ColumnAdapter if column else RowAdapter)(linear, parts, groups, wanted, lora))
         if recompute == "full" and chunk.pre_process:
-            # Recompute runs a block's backward pass only if its input requires a gradient. Nothing before the first block is trained.
+            # Recompute runs a block's backward pass only if its input requires a gradient. Nothing before the first
+            # block is trained.
             embedding: Any = chunk.embedding
-            embedding.register_forward_hook(lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled()))
+            embedding.register_forward_hook(
+                lambda module, inputs, output: output.requires_grad_(torch.is_grad_enabled())
+            )
 
 
 def _of_attention(attention: Any, names: Names) -> list[tuple[Any, dict[str, int], int]]:
-    """Return (linear, rows of each projection in one group of its output, groups on this rank) for every linear of an attention module."""
+    """Return (linear, rows of each projection in one group of its output, groups on this rank) for every linear of an
+    attention module."""
     if not hasattr(attention, "linear_qkv"):
         return []
     config: TransformerConfig = attention.config
@@ -75,7 +84,10 @@ def _of_mlp(mlp: Any, names: Names) -> list[tuple[Any, dict[str, int], int]]:
         return []
     config: TransformerConfig = mlp.config
     width = config.ffn_hidden_size // config.tensor_model_parallel_size
-    inputs, outputs = _rows(names["mlp.linear_fc1"], (width, width)), _rows(names["mlp.linear_fc2"], (config.hidden_size,))
+    inputs, outputs = (
+        _rows(names["mlp.linear_fc1"], (width, width)),
+        _rows(names["mlp.linear_fc2"], (config.hidden_size,)),
+    )
     return [(mlp.linear_fc1, inputs, 1), (mlp.linear_fc2, outputs, 1)]
 
 
@@ -107,13 +119,15 @@ class Adapted:
         options = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
         whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # the linear's
         made = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **options)
-        if (key := f"{prefix}{ADAPTER}.gate_up_proj.lora_B") in made:  # a rank's rows: first the gate's, then the up projection's
+        # a rank's rows: first the gate's, then the up projection's
+        if (key := f"{prefix}{ADAPTER}.gate_up_proj.lora_B") in made:
             made[key] = apply_swiglu_sharded_factory(made[key], sharded_offsets)
         return whole | made
 
 
 class LowRank(nn.Module):
-    """This rank's shards of A and B of one projection. `cut` holds the sharded dimension of A and of B; None: replicated."""
+    """This rank's shards of A and B of one projection. `cut` holds the sharded dimension of A and of B; None:
+    replicated."""
 
     def __init__(self, linear: Any, rows: int, cut: tuple[int | None, int | None], rank: int):
         super().__init__()
@@ -151,7 +165,8 @@ class _Adapter(nn.ModuleDict):
         return part
 
     def drop(self, x: Tensor, cut: bool) -> Tensor:
-        """Apply dropout to `x` [..., in]. All tensor-parallel ranks use the same mask, unless each holds another part of `x` (`cut`)."""
+        """Apply dropout to `x` [..., in]. All tensor-parallel ranks use the same mask, unless each holds another part
+        of `x` (`cut`)."""
         if not self.dropout or not self.training:
             return x
         with get_cuda_rng_tracker().fork(*([] if cut else [get_data_parallel_rng_tracker_name()])):
@@ -166,7 +181,9 @@ class ColumnAdapter(_Adapter):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return scale B A x, [..., this rank's output rows], from x [..., in]."""
-        down = F.linear(self.drop(x, cut=self.sequence_parallel), torch.cat([self.low_rank(name).lora_A for name in self]))
+        down = F.linear(
+            self.drop(x, cut=self.sequence_parallel), torch.cat([self.low_rank(name).lora_A for name in self])
+        )
         if self.sequence_parallel:
             down = gather_from_sequence_parallel_region(down, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
@@ -176,7 +193,8 @@ class ColumnAdapter(_Adapter):
         return self.scale * torch.cat(rows, dim=-1).flatten(-2)
 
     def _part(self, name: str, down: Tensor | None, like: Tensor) -> Tensor:
-        """Return the contribution of projection `name`, [..., groups, rows in a group]; 0 where the projection has no adapter."""
+        """Return the contribution of projection `name`, [..., groups, rows in a group]; 0 where the projection has no
+        adapter."""
         shape = (*like.shape[:-1], self.groups, self.parts[name])
         return like.new_zeros(shape) if down is None else F.linear(down, self.low_rank(name).lora_B).view(shape)
 
@@ -191,7 +209,11 @@ class RowAdapter(_Adapter):
         """Return scale B A x, [..., out], from x [..., this rank's input columns]."""
         (name,) = self
         part = self.low_rank(name)
-        reduce = reduce_scatter_to_sequence_parallel_region if self.sequence_parallel else reduce_from_tensor_model_parallel_region
+        reduce = (
+            reduce_scatter_to_sequence_parallel_region
+            if self.sequence_parallel
+            else reduce_from_tensor_model_parallel_region
+        )
         down = reduce(F.linear(self.drop(x, cut=True), part.lora_A), group=self.tp_group)
         return self.scale * F.linear(down, part.lora_B)
 

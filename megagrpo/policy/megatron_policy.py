@@ -1,4 +1,5 @@
-"""The policy: a Megatron-Core model in any TP x CP x PP x DP layout that computes log-probs of a batch and takes optimizer steps on it."""
+"""The policy: a Megatron-Core model in any TP x CP x PP x DP layout that computes log-probs of a batch and takes
+optimizer steps on it."""
 
 from __future__ import annotations
 
@@ -50,9 +51,10 @@ from megagrpo.types import LossFn, LossInputs, Metric, MicroBatch, RefHead, Trai
 class MegatronPolicy:
     """The trained model of this rank, with its optimizer and learning-rate schedule.
 
-    `chunks` are the bare model chunks (several with virtual pipeline stages); `model` holds the same chunks wrapped with gradient
-    buffers. With `shares_prompts` the samples of a batch may share one copy of their prompt. With LoRA only adapters have gradients and
-    optimizer state. All weights, adapters included, are uninitialised until the caller loads them.
+    `chunks` are the bare model chunks (several with virtual pipeline stages); `model` holds the same chunks wrapped
+    with gradient buffers. With `shares_prompts` the samples of a batch may share one copy of their prompt. With LoRA
+    only adapters have gradients and optimizer state. All weights, adapters included, are uninitialised until the caller
+    loads them.
     """
 
     def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig):
@@ -79,14 +81,16 @@ class MegatronPolicy:
         if config.model.base_storage != "none":
             store_weights(self.chunks, config.model.base_storage)
         self.model = wrap_data_parallel(self.chunks, config.train, layout, config.model.fp8_param)
-        # Hooks of an overlapped reduction need each gradient in the weight's dtype. In float32 the option changes no bit of a step, so
-        # several replicas add gradients in the order of the hooks.
+        # Hooks of an overlapped reduction need each gradient in the weight's dtype. In float32 the option changes no
+        # bit of a step, so several replicas add gradients in the order of the hooks.
         direct = self.dtype == torch.bfloat16 and not overlaps_reduction(config.train, layout.dp_cp_size)
         self._into_main_grad = direct or layout.dp_cp_size == 1
         if self._into_main_grad:
             add_gradients_directly(self.chunks)
         self.optimizer = build_optimizer(self.model, config.train, self.dtype)
-        self.scheduler = build_scheduler(self.optimizer, config.train, config.run.num_steps * config.algorithm.updates_per_step)
+        self.scheduler = build_scheduler(
+            self.optimizer, config.train, config.run.num_steps * config.algorithm.updates_per_step
+        )
         self.shares_prompts = _shares_prompts(config.train.share_prompts)
         self._fused = _fused_options(config, self.dtype, hf_config)
         self._scaling = scaling_of(self.chunks)
@@ -97,18 +101,23 @@ class MegatronPolicy:
         self.phases = Phases()  # of the run; replaced by the caller
         self.times_filled = 0  # number of calls of weights_changed
         self._checks: list[GradientCheck] = []  # of the step in progress
-        # Whether the loss gradient may be computed before the backward pass, and on the device whether it was wrong there.
-        self._early, self._early_differs = config.algorithm.gradient_is_local, torch.zeros(1, dtype=torch.bool, device=device.device())
+        # Whether the loss gradient may be computed before the backward pass, and on the device whether it was wrong
+        # there.
+        self._early, self._early_differs = (
+            config.algorithm.gradient_is_local,
+            torch.zeros(1, dtype=torch.bool, device=device.device()),
+        )
 
     def weights_changed(self) -> None:
-        """Tell the policy that its weights, frozen ones included, were written from outside. The optimizer copies its float32 masters
-        from them again."""
+        """Tell the policy that its weights, frozen ones included, were written from outside. The optimizer copies its
+        float32 masters from them again."""
         self.times_filled += 1
         masters_from_weights(self.optimizer, self.config.model.fp8_param)
         forget_unrounded(self.chunks)
 
     def masters_changed(self) -> None:
-        """Tell the policy that the float32 masters were written from outside: bf16 and FP8 weights are rounded from their masters again.
+        """Tell the policy that the float32 masters were written from outside: bf16 and FP8 weights are rounded from
+        their masters again.
 
         FP8 weights need this because a checkpoint holds less precision than the masters. Collective.
         """
@@ -120,8 +129,8 @@ class MegatronPolicy:
     def logprobs(self, batch: TrainBatch) -> list[Tensor | None]:
         """Return the log-probs [T] float32 of every micro-batch's labels, 0 where the loss mask is 0.
 
-        Only the last pipeline stage computes losses. Each of its ranks, every context-parallel rank included, returns whole rows; other
-        stages return None.
+        Only the last pipeline stage computes losses. Each of its ranks, every context-parallel rank included, returns
+        whole rows; other stages return None.
         """
 
         def collect(output: Tensor, item: RankBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
@@ -131,8 +140,8 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def entropies(self, batch: TrainBatch) -> list[Tensor | None]:
-        """Return the entropies [T] float32 in nats at every micro-batch's labels, 0 where the loss mask is 0; None outside the last
-        pipeline stage."""
+        """Return the entropies [T] float32 in nats at every micro-batch's labels, 0 where the loss mask is 0; None
+        outside the last pipeline stage."""
 
         def collect(output: Tensor, item: RankBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
             return self._loss_inputs(output, item, chunk).entropy
@@ -141,7 +150,8 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def heads(self, batch: TrainBatch) -> list[RefHead | None]:
-        """Return the inputs of the LM head for every micro-batch's loss tokens on the last pipeline stage; None on other stages.
+        """Return the inputs of the LM head for every micro-batch's loss tokens on the last pipeline stage; None on
+        other stages.
 
         `RefHead.weight` is the head's own storage, not a copy.
         """
@@ -152,24 +162,29 @@ class MegatronPolicy:
         return self._collect(batch, collect)
 
     def _collect(self, batch: TrainBatch, collect: Callable[..., Any]) -> list[Any]:
-        """Run the micro-batches forward and return `collect`'s results for the hidden states of the last stage; None on other stages."""
-        with without_dropout(self.chunks), self._schedule_arguments(batch.micro_batches, collect, forward_only=True) as arguments:
+        """Run the micro-batches forward and return `collect`'s results for the hidden states of the last stage; None on
+        other stages."""
+        with (
+            without_dropout(self.chunks),
+            self._schedule_arguments(batch.micro_batches, collect, forward_only=True) as arguments,
+        ):
             rows = self._schedule(**arguments)
         return rows if self.layout.is_last_stage else [None] * len(batch.micro_batches)
 
     def train_step(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, Metric]:
-        """Take one optimizer step, `backward` and `update`, on the sum of `loss_fn` over all ranks' micro-batches divided by
-        `denominator`; return metrics of the whole step.
+        """Take one optimizer step, `backward` and `update`, on the sum of `loss_fn` over all ranks' micro-batches
+        divided by `denominator`; return metrics of the whole step.
 
         Raises NonFiniteError; weights, optimizer and learning-rate schedule are then unchanged.
         """
         return self.backward(batch, loss_fn, denominator) | self.update()
 
     def backward(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, Metric]:
-        """Compute the gradient of `train_step` in the parameters' float32 `main_grad`; return loss and metrics of the whole step.
+        """Compute the gradient of `train_step` in the parameters' float32 `main_grad`; return loss and metrics of the
+        whole step.
 
-        With the distributed optimizer each data-parallel rank holds its own shard of the summed gradient. Raises NonFiniteError on every
-        rank when the loss or a gradient is NaN or infinite on any rank.
+        With the distributed optimizer each data-parallel rank holds its own shard of the summed gradient. Raises
+        NonFiniteError on every rank when the loss or a gradient is NaN or infinite on any rank.
         """
 
         early = partial(loss_gradients, loss_fn, denominator) if self._early else None
@@ -177,7 +192,8 @@ class MegatronPolicy:
         def loss(output: Tensor, item: RankBatch, chunk: torch.nn.Module) -> tuple[Tensor, Tensor, dict[str, Metric]]:
             result = loss_fn(self._loss_inputs(output, item, chunk, early))
             share = result.numerator / denominator
-            # Megatron divides by the second value, which it sums. Our denominator also counts skipped samples, and is known before.
+            # Megatron divides by the second value, which it sums. Our denominator also counts skipped samples, and is
+            # known before.
             return share, torch.ones((), dtype=torch.int), {"loss": Metric(share.detach())} | result.metrics
 
         for chunk in self.model:
@@ -188,7 +204,8 @@ class MegatronPolicy:
         with self._schedule_arguments(batch.micro_batches, loss, forward_only=False) as arguments:
             per_micro_batch = self._schedule(**arguments)
         metrics, bad, early_differs = self._reduce_metrics(per_micro_batch)
-        if early_differs:  # the loss's gradient at a token depends on other tokens, although the loss says that it does not
+        # the loss's gradient at a token depends on other tokens, although the loss says that it does not
+        if early_differs:
             self._early = False
             return self.backward(batch, loss_fn, denominator)
         if self.config.algorithm.gradient_is_local and not self._early:
@@ -212,8 +229,8 @@ class MegatronPolicy:
         return {"aux_loss": Metric(set_slopes(self.chunks, coefficient, self.layout))}
 
     def update(self) -> dict[str, Metric]:
-        """Clip the gradient of `backward` and take one step of the learning-rate schedule, then of the optimizer. Return the gradient norm
-        before the clip and the rate of this step."""
+        """Clip the gradient of `backward` and take one step of the learning-rate schedule, then of the optimizer.
+        Return the gradient norm before the clip and the rate of this step."""
         self.scheduler.step(increment=1)
         with self.phases("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
@@ -224,8 +241,8 @@ class MegatronPolicy:
     def _schedule_arguments(
         self, micro_batches: Sequence[MicroBatch], last_stage: Callable[..., Any], forward_only: bool
     ) -> Iterator[dict[str, Any]]:
-        """Yield the arguments of Megatron's pipeline schedule for one pass over the micro-batches, which must run inside this context.
-        `last_stage` turns the final hidden states into the values that the schedule returns."""
+        """Yield the arguments of Megatron's pipeline schedule for one pass over the micro-batches, which must run
+        inside this context. `last_stage` turns the final hidden states into the values that the schedule returns."""
 
         def forward_step(iterator: Iterator[RankBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             item = next(iterator)
@@ -262,8 +279,8 @@ class MegatronPolicy:
             )
 
     def _not_counted(self, micro_batch: MicroBatch, own: Tensor) -> Tensor | None:
-        """Return the routers' padding mask [1, tokens of this rank's layers] bool, True where a token is not in the loss; None without a
-        balancing loss."""
+        """Return the routers' padding mask [1, tokens of this rank's layers] bool, True where a token is not in the
+        loss; None without a balancing loss."""
         if not self.config.algorithm.router_aux_loss_coef:
             return None
         rows = ~micro_batch.loss_mask[own]
@@ -271,16 +288,22 @@ class MegatronPolicy:
             rows = rows.chunk(self.layout.tp_size)[self.layout.tp_rank]
         return rows[None]
 
-    def _loss_inputs(self, hidden: Tensor, item: RankBatch, chunk: torch.nn.Module, early: Upstream | None = None) -> LossInputs:
+    def _loss_inputs(
+        self, hidden: Tensor, item: RankBatch, chunk: torch.nn.Module, early: Upstream | None = None
+    ) -> LossInputs:
         """Compute log-probs, entropy and exact KL of a micro-batch, [T] each, from the last stage's hidden states.
 
-        Where the loss mask is 0 they are 0 and no logits are computed. With `early`, for a loss whose gradient is local, the loss
-        gradient is computed ahead of the backward pass, which saves a matrix product.
+        Where the loss mask is 0 they are 0 and no logits are computed. With `early`, for a loss whose gradient is
+        local, the loss gradient is computed ahead of the backward pass, which saves a matrix product.
 
         Context parallelism ends here and nowhere else: each rank computes its own tokens, and every rank gets all rows.
         """
         micro_batch, tokens = item.micro_batch, item.own[item.loss]
-        states, head, labels = head_input(chunk, hidden).index_select(0, item.loss), _head_weight(chunk), micro_batch.labels[tokens]
+        states, head, labels = (
+            head_input(chunk, hidden).index_select(0, item.loss),
+            _head_weight(chunk),
+            micro_batch.labels[tokens],
+        )
         options: dict[str, Any] = dict(
             group=self.layout.tp_group,
             temperature=self.config.rollout.temperature,
@@ -295,20 +318,27 @@ class MegatronPolicy:
         if (ref := micro_batch.terms.ref_head) is None:
             r = self.config.rollout
             truncation = Truncation(r.top_p, r.top_k, r.min_p)
-            outputs: tuple[Tensor, ...] = vocab_logprobs(states, head, labels, truncation=truncation, **options, **self._fused)
+            outputs: tuple[Tensor, ...] = vocab_logprobs(
+                states, head, labels, truncation=truncation, **options, **self._fused
+            )
         else:
             direction = self.config.algorithm.kl_estimator.removeprefix("full_")
-            outputs = vocab_logprobs_and_kl(states, head, labels, ref.hidden, ref.weight, direction=direction, **options)
+            outputs = vocab_logprobs_and_kl(
+                states, head, labels, ref.hidden, ref.weight, direction=direction, **options
+            )
         rows = outputs[0].new_zeros(len(outputs), item.own.numel()).index_copy(1, item.loss, torch.stack(outputs))
         logprobs, entropy, *full_kl = gather_rows(rows, item.own, item.places, self.layout.cp_group)
         return LossInputs(logprobs, entropy if options["entropy_gradient"] else entropy.detach(), micro_batch, *full_kl)
 
-    def _finalize_gradients(self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    def _finalize_gradients(
+        self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any
+    ) -> None:
         """Run Megatron's reductions over DP, tied embeddings and sequence-parallel norms, and check the gradients.
 
         `num_tokens`, the sum of the second values that the loss returns to Megatron, is not used.
         """
-        # An overlapped reduction spreads a NaN to every replica during the backward pass, which hides the rank it came from.
+        # An overlapped reduction spreads a NaN to every replica during the backward pass, which hides the rank it came
+        # from.
         reduced = self.layout.world_size > 1  # one rank's gradients are its sums
         summing = not reduced or overlaps_reduction(self.config.train, self.layout.dp_cp_size)
         self._checks = [] if summing else [GradientCheck.of(self.chunks, summed=False)]
@@ -316,23 +346,30 @@ class MegatronPolicy:
         self._checks.append(GradientCheck.of(self.chunks, summed=reduced))
 
     def _bad_tensor(self, finite: Sequence[Sequence[bool]]) -> BadTensor | None:
-        """Return the tensor to blame on this rank if a gradient is not finite: the first bad weight, else the first bad gradient; None
-        if all are finite. `finite` are the results of this step's checks."""
+        """Return the tensor to blame on this rank if a gradient is not finite: the first bad weight, else the first bad
+        gradient; None if all are finite. `finite` are the results of this step's checks."""
         where = (self.layout.pp_rank, self.layout.world_rank)
         bad = (check.first_bad(flags, *where) for check, flags in zip(self._checks, finite, strict=True))
         gradient = next(filter(None, bad), None)
         return gradient and (bad_weight(self.chunks, *where) or gradient)
 
-    def _reduce_metrics(self, per_micro_batch: list[dict[str, Metric]]) -> tuple[dict[str, Metric], BadTensor | None, bool]:
-        """Sum the metrics of this rank's micro-batches, then over all data-parallel ranks; every rank of the world gets equal results.
+    def _reduce_metrics(
+        self, per_micro_batch: list[dict[str, Metric]]
+    ) -> tuple[dict[str, Metric], BadTensor | None, bool]:
+        """Sum the metrics of this rank's micro-batches, then over all data-parallel ranks; every rank of the world gets
+        equal results.
 
-        A metric with a count of 0 is left out: when no sample counts, the entropy is absent, not 0. The second result is the tensor to
-        blame when a gradient of any rank is not finite. The third is whether a gradient that was computed early is wrong on any rank.
+        A metric with a count of 0 is left out: when no sample counts, the entropy is absent, not 0. The second result
+        is the tensor to blame when a gradient of any rank is not finite. The third is whether a gradient that was
+        computed early is wrong on any rank.
         This is the step's only transfer to the host before the optimizer.
         """
         layout = self.layout
-        counts = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0  # the other ranks computed the same losses
-        host, flags = on_host(per_micro_batch if counts else [], self._early_differs, *(check.finite for check in self._checks))
+        # the other ranks computed the same losses
+        counts = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0
+        host, flags = on_host(
+            per_micro_batch if counts else [], self._early_differs, *(check.finite for check in self._checks)
+        )
         (differs,), *finite = flags
         gathered = layout.all_gather_objects((merged(host) if counts else None, self._bad_tensor(finite), differs))
         everyone = merged([metrics for metrics, _, _ in gathered if metrics is not None])
@@ -351,13 +388,15 @@ def _head_weight(chunk: torch.nn.Module) -> Tensor:
 def loss_gradients(
     loss_fn: LossFn, denominator: int, micro_batch: MicroBatch, positions: Tensor, rows: slice, *outputs: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return d (loss / denominator) / d (logprobs, entropy, kl) [n] float32 at tokens `positions[rows]`, from their values `outputs` [n],
-    before the backward pass.
+    """Return d (loss / denominator) / d (logprobs, entropy, kl) [n] float32 at tokens `positions[rows]`, from their
+    values `outputs` [n], before the backward pass.
 
-    `positions` [N] int64 are the loss tokens in the pack. Entropy is included only with `entropy_weights`, KL only with a reference head.
-    Only for losses whose gradient at a token depends on that token alone.
+    `positions` [N] int64 are the loss tokens in the pack. Entropy is included only with `entropy_weights`, KL only with
+    a reference head. Only for losses whose gradient at a token depends on that token alone.
     """
-    leaves = [row.new_zeros(micro_batch.num_tokens).index_copy(0, positions[rows], row).requires_grad_() for row in outputs]
+    leaves = [
+        row.new_zeros(micro_batch.num_tokens).index_copy(0, positions[rows], row).requires_grad_() for row in outputs
+    ]
     logprobs, *others = leaves
     entropy = others.pop(0) if micro_batch.terms.entropy_weights is not None else torch.zeros_like(logprobs)
     share = loss_fn(LossInputs(logprobs, entropy, micro_batch, *others)).numerator / denominator
@@ -370,7 +409,9 @@ def check_device(config: RunConfig, hf_config: HfConfig) -> None:
     if fp8 := Fp8.of(config.model, hf_config.num_layers):
         fp8.megatron_config()
         if fp8.keeps_weights and dtype != torch.bfloat16:
-            raise ValueError("model.fp8_param: weights in float32 have no masters to be rounded from; set model.precision to bf16")
+            raise ValueError(
+                "model.fp8_param: weights in float32 have no masters to be rounded from; set model.precision to bf16"
+            )
     _shares_prompts(config.train.share_prompts)
     _fused_options(config, dtype, hf_config)
 
@@ -378,13 +419,16 @@ def check_device(config: RunConfig, hf_config: HfConfig) -> None:
 def _shares_prompts(wanted: bool | None) -> bool:
     possible = not device.has_transformer_engine()
     if wanted and not possible:
-        raise ValueError("train.share_prompts: Transformer Engine's attention cannot share a prompt; set it to false or leave it empty")
+        raise ValueError(
+            "train.share_prompts: Transformer Engine's attention cannot share a prompt; set it to false or leave it "
+            "empty"
+        )
     return possible if wanted is None else wanted
 
 
 def _fused_options(config: RunConfig, dtype: torch.dtype, hf_config: HfConfig) -> dict[str, Any]:
-    """Return the options `fused` and `fp8` of `vocab_logprobs`. All passes of a run use the same, so that equal weights give equal
-    log-probs."""
+    """Return the options `fused` and `fp8` of `vocab_logprobs`. All passes of a run use the same, so that equal weights
+    give equal log-probs."""
     wanted, exact_kl = config.train.fused_logprobs, config.algorithm.full_kl and config.algorithm.beta > 0
     fp8 = None if config.train.logprobs_fp8_recipe == "none" else config.train.logprobs_fp8_recipe
     reason = fused_logprobs.refusal(dtype, hf_config.hidden_size, config.rollout.truncates, exact_kl, bool(fp8))

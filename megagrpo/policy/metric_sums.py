@@ -12,13 +12,19 @@ from megagrpo.types import Metric
 
 
 def on_host(parts: Sequence[dict[str, Metric]], *flags: Tensor) -> tuple[list[dict[str, Metric]], list[list[bool]]]:
-    """Copy the metrics of all micro-batches to the host, and `flags`, any number of [n] bool tensors, in one transfer per device.
+    """Copy the metrics of all micro-batches to the host, and `flags`, any number of [n] bool tensors, in one transfer
+    per device.
 
     The metrics become Python floats of float32 numbers. Numbers that are on the host already are not transferred.
     """
-    rows = [torch.as_tensor(number) for part in parts for metric in part.values() for number in (metric.sum, metric.count)]
+    rows = [
+        torch.as_tensor(number) for part in parts for metric in part.values() for number in (metric.sum, metric.count)
+    ]
     values = iter(_numbers([row.detach().reshape(1) for row in rows] + list(flags)))
-    host = [{name: Metric(next(values)[0], next(values)[0], metric.reduce) for name, metric in part.items()} for part in parts]
+    host = [
+        {name: Metric(next(values)[0], next(values)[0], metric.reduce) for name, metric in part.items()}
+        for part in parts
+    ]
     return host, [[bool(value) for value in flag] for flag in values]
 
 

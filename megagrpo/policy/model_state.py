@@ -1,5 +1,5 @@
-"""A model chunk's state in checkpoints. The keys are the same for Transformer Engine's layers and local layers, so either reads the
-other's files."""
+"""A model chunk's state in checkpoints. The keys are the same for Transformer Engine's layers and local layers, so
+either reads the other's files."""
 
 from __future__ import annotations
 
@@ -12,16 +12,21 @@ from torch import nn
 from megagrpo.policy.fp8.masters import remember
 from megagrpo.policy.fp8.tensor import dense, is_fp8
 
-EXTRA = "_extra_state"  # key of a layer's state besides weights; with several experts in one layer the expert's number follows
+# key of a layer's state besides weights; with several experts in one layer the expert's number follows
+EXTRA = "_extra_state"
 
 
 def sharded_state(chunk: nn.Module, metadata: dict[str, Any]) -> dict[str, Any]:
     """Return Megatron's sharded state of `chunk`, without extra states.
 
-    The extra state of Megatron's linears is None. Transformer Engine's layers have an empty one, or with delayed scaling a pickle, which
-    Transformer Engine refuses to read. `scale_state` saves its contents as tensors.
+    The extra state of Megatron's linears is None. Transformer Engine's layers have an empty one, or with delayed
+    scaling a pickle, which Transformer Engine refuses to read. `scale_state` saves its contents as tensors.
     """
-    return {name: entry for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=metadata).items() if not _is_extra(name)}
+    return {
+        name: entry
+        for name, entry in unwrap_model(chunk).sharded_state_dict(metadata=metadata).items()
+        if not _is_extra(name)
+    }
 
 
 def dense_state(state: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +38,8 @@ def dense_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_state(chunk: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-    """Load the tensors of `dense_state` into `chunk` after a checkpoint filled them. Layers without extra state in it keep their own."""
+    """Load the tensors of `dense_state` into `chunk` after a checkpoint filled them. Layers without extra state in it
+    keep their own."""
     model = unwrap_model(chunk)
     without = {name: None for name in model.state_dict() if name.endswith(EXTRA)}
     model.load_state_dict(without | state, strict=strict)

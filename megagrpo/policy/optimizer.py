@@ -1,4 +1,5 @@
-"""DDP, the (distributed) AdamW with float32 master weights, and the learning-rate schedule. All are Megatron-Core's own."""
+"""DDP, the (distributed) AdamW with float32 master weights, and the learning-rate schedule. All are Megatron-Core's
+own."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def wrap_data_parallel(
 ) -> list[DistributedDataParallel]:
     """Wrap each model chunk with float32 gradient buffers, which are reduced over the data- and context-parallel ranks.
 
-    These ranks hold the same weights. `in_fp8`: some weights are FP8. The reduction runs during the last backward pass if
-    `overlaps_reduction`.
+    These ranks hold the same weights. `in_fp8`: some weights are FP8. The reduction runs during the last backward pass
+    if `overlaps_reduction`.
     """
     copies, wrapped = layout.dp_cp_size, []
     overlaps = overlaps_reduction(train, copies)
@@ -57,9 +58,15 @@ def wrap_data_parallel(
         )
         one_bucket = index > 0 or layout.pp_rank > 0 or not overlaps
         buffer_layout = _buffer_layout(chunk, config, None if one_bucket else size, copies)
-        wrapped.append(DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=buffer_layout))
+        wrapped.append(
+            DistributedDataParallel(
+                chunk.config, config, chunk, disable_bucketing=index > 0, full_param_layout=buffer_layout
+            )
+        )
     if not overlaps and not device.has_gpu():
-        for parameter in (p for chunk in chunks for p in chunk.parameters() if p.requires_grad and p.dtype == torch.bfloat16):
+        for parameter in (
+            p for chunk in chunks for p in chunk.parameters() if p.requires_grad and p.dtype == torch.bfloat16
+        ):
             if 4 * parameter.numel() > KEPT_BYTES:  # new memory for the converted gradient costs more than the sum
                 parameter.register_post_accumulate_grad_hook(_add_by_blocks)
     for chunk in chunks:  # Megatron's schedule runs all micro-batches but the last inside no_sync, without a reduction
@@ -68,7 +75,8 @@ def wrap_data_parallel(
 
 
 def _add_by_blocks(parameter: torch.Tensor) -> None:
-    """Add the gradient to the float32 `main_grad` and drop it, before Megatron's hook, which would convert all of it to float32 first."""
+    """Add the gradient to the float32 `main_grad` and drop it, before Megatron's hook, which would convert all of it to
+    float32 first."""
     if parameter.grad is None:  # the layer has added it itself
         return
     gradient, total, step = parameter.grad.reshape(-1), cast(Any, parameter).main_grad.view(-1), device.block_elements()
@@ -80,29 +88,40 @@ def _add_by_blocks(parameter: torch.Tensor) -> None:
 def _buffer_layout(
     chunk: torch.nn.Module, config: DistributedDataParallelConfig, bucket_size: int | None, dp_cp_size: int
 ) -> FullParamLayout | None:
-    """Return the position of each parameter in the gradient buffers, with the padding between buckets counted as content.
+    """Return the position of each parameter in the gradient buffers, with the padding between buckets counted as
+    content.
 
-    megatron-core 0.19 concatenates the buckets without padding when it saves the optimizer's state, then slices at offsets that include
-    padding. With tied embeddings on two pipeline stages, which have a bucket of their own, a checkpoint then holds shifted master
-    weights. Can go when `sharded_param_state_fully_reshardable` uses the same offsets for both.
+    megatron-core 0.19 concatenates the buckets without padding when it saves the optimizer's state, then slices at
+    offsets that include padding. With tied embeddings on two pipeline stages, which have a bucket of their own, a
+    checkpoint then holds shifted master weights. Can go when `sharded_param_state_fully_reshardable` uses the same
+    offsets for both.
     """
     if not config.use_distributed_optimizer:
         return None
     parameters = [p for p in chunk.parameters() if p.requires_grad]
     groups: Any = chunk.pg_collection
-    layout = DistributedOptimizer.compute_full_param_layout(parameters, bucket_size, dp_cp_size, config, groups.expt_dp.size())
+    layout = DistributedOptimizer.compute_full_param_layout(
+        parameters, bucket_size, dp_cp_size, config, groups.expt_dp.size()
+    )
     for buffer in layout.layouts.values():
         buffer.per_bucket_numel_unpadded[:-1] = [stop - start for start, stop in buffer.bucket_indices[:-1]]
     return layout
 
 
-def build_optimizer(wrapped: Sequence[DistributedDataParallel], train: TrainSection, dtype: torch.dtype) -> MegatronOptimizer:
-    """Build AdamW over all chunks, or Muon with AdamW. bfloat16 weights get float32 masters. Norms and biases have no weight decay.
+def build_optimizer(
+    wrapped: Sequence[DistributedDataParallel], train: TrainSection, dtype: torch.dtype
+) -> MegatronOptimizer:
+    """Build AdamW over all chunks, or Muon with AdamW. bfloat16 weights get float32 masters. Norms and biases have no
+    weight decay.
 
-    Raises ValueError when moments should be offloaded but there is no GPU, or when the package with Muon is not installed.
+    Raises ValueError when moments should be offloaded but there is no GPU, or when the package with Muon is not
+    installed.
     """
     if train.optimizer == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
-        raise ValueError("train.optimizer: muon needs a package that is not installed; pip install emerging-optimizers, or choose adam")
+        raise ValueError(
+            "train.optimizer: muon needs a package that is not installed; pip install emerging-optimizers, or choose "
+            "adam"
+        )
     if train.optimizer_offload and not device.has_gpu():
         raise ValueError("train.optimizer_offload: true needs a GPU, and this machine has none; set it to false")
     config = OptimizerConfig(
@@ -129,11 +148,13 @@ def build_optimizer(wrapped: Sequence[DistributedDataParallel], train: TrainSect
 
 @contextlib.contextmanager
 def _adam(train: TrainSection) -> Iterator[None]:
-    """Context manager: inside it Megatron builds CompactAdam in place of its fused Adam, if `train` asks for compact or offloaded
-    moments."""
+    """Context manager: inside it Megatron builds CompactAdam in place of its fused Adam, if `train` asks for compact or
+    offloaded moments."""
     stock = optimizer.Adam
     if train.optimizer_state_dtype != "fp32" or train.optimizer_offload:
-        optimizer.Adam = partial(CompactAdam, dtype=MOMENT_DTYPES[train.optimizer_state_dtype], offload=train.optimizer_offload)
+        optimizer.Adam = partial(
+            CompactAdam, dtype=MOMENT_DTYPES[train.optimizer_state_dtype], offload=train.optimizer_offload
+        )
     try:
         yield
     finally:
@@ -142,8 +163,8 @@ def _adam(train: TrainSection) -> Iterator[None]:
 
 @contextlib.contextmanager
 def dense_moments(built: MegatronOptimizer) -> Iterator[None]:
-    """Context manager: inside it moments are float32 tensors in the optimizer's state, the form that Megatron's checkpoints read and
-    write."""
+    """Context manager: inside it moments are float32 tensors in the optimizer's state, the form that Megatron's
+    checkpoints read and write."""
     compact = [part.optimizer for part in parts_of(built) if isinstance(part.optimizer, CompactAdam)]
     for part in compact:
         part.dense_moments()
@@ -159,7 +180,9 @@ def parts_of(built: MegatronOptimizer) -> list[MegatronOptimizer]:
     return getattr(built, "chained_optimizers", [built])
 
 
-def held_by(built: MegatronOptimizer, parameter: torch.Tensor) -> Iterator[tuple[torch.optim.Optimizer, int, torch.Tensor]]:
+def held_by(
+    built: MegatronOptimizer, parameter: torch.Tensor
+) -> Iterator[tuple[torch.optim.Optimizer, int, torch.Tensor]]:
     """Yield (Adam optimizer, start, main) for each optimizer of this rank that holds a part of `parameter`.
 
     `main` [n] is the tensor that Adam updates: elements [start, start + n) of the flattened parameter.
@@ -187,8 +210,8 @@ def moments_of(adam: torch.optim.Optimizer, main: torch.Tensor) -> list[torch.Te
 
 @torch.no_grad()
 def masters_from_weights(built: MegatronOptimizer, in_fp8: bool) -> None:
-    """Copy the model's weights to the float32 masters. Masters of FP8 weights get the values last written to the weights, before
-    rounding."""
+    """Copy the model's weights to the float32 masters. Masters of FP8 weights get the values last written to the
+    weights, before rounding."""
     built.reload_model_params()
     for part in parts_of(built) if in_fp8 else []:
         for weights, masters in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
@@ -211,9 +234,11 @@ def weights_from_masters(built: MegatronOptimizer, wrapped: Sequence[Distributed
 def build_scheduler(built: MegatronOptimizer, train: TrainSection, total_steps: int) -> OptimizerParamScheduler:
     """Build a linear warm-up to `learning_rate`, then constant, linear or cosine decay to `min_learning_rate`.
 
-    The step after `total_steps` would use the minimum: with a minimum of 0 the last step still learns, as with transformers' schedules.
+    The step after `total_steps` would use the minimum: with a minimum of 0 the last step still learns, as with
+    transformers' schedules.
 
-    Advance it before each optimizer step: step k of a warm-up of n steps uses k / n of the rate, so the first step moves too.
+    Advance it before each optimizer step: step k of a warm-up of n steps uses k / n of the rate, so the first step
+    moves too.
     """
     return OptimizerParamScheduler(
         built,
@@ -228,7 +253,8 @@ def build_scheduler(built: MegatronOptimizer, train: TrainSection, total_steps: 
         wd_incr_steps=total_steps,
         wd_incr_style="constant",
         use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,  # a resumed run follows its current configuration, for example a larger max_steps
+        # a resumed run follows its current configuration, for example a larger max_steps
+        override_opt_param_scheduler=True,
     )
 
 
@@ -236,8 +262,8 @@ def build_scheduler(built: MegatronOptimizer, train: TrainSection, total_steps: 
 def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
     """All-gather whole gradients to every data-parallel rank.
 
-    The distributed optimizer leaves each rank its own shard of the sum, and stale values in the rest of its buffers. The optimizer's own
-    step is unchanged. Collective.
+    The distributed optimizer leaves each rank its own shard of the sum, and stale values in the rest of its buffers.
+    The optimizer's own step is unchanged. Collective.
     """
     for chunk in wrapped:
         for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:

@@ -1,4 +1,5 @@
-"""The reference model: its own weights, run through the policy's modules by swapping storage. No second model is built."""
+"""The reference model: its own weights, run through the policy's modules by swapping storage. No second model is
+built."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ from megagrpo.types import MicroBatch, RefHead, TrainBatch
 
 
 class Reference:
-    """A copy of this rank's trained weights at construction, in the compute dtype and on the same device (2 or 4 bytes per local
-    parameter).
+    """A copy of this rank's trained weights at construction, in the compute dtype and on the same device (2 or 4 bytes
+    per local parameter).
 
-    With LoRA the trained weights are the adapters. Fresh adapters add nothing, so the reference is the base model, and the base is not
-    copied.
+    With LoRA the trained weights are the adapters. Fresh adapters add nothing, so the reference is the base model, and
+    the base is not copied.
 
-    Only `mix_in` and `load_state_dict` change it; `times_moved` counts the calls of both. `weights` are in the order of the policy's
-    parameters.
+    Only `mix_in` and `load_state_dict` change it; `times_moved` counts the calls of both. `weights` are in the order of
+    the policy's parameters.
     """
 
     def __init__(self, policy: MegatronPolicy):
@@ -42,16 +43,16 @@ class Reference:
 
     @torch.no_grad()
     def mix_in(self, alpha: float) -> None:
-        """reference = (1 - alpha) reference + alpha policy, computed in float32 and rounded once (Gorbatovski et al. 2024,
-        arXiv 2404.09656, as TRL has it). Elementwise: every copy of a weight moves alike."""
+        """reference = (1 - alpha) reference + alpha policy, computed in float32 and rounded once (Gorbatovski et al.
+        2024, arXiv 2404.09656, as TRL has it). Elementwise: every copy of a weight moves alike."""
         for weight, parameter in zip(self.weights, self._parameters(), strict=True):
             weight.copy_(weight.float().mul_(1 - alpha).add_(parameter.float(), alpha=alpha))
         self.times_moved += 1
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Context manager: inside it the policy's modules hold the reference's weights; outside, after any exception too, the policy's.
-        Nothing is copied."""
+        """Context manager: inside it the policy's modules hold the reference's weights; outside, after any exception
+        too, the policy's. Nothing is copied."""
         parameters = self._parameters()
         own = [p.detach() for p in parameters]
         try:
@@ -63,17 +64,19 @@ class Reference:
                 parameter.data = weight
 
     def annotate(self, batch: TrainBatch) -> TrainBatch:
-        """Return the batch with the inputs of its KL term: the reference's log-probs, or its hidden states at the loss tokens for a
-        full_ estimator.
+        """Return the batch with the inputs of its KL term: the reference's log-probs, or its hidden states at the loss
+        tokens for a full_ estimator.
 
-        Hidden states take N x H elements per micro-batch and stay on the last pipeline stage until the batch is dropped.
+        Hidden states take N x H elements per micro-batch and stay on the last pipeline stage until the batch is
+        dropped.
         """
         if self._policy.config.algorithm.full_kl:
             return batch.with_terms(ref_head=self.heads(batch))
         return batch.with_terms(ref_logprobs=self.logprobs(batch))
 
     def heads(self, batch: TrainBatch) -> list[RefHead | None]:
-        """Return `MegatronPolicy.heads` of the reference: one `RefHead` per micro-batch on the last stage, else None."""
+        """Return `MegatronPolicy.heads` of the reference: one `RefHead` per micro-batch on the last stage, else
+        None."""
         with self.in_place():
             return self._policy.heads(batch)
 
@@ -86,7 +89,8 @@ class Reference:
         return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad]
 
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return Megatron's sharded state of each model chunk, with the reference's storage under keys that start with "reference."."""
+        """Return Megatron's sharded state of each model chunk, with the reference's storage under keys that start with
+        "reference."."""
 
         def hold(entry: Any) -> Any:
             if isinstance(entry, (ShardedTensor, ShardedTensorFactory)):
@@ -94,7 +98,9 @@ class Reference:
             return entry
 
         with self.in_place():
-            states = {str(i): dense_state(sharded_state(chunk, metadata)) for i, chunk in enumerate(self._policy.chunks)}
+            states = {
+                str(i): dense_state(sharded_state(chunk, metadata)) for i, chunk in enumerate(self._policy.chunks)
+            }
             dict_list_map_inplace(hold, states)
         add_prefix_for_sharding(states, "reference.")
         return states
@@ -108,13 +114,14 @@ class Reference:
 
 
 def kl_by_sample(batches: Sequence[TrainBatch], layout: Layout) -> Tensor:
-    """Return [N] float64 per sample of the step: log(policy / reference) summed over its response tokens, the k1 estimate of the whole
-    response.
+    """Return [N] float64 per sample of the step: log(policy / reference) summed over its response tokens, the k1
+    estimate of the whole response.
 
     Every rank gets the result. The batches need old and ref log-probs. Collective.
     """
     total = torch.zeros(sum(batch.num_sequences for batch in batches), dtype=torch.float64)
-    if layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0:  # the other ranks have the same log-probs or no log-probs
+    # the other ranks have the same log-probs or no log-probs
+    if layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0:
         for micro_batch in [m for batch in batches for m in batch.micro_batches]:
             _add_kl(total, micro_batch)
     return torch.stack(layout.all_gather_objects(total)).sum(0)

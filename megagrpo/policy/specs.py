@@ -1,7 +1,8 @@
-"""Layer specs of HybridModel: Transformer Engine's layers where it runs, plain torch and Megatron's own linears elsewhere.
+"""Layer specs of HybridModel: Transformer Engine's layers where it runs, plain torch and Megatron's own linears
+elsewhere.
 
-A decoder block is two hybrid layers: "*" attention or "+" latent attention, then "-" MLP or "E" experts. Both specs write the same
-checkpoint keys.
+A decoder block is two hybrid layers: "*" attention or "+" latent attention, then "-" MLP or "E" experts. Both specs
+write the same checkpoint keys.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import MoETransformerLayer, TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
 from torch import Tensor
 
 from megagrpo.models.families.hf_config import HfConfig
@@ -42,22 +47,28 @@ MLP_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
-    """Return HybridModel's layer pattern of the whole model. `stages` holds the number of decoder blocks of each stage."""
+    """Return HybridModel's layer pattern of the whole model. `stages` holds the number of decoder blocks of each
+    stage."""
     attention = "+" if hf_config.mla else "*"
-    symbols = iter([attention + ("E" if hf_config.has_experts(block) else "-") for block in range(hf_config.num_layers)])
+    symbols = iter(
+        [attention + ("E" if hf_config.has_experts(block) else "-") for block in range(hf_config.num_layers)]
+    )
     return "|".join("".join(next(symbols) for _ in range(blocks)) for blocks in stages)
 
 
 class RMSNorm(torch.nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467). If `centred`, the
-    factor is 1 + weight."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich 2019, arXiv 1910.07467). If
+    `centred`, the factor is 1 + weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any):
         super().__init__()
         self.eps, self.centred = eps, config.layernorm_zero_centered_gamma
         start = torch.zeros if self.centred else torch.ones
-        self.weight = torch.nn.Parameter(start(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
-        # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which sees a part of the sequence.
+        self.weight = torch.nn.Parameter(
+            start(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
+        # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which sees a part of the
+        # sequence.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,13 +110,15 @@ def post_normed(base: Any, norm: type) -> Any:
 
 @functools.cache
 def rotating(base: Any) -> Any:
-    """Return a subclass of `base`, Transformer Engine's attention, that rotates a pack's queries and keys by `rotary`, as
-    `TorchAttention` does."""
+    """Return a subclass of `base`, Transformer Engine's attention, that rotates a pack's queries and keys by `rotary`,
+    as `TorchAttention` does."""
 
     class Rotating(base):
         rotary: Rotary | None = None  # set by build._set_rotary
 
-        def forward(self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: PackedSeqParams, **kwargs: Any) -> Tensor:
+        def forward(
+            self, query: Tensor, key: Tensor, *args: Any, packed_seq_params: PackedSeqParams, **kwargs: Any
+        ) -> Tensor:
             """Return the attention [T, h * d] of query [T, h, d] and key [T, g, d]."""
             assert self.rotary is not None
             query, key = self.rotary.turn(query, key, packed_seq_params)
@@ -115,9 +128,12 @@ def rotating(base: Any) -> Any:
 
 
 class LocalHybridStack(HybridStack):
-    """A HybridStack with our final norm: megatron-core 0.19 hard-codes Transformer Engine's. Can go when the norm is in the spec."""
+    """A HybridStack with our final norm: megatron-core 0.19 hard-codes Transformer Engine's. Can go when the norm is in
+    the spec."""
 
-    def __init__(self, config: TransformerConfig, submodules: HybridStackSubmodules, post_layer_norm: bool = True, **kwargs: Any):
+    def __init__(
+        self, config: TransformerConfig, submodules: HybridStackSubmodules, post_layer_norm: bool = True, **kwargs: Any
+    ):
         super().__init__(config, submodules, post_layer_norm=False, **kwargs)
         self.post_layer_norm = post_layer_norm
         if self.post_process and post_layer_norm:
@@ -126,7 +142,9 @@ class LocalHybridStack(HybridStack):
 
 def local_spec(hf_config: HfConfig) -> ModuleSpec:
     """Return the spec of the stack without Transformer Engine."""
-    attention_class, mlp_class = (post_normed(base, RMSNorm) if hf_config.post_norms else base for base in (SelfAttention, MLP))
+    attention_class, mlp_class = (
+        post_normed(base, RMSNorm) if hf_config.post_norms else base for base in (SelfAttention, MLP)
+    )
     head_norm = RMSNorm if hf_config.qk_norm else None
     attention = SelfAttentionSubmodules(
         linear_qkv=ColumnParallelLinear,
@@ -137,7 +155,9 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
     )
     attention_layer = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
-        self_attention=ModuleSpec(module=attention_class, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+        self_attention=ModuleSpec(
+            module=attention_class, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
+        ),
         self_attn_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=ATTENTION_KEYS,
     )
@@ -152,7 +172,9 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
     )
     latent_layer = TransformerLayerSubmodules(
         input_layernorm=RMSNorm,
-        self_attention=ModuleSpec(module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=latent),
+        self_attention=ModuleSpec(
+            module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=latent
+        ),
         self_attn_bda=get_bias_dropout_add,
     )
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedActivation)
@@ -163,7 +185,8 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         sharded_state_dict_keys_map=MLP_KEYS,
     )
     experts = MoESubmodules(
-        experts=functools.partial(SequentialMLP, submodules=mlp), shared_experts=functools.partial(SharedExpertMLP, submodules=mlp)
+        experts=functools.partial(SequentialMLP, submodules=mlp),
+        shared_experts=functools.partial(SharedExpertMLP, submodules=mlp),
     )
     # Transformer Engine's spec does not fuse this norm either, because the router reads its output too.
     moe_layer = TransformerLayerSubmodules(
@@ -185,9 +208,10 @@ def transformer_engine_spec(
 ) -> ModuleSpec:
     """Return megatron-core's own Transformer Engine stack, with the norms that it leaves out.
 
-    With `own_linears` the linears outside of experts are Megatron's, and the norm before them is a separate module, so adapters can read
-    its output. With `own_attention` core attention is `TorchAttention`. With `own_rotation` Transformer Engine's attention rotates by
-    `Rotary`; Megatron's unfused rotation would make the host wait in each layer.
+    With `own_linears` the linears outside of experts are Megatron's, and the norm before them is a separate module, so
+    adapters can read its output. With `own_attention` core attention is `TorchAttention`. With `own_rotation`
+    Transformer Engine's attention rotates by `Rotary`; Megatron's unfused rotation would make the host wait in each
+    layer.
     """
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec

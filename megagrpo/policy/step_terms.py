@@ -1,8 +1,8 @@
-"""Computes the loss terms that depend on the whole optimizer step: the tokens with the highest entropy over all ranks, the weight of each
-token's entropy, and REAL's terms, which compare the samples of a group.
+"""Computes the loss terms that depend on the whole optimizer step: the tokens with the highest entropy over all ranks,
+the weight of each token's entropy, and REAL's terms, which compare the samples of a group.
 
-Terms that need the policy's log-probs or entropies cost a forward pass over the step; the others cost nothing. They become `StepTerms` of
-the micro-batches. With them the loss is again a sum over tokens in every layout.
+Terms that need the policy's log-probs or entropies cost a forward pass over the step; the others cost nothing. They
+become `StepTerms` of the micro-batches. With them the loss is again a sum over tokens in every layout.
 """
 
 from __future__ import annotations
@@ -19,14 +19,18 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.types import TrainBatch
 
 
-def add_step_terms(batch: TrainBatch, policy: MegatronPolicy, denominator: int, entropy_coef: float = 0.0) -> TrainBatch:
-    """Return the batch with the step-wide terms that its loss needs; the same batch if the loss needs none. Collective over the world.
+def add_step_terms(
+    batch: TrainBatch, policy: MegatronPolicy, denominator: int, entropy_coef: float = 0.0
+) -> TrainBatch:
+    """Return the batch with the step-wide terms that its loss needs; the same batch if the loss needs none. Collective
+    over the world.
 
     - `high_entropy` [T] bool for an `algorithm.top_entropy_quantile` below 1
     - `entropy_weights` [T] float32 for an entropy bonus with `entropy_coef`
     - `real_slopes` and `real_values` [T] float32 for `loss_type: real`
 
-    `denominator` divides the step's loss. Bonus and REAL have denominators of their own, so their terms are multiplied by it here.
+    `denominator` divides the step's loss. Bonus and REAL have denominators of their own, so their terms are multiplied
+    by it here.
     """
     algorithm = policy.config.algorithm
     if algorithm.top_entropy_quantile < 1:
@@ -60,16 +64,20 @@ def _with_entropy_weights(batch: TrainBatch, policy: MegatronPolicy, total: floa
 def _with_real_terms(batch: TrainBatch, policy: MegatronPolicy, denominator: int) -> TrainBatch:
     layout, config = policy.layout, policy.config
     # Without old log-probs the current ones are the old ones, so the forward pass is not needed.
-    has_old_logprobs = any(layout.all_gather_objects(any(m.terms.old_logprobs is not None for m in batch.micro_batches)))
+    has_old_logprobs = any(
+        layout.all_gather_objects(any(m.terms.old_logprobs is not None for m in batch.micro_batches))
+    )
     logprobs = policy.logprobs(batch) if has_old_logprobs else [None] * len(batch.micro_batches)
     mine = [sample_sums(m, row) for m, row in zip(batch.micro_batches, logprobs, strict=True)]
-    terms = RealTerms.of(_of_all_ranks(layout, mine), batch.samples, config.rollout.num_generations, config.algorithm.real_tau)
+    terms = RealTerms.of(
+        _of_all_ranks(layout, mine), batch.samples, config.rollout.num_generations, config.algorithm.real_tau
+    )
     slopes, values = zip(*(terms.rows(m, denominator) for m in batch.micro_batches), strict=True)
     return batch.with_terms(real_slopes=slopes, real_values=values)
 
 
 def _of_all_ranks(layout: Layout, mine: Sequence[Tensor]) -> Tensor:
-    """Concatenate the tensors [n, ...] of all data-parallel ranks, on every rank. Only one rank of each replica contributes `mine`: tp and
-    cp rank 0 of the last stage. Collective over the world."""
+    """Concatenate the tensors [n, ...] of all data-parallel ranks, on every rank. Only one rank of each replica
+    contributes `mine`: tp and cp rank 0 of the last stage. Collective over the world."""
     contributes = layout.is_last_stage and layout.tp_rank == 0 and layout.cp_rank == 0
     return torch.cat([row for rows in layout.all_gather_objects(list(mine) if contributes else []) for row in rows])

@@ -1,7 +1,8 @@
-"""Frozen weights stored in FP8 or NF4. They are dequantized for each use in the forward and the backward pass, and no dense copy stays
-between.
+"""Frozen weights stored in FP8 or NF4. They are dequantized for each use in the forward and the backward pass, and no
+dense copy stays between.
 
-Every 64 neighbours of a row share a scale in every layout. A rank's codes and scales therefore equal its part of the whole weight's.
+Every 64 neighbours of a row share a scale in every layout. A rank's codes and scales therefore equal its part of the
+whole weight's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from megagrpo.policy.chunks import decoder_of, mix_in
 
 BLOCK_SIZE = 64
 FP8 = torch.float8_e4m3fn
-# The 16 values of a 4-bit NormalFloat: quantiles of a normal distribution, 0 among them (QLoRA, arXiv 2305.14314, appendix E).
+# The 16 values of a 4-bit NormalFloat: quantiles of a normal distribution, 0 among them (QLoRA, arXiv 2305.14314,
+# appendix E).
 NF4_VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334),
     *(-0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
@@ -29,11 +31,12 @@ NF4_VALUES = (
 class StoredWeight(nn.Module):
     """A linear's weight [out, in], stored as `codes` and one float32 scale per 64 elements of a row.
 
-    It reads like the parameter that it replaces: `data` and `detach()` return a new dense tensor in that parameter's dtype. `store`
-    takes new dense weights.
+    It reads like the parameter that it replaces: `data` and `detach()` return a new dense tensor in that parameter's
+    dtype. `store` takes new dense weights.
 
-    fp8: element / scale as e4m3, where scale is the largest magnitude / 448. nf4: two elements per byte, each the nearest of 16 values
-    to element / largest magnitude. Raises ValueError when a row on this rank is not a multiple of 64 elements.
+    fp8: element / scale as e4m3, where scale is the largest magnitude / 448. nf4: two elements per byte, each the
+    nearest of 16 values to element / largest magnitude. Raises ValueError when a row on this rank is not a multiple of
+    64 elements.
     """
 
     codes: Tensor  # fp8: [out, in] e4m3; nf4: [out, in / 2] uint8
@@ -43,12 +46,21 @@ class StoredWeight(nn.Module):
         super().__init__()
         rows, width = weight.shape
         if width % BLOCK_SIZE:
-            raise ValueError(f"model.base_storage: {storage} needs rows of a multiple of {BLOCK_SIZE} elements on each rank, not {width}")
+            raise ValueError(
+                f"model.base_storage: {storage} needs rows of a multiple of {BLOCK_SIZE} elements on each rank, not "
+                f"{width}"
+            )
         self.shape, self.dtype, self.storage = weight.shape, weight.dtype, storage
         self.tensor_model_parallel, self.partition_dim = weight.tensor_model_parallel, weight.partition_dim
-        codes = weight.new_zeros(rows, width, dtype=FP8) if storage == "fp8" else weight.new_zeros(rows, width // 2, dtype=torch.uint8)
+        codes = (
+            weight.new_zeros(rows, width, dtype=FP8)
+            if storage == "fp8"
+            else weight.new_zeros(rows, width // 2, dtype=torch.uint8)
+        )
         self.register_buffer("codes", codes, persistent=False)
-        self.register_buffer("scales", weight.new_zeros(rows, width // BLOCK_SIZE, dtype=torch.float32), persistent=False)
+        self.register_buffer(
+            "scales", weight.new_zeros(rows, width // BLOCK_SIZE, dtype=torch.float32), persistent=False
+        )
 
     @property
     def data(self) -> Tensor:
@@ -90,12 +102,14 @@ class StoredWeight(nn.Module):
 
 @functools.lru_cache
 def _nf4_table(device: torch.device) -> Tensor:
-    """Return `NF4_VALUES` [16] float32 on `device`. Creating a GPU's copy makes the host wait, so there is one per device."""
+    """Return `NF4_VALUES` [16] float32 on `device`. Creating a GPU's copy makes the host wait, so there is one per
+    device."""
     return torch.tensor(NF4_VALUES, device=device)
 
 
 def store_weights(chunks: Sequence[nn.Module], storage: str) -> None:
-    """Store the weights of all linears in the bare chunks' blocks as `storage` says. Embeddings, LM head and norms are unchanged.
+    """Store the weights of all linears in the bare chunks' blocks as `storage` says. Embeddings, LM head and norms are
+    unchanged.
 
     The stored weights are zeros until they are loaded. Raises ValueError as `StoredWeight` does.
     """
@@ -110,7 +124,9 @@ def store_weights(chunks: Sequence[nn.Module], storage: str) -> None:
 class Stored:
     """A parallel linear whose weight is in `stored`. Its own `weight` is empty and is left out of checkpoints."""
 
-    def _forward_impl(self: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, **options: Any) -> Tensor:
+    def _forward_impl(
+        self: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, **options: Any
+    ) -> Tensor:
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
         output = _Product.apply(input, self.stored, self.tp_group if options["allreduce_dgrad"] else None)
@@ -126,7 +142,8 @@ class Stored:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T [..., out] of x [..., in] with a stored W [out, in]. For the backward pass it saves only W's stored form."""
+    """x W^T [..., out] of x [..., in] with a stored W [out, in]. For the backward pass it saves only W's stored
+    form."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stored: StoredWeight, group: torch.distributed.ProcessGroup | None) -> Tensor:

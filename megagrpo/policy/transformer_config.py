@@ -24,10 +24,12 @@ from megagrpo.policy.specs import LAYERS_PER_BLOCK
 def _recompute_config(recompute: str, modules: Sequence[str]) -> dict[str, Any]:
     """The fields of Megatron's configuration for recomputation."""
     if recompute == "selective":
-        # Without Transformer Engine experts have no grouped products, and megatron-core 0.19 fails for norms (NameError in its checkpoint).
+        # Without Transformer Engine experts have no grouped products, and megatron-core 0.19 fails for norms (NameError
+        # in its checkpoint).
         chosen = [name for name in modules if name not in ("moe_act", "layernorm") or device.has_transformer_engine()]
         return dict(recompute_granularity="selective", recompute_modules=chosen)
-    if recompute == "full":  # a decoder block is two hybrid layers; each block stores one activation checkpoint, at its entry
+    # a decoder block is two hybrid layers; each block stores one activation checkpoint, at its entry
+    if recompute == "full":
         return dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=LAYERS_PER_BLOCK)
     return {}
 
@@ -44,7 +46,8 @@ def transformer_config(
     init_weights: bool = True,
     fp8: Fp8 | None = None,
 ) -> TransformerConfig:
-    """Return Megatron's configuration of this model in this layout. Raises ValueError when the GPU does not support the FP8 recipe."""
+    """Return Megatron's configuration of this model in this layout. Raises ValueError when the GPU does not support the
+    FP8 recipe."""
     fused = device.has_transformer_engine()
     # Megatron's default of cuda_graph_modules makes its config class warn on every construction.
     warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron")
@@ -72,10 +75,13 @@ def transformer_config(
         **(fp8.megatron_config() if fp8 else {}),
     )
     if fp8 is not None:
-        keep_in_bf16(config, (LAYERS_PER_BLOCK * layer + half for layer in fp8.bf16_layers for half in range(LAYERS_PER_BLOCK)))
+        keep_in_bf16(
+            config, (LAYERS_PER_BLOCK * layer + half for layer in fp8.bf16_layers for half in range(LAYERS_PER_BLOCK))
+        )
         if fp8.pads_routing and not fused:
             pad_routing(config, fp8.recipe)
-    # Set after construction: megatron-core 0.19 rejects biases with tensor-parallel experts. `prepare_experts` handles those biases.
+    # Set after construction: megatron-core 0.19 rejects biases with tensor-parallel experts. `prepare_experts` handles
+    # those biases.
     config.add_bias_linear = hf_config.linear_bias
     return config
 
@@ -114,7 +120,8 @@ def _layout_config(layout: Layout) -> dict[str, Any]:
         # Micro-batches differ in length. With variable lengths Megatron requires this dispatcher, even without experts.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
-        # With batched messages and two stages, megatron-core 0.19 swaps two messages to the same peer and trains on wrong activations.
+        # With batched messages and two stages, megatron-core 0.19 swaps two messages to the same peer and trains on
+        # wrong activations.
         batch_p2p_comm=layout.vpp == 1,
         # Unbatched and unoverlapped, two stages that exchange the lengths of their micro-batches deadlock.
         overlap_p2p_comm=layout.vpp > 1,
@@ -129,7 +136,8 @@ def fuses_rope(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
 
 
 def _fuses_activation(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
-    """Whether one kernel adds the bias and computes the activation function. Without it Megatron's grouped experts drop their bias."""
+    """Whether one kernel adds the bias and computes the activation function. Without it Megatron's grouped experts drop
+    their bias."""
     return "bias_activation" in fusions or (hf_config.experts is not None and hf_config.linear_bias)
 
 
@@ -138,12 +146,14 @@ def _fusions_config(hf_config: HfConfig, fused: bool, fusions: Sequence[str]) ->
     return dict(
         apply_rope_fusion=fuses_rope(hf_config, fusions),
         bias_activation_fusion=fused and _fuses_activation(hf_config, fusions),
-        bias_dropout_fusion=fused and not hf_config.linear_bias,  # Megatron's grouped experts reject this fusion together with biases
+        # Megatron's grouped experts reject this fusion together with biases
+        bias_dropout_fusion=fused and not hf_config.linear_bias,
     )
 
 
 def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
-    """The fields of Megatron's configuration for latent attention. Of the rotary settings it contains only those that scale the scores."""
+    """The fields of Megatron's configuration for latent attention. Of the rotary settings it contains only those that
+    scale the scores."""
     mla, rotary = hf_config.mla, rope(hf_config.raw)
     assert mla is not None
     return dict(
@@ -165,7 +175,9 @@ def _tanh_gelu(x: Tensor) -> Tensor:
 def _activation(hf_config: HfConfig, fused: bool, fused_activation: bool) -> dict[str, Any]:
     """The fields of Megatron's configuration for the activation function between an MLP's two linears."""
     if hf_config.experts is not None and hf_config.experts.clamp is not None:
-        return dict(activation_func=quick_gelu, activation_func_clamp_value=hf_config.experts.clamp, glu_linear_offset=1.0)
+        return dict(
+            activation_func=quick_gelu, activation_func_clamp_value=hf_config.experts.clamp, glu_linear_offset=1.0
+        )
     # True selects the spec's activation module; without Transformer Engine that module is specs.GatedActivation.
     # The fused gelu is the tanh approximation. Megatron and GatedActivation know it by the name F.gelu.
     gelu = _tanh_gelu if fused and not fused_activation else F.gelu
@@ -173,8 +185,8 @@ def _activation(hf_config: HfConfig, fused: bool, fused_activation: bool) -> dic
 
 
 def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
-    """The fields of Megatron's configuration for sliding windows: the tokens before its own that a token sees, and the hybrid layers with a
-    window."""
+    """The fields of Megatron's configuration for sliding windows: the tokens before its own that a token sees, and the
+    hybrid layers with a window."""
     sizes = set(filter(None, hf_config.windows))
     if not sizes:
         return {}
@@ -184,7 +196,8 @@ def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
-    """The fields of Megatron's configuration for a mixture of experts. No token is dropped. `balance` implements the balancing loss."""
+    """The fields of Megatron's configuration for a mixture of experts. No token is dropped. `balance` implements the
+    balancing loss."""
     experts = hf_config.experts
     if experts is None:
         return {}
@@ -208,6 +221,7 @@ def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
 
 
 def _routing_kernels(groups: int) -> dict[str, Any]:
-    """The fields of Megatron's configuration for fused kernels of routing. The fused router cannot replace how groups are chosen."""
+    """The fields of Megatron's configuration for fused kernels of routing. The fused router cannot replace how groups
+    are chosen."""
     here = device.has_gpu() and device.has_transformer_engine()
     return dict(moe_permute_fusion=here, moe_router_fusion=here and groups == 1)

@@ -1,10 +1,12 @@
-"""Checkpoints: model, optimizer, schedule, RNG and `TrainState`, sharded by Megatron's dist_checkpointing. Each is complete or absent.
+"""Checkpoints: model, optimizer, schedule, RNG and `TrainState`, sharded by Megatron's dist_checkpointing. Each is
+complete or absent.
 
-A checkpoint contains the reference only after the reference has changed; until then the config names its weights. With LoRA it contains the
-adapters instead of the model's weights, and also a PEFT copy of the adapters in `adapter/`.
+A checkpoint contains the reference only after the reference has changed; until then the config names its weights. With
+LoRA it contains the adapters instead of the model's weights, and also a PEFT copy of the adapters in `adapter/`.
 
-Ranks write into `.step_000012.partial`, in the foreground or while training continues. Rank 0 renames it to `step_000012` when every rank
-has finished. A checkpoint loads into another layout: the distributed optimizer's state is stored by parameter, not by rank.
+Ranks write into `.step_000012.partial`, in the foreground or while training continues. Rank 0 renames it to
+`step_000012` when every rank has finished. A checkpoint loads into another layout: the distributed optimizer's state is
+stored by parameter, not by rank.
 """
 
 from __future__ import annotations
@@ -61,7 +63,8 @@ class CheckpointError(RuntimeError):
 
 @dataclass
 class _Saving:
-    """A checkpoint that is being written. `state` and `reference_moved` belong to its step, even if the run has continued since."""
+    """A checkpoint that is being written. `state` and `reference_moved` belong to its step, even if the run has
+    continued since."""
 
     final: Path
     partial: Path
@@ -87,11 +90,18 @@ def readable(size: int) -> str:
 class Checkpointer:
     """Saves and restores one run's checkpoints in `folder`. It keeps the newest `keep` checkpoints and the best one.
 
-    Each checkpoint has a copy of the config and tokenizer of `model_folder`, so that it can be exported without that folder.
+    Each checkpoint has a copy of the config and tokenizer of `model_folder`, so that it can be exported without that
+    folder.
     """
 
     def __init__(
-        self, folder: Path, layout: Layout, policy: MegatronPolicy, keep: int, model_folder: Path, reference: Reference | None = None
+        self,
+        folder: Path,
+        layout: Layout,
+        policy: MegatronPolicy,
+        keep: int,
+        model_folder: Path,
+        reference: Reference | None = None,
     ):
         self.folder, self.layout, self.policy, self.reference = folder, layout, policy, reference
         self.keep, self.model_folder = keep, model_folder
@@ -107,17 +117,18 @@ class Checkpointer:
         return newest_checkpoint(self.folder)
 
     def save(self, state: TrainState) -> Path:
-        """Write `step_N` and return its path. Collective. When any rank fails, raises CheckpointError on every rank and leaves no partial
-        folder."""
+        """Write `step_N` and return its path. Collective. When any rank fails, raises CheckpointError on every rank and
+        leaves no partial folder."""
         self.start(state, background=False)
         assert self._saving is not None, "`start` returned"
         return self._complete(self._saving)
 
     def start(self, state: TrainState, background: bool) -> None:
-        """Begin to write `step_N`. With `background`, a copy of the state is written while training continues. Collective.
+        """Begin to write `step_N`. With `background`, a copy of the state is written while training continues.
+        Collective.
 
-        Only one checkpoint may be in progress: call this again only after `finish` returned the path or raised. Raises the errors of
-        `save`.
+        Only one checkpoint may be in progress: call this again only after `finish` returned the path or raised. Raises
+        the errors of `save`.
         """
         assert self._saving is None, "two checkpoints at a time"
         final = self.folder / f"step_{state.step:06d}"
@@ -151,23 +162,29 @@ class Checkpointer:
 
     @contextmanager
     def _all_or_nothing(self, saving: _Saving) -> Iterator[None]:
-        """Convert an error inside, which every rank raises, to CheckpointError, and remove the checkpoint in progress."""
+        """Convert an error inside, which every rank raises, to CheckpointError, and remove the checkpoint in
+        progress."""
         try:
             yield
         except Exception as error:
             self._saving = None
             if saving.write is not None:
                 saving.write.wait()
-            full = f"; {readable(shutil.disk_usage(self.folder).free)} of disk space free" if self.folder.exists() else ""
+            full = (
+                f"; {readable(shutil.disk_usage(self.folder).free)} of disk space free" if self.folder.exists() else ""
+            )
             if self.layout.world_rank == 0:
                 remove(saving.partial)
-            raise CheckpointError(f"writing checkpoint {saving.final} failed; earlier checkpoints remain: {error}{full}") from error
+            raise CheckpointError(
+                f"writing checkpoint {saving.final} failed; earlier checkpoints remain: {error}{full}"
+            ) from error
 
     def load(self, path: Path) -> TrainState:
-        """Restore policy, optimizer, schedule, RNG and a changed reference from `path` on every rank; return the TrainState. Collective.
+        """Restore policy, optimizer, schedule, RNG and a changed reference from `path` on every rank; return the
+        TrainState. Collective.
 
-        RNG states are restored only into the layout that saved them. Raises CheckpointError when the checkpoint is damaged or does not fit
-        the model.
+        RNG states are restored only into the layout that saved them. Raises CheckpointError when the checkpoint is
+        damaged or does not fit the model.
         """
         rank, world_size = self.layout.world_rank, self.layout.world_size
         try:
@@ -244,7 +261,8 @@ class Checkpointer:
     def _sharded_state(self, is_loading: bool, with_rng: bool, reference: Reference | None) -> dict[str, Any]:
         local = METADATA | {"dp_cp_group": self.layout.dp_cp_group}
         state: dict[str, Any] = {
-            name: self._trained(sharded_state(chunk, local)) for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
+            name: self._trained(sharded_state(chunk, local))
+            for name, chunk in zip(self._chunk_names(), self.policy.chunks, strict=True)
         }
         state["optimizer"] = self.policy.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=local)
         _drop_absent(state["optimizer"])
@@ -259,8 +277,13 @@ class Checkpointer:
         return state
 
     def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of the state that is trained: with LoRA only the adapters, because the run starts from the base model."""
-        return {name: value for name, value in state.items() if is_adapter(name)} if self.policy.config.lora.enabled else state
+        """Return the part of the state that is trained: with LoRA only the adapters, because the run starts from the
+        base model."""
+        return (
+            {name: value for name, value in state.items() if is_adapter(name)}
+            if self.policy.config.lora.enabled
+            else state
+        )
 
     def _chunk_names(self) -> list[str]:
         count = len(self.policy.chunks)
@@ -268,11 +291,18 @@ class Checkpointer:
 
     def _layout_of_rng(self) -> dict[str, int]:
         layout = self.layout
-        return {"tp": layout.tp_size, "cp": layout.cp_size, "pp": layout.pp_size, "dp": layout.dp_size, "ep": layout.ep_size}
+        return {
+            "tp": layout.tp_size,
+            "cp": layout.cp_size,
+            "pp": layout.pp_size,
+            "dp": layout.dp_size,
+            "ep": layout.ep_size,
+        }
 
 
 def checked(path: Path) -> tuple[dict[str, int], bool, TrainState]:
-    """Read a checkpoint's state as `_read` does. Raises CheckpointError when it is damaged; the message names the checkpoint before it."""
+    """Read a checkpoint's state as `_read` does. Raises CheckpointError when it is damaged; the message names the
+    checkpoint before it."""
     with _naming_the_one_before(path):
         return _read(path)
 
@@ -293,7 +323,8 @@ def _naming_the_one_before(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
-    """Return a checkpoint's layout, whether its reference had changed, and its TrainState. Raises ValueError that names a damaged file."""
+    """Return a checkpoint's layout, whether its reference had changed, and its TrainState. Raises ValueError that names
+    a damaged file."""
     try:
         saved = json.loads((path / STATE_FILE).read_text())
         layout, moved, state = saved["layout"], saved["reference_moved"], TrainState(**saved["state"])
@@ -308,14 +339,16 @@ def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
 
 
 def _holds(path: Path, scales: dict[str, Any]) -> bool:
-    """Whether the checkpoint has these FP8 scales. It does not after a change of the recipe or of the amax history's length."""
+    """Whether the checkpoint has these FP8 scales. It does not after a change of the recipe or of the amax history's
+    length."""
     stored = StoredTensors(path).metadata.state_dict_metadata
     shapes = {key: tuple(value.size) for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
     return bool(scales) and all(shapes.get(key) == tuple(t.global_shape) for key, t in scales.items())
 
 
 def _other_model(path: Path, hf_config: HfConfig) -> str:
-    """Describe how the checkpoint's model differs from `hf_config`; empty when it does not, or when the checkpoint has no model config."""
+    """Describe how the checkpoint's model differs from `hf_config`; empty when it does not, or when the checkpoint has
+    no model config."""
     try:
         different = architecture_differences(load_hf_config(path / HF_FILES), hf_config)
     except ValueError:
@@ -324,18 +357,19 @@ def _other_model(path: Path, hf_config: HfConfig) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Shorten an error of Megatron or torch to one line. The original has each rank's traceback and every key of the model."""
+    """Shorten an error of Megatron or torch to one line. The original has each rank's traceback and every key of the
+    model."""
     failures = getattr(error, "failures", {})
     lines = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in sorted(failures.items())]
     return textwrap.shorten((lines or [str(error)])[0], 500)
 
 
 def _follow_config(saved: Any, train: TrainSection) -> None:
-    """Overwrite the options in a saved optimizer state with this run's config. Megatron would look up a group by its learning rates, which
-    may have changed, and keep its betas.
+    """Overwrite the options in a saved optimizer state with this run's config. Megatron would look up a group by its
+    learning rates, which may have changed, and keep its betas.
 
-    Groups share one `betas`, and their keys are interned, as in a fresh optimizer. pickle writes a shared object once, so a resumed run
-    saves the same bytes as an uninterrupted run.
+    Groups share one `betas`, and their keys are interned, as in a fresh optimizer. pickle writes a shared object once,
+    so a resumed run saves the same bytes as an uninterrupted run.
     """
     options = {
         "max_lr": train.learning_rate,
@@ -361,16 +395,16 @@ def _groups(saved: Any) -> Iterator[dict[str, Any]]:
 
 
 def _drop_absent(optimizer: dict[Any, Any]) -> None:
-    """Remove states that another rank has gathered. Megatron has None for them here, and its checkpoints treat None as shared by all
-    ranks."""
+    """Remove states that another rank has gathered. Megatron has None for them here, and its checkpoints treat None as
+    shared by all ranks."""
     for part in [optimizer, *(part for part in optimizer.values() if isinstance(part, dict))]:
         if part.get("param_state", part) is None:
             del part["param_state"]
 
 
 def _is_first_copy(parameter: torch.Tensor, layout: Layout) -> bool:
-    """Whether this rank holds the first copy of the parameter. Megatron marks parameters that are not replicated over dp x cp: the
-    experts."""
+    """Whether this rank holds the first copy of the parameter. Megatron marks parameters that are not replicated over
+    dp x cp: the experts."""
     return (layout.dp_cp_rank if getattr(parameter, "allreduce", True) else layout.expert_copy) == 0
 
 

@@ -1,4 +1,5 @@
-"""The responses of a step as rows (the lines of `completions.jsonl`), and as a table of texts and numbers for trackers."""
+"""The responses of a step as rows (the lines of `completions.jsonl`), and as a table of texts and numbers for
+trackers."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ def _row(step: int, scored: ScoredRollout, advantage: float) -> Row:
 
 
 def table(rows: Sequence[Row]) -> tuple[list[str], list[list[Any]]]:
-    """Return the column names and the cells of a table of completions: step, prompt, completion, each reward function, columns of
-    `log_extra`, reward, advantage. A cell is text, a number, a boolean or None."""
+    """Return the column names and the cells of a table of completions: step, prompt, completion, each reward function,
+    columns of `log_extra`, reward, advantage. A cell is text, a number, a boolean or None."""
     rewards, extra = _names(rows, "rewards"), _names(rows, "extra")
     columns = ["step", "prompt", "completion", *(f"rewards/{name}" for name in rewards), *extra, "reward", "advantage"]
     cells = [
@@ -83,7 +84,8 @@ def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
 
 
 def best_and_worst(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with the highest and the lowest advantage of the first prompt whose advantages differ, or else the first row."""
+    """Return the rows with the highest and the lowest advantage of the first prompt whose advantages differ, or else
+    the first row."""
     groups: dict[int, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["prompt_id"], []).append(row)

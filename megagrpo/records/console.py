@@ -1,7 +1,7 @@
 """Prints a run's lines: the metrics of each step and evaluation, and at intervals a prompt with two of its responses.
 
-Lines are at most 100 columns, or the width of a narrower terminal. In a pipe a message stays on one line, so that its text can be
-searched; on a terminal it is wrapped at words.
+Lines are at most 100 columns, or the width of a narrower terminal. In a pipe a message stays on one line, so that its
+text can be searched; on a terminal it is wrapped at words.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ PHASES = ["generate", "reward", "logprobs", "train", "sync"]
 
 
 class ConsoleSink:
-    """Prints to standard output: colours and panels on a terminal, plain lines elsewhere. `run.log_level` leaves lines out."""
+    """Prints to standard output: colours and panels on a terminal, plain lines elsewhere. `run.log_level` leaves lines
+    out."""
 
     def __init__(self, config: RunConfig, console: Console | None = None):
         self._console = console or lines_console()
@@ -69,8 +70,8 @@ class ConsoleSink:
             self._print_cells([first, *self._cells(EVALUATION_COLUMNS, self._metrics_of(held_out, metrics))])
 
     def _metrics_of(self, held_out: str, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of one held-out set, without the prefix of its name. The set "" has the metrics without the name of another
-        set."""
+        """Return the metrics of one held-out set, without the prefix of its name. The set "" has the metrics without
+        the name of another set."""
         split = [(name.removeprefix("eval/").partition("/"), value) for name, value in metrics.items()]
         if held_out:
             return {rest: value for (first, _, rest), value in split if first == held_out}
@@ -88,9 +89,13 @@ class ConsoleSink:
             rewards = ", ".join(f"{name} {_number(value)}" for name, value in row["rewards"].items())
             score = f"reward {_number(row['reward'])} ({rewards})  advantage {_number(advantage, '{:+.2f}')}"
             style = "green" if advantage > 0 else "red" if advantage < 0 else ""
-            blocks.append(Text.assemble(("response  ", "dim"), _short(row["completion"]), ("  -> ", "dim"), (score, style)))
+            blocks.append(
+                Text.assemble(("response  ", "dim"), _short(row["completion"]), ("  -> ", "dim"), (score, style))
+            )
         if self._console.is_terminal:
-            panel = Panel(Group(*blocks), title=f"step {step}", title_align="left", border_style="dim", width=self._width)
+            panel = Panel(
+                Group(*blocks), title=f"step {step}", title_align="left", border_style="dim", width=self._width
+            )
             self._console.print(panel)
         else:
             for block in blocks:
@@ -108,7 +113,8 @@ class ConsoleSink:
             self._print(Text(line, style="yellow" if is_warning else ""))
 
     def close(self) -> None:
-        write_output("", self._console.file)  # after an error the rest is discarded, so the run ends with its own exit code
+        # after an error the rest is discarded, so the run ends with its own exit code
+        write_output("", self._console.file)
 
     @property
     def _width(self) -> int:
@@ -119,14 +125,21 @@ class ConsoleSink:
         """Return one text per reported metric of `columns`, then one per failure counter that is not 0."""
         shown = [column for column in columns if column[1] in metrics and column[0] not in self._hidden]
         cells = [
-            Text.assemble((f"  {label} " if label else "  ", "dim"), (_cell(form, metrics[name]), "green" if name == "reward" else ""))
+            Text.assemble(
+                (f"  {label} " if label else "  ", "dim"),
+                (_cell(form, metrics[name]), "green" if name == "reward" else ""),
+            )
             for label, name, form in shown
         ]
-        return cells + [Text(f"  {name} {value:g}", style="red") for name, value in metrics.items() if name.endswith(ALARMS) and value]
+        return cells + [
+            Text(f"  {name} {value:g}", style="red")
+            for name, value in metrics.items()
+            if name.endswith(ALARMS) and value
+        ]
 
     def _print_cells(self, cells: list[Text]) -> None:
-        """Print cells side by side; cells that do not fit continue on indented lines. A cell that is longer than a line is cut into
-        parts."""
+        """Print cells side by side; cells that do not fit continue on indented lines. A cell that is longer than a line
+        is cut into parts."""
         line = cells[0]
         for cell in cells[1:]:
             if len(line) + len(cell) > self._width:

@@ -1,4 +1,5 @@
-"""Reads the content of a checkpoint without its weights: names, shapes, dtypes and sizes of its tensors, and its metadata."""
+"""Reads the content of a checkpoint without its weights: names, shapes, dtypes and sizes of its tensors, and its
+metadata."""
 
 from __future__ import annotations
 
@@ -56,8 +57,13 @@ def contents(path: Path) -> Contents:
 
 def _of_adapter(path: Path) -> Contents:
     config = json.loads((path / CONFIG).read_text())
-    facts = {key: str(config.get(key)) for key in ("peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path")}
-    return Contents("adapter", facts, [_row(name, entry, WEIGHTS) for name, entry in TensorFile(path / WEIGHTS).entries.items()])
+    facts = {
+        key: str(config.get(key))
+        for key in ("peft_type", "r", "lora_alpha", "target_modules", "base_model_name_or_path")
+    }
+    return Contents(
+        "adapter", facts, [_row(name, entry, WEIGHTS) for name, entry in TensorFile(path / WEIGHTS).entries.items()]
+    )
 
 
 def _of_megatron(path: Path) -> Contents:
@@ -72,7 +78,10 @@ def _of_megatron(path: Path) -> Contents:
         group = "optimizer" if key.startswith(STATE) else "reference" if key.startswith("reference.") else "weights"
         where = "1 piece" if pieces == 1 else f"{pieces} pieces"
         rows.append(Row(key, list(value.size), _name(dtype), math.prod(value.size) * dtype.itemsize, group, where))
-    facts = {"files": str(len({info.relative_path for info in metadata.storage_data.values()})), "objects": str(len(objects))}
+    facts = {
+        "files": str(len({info.relative_path for info in metadata.storage_data.values()})),
+        "objects": str(len(objects)),
+    }
     if (path / STATE_FILE).is_file():
         facts |= {key: str(value) for key, value in json.loads((path / STATE_FILE).read_text())["state"].items()}
     if (path / HF_FILES).is_dir():

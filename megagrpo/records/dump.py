@@ -1,19 +1,24 @@
 """Whole steps on disk for `megagrpo audit`: `dumps/step_N/` holds all inputs and results of step N.
 
-step.json         samples with texts, rewards, advantages; per optimizer step its samples, weights, denominator, metrics (with loss and
-                  gradient norm); the model that the run started from, and the reference; the configuration and library
-                  versions. Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
-samples.safetensors   `token_ids` [sum of L] int64, `borders` [N + 1] int64, `prompt_lengths` [N] int64, `rollout_logprobs` [sum of L]
-                  float64 (0 on tokens that the policy did not write), `written` [sum of L] bool (whether the policy wrote the token)
-update_K.safetensors  one row per loss token as optimizer step K saw it: `sample`, `token` (its index in the sample), `token_id`,
-                  `advantage`, `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`, `entropy`, `full_kl`. Columns that
-                  the step does not compute are missing
-optimizer_K.safetensors  64 elements of every trained tensor, `places.NAME` [n] in the flattened tensor and `values.NAME` [n, 5] float32:
-                  weight and Adam's two moments before optimizer step K, the clipped gradient, the weight after it. For a bf16 weight,
-                  `weight` is the float32 master that Adam updates. Missing with Muon and with fp8_param
+step.json         samples with texts, rewards, advantages; per optimizer step its samples, weights, denominator, metrics
+                  (with loss and gradient norm); the model that the run started from, and the reference; the
+                  configuration and library versions. Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
+samples.safetensors
+                  `token_ids` [sum of L] int64, `borders` [N + 1] int64, `prompt_lengths` [N] int64, `rollout_logprobs`
+                  [sum of L] float64 (0 on tokens that the policy did not write), `written` [sum of L] bool (whether the
+                  policy wrote the token)
+update_K.safetensors
+                  one row per loss token as optimizer step K saw it: `sample`, `token` (its index in the sample),
+                  `token_id`, `advantage`, `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,
+                  `entropy`, `full_kl`. Columns that the step does not compute are missing
+optimizer_K.safetensors
+                  64 elements of every trained tensor, `places.NAME` [n] in the flattened tensor and `values.NAME`
+                  [n, 5] float32: weight and Adam's two moments before optimizer step K, the clipped gradient, the
+                  weight after it. For a bf16 weight, `weight` is the float32 master that Adam updates. Missing with
+                  Muon and with fp8_param
 reference/        the reference's weights as a Hugging Face folder, once they have changed
-weights_K/        the weights before optimizer step K as a Hugging Face folder. Missing for the run's first optimizer step: the weights are
-                  the model's
+weights_K/        the weights before optimizer step K as a Hugging Face folder. Missing for the run's first optimizer
+                  step: the weights are the model's
 
 A dump is complete or absent. A dumped step computes the same results as any other step.
 """
@@ -83,21 +88,24 @@ class StepDumps:
                     self._attempt(lambda: self._save("reference"))
 
     def record(self, loss_fn: LossFn) -> LossFn:
-        """Return `loss_fn` wrapped to record its inputs during one optimizer step. The weights before the step are written now."""
+        """Return `loss_fn` wrapped to record its inputs during one optimizer step. The weights before the step are
+        written now."""
         self._seen = {}
         if not self._step or not (self._attempt(self._save_weights) and self._attempt(self._look_at_optimizer)):
             return loss_fn
         counts = self._layout.tp_rank == 0 and self._layout.cp_rank == 0  # other tp and cp ranks have the same inputs
 
         def recording(inputs: LossInputs) -> LossOutput:
-            if counts:  # a policy may compute the loss of a part in advance: the last call for a micro-batch is the one that trains
+            # a policy may compute the loss of a part in advance: the last call for a micro-batch is the one that trains
+            if counts:
                 self._seen[id(inputs.micro_batch)] = detached(inputs)
             return loss_fn(inputs)
 
         return recording
 
     def measured(self, metrics: dict[str, float], denominator: int, samples: Sequence[int]) -> None:
-        """Write the results of the optimizer step on these samples. Metrics without `grad_norm` mean that it was skipped."""
+        """Write the results of the optimizer step on these samples. Metrics without `grad_norm` mean that it was
+        skipped."""
         if self._step:
             self._updates[-1] |= {"denominator": denominator, "metrics": dict(metrics), "samples": list(samples)}
             if self._attempt(self._save_rows):
@@ -144,7 +152,9 @@ class StepDumps:
 
     def _save(self, name: str) -> None:
         policy = self._policy
-        save_hf(policy.chunks, policy.hf_config, self._layout, self._partial / name, self._model_folder, dtype=policy.dtype)
+        save_hf(
+            policy.chunks, policy.hf_config, self._layout, self._partial / name, self._model_folder, dtype=policy.dtype
+        )
 
     def _save_rows(self) -> None:
         mine = [loss_tokens(inputs) for inputs in self._seen.values()]
@@ -152,7 +162,9 @@ class StepDumps:
         everyone = [rows for of_rank in self._layout.all_gather_objects(mine) for rows in of_rank]
         name = f"update_{len(self._updates)}.safetensors"
         self._updates[-1]["rows"] = name
-        run_and_agree(self._layout, lambda: save_file(merge(everyone), self._partial / name), here=self._layout.world_rank == 0)
+        run_and_agree(
+            self._layout, lambda: save_file(merge(everyone), self._partial / name), here=self._layout.world_rank == 0
+        )
 
     def _look_at_optimizer(self) -> None:
         config = self._config
@@ -162,12 +174,17 @@ class StepDumps:
         self._updates[-1]["optimizer_steps"] = self._policy.scheduler.num_steps
 
     def _save_optimizer(self) -> None:
-        """Write samples of the optimizer state. The gradient is the clipped one that Adam used; NaN when the step was skipped."""
+        """Write samples of the optimizer state. The gradient is the clipped one that Adam used; NaN when the step was
+        skipped."""
         if not self._before:
             return
-        after = self._sample(lambda adam, main: [torch.full_like(main, math.nan) if main.grad is None else main.grad, main])
+        after = self._sample(
+            lambda adam, main: [torch.full_like(main, math.nan) if main.grad is None else main.grad, main]
+        )
         tables = {f"places.{name}": places for name, (places, _) in after.items()}
-        tables |= {f"values.{name}": torch.cat([self._before[name][1], values], dim=1) for name, (_, values) in after.items()}
+        tables |= {
+            f"values.{name}": torch.cat([self._before[name][1], values], dim=1) for name, (_, values) in after.items()
+        }
         name = f"optimizer_{len(self._updates)}.safetensors"
         self._updates[-1]["optimizer"] = name
         run_and_agree(self._layout, lambda: save_file(tables, self._partial / name), here=self._layout.world_rank == 0)
@@ -184,13 +201,17 @@ class StepDumps:
             "layout": {axis: getattr(layout, f"{axis}_size") for axis in ("tp", "cp", "pp", "dp", "ep")},
             "versions": package_versions(),
             "model": str(self._model_folder.resolve()),
-            "reference": "reference" if (self._partial / "reference").exists() else str(self._reference_folder.resolve()),
+            "reference": "reference"
+            if (self._partial / "reference").exists()
+            else str(self._reference_folder.resolve()),
             "updates": self._updates,
             "samples": [_sample(s, a) for s, a in zip(scored, advantages, strict=True)],
             "config": config.model_dump(mode="json"),
         }
         save_file(_token_rows(scored), self._partial / "samples.safetensors")
-        (self._partial / STEP_FILE).write_text(json.dumps(_plain(contents), indent=1, ensure_ascii=False, allow_nan=False))
+        (self._partial / STEP_FILE).write_text(
+            json.dumps(_plain(contents), indent=1, ensure_ascii=False, allow_nan=False)
+        )
         remove(self._final)  # left by the run before it was resumed from an earlier step
         self._partial.rename(self._final)
 
@@ -221,7 +242,8 @@ def loss_tokens(inputs: LossInputs) -> Rows:
 
 
 def merge(parts: Sequence[Rows]) -> Rows:
-    """Concatenate the rows of all micro-batches, sorted by sample and token. A token that was trained twice has two rows."""
+    """Concatenate the rows of all micro-batches, sorted by sample and token. A token that was trained twice has two
+    rows."""
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     order = (whole["sample"] * 2**32 + whole["token"]).argsort(stable=True)
     return {name: row[order] for name, row in whole.items()}
@@ -237,7 +259,9 @@ def _token_rows(scored: Sequence[ScoredRollout]) -> Rows:
         "borders": torch.tensor([0, *lengths]).cumsum(0),
         "prompt_lengths": torch.tensor(prompts),
         "rollout_logprobs": torch.tensor(logprobs, dtype=torch.float64),
-        "written": torch.tensor([value for n, r in zip(prompts, rollouts, strict=True) for value in (*[False] * n, *r.written)]),
+        "written": torch.tensor(
+            [value for n, r in zip(prompts, rollouts, strict=True) for value in (*[False] * n, *r.written)]
+        ),
     }
 
 

@@ -11,11 +11,12 @@ from typing import Any
 
 
 class JsonlFile:
-    """Appends JSON lines to a file. A line is whole or, when the disk is full, broken and alone on its line. NaN and infinity become
-    null."""
+    """Appends JSON lines to a file. A line is whole or, when the disk is full, broken and alone on its line. NaN and
+    infinity become null."""
 
     def __init__(self, path: Path, last_step: int):
-        """Open the file. Lines of steps after `last_step`, and a line that a kill truncated, are removed from an existing file."""
+        """Open the file. Lines of steps after `last_step`, and a line that a kill truncated, are removed from an
+        existing file."""
         if path.exists():
             self._drop_after(path, last_step)
         self._file = open(path, "ab", buffering=0)
@@ -34,7 +35,8 @@ class JsonlFile:
         data = memoryview((("\n" if self._broken_line else "") + lines).encode(errors="backslashreplace"))
         self._broken_line = bool(data)
         while data:
-            data = data[self._file.write(data) :]  # unbuffered: with a full disk, write() writes a part and the next call raises
+            # unbuffered: with a full disk, write() writes a part and the next call raises
+            data = data[self._file.write(data) :]
         self._broken_line = False
 
     def close(self) -> None:

@@ -26,11 +26,14 @@ def over_updates(updates: Sequence[dict[str, Metric]]) -> dict[str, float]:
     for update in updates:
         for name, metric in update.items():
             by_name.setdefault(name, []).append(metric)
-    return {name: _OVER_UPDATES[metrics[0].reduce]([metric.value for metric in metrics]) for name, metrics in by_name.items()}
+    return {
+        name: _OVER_UPDATES[metrics[0].reduce]([metric.value for metric in metrics])
+        for name, metrics in by_name.items()
+    }
 
 
 def idle_shares(times: dict[str, float]) -> dict[str, float]:
-    """Return the shares of a step in which the trainer waits for responses and rewards, and in which the servers do not generate. Valid for
-    synchronous runs, where the two take turns."""
+    """Return the shares of a step in which the trainer waits for responses and rewards, and in which the servers do not
+    generate. Valid for synchronous runs, where the two take turns."""
     step, generating = times["time/step"], times.get("time/generate", 0.0)
     return {"idle/trainer": (generating + times.get("time/reward", 0.0)) / step, "idle/servers": 1 - generating / step}

@@ -1,6 +1,8 @@
-"""Profiles of single steps (`run.profile`): a trace of torch's profiler, ranges for Nsight Systems, or a snapshot of GPU memory.
+"""Profiles of single steps (`run.profile`): a trace of torch's profiler, ranges for Nsight Systems, or a snapshot of
+GPU memory.
 
-The phases of a step are ranges in the profile: `Phases.mark` is `Profiler.mark`. docs/profiling.md shows how to read the files.
+The phases of a step are ranges in the profile: `Phases.mark` is `Profiler.mark`. docs/profiling.md shows how to read
+the files.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from megagrpo.platform.device.profile_recorders import RECORDERS
 def check_profile(profile: ProfileSection, has_gpu: bool) -> None:
     """Raise ProblemError when this machine cannot make the profile."""
     if profile.steps and profile.tool != "torch" and not has_gpu:
-        raise ProblemError(Problem(("run.profile.tool",), f"{profile.tool} needs a GPU, and this machine has none; set it to torch"))
+        raise ProblemError(
+            Problem(("run.profile.tool",), f"{profile.tool} needs a GPU, and this machine has none; set it to torch")
+        )
 
 
 class Profiler:

@@ -1,4 +1,5 @@
-"""Progress of long work: bars at the bottom of a terminal that vanish at their end, or a few lines for a conversion in a pipe."""
+"""Progress of long work: bars at the bottom of a terminal that vanish at their end, or a few lines for a conversion in
+a pipe."""
 
 from __future__ import annotations
 
@@ -25,13 +26,15 @@ BAR = 20  # columns of a bar
 
 
 def run_progress(run: RunSection) -> Progress:
-    """Return bars on a terminal. Nothing is shown elsewhere, without `run.progress`, and with a `run.log_level` above info."""
+    """Return bars on a terminal. Nothing is shown elsewhere, without `run.progress`, and with a `run.log_level` above
+    info."""
     console = bars_console()
     return SILENT if console is None or not run.progress or quiets(run.log_level, "info") else Bars(console)
 
 
 def conversion_progress(rank: int = 0) -> Progress:
-    """Return bars on a terminal and lines elsewhere, for a command whose only work is a long copy. Ranks other than 0 show nothing."""
+    """Return bars on a terminal and lines elsewhere, for a command whose only work is a long copy. Ranks other than 0
+    show nothing."""
     if rank:
         return SILENT
     console = bars_console()
@@ -39,16 +42,24 @@ def conversion_progress(rank: int = 0) -> Progress:
 
 
 class Bars:
-    """Draws one bar per task at the bottom of a terminal while the task runs. Lines that this process prints meanwhile appear above them.
+    """Draws one bar per task at the bottom of a terminal while the task runs. Lines that this process prints meanwhile
+    appear above them.
 
     An error of the terminal ends the bars and never the work.
     """
 
     def __init__(self, console: Console):
-        title, elapsed = bars.TextColumn("{task.description}", markup=False), bars.TimeElapsedColumn(table_column=_one_line())
+        title, elapsed = (
+            bars.TextColumn("{task.description}", markup=False),
+            bars.TimeElapsedColumn(table_column=_one_line()),
+        )
         columns = (title, bars.BarColumn(BAR), _Amount(_one_line()), _Rate(_one_line()), elapsed)
         self._drawn = bars.Progress(
-            *columns, console=console, transient=True, refresh_per_second=REFRESHES, redirect_stdout=is_terminal(sys.stdout)
+            *columns,
+            console=console,
+            transient=True,
+            refresh_per_second=REFRESHES,
+            redirect_stdout=is_terminal(sys.stdout),
         )
         self._lock = threading.RLock()
         self._num_open = 0
@@ -115,7 +126,8 @@ class _Rate(bars.ProgressColumn):
 
 
 class Lines:
-    """Prints a line of a task on standard error after 10 s, whenever its time has doubled, and at the end if it has a total."""
+    """Prints a line of a task on standard error after 10 s, whenever its time has doubled, and at the end if it has a
+    total."""
 
     draws = False
 
@@ -150,7 +162,10 @@ class _Lines:
         speed = (self._done - self._before) / max(seconds, 1e-9)
         left = "" if self._done >= self._total else f", {(self._total - self._done) / max(speed, 1):.0f} s left"
         share = self._done / self._total if self._total else 1.0
-        warn(f"{self._title}: {share:4.0%} of {self._amount(self._total)}, {self._amount(speed)}/s, {seconds:.0f} s{left}")
+        warn(
+            f"{self._title}: {share:4.0%} of {self._amount(self._total)}, {self._amount(speed)}/s, {seconds:.0f} "
+            f"s{left}"
+        )
 
     def _amount(self, number: float) -> str:
         return size(number) if self._unit == "B" else f"{number:.0f} {self._unit}"

@@ -1,4 +1,5 @@
-"""Names of the files and folders of a run; its checkpoints, and the removal of old ones. Needs no package but the standard library."""
+"""Names of the files and folders of a run; its checkpoints, and the removal of old ones. Needs no package but the
+standard library."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ FROM_PYTHON = "from_python"  # folder of the functions and data that megagrpo.tr
 
 
 def make_run_folder(folder: Path) -> None:
-    """Create the folder of a run or of a job's logs without rights for other users, unless it exists. The umask decides on the group's."""
+    """Create the folder of a run or of a job's logs without rights for other users, unless it exists. The umask decides
+    on the group's."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):  # a file of this name is an error when a file in it is opened
         folder.mkdir(mode=0o770)
@@ -53,8 +55,8 @@ def remove_partial(folder: Path) -> None:
 
 
 def remove_checkpoint(checkpoint: Path) -> None:
-    """Remove a checkpoint. It is renamed first, so that remains of an interrupted removal do not count as a checkpoint. Of a link only the
-    link is removed."""
+    """Remove a checkpoint. It is renamed first, so that remains of an interrupted removal do not count as a checkpoint.
+    Of a link only the link is removed."""
     remove(checkpoint.rename(partial_of(checkpoint, ".old")))
 
 
@@ -67,14 +69,16 @@ def make_room(checkpoint: Path) -> None:
 
 
 def remove_old(folder: Path, keep: int, best: Path) -> None:
-    """Remove all checkpoints but the newest `keep` and `best`. Links stay: a run makes none with a checkpoint's name."""
+    """Remove all checkpoints but the newest `keep` and `best`. Links stay: a run makes none with a checkpoint's
+    name."""
     for old in checkpoints(folder)[:-keep]:
         if old != best and not old.is_symlink():
             remove_checkpoint(old)
 
 
 def point_to(checkpoint: Path, link: Path) -> None:
-    """Replace a link atomically, so that it never points to nothing. A folder of its name is not a run's, and is renamed."""
+    """Replace a link atomically, so that it never points to nothing. A folder of its name is not a run's, and is
+    renamed."""
     if link.is_dir() and not link.is_symlink():
         link.rename(next_free(link))
     fresh = link.with_name(f".{link.name}{PARTIAL}")
@@ -89,8 +93,8 @@ def next_free(path: Path) -> Path:
 
 
 def why_no_checkpoint(path: Path) -> str | None:
-    """Return why `path` is not a distributed checkpoint, and what to name instead: the end of a sentence that begins with the path. Return
-    None for a checkpoint, of this or another program."""
+    """Return why `path` is not a distributed checkpoint, and what to name instead: the end of a sentence that begins
+    with the path. Return None for a checkpoint, of this or another program."""
     try:
         if not path.exists():
             return f"does not exist{_others_in(path.parent)}"

@@ -1,7 +1,9 @@
-"""A lock on a run's folder: two processes cannot train into one folder, and a run notices when its folder is deleted or replaced.
+"""A lock on a run's folder: two processes cannot train into one folder, and a run notices when its folder is deleted or
+replaced.
 
-The lock is `flock` on the file `.lock` in the folder. The kernel releases it when its holder ends, even by SIGKILL. Rank 0 holds it, so it
-covers all ranks of a run. Linux passes `flock` on NFS to the server, so the lock also covers other nodes that mount the folder by NFS.
+The lock is `flock` on the file `.lock` in the folder. The kernel releases it when its holder ends, even by SIGKILL.
+Rank 0 holds it, so it covers all ranks of a run. Linux passes `flock` on NFS to the server, so the lock also covers
+other nodes that mount the folder by NFS.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from megagrpo.platform.process.removal import remove, remove_empty
 from megagrpo.records.run_files import make_run_folder
 
 LOCK = ".lock"
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # a file system without file locks, such as Lustre mounted without `flock`
+# a file system without file locks, such as Lustre mounted without `flock`
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class RunFolderLost(RuntimeError):
@@ -26,8 +29,8 @@ class RunFolderLost(RuntimeError):
 
 
 class RunLock:
-    """The lock on the run folder `folder`. `take` creates the folder; `release` removes the lock file, and the folder if it is empty and
-    `take` created it."""
+    """The lock on the run folder `folder`. `take` creates the folder; `release` removes the lock file, and the folder
+    if it is empty and `take` created it."""
 
     def __init__(self, folder: Path):
         self.folder, self._path = folder, folder / LOCK
@@ -37,8 +40,8 @@ class RunLock:
     def take(self) -> None:
         """Take the lock of the folder at this path. Does nothing if this process holds it.
 
-        Raises ValueError, naming the holder, when another process has the lock, and, naming the folder, when it cannot be created. On a
-        file system without locks the run continues without one.
+        Raises ValueError, naming the holder, when another process has the lock, and, naming the folder, when it cannot
+        be created. On a file system without locks the run continues without one.
         """
         while not self._is_ours():
             try:
@@ -55,10 +58,12 @@ class RunLock:
                     holder = self._path.read_text().strip() or "another process"
                     file.close()
                     raise ValueError(
-                        f"run.name: {self.folder} is in use by {holder}; wait until that run ends, or set another run.name"
+                        f"run.name: {self.folder} is in use by {holder}; wait until that run ends, or set another "
+                        f"run.name"
                     ) from None
             self._close()
-            self._file = file  # unless the folder was moved or deleted between open and flock: then this goes round again
+            # unless the folder was moved or deleted between open and flock: then this goes round again
+            self._file = file
         assert self._file is not None, "`_is_ours` checks it"
         self._file.seek(0)
         self._file.truncate()
@@ -68,7 +73,8 @@ class RunLock:
         """Raise RunFolderLost when the folder at this path is no longer the one that this run has locked."""
         if not self._is_ours():
             raise RunFolderLost(
-                f"run.output_dir: {self.folder} was deleted, moved or taken over by another run; metrics and checkpoints of this run "
+                f"run.output_dir: {self.folder} was deleted, moved or taken over by another run; metrics and "
+                f"checkpoints of this run "
                 "cannot be written. Restore the folder and start again with --resume, or start a new run"
             )
 

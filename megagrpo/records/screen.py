@@ -1,4 +1,5 @@
-"""The consoles of this process. Lines and progress bars share one when both go to a terminal, so bars never break a line."""
+"""The consoles of this process. Lines and progress bars share one when both go to a terminal, so bars never break a
+line."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ MAX_WIDTH = 100  # columns
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Re-raise the BrokenPipeError that is being handled. rich would exit the process, so closing a pager would end the training."""
+        """Re-raise the BrokenPipeError that is being handled. rich would exit the process, so closing a pager would end
+        the training."""
         raise
 
 
@@ -25,7 +27,12 @@ def _console_on(stream: IO[str]) -> Console:
 
 def is_terminal(stream: IO[str] | None) -> bool:
     """Whether bars can be drawn on the stream. FORCE_COLOR adds colours to a pipe, but never bars."""
-    return stream is not None and not stream.closed and stream.isatty() and os.environ.get("TERM", "") not in ("dumb", "unknown")
+    return (
+        stream is not None
+        and not stream.closed
+        and stream.isatty()
+        and os.environ.get("TERM", "") not in ("dumb", "unknown")
+    )
 
 
 def bars_console() -> Console | None:

@@ -53,7 +53,8 @@ class TokenLog:
     _reported: bool = False  # whether a failure was reported
 
     def open(self, folder: Path, restored_step: int) -> None:
-        """Open the file, on rank 0. Lines of steps after `restored_step` are removed, because these steps are repeated."""
+        """Open the file, on rank 0. Lines of steps after `restored_step` are removed, because these steps are
+        repeated."""
         if self.num_groups:
             try:
                 self._file = JsonlFile(folder / FILE, restored_step)
@@ -68,11 +69,13 @@ class TokenLog:
         """Return `loss_fn` wrapped to keep its inputs of one optimizer step until `measured`."""
         self._inputs = {}
         layout = self.layout
-        if not self._chosen or layout is None or layout.tp_rank or layout.cp_rank:  # other tp and cp ranks have the same inputs
+        # other tp and cp ranks have the same inputs
+        if not self._chosen or layout is None or layout.tp_rank or layout.cp_rank:
             return loss_fn
 
         def recording(inputs: LossInputs) -> LossOutput:
-            # A policy may compute the loss of a part in advance: the last call for a micro-batch is the one that trains.
+            # A policy may compute the loss of a part in advance: the last call for a micro-batch is the one that
+            # trains.
             self._inputs[id(inputs.micro_batch)] = _columns(inputs)
             return loss_fn(inputs)
 
@@ -94,7 +97,9 @@ class TokenLog:
         self._rows = {}
         if self._file is not None:
             try:
-                self._file.append([self._line(step, sample, scored[sample], everyone.get(sample)) for sample in self._chosen])
+                self._file.append(
+                    [self._line(step, sample, scored[sample], everyone.get(sample)) for sample in self._chosen]
+                )
             except OSError as error:
                 self._failed(error)
 
@@ -103,7 +108,9 @@ class TokenLog:
         if self._file is not None:
             self._file.close()
 
-    def _line(self, step: int, sample: int, scored: ScoredRollout, row: tuple[list[float], list[float]] | None) -> dict[str, Any]:
+    def _line(
+        self, step: int, sample: int, scored: ScoredRollout, row: tuple[list[float], list[float]] | None
+    ) -> dict[str, Any]:
         rollout = scored.rollout
         trainer, entropy = (_spread(values, rollout.written) for values in row or ([], []))
         return {
@@ -126,21 +133,26 @@ class TokenLog:
 
 def chosen_samples(advantages: Sequence[float], group_size: int, num_groups: int) -> list[int]:
     """Return the samples of the `num_groups` groups with the largest range of advantages, in order."""
-    groups = {start: advantages[start : start + group_size] for start in range(0, len(advantages) - group_size + 1, group_size)}
+    groups = {
+        start: advantages[start : start + group_size]
+        for start in range(0, len(advantages) - group_size + 1, group_size)
+    }
     spread = {start: max(group) - min(group) for start, group in groups.items() if all(map(math.isfinite, group))}
     best = sorted(spread, key=lambda start: (-spread[start], start))[:num_groups]
     return [sample for start in sorted(best) for sample in range(start, start + group_size)]
 
 
 def _columns(inputs: LossInputs) -> list[Tensor]:
-    """Return log-probs, entropy, loss mask, borders and samples of a micro-batch. The trainer's log-probs are the old ones, if any."""
+    """Return log-probs, entropy, loss mask, borders and samples of a micro-batch. The trainer's log-probs are the old
+    ones, if any."""
     batch, old = inputs.micro_batch, inputs.micro_batch.terms.old_logprobs
     logprobs = inputs.policy_logprobs if old is None else old
     return [logprobs.detach(), inputs.entropy.detach(), batch.loss_mask, batch.cu_seqlens, batch.samples]
 
 
 def rows_of(columns: Sequence[Tensor], wanted: set[int]) -> Rows:
-    """Return the rounded log-probs and entropies of the wanted samples of a micro-batch, at their loss tokens in order."""
+    """Return the rounded log-probs and entropies of the wanted samples of a micro-batch, at their loss tokens in
+    order."""
     samples = columns[-1].tolist()
     rows: Rows = {}
     if wanted.isdisjoint(samples):  # copies nothing from a GPU

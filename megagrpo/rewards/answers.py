@@ -1,4 +1,5 @@
-r"""Which part of a response is the answer. One rule for the rewards of mathematics, pass@k and maj@k; docs/answers.md states it.
+r"""Which part of a response is the answer. One rule for the rewards of mathematics, pass@k and maj@k; docs/answers.md
+rstates it.
 
 Imports only the standard library.
 """
@@ -21,10 +22,14 @@ _ANCHOR = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _FORMULA = r"(?:\$\$[^$]+\$\$|\$[^$\n]+\$|\\\(.*?\\\)|\\\[.*?\\\])"
-_FORMULAS = re.compile(rf"[*_\s]*({_FORMULA}(?:\s*(?:,|;|,?\s*\band\b|,?\s*\bor\b)\s*{_FORMULA})*)(?:\s*(?:\\?%|percent\b))?", re.DOTALL)
+_FORMULAS = re.compile(
+    rf"[*_\s]*({_FORMULA}(?:\s*(?:,|;|,?\s*\band\b|,?\s*\bor\b)\s*{_FORMULA})*)(?:\s*(?:\\?%|percent\b))?", re.DOTALL
+)
 _ONE_FORMULA = re.compile(rf"[^\d$\\]*({_FORMULA})[^$\\]*")
 _ADVERB = re.compile(
-    r"(?:therefore|thus|hence|simply|just|exactly|equal to|given by|then|clearly|indeed|option|choice)\b[,:]?\s*", re.IGNORECASE
+    r"(?:therefore|thus|hence|simply|just|exactly|equal to|given "
+    r"by|then|clearly|indeed|option|choice)\b[,:]?\s*",
+    re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"[.!?](?=\s|$|\*\*)|\n|,?\s+(?:because|since|which|where|as)\b")
 _SPACE = re.compile(r"\s+")
@@ -43,10 +48,12 @@ READ_BY = {
 
 
 def final_answer(text: str, prefix: str = "") -> str | None:
-    r"""Return the answer of a response as it is written; None without one. `prefix` is what the chat template opened for the response.
+    r"""Return the answer of a response as it is written; None without one. `prefix` is what the chat template opened
+    rfor the response.
 
-    It is, after the thought: the content of the last <answer>, in it or without it the last \boxed{...}, or else what follows the last
-    "####", "the answer is" or "Answer:", or else the response if it is one line. An open thought and an open box have no answer.
+    It is, after the thought: the content of the last <answer>, in it or without it the last \boxed{...}, or else what
+    follows the last "####", "the answer is" or "Answer:", or else the response if it is one line. An open thought and
+    an open box have no answer.
     """
     inside, marked = _marked_part(text, prefix)
     if inside is None or marked == "box":
@@ -58,8 +65,8 @@ def final_answer(text: str, prefix: str = "") -> str | None:
 
 
 def number_part(text: str, prefix: str = "") -> str | None:
-    """Return the part of a response in which the last number is its answer: as `final_answer`, but without a tag or box it is all that
-    follows the thought, or the number alone after the last "####"."""
+    """Return the part of a response in which the last number is its answer: as `final_answer`, but without a tag or box
+    it is all that follows the thought, or the number alone after the last "####"."""
     inside, marked = _marked_part(text, prefix)
     if inside is None or marked == "box":
         return inside
@@ -69,8 +76,8 @@ def number_part(text: str, prefix: str = "") -> str | None:
 
 
 def after_thought(text: str, prefix: str = "") -> str | None:
-    """Return what follows the last </think>; the whole text without a thought; None if the last thought, which `prefix` may open, is not
-    closed."""
+    """Return what follows the last </think>; the whole text without a thought; None if the last thought, which `prefix`
+    may open, is not closed."""
     whole = prefix + text
     opened, closed = whole.rfind("<think>"), whole.rfind("</think>")
     if opened > closed:
@@ -79,8 +86,8 @@ def after_thought(text: str, prefix: str = "") -> str | None:
 
 
 def _marked_part(text: str, prefix: str) -> tuple[str | None, str]:
-    """Return the part of a response after the thought that holds the answer, and its mark: "box", "tag", or "" for all of it. The part is
-    None if the thought or the last box is not closed."""
+    """Return the part of a response after the thought that holds the answer, and its mark: "box", "tag", or "" for all
+    of it. The part is None if the thought or the last box is not closed."""
     after = after_thought(text, prefix)
     if after is None:
         return None, ""
@@ -98,7 +105,8 @@ def _last_tag(text: str) -> str | None:
 
 
 def last_box(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} or \fbox{...} with paired braces; None without one, or if the last one is not closed.
+    r"""Return the content of the last \boxed{...} or \fbox{...} with paired braces; None without one, or if the last
+    rone is not closed.
 
     Of boxes in a box the outermost counts.
     """
@@ -122,7 +130,8 @@ def last_box(text: str) -> str | None:
 
 
 def _stated(text: str) -> str | None:
-    """Return what follows the last announcement of an answer: formulas, or the rest of the sentence; None without one."""
+    """Return what follows the last announcement of an answer: formulas, or the rest of the sentence; None without
+    one."""
     text, end, is_bold = text[-_CONCLUSION:], None, False
     for match in _ANCHOR.finditer(text):
         end, is_bold = match.end(), match[0].rstrip().endswith("**")
@@ -152,7 +161,8 @@ def tag(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""Return `final_answer` without spaces and with one notation for each sign, so that `\frac12` and `$\dfrac{1}{2}$` are one vote."""
+    r"""Return `final_answer` without spaces and with one notation for each sign, so that `\frac12` and `$\dfrac{1}{2}$`
+    rare one vote."""
     answer = final_answer(text)
     if answer is None:
         return None
@@ -172,7 +182,7 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {"number": number, "tag": t
 
 
 def extractor(answer: str, function: str) -> Callable[[str], str | None] | None:
-    """Return the extractor for `evaluation.answer`. "auto" means the one that matches the built-in reward function; None for other
-    functions."""
+    """Return the extractor for `evaluation.answer`. "auto" means the one that matches the built-in reward function;
+    None for other functions."""
     kind = READ_BY.get(function) if answer == "auto" else answer
     return EXTRACTORS[kind] if kind else None

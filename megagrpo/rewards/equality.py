@@ -1,4 +1,5 @@
-"""Decides whether two mathematical answers are equal: letters, words, lists, sets, tuples, intervals, matrices, equations and quantities.
+"""Decides whether two mathematical answers are equal: letters, words, lists, sets, tuples, intervals, matrices,
+equations and quantities.
 
 Structure is compared here, each expression and equation in `leaves`. docs/answers.md states the rules.
 """
@@ -20,17 +21,22 @@ _MAX_ITEMS, _MAX_DEPTH, _MAX_NESTING = 50, 12, 40
 _THOUSANDS = re.compile(r"[^,;]*?\d{1,3}(,\d{3})+(?![\d,])[^,;]*")
 _COMMA = re.compile("[,;]")
 _SEPARATOR = re.compile(r"[,;]|\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\b(?:and|or)\b|\\(?:lor|land|vee|wedge)(?![A-Za-z])")
-_ANY_INTEGER = re.compile(r"(?:for )?(?:any |all )?[a-z]\s*\\in\s*\\mathbb\s*\{?\s*Z\s*\}?")  # beside an answer with this variable
+# beside an answer with this variable
+_ANY_INTEGER = re.compile(r"(?:for )?(?:any |all )?[a-z]\s*\\in\s*\\mathbb\s*\{?\s*Z\s*\}?")
 _UNION = re.compile(r"\\(?:big)?cup(?![A-Za-z])|(?<=[\])])\s*[uU]\s*(?=[(\[])")
 _SET_SIGN = re.compile(r"\\(?:cup|cap|setminus|mathbb)(?![A-Za-z])")
 _SIGNS = re.compile(r"\\(?:pm|mp)(?![A-Za-z])")
 _RELATION = re.compile(r"\\(?:le|ge|ne|in|approx|equiv|simeq|sim|cong)(?![A-Za-z])|[<>=]")
 _APPROXIMATE = {r"\approx", r"\simeq", r"\sim"}
 _FLIPPED = {">": "<", r"\ge": r"\le"}
-_MATRIX = re.compile(r"([^(\[=<>,;&]*?)[(\[]?\s*\\begin\{([a-zA-Z]*matrix|array|cases)\}(?:\{[^{}]*\})?(.*)\\end\{\2\}\s*[)\]]?", re.DOTALL)
+_MATRIX = re.compile(
+    r"([^(\[=<>,;&]*?)[(\[]?\s*\\begin\{([a-zA-Z]*matrix|array|cases)\}(?:\{[^{}]*\})?(.*)\\end\{\2\}\s*[)\]]?",
+    re.DOTALL,
+)
 _ROW, _CELL = re.compile(r"\\\\(?:\[[^\]]*\])?|\\cr(?![A-Za-z])"), re.compile("&")
 _REALS = re.compile(
-    r"(?:[A-Za-z] *\\in *)?\\mathbb *\{? *R *\}?(?: *(?:\\setminus|\\backslash|-) *\\\{([^{}]*)\\\})?|[A-Za-z] *\\ne *([^<>=\\,]+)"
+    r"(?:[A-Za-z] *\\in *)?\\mathbb *\{? *R *\}?(?: *(?:\\setminus|\\backslash|-) *\\\{([^{}]*)\\\})?|[A-Za-z] *\\ne "
+    r"*([^<>=\\,]+)"
 )
 _NAME = re.compile(
     r"\\?[A-Za-z]+(?:\{[A-Za-z ]*\})?(?: [A-Za-z]+)*\s*(?:_\s*(?:\w|\{[^{}]*\})|\^\s*\{?\s*-1\}?|')*\s*(?:\([^()=]*\))?"
@@ -46,10 +52,11 @@ _WORD = re.compile(r"[A-Za-z]{3,}|[A-Za-z]{2,}(?: [A-Za-z]+)+|no|on", re.IGNOREC
 
 @dataclass(frozen=True)
 class Node:
-    """The outermost structure of an answer. `kind` is list, set, tuple, matrix, relation or value; `parts` are its parts as text, in order.
+    """The outermost structure of an answer. `kind` is list, set, tuple, matrix, relation or value; `parts` are its
+    parts as text, in order.
 
-    `marks` are the brackets of a tuple or interval, the number of columns of a matrix, the signs of a relation. `name` is the variable of
-    an interval that was an inequality.
+    `marks` are the brackets of a tuple or interval, the number of columns of a matrix, the signs of a relation. `name`
+    is the variable of an interval that was an inequality.
     """
 
     kind: str
@@ -59,7 +66,8 @@ class Node:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether `answer` equals `gold`, by the rules of docs/answers.md. Takes any text; a text that nothing can read is compared as text."""
+    """Whether `answer` equals `gold`, by the rules of docs/answers.md. Takes any text; a text that nothing can read is
+    compared as text."""
     if max(len(gold), len(answer)) > MAX_LENGTH:
         return bool(gold.strip()) and _squeezed(gold) == _squeezed(answer)
     one, other = _plain(gold), plain(answer)
@@ -88,9 +96,17 @@ def _same(gold: str, answer: str, depth: int = 0) -> bool:
         return choice
     one, other = _read(gold), _read(answer)
     # "1,000" is a number, and a list only beside a list that is not a number.
-    if one.kind == "list" and _THOUSANDS.fullmatch(answer) and _same_nodes(one, _read(answer, thousands=False), depth + 1):
+    if (
+        one.kind == "list"
+        and _THOUSANDS.fullmatch(answer)
+        and _same_nodes(one, _read(answer, thousands=False), depth + 1)
+    ):
         return True
-    if other.kind == "list" and _THOUSANDS.fullmatch(gold) and _same_nodes(_read(gold, thousands=False), other, depth + 1):
+    if (
+        other.kind == "list"
+        and _THOUSANDS.fullmatch(gold)
+        and _same_nodes(_read(gold, thousands=False), other, depth + 1)
+    ):
         return True
     if _same_nodes(one, other, depth + 1):
         return True
@@ -113,9 +129,12 @@ def _read(text: str, thousands: bool = True) -> Node:
     """Return the outermost structure of a text."""
     text = text.strip()
     if _SIGNS.search(text):
-        return Node("list", tuple(text.replace(r"\pm", up).replace(r"\mp", down) for up, down in (("+", "-"), ("-", "+"))))
+        return Node(
+            "list", tuple(text.replace(r"\pm", up).replace(r"\mp", down) for up, down in (("+", "-"), ("-", "+")))
+        )
     if (outward := re.fullmatch(r"([\]\[])([^\[\]]*)([\]\[])", text)) and outward[1] + outward[3] != "[]":
-        text = ("(" if outward[1] == "]" else "[") + outward[2] + (")" if outward[3] == "[" else "]")  # "]0, 1]" is "(0, 1]"
+        # "]0, 1]" is "(0, 1]"
+        text = ("(" if outward[1] == "]" else "[") + outward[2] + (")" if outward[3] == "[" else "]")
     if len(parts := _split(text, _UNION)[0]) > 1:
         return Node("list", parts)
     if not (thousands and _THOUSANDS.fullmatch(text)) and len(parts := _split(text, _SEPARATOR)[0]) > 1:
@@ -126,7 +145,9 @@ def _read(text: str, thousands: bool = True) -> Node:
         cells = tuple(f"({match[1]})({cell})" if match[1] else cell for row in rows for cell in row)
         return Node("matrix", cells, (str(max(map(len, rows), default=0)),))
     if match := _REALS.fullmatch(text):
-        bounds = sorted((b for b in _split(match[1] or match[2] or "", _COMMA)[0] if b), key=lambda bound: exact(bound) or 0)
+        bounds = sorted(
+            (b for b in _split(match[1] or match[2] or "", _COMMA)[0] if b), key=lambda bound: exact(bound) or 0
+        )
         ends = [r"-\infty", *bounds, r"\infty"]
         return Node("list", tuple(f"({low}, {high})" for low, high in pairwise(ends)))
     return _bracketed(text) or _relation(text)
@@ -197,7 +218,11 @@ def _same_nodes(gold: Node, answer: Node, depth: int) -> bool:
     if {*kinds} == {"matrix", "tuple"}:  # a column vector
         return ("1",) in (gold.marks, answer.marks) and _in_order(gold.parts, answer.parts, depth)
     if {*kinds} == {"list", "tuple"} and len(gold.parts) == len(answer.parts):  # a point without its parentheses
-        return ("(", ")") in (gold.marks, answer.marks) and not gold.name + answer.name and _in_order(gold.parts, answer.parts, depth)
+        return (
+            ("(", ")") in (gold.marks, answer.marks)
+            and not gold.name + answer.name
+            and _in_order(gold.parts, answer.parts, depth)
+        )
     return _in_any_order(_items(gold), _items(answer), depth)
 
 
@@ -207,7 +232,11 @@ def _in_order(ones: Sequence[str], others: Sequence[str], depth: int) -> bool:
 
 def _in_any_order(ones: Sequence[str | Node], others: Sequence[str | Node], depth: int) -> bool:
     left = list(others)
-    if len(ones) != len(left) or len(left) > _MAX_ITEMS or (len(left) == 1 and not (isinstance(ones[0], str) or isinstance(left[0], str))):
+    if (
+        len(ones) != len(left)
+        or len(left) > _MAX_ITEMS
+        or (len(left) == 1 and not (isinstance(ones[0], str) or isinstance(left[0], str)))
+    ):
         return False
     for item in ones:
         index = next((i for i, other in enumerate(left) if _same_items(item, other, depth)), None)
@@ -225,7 +254,8 @@ def _same_items(one: str | Node, other: str | Node, depth: int) -> bool:
 
 
 def _items(node: Node) -> list[str | Node]:
-    """Return the items of a list or set, where each ± is two; any other node is its own item. The name in "x = 3, -2" is for all."""
+    """Return the items of a list or set, where each ± is two; any other node is its own item. The name in "x = 3, -2"
+    is for all."""
     if node.kind not in ("list", "set", "value"):
         return [node]
     items: list[str] = []
@@ -244,13 +274,17 @@ def _same_relations(gold: Node, answer: Node, depth: int) -> bool:
         (first, *_, last), (other_first, *_, other_last) = gold.parts, answer.parts
         if {*gold.marks, *answer.marks} == {"="} and _same_name(first, other_first):
             return _same(last, other_last, depth)
-        one, other = (" ".join(w for pair in zip(n.parts, (*n.marks, ""), strict=True) for w in pair) for n in (gold, answer))
+        one, other = (
+            " ".join(w for pair in zip(n.parts, (*n.marks, ""), strict=True) for w in pair) for n in (gold, answer)
+        )
         return (gold.marks == answer.marks and _in_order(gold.parts, answer.parts, depth)) or (
             len(gold.parts) == len(answer.parts) == 2 and _same_leaves(one, other)
         )
     relation, other_node = (gold, answer) if gold.kind == "relation" else (answer, gold)
     *names, value = relation.parts
-    if {*relation.marks} - {"=", r"\equiv", r"\cong"} or not all(_NAME.fullmatch(_words(n)) or _same_leaves(n, value) for n in names):
+    if {*relation.marks} - {"=", r"\equiv", r"\cong"} or not all(
+        _NAME.fullmatch(_words(n)) or _same_leaves(n, value) for n in names
+    ):
         return False
     if other_node.kind in ("list", "set") and len(other_node.parts) == 1:
         other_node = _read(other_node.parts[0])
@@ -303,7 +337,8 @@ def _step(bracket: str) -> int:
 
 
 def _split(text: str, separator: re.Pattern[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split a text at the separators outside of brackets. Returns the parts, stripped, and the separators between them."""
+    """Split a text at the separators outside of brackets. Returns the parts, stripped, and the separators between
+    them."""
     if separator.search(text) is None:
         return (text.strip(),), ()
     steps = [(match.start(), _step(match[0])) for match in _BRACKET.finditer(text)]

@@ -16,7 +16,8 @@ from megagrpo.types import Rollout
 
 @dataclass(eq=False)
 class Function:
-    """One configured reward function. `signature` is the result of `worker.load`; `declared_independent` is the config's `independent`."""
+    """One configured reward function. `signature` is the result of `worker.load`; `declared_independent` is the
+    config's `independent`."""
 
     name: str
     target: Target
@@ -44,17 +45,20 @@ class Function:
     def parts(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
         """Yield the indices in `rollouts` for each call: one whole group, in order.
 
-        A part of a group is a call only if the function asks for it (`completions_per_call`), or if the function is independent and the
-        group needs more than a quarter of the deadline.
+        A part of a group is a call only if the function asks for it (`completions_per_call`), or if the function is
+        independent and the group needs more than a quarter of the deadline.
         """
         size = self.signature["completions_per_call"] or len(rollouts)
         if self.is_independent and self.pace and not self.is_coroutine:
             size = min(size, max(1, int(self.timeout / 4 / self.pace)))
-        for _, group in groupby(range(len(rollouts)), key=lambda i: (rollouts[i].prompt.prompt_id, rollouts[i].prompt.occurrence)):
+        for _, group in groupby(
+            range(len(rollouts)), key=lambda i: (rollouts[i].prompt.prompt_id, rollouts[i].prompt.occurrence)
+        ):
             yield from map(list, batched(group, size))
 
     def deadline(self, count: int) -> float:
-        """Timeout in seconds of a call with `count` completions. A call that may be repeated in smaller parts gets no more than for one."""
+        """Timeout in seconds of a call with `count` completions. A call that may be repeated in smaller parts gets no
+        more than for one."""
         return self.timeout * (1 if self.is_independent else count)
 
 
@@ -64,8 +68,10 @@ class FunctionResults:
 
     function: Function
     values: list[float | None] = field(default_factory=list)
-    extra: list[dict[str, Any]] = field(default_factory=list)  # per rollout: the columns of `log_extra`, by FUNCTION/column
-    logged: list[dict[str, float]] = field(default_factory=list)  # per rollout: the numbers that its call logged, by FUNCTION/name
+    # per rollout: the columns of `log_extra`, by FUNCTION/column
+    extra: list[dict[str, Any]] = field(default_factory=list)
+    # per rollout: the numbers that its call logged, by FUNCTION/name
+    logged: list[dict[str, float]] = field(default_factory=list)
     timeouts: int = 0
     exceptions: int = 0
     seconds: float = 0.0
@@ -87,7 +93,10 @@ class FunctionResults:
     def metrics(self) -> dict[str, float]:
         """Return mean and unbiased std over the scored rollouts, and the counters."""
         scored = [v for v in self.values if v is not None]
-        mean, std = statistics.fmean(scored) if scored else math.nan, statistics.stdev(scored) if len(scored) > 1 else 0.0
+        mean, std = (
+            statistics.fmean(scored) if scored else math.nan,
+            statistics.stdev(scored) if len(scored) > 1 else 0.0,
+        )
         return {"mean": mean, "std": std} | self.counters()
 
     def counters(self) -> dict[str, float]:

@@ -1,6 +1,7 @@
 r"""Compares two expressions or equations: rational numbers exactly, everything else by math-verify.
 
-math-verify's mistakes are mended before it: it rounds decimals, takes `2i` for a real symbol, and hangs on towers of powers.
+math-verify's mistakes are mended before it: it rounds decimals, takes `2i` for a real symbol, and hangs on towers of
+powers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _BINOMIAL = re.compile(r"\\binom\s*\{\s*(\d{1,4})\s*\}\s*\{\s*(\d{1,4})\s*\}")
 _PRODUCT = re.compile(r"(?<=[\d)!])\s*(?=\()|(?<=[)!])\s*(?=\d)")
 _FACTORIAL = re.compile(r"(\d+|\([\d*+ -]*\))!")
 _ARITHMETIC = re.compile(r"[\d+\-*/() f]+")
-# Texts that sympy computes for hours: a power of a power, a factorial of a large number or of a factorial, a large power, exp of exp.
+# Texts that sympy computes for hours: a power of a power, a factorial of a large number or of a factorial, a large
+# power, exp of exp.
 _ENDLESS = re.compile(
     r"\^[^+,=-]*\^|!\s*[)}]*\s*!|\d{5}\s*[)}]*\s*!|\^\s*\{?\s*-?\d{4}|[xyz)]\s*\^\s*\{?\s*\d{3}|\d{40}\s*[)}]*\s*\^"
     r"|(?:\\(?:exp|sinh|cosh)|\^).*\\(?:exp|sinh|cosh)|\\(?:exp|sinh|cosh).*\^|\\binom\W*\d{5}"
@@ -89,7 +91,9 @@ def _computed(node: ast.AST) -> Fraction:
             return Fraction(value)
         case ast.UnaryOp(op=op, operand=operand):
             return _computed(operand) * (-1 if isinstance(op, ast.USub) else 1)
-        case ast.Call(func=ast.Name(id="f"), args=[argument]) if (n := _computed(argument)).denominator == 1 and 0 <= n <= 5000:
+        case ast.Call(func=ast.Name(id="f"), args=[argument]) if (
+            n := _computed(argument)
+        ).denominator == 1 and 0 <= n <= 5000:
             return Fraction(math.factorial(n.numerator))
         case ast.BinOp(left=left, op=op, right=right):
             a, b = _computed(left), _computed(right)
@@ -107,8 +111,12 @@ def rewritten(text: str) -> str:
     text = _ODD_ROOT.sub(r"(-\\sqrt[\1]{\2})", text)
     text = _THOUSANDS.sub(lambda m: m[0].replace(m[1], ""), text)
     text = _DOTS.sub(r"\1.\2\\overline{\3}", text)
-    text = _REPEATING.sub(lambda m: f"({m[1] or 0}{m[2]}{m[3]}-{m[1] or 0}{m[2]})/{(10 ** len(m[3]) - 1) * 10 ** len(m[2])}", text)
-    text = _MIXED.sub(lambda m: rf"(\frac{{{int(m[1] or m[4]) * int(m[3] or m[6]) + int(m[2] or m[5])}}}{{{m[3] or m[6]}}})", text)
+    text = _REPEATING.sub(
+        lambda m: f"({m[1] or 0}{m[2]}{m[3]}-{m[1] or 0}{m[2]})/{(10 ** len(m[3]) - 1) * 10 ** len(m[2])}", text
+    )
+    text = _MIXED.sub(
+        lambda m: rf"(\frac{{{int(m[1] or m[4]) * int(m[3] or m[6]) + int(m[2] or m[5])}}}{{{m[3] or m[6]}}})", text
+    )
     text = _SCIENTIFIC.sub(r"(\1*10^{\2})", text)
     return _DECIMAL.sub(lambda m: rf"\frac{{{int(m[1] + m[2])}}}{{1{'0' * len(m[2])}}}" if m[2] else "", text)
 
@@ -118,7 +126,9 @@ def _parsed(text: str) -> Any:
     if len(text) > _MAX_TEXT or _ENDLESS.search(text):
         raise UnreadableError(text)
     found = parse(
-        f"${_LETTER_I.sub(' i', _DEGREES.sub(_RADIANS, rewritten(text)))}$", extraction_config=_CONFIG, fallback_mode="no_fallback"
+        f"${_LETTER_I.sub(' i', _DEGREES.sub(_RADIANS, rewritten(text)))}$",
+        extraction_config=_CONFIG,
+        fallback_mode="no_fallback",
     )
     if not found:
         raise UnreadableError(text)
@@ -134,8 +144,8 @@ def _at(expressions: tuple[Expr, Expr], shift: int) -> list[Any]:
 
 
 def _quick_verdict(gold: Any, answer: Any) -> bool | None:
-    """Return False for expressions with clearly different values, which spares `verify` a long simplification, and True for equations of
-    which one is a multiple of the other, as "2x = 6" of "x = 3"; None if `verify` must tell."""
+    """Return False for expressions with clearly different values, which spares `verify` a long simplification, and True
+    for equations of which one is a multiple of the other, as "2x = 6" of "x = 3"; None if `verify` must tell."""
     try:
         if isinstance(gold, Expr) and isinstance(answer, Expr):
             a, b = _at((gold, answer), 0)

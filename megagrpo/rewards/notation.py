@@ -1,5 +1,5 @@
-r"""Rewrites the notations of one mathematical text to one: `\dfrac12`, `\left(`, `½`, `\mathrm{cm}`, `$...$`. Linear time, standard library
-only."""
+r"""Rewrites the notations of one mathematical text to one: `\dfrac12`, `\left(`, `½`, `\mathrm{cm}`, `$...$`. Linear
+time, standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from collections.abc import Callable
 
 _CHARACTERS = {
     **{sign: "-" for sign in "−–—‐‑﹣－"},
-    **{"×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ", "∙": r"\cdot ", "÷": "/", "∕": "/", "⁄": "/", "√": r"\sqrt ", "∛": r"\sqrt[3]"},
+    **{
+        "×": r"\times ",
+        "·": r"\cdot ",
+        "⋅": r"\cdot ",
+        "∙": r"\cdot ",
+        "÷": "/",
+        "∕": "/",
+        "⁄": "/",
+        "√": r"\sqrt ",
+        "∛": r"\sqrt[3]",
+    },
     **{
         "≤": r"\le ",
         "≥": r"\ge ",
@@ -32,9 +42,32 @@ _CHARACTERS = {
         "ℝ": r"\mathbb{R}",
         "⟨": r"\langle ",
     },
-    **{"⟩": r"\rangle ", "ℤ": r"\mathbb{Z}", "∠": r"\angle ", "℃": "°C", "℉": "°F", "→": r"\to ", "⌊": r"\lfloor ", "⌋": r"\rfloor "},
-    **{"⌈": r"\lceil ", "⌉": r"\rceil ", "\u2061": "", "\u200b": "", "\u2062": "", "，": ", ", "、": ", ", "；": "; ", "％": "%"},
-    **{chr(code): f"\\{unicodedata.name(chr(code)).split()[-1].lower()} " for code in range(0x3B1, 0x3CA) if code not in (0x3C0, 0x3C2)},
+    **{
+        "⟩": r"\rangle ",
+        "ℤ": r"\mathbb{Z}",
+        "∠": r"\angle ",
+        "℃": "°C",
+        "℉": "°F",
+        "→": r"\to ",
+        "⌊": r"\lfloor ",
+        "⌋": r"\rfloor ",
+    },
+    **{
+        "⌈": r"\lceil ",
+        "⌉": r"\rceil ",
+        "\u2061": "",
+        "\u200b": "",
+        "\u2062": "",
+        "，": ", ",
+        "、": ", ",
+        "；": "; ",
+        "％": "%",
+    },
+    **{
+        chr(code): f"\\{unicodedata.name(chr(code)).split()[-1].lower()} "
+        for code in range(0x3B1, 0x3CA)
+        if code not in (0x3C0, 0x3C2)
+    },
     **{"Δ": r"\Delta ", "Ω": r"\Omega ", "Σ": r"\Sigma ", "Γ": r"\Gamma ", "Φ": r"\Phi ", "λ": r"\lambda "},
 }
 _TABLE = str.maketrans(_CHARACTERS)
@@ -91,7 +124,8 @@ _SPACE = re.compile(r"\s+")
 
 
 def plain(text: str) -> str:
-    r"""Return the text with one notation for each sign, without dollar signs around formulas, white space at the ends and a final period.
+    r"""Return the text with one notation for each sign, without dollar signs around formulas, white space at the ends
+    rand a final period.
 
     A currency becomes the word `\money` with its name: "$5" and "\$5" are `\money{dollar}5`.
     """

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-orms: dict[str, Callable[..., Any]] = {}  # name -> function or class; `orms["name"] = Class` and `@register("name")` are the same
+# name -> function or class; `orms["name"] = Class` and `@register("name")` are the same
+orms: dict[str, Callable[..., Any]] = {}
 
 
 def register[F: Callable[..., Any]](name: str) -> Callable[[F], F]:

@@ -1,4 +1,5 @@
-"""Conversion of a reward function's name in the config to its import location. Imports nothing: the workers load the functions."""
+"""Conversion of a reward function's name in the config to its import location. Imports nothing: the workers load the
+functions."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.functions") -> Target:
     """Return the location of `function`, the value of the config's `key`.
 
-    Raises ProblemError for an unknown name, with the known names, for an invalid URL, and for a file that does not exist.
+    Raises ProblemError for an unknown name, with the known names, for an invalid URL, and for a file that does not
+    exist.
     """
     if function.startswith(_MODEL):
         preset = (("path", _model_path(function.removeprefix(_MODEL), key)),)
@@ -43,8 +45,10 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
     dotted = BUILT_IN.get(function, function)
     if not _IMPORT_PATH.fullmatch(dotted):
         said = (
-            f"`{function}` is not a known reward function{did_you_mean(function, BUILT_IN)}; known: {', '.join(BUILT_IN)}; "
-            "your own: package.module:function, path/file.py:function, or a name from rewards.plugins; models: model:PATH or http://..."
+            f"`{function}` is not a known reward function{did_you_mean(function, BUILT_IN)}; known: "
+            f"{', '.join(BUILT_IN)}; "
+            "your own: package.module:function, path/file.py:function, or a name from rewards.plugins; models: "
+            "model:PATH or http://..."
         )
         raise ProblemError(Problem((key,), said, rule=18))
     return Target(*_split(dotted), independent=dotted in BUILT_IN.values())
@@ -63,7 +67,10 @@ def locate(name: str, key: str, kind: str, built_in: Mapping[str, str]) -> Targe
     dotted = built_in.get(name, name)
     if not _IMPORT_PATH.fullmatch(dotted):
         known = f"known: {', '.join(built_in)}; your own: " if built_in else "give it as "
-        said = f"`{name}` is not a known {kind}{did_you_mean(name, built_in)}; {known}package.module:name or path/file.py:name"
+        said = (
+            f"`{name}` is not a known {kind}{did_you_mean(name, built_in)}; {known}package.module:name or "
+            f"path/file.py:name"
+        )
         raise ProblemError(Problem((key,), said))
     return Target(*_split(dotted))
 
@@ -103,8 +110,8 @@ def find_file(path: str, key: str) -> Path:
 
 
 def _model_path(path: str, key: str) -> str:
-    """Return the resolved path of a model folder; other names are returned unchanged, as models on the hub. Raises ProblemError for a path
-    that is not a folder."""
+    """Return the resolved path of a model folder; other names are returned unchanged, as models on the hub. Raises
+    ProblemError for a path that is not a folder."""
     folder = Path(os.path.expanduser(path))
     if folder.is_dir():
         return str(folder.resolve())

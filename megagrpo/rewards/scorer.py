@@ -22,23 +22,25 @@ COROUTINES = "coroutines"  # lane of the one worker that runs many async calls c
 class RewardScorer:
     """Runs `rewards.functions` on rollouts in worker processes, each call with a deadline.
 
-    Arguments are keywords as in TRL: `prompts`, `completions`, `completion_ids`, every data set column, the function's own `args`, and
-    `finish_reason`, `is_truncated`, `prefixes`, `max_completion_length`, `trainer_state` (`.global_step`), and the callables `log_extra`
-    and `log_metric` (`workers/call_log.py`). A function gets the ones that it accepts. `prefixes` has the end of each rendered prompt that
-    opens a thought, such as "<think>\\n", else "".
+    Arguments are keywords as in TRL: `prompts`, `completions`, `completion_ids`, every data set column, the function's
+    own `args`, and `finish_reason`, `is_truncated`, `prefixes`, `max_completion_length`, `trainer_state`
+    (`.global_step`), and the callables `log_extra` and `log_metric` (`workers/call_log.py`). A function gets the ones
+    that it accepts. `prefixes` has the end of each rendered prompt that opens a thought, such as "<think>\\n", else "".
 
-    For a prompt that is a list of messages, the completion is a list with one assistant message; with several turns it has all messages
-    after the prompt. For a string prompt it is a string; with several turns it is the policy's last message. `completion_ids` are the
-    tokens that the policy wrote.
+    For a prompt that is a list of messages, the completion is a list with one assistant message; with several turns it
+    has all messages after the prompt. For a string prompt it is a string; with several turns it is the policy's last
+    message. `completion_ids` are the tokens that the policy wrote.
 
-    A function returns one number, or None for "cannot score", per completion. A call has one whole group. A call that raises is repeated
-    once, as the same group; only an `independent` function gets the completions one by one then. A completion scores 0 and is counted when
-    its call raises, hangs, or returns another number of rewards, or when its reward is no finite number.
+    A function returns one number, or None for "cannot score", per completion. A call has one whole group. A call that
+    raises is repeated once, as the same group; only an `independent` function gets the completions one by one then. A
+    completion scores 0 and is counted when its call raises, hangs, or returns another number of rewards, or when its
+    reward is no finite number.
 
-    Plain functions share `rewards.workers` processes. Async functions run concurrently in one more process, up to `rewards.concurrency`
-    calls. Reward models and functions with `own_worker` have a process each. The constructor loads all functions. It raises ValueError for
-    an unknown name, a function that cannot be imported, or an argument that a function does not take. Modules are searched in `base_folder`
-    after the current folder. Call `close` at the end (or use `with`).
+    Plain functions share `rewards.workers` processes. Async functions run concurrently in one more process, up to
+    `rewards.concurrency` calls. Reward models and functions with `own_worker` have a process each. The constructor
+    loads all functions. It raises ValueError for an unknown name, a function that cannot be imported, or an argument
+    that a function does not take. Modules are searched in `base_folder` after the current folder. Call `close` at the
+    end (or use `with`).
     """
 
     def __init__(self, section: RewardsSection, max_completion_length: int, base_folder: str | Path | None = None):
@@ -58,7 +60,8 @@ class RewardScorer:
         ]
         self._max_completion_length, self._concurrency = max_completion_length, section.concurrency
         self._seen_failures: dict[tuple[str, str], str] = {}
-        # The kernel kills a worker when the thread that started it ends. So one thread starts all workers and lives as long as they do.
+        # The kernel kills a worker when the thread that started it ends. So one thread starts all workers and lives as
+        # long as they do.
         self._thread = ThreadPoolExecutor(1, "rewards")
         folder = None if base_folder is None else str(Path(base_folder).resolve())
         self._pool = self._thread.submit(WorkerPool, section.workers, folder).result()
@@ -93,13 +96,14 @@ class RewardScorer:
 
     @property
     def tracebacks(self) -> dict[str, str]:
-        """Name -> first traceback of each function that has raised; else the reason why its rewards were not accepted."""
+        """Name -> first traceback of each function that has raised; else the reason why its rewards were not
+        accepted."""
         kinds = ("value", "invalid", "error")
         return {name: reason for last in kinds for (name, kind), reason in self._seen_failures.items() if kind == last}
 
     def _load(self) -> None:
-        """Import every function once and check its arguments; all problems are raised together. Async functions are also loaded in their
-        worker."""
+        """Import every function once and check its arguments; all problems are raised together. Async functions are
+        also loaded in their worker."""
         for function in self._functions:
             if function.lane != SHARED:
                 self._pool.add_lane(function.lane)
@@ -107,7 +111,10 @@ class RewardScorer:
         coroutines = [f for f in self._functions if f.is_coroutine]
         for i, function in enumerate(self._functions):
             if function.is_coroutine and function.lane != SHARED:
-                raise ValueError(f"rewards.functions[{i}].own_worker: `{function.name}` is async and shares a worker; remove own_worker")
+                raise ValueError(
+                    f"rewards.functions[{i}].own_worker: `{function.name}` is async and shares a worker; remove "
+                    f"own_worker"
+                )
         if coroutines:
             self._pool.add_lane(COROUTINES, capacity=self._concurrency)
             for function in coroutines:
@@ -125,22 +132,28 @@ class RewardScorer:
             function.signature = outcome.value
             problems.extend(
                 f"rewards.functions[{index}].args.{name}: `{function.name}` has no such argument"
-                f"{did_you_mean(name, function.signature['options'])}; it takes {', '.join(function.signature['options'])}"
+                f"{did_you_mean(name, function.signature['options'])}; it takes "
+                f"{', '.join(function.signature['options'])}"
                 for name in function.signature["unknown"]
             )
             return []
 
-        self._pool.run([Call(f.target, f.args, action="describe", timeout=f.timeout, lane=f.lane, tag=f) for f in functions], described)
+        self._pool.run(
+            [Call(f.target, f.args, action="describe", timeout=f.timeout, lane=f.lane, tag=f) for f in functions],
+            described,
+        )
         if problems:
             raise ValueError("\n".join(sorted(problems)))
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise ValueError when a function needs a column that is not in `columns`, the data set's column names after renaming."""
+        """Raise ValueError when a function needs a column that is not in `columns`, the data set's column names after
+        renaming."""
         present = list(columns)
         has = ", ".join(present) or "no column besides the prompt"
         fix = "rename with data.columns" if present else "add the column to each row"
         problems = [
-            f"rewards.functions: reward `{function.name}` needs column {' or '.join(f'`{name}`' for name in alternatives)}; "
+            f"rewards.functions: reward `{function.name}` needs column "
+            f"{' or '.join(f'`{name}`' for name in alternatives)}; "
             f"the data set has {has}{did_you_mean(alternatives[0], present)}; {fix}"
             for function in self._functions
             for alternatives in function.signature["needs"]
@@ -157,20 +170,23 @@ class RewardScorer:
         return RowFaults([f for f in self._functions if f.signature["finds_row_faults"]], rows, self._queue).found
 
     def begin(self, step: int = 0, names: Collection[str] | None = None) -> Scoring:
-        """Start a scoring while rollouts are still generated: `add` them as they finish, then call `finish`. Several scorings may run
-        concurrently.
+        """Start a scoring while rollouts are still generated: `add` them as they finish, then call `finish`. Several
+        scorings may run concurrently.
 
-        `step` is the number of finished steps when the rollouts are trained on, for functions that depend on it. `names` are the functions
-        to call; None: all.
+        `step` is the number of finished steps when the rollouts are trained on, for functions that depend on it.
+        `names` are the functions to call; None: all.
         """
-        common = {"max_completion_length": self._max_completion_length, "trainer_state": SimpleNamespace(global_step=step)}
+        common = {
+            "max_completion_length": self._max_completion_length,
+            "trainer_state": SimpleNamespace(global_step=step),
+        }
         assert self._queue is not None, "the scorer is closed"
         functions = [f for f in self._functions if names is None or f.name in names]
         return Scoring(functions, self._queue, common, self._seen_failures)
 
     def score(self, rollouts: list[Rollout], step: int = 0) -> list[ScoredRollout]:
-        """Return one scored rollout per rollout, in order. `reward` is the weighted sum over the functions that could score; NaN if none
-        could."""
+        """Return one scored rollout per rollout, in order. `reward` is the weighted sum over the functions that could
+        score; NaN if none could."""
         with self.begin(step) as scoring:
             self._last = scoring
             scoring.add(0, rollouts)

@@ -1,4 +1,5 @@
-"""Scoring of rollouts, and search for rows that cannot be scored, in a background thread, concurrently with generation."""
+"""Scoring of rollouts, and search for rows that cannot be scored, in a background thread, concurrently with
+generation."""
 
 from __future__ import annotations
 
@@ -22,15 +23,19 @@ _SHOWN = 1000  # characters of a text shown in a failure report
 
 
 class Scoring:
-    """The scoring of a set of groups: `add` groups as they finish, in any order, and `finish` waits for their rewards. A context manager:
-    leaving it early drops the rest.
+    """The scoring of a set of groups: `add` groups as they finish, in any order, and `finish` waits for their rewards.
+    A context manager: leaving it early drops the rest.
 
-    `common` are arguments that every function may take. `seen_failures` maps (function, kind of failure) to the reason, for failures that
-    were already reported.
+    `common` are arguments that every function may take. `seen_failures` maps (function, kind of failure) to the reason,
+    for failures that were already reported.
     """
 
     def __init__(
-        self, functions: Sequence[Function], queue: ScoringQueue, common: dict[str, Any], seen_failures: dict[tuple[str, str], str]
+        self,
+        functions: Sequence[Function],
+        queue: ScoringQueue,
+        common: dict[str, Any],
+        seen_failures: dict[tuple[str, str], str],
     ):
         self._results = [FunctionResults(function) for function in functions]
         self._queue, self._common, self._seen_failures = queue, common, seen_failures
@@ -42,20 +47,25 @@ class Scoring:
         self._queue.put(self, index, rollouts)
 
     def finish(self, task: Task = SILENT_TASK) -> list[ScoredRollout]:
-        """Wait and return one scored rollout per rollout, sorted by index, then in the order of `add`. `reward` is the weighted sum over
-        the functions that could score it; NaN if none could. `task` counts the calls of functions."""
+        """Wait and return one scored rollout per rollout, sorted by index, then in the order of `add`. `reward` is the
+        weighted sum over the functions that could score it; NaN if none could. `task` counts the calls of functions."""
         self._queue.wait(self, task)
         order = sorted(range(len(self._rollouts)), key=self._indices.__getitem__)
         return [self._scored(i) for i in order]
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics per function, once the scoring is finished: mean and unbiased std over scored completions, counts of timeouts,
-        exceptions and unscorable completions, and the workers' seconds."""
-        return {f"rewards/{r.function.name}/{name}": value for r in self._results for name, value in r.metrics().items()}
+        """Return metrics per function, once the scoring is finished: mean and unbiased std over scored completions,
+        counts of timeouts, exceptions and unscorable completions, and the workers' seconds."""
+        return {
+            f"rewards/{r.function.name}/{name}": value for r in self._results for name, value in r.metrics().items()
+        }
 
     def counters(self) -> dict[str, float]:
-        """Return those of `metrics` that add up over ranks and rounds: timeouts, exceptions, unscorable completions, seconds."""
-        return {f"rewards/{t.function.name}/{name}": value for t in self._results for name, value in t.counters().items()}
+        """Return those of `metrics` that add up over ranks and rounds: timeouts, exceptions, unscorable completions,
+        seconds."""
+        return {
+            f"rewards/{t.function.name}/{name}": value for t in self._results for name, value in t.counters().items()
+        }
 
     def drop(self) -> None:
         """Cancel the calls that are not finished."""
@@ -76,7 +86,11 @@ class Scoring:
         self._indices += [index] * len(rollouts)
         for results in self._results:
             results.extend(len(rollouts))
-        return [self._call(results, [first + i for i in part]) for results in self._results for part in results.function.parts(rollouts)]
+        return [
+            self._call(results, [first + i for i in part])
+            for results in self._results
+            for part in results.function.parts(rollouts)
+        ]
 
     def _call(self, results: FunctionResults, part: list[int], repeated: bool = False) -> Call:
         function, tag = results.function, (self, results, part, repeated)
@@ -87,11 +101,14 @@ class Scoring:
         # What the function does not take is not made: the ids of a long response take more time than its text.
         made = {name: make for name, make in _PER_ROLLOUT.items() if name == "completions" or function.takes(name)}
         arguments |= {name: [make(r) for r in chosen] for name, make in made.items()}
-        return Call(function.target, function.args, "score", arguments, function.deadline(len(part)), function.lane, tag=tag)
+        return Call(
+            function.target, function.args, "score", arguments, function.deadline(len(part)), function.lane, tag=tag
+        )
 
     def done(self, call: Call, outcome: Outcome) -> list[Call]:
-        """Record one outcome. A failed call is repeated once: one completion at a time if the function is independent, else with the same
-        completions. A call that timed out is only repeated in smaller parts, and a wrong number of rewards is final."""
+        """Record one outcome. A failed call is repeated once: one completion at a time if the function is independent,
+        else with the same completions. A call that timed out is only repeated in smaller parts, and a wrong number of
+        rewards is final."""
         _, results, part, repeated = call.tag
         results.seconds += outcome.seconds
         if outcome.kind == "result":
@@ -116,7 +133,8 @@ class Scoring:
         return []
 
     def _failed(self, results: FunctionResults, part: list[int], kind: str, reason: str) -> None:
-        """Count a failure of the completions `part`. The first one of each kind in a run is logged, with the first sample."""
+        """Count a failure of the completions `part`. The first one of each kind in a run is logged, with the first
+        sample."""
         function, counter = results.function, "timeouts" if kind == "timeout" else "exceptions"
         value = function.signature["value_of_failure"]
         for i in part:
@@ -126,12 +144,21 @@ class Scoring:
             return
         self._seen_failures[function.name, kind] = reason
         if len(part) > 1 and kind != "invalid":
-            reason += "\n(a failed call costs its group; `independent: true` repeats it one completion at a time: docs/rewards.md)"
+            reason += (
+                "\n(a failed call costs its group; `independent: true` repeats it one completion at a time: "
+                "docs/rewards.md)"
+            )
         rollout = self._rollouts[part[0]]
         sample = {"prompt": rollout.prompt.messages, "completion": rollout.text, **rollout.prompt.columns}
         log.warning(
-            "reward `%s` %s for %d completion(s) of prompt %d (further failures of this kind are only counted, in rewards/%s/%s): %s\n%s",
-            *(function.name, "gave no score" if value is None else f"scored {value:g}", len(part), rollout.prompt.prompt_id),
+            "reward `%s` %s for %d completion(s) of prompt %d (further failures of this kind are only counted, in "
+            "rewards/%s/%s): %s\n%s",
+            *(
+                function.name,
+                "gave no score" if value is None else f"scored {value:g}",
+                len(part),
+                rollout.prompt.prompt_id,
+            ),
             *(function.name, counter, reason),
             "\n".join(f"  {name:<12}{_short(repr(value))}" for name, value in sample.items()),
         )
@@ -141,7 +168,11 @@ class Scoring:
         counter, _, _ = problem.partition(":")
         if (function.name, counter) not in self._seen_failures:
             self._seen_failures[function.name, counter] = problem
-            log.warning("reward `%s`: %s. Its rewards count; nothing is logged under this name for the call", function.name, problem)
+            log.warning(
+                "reward `%s`: %s. Its rewards count; nothing is logged under this name for the call",
+                function.name,
+                problem,
+            )
 
     # -- in the caller's thread
 
@@ -158,8 +189,8 @@ class Scoring:
 
 
 class RowFaults:
-    """The search for rows that functions cannot score: one call of `row_fault` per function for all rows. `found` maps the function to
-    (index of the row, phrase), for rows with a fault only."""
+    """The search for rows that functions cannot score: one call of `row_fault` per function for all rows. `found` maps
+    the function to (index of the row, phrase), for rows with a fault only."""
 
     def __init__(self, functions: Sequence[Function], rows: list[dict[str, Any]], queue: ScoringQueue):
         self.found: dict[str, list[tuple[int, str]]] = {function.name: [] for function in functions}
@@ -171,7 +202,10 @@ class RowFaults:
         """Return one call per function. `row_fault` is a plain function, also of an async reward."""
         arguments = {"rows": self._rows}
         lanes = {f: SHARED if f.is_coroutine else f.lane for f in self._functions}
-        return [Call(f.target, f.args, "row_faults", arguments, f.timeout, lanes[f], tag=(self, f.name)) for f in self._functions]
+        return [
+            Call(f.target, f.args, "row_faults", arguments, f.timeout, lanes[f], tag=(self, f.name))
+            for f in self._functions
+        ]
 
     def done(self, call: Call, outcome: Outcome) -> list[Call]:
         """Record the faults that a function found. A call that fails is a fault of each row."""
@@ -282,7 +316,11 @@ def _own_ids(rollout: Rollout) -> list[int]:
 def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:
     messages = None if rollout.dialogue is None else list(rollout.dialogue.messages)
     if isinstance(rollout.prompt.messages, str):
-        return rollout.text if messages is None else next(m["content"] for m in reversed(messages) if m["role"] == "assistant")
+        return (
+            rollout.text
+            if messages is None
+            else next(m["content"] for m in reversed(messages) if m["role"] == "assistant")
+        )
     return messages or [{"role": "assistant", "content": rollout.text}]
 
 

@@ -1,6 +1,7 @@
 """Defines what a worker loads: the names of built-in rewards, and the location of a function or class.
 
-Imports the standard library only: every worker process reads this file, and pydantic would take most of the time of its start.
+Imports the standard library only: every worker process reads this file, and pydantic would take most of the time of its
+start.
 """
 
 from __future__ import annotations
@@ -37,11 +38,12 @@ REPEATABLE = frozenset(BUILT_IN) - {"code_execution", "llm_judge"}  # determinis
 
 @dataclass(frozen=True)
 class Target:
-    """The location of a function or class. `location` is a dotted module or the absolute path of a .py file; `attribute` is the name in it.
+    """The location of a function or class. `location` is a dotted module or the absolute path of a .py file;
+    `attribute` is the name in it.
 
-    With `plugins` (paths of files to import), `attribute` is a name that one of them registers. `preset` are options that the config's
-    name contains. A `heavy` target gets a worker of its own, so that no other worker loads it too. An `independent` one scores each
-    completion on its own.
+    With `plugins` (paths of files to import), `attribute` is a name that one of them registers. `preset` are options
+    that the config's name contains. A `heavy` target gets a worker of its own, so that no other worker loads it too. An
+    `independent` one scores each completion on its own.
     """
 
     location: str
@@ -53,7 +55,8 @@ class Target:
 
 
 class Signature(TypedDict):
-    """What a worker says of a loaded function before any call. `options` are the names of its args (of a class: of its constructor)."""
+    """What a worker says of a loaded function before any call. `options` are the names of its args (of a class: of its
+    constructor)."""
 
     options: tuple[str, ...]
     unknown: tuple[str, ...]  # options of the config that it does not take

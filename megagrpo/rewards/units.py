@@ -1,4 +1,5 @@
-"""Separates a quantity's unit from its value, and compares units: "12 km" equals "12 kilometers" and "12000 m", and not "12 m"."""
+"""Separates a quantity's unit from its value, and compares units: "12 km" equals "12 kilometers" and "12000 m", and not
+"12 m"."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from typing import NamedTuple
 _NAMES = {
     line.split()[0]: line.split()
     for line in (
-        "km kilometer kilometre, m meter metre, cm centimeter centimetre, mm millimeter millimetre, in inch inches, ft foot feet, yd yard,"
-        "mi mile, kg kilogram kilo, g gram gm, mg milligram, lb pound, oz ounce, l liter litre, ml milliliter millilitre, gallon gal,"
+        "km kilometer kilometre, m meter metre, cm centimeter centimetre, mm millimeter millimetre, in inch inches, ft "
+        "foot feet, yd yard,"
+        "mi mile, kg kilogram kilo, g gram gm, mg milligram, lb pound, oz ounce, l liter litre, ml milliliter "
+        "millilitre, gallon gal,"
         "acre, hectare ha, h hour hr, min minute, s second sec, day, week wk, month, year yr,"
         "am a.m., pm p.m., mph, kph kmh kmph, degree deg °, radian rad,"
         "dollar usd buck, cent, euro eur, yen, rupee rs, unit, % percent percentage pct,"
@@ -19,9 +22,29 @@ _NAMES = {
     ).split(",")
 }
 # The size of a unit in another one, for units that people exchange.
-_SIZES = {"km": (1000, "m"), "cm": ("1/100", "m"), "mm": ("1/1000", "m"), "h": (3600, "s"), "min": (60, "s"), "day": (86400, "s")}
-_SIZES |= {"week": (604800, "s"), "kg": (1000, "g"), "mg": ("1/1000", "g"), "ml": ("1/1000", "l"), "cent": ("1/100", "dollar")}
-_SIZES |= {"ft": (12, "in"), "yd": (36, "in"), "mi": (63360, "in"), "%": ("1/100", ""), "degree": (r"\pi/180", ""), "radian": (1, "")}
+_SIZES = {
+    "km": (1000, "m"),
+    "cm": ("1/100", "m"),
+    "mm": ("1/1000", "m"),
+    "h": (3600, "s"),
+    "min": (60, "s"),
+    "day": (86400, "s"),
+}
+_SIZES |= {
+    "week": (604800, "s"),
+    "kg": (1000, "g"),
+    "mg": ("1/1000", "g"),
+    "ml": ("1/1000", "l"),
+    "cent": ("1/100", "dollar"),
+}
+_SIZES |= {
+    "ft": (12, "in"),
+    "yd": (36, "in"),
+    "mi": (63360, "in"),
+    "%": ("1/100", ""),
+    "degree": (r"\pi/180", ""),
+    "radian": (1, ""),
+}
 _KNOWN = {word: unit for unit, words in _NAMES.items() for word in words}
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
 _TEXTS = re.compile(r"((?:\s*(?:\\text\s*\{[^{}]*\}|\\(?:frac|cdot|times|per)\b|[/*])\s*(?:\^\s*\{?\s*-?\d\}?)?)+)$")
@@ -57,13 +80,19 @@ def quantity(text: str) -> Quantity:
         return Quantity(text[: match.start()], re.sub(r"[\s\\{}()]|pmod|mod", "", match[0]))
     if match := _BASE.search(text):
         digits = text[: match.start()].strip()
-        return Quantity(digits[1:-1] if digits.startswith("(") and digits.endswith(")") else digits, f"base {match[1] or match[2]}")
+        return Quantity(
+            digits[1:-1] if digits.startswith("(") and digits.endswith(")") else digits, f"base {match[1] or match[2]}"
+        )
     if (match := _TEXTS.search(text)) and "text" in match[1] and match.start() and not text[: match.start()].isalpha():
         return Quantity(text[: match.start()], _canonical(match[1]))
     if (match := _PLAIN.search(text)) and re.search(r"\d|\\pi|\\infty", text[: match.start(1)]):
         words = match[1].strip()
         first = re.split(r"[\s^/*]", words)[0]
-        if _singular(first) in _NAMES or first.lower() in _POWERS or (text[match.start(1) - 1] == " " and len(first) > 2):
+        if (
+            _singular(first) in _NAMES
+            or first.lower() in _POWERS
+            or (text[match.start(1) - 1] == " " and len(first) > 2)
+        ):
             return Quantity(text[: match.start(1)].strip(), _canonical(words))
     return Quantity(text, "")
 
@@ -95,7 +124,8 @@ def _canonical(text: str) -> str:
 
 
 def in_base_unit(value: str, unit: str) -> tuple[str, str]:
-    """Return an expression and its unit in a common unit: 2 km^2 is (2)(1000)^2 m^2. Units of one kind have one common unit."""
+    """Return an expression and its unit in a common unit: 2 km^2 is (2)(1000)^2 m^2. Units of one kind have one common
+    unit."""
     name, _, power = unit.partition("^")
     size, base = _SIZES.get(name, (1, name))
     if size == 1 and base == name:
@@ -104,7 +134,8 @@ def in_base_unit(value: str, unit: str) -> tuple[str, str]:
 
 
 def same_unit(one: str, other: str) -> bool:
-    """Whether two units, by their short names, are the same. Of descriptions such as "clips" and "clips sold" one may have fewer words."""
+    """Whether two units, by their short names, are the same. Of descriptions such as "clips" and "clips sold" one may
+    have fewer words."""
     if one == other:
         return True
     words, others = set(one.split()), set(other.split())

@@ -1,4 +1,5 @@
-"""Alarms of a run: train/rollout mismatch above normal, skipped optimizer steps, and reward functions that always raise."""
+"""Alarms of a run: train/rollout mismatch above normal, skipped optimizer steps, and reward functions that always
+raise."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from megagrpo.types import TrainState
 
 FIRST_STEPS = 5  # the mismatch of the first steps is the run's baseline
 JUMP = 3.0  # alarm when the mismatch is this many times as far from 1 as the baseline
-NORMAL = {"float32": 1.01, "bfloat16": 1.1}  # upper limit of `token_mult_prob_error` in healthy runs; in bf16 it grows with the entropy
+# upper limit of `token_mult_prob_error` in healthy runs; in bf16 it grows with the entropy
+NORMAL = {"float32": 1.01, "bfloat16": 1.1}
 
 
 class BrokenTraining(RuntimeError):
@@ -49,7 +51,8 @@ class Alarms:
             self.state.first_mismatches = [*first, error]
 
     def count_skip(self, error: NonFiniteError, weights: Weights, layout: Layout) -> None:
-        """Count and report a skipped optimizer step, with the Hugging Face name of the tensor that was not finite. Collective."""
+        """Count and report a skipped optimizer step, with the Hugging Face name of the tensor that was not finite.
+        Collective."""
         self.state.skipped_steps += 1
         self.state.skipped_in_a_row += 1
         tensor, where = error.tensor, "in the loss, not in a gradient"
@@ -64,14 +67,16 @@ class Alarms:
         )
 
     def stop_if_rewards_raise(self, metrics: dict[str, float], collector: Collector, saves: Saves) -> None:
-        """Save and raise BrokenTraining on every rank when a reward function failed for every response of a step. Collective."""
+        """Save and raise BrokenTraining on every rank when a reward function failed for every response of a step.
+        Collective."""
         failing = always_raising(metrics, self.config)
         if not failing:
             return
         tracebacks = collector.reward_tracebacks(failing)
         saves.save(must_succeed=False)
         raise BrokenTraining(
-            f"rewards.functions: {', '.join(failing)} failed for every response of step {self.state.step}; correct the function and "
+            f"rewards.functions: {', '.join(failing)} failed for every response of step {self.state.step}; correct the "
+            f"function and "
             f"continue with --resume. Its first failure:\n{tracebacks}"
         )
 
@@ -79,15 +84,18 @@ class Alarms:
         """Raise BrokenTraining on every rank when too many optimizer steps in a row were skipped."""
         if self.state.skipped_in_a_row >= self.config.train.max_skipped_steps:
             raise BrokenTraining(
-                f"train.max_skipped_steps: {self.state.skipped_in_a_row} optimizer steps in a row had NaN or infinity; the warnings name "
-                "the tensors. Resume from a checkpoint with a lower train.learning_rate, or look into a step with debug.dump_steps"
+                f"train.max_skipped_steps: {self.state.skipped_in_a_row} optimizer steps in a row had NaN or infinity; "
+                f"the warnings name "
+                "the tensors. Resume from a checkpoint with a lower train.learning_rate, or look into a step with "
+                "debug.dump_steps"
             )
 
 
 def mismatch_limit(config: RunConfig, dtype: str, first: Sequence[float]) -> float | None:
     """Return the highest normal `token_mult_prob_error` of a step; None: no limit.
 
-    `dtype` is the least precise compute dtype of trainer and engine, `first` the errors of the run's first steps, at most `FIRST_STEPS`.
+    `dtype` is the least precise compute dtype of trainer and engine, `first` the errors of the run's first steps, at
+    most `FIRST_STEPS`.
     """
     rollout = config.rollout
     if rollout.mismatch_threshold is not None:
@@ -100,16 +108,22 @@ def mismatch_limit(config: RunConfig, dtype: str, first: Sequence[float]) -> flo
     return max(usual or 1.0, NORMAL[dtype])
 
 
-def mismatch_warning(rollout: RolloutSection, dtype: str, step: int, error: float, limit: float, first: Sequence[float]) -> str:
+def mismatch_warning(
+    rollout: RolloutSection, dtype: str, step: int, error: float, limit: float, first: Sequence[float]
+) -> str:
     """Return the warning text for a step whose error is above `limit`."""
     if rollout.mismatch_threshold is not None:
         rule = f"rollout.mismatch_threshold {limit:g}"
     else:
-        usual = f" and {statistics.median(first):.4g} in the first {len(first)} steps" if len(first) == FIRST_STEPS else ""
+        usual = (
+            f" and {statistics.median(first):.4g} in the first {len(first)} steps" if len(first) == FIRST_STEPS else ""
+        )
         rule = f"{limit:.4g} (normal: up to {NORMAL[dtype]:g} in {dtype}{usual})"
     return (
-        f"warning: step {step}: token_mult_prob_error {error:.6g} is above {rule}: vLLM samples from another distribution than the trainer "
-        "computes. After a jump, check weight_version in completions.jsonl and the server's log. From the first step on, check "
+        f"warning: step {step}: token_mult_prob_error {error:.6g} is above {rule}: vLLM samples from another "
+        f"distribution than the trainer "
+        "computes. After a jump, check weight_version in completions.jsonl and the server's log. From the first step "
+        "on, check "
         "rollout.quantization and rollout.extra_args, try model.precision=fp32, and audit a dumped step"
     )
 
@@ -117,11 +131,21 @@ def mismatch_warning(rollout: RolloutSection, dtype: str, step: int, error: floa
 def always_raising(metrics: dict[str, float], config: RunConfig) -> list[str]:
     """Return the reward functions that failed for every response of the step."""
     groups = metrics.get("dynamic_sample/groups_drawn", config.rollout.prompts_per_step)
-    counts = {name: value for name, value in metrics.items() if name.startswith("rewards/") and name.endswith("/exceptions")}
+    counts = {
+        name: value for name, value in metrics.items() if name.startswith("rewards/") and name.endswith("/exceptions")
+    }
     names = [name.removeprefix("rewards/").removesuffix("/exceptions") for name in counts]
-    return [name for name, count in zip(names, counts.values(), strict=True) if count >= groups * config.rollout.num_generations]
+    return [
+        name
+        for name, count in zip(names, counts.values(), strict=True)
+        if count >= groups * config.rollout.num_generations
+    ]
 
 
 def _quantizes(config: RunConfig) -> bool:
     """Whether trainer or engine computes in fewer bits than `model.precision`."""
-    return config.rollout.quantization != "none" or config.model.fp8_recipe != "none" or config.model.base_storage != "none"
+    return (
+        config.rollout.quantization != "none"
+        or config.model.fp8_recipe != "none"
+        or config.model.base_storage != "none"
+    )

@@ -1,4 +1,5 @@
-"""Callbacks: classes of the user (`run.callbacks`) whose methods run between steps, named as in transformers' TrainerCallback.
+"""Callbacks: classes of the user (`run.callbacks`) whose methods run between steps, named as in transformers'
+TrainerCallback.
 
 Methods run on rank 0. What they ask for (stop, save) and what they raise reaches every rank.
 """
@@ -31,7 +32,8 @@ class CallbackState:
 
     step: int  # finished steps
     max_steps: int
-    metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))  # of the last step; in on_evaluate of the evaluation
+    # of the last step; in on_evaluate of the evaluation
+    metrics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     checkpoint: Path | None = None  # the newest one that the run wrote, or started from
 
     @property
@@ -49,7 +51,8 @@ class CallbackControl:
 
 
 class CallbackError(RuntimeError):
-    """A callback raised. Raised on rank 0, which has printed the traceback; other ranks raise a RankError that names it."""
+    """A callback raised. Raised on rank 0, which has printed the traceback; other ranks raise a RankError that names
+    it."""
 
 
 class Callbacks:
@@ -105,7 +108,8 @@ class Callbacks:
         self._call("on_train_end")
 
     def _call(self, event: str, metrics: Mapping[str, float] | None = None) -> None:
-        """Run `event` on rank 0 and take its requests on every rank. Raises CallbackError there, RankError elsewhere."""
+        """Run `event` on rank 0 and take its requests on every rank. Raises CallbackError there, RankError
+        elsewhere."""
         if self._config.run.callbacks:
             extra = {EXTRA[event]: dict(metrics or {})} if event in EXTRA else {}
             self._control = on_first_rank(self._layout, lambda: self._run(event, extra))
@@ -126,7 +130,8 @@ class Callbacks:
 
 
 def load_callbacks(config: RunConfig) -> list[Any]:
-    """Return one instance of each class in `run.callbacks`. Raises ProblemError with every class that cannot be used."""
+    """Return one instance of each class in `run.callbacks`. Raises ProblemError with every class that cannot be
+    used."""
     instances, problems = [], []
     for index, name in enumerate(config.run.callbacks):
         try:
@@ -155,7 +160,9 @@ def _instance(name: str) -> Any:
         raise ValueError(f"defines no method that a run calls: {', '.join(EVENTS)}")
     for event, method in own.items():
         try:
-            inspect.signature(method).bind(None, None, None, **_accepted(method, dict.fromkeys([EXTRA[event]] if event in EXTRA else [])))
+            inspect.signature(method).bind(
+                None, None, None, **_accepted(method, dict.fromkeys([EXTRA[event]] if event in EXTRA else []))
+            )
         except TypeError as error:
             raise ValueError(f"cannot be called: {event}: {error}; {TAKES}") from None
     return made

@@ -1,4 +1,5 @@
-"""Tries the inputs of a run without weights and servers: data, one rendered prompt, lengths, and calls of each reward."""
+"""Tries the inputs of a run without weights and servers: data, one rendered prompt, lengths, and calls of each
+reward."""
 
 from __future__ import annotations
 
@@ -46,11 +47,14 @@ class DryRun:
 
 @dataclass(frozen=True)
 class Collecting(AbstractContextManager[None, bool]):
-    """The context manager of `DryRun.collecting`. It is a class because a type checker then knows that it suppresses errors."""
+    """The context manager of `DryRun.collecting`. It is a class because a type checker then knows that it suppresses
+    errors."""
 
     result: DryRun
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
         if isinstance(error, ProblemError):
             self.result.add(*error.problems)
         elif isinstance(error, ValueError):
@@ -59,8 +63,8 @@ class Collecting(AbstractContextManager[None, bool]):
 
 
 def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: int = ROWS) -> DryRun:
-    """Try the inputs of a run; `base_folder` is the folder of its config. Rewards are tried on up to `rows` rows of each data set. With
-    `models` it also loads reward models, and asks servers about all rows.
+    """Try the inputs of a run; `base_folder` is the folder of its config. Rewards are tried on up to `rows` rows of
+    each data set. With `models` it also loads reward models, and asks servers about all rows.
 
     Problems are collected, not raised.
     """
@@ -84,14 +88,21 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
         sets: dict[str, tuple[Sequence[Prompt], int]] = {}
         for key, section, data in sections(config):
             with result.collecting():
-                source = PromptSource(section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, key, tools)
+                source = PromptSource(
+                    section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, key, tools
+                )
                 (first,) = source.peek(1)
                 repeated, shared = source.repeated(), train.shared_with(source.all()) if train else []
-                found = describe(key, section, data, source, len(repeated), len(shared), first, tokenizer, config, tools)
+                found = describe(
+                    key, section, data, source, len(repeated), len(shared), first, tokenizer, config, tools
+                )
                 result.sources.append(found)
                 result.warnings += [*source.warnings, *repeated_warning(key, repeated, len(source))]
                 result.warnings += shared_warning(key, shared, len(source))
-                sets[key] = source.sample(rows), getattr(section, "max_completion_length", config.rollout.max_completion_length)
+                sets[key] = (
+                    source.sample(rows),
+                    getattr(section, "max_completion_length", config.rollout.max_completion_length),
+                )
                 if key == TRAIN:
                     train = source
                     config.with_num_prompts(len(source))  # the rules about the number of steps

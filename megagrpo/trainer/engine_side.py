@@ -37,8 +37,8 @@ from megagrpo.trainer.node_servers import NodeServers, await_all, launch_on_each
 
 @contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Convert ValueError, RankError, EngineStartError and WeightSyncError raised inside to ConfigError: the user can fix the cause. A
-    RankError repeats another rank's error."""
+    """Convert ValueError, RankError, EngineStartError and WeightSyncError raised inside to ConfigError: the user can
+    fix the cause. A RankError repeats another rank's error."""
     try:
         yield
     except (ValueError, RankError, EngineStartError, WeightSyncError) as error:
@@ -47,8 +47,8 @@ def as_config_errors() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Servers:
-    """The servers of a run: named by `rollout.urls` (`urls`; no launcher), or started here (`launcher`, on rank 0; no URLs), or on every
-    node of the ranks (`on_nodes`; `launcher` on the first rank of each)."""
+    """The servers of a run: named by `rollout.urls` (`urls`; no launcher), or started here (`launcher`, on rank 0; no
+    URLs), or on every node of the ranks (`on_nodes`; `launcher` on the first rank of each)."""
 
     urls: list[str]
     token: str | None
@@ -59,8 +59,8 @@ class Servers:
 
 
 def check_servers(config: RunConfig) -> tuple[str | None, list[str]]:
-    """Check the servers of `rollout.urls`, or of the file that replaces it, and return their token and URLs. Raises ValueError when a
-    server does not respond or cannot take weights."""
+    """Check the servers of `rollout.urls`, or of the file that replaces it, and return their token and URLs. Raises
+    ValueError when a server does not respond or cannot take weights."""
     token = read_token(config.rollout.token_file)
     urls = named_urls(config.rollout.urls, config.rollout.urls_file)
     check_urls(urls)
@@ -80,8 +80,9 @@ def start_servers(
     progress: Progress,
     resources: ExitStack,
 ) -> Servers:
-    """Start the run's servers, unless `rollout.urls` names them. Servers that share the trainer's GPUs are awaited here and put to sleep,
-    the others load while the policy is built. Collective. Raises ConfigError when they cannot start."""
+    """Start the run's servers, unless `rollout.urls` names them. Servers that share the trainer's GPUs are awaited here
+    and put to sleep, the others load while the policy is built. Collective. Raises ConfigError when they cannot
+    start."""
     launcher, first, on_nodes = None, layout.world_rank == 0, None
     moved = None if config.rollout.urls else MovedServers(run_folder / "moved_servers.json")
     sleep = servers_sleep(config)
@@ -94,7 +95,9 @@ def start_servers(
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         with as_config_errors():
             dtype = engine_dtype(config)
-            launcher = make_launcher(config, model_folder, run_folder, dtype, num_ranks=num_ranks, token=token, moved=moved)
+            launcher = make_launcher(
+                config, model_folder, run_folder, dtype, num_ranks=num_ranks, token=token, moved=moved
+            )
     if launcher is not None:
         launcher.progress = progress
         resources.callback(launcher.stop)
@@ -106,11 +109,18 @@ def start_servers(
 
 
 def connect(
-    servers: Servers, config: RunConfig, layout: Layout, decode: Callable[..., str], say: Callable[[str], None], resources: ExitStack
+    servers: Servers,
+    config: RunConfig,
+    layout: Layout,
+    decode: Callable[..., str],
+    say: Callable[[str], None],
+    resources: ExitStack,
 ) -> tuple[VllmEngine | None, WeightSync]:
-    """Wait for the servers and return this rank's client (None except on the leader of each replica) and the weight sync. Collective.
+    """Wait for the servers and return this rank's client (None except on the leader of each replica) and the weight
+    sync. Collective.
 
-    Servers that end are restarted or brought back until `resources` closes. Raises ConfigError when the servers cannot be reached.
+    Servers that end are restarted or brought back until `resources` closes. Raises ConfigError when the servers cannot
+    be reached.
     """
     launcher, first, nodes = servers.launcher, layout.world_rank == 0, None
     launched: Launcher | NodeLaunchers | None = launcher
@@ -143,7 +153,9 @@ def connect(
         if engine.sleeps:
             engine.fleet.begin_sleep()
     with as_config_errors():
-        weight_sync = make_weight_sync(config, engine if first else None, layout, engine_dtype(config), transport, say, nodes)
+        weight_sync = make_weight_sync(
+            config, engine if first else None, layout, engine_dtype(config), transport, say, nodes
+        )
     resources.enter_context(weight_sync)
     if launched is not None and launched.max_restarts and engine is not None:
         resources.enter_context(Restarter(launched, engine, weight_sync.load_last, say))
@@ -153,7 +165,8 @@ def connect(
 
 
 def engine_limits(rollout: RolloutSection) -> dict[str, Any]:
-    """Return the engine's limits: concurrent sequences and timeouts. A restarting server gets as much time as a starting one."""
+    """Return the engine's limits: concurrent sequences and timeouts. A restarting server gets as much time as a
+    starting one."""
     patience = rollout.startup_timeout if rollout.max_restarts else 0.0
     if rollout.urls:
         patience = rollout.reconnect_timeout
@@ -162,16 +175,20 @@ def engine_limits(rollout: RolloutSection) -> dict[str, Any]:
     return dict(max_num_seqs=rollout.max_num_seqs, patience=patience, urls_file=urls_file, **timeouts)
 
 
-def choose_transport(config: RunConfig, layout: Layout, urls: Sequence[str], nodes: Nodes | None = None) -> tuple[str, str]:
-    """Choose how weights get to all `urls`. `nodes` are the nodes of the ranks if each has its own servers. Returns the transport and the
-    reason for the choice. Raises ValueError when ranks on other hosts cannot reach the run's servers. Collective."""
+def choose_transport(
+    config: RunConfig, layout: Layout, urls: Sequence[str], nodes: Nodes | None = None
+) -> tuple[str, str]:
+    """Choose how weights get to all `urls`. `nodes` are the nodes of the ranks if each has its own servers. Returns the
+    transport and the reason for the choice. Raises ValueError when ranks on other hosts cannot reach the run's servers.
+    Collective."""
     if nodes is not None:
         return weight_path(config, device.has_gpu(), one_host=False)
     hosts = layout.all_gather_objects((socket.gethostname(), all(map(is_here, urls))))
     names = sorted({name for name, _ in hosts})
     if len(names) > 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
         raise ValueError(
-            f"rollout.urls: ranks are on {', '.join(names)}, and servers started by this run answer on the first rank's host only; name an "
+            f"rollout.urls: ranks are on {', '.join(names)}, and servers started by this run answer on the first "
+            f"rank's host only; name an "
             "interface that all hosts reach (rollout.interface), or servers that run already"
         )
     return weight_path(config, device.has_gpu(), one_host=len(names) == 1 and all(here for _, here in hosts))
@@ -186,8 +203,8 @@ def make_weight_sync(
     say: Callable[[str], None],
     nodes: Nodes | None = None,
 ) -> WeightSync:
-    """Build the run's weight sync over `transport`, for an engine that computes in `dtype`. `nodes` are the nodes of the ranks if each has
-    its own servers. Collective."""
+    """Build the run's weight sync over `transport`, for an engine that computes in `dtype`. `nodes` are the nodes of
+    the ranks if each has its own servers. Collective."""
     if config.lora.syncs_adapters:
         return AdapterSync(engine, layout, dtype, config.lora, config.model.path)
     limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)

@@ -8,9 +8,10 @@
 | generating | no             | no                                     | yes            | yes             |
 | checkpoint | yes            | yes                                    | host           | no              |
 
-`GPU_TABLE` is this table as data, and `GpuTurns` is the only code that acts on it. The side that leaves moves before the side that comes.
-Other rooms offer verbs: `Offload` moves the trainer's state, the engine's `sleep` and `wake` move vLLM. During a sync the engine itself
-wakes its weights (`load_weights`), then its KV cache (`resume`); the sync calls a `Handover` before each.
+`GPU_TABLE` is this table as data, and `GpuTurns` is the only code that acts on it. The side that leaves moves before
+the side that comes. Other rooms offer verbs: `Offload` moves the trainer's state, the engine's `sleep` and `wake` move
+vLLM. During a sync the engine itself wakes its weights (`load_weights`), then its KV cache (`resume`); the sync calls a
+`Handover` before each.
 
 A trainer on its own GPU has the same turns and moves nothing. docs/gpu.md has the sizes.
 """
@@ -47,7 +48,8 @@ class Turn(Enum):
 
 @dataclass(frozen=True)
 class OnGpu:
-    """Memory on the GPU in one turn. `engine_weights` is "gpu", "host" (asleep, weights in host memory) or "dropped" (asleep)."""
+    """Memory on the GPU in one turn. `engine_weights` is "gpu", "host" (asleep, weights in host memory) or "dropped"
+    (asleep)."""
 
     policy_weights: bool
     trainer_state: bool  # gradients, masters, moments, reference
@@ -76,9 +78,11 @@ class SleepingEngine(Protocol):
 class GpuTurns:
     """Hands the GPU from one turn to the next; each turn is a context manager. All methods are collective.
 
-    Memory moves when a turn begins, in `syncing` also inside it, and never when a turn ends. `engine` is None on all ranks but rank 0.
-    With `engine_sleeps` it leaves the GPU in turns of the trainer. `stop_if_requested` raises on every rank when the run is to stop; it is
-    called before the engine leaves. An exception inside a turn leaves a state from which `checkpoint` works.
+    Memory moves when a turn begins, in `syncing` also inside it, and never when a turn ends. `engine` is None on all
+    ranks but rank 0.
+    With `engine_sleeps` it leaves the GPU in turns of the trainer. `stop_if_requested` raises on every rank when the
+    run is to stop; it is called before the engine leaves. An exception inside a turn leaves a state from which
+    `checkpoint` works.
     """
 
     layout: Layout | None = None
@@ -91,7 +95,8 @@ class GpuTurns:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Turn of the servers. They already have it after a sync; after a checkpoint they wake with the weights they kept."""
+        """Turn of the servers. They already have it after a sync; after a checkpoint they wake with the weights they
+        kept."""
         if self.turn is Turn.CHECKPOINT:
             self._move_trainer(Turn.GENERATING)
             self._drive_engine(lambda engine: engine.wake())
@@ -115,8 +120,8 @@ class GpuTurns:
 
     @contextmanager
     def checkpoint(self, last: bool) -> Iterator[None]:
-        """Turn of the trainer between two steps, or after the `last` one. Changes nothing while the trainer has the GPU already. A server
-        that does not respond must not block a checkpoint."""
+        """Turn of the trainer between two steps, or after the `last` one. Changes nothing while the trainer has the GPU
+        already. A server that does not respond must not block a checkpoint."""
         if self.offload.away:
             with suppress(RankError, EngineError, WeightSyncError):
                 self._drive_engine(lambda engine: engine.sleep(_keeps_weights(Turn.CHECKPOINT), last))
@@ -169,7 +174,8 @@ def move_trainer(offload: Offload | NoOffload, turn: Turn) -> None:
 
 
 def start_asleep(config: RunConfig, launcher: Launcher, say: Callable[[str], None]) -> None:
-    """Wait for the servers, then put them to sleep until the first sync: a trainer that loads needs the GPU memory. Call it on rank 0."""
+    """Wait for the servers, then put them to sleep until the first sync: a trainer that loads needs the GPU memory.
+    Call it on rank 0."""
     servers = Updates(
         launcher.wait(say),
         logs=launcher.logs,

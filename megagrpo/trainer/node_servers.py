@@ -1,4 +1,5 @@
-"""Servers on every node of a run: with `rollout.placement: colocated` on several nodes each node launches its own servers."""
+"""Servers on every node of a run: with `rollout.placement: colocated` on several nodes each node launches its own
+servers."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ from megagrpo.sync.wire.exchange import Board, Deadline, own_address
 
 @dataclass(frozen=True)
 class NodeServers:
-    """The servers of all nodes: every rank's node, and this node's launcher on the first rank of the node (None on other ranks)."""
+    """The servers of all nodes: every rank's node, and this node's launcher on the first rank of the node (None on
+    other ranks)."""
 
     of_ranks: tuple[int, ...]
     launcher: Launcher | None
@@ -32,8 +34,8 @@ class NodeServers:
 
 
 def node_of_each_rank(config: RunConfig, layout: Layout) -> tuple[int, ...]:
-    """Return the index of every rank's node, from the launcher's GROUP_RANK or LOCAL_WORLD_SIZE; all are 0 unless the run's servers share
-    the hosts of several nodes. Collective."""
+    """Return the index of every rank's node, from the launcher's GROUP_RANK or LOCAL_WORLD_SIZE; all are 0 unless the
+    run's servers share the hosts of several nodes. Collective."""
     if config.rollout.placed != "colocated" or config.run.nodes == 1:
         return (0,) * layout.world_size
     by_size = layout.world_rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -41,15 +43,26 @@ def node_of_each_rank(config: RunConfig, layout: Layout) -> tuple[int, ...]:
 
 
 def launch_on_each_node(
-    config: RunConfig, model_folder: Path, run_folder: Path, layout: Layout, of_ranks: tuple[int, ...], token: str | None
+    config: RunConfig,
+    model_folder: Path,
+    run_folder: Path,
+    layout: Layout,
+    of_ranks: tuple[int, ...],
+    token: str | None,
 ) -> NodeServers:
-    """Build the launcher of each node, on its first rank; nothing is started. Collective. Raises ValueError or RankError."""
+    """Build the launcher of each node, on its first rank; nothing is started. Collective. Raises ValueError or
+    RankError."""
     nodes, node = sorted(set(of_ranks)), of_ranks[layout.world_rank]
     share, rest = divmod(config.rollout.servers, len(nodes))
     if rest or not share:
-        raise ValueError(f"rollout.servers: {config.rollout.servers} is not a multiple of the run's {len(nodes)} nodes; use a multiple")
+        raise ValueError(
+            f"rollout.servers: {config.rollout.servers} is not a multiple of the run's {len(nodes)} nodes; use a "
+            f"multiple"
+        )
     token = on_first_rank(layout, lambda: token or secrets.token_urlsafe(32))
-    make = partial(make_launcher, config, model_folder, run_folder, engine_dtype(config), token=token, num_servers=share)
+    make = partial(
+        make_launcher, config, model_folder, run_folder, engine_dtype(config), token=token, num_servers=share
+    )
     launcher = run_own_and_agree(
         layout,
         lambda: make(num_ranks=of_ranks.count(node), host=_own_host(config), first=share * nodes.index(node)),
@@ -68,15 +81,18 @@ def _own_host(config: RunConfig) -> str:
 def await_all(
     servers: NodeServers, config: RunConfig, layout: Layout, say: Callable[[str], None], resources: ExitStack
 ) -> tuple[Nodes, NodeLaunchers | None, list[str]]:
-    """Wait for the servers of every node. Return the nodes with their servers, rank 0's view of all launchers (None on other ranks), and
-    the servers' URLs. Collective. Raises EngineStartError, WeightSyncError when a node cannot reach rank 0's board, or RankError."""
+    """Wait for the servers of every node. Return the nodes with their servers, rank 0's view of all launchers (None on
+    other ranks), and the servers' URLs. Collective. Raises EngineStartError, WeightSyncError when a node cannot reach
+    rank 0's board, or RankError."""
     launcher, of_ranks = servers.launcher, servers.of_ranks
     everyone = run_and_agree(layout, lambda: launcher.wait(say) if launcher else [])
     by_node = {node: everyone[of_ranks.index(node)] for node in sorted(set(of_ranks))}
     nodes = Nodes(of_ranks, {url: node for node, urls in by_node.items() for url in urls})
     first, seconds = layout.world_rank == 0, config.rollout.startup_timeout
     secret = on_first_rank(layout, lambda: secrets.token_hex(32))
-    board = run_own_and_agree(layout, lambda: Board(_own_host(config), 0, Deadline(seconds), secret, serve=True), here=first)
+    board = run_own_and_agree(
+        layout, lambda: Board(_own_host(config), 0, Deadline(seconds), secret, serve=True), here=first
+    )
     address = on_first_rank(layout, lambda: (board.host, board.port) if board else ("", 0))
 
     def start_agent() -> None:

@@ -32,7 +32,8 @@ from megagrpo.trainer.wiring import build
 
 @dataclass
 class Ending:
-    """How one rank ended: `stopped_by` is what `Trainer.run` returned, `code` the exit code. `name` names the rank in messages."""
+    """How one rank ended: `stopped_by` is what `Trainer.run` returned, `code` the exit code. `name` names the rank in
+    messages."""
 
     name: str = "rank ?"
     stopped_by: int = 0
@@ -41,14 +42,23 @@ class Ending:
 
 @contextmanager
 def exit_code() -> Iterator[Ending]:
-    """Context manager: yields the Ending and sets its exit code. Errors of a run are printed; ConfigError and OutputError pass through."""
+    """Context manager: yields the Ending and sets its exit code. Errors of a run are printed; ConfigError and
+    OutputError pass through."""
     ending = Ending()
     try:
         yield ending
         ending.code = _exit_code(ending.stopped_by)
     except (ConfigError, OutputError):
         raise
-    except (RankError, EngineError, WeightSyncError, CheckpointError, BrokenTraining, CallbackError, RunFolderLost) as error:
+    except (
+        RankError,
+        EngineError,
+        WeightSyncError,
+        CheckpointError,
+        BrokenTraining,
+        CallbackError,
+        RunFolderLost,
+    ) as error:
         warn(f"{ending.name} stops: {error}")
     except KeyboardInterrupt:
         warn("interrupted; the newest checkpoint is the last thing that was saved")
@@ -59,7 +69,8 @@ def exit_code() -> Iterator[Ending]:
 
 @contextmanager
 def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterator[Trainer]:
-    """Context manager: builds this rank's trainer and closes what it uses. `base_folder` is the folder of the config's file.
+    """Context manager: builds this rank's trainer and closes what it uses. `base_folder` is the folder of the config's
+    file.
 
     Raises ConfigError for errors that the user can fix in the config.
     """
@@ -79,12 +90,15 @@ def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterat
         if layout.world_rank == 0:
             trainer.time_limit.end = end
         yield trainer
-    layout.barrier()  # Servers have stopped and logs are complete: a launcher may kill the other ranks when the first one exits.
+    # Servers have stopped and logs are complete: a launcher may kill the other ranks when the first one exits.
+    layout.barrier()
     layout.close()
 
 
 def _check_plan(config: RunConfig) -> None:
-    problems = plan(config, int(os.environ.get("WORLD_SIZE", "1")), device.gpu_memory_gb(), device.host_memory_gb()).problems
+    problems = plan(
+        config, int(os.environ.get("WORLD_SIZE", "1")), device.gpu_memory_gb(), device.host_memory_gb()
+    ).problems
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
 
@@ -97,7 +111,8 @@ def _layout(config: RunConfig) -> Layout:
 
 
 def _exit_code(stopped_by: int) -> int:
-    """Return the exit code for a stop. The time limit, or SIGTERM to a job that its scheduler restarts, gives TO_BE_CONTINUED."""
+    """Return the exit code for a stop. The time limit, or SIGTERM to a job that its scheduler restarts, gives
+    TO_BE_CONTINUED."""
     if stopped_by == OUT_OF_TIME or (stopped_by == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ):
         return TO_BE_CONTINUED
     return 128 + stopped_by if stopped_by else 0

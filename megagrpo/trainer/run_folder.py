@@ -13,10 +13,12 @@ from megagrpo.records.run_lock import LOCK, RunLock
 
 
 def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None) -> Path | None:
-    """Create and lock the run's folder and write `resolved.yaml`. Returns the checkpoint to resume from, None for a fresh start.
+    """Create and lock the run's folder and write `resolved.yaml`. Returns the checkpoint to resume from, None for a
+    fresh start.
 
-    A run that the same `job` began is continued, or started again when it has saved nothing yet. Raises ValueError when another process
-    uses the folder, when the checkpoint to resume from is missing or damaged, or when a fresh start would mix with an earlier run.
+    A run that the same `job` began is continued, or started again when it has saved nothing yet. Raises ValueError when
+    another process uses the folder, when the checkpoint to resume from is missing or damaged, or when a fresh start
+    would mix with an earlier run.
     """
     lock.take()
     folder = lock.folder
@@ -34,13 +36,16 @@ def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None)
     if not resume and (checkpoint is not None or _has_text(folder / "metrics.jsonl")):
         if not config.run.overwrite and not ours:
             raise ValueError(
-                f"run.name: {folder} holds an earlier run; continue it with --resume, pick another name, or set run.overwrite=true"
+                f"run.name: {folder} holds an earlier run; continue it with --resume, pick another name, or set "
+                f"run.overwrite=true"
             )
         aside = next_free(folder)
         try:
             folder.rename(aside)
         except OSError as error:
-            raise ValueError(f"run.overwrite: {folder} cannot be moved to {aside}: {error.strerror}; set another run.name") from None
+            raise ValueError(
+                f"run.overwrite: {folder} cannot be moved to {aside}: {error.strerror}; set another run.name"
+            ) from None
         show(f"the earlier run in {folder} was moved to {aside}" + (" (run.overwrite)" if config.run.overwrite else ""))
         remove(aside / LOCK)  # which this process holds
         lock.take()

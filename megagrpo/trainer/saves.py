@@ -21,8 +21,8 @@ from megagrpo.types import TrainState
 class Saves:
     """Writes and restores the run's checkpoints. All methods are collective.
 
-    `state` is the trainer's own object: `restore` changes it in place. With `background` checkpoints are written while training continues,
-    except the last one.
+    `state` is the trainer's own object: `restore` changes it in place. With `background` checkpoints are written while
+    training continues, except the last one.
     """
 
     checkpointer: Checkpointer
@@ -35,44 +35,57 @@ class Saves:
     background: bool
     report: Callable[[Path], None] = lambda path: None  # gets each complete checkpoint
     resumed_from: Path | None = None  # the checkpoint that the run continues from
-    saved: TrainState = field(default_factory=TrainState)  # state in the newest checkpoint; a run at step 0 needs no checkpoint
+    # state in the newest checkpoint; a run at step 0 needs no checkpoint
+    saved: TrainState = field(default_factory=TrainState)
     saving: TrainState | None = None  # state in the checkpoint that is being written
     failures: int = 0
 
     def save(self, must_succeed: bool) -> None:
-        """Write a checkpoint, unless this step has one. A failure is reported and counted, and the run goes on. With `must_succeed`, for
-        the last checkpoint of a run, it is written in the foreground and a failure is raised."""
+        """Write a checkpoint, unless this step has one. A failure is reported and counted, and the run goes on. With
+        `must_succeed`, for the last checkpoint of a run, it is written in the foreground and a failure is raised."""
         self.finish(wait=True)
         if self.state.step == self.saved.step:
             return
         with self.turns.checkpoint(last=must_succeed):
             background = self.background and not must_succeed
-            self.saving = replace(self.state, pass_rates=self.prompts.curriculum.history, ahead=self.collector.finished_ahead())
+            self.saving = replace(
+                self.state, pass_rates=self.prompts.curriculum.history, ahead=self.collector.finished_ahead()
+            )
             with self._counting_failures(must_succeed):
                 self.checkpointer.start(self.saving, background)
             self.finish(wait=not background, must_succeed=must_succeed)
 
     def finish(self, wait: bool, must_succeed: bool = False) -> None:
-        """Record the result of the checkpoint in progress, if there is one and it has ended. With `wait`, wait for its end."""
+        """Record the result of the checkpoint in progress, if there is one and it has ended. With `wait`, wait for its
+        end."""
         with self._counting_failures(must_succeed):
             path = self.checkpointer.finish(wait)
             if path is not None and self.saving is not None:
                 self.saved, self.saving = self.saving, None
-                # In the background, a stop may have to wait for a checkpoint that has just begun, and then for the last one.
+                # In the background, a stop may have to wait for a checkpoint that has just begun, and then for the last
+                # one.
                 self.time_limit.saved(self.checkpointer.seconds * (2 if self.background else 1))
                 self.writer.message(f"checkpoint {path}")
                 self.report(path)
 
     def save_if_best(self, metric: str, evaluation: dict[str, float]) -> None:
-        """Save a checkpoint when `metric` is higher than in all earlier evaluations of a trained model. It is kept until a better one.
+        """Save a checkpoint when `metric` is higher than in all earlier evaluations of a trained model. It is kept
+        until a better one.
 
-        Raises ConfigError before the first step when the evaluation has no such metric. A later evaluation without it is not the best.
+        Raises ConfigError before the first step when the evaluation has no such metric. A later evaluation without it
+        is not the best.
         """
         self.finish(wait=True)  # the checkpoint in progress may hold the best weights
         state = self.state
         if state.step == 0 and metric not in evaluation:
-            raise ConfigError(f"evaluation.keep_best: no metric `{metric}`; evaluations have {', '.join(sorted(evaluation))}")
-        if state.step == 0 or metric not in evaluation or (state.best_value is not None and evaluation[metric] <= state.best_value):
+            raise ConfigError(
+                f"evaluation.keep_best: no metric `{metric}`; evaluations have {', '.join(sorted(evaluation))}"
+            )
+        if (
+            state.step == 0
+            or metric not in evaluation
+            or (state.best_value is not None and evaluation[metric] <= state.best_value)
+        ):
             return
         state.best_step, state.best_value = state.step, evaluation[metric]
         self.save(must_succeed=False)
@@ -92,7 +105,8 @@ class Saves:
 
     @contextmanager
     def _counting_failures(self, must_succeed: bool) -> Iterator[None]:
-        """Report and count a failed checkpoint, and forget that it was the best. Raises CheckpointError with `must_succeed`."""
+        """Report and count a failed checkpoint, and forget that it was the best. Raises CheckpointError with
+        `must_succeed`."""
         try:
             yield
         except CheckpointError as error:

@@ -36,18 +36,23 @@ class Speed:
 
     def count(self, tokens: ComputedTokens) -> None:
         """Count the FLOPs of one optimizer step on these tokens."""
-        self._flops += step_flops(self._policy.hf_config, tokens.spans, tokens.num_loss, frozen=self._config.lora.enabled)
+        self._flops += step_flops(
+            self._policy.hf_config, tokens.spans, tokens.num_loss, frozen=self._config.lora.enabled
+        )
 
     def metrics(self, num_tokens: float, num_generated: float, times: dict[str, float]) -> dict[str, float]:
         """Return the step's rates, and memory. Collective.
 
-        `num_tokens` are the tokens of all samples, `num_generated` the tokens of all responses. Generation that runs ahead is as long as
-        the step. MFU is the share of the peak that forward and backward passes use during `time/train`, over all ranks; it is
-        left out without a known peak.
+        `num_tokens` are the tokens of all samples, `num_generated` the tokens of all responses. Generation that runs
+        ahead is as long as the step. MFU is the share of the peak that forward and backward passes use during
+        `time/train`, over all ranks; it is left out without a known peak.
         """
         flops, self._flops = self._flops, 0.0
         step, ahead = times["time/step"], self._config.rollout.max_staleness > 0
-        rates = {"tokens_per_second": num_tokens / step, "tokens_per_second_per_gpu": num_tokens / step / self._num_devices}
+        rates = {
+            "tokens_per_second": num_tokens / step,
+            "tokens_per_second_per_gpu": num_tokens / step / self._num_devices,
+        }
         if generating := step if ahead else times.get("time/generate", 0.0):
             rates["generated_tokens_per_second"] = num_generated / generating
         if self._peak is not None and (training := times.get("time/train", 0.0)):
@@ -56,14 +61,17 @@ class Speed:
 
     def _memory(self) -> dict[str, float]:
         """Return the memory of rank 0, of the fullest rank, and of rank 0's host, in GiB."""
-        ranks = self._layout.all_gather_objects({"resident_max_gb": memory_in_use.resident_gb()} | memory_in_use.gpu_peaks())
+        ranks = self._layout.all_gather_objects(
+            {"resident_max_gb": memory_in_use.resident_gb()} | memory_in_use.gpu_peaks()
+        )
         fullest = {f"memory/{name}": max(rank[name] for rank in ranks) for name in ranks[0]}
         first = {"memory_gb": device.memory_gb(), "memory/resident_gb": ranks[0]["resident_max_gb"]}
         return first | fullest | {"memory/host_gb": memory_in_use.host_used_gb()}
 
 
 def peak_flops(config: RunConfig) -> float | None:
-    """Return the peak FLOP/s of one rank's device in BF16: `run.peak_tflops`, else the data sheet's value for a known GPU, else None."""
+    """Return the peak FLOP/s of one rank's device in BF16: `run.peak_tflops`, else the data sheet's value for a known
+    GPU, else None."""
     tflops, gpu = config.run.peak_tflops, device.gpu_name()
     if tflops is None and gpu is not None and device.resolve_precision(config.model.precision) == torch.bfloat16:
         tflops = bf16_tflops_of(gpu)

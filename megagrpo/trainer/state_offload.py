@@ -32,9 +32,10 @@ class NoOffload:
 class Offload:
     """Moves trainer state between the GPU and host memory, so that a server can use the GPU's memory.
 
-    Gradients are freed, since a step begins with zero gradients. Master weights, optimizer moments, the reference and finally the weights
-    move to host memory. Tensors keep their identity and their exact bits. The methods may be called in any order. All are collective: a
-    method returns when all ranks are done. Frozen weights, and a reference that has not changed since, are copied to the host only once.
+    Gradients are freed, since a step begins with zero gradients. Master weights, optimizer moments, the reference and
+    finally the weights move to host memory. Tensors keep their identity and their exact bits. The methods may be called
+    in any order. All are collective: a method returns when all ranks are done. Frozen weights, and a reference that has
+    not changed since, are copied to the host only once.
     """
 
     def __init__(self, policy: MegatronPolicy, reference: Reference | None = None):
@@ -101,7 +102,8 @@ class Offload:
                     yield from module.buffers()
 
     def _of_weights(self) -> Iterator[Tensor]:
-        """All parameters including frozen ones, the all-gather buffers of sharded parameters, and the storage of `model.base_storage`."""
+        """All parameters including frozen ones, the all-gather buffers of sharded parameters, and the storage of
+        `model.base_storage`."""
         for chunk in self._policy.model:
             yield from (part for weight in chunk.module.parameters() for part in parts(weight))
             yield from chunk.module.buffers()
@@ -118,8 +120,8 @@ class Offload:
                 yield from (value for value in state.values() if torch.is_tensor(value))
 
     def _forget_rounded_weights(self) -> None:
-        """Drop the FP8 weights that Transformer Engine caches between micro-batches; a module whose cache is missing quantizes its weights
-        again."""
+        """Drop the FP8 weights that Transformer Engine caches between micro-batches; a module whose cache is missing
+        quantizes its weights again."""
         for chunk in self._policy.chunks:
             for module in chunk.modules():
                 getattr(module, "_fp8_workspaces", {}).clear()

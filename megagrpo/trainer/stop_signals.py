@@ -13,11 +13,12 @@ FORCE_SECONDS = 20.0  # after the second Ctrl-C; stopping vLLM servers takes up 
 
 
 def stop_on_signals(stop: Callable[[int], None]) -> None:
-    """Install handlers that call `stop(number)` at the first SIGINT or SIGTERM. A second SIGINT raises KeyboardInterrupt in the main
-    thread.
+    """Install handlers that call `stop(number)` at the first SIGINT or SIGTERM. A second SIGINT raises
+    KeyboardInterrupt in the main thread.
 
-    A process that has not ended `FORCE_SECONDS` after the second SIGINT exits with code 130. A separate thread enforces this: Python runs
-    signal handlers only in the main thread, and not while that thread waits inside a library. Call this from the main thread.
+    A process that has not ended `FORCE_SECONDS` after the second SIGINT exits with code 130. A separate thread enforces
+    this: Python runs signal handlers only in the main thread, and not while that thread waits inside a library. Call
+    this from the main thread.
     """
     signals: list[int] = []
 

@@ -33,8 +33,8 @@ class End(NamedTuple):
 class TimeLimit:
     """Stops a run before `end`; None without a limit.
 
-    `stop` is called once, possibly from another thread: at the start of a step that would not finish in time, judged by the longest step so
-    far, or during a step that takes longer than that.
+    `stop` is called once, possibly from another thread: at the start of a step that would not finish in time, judged by
+    the longest step so far, or during a step that takes longer than that.
     """
 
     def __init__(self, end: End | None, stop: Callable[[int], None]):
@@ -49,7 +49,8 @@ class TimeLimit:
         return 1.5 * self._save_seconds + SPARE_SECONDS
 
     def step_begins(self) -> None:
-        """Call this at the start of every step. The time until the next call counts for the step, including evaluation and saving.
+        """Call this at the start of every step. The time until the next call counts for the step, including evaluation
+        and saving.
 
         Raises ConfigError when there is no time for any step, because the run would be restarted again and again.
         """
@@ -90,8 +91,8 @@ def check_time_limit(time_limit: str | None) -> None:
 
 
 def end_of_run(time_limit: str | None) -> End | None:
-    """Return when this run must end; None without a limit. It began when its first process started, and Slurm's end of the job takes
-    precedence over `run.time_limit`.
+    """Return when this run must end; None without a limit. It began when its first process started, and Slurm's end of
+    the job takes precedence over `run.time_limit`.
 
     Raises ConfigError when no time is left for a step.
     """
@@ -103,7 +104,9 @@ def end_of_run(time_limit: str | None) -> End | None:
         end = End(process_start() + seconds_of(time_limit), KEY)
     now = time.time()
     if end is not None and end.time - now <= _reserved():
-        raise ConfigError(f"{end.key}: {time_limit if end.key == KEY else os.environ[END_OF_JOB]}: {_too_short(end, now)}")
+        raise ConfigError(
+            f"{end.key}: {time_limit if end.key == KEY else os.environ[END_OF_JOB]}: {_too_short(end, now)}"
+        )
     return end
 
 
@@ -113,12 +116,20 @@ def _reserved() -> float:
 
 
 def _too_short(end: End, now: float, when: str = "") -> str:
-    fix = "raise it, or leave it empty" if end.key == KEY else "start a longer job, or unset the variable if this is not your job"
-    return f"{when}{end.time - now:.0f} s are left, of which {_reserved():.0f} s are for a checkpoint, so no step can begin; {fix}"
+    fix = (
+        "raise it, or leave it empty"
+        if end.key == KEY
+        else "start a longer job, or unset the variable if this is not your job"
+    )
+    return (
+        f"{when}{end.time - now:.0f} s are left, of which {_reserved():.0f} s are for a checkpoint, so no step can "
+        f"begin; {fix}"
+    )
 
 
 def process_start() -> float:
-    """Return when this process started, in seconds since 1970; under torchrun or the launcher of the ranks, when that one started."""
+    """Return when this process started, in seconds since 1970; under torchrun or the launcher of the ranks, when that
+    one started."""
     pid = os.getppid() if under_torchrun(os.environ) else os.getpid()
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # since the boot

@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl, reward_statistics, rewards_by_group, to_samples
+from megagrpo.algorithms.advantages import (
+    advantages_of,
+    charged_kl,
+    less_kl,
+    reward_statistics,
+    rewards_by_group,
+    to_samples,
+)
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
@@ -55,8 +62,8 @@ class Update:
 
 @dataclass
 class Trainer:
-    """All components of a run, and its training loop. `weights` yields this rank's parameters, each with the part of the Hugging Face
-    tensor it holds."""
+    """All components of a run, and its training loop. `weights` yields this rank's parameters, each with the part of
+    the Hugging Face tensor it holds."""
 
     config: RunConfig
     layout: Layout
@@ -80,7 +87,8 @@ class Trainer:
     dtype: str = "bfloat16"  # the least precise compute dtype of trainer and engine
     synced: dict[str, float] = field(default_factory=dict)  # metrics of the last weight sync
     run_folder_check: Callable[[], None] = lambda: None  # raises when the run's folder no longer exists
-    profile: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()  # records a step that `run.profile` names
+    # records a step that `run.profile` names
+    profile: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
     time_limit: TimeLimit = field(init=False)
     saves: Saves = field(init=False)
     alarms: Alarms = field(init=False)
@@ -95,7 +103,8 @@ class Trainer:
         self.speed = Speed(self.config, self.layout, self.policy)
 
     def step(self) -> dict[str, float]:
-        """Run one training step and return its metrics, the same on every rank. Raises StopRequested before anything was trained."""
+        """Run one training step and return its metrics, the same on every rank. Raises StopRequested before anything
+        was trained."""
         with self.turns.generating():
             self.start_clocks()
             scored, metrics = self.draw_rollouts()
@@ -109,10 +118,13 @@ class Trainer:
             updates = []
             for batch in batches * self.config.algorithm.num_iterations:
                 with self.update(batch) as update:
-                    update.metrics = self.policy.backward(update.batch, update.loss_fn, update.denominator) | self.policy.update()
+                    update.metrics = (
+                        self.policy.backward(update.batch, update.loss_fn, update.denominator) | self.policy.update()
+                    )
                 updates.append(update.metrics)
             metrics |= over_updates(updates) | over_updates([batch.packing for batch in batches])
-            del batches, batch, update  # also frees the reference's hidden states, which are not needed while servers generate
+            # also frees the reference's hidden states, which are not needed while servers generate
+            del batches, batch, update
             self.dumps.finish(scored, advantages.flatten().tolist())
             self.move_reference()
         self.sync()
@@ -154,7 +166,11 @@ class Trainer:
             self.writer.message(f"finished {self.state.step} steps{early}")
             self.callbacks.train_end()
         except StopRequested as stop:
-            why = "the time limit is near" if stop.number == OUT_OF_TIME else f"stop requested ({signal.Signals(stop.number).name})"
+            why = (
+                "the time limit is near"
+                if stop.number == OUT_OF_TIME
+                else f"stop requested ({signal.Signals(stop.number).name})"
+            )
             self.writer.message(f"{why} after step {self.state.step}")
             self.saves.save(must_succeed=True)
             self.callbacks.train_end()
@@ -172,8 +188,11 @@ class Trainer:
         return 0
 
     def draw_rollouts(self) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """Return this step's scored rollouts, in whole groups, with counters and the age of the weights that sampled them."""
-        scored, metrics = draw_rollouts(self.collector, self.prompts, self.config, self.sampling, self.state.step, self.writer.message)
+        """Return this step's scored rollouts, in whole groups, with counters and the age of the weights that sampled
+        them."""
+        scored, metrics = draw_rollouts(
+            self.collector, self.prompts, self.config, self.sampling, self.state.step, self.writer.message
+        )
         if self.config.rollout.max_staleness:
             ages = staleness(scored, self.state.weight_version)
             assert 0 <= ages["staleness/max"] <= self.config.rollout.max_staleness, ages
@@ -182,30 +201,35 @@ class Trainer:
 
     def batches(self, samples: Sequence[TrainSample]) -> list[TrainBatch]:
         """Pack this rank's share of the samples, one TrainBatch per optimizer step."""
-        rules, seed = packing_rules(self.config, self.policy.shares_prompts), derive_seed(self.config.run.seed, self.state.step, "slices")
+        rules, seed = (
+            packing_rules(self.config, self.policy.shares_prompts),
+            derive_seed(self.config.run.seed, self.state.step, "slices"),
+        )
         parts = slices(samples, self.config.algorithm.steps_per_generation, seed)
         return [pack(part, rules, self.layout.dp_rank, self.layout.dp_size) for part in parts]
 
     def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
-        """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference ones for the KL term. A
-        KL in the reward needs both."""
+        """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference
+        ones for the KL term. A KL in the reward needs both."""
         algorithm = self.config.algorithm
         with self.phases("logprobs"):
             if algorithm.updates_per_step > 1 or algorithm.kl_in_reward:
                 batch = batch.with_terms(old_logprobs=self.policy.logprobs(batch))
             return batch if self.reference is None else self.reference.annotate(batch)
 
-    def with_kl_in_reward(self, scored: Sequence[ScoredRollout], batches: list[TrainBatch]) -> tuple[Tensor, list[TrainBatch], float]:
-        """Subtract beta times each response's KL from its reward. Returns the new advantages [P, G] float64, the batches with these
-        advantages, and the mean KL."""
+    def with_kl_in_reward(
+        self, scored: Sequence[ScoredRollout], batches: list[TrainBatch]
+    ) -> tuple[Tensor, list[TrainBatch], float]:
+        """Subtract beta times each response's KL from its reward. Returns the new advantages [P, G] float64, the
+        batches with these advantages, and the mean KL."""
         kl = charged_kl(scored, kl_by_sample(batches, self.layout), self.config)
         advantages = advantages_of(less_kl(scored, kl, self.config.algorithm.beta), self.config)
         return advantages, [batch.with_advantages(advantages.flatten()) for batch in batches], kl.mean().item()
 
     @contextmanager
     def update(self, batch: TrainBatch) -> Iterator[Update]:
-        """Prepare one optimizer step on the batch, and record its metrics. A step is skipped when its loss or gradient is not finite;
-        metrics of the optimizer are missing then."""
+        """Prepare one optimizer step on the batch, and record its metrics. A step is skipped when its loss or gradient
+        is not finite; metrics of the optimizer are missing then."""
         algorithm = self.config.algorithm
         divisor = denominator(batch, algorithm.loss.average, self.config.rollout.max_completion_length)
         entropy_coef = bonus_coefficient(self.state, algorithm)
@@ -234,7 +258,8 @@ class Trainer:
             self.reference.mix_in(algorithm.ref_model_mixup_alpha)
 
     def sync(self) -> None:
-        """Push the policy's weights to the engine. They are verified there before this returns. A run that was asked to stop pushes
+        """Push the policy's weights to the engine. They are verified there before this returns. A run that was asked to
+        stop pushes
         nothing: it generates no more responses, and a resumed run pushes these weights first."""
         if self.collector.stop_requested():
             return
@@ -267,7 +292,8 @@ class Trainer:
             self.evaluate()
 
     def evaluate(self) -> None:
-        """Score responses to the held-out prompts. With `evaluation.keep_best`, save a checkpoint when the result is the best so far."""
+        """Score responses to the held-out prompts. With `evaluation.keep_best`, save a checkpoint when the result is
+        the best so far."""
         if not self.held_out:
             return
         self.phases.about = "evaluation: "
@@ -280,17 +306,25 @@ class Trainer:
             self.saves.save_if_best(self.config.evaluation.keep_best, metrics)
 
     def start_clocks(self) -> None:
-        """Reset the timers, so that the next step's times do not include what came before it, and name the step in its progress."""
+        """Reset the timers, so that the next step's times do not include what came before it, and name the step in its
+        progress."""
         self.phases.collect()
         self.phases.about = f"step {self.state.step + 1}/{self.config.run.num_steps} "
         if self.collector.pool is not None:
             self.collector.pool.measured()
 
     def with_speed(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Add the seconds of each phase, rates of tokens and FLOPs, memory, and run counters to the metrics. Collective."""
+        """Add the seconds of each phase, rates of tokens and FLOPs, memory, and run counters to the metrics.
+        Collective."""
         times, pool = self.phases.collect(), self.collector.pool
         speed = self.speed.metrics(metrics["num_tokens"], metrics["num_generated_tokens"], times)
         speed |= idle_shares(times) | (pool.measured() if pool is not None else {})
-        counters = {"weight_version": float(self.state.weight_version), "checkpoint/failures": float(self.saves.failures)}
-        counters |= {"train/skipped_steps": float(self.state.skipped_steps), "mismatch/alarms": float(self.state.mismatch_alarms)}
+        counters = {
+            "weight_version": float(self.state.weight_version),
+            "checkpoint/failures": float(self.saves.failures),
+        }
+        counters |= {
+            "train/skipped_steps": float(self.state.skipped_steps),
+            "mismatch/alarms": float(self.state.mismatch_alarms),
+        }
         return metrics | times | self.synced | speed | counters

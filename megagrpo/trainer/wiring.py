@@ -57,8 +57,9 @@ from megagrpo.types import LossFn
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run reads and checks before it starts servers or loads weights. `dialogues` and `rewards` are None except on the leader rank
-    of each replica; `dialogues` also without `multi_turn`. `config` has `run.max_steps` set if the data decided it;
+    """What a run reads and checks before it starts servers or loads weights. `dialogues` and `rewards` are None except
+    on the leader rank of each replica; `dialogues` also without `multi_turn`. `config` has `run.max_steps` set if the
+    data decided it;
     `notes` are lines for the user."""
 
     config: RunConfig
@@ -92,12 +93,16 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     progress = run_progress(config.run) if first else SILENT
     tokens = _open_token_log(config, run_folder, inputs, layout, writer.message, resources)
     access = inputs.token, inputs.urls
-    servers = start_servers(config, inputs.model_folder, run_folder, layout, *access, writer.message, progress, resources)
+    servers = start_servers(
+        config, inputs.model_folder, run_folder, layout, *access, writer.message, progress, resources
+    )
     policy, reference = _load_policy(config, layout, inputs, progress)
     engine, weight_sync = connect(servers, config, layout, inputs.tokenizer.decode, writer.message, resources)
     pool = None
     if engine is not None and inputs.rewards is not None and config.rollout.max_staleness:
-        pool = resources.enter_context(AsyncPool(engine, inputs.rewards, config.rollout.max_staleness, config.rollout.straggler_seconds))
+        pool = resources.enter_context(
+            AsyncPool(engine, inputs.rewards, config.rollout.max_staleness, config.rollout.straggler_seconds)
+        )
     phases, say, dumps = Phases(progress), writer.message, run_folder / "dumps"
     profiler = Profiler(config, run_folder, layout.world_rank, say)
     policy.phases, phases.mark = phases, profiler.mark
@@ -118,7 +123,9 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         sampling=sampling_params(config.rollout, inputs.tokenizer.eos_token_ids),
         weights=partial(blocks, policy.chunks, inputs.hf_config, layout),
         weight_sync=weight_sync,
-        checkpointer=Checkpointer(saves_to, layout, policy, config.run.save_total_limit, inputs.model_folder, reference),
+        checkpointer=Checkpointer(
+            saves_to, layout, policy, config.run.save_total_limit, inputs.model_folder, reference
+        ),
         writer=writer,
         dumps=StepDumps(config, policy, dumps, inputs.model_folder, say, reference, inputs.reference_folder),
         phases=phases,
@@ -134,8 +141,11 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     return trainer
 
 
-def _read_inputs(config: RunConfig, base_folder: Path, run_folder: Path, layout: Layout, resources: ExitStack) -> Inputs:
-    """Read and check all inputs, and lock the run's folder. Collective. Raises ValueError, with the key, for an input that is wrong."""
+def _read_inputs(
+    config: RunConfig, base_folder: Path, run_folder: Path, layout: Layout, resources: ExitStack
+) -> Inputs:
+    """Read and check all inputs, and lock the run's folder. Collective. Raises ValueError, with the key, for an input
+    that is wrong."""
     first = layout.world_rank == 0
     token, urls = on_first_rank(layout, lambda: check_servers(config))
     os.environ.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
@@ -152,9 +162,13 @@ def _read_inputs(config: RunConfig, base_folder: Path, run_folder: Path, layout:
     resume_from = on_first_rank(layout, lambda: prepare_run_folder(config, lock, os.environ.get("MEGAGRPO_JOB")))
     tokenizer = tokenizer_of(config, model_folder)
     reference_folder = _reference_folder(config, hf_config, tokenizer)
-    dialogues = run_own_and_agree(layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader)
+    dialogues = run_own_and_agree(
+        layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=layout.is_dp_leader
+    )
     tools, columns = on_first_rank(layout, lambda: (dialogues.tools, dialogues.columns) if dialogues else ([], []))
-    prompts = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, tools=tools)
+    prompts = PromptSource(
+        config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed, tools=tools
+    )
     given, config = config, config.with_num_prompts(len(prompts))
     held_out = load_sets(config, tokenizer, tools, columns)
     rewards = run_own_and_agree(
@@ -182,7 +196,8 @@ def _read_inputs(config: RunConfig, base_folder: Path, run_folder: Path, layout:
 
 
 def _reference_folder(config: RunConfig, model: HfConfig, tokenizer: Tokenizer) -> Path | None:
-    """Return the folder of `model.reference_path`, or None. Raises ValueError when its architecture or vocabulary is not the policy's."""
+    """Return the folder of `model.reference_path`, or None. Raises ValueError when its architecture or vocabulary is
+    not the policy's."""
     if config.model.reference_path is None:
         return None
     folder = resolve_model(config.model.reference_path, "model.reference_path")
@@ -192,20 +207,25 @@ def _reference_folder(config: RunConfig, model: HfConfig, tokenizer: Tokenizer) 
         different = [f"token {i}: {one!r}, {other!r}" for i, (one, other) in enumerate(pairs) if one != other][:1]
     if different:
         raise ValueError(
-            f"model.reference_path: {folder} differs from the policy in architecture or vocabulary (policy, reference): "
+            f"model.reference_path: {folder} differs from the policy in architecture or vocabulary (policy, "
+            f"reference): "
             f"{'; '.join(different)}. Name weights that match, or leave it empty to use the policy's initial weights"
         )
     return folder
 
 
-def _rewards(config: RunConfig, base_folder: Path, columns: list[str], held_out: list[HeldOut], resources: ExitStack) -> RewardScorer:
+def _rewards(
+    config: RunConfig, base_folder: Path, columns: list[str], held_out: list[HeldOut], resources: ExitStack
+) -> RewardScorer:
     scorer = resources.enter_context(RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder))
     scorer.check_columns(columns)
     check_columns(held_out, scorer)
     return scorer
 
 
-def _open_writer(config: RunConfig, run_folder: Path, inputs: Inputs, layout: Layout, resources: ExitStack) -> MetricsWriter:
+def _open_writer(
+    config: RunConfig, run_folder: Path, inputs: Inputs, layout: Layout, resources: ExitStack
+) -> MetricsWriter:
     """Open the metrics of the run on rank 0, and print what the run is; a silent writer on other ranks."""
     restored_step = _step_of(inputs.resume_from)
     writer = MetricsWriter(run_folder, config, restored_step) if layout.world_rank == 0 else MetricsWriter.silent()
@@ -233,16 +253,28 @@ def _steps_notes(given: RunConfig, config: RunConfig, num_prompts: int) -> list[
     if epochs is None:
         return []
     if given.run.max_steps is not None:
-        return [f"note: run.max_steps {steps} takes precedence over run.num_train_epochs {epochs:g}; run.max_steps=null selects the epochs"]
+        return [
+            f"note: run.max_steps {steps} takes precedence over run.num_train_epochs {epochs:g}; run.max_steps=null "
+            f"selects the epochs"
+        ]
     per_step = config.rollout.prompts_per_step
-    return [f"{steps} steps: run.num_train_epochs {epochs:g} x {num_prompts} prompts / rollout.prompts_per_step {per_step}"]
+    return [
+        f"{steps} steps: run.num_train_epochs {epochs:g} x {num_prompts} prompts / rollout.prompts_per_step {per_step}"
+    ]
 
 
 def _open_token_log(
-    config: RunConfig, run_folder: Path, inputs: Inputs, layout: Layout, say: Callable[[str], None], resources: ExitStack
+    config: RunConfig,
+    run_folder: Path,
+    inputs: Inputs,
+    layout: Layout,
+    say: Callable[[str], None],
+    resources: ExitStack,
 ) -> TokenLog:
     """Return the token log of the run; only rank 0 opens its file."""
-    tokens = TokenLog(layout, TokenTexts(inputs.tokenizer), config.run.log_tokens_groups, config.rollout.num_generations, say)
+    tokens = TokenLog(
+        layout, TokenTexts(inputs.tokenizer), config.run.log_tokens_groups, config.rollout.num_generations, say
+    )
     if layout.world_rank == 0:
         tokens.open(run_folder, _step_of(inputs.resume_from))
     resources.callback(tokens.close)
@@ -254,8 +286,11 @@ def _step_of(checkpoint: Path | None) -> int:
     return 0 if checkpoint is None else int(checkpoint.name.removeprefix("step_"))
 
 
-def _load_policy(config: RunConfig, layout: Layout, inputs: Inputs, progress: Progress) -> tuple[MegatronPolicy, Reference | None]:
-    """Build the policy and load its weights, and the reference's, if the run has one. Collective. Raises ConfigError."""
+def _load_policy(
+    config: RunConfig, layout: Layout, inputs: Inputs, progress: Progress
+) -> tuple[MegatronPolicy, Reference | None]:
+    """Build the policy and load its weights, and the reference's, if the run has one. Collective. Raises
+    ConfigError."""
     torch.manual_seed(config.run.seed)
     with as_config_errors():
         hf_config, folder, reference = inputs.hf_config, inputs.reference_folder, None

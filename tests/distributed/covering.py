@@ -1,5 +1,5 @@
-"""Covering sets (combinatorial testing): few rows that contain every allowed combination of values of a few axes. Uses the greedy
-construction of Cohen et al. 1997, "The AETG system", with rules."""
+"""Covering sets (combinatorial testing): few rows that contain every allowed combination of values of a few axes. Uses
+the greedy construction of Cohen et al. 1997, "The AETG system", with rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Rule = tuple[tuple[str, ...], Callable[..., bool]]  # axes, and whether these va
 
 
 def covering_rows(axes: Axes, rules: Sequence[Rule], strength: int = 2) -> list[Row]:
-    """Rows, in a fixed order, that obey every rule and contain every allowed combination of values of `strength` axes."""
+    """Rows, in a fixed order, that obey every rule and contain every allowed combination of values of `strength`
+    axes."""
     can_complete = _completer(axes, rules)
     left = dict.fromkeys(  # used as a set with a fixed order
         frozenset(zip(chosen, values, strict=True))
@@ -36,8 +37,11 @@ def covering_rows(axes: Axes, rules: Sequence[Rule], strength: int = 2) -> list[
     return rows
 
 
-def cheaper(rows: Sequence[Row], axes: Axes, rules: Sequence[Rule], cost: Callable[[Row], float], strength: int = 2) -> list[Row]:
-    """Rows with the same combinations at less cost: drops redundant rows, and takes a cheaper value where no combination is lost."""
+def cheaper(
+    rows: Sequence[Row], axes: Axes, rules: Sequence[Rule], cost: Callable[[Row], float], strength: int = 2
+) -> list[Row]:
+    """Rows with the same combinations at less cost: drops redundant rows, and takes a cheaper value where no
+    combination is lost."""
 
     def held_by(row: Row) -> set[frozenset]:
         return {frozenset(some) for some in combinations(row.items(), strength)}

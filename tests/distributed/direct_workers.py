@@ -1,4 +1,5 @@
-"""Trainer ranks and workers in one world of forks, without vLLM: the first ranks push weights, the others receive them as workers do."""
+"""Trainer ranks and workers in one world of forks, without vLLM: the first ranks push weights, the others receive them
+as workers do."""
 
 from __future__ import annotations
 
@@ -31,11 +32,16 @@ PER_SERVER = 2  # workers
 def values_of(name: str, version: int) -> Tensor:
     """The weights of a version."""
     shape = SHAPES[name]
-    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) + 1000 * list(SHAPES).index(name) + 0.5 * version
+    return (
+        torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+        + 1000 * list(SHAPES).index(name)
+        + 0.5 * version
+    )
 
 
 def held_by(rank: int, num_ranks: int, version: int, device: torch.device):
-    """Two tensor-parallel halves in the form of `megagrpo.models.bridge.parameter_blocks.blocks`; ranks beyond the second hold copies."""
+    """Two tensor-parallel halves in the form of `megagrpo.models.bridge.parameter_blocks.blocks`; ranks beyond the
+    second hold copies."""
     half = rank % 2 if num_ranks > 1 else None
     for name, shape in SHAPES.items():
         box = cut(shape, 0, 0, shape[0])
@@ -52,7 +58,11 @@ def copies_of(worker: int, tensors: dict[str, Tensor], kept: dict[str, Tensor]) 
     half = worker % PER_SERVER
     for name, tensor in tensors:
         dim = 1 if name.endswith("down") else 0
-        part = tensor.narrow(dim, tensor.shape[dim] // 2 * half, tensor.shape[dim] // 2) if name.endswith(("up", "down")) else tensor
+        part = (
+            tensor.narrow(dim, tensor.shape[dim] // 2 * half, tensor.shape[dim] // 2)
+            if name.endswith(("up", "down"))
+            else tensor
+        )
         for _ in range(2 if name.endswith("norm") else 1):
             kept[name] = torch.empty(part.shape)
             kept[name].copy_(part)
@@ -110,8 +120,8 @@ class FileEngine:
 def serve(
     worker: int, folder: Path, updates: int, device: torch.device, dies: bool = False, gone: int = 0
 ) -> tuple[dict[str, Any], list[str]]:
-    """Run a worker; return its weights and errors. A worker that `dies` loses its connections during the first update, sends no error, and
-    is back for the next. After the first update `gone` workers before this one no longer exist."""
+    """Run a worker; return its weights and errors. A worker that `dies` loses its connections during the first update,
+    sends no error, and is back for the next. After the first update `gone` workers before this one no longer exist."""
     receiver, kept, errors = Receiver(device), {}, []
     number = worker % PER_SERVER
     for update in range(updates):

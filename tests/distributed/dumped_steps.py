@@ -1,4 +1,5 @@
-"""Steps dumped without a run: the samples of `megagrpo verify` with random rewards, through the policy and the loss of a config."""
+"""Steps dumped without a run: the samples of `megagrpo verify` with random rewards, through the policy and the loss of
+a config."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def make_model(folder: Path, hf_config: HfConfig) -> None:
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf_config.raw | dict(pad_token_id=None)))
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**hf_config.raw | dict(pad_token_id=None))
+    )
     biases = [buffer for name, buffer in model.named_buffers() if name.endswith("bias")]  # select experts
     for tensor in (*model.parameters(), *biases):
         tensor.data.add_(0.1 * torch.randn_like(tensor))
@@ -40,8 +43,8 @@ def make_model(folder: Path, hf_config: HfConfig) -> None:
 
 
 def rollouts() -> list[ScoredRollout]:
-    """The samples in the form that an engine returns. There are two rewards; some responses have only one of them, one response has
-    none."""
+    """The samples in the form that an engine returns. There are two rewards; some responses have only one of them, one
+    response has none."""
     chance = random.Random(1)
     made = []
     for i, sample in enumerate(random_samples()):
@@ -52,8 +55,15 @@ def rollouts() -> list[ScoredRollout]:
         logprobs = tuple(sample.rollout_logprobs[length:].tolist())
         reason = "length" if sample.truncated else "stop"
         rollout = Rollout(prompt, tuple(ids[length:]), logprobs, reason, 1, "an answer", dialogue)
-        rewards = {"chance": chance.random() if i != 7 else None, "coin": float(chance.random() < 0.5) if i % 4 != 3 else None}
-        summed = (rewards["chance"] or 0.0) + 0.5 * (rewards["coin"] or 0.0) if any(r is not None for r in rewards.values()) else math.nan
+        rewards = {
+            "chance": chance.random() if i != 7 else None,
+            "coin": float(chance.random() < 0.5) if i % 4 != 3 else None,
+        }
+        summed = (
+            (rewards["chance"] or 0.0) + 0.5 * (rewards["coin"] or 0.0)
+            if any(r is not None for r in rewards.values())
+            else math.nan
+        )
         made.append(ScoredRollout(rollout, rewards, summed))
     return made
 
@@ -66,7 +76,9 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
     policy.weights_changed()
     scored, said, state = rollouts(), [], TrainState()
     advantages = advantages_of(scored, config)
-    batch = pack(to_samples(scored, advantages), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+    batch = pack(
+        to_samples(scored, advantages), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size
+    )
     batch = Reference(policy).annotate(batch) if algorithm.beta else batch
     divisor = denominator(batch, algorithm.loss.average, config.rollout.max_completion_length)
     dumps = StepDumps(config, policy, run / "dumps", model, said.append)

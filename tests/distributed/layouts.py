@@ -45,7 +45,10 @@ RULES: list[Rule] = [
     (("pp", "vpp", "uneven_stages"), lambda pp, vpp, uneven: vpp == 1 and pp in UNEVEN if uneven else pp != 3),
     (("tp", "sequence_parallel"), lambda tp, sequence_parallel: tp > 1 or not sequence_parallel),
     (("model", "ep", "etp"), lambda model, ep, etp: model in EXPERTS or (ep == 1 and etp is None)),
-    (("model", "tp", "sequence_parallel"), lambda model, tp, sequence_parallel: model not in EXPERTS or tp == 1 or sequence_parallel),
+    (
+        ("model", "tp", "sequence_parallel"),
+        lambda model, tp, sequence_parallel: model not in EXPERTS or tp == 1 or sequence_parallel,
+    ),
     (("tp", "cp", "dp", "ep", "etp"), lambda tp, cp, dp, ep, etp: tp * cp * dp % (ep * (etp or tp)) == 0),
 ]
 
@@ -71,7 +74,8 @@ def ranks(row: Row) -> int:
 
 def config_of(row: Row) -> RunConfig:
     config = tiny_run(
-        {axis: row[axis] for axis in PARALLEL} | dict(pipeline_layers=UNEVEN[row["pp"]] if row["uneven_stages"] else None),
+        {axis: row[axis] for axis in PARALLEL}
+        | dict(pipeline_layers=UNEVEN[row["pp"]] if row["uneven_stages"] else None),
         model=dict(recompute=row["recompute"]),
         algorithm=LOSSES[row["loss"]],
         train=dict(distributed_optimizer=row["distributed_optimizer"], share_prompts=row["share_prompts"]),

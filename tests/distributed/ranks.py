@@ -1,5 +1,5 @@
-"""`run_ranks` for tests: `results = run_ranks(function, 4, *args)`. The ranks are forks of pytest's process. Start threads (loading with
-transformers, servers) and process groups in a rank, never in pytest's process."""
+"""`run_ranks` for tests: `results = run_ranks(function, 4, *args)`. The ranks are forks of pytest's process. Start
+threads (loading with transformers, servers) and process groups in a rank, never in pytest's process."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Transformer Engine without a GPU: replaces its kernels by plain torch code and keeps the rest of the package.
 
-With it, Transformer Engine's layers, recipes, quantizers and tensors run without a GPU where the package is installed, as does Megatron's
-code for them. Attention takes Transformer Engine's arguments, but not its backends. Nothing here tests the kernels themselves.
+With it, Transformer Engine's layers, recipes, quantizers and tensors run without a GPU where the package is installed,
+as does Megatron's code for them. Attention takes Transformer Engine's arguments, but not its backends. Nothing here
+tests the kernels themselves.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def replace_kernels() -> None:
 
 
 def put_kernels(*more: Callable) -> None:
-    """Put these functions, and those of `more`, in place of Transformer Engine's kernels of the same names, wherever they are imported."""
+    """Put these functions, and those of `more`, in place of Transformer Engine's kernels of the same names, wherever
+    they are imported."""
     import transformer_engine_torch as kernels
     from transformer_engine.pytorch import DotProductAttention
     from transformer_engine.pytorch.tensor import float8_tensor, utils
@@ -67,7 +69,9 @@ def _pretend() -> None:
     cuda.is_available = lambda: True
     cuda.is_current_stream_capturing = lambda: False
     cuda.get_device_capability = lambda *args: (9, 0)
-    cuda.get_device_properties = lambda *args: SimpleNamespace(multi_processor_count=4, major=9, minor=0, name="CPU", total_memory=2**33)
+    cuda.get_device_properties = lambda *args: SimpleNamespace(
+        multi_processor_count=4, major=9, minor=0, name="CPU", total_memory=2**33
+    )
     cuda.device = lambda *args: contextlib.nullcontext()
     torch.Tensor.is_cuda = property(lambda self: True)
     torch.compiler.set_stance("force_eager")
@@ -81,7 +85,7 @@ def _clip(operation: Callable, overflow: Tensor, lists: list[list[Tensor]], *arg
         target.copy_(source * args[0])
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ FP8 numbers
+# ---------------------------------------------------------------------------------------------------------- FP8 numbers
 
 
 def quantize(x: Tensor, quantizer, target=None, noop=None):
@@ -91,8 +95,26 @@ def quantize(x: Tensor, quantizer, target=None, noop=None):
     matrix = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x
     if hasattr(quantizer, "block_scaling_dim"):
         square = quantizer.block_scaling_dim == 2
-        _put(target._rowwise_data, target._rowwise_scale_inv, matrix, (SIDE if square else 1, SIDE), kind, quantizer, square, False)
-        _put(target._columnwise_data, target._columnwise_scale_inv, matrix, (SIDE, SIDE if square else 1), kind, quantizer, square, True)
+        _put(
+            target._rowwise_data,
+            target._rowwise_scale_inv,
+            matrix,
+            (SIDE if square else 1, SIDE),
+            kind,
+            quantizer,
+            square,
+            False,
+        )
+        _put(
+            target._columnwise_data,
+            target._columnwise_scale_inv,
+            matrix,
+            (SIDE, SIDE if square else 1),
+            kind,
+            quantizer,
+            square,
+            True,
+        )
         return target
     amax = matrix.abs().amax().float().view(1) if matrix.numel() else matrix.new_zeros(1, dtype=torch.float32)
     if hasattr(quantizer, "scale"):  # delayed, or left over from another quantizer's scale
@@ -113,15 +135,19 @@ def quantize(x: Tensor, quantizer, target=None, noop=None):
     return target
 
 
-def create_empty_quantized_tensor(quantizer, shape: list[int], dtype: torch.dtype, where: torch.device, pinned: bool = False):
+def create_empty_quantized_tensor(
+    quantizer, shape: list[int], dtype: torch.dtype, where: torch.device, pinned: bool = False
+):
     """An uninitialized tensor of the quantizer's kind."""
     of, tensors = quantizer.create_metadata(shape, dtype=dtype), quantizer.alloc_tensors(shape, device=where)
     return of["cls"].__tensor_unflatten__(tensors, of, shape, torch.empty(shape, device="meta").stride())
 
 
-def _put(data: Tensor | None, inverse: Tensor, x: Tensor, tile: tuple[int, int], kind, quantizer, square: bool, columns: bool) -> None:
-    """Write the numbers and scales of tiles of x; columnwise data is transposed. Scales follow cuBLAS: scales of square tiles in the order
-    of the data, others transposed and padded to multiples of 4."""
+def _put(
+    data: Tensor | None, inverse: Tensor, x: Tensor, tile: tuple[int, int], kind, quantizer, square: bool, columns: bool
+) -> None:
+    """Write the numbers and scales of tiles of x; columnwise data is transposed. Scales follow cuBLAS: scales of square
+    tiles in the order of the data, others transposed and padded to multiples of 4."""
     if data is None or not x.numel():
         return
     tiles = in_tiles(x, tile)
@@ -142,8 +168,15 @@ def operand(x: Any, usage: str) -> Tensor:
         data = x._transpose if columns else x._data
         values = data.reshape(-1, data.shape[-1]) if not columns else data.reshape(data.shape[0], -1).t()
         return values.contiguous().view(kind).float() * x._scale_inv
-    data, inverse = (x._columnwise_data, x._columnwise_scale_inv) if columns else (x._rowwise_data, x._rowwise_scale_inv)
-    values = (data.reshape(data.shape[0], -1).t() if columns else data.reshape(-1, data.shape[-1])).contiguous().view(kind).float()
+    data, inverse = (
+        (x._columnwise_data, x._columnwise_scale_inv) if columns else (x._rowwise_data, x._rowwise_scale_inv)
+    )
+    values = (
+        (data.reshape(data.shape[0], -1).t() if columns else data.reshape(-1, data.shape[-1]))
+        .contiguous()
+        .view(kind)
+        .float()
+    )
     square = x._is_2D_scaled
     own = inverse if columns != square else inverse.t()
     down, across = SIDE if square or columns else 1, SIDE if square or not columns else 1
@@ -176,7 +209,9 @@ def compute_amax(x: Tensor, found: Tensor) -> None:
     found.copy_(x.abs().amax())
 
 
-def fp8_block_scaling_compute_partial_amax(master: Tensor, found: Tensor, rows: int, width: int, first: int, block: int) -> None:
+def fp8_block_scaling_compute_partial_amax(
+    master: Tensor, found: Tensor, rows: int, width: int, first: int, block: int
+) -> None:
     """The largest magnitudes of the blocks of this rank's shard of a weight."""
     own = magnitudes(in_tiles(in_place(master, rows, width, first), (block, block)))
     found[:, : own.shape[1]] = own
@@ -187,7 +222,9 @@ def fp8_block_scaling_partial_cast(
 ) -> None:
     """This rank's shard of a weight, rounded by the scales of all ranks."""
     tiles = in_tiles(in_place(master, rows, width, first), (block, block))
-    numbers = out_of_tiles(rounded(tiles, scale[:, None, : tiles.shape[2], None], torch_dtype(kind)), (rows, width)).flatten()
+    numbers = out_of_tiles(
+        rounded(tiles, scale[:, None, : tiles.shape[2], None], torch_dtype(kind)), (rows, width)
+    ).flatten()
     part.copy_(numbers[first : first + master.numel()])
 
 
@@ -236,17 +273,33 @@ def in_place(master: Tensor, rows: int, width: int, first: int) -> Tensor:
     return matrix.view(rows, width)
 
 
-# -------------------------------------------------------------------------------------------------------------------------------- in layers
+# ------------------------------------------------------------------------------------------------------------ in layers
 
 
 def generic_gemm(
-    a, a_turned: bool, b, b_turned: bool, out, quantizer, kind, bias, bias_kind, gelu, gelu_in, grad, *rest: Any, **others: Any
+    a,
+    a_turned: bool,
+    b,
+    b_turned: bool,
+    out,
+    quantizer,
+    kind,
+    bias,
+    bias_kind,
+    gelu,
+    gelu_in,
+    grad,
+    *rest: Any,
+    **others: Any,
 ):
-    """The product b a of cuBLAS' matrices, transposed as requested; with a bias, or its gradient. Returns (product, bias's gradient, None,
-    None)."""
+    """The product b a of cuBLAS' matrices, transposed as requested; with a bias, or its gradient. Returns (product,
+    bias's gradient, None, None)."""
     accumulate = rest[2]
     assert not gelu and quantizer is None and others.get("comm_overlap") is None
-    left, right = operand(b, "columnwise" if b_turned else "rowwise"), operand(a, "rowwise" if a_turned else "columnwise")
+    left, right = (
+        operand(b, "columnwise" if b_turned else "rowwise"),
+        operand(a, "rowwise" if a_turned else "columnwise"),
+    )
     product = (left.t() if b_turned else left) @ (right.t() if a_turned else right)
     gradient = left.sum(0).to(bias.dtype) if bias is not None and grad else None
     product = product + bias.float() if bias is not None and not grad else product
@@ -258,9 +311,11 @@ def generic_gemm(
     return out, gradient, None, None
 
 
-def te_general_grouped_gemm(a, a_turned, b, b_turned, out, kind, sizes, bias, bias_kind, single, gelu_in, grad, *rest: Any):
-    """`generic_gemm` of each pair, stacked vertically in a single output. Products with empty operands are 0; also returns the gradients of
-    biases."""
+def te_general_grouped_gemm(
+    a, a_turned, b, b_turned, out, kind, sizes, bias, bias_kind, single, gelu_in, grad, *rest: Any
+):
+    """`generic_gemm` of each pair, stacked vertically in a single output. Products with empty operands are 0; also
+    returns the gradients of biases."""
     accumulate, outputs = rest[2], out[0].split(sizes) if single else out
     for i, (left, right, target) in enumerate(zip(a, b, outputs, strict=True)):
         own = bias[i] if bias and bias[i] is not None and bias[i].numel() else None
@@ -269,7 +324,9 @@ def te_general_grouped_gemm(a, a_turned, b, b_turned, out, kind, sizes, bias, bi
             if grad and own is not None:
                 own.zero_()
             continue
-        _, gradient, *_ = generic_gemm(left, a_turned, right, b_turned, target, None, None, own, None, False, None, grad, 0, 0, accumulate)
+        _, gradient, *_ = generic_gemm(
+            left, a_turned, right, b_turned, target, None, None, own, None, False, None, grad, 0, 0, accumulate
+        )
         if gradient is not None:
             own.copy_(gradient)
     return bias
@@ -282,22 +339,28 @@ def rmsnorm_fwd(x: Tensor, weight: Tensor, eps: float, out, quantizer, kind, mar
     return (normed if quantizer is None else quantize(normed, quantizer, out)), None, inverse
 
 
-def rmsnorm_bwd(grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, margin: int, centred: bool) -> tuple[Tensor, Tensor]:
+def rmsnorm_bwd(
+    grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, margin: int, centred: bool
+) -> tuple[Tensor, Tensor]:
     """The gradients of x and of the weight."""
     normed, scaled = x.float() * inverse[:, None], grad.float() * (weight.float() + centred)
     of_x = inverse[:, None] * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     return of_x.to(x.dtype), (grad.float() * normed).sum(0).to(weight.dtype)
 
 
-def fused_rope_forward(x: Tensor, angles: Tensor, starts, form, neighbours: bool, cu_seqlens: Tensor, size: int, rank: int, sign: int = 1):
-    """Rotate x [tokens, heads, width] of packed sequences by angles [positions, 1, 1, width]. A context-parallel rank has one chunk from
-    the front of each sequence and one from its end."""
+def fused_rope_forward(
+    x: Tensor, angles: Tensor, starts, form, neighbours: bool, cu_seqlens: Tensor, size: int, rank: int, sign: int = 1
+):
+    """Rotate x [tokens, heads, width] of packed sequences by angles [positions, 1, 1, width]. A context-parallel rank
+    has one chunk from the front of each sequence and one from its end."""
     assert starts is None and x.dim() == 3
     positions = []
     for first, last in zip((cu_seqlens // size)[:-1].tolist(), (cu_seqlens // size)[1:].tolist(), strict=True):
         half = (last - first) // 2
         front, back = rank * half, (2 * size - 1 - rank) * half
-        positions += list(range(last - first)) if size == 1 else [*range(front, front + half), *range(back, back + half)]
+        positions += (
+            list(range(last - first)) if size == 1 else [*range(front, front + half), *range(back, back + half)]
+        )
     angle = angles.view(len(angles), -1)[torch.tensor(positions, device=angles.device)][:, None]
     width = angle.shape[-1]
     turned, rest = x[..., :width].float(), x[..., width:]
@@ -314,13 +377,26 @@ def fused_rope_backward(*args: Any) -> Tensor:
 
 
 def attention(
-    self, query, key, value, mask=None, qkv_format=None, cu_seqlens_q=None, cu_seqlens_q_padded=None, attn_mask_type=None, **others
+    self,
+    query,
+    key,
+    value,
+    mask=None,
+    qkv_format=None,
+    cu_seqlens_q=None,
+    cu_seqlens_q_padded=None,
+    attn_mask_type=None,
+    **others,
 ):
-    """Causal attention inside each packed sequence, with Transformer Engine's arguments; padding gives 0. [tokens, heads x width]."""
+    """Causal attention inside each packed sequence, with Transformer Engine's arguments; padding gives 0. [tokens,
+    heads x width]."""
     assert ((qkv_format or self.qkv_format), attn_mask_type, query.dim()) == ("thd", "padding_causal", 3)
     known = {"cu_seqlens_kv", "cu_seqlens_kv_padded", "max_seqlen_q", "max_seqlen_kv", "num_splits"}
     assert not [name for name, given in others.items() if given is not None and name not in known], others
-    places, sizes = (cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded).tolist(), cu_seqlens_q.diff().tolist()
+    places, sizes = (
+        (cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded).tolist(),
+        cu_seqlens_q.diff().tolist(),
+    )
     assert max(sizes) <= others["max_seqlen_q"]
     groups, left, found = query.shape[1] // key.shape[1], self.window_size[0] if self.window_size else -1, []
     for first, size, end in zip(places, sizes, [*places[1:-1], len(query)], strict=False):
@@ -340,7 +416,12 @@ def attention(
 def fused_multi_row_padding(x: Tensor, out: Tensor, sizes: list[int], padded: list[int]) -> None:
     """Pad each part of the rows with zeros."""
     out.copy_(
-        torch.cat([torch.nn.functional.pad(part, (0, 0, 0, more - len(part))) for part, more in zip(x.split(sizes), padded, strict=True)])
+        torch.cat(
+            [
+                torch.nn.functional.pad(part, (0, 0, 0, more - len(part)))
+                for part, more in zip(x.split(sizes), padded, strict=True)
+            ]
+        )
     )
 
 
@@ -352,5 +433,10 @@ def fused_multi_row_unpadding(x: Tensor, out: Tensor, padded: list[int], sizes: 
 KERNELS = (
     *(quantize, create_empty_quantized_tensor, split_quantize, bgrad_quantize, dequantize, fp8_transpose, compute_amax),
     *(generic_gemm, te_general_grouped_gemm, rmsnorm_fwd, rmsnorm_bwd, fused_rope_forward, fused_rope_backward),
-    *(fused_multi_row_padding, fused_multi_row_unpadding, fp8_block_scaling_compute_partial_amax, fp8_block_scaling_partial_cast),
+    *(
+        fused_multi_row_padding,
+        fused_multi_row_unpadding,
+        fp8_block_scaling_compute_partial_amax,
+        fp8_block_scaling_partial_cast,
+    ),
 )

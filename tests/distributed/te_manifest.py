@@ -1,9 +1,11 @@
-"""The parameters of Transformer Engine's layers in a model of every family: recorded where the package is installed, read everywhere.
+"""The parameters of Transformer Engine's layers in a model of every family: recorded where the package is installed,
+read everywhere.
 
-    python tests/distributed/te_manifest.py        # writes tests/vectors/te_manifest.json; Transformer Engine, and no GPU, is needed
+    python tests/distributed/te_manifest.py        # writes tests/vectors/te_manifest.json; Transformer Engine, and no
+    GPU, is needed
 
-It imports on a machine without a GPU when LD_LIBRARY_PATH names the CUDA libraries that came with torch (site-packages/nvidia/*/lib).
-Nothing is computed.
+It imports on a machine without a GPU when LD_LIBRARY_PATH names the CUDA libraries that came with torch
+(site-packages/nvidia/*/lib). Nothing is computed.
 """
 
 from __future__ import annotations
@@ -32,17 +34,34 @@ from megagrpo.policy.fp8.megatron_patches import keep_in_bf16
 from megagrpo.policy.model_state import sharded_state
 
 FILE = Path(__file__).parents[1] / "vectors" / "te_manifest.json"
-CASES = ("llama tied", "llama untied", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "glm", "glm4", "phi3", "deepseek_v2")
+CASES = (
+    "llama tied",
+    "llama untied",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "glm",
+    "glm4",
+    "phi3",
+    "deepseek_v2",
+)
 CASES += ("deepseek_v2 lite", "deepseek_v3", "gemma2", "gemma3", "gpt_oss")
 CUT = dict(tp=2, sequence_parallel=True, ep=2, etp=1)  # the layout beside one process
 DTYPE = torch.bfloat16
-HISTORIES = [(History(1024), "hybrid"), (History(3, "max", 1), "e4m3"), (History(1), "hybrid"), (History(4, "most_recent"), "hybrid")]
+HISTORIES = [
+    (History(1024), "hybrid"),
+    (History(3, "max", 1), "e4m3"),
+    (History(1), "hybrid"),
+    (History(4, "most_recent"), "hybrid"),
+]
 Weights = dict[str, str]
 
 
 def variants(hf_config: HfConfig, alone: Layout) -> list[tuple[Layout, bool]]:
-    """(layout, whether linears are Megatron's own): one process; the last of two ranks in the layout CUT, without expert parallelism for
-    dense families; one process with own linears."""
+    """(layout, whether linears are Megatron's own): one process; the last of two ranks in the layout CUT, without
+    expert parallelism for dense families; one process with own linears."""
     sizes = CUT if hf_config.experts else dict(tp=2)
     last = list(imagined_layouts(alone, ParallelSection(**sizes), 2))[-1][1]
     return [(alone, False), (last, False), (alone, True)]
@@ -62,7 +81,8 @@ def chunk_of(hf_config: HfConfig, layout: Layout, own_linears: bool) -> nn.Modul
 
 
 def weights_of(chunk: nn.Module) -> Weights:
-    """Name -> shape and special properties: the dim that tensor-parallel ranks cut, another dtype, whether it is a buffer."""
+    """Name -> shape and special properties: the dim that tensor-parallel ranks cut, another dtype, whether it is a
+    buffer."""
     found: Weights = {}
     biases = [(name, b) for name, b in chunk.named_buffers() if name.endswith(".router.expert_bias")]
     for name, weight in (*chunk.named_parameters(), *biases):
@@ -97,7 +117,9 @@ def recorded_chunk(weights: Weights, num_layers: int) -> nn.Module:
             module = getattr(module, step)
         shape, *more = said.split()
         options = dict(option.split("=") for option in more)
-        weight = torch.empty(list(map(int, shape.split("x"))), dtype=getattr(torch, options.get("dtype", "bfloat16")), device="meta")
+        weight = torch.empty(
+            list(map(int, shape.split("x"))), dtype=getattr(torch, options.get("dtype", "bfloat16")), device="meta"
+        )
         if "buffer" in options:
             module.register_buffer(last, weight)
             continue
@@ -108,7 +130,8 @@ def recorded_chunk(weights: Weights, num_layers: int) -> nn.Module:
 
 
 def fp8_recipe(recipe: str, form: str) -> str:
-    """Return megatron-core's recipe for the keys, as Transformer Engine prints it; asserts which layers stay in bf16."""
+    """Return megatron-core's recipe for the keys, as Transformer Engine prints it; asserts which layers stay in
+    bf16."""
     from megatron.core import fp8_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -120,19 +143,21 @@ def fp8_recipe(recipe: str, form: str) -> str:
     return repr(fp8_utils.get_fp8_recipe(config))
 
 
-Pass = tuple[bool, list[float]]  # whether a backward pass follows; the largest magnitudes of input, weight and output gradient
+# whether a backward pass follows; the largest magnitudes of input, weight and output gradient
+Pass = tuple[bool, list[float]]
 
 
 def passes(seed: int) -> list[Pass]:
-    """Micro-batches of a run: magnitudes that change, one that is 0, one that is not finite, and log-probs in between."""
+    """Micro-batches of a run: magnitudes that change, one that is 0, one that is not finite, and log-probs in
+    between."""
     sizes = (10 ** (torch.rand(12, 3, generator=torch.Generator().manual_seed(seed)) * 6 - 4)).tolist()
     sizes[3][0], sizes[6][1], sizes[8][2] = 0.0, float("inf"), 0.0
     return [(i % 4 != 0, size) for i, size in enumerate(sizes)]
 
 
 def delayed_scales(history: History, form: str, run: list[Pass]) -> list[list[float]]:
-    """The scales that Transformer Engine computes for one linear after each pass. Its kernels compute the largest magnitudes; the scales
-    can also be computed in torch."""
+    """The scales that Transformer Engine computes for one linear after each pass. Its kernels compute the largest
+    magnitudes; the scales can also be computed in torch."""
     from megatron.core import fp8_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
     from transformer_engine.pytorch import fp8_autocast, quantization
@@ -140,19 +165,24 @@ def delayed_scales(history: History, form: str, run: list[Pass]) -> list[list[fl
     manager = quantization.FP8GlobalStateManager
     manager.reset()
     fp8 = Fp8("delayed", form == "hybrid", history=history)
-    recipe = fp8_utils.get_fp8_recipe(TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1, **fp8.megatron_config()))
+    recipe = fp8_utils.get_fp8_recipe(
+        TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=1, **fp8.megatron_config())
+    )
     forward, backward = (
         quantization.DelayedScalingRecipeState(recipe, mode=mode, num_quantizers=count, device=torch.device("cpu"))
         for mode, count in (("forward", 3), ("backward", 2))
     )
-    manager.add_fp8_tensors_to_global_buffer(dict(recipe=recipe, fp8_group=None, scaling_fwd=forward, scaling_bwd=backward))
+    manager.add_fp8_tensors_to_global_buffer(
+        dict(recipe=recipe, fp8_group=None, scaling_fwd=forward, scaling_bwd=backward)
+    )
     found = []
     for trains, (*inputs, gradient) in run:
         with torch.set_grad_enabled(trains), fp8_autocast(enabled=True, fp8_recipe=recipe):
             forward.amax_history[0, :2] = torch.maximum(forward.amax_history[0, :2], torch.tensor(inputs))
         if trains:
             backward.amax_history[0, 0] = gradient
-            manager.reduce_and_update_fp8_tensors(forward=False)  # as the first linear does at the end of its backward pass
+            # as the first linear does at the end of its backward pass
+            manager.reduce_and_update_fp8_tensors(forward=False)
         found.append([*forward.scale[:2].tolist(), backward.scale[0].item()])
     return found
 
@@ -175,7 +205,13 @@ def record() -> dict[str, Any]:
     packages = ("torch", "megatron-core", "transformer-engine")
     made_by = "tests/distributed/te_manifest.py: " + ", ".join(f"{p} {version(p)}" for p in packages)
     scales = [delayed_scales(history, form, passes(seed)) for seed, (history, form) in enumerate(HISTORIES)]
-    return {"produced_by": made_by, "models": models, "checkpoint_keys": keys, "recipes": recipes, "delayed_scales": scales}
+    return {
+        "produced_by": made_by,
+        "models": models,
+        "checkpoint_keys": keys,
+        "recipes": recipes,
+        "delayed_scales": scales,
+    }
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Transformer Engine's FP8 weights after two steps of Megatron's optimizer: recorded where the package is installed, compared everywhere.
+"""Transformer Engine's FP8 weights after two steps of Megatron's optimizer: recorded where the package is installed,
+compared everywhere.
 
-    python tests/distributed/te_weights.py        # writes tests/vectors/te_weights.json; Transformer Engine, and no GPU, is needed
+    python tests/distributed/te_weights.py        # writes tests/vectors/te_weights.json; Transformer Engine, and no
+    GPU, is needed
 
-See te_manifest.py for the environment. Tensors, buffers and optimizer are the original ones; only the kernels are replaced (te_kernels.py).
-The recording also offloads and reloads the weights, swaps them for the reference's, and saves and loads them.
+See te_manifest.py for the environment. Tensors, buffers and optimizer are the original ones; only the kernels are
+replaced (te_kernels.py). The recording also offloads and reloads the weights, swaps them for the reference's, and saves
+and loads them.
 """
 
 from __future__ import annotations
@@ -31,7 +34,11 @@ from megagrpo.trainer.state_offload import Offload
 from megagrpo.types import TrainState
 
 FILE = Path(__file__).parents[1] / "vectors" / "te_weights.json"
-CASES = [(recipe, shape, ranks) for recipe in ("tensorwise", "blockwise") for shape, ranks in (("qwen2_untied", 2), ("qwen3_moe", 1))]
+CASES = [
+    (recipe, shape, ranks)
+    for recipe in ("tensorwise", "blockwise")
+    for shape, ranks in (("qwen2_untied", 2), ("qwen3_moe", 1))
+]
 
 
 def name_of(case: tuple) -> str:
@@ -77,11 +84,12 @@ def in_steps(case: tuple) -> list[list[int]]:
     return found
 
 
-# --------------------------------------------------------------------------------------------------------------------- where it is recorded
+# ------------------------------------------------------------------------------------------------- where it is recorded
 
 
 def recorded(case: tuple, folder: Path) -> tuple[list[list[int]], list[str]]:
-    """Like `in_steps` on Transformer Engine's tensors, with every operation on weights that can happen between steps."""
+    """Like `in_steps` on Transformer Engine's tensors, with every operation on weights that can happen between
+    steps."""
     replace_kernels()
     policy, reference = started(case)
     found = [sums(policy)]
@@ -103,7 +111,9 @@ def recorded(case: tuple, folder: Path) -> tuple[list[list[int]], list[str]]:
     assert sums(policy) != found[2]
     saver.load(saver.latest())
     check_second_copy(policy)
-    assert sums(policy) == found[2] and all(torch.equal(one, other) for one, other in zip(before, whole(policy), strict=True))
+    assert sums(policy) == found[2] and all(
+        torch.equal(one, other) for one, other in zip(before, whole(policy), strict=True)
+    )
     return found, sorted({type(p).__name__ for p in policy.chunks[0].parameters() if is_fp8(p)})
 
 

@@ -19,7 +19,9 @@ from megagrpo.proof.verify.verified_step import fill_weights, policy_gradient
 CASES = [
     (Case("alone", 1, {}), "qwen2_untied", {}),
     pytest.param(Case("half", 1, {}), "qwen3_tied", dict(offload_activations=0.5), marks=pytest.mark.full),
-    pytest.param(Case("tp2_sp_pp2", 4, dict(tp=2, pp=2, sequence_parallel=True)), "qwen3_tied", {}, marks=pytest.mark.full),
+    pytest.param(
+        Case("tp2_sp_pp2", 4, dict(tp=2, pp=2, sequence_parallel=True)), "qwen3_tied", {}, marks=pytest.mark.full
+    ),
     pytest.param(Case("pp2_vpp2", 2, dict(pp=2, vpp=2)), "llama_tied", dict(recompute="full"), marks=pytest.mark.full),
     pytest.param(Case("cp2", 2, dict(cp=2)), "qwen2_untied", dict(recompute="selective"), marks=pytest.mark.full),
     pytest.param(Case("ep2", 2, dict(ep=2)), "qwen3_moe", dict(fp8_recipe="delayed"), marks=pytest.mark.full),
@@ -27,7 +29,8 @@ CASES = [
 
 
 def _gradients(settings, hf_config) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Gradients of two steps in a row; the bytes offloaded, reloaded and left within layers, and the bytes on the device at the end."""
+    """Gradients of two steps in a row; the bytes offloaded, reloaded and left within layers, and the bytes on the
+    device at the end."""
     activation_offload.MIN_BYTES = 1
     layout = init_layout(settings.parallel)
     policy = MegatronPolicy(settings, layout, hf_config)
@@ -47,10 +50,16 @@ def _gradients(settings, hf_config) -> tuple[dict[str, torch.Tensor], dict[str, 
     def leaves(self, excluded):
         saved = list(self._saved)
         leave(self, excluded)
-        stayed = [k.tensor for k in saved if k.tensor is not None and k.tensor.untyped_storage().data_ptr() not in weights]
+        stayed = [
+            k.tensor for k in saved if k.tensor is not None and k.tensor.untyped_storage().data_ptr() not in weights
+        ]
         count["stayed"] += sum(t.nbytes for t in stayed)
 
-    HostCopies.to_host, HostCopies.to_device, OffloadedLayer.offload = counted(to_host, "left"), counted(to_device, "back"), leaves
+    HostCopies.to_host, HostCopies.to_device, OffloadedLayer.offload = (
+        counted(to_host, "left"),
+        counted(to_device, "back"),
+        leaves,
+    )
     rules = packing_rules(settings, policy.shares_prompts)
     for seed in (1, 2):
         gc.collect()
@@ -59,7 +68,11 @@ def _gradients(settings, hf_config) -> tuple[dict[str, torch.Tensor], dict[str, 
         policy.logprobs(batch)
         policy.backward(batch, policy_gradient, batch.num_tokens)
     count["alive"] = sum(isinstance(thing, (SavedTensor, OffloadedLayer)) for thing in gc.get_objects())
-    found = {f"{i}.{name}": p.main_grad.clone() for i, chunk in enumerate(policy.chunks) for name, p in chunk.named_parameters()}
+    found = {
+        f"{i}.{name}": p.main_grad.clone()
+        for i, chunk in enumerate(policy.chunks)
+        for name, p in chunk.named_parameters()
+    }
     return found, count
 
 
@@ -68,8 +81,12 @@ def test_gradients_are_the_same_bits_whether_activations_leave_or_stay(case, sha
     found = {}
     for leave in (False, True):
         share = keys.get("offload_activations", 1.0) if leave else 0.0
-        settings = tiny_run(case.parallel, model=dict(path="tiny", precision="fp32") | keys | dict(offload_activations=share))
-        settings = settings.model_copy(update=dict(train=settings.train.model_copy(update=dict(max_tokens_per_micro_batch=64))))
+        settings = tiny_run(
+            case.parallel, model=dict(path="tiny", precision="fp32") | keys | dict(offload_activations=share)
+        )
+        settings = settings.model_copy(
+            update=dict(train=settings.train.model_copy(update=dict(max_tokens_per_micro_batch=64)))
+        )
         found[leave] = run_ranks(_gradients, case.ranks, settings, tiny_model(shape))
     for (expected, none), (gradients, count) in zip(found[False], found[True], strict=True):
         assert none["left"] == none["back"] == 0

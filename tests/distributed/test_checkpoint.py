@@ -81,13 +81,17 @@ def _one_rank_cannot_write(model, folder, failing, background):
 def test_when_one_rank_cannot_write_no_rank_has_saved_and_the_next_save_works(failing, background, model, tmp_path):
     for message, left, after in run_ranks(_one_rank_cannot_write, 2, model, tmp_path, failing, background):
         assert "writing checkpoint" in message and "step_000002 failed; earlier checkpoints remain" in message
-        assert [name for name in left if not name.startswith(".")] == ["step_000001"] and after == ["step_000001", "step_000003"]
+        assert [name for name in left if not name.startswith(".")] == ["step_000001"] and after == [
+            "step_000001",
+            "step_000003",
+        ]
     again = run_ranks(_one_rank_cannot_write, 2, model, tmp_path / "again", failing, background)
     assert f"rank {failing} could not write its part" in again[0][0] and "GiB of disk space free" in again[1][0]
 
 
 def _write_while_training(model, folder):
-    """Return the names of files during and after a background save; asserts that the checkpoint appears only when complete."""
+    """Return the names of files during and after a background save; asserts that the checkpoint appears only when
+    complete."""
     policy, saver = checkpointer(model, folder, keep=9)
     saver.save(TrainState(step=1))
     before = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
@@ -103,27 +107,36 @@ def _write_while_training(model, folder):
         assert "step_000002" not in names(folder)
     assert saver.finish(wait=True) is None, "finished twice"
     torch.distributed.barrier()
-    return on_the_way, path.name, names(folder), [t.name for t in threading.enumerate() if t.name == "checkpoint writer"]
+    return (
+        on_the_way,
+        path.name,
+        names(folder),
+        [t.name for t in threading.enumerate() if t.name == "checkpoint writer"],
+    )
 
 
 def test_a_checkpoint_that_is_written_while_training_goes_on_is_that_of_its_step_byte_for_byte(model, tmp_path):
     for seen in run_ranks(_write_while_training, 2, model, tmp_path):
         assert seen == (["step_000001"], "step_000002", ["step_000001", "step_000002"], [])
-    at_once, meanwhile = (json.loads((tmp_path / f"step_00000{step}" / "checksums.json").read_text()) for step in (1, 2))
+    at_once, meanwhile = (
+        json.loads((tmp_path / f"step_00000{step}" / "checksums.json").read_text()) for step in (1, 2)
+    )
     assert at_once.keys() == meanwhile.keys() and len([name for name in at_once if name.endswith(".distcp")]) >= 2
     different = {name for name in at_once if at_once[name] != meanwhile[name]}
     assert different <= {"megagrpo.json", ".metadata"}  # the step; a random identifier from torch
 
 
 def _gather_both_ways(model, folder):
-    """Save one state twice: gathered on one rank, and on every rank. Return whether this rank holds a part of the optimizer's state each
-    time."""
+    """Save one state twice: gathered on one rank, and on every rank. Return whether this rank holds a part of the
+    optimizer's state each time."""
     _, saver = checkpointer(model, folder, keep=2, parallel=dict(tp=1), distributed_optimizer=True)
     held = []
     for step, on_one in ((1, True), (2, False)):
         METADATA["distrib_optim_fully_reshardable_mem_efficient"] = on_one
         saver.save(TrainState(step=step))
-        held.append("param_state" in saver._sharded_state(is_loading=False, with_rng=False, reference=None)["optimizer"])
+        held.append(
+            "param_state" in saver._sharded_state(is_loading=False, with_rng=False, reference=None)["optimizer"]
+        )
     return held
 
 
@@ -145,7 +158,15 @@ def _save_with_best(model, folder):
     """The checkpoints that exist after each of these saves: step, best step so far, in the background or not."""
     _, saver = checkpointer(model, folder, keep=2)
     there = []
-    for step, best, background in ((1, 0, True), (2, 2, False), (3, 2, True), (4, 2, True), (5, 2, False), (6, 6, True), (7, 6, True)):
+    for step, best, background in (
+        (1, 0, True),
+        (2, 2, False),
+        (3, 2, True),
+        (4, 2, True),
+        (5, 2, False),
+        (6, 6, True),
+        (7, 6, True),
+    ):
         saver.start(TrainState(step=step, best_step=best, best_value=1.0), background)
         saver.finish(wait=True)
         torch.distributed.barrier()
@@ -157,7 +178,15 @@ def _save_with_best(model, folder):
 
 def test_the_newest_and_the_best_stay_and_neither_takes_the_place_of_the_other(model, tmp_path):
     there = run_ranks(_save_with_best, 2, model, tmp_path)[0]
-    assert [text for text, _ in there] == ["1", "best 1 2", "best 2 3", "best 2 3 4", "best 2 4 5", "best 5 6", "best 6 7"]
+    assert [text for text, _ in there] == [
+        "1",
+        "best 1 2",
+        "best 2 3",
+        "best 2 3 4",
+        "best 2 4 5",
+        "best 5 6",
+        "best 6 7",
+    ]
     assert [best for _, best in there[1:]] == ["2", "2", "2", "2", "6", "6"]
 
 
@@ -198,7 +227,9 @@ def test_state_weights_and_generators_come_back(model, tmp_path):
     assert run_ranks(_round_trip, 2, model, tmp_path) == [(True, True, True, ["step_000008"])] * 2
 
 
-CHANGED = dict(learning_rate=3e-3, min_learning_rate=1e-4, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6, weight_decay=0.2)
+CHANGED = dict(
+    learning_rate=3e-3, min_learning_rate=1e-4, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-6, weight_decay=0.2
+)
 
 
 def _save(model, folder, distributed):
@@ -215,7 +246,10 @@ def _load_with_other_options(model, path, distributed):
 
 
 def options(policy):
-    return [{name: value for name, value in group.items() if name not in ("params", "step")} for group in policy.optimizer.param_groups]
+    return [
+        {name: value for name, value in group.items() if name not in ("params", "step")}
+        for group in policy.optimizer.param_groups
+    ]
 
 
 @pytest.mark.parametrize("distributed", [True, False])
@@ -233,7 +267,9 @@ def test_inspect_shows_step_weights_and_optimizer(model, tmp_path, capfd):
     assert run_ranks(run_tool, 1, "inspect", path, "--json") == [0]
     found = json.loads(capfd.readouterr().out)
     assert found["facts"]["step"] == "1" and found["facts"]["model_type"] == "llama"
-    weights, state = (sum(t["nbytes"] for t in found["tensors"] if t["group"] == group) for group in ("weights", "optimizer"))
+    weights, state = (
+        sum(t["nbytes"] for t in found["tensors"] if t["group"] == group) for group in ("weights", "optimizer")
+    )
     assert state >= 2 * weights > 0
 
 
@@ -279,12 +315,21 @@ def believe(path):
 
 DAMAGES = {
     "no state": (lambda path: (path / "megagrpo.json").unlink(), "is not a complete checkpoint: .*megagrpo.json"),
-    "no number": (lambda path: (path / "megagrpo.json").write_text("{"), "megagrpo.json is corrupt: JSONDecodeError.*; copy the"),
+    "no number": (
+        lambda path: (path / "megagrpo.json").write_text("{"),
+        "megagrpo.json is corrupt: JSONDecodeError.*; copy the",
+    ),
     "no key": (lambda path: (path / "megagrpo.json").write_text("{}"), "megagrpo.json is corrupt: KeyError"),
-    "no file": (lambda path: (path / "__0_0.distcp").unlink(), "lacks __0_0.distcp, which .metadata names; copy the checkpoint again"),
+    "no file": (
+        lambda path: (path / "__0_0.distcp").unlink(),
+        "lacks __0_0.distcp, which .metadata names; copy the checkpoint again",
+    ),
     "truncated": (truncate, r"__1_0.distcp is truncated: \S+ ends at byte \d+ of \d+; copy the checkpoint again"),
     "overwritten": (overwrite, r"__0_0.distcp is corrupt at byte 0, in \S+; copy the checkpoint again"),
-    "metadata.json": (lambda path: (path / "metadata.json").write_text("{"), "metadata.json is corrupt: .*; copy the checkpoint again"),
+    "metadata.json": (
+        lambda path: (path / "metadata.json").write_text("{"),
+        "metadata.json is corrupt: .*; copy the checkpoint again",
+    ),
     ".metadata": (lambda path: [(path / ".metadata").write_bytes(b"{"), believe(path)], "or its .metadata is corrupt"),
     "a bit of the first": (
         flip("__0_0.distcp"),
@@ -293,8 +338,14 @@ DAMAGES = {
     "a bit of the second": (flip("__1_0.distcp"), "__1_0.distcp is corrupt: its CRC-32"),
     "a bit of .metadata": (flip(".metadata"), ".metadata is corrupt: its CRC-32"),
     "a bit of the config": (flip("hf/config.json"), "hf/config.json is corrupt: its CRC-32"),
-    "no config": (lambda path: (path / "hf" / "config.json").unlink(), "lacks hf/config.json, which checksums.json names"),
-    "no checksums": (lambda path: (path / "checksums.json").unlink(), "is damaged: .*checksums.json'; copy the checkpoint again"),
+    "no config": (
+        lambda path: (path / "hf" / "config.json").unlink(),
+        "lacks hf/config.json, which checksums.json names",
+    ),
+    "no checksums": (
+        lambda path: (path / "checksums.json").unlink(),
+        "is damaged: .*checksums.json'; copy the checkpoint again",
+    ),
     "checksums": (lambda path: (path / "checksums.json").write_text("{"), "checksums.json is corrupt: JSONDecodeError"),
     "another key": (forget, "cannot be read, or does not fit this model: .*decoder"),
     "of another model": (
@@ -335,4 +386,6 @@ def test_a_folder_without_its_state_counts_for_none(tmp_path):
     for step in (1, 2):
         (tmp_path / f"step_00000{step}").mkdir()
     (tmp_path / "step_000001" / "megagrpo.json").write_text("{}")
-    assert newest_checkpoint(tmp_path) == tmp_path / "step_000001" and checkpoints(tmp_path) == [tmp_path / "step_000001"]
+    assert newest_checkpoint(tmp_path) == tmp_path / "step_000001" and checkpoints(tmp_path) == [
+        tmp_path / "step_000001"
+    ]

@@ -21,7 +21,14 @@ from megagrpo.types import TrainSample, TrainState
 
 STATE = TrainState(step=1, weight_version=2, cursor=8)
 # 96 is no multiple of 128, so megatron-core pads between the buckets of its gradient buffer.
-SIZES = dict(vocab_size=103, hidden_size=96, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, intermediate_size=64)
+SIZES = dict(
+    vocab_size=103,
+    hidden_size=96,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    intermediate_size=64,
+)
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +41,9 @@ def model(tmp_path_factory) -> Path:
 
 def _make_model(folder: Path) -> None:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=64)
+    config = transformers.LlamaConfig(
+        **SIZES, tie_word_embeddings=True, initializer_range=0.1, max_position_embeddings=64
+    )
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
 
 
@@ -55,13 +64,16 @@ def samples() -> list[TrainSample]:
     generator = torch.Generator().manual_seed(1)
     mask = torch.arange(9) >= 4
     return [
-        TrainSample(torch.randint(0, 103, (9,), generator=generator), mask, torch.where(mask, -4.6, 0.0), advantage=(-1.0) ** i)
+        TrainSample(
+            torch.randint(0, 103, (9,), generator=generator), mask, torch.where(mask, -4.6, 0.0), advantage=(-1.0) ** i
+        )
         for i in range(8)
     ]
 
 
 def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool) -> dict:
-    """This rank's blocks after two steps: in one run with a checkpoint between them, or resumed from that checkpoint."""
+    """This rank's blocks after two steps: in one run with a checkpoint between them, or resumed from that
+    checkpoint."""
     config = settings(parallel)
     layout = init_layout(config.parallel)
     hf_config = load_hf_config(model)
@@ -70,7 +82,9 @@ def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool) ->
     policy.weights_changed()
     checkpointer = Checkpointer(checkpoints, layout, policy, 1, model)
     p = config.parallel
-    rules = PackingRules(max_tokens=64, at_least=p.pp, multiple_of=p.pp, align=config.micro_batch_align, sequence_align=p.sequence_align)
+    rules = PackingRules(
+        max_tokens=64, at_least=p.pp, multiple_of=p.pp, align=config.micro_batch_align, sequence_align=p.sequence_align
+    )
     batch = pack(samples(), rules, layout.dp_rank, layout.dp_size)
     divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
     if resume:
@@ -140,13 +154,19 @@ def test_a_run_continues_from_a_checkpoint_of_another_layout(saved, loaded, mode
 
 EP2, PP2_EP2 = (dict(ep=2), 2), (dict(pp=2, ep=2), 4)
 TP2_ETP1, TP2_EP2 = (dict(tp=2, etp=1, sequence_parallel=True), 2), (dict(tp=2, ep=2, sequence_parallel=True), 4)
-ETP2, TP2_EP4, VPP_EP2 = (dict(etp=2), 2), (dict(tp=2, ep=4, etp=1, sequence_parallel=True), 4), (dict(pp=2, vpp=2, ep=2), 4)
+ETP2, TP2_EP4, VPP_EP2 = (
+    (dict(etp=2), 2),
+    (dict(tp=2, ep=4, etp=1, sequence_parallel=True), 4),
+    (dict(pp=2, vpp=2, ep=2), 4),
+)
 TP2_PP2, TP2_VPP = (dict(tp=2, pp=2, etp=1, ep=2, sequence_parallel=True), 4), (dict(tp=2, pp=2, vpp=2), 4)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [(TP2, VPP), (ONE, VPP), (TP2_VPP, UNEVEN), (UNEVEN, TP2_VPP), (TP2, CP2_DP2), (VPP, CP2)], ids=str
+    ("saved", "loaded"),
+    [(TP2, VPP), (ONE, VPP), (TP2_VPP, UNEVEN), (UNEVEN, TP2_VPP), (TP2, CP2_DP2), (VPP, CP2)],
+    ids=str,
 )
 def test_virtual_stages_come_and_go(saved, loaded, model, tmp_path):
     assert_continues(saved, loaded, model, tmp_path)
@@ -155,7 +175,16 @@ def test_virtual_stages_come_and_go(saved, loaded, model, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [(ETP2, EP2), (EP2, ETP2), (VPP_EP2, TP2_EP4), (TP2_EP4, VPP_EP2), (TP2_PP2, ETP2), (TP2_EP4, ONE), (DP2, TP2_PP2), (TP2_ETP1, VPP)],
+    [
+        (ETP2, EP2),
+        (EP2, ETP2),
+        (VPP_EP2, TP2_EP4),
+        (TP2_EP4, VPP_EP2),
+        (TP2_PP2, ETP2),
+        (TP2_EP4, ONE),
+        (DP2, TP2_PP2),
+        (TP2_ETP1, VPP),
+    ],
     ids=str,
 )
 def test_experts_go_between_all_ways_of_cutting_them(saved, loaded, model_with_experts, tmp_path):
@@ -163,7 +192,9 @@ def test_experts_go_between_all_ways_of_cutting_them(saved, loaded, model_with_e
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded"), [_full(EP2, ONE), _full(ONE, TP2_EP2), _full(PP2_EP2, TP2_ETP1), _full(TP2_EP2, PP2_EP2), (VPP_EP2, ETP2)], ids=str
+    ("saved", "loaded"),
+    [_full(EP2, ONE), _full(ONE, TP2_EP2), _full(PP2_EP2, TP2_ETP1), _full(TP2_EP2, PP2_EP2), (VPP_EP2, ETP2)],
+    ids=str,
 )
 def test_experts_go_from_any_number_of_expert_parallel_ranks_to_any_other(saved, loaded, model_with_experts, tmp_path):
     assert_continues(saved, loaded, model_with_experts, tmp_path)

@@ -60,7 +60,8 @@ def test_the_first_step_is_that_of_float32_moments():
 
 
 def _steps_as_on_a_gpu(folder, settings):
-    """Weights and moment dtypes after three steps with a fake GPU for the optimizer, and the options of the Adam that was built."""
+    """Weights and moment dtypes after three steps with a fake GPU for the optimizer, and the options of the Adam that
+    was built."""
     options, original = [], CompactAdam.__init__
 
     def noting(self, *args, **kwargs):
@@ -73,13 +74,18 @@ def _steps_as_on_a_gpu(folder, settings):
 
 
 def test_moments_that_wait_in_the_hosts_memory_take_the_same_steps(tmp_path):
-    """The steps are equal bit for bit. Without a GPU there is only host memory, so the test also checks the options passed to Adam."""
+    """The steps are equal bit for bit. Without a GPU there is only host memory, so the test also checks the options
+    passed to Adam."""
     offloading = config("fp32", False)
-    offloading = offloading.model_copy(update=dict(train=offloading.train.model_copy(update=dict(optimizer_offload=True))))
+    offloading = offloading.model_copy(
+        update=dict(train=offloading.train.model_copy(update=dict(optimizer_offload=True)))
+    )
     ((found, moments), options), *_ = run_ranks(_steps_as_on_a_gpu, 1, tmp_path, offloading)
     (expected, _), *_ = run_ranks(_train, 1, tmp_path, config("fp32", False), 3, None)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    assert moments == {torch.float32} and [(made["offload"], made["dtype"]) for made in options] == [(True, torch.float32)]
+    assert moments == {torch.float32} and [(made["offload"], made["dtype"]) for made in options] == [
+        (True, torch.float32)
+    ]
 
 
 def _offload() -> str:

@@ -1,7 +1,7 @@
 """The trainer treats every key of config.json that changes transformers' results as transformers does, or refuses it.
 
-The keys come from the family's configuration class, and from every other attribute that transformers reads on the way to logits. Each gets
-other values, is removed, and is set to null, on a tiny model with the same weights.
+The keys come from the family's configuration class, and from every other attribute that transformers reads on the way
+to logits. Each gets other values, is removed, and is set to null, on a tiny model with the same weights.
 """
 
 from __future__ import annotations
@@ -30,11 +30,16 @@ from megagrpo.policy.build import build_model
 
 TOKENS = 40  # more than the attention windows and the start lengths of rotary scaling
 ABSENT = object()
-# The first case of each family, without rotary scaling where the family allows it; the other cases belong to the full suite.
+# The first case of each family, without rotary scaling where the family allows it; the other cases belong to the full
+# suite.
 FIRST = {tiny_config(*case).model_type: name for name, case in reversed(MODELS.items())}
 # Families that share no attention, norm or routing with each other; the others belong to the full suite.
 DEFAULT = {"llama", "gemma3_text", "deepseek_v3", "gpt_oss"}
-WORDS = {"hidden_act": ["gelu"], "hidden_activation": ["gelu", "silu"], "topk_method": ["greedy", "group_limited_greedy", "noaux_tc"]}
+WORDS = {
+    "hidden_act": ["gelu"],
+    "hidden_activation": ["gelu", "silu"],
+    "topk_method": ["greedy", "group_limited_greedy", "noaux_tc"],
+}
 WORDS |= {"scoring_func": ["softmax", "sigmoid"], "rope_type": ["default", "linear", "dynamic"]}
 ROTARY = ("factor", "partial_rotary_factor", "attention_factor", "mrope_section", "mscale", "mscale_all_dim")
 
@@ -78,7 +83,8 @@ def their_model(raw: dict[str, Any]) -> torch.nn.Module:
     """transformers' model with weights that depend only on their names and shapes."""
     config = transformers.AutoConfig.for_model(**json.loads(json.dumps(raw)))
     with no_init_weights():
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")  # only eager attention caps scores
+        # only eager attention caps scores
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     model = model.eval().float()
     model.tie_weights()
     with torch.no_grad():
@@ -100,7 +106,9 @@ def our_logits(folder: Path, layout) -> torch.Tensor:
     (chunk,) = build_model(hf_config, layout, dtype=torch.float32, init_weights=False, longest_sequence=TOKENS)
     load_hf([chunk], hf_config, folder, layout)
     packed = pack_params(torch.tensor([0, TOKENS]).int())
-    return chunk(tokens()[None], torch.arange(TOKENS)[None], None, packed_seq_params=packed)[0, :, : hf_config.vocab_size]
+    return chunk(tokens()[None], torch.arange(TOKENS)[None], None, packed_seq_params=packed)[
+        0, :, : hf_config.vocab_size
+    ]
 
 
 def tokens() -> torch.Tensor:
@@ -127,16 +135,21 @@ def keys_read(raw: dict[str, Any]) -> set[str]:
 def wrongly_loaded(name: str, folder: Path, all_values: bool) -> tuple[list[str], set[str]]:
     """Changes that load and give other logits than transformers, and the keys that change transformers' logits.
 
-    Without `all_values`, skips keys known as harmless, and tries only the first value that loads and the missing key."""
+    Without `all_values`, skips keys known as harmless, and tries only the first value that loads and the missing
+    key."""
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     layout, raw = init_layout(ParallelSection()), raw_config(name)
     base = their_logits(their_model(raw))
     wrong, telling = [], set()
-    for key in sorted({*raw, *keys_read(raw)} - {"model_type", "transformers_version"} - (set() if all_values else HARMLESS)):
+    for key in sorted(
+        {*raw, *keys_read(raw)} - {"model_type", "transformers_version"} - (set() if all_values else HARMLESS)
+    ):
         tried = [(value, changed(raw, key, value)) for value in other_values(key, raw.get(key))]
         loads = [(value, config) for value, config in tried if not architecture_problems(config)]
-        for value, config in loads if all_values else [trial for trial in loads if trial is loads[0] or trial[0] is ABSENT]:
+        for value, config in (
+            loads if all_values else [trial for trial in loads if trial is loads[0] or trial[0] is ABSENT]
+        ):
             try:
                 model = their_model(config)
                 expected = their_logits(model)
@@ -152,8 +165,11 @@ def wrongly_loaded(name: str, folder: Path, all_values: bool) -> tuple[list[str]
     return wrong, telling
 
 
-def _difference(model: torch.nn.Module, expected: torch.Tensor, config: dict[str, Any], folder: Path, layout) -> str | None:
-    """The difference between the trainer's logits and transformers'; None when they agree, or when loading is refused."""
+def _difference(
+    model: torch.nn.Module, expected: torch.Tensor, config: dict[str, Any], folder: Path, layout
+) -> str | None:
+    """The difference between the trainer's logits and transformers'; None when they agree, or when loading is
+    refused."""
     model.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config))
     try:
@@ -171,7 +187,9 @@ def imported():
         getattr(transformers, f"{kind}ForCausalLM")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.full] * (kind not in DEFAULT)) for kind, name in FIRST.items()])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.full] * (kind not in DEFAULT)) for kind, name in FIRST.items()]
+)
 def test_a_key_that_changes_transformers_logits_changes_ours_alike_or_is_refused(name, tmp_path, imported):
     ((wrong, telling),) = run_ranks(wrongly_loaded, 1, name, tmp_path, False)
     assert {"hidden_size", "rope_parameters"} <= telling

@@ -1,4 +1,5 @@
-"""The parts of context parallelism on ranks: attention against a naive one in float64, and rows that are gathered again."""
+"""The parts of context parallelism on ranks: attention against a naive one in float64, and rows that are gathered
+again."""
 
 from itertools import pairwise
 from types import SimpleNamespace
@@ -74,7 +75,11 @@ def attend(name: str, cp_size: int, max_queries: int, window: int | None, softca
     layout = init_layout(ParallelSection(cp=cp_size))
     window_size = None if window is None else (window - 1, 0)
     config = SimpleNamespace(
-        kv_channels=DIM, window_size=window_size, window_attn_skip_freq=None, softmax_type="vanilla", attention_dropout=0.0
+        kv_channels=DIM,
+        window_size=window_size,
+        window_attn_skip_freq=None,
+        softmax_type="vanilla",
+        attention_dropout=0.0,
     )
     attention = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=layout.process_groups)
     attention.rotary, attention.softcap = Rotary(frequencies()), softcap
@@ -134,11 +139,21 @@ def test_gathered_rows_are_in_pack_order_and_their_gradient_is_each_ranks_own_pa
 
 def _leaders(parallel: dict) -> tuple:
     layout = init_layout(ParallelSection(**parallel))
-    place = (layout.dp_rank, layout.dp_cp_rank, layout.is_dp_leader, torch.distributed.get_process_group_ranks(layout.cp_group))
+    place = (
+        layout.dp_rank,
+        layout.dp_cp_rank,
+        layout.is_dp_leader,
+        torch.distributed.get_process_group_ranks(layout.cp_group),
+    )
     layout.close()
     return place
 
 
 def test_one_rank_speaks_for_the_context_parallel_ranks_of_a_replica():
-    assert run_ranks(_leaders, 4, dict(cp=2)) == [(0, 0, True, [0, 1]), (0, 1, False, [0, 1]), (1, 2, True, [2, 3]), (1, 3, False, [2, 3])]
+    assert run_ranks(_leaders, 4, dict(cp=2)) == [
+        (0, 0, True, [0, 1]),
+        (0, 1, False, [0, 1]),
+        (1, 2, True, [2, 3]),
+        (1, 3, False, [2, 3]),
+    ]
     assert [leads for _, _, leads, _ in run_ranks(_leaders, 4, dict(cp=2, tp=2))] == [True, False, False, False]

@@ -20,7 +20,12 @@ def verify(folder, shape: str, precision: str, *layouts: str) -> int:
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     (folder / "run.yaml").write_text(RUN % folder)
     return main(
-        ["verify", str(folder / "run.yaml"), f"model.precision={precision}", *(word for text in layouts for word in ("--layout", text))]
+        [
+            "verify",
+            str(folder / "run.yaml"),
+            f"model.precision={precision}",
+            *(word for text in layouts for word in ("--layout", text)),
+        ]
     )
 
 

@@ -1,4 +1,5 @@
-"""Hugging Face -> Megatron -> Hugging Face restores every file byte for byte, in every layout, and also after a kill."""
+"""Hugging Face -> Megatron -> Hugging Face restores every file byte for byte, in every layout, and also after a
+kill."""
 
 from __future__ import annotations
 
@@ -49,7 +50,9 @@ DENSE_ROWS = covering_rows({axis: values for axis, values in AXES.items() if axi
 
 def sizes_of(row: dict) -> dict:
     layers = {1: [1, 3], 2: [1, 1, 1, 1]}[row["vpp"]] if row["uneven"] else None
-    return dict(tp=row["tp"], pp=row["pp"], vpp=row["vpp"], pipeline_layers=layers, ep=row.get("ep", 1), etp=row.get("etp"))
+    return dict(
+        tp=row["tp"], pp=row["pp"], vpp=row["vpp"], pipeline_layers=layers, ep=row.get("ep", 1), etp=row.get("etp")
+    )
 
 
 def has_experts(name: str) -> bool:
@@ -119,7 +122,8 @@ def assert_round_trips(models: Path, scratch: Path, pairs: list[tuple[str, dict,
 
 
 def pairs_of(name: str, ranks: int) -> list[tuple[str, dict, dict]]:
-    """Convert one model through every layout of the covering set with this number of ranks, and back in the next layout."""
+    """Convert one model through every layout of the covering set with this number of ranks, and back in the next
+    layout."""
     rows = [sizes for sizes in map(sizes_of, ROWS if has_experts(name) else DENSE_ROWS) if world(sizes) <= ranks]
     return [(name, row, rows[(i + 1) % len(rows)]) for i, row in enumerate(rows)]
 
@@ -127,7 +131,9 @@ def pairs_of(name: str, ranks: int) -> list[tuple[str, dict, dict]]:
 def test_every_family_comes_back_byte_for_byte_from_another_layout(models, tmp_path):
     """Each model in one layout of two ranks; a vocabulary of 127 tokens is padded under tp=2."""
     one_of_each = {kind: name for name, (kind, _) in MODELS.items()}.values()
-    assert_round_trips(models, tmp_path, [pairs_of(name, 2)[5 * i % len(pairs_of(name, 2))] for i, name in enumerate(one_of_each)], 2)
+    assert_round_trips(
+        models, tmp_path, [pairs_of(name, 2)[5 * i % len(pairs_of(name, 2))] for i, name in enumerate(one_of_each)], 2
+    )
 
 
 @pytest.mark.full
@@ -180,7 +186,11 @@ def test_an_export_says_what_it_rounds_and_float32_keeps_every_bit(models, tmp_p
     source = in_float32(models / "qwen2", tmp_path / "model")
     run_ranks(there, 1, source, tmp_path / "megatron", {})
     export = ("export", tmp_path / "megatron")
-    for name, words in (("start", ("--model", models / "qwen2")), ("whole", ("--dtype", "float32")), ("half", ("--dtype", "float16"))):
+    for name, words in (
+        ("start", ("--model", models / "qwen2")),
+        ("whole", ("--dtype", "float32")),
+        ("half", ("--dtype", "float16")),
+    ):
         assert run_ranks(run_tool, 1, *export, tmp_path / name, *words) == [0]
     said = capfd.readouterr().err
     assert "whole: rounded" not in said
@@ -219,9 +229,13 @@ def test_what_the_model_has_no_place_for_is_left_out_and_counted_and_the_rest_co
     manifest = json.loads((tmp_path / "m.json").read_text())
     assert not manifest["identical"] and not manifest["differences"] and set(manifest["left_out"]) == extra.keys()
     said, all_of_it = capfd.readouterr(), len(load_file(source / "model.safetensors"))
-    assert f"model: not trained, dropped from {source}: 2 tensors of layer 4: model.layers.4.eh_proj.weight, " in said.err
+    assert (
+        f"model: not trained, dropped from {source}: 2 tensors of layer 4: model.layers.4.eh_proj.weight, " in said.err
+    )
     assert "dropped, because the architecture does not use it: 3 tensors of layers 0, 4: " in said.out
-    assert f"{all_of_it} tensors, 0.001 GB, 1 files: {all_of_it - 3} of them unchanged after both conversions" in said.out
+    assert (
+        f"{all_of_it} tensors, 0.001 GB, 1 files: {all_of_it - 3} of them unchanged after both conversions" in said.out
+    )
     run_ranks(there, 1, source, tmp_path / "megatron", {})
     run_ranks(back, 1, tmp_path / "megatron", tmp_path / "hf", {})
     before, after = load_file(source / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
@@ -259,7 +273,9 @@ def counted(action, holder, method: str, *args) -> tuple[int, int]:
     return calls[0], sum(asked)
 
 
-@pytest.mark.parametrize(("action", "holder", "sizes"), [(there, PieceWriter, dict(tp=2)), (back, Writer, {})], ids=["there", "back"])
+@pytest.mark.parametrize(
+    ("action", "holder", "sizes"), [(there, PieceWriter, dict(tp=2)), (back, Writer, {})], ids=["there", "back"]
+)
 def test_a_killed_conversion_goes_on_where_it_stopped(action, holder, sizes, models, tmp_path):
     source, out = models / "qwen2", tmp_path / "out"
     if action is back:
@@ -403,7 +419,10 @@ def change_header(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda folder: (folder / "__0_1.distcp").unlink(), "lacks __0_1.distcp, which .metadata names; copy the checkpoint again"),
+        (
+            lambda folder: (folder / "__0_1.distcp").unlink(),
+            "lacks __0_1.distcp, which .metadata names; copy the checkpoint again",
+        ),
         (truncate, r"__0_1.distcp is truncated: \S+ ends at byte \d+ of \d+"),
         (
             flip_a_bit,
@@ -458,17 +477,35 @@ def test_ranks_that_do_not_fail_say_which_one_did(models, tmp_path, megatron):
 def test_inspect_shows_what_megatron_has_of_a_model(models, megatron, capfd):
     assert run_ranks(run_tool, 1, "inspect", megatron, "--json") == [0]
     found = json.loads(capfd.readouterr().out)
-    source = {name: tensor for file in (models / "qwen2").glob("*.safetensors") for name, tensor in load_file(file).items()}
+    source = {
+        name: tensor for file in (models / "qwen2").glob("*.safetensors") for name, tensor in load_file(file).items()
+    }
     assert found["kind"] == "Megatron distributed checkpoint" and found["facts"]["model_type"] == "qwen2"
     rows = {row["name"]: row for row in found["tensors"]}
-    assert rows["embedding.word_embeddings.weight"]["shape"] == [127, 96] and rows["output_layer.weight"]["dtype"] == "bfloat16"
+    assert (
+        rows["embedding.word_embeddings.weight"]["shape"] == [127, 96]
+        and rows["output_layer.weight"]["dtype"] == "bfloat16"
+    )
     assert rows["decoder.layers.1.mlp.linear_fc1.weight"]["where"] == "2 pieces"
     assert found["totals"]["all"][1] == sum(tensor.numel() for tensor in source.values())
 
 
 def test_a_roundtrip_names_what_differs(models, tmp_path):
     source = models / "qwen3_moe"
-    arguments = ("roundtrip", source, "--manifest", tmp_path / "m.json", "--scratch", tmp_path, "--tp", 2, "--ep", 2, "--etp", 1)
+    arguments = (
+        "roundtrip",
+        source,
+        "--manifest",
+        tmp_path / "m.json",
+        "--scratch",
+        tmp_path,
+        "--tp",
+        2,
+        "--ep",
+        2,
+        "--etp",
+        1,
+    )
     assert run_ranks(run_tool, 2, *arguments) == [0, 0]
     manifest = json.loads((tmp_path / "m.json").read_text())
     assert manifest["identical"] and len(manifest["files"]) == len(list(source.glob("*.safetensors"))) + 1
@@ -476,7 +513,9 @@ def test_a_roundtrip_names_what_differs(models, tmp_path):
     manifest = json.loads((tmp_path / "m.json").read_text())
     assert not manifest["identical"]
     first, *_, last = manifest["differences"]
-    assert "model.norm.weight (model-" in first and "sha256 changed from" in first and last.endswith(": the files differ")
+    assert (
+        "model.norm.weight (model-" in first and "sha256 changed from" in first and last.endswith(": the files differ")
+    )
     assert [file.name for file in tmp_path.iterdir()] == ["m.json"]
 
 

@@ -18,7 +18,8 @@ ROUNDING = 3 * 2**-7  # tolerance for bf16, as in docs/verify.md
 
 
 def _step(kind: str, precision: str, optimizer: str) -> tuple[Outcome, str, str]:
-    """A step in this process with the choices for a CPU of `kind`, the step's dtype, and the float32 setting left behind."""
+    """A step in this process with the choices for a CPU of `kind`, the step's dtype, and the float32 setting left
+    behind."""
     os.environ[cpu.VARIABLE] = kind
     device.choose_float32_products()
     train = dict(optimizer=optimizer, max_grad_norm=0.0, share_prompts=False)

@@ -1,5 +1,5 @@
-"""Weights through GPU memory that a worker maps, with real processes. Without a GPU a file replaces the GPU memory, so only CUDA's part is
-not tested."""
+"""Weights through GPU memory that a worker maps, with real processes. Without a GPU a file replaces the GPU memory, so
+only CUDA's part is not tested."""
 
 import json
 import time
@@ -23,7 +23,8 @@ SERVER = "http://127.0.0.1:8000"
 
 
 def stand_in(folder) -> None:
-    """Without a GPU: buffers are files, handles contain the number of bytes, and a process with a handle maps the file."""
+    """Without a GPU: buffers are files, handles contain the number of bytes, and a process with a handle maps the
+    file."""
     if device.has_gpu():
         return
     path = folder / "memory"
@@ -36,8 +37,12 @@ def stand_in(folder) -> None:
         return name, self.buffers[name]
 
     trainer.DeviceSlots.buffer = buffer
-    trainer.export = lambda buffer: worker.pack(buffer.numel(), (b"handle", buffer.numel(), 0, False, b"counter", 0, b"event", True))
-    worker.rebuild_cuda_tensor = lambda kind, size, *rest: torch.from_file(str(path), shared=True, size=size[0], dtype=torch.uint8)
+    trainer.export = lambda buffer: worker.pack(
+        buffer.numel(), (b"handle", buffer.numel(), 0, False, b"counter", 0, b"event", True)
+    )
+    worker.rebuild_cuda_tensor = lambda kind, size, *rest: torch.from_file(
+        str(path), shared=True, size=size[0], dtype=torch.uint8
+    )
     torch.cuda.ipc_collect = lambda: None
 
 
@@ -49,8 +54,8 @@ class OneRank:
 
 
 class OneWorker:
-    """A server of one worker in another process, which gets requests through a file. The worker dies in the first update before it
-    reads."""
+    """A server of one worker in another process, which gets requests through a file. The worker dies in the first
+    update before it reads."""
 
     def __init__(self, folder):
         self.folder, self.died = folder, False
@@ -82,12 +87,20 @@ def take(folder, updates: int) -> list[dict]:
         (folder / "request").unlink()
         manifest = Manifest.load(told["manifest"], told["version"])
         maps = worker.DeviceMaps({name: handles[0] for name, handles in told["handles"].items()}, device.device())
-        reader = ShardReader(manifest, MappedBlocks(manifest, 0, maps, Ledgers(Path(told["manifest"]).parent, manifest.version)))
+        reader = ShardReader(
+            manifest, MappedBlocks(manifest, 0, maps, Ledgers(Path(told["manifest"]).parent, manifest.version))
+        )
         for half in range(PER_SERVER):
             copies_of(half, reader.tensors(), kept.setdefault(half, {}))
         reads = [[name, index, part, total] for (name, index, part), total in reader.reads.items()]
         reader.source.release()
-        report = {"worker": 0, "version": manifest.version, "bytes": reader.bytes, "reads": reads, "checksum_seconds": 0.0}
+        report = {
+            "worker": 0,
+            "version": manifest.version,
+            "bytes": reader.bytes,
+            "reads": reads,
+            "checksum_seconds": 0.0,
+        }
         (folder / "reply").write_text(json.dumps(report))
         (folder / "reply").rename(f"{told['replies']}/worker0.json")
     return [{name: tensor.numpy() for name, tensor in half.items()} for half in kept.values()]
@@ -108,7 +121,9 @@ def push(folder):
 
 def test_a_worker_copies_from_memory_of_another_process_once_its_server_is_back(tmp_path):
     (version, said), kept = run_ranks(push, 2, tmp_path)
-    assert version == 2 and len(said) == 1 and "restarting the sync: weight version 1 did not reach the engine" in said[0]
+    assert (
+        version == 2 and len(said) == 1 and "restarting the sync: weight version 1 did not reach the engine" in said[0]
+    )
     assert len(kept) == PER_SERVER
     for number, half in enumerate(kept):
         expected = {}

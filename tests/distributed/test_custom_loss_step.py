@@ -1,4 +1,5 @@
-"""A custom loss in whole optimizer steps: bit-identical to the built-in loss that it repeats, and the audit's report on it."""
+"""A custom loss in whole optimizer steps: bit-identical to the built-in loss that it repeats, and the audit's report on
+it."""
 
 import re
 from pathlib import Path
@@ -23,7 +24,11 @@ CLIP_RATIOS = {"clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region
 def own(tmp_path_factory) -> str:
     """The page's loss, as `loss_type` names it."""
     file = tmp_path_factory.mktemp("own") / "my_loss.py"
-    file.write_text(next(block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "def clipped" in block))
+    file.write_text(
+        next(
+            block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "def clipped" in block
+        )
+    )
     return f"{file}:clipped"
 
 

@@ -1,5 +1,5 @@
-"""Delayed scaling without a GPU: a policy's scales in training equal a naive oracle that only sees the operands of linears. They are the
-same on all ranks of a stage under any recomputation, and a run resumes with them."""
+"""Delayed scaling without a GPU: a policy's scales in training equal a naive oracle that only sees the operands of
+linears. They are the same on all ranks of a stage under any recomputation, and a run resumes with them."""
 
 import json
 from collections import defaultdict
@@ -44,17 +44,23 @@ def policy_of(made: RunConfig, shape: str) -> MegatronPolicy:
 
 def train(policy: MegatronPolicy, seed: int) -> float:
     """A step in the order of a run: log-probs first, then one update."""
-    batch = pack(random_samples(seed), packing_rules(policy.config, policy.shares_prompts), policy.layout.dp_rank, policy.layout.dp_size)
+    batch = pack(
+        random_samples(seed),
+        packing_rules(policy.config, policy.shares_prompts),
+        policy.layout.dp_rank,
+        policy.layout.dp_size,
+    )
     assert len(batch.micro_batches) > 1
     batch = batch.with_terms(old_logprobs=policy.logprobs(batch)) if policy.layout.pp_size == 1 else batch
     return policy.train_step(batch, make_loss(policy.config), batch.num_tokens)["loss"].value
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ the oracle
+# ----------------------------------------------------------------------------------------------------------- the oracle
 
 
 class Naive:
-    """The scale of one operand: all magnitudes since the last update count as one, and the history adds length - 1 earlier ones."""
+    """The scale of one operand: all magnitudes since the last update count as one, and the history adds length - 1
+    earlier ones."""
 
     def __init__(self, most: float, history: History):
         self.scale, self.most, self.history = 1.0, most, history
@@ -112,7 +118,7 @@ def test_what_is_not_finite_changes_no_scale():
     assert scaling.amaxes[0, 0, INPUT] == torch.inf
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- in a policy
+# ---------------------------------------------------------------------------------------------------------- in a policy
 
 
 def _watched(made: RunConfig, history: History) -> list[str]:
@@ -168,7 +174,9 @@ def _watched(made: RunConfig, history: History) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("keys", [dict(fp8_amax_history_len=2, fp8_margin=1), pytest.param({}, marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize(
+    "keys", [dict(fp8_amax_history_len=2, fp8_margin=1), pytest.param({}, marks=pytest.mark.full)], ids=str
+)
 def test_a_policy_scales_by_what_its_linears_met_in_the_micro_batches_before(keys):
     history = History(keys.get("fp8_amax_history_len", 1024), "max", keys.get("fp8_margin", 0))
     assert run_ranks(_watched, 1, settings(**keys), history) == [[]]
@@ -184,7 +192,9 @@ def _trained(made: RunConfig, shape: str) -> tuple[list[float], torch.Tensor, to
 @pytest.mark.full
 def test_a_layer_that_is_computed_again_is_computed_as_before_and_counts_once():
     parallel = dict(tp=2, sequence_parallel=True)
-    found = {kind: run_ranks(_trained, 2, settings(parallel, recompute=kind), "qwen2_untied") for kind in ("none", "full")}
+    found = {
+        kind: run_ranks(_trained, 2, settings(parallel, recompute=kind), "qwen2_untied") for kind in ("none", "full")
+    }
     for one, other in zip(found["none"], found["full"], strict=True):
         assert one[0] == other[0] and torch.equal(one[1], other[1]) and torch.equal(one[2], other[2])
     scales = found["none"][0][1]
@@ -193,7 +203,8 @@ def test_a_layer_that_is_computed_again_is_computed_as_before_and_counts_once():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("case", "shape"), [(CASES[1], "qwen2_untied"), (CASES[2], "qwen2_untied"), (Case("ep2", 2, dict(ep=2)), "qwen3_moe")]
+    ("case", "shape"),
+    [(CASES[1], "qwen2_untied"), (CASES[2], "qwen2_untied"), (Case("ep2", 2, dict(ep=2)), "qwen3_moe")],
 )
 def test_the_ranks_of_a_stage_share_their_scales(case, shape):
     found = run_ranks(_trained, case.ranks, settings(case.parallel, case.train, recompute="full"), shape)
@@ -205,7 +216,7 @@ def test_the_ranks_of_a_stage_share_their_scales(case, shape):
     assert stages == 1 or not torch.equal(found[0][1], found[-1][1])
 
 
-# ------------------------------------------------------------------------------------------------------------------------------ checkpoints
+# ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
 def _saved(made: RunConfig, shape: str, folder, source) -> tuple[float, torch.Tensor]:
@@ -213,13 +224,17 @@ def _saved(made: RunConfig, shape: str, folder, source) -> tuple[float, torch.Te
     policy = policy_of(made, shape)
     saver = Checkpointer(folder, policy.layout, policy, 1, source)
     train(policy, 1), train(policy, 2)
-    batch = pack(random_samples(4), packing_rules(made, policy.shares_prompts), policy.layout.dp_rank, policy.layout.dp_size)
+    batch = pack(
+        random_samples(4), packing_rules(made, policy.shares_prompts), policy.layout.dp_rank, policy.layout.dp_size
+    )
     policy.logprobs(batch)
     saver.save(TrainState(step=2))
     return train(policy, 3), policy._scaling.amaxes
 
 
-def _resumed(made: RunConfig, shape: str, folder, source, steps: int = 1) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+def _resumed(
+    made: RunConfig, shape: str, folder, source, steps: int = 1
+) -> tuple[list[float], torch.Tensor, torch.Tensor]:
     policy = policy_of(made, shape)
     saver = Checkpointer(folder, policy.layout, policy, 1, source)
     saver.load(saver.latest())
@@ -248,13 +263,20 @@ def test_a_run_resumes_with_its_scales_and_magnitudes(tmp_path, source):
 
 @pytest.mark.full
 def test_scales_load_into_another_layout_and_are_reset_with_another_history_or_recipe(tmp_path, source):
-    folder, made = source("qwen3_moe"), settings(dict(tp=2, ep=2, etp=1, sequence_parallel=True), fp8_amax_history_len=16)
+    folder, made = (
+        source("qwen3_moe"),
+        settings(dict(tp=2, ep=2, etp=1, sequence_parallel=True), fp8_amax_history_len=16),
+    )
     run_ranks(_saved, 2, made, "qwen3_moe", tmp_path / "run", folder)
     kept = run_ranks(_resumed, 2, made, "qwen3_moe", tmp_path / "run", folder, 0)
-    ((_, _, scales),) = run_ranks(_resumed, 1, settings(fp8_amax_history_len=16), "qwen3_moe", tmp_path / "run", folder, 0)
+    ((_, _, scales),) = run_ranks(
+        _resumed, 1, settings(fp8_amax_history_len=16), "qwen3_moe", tmp_path / "run", folder, 0
+    )
     two = [len(kept[0][2]), len(scales)]
     assert two[1] > two[0] and {*kept[0][2].flatten().tolist()} == {*scales.flatten().tolist()} != {1.0}
-    ((_, _, scales),) = run_ranks(_resumed, 1, settings(fp8_amax_history_len=8), "qwen3_moe", tmp_path / "run", folder, 0)
+    ((_, _, scales),) = run_ranks(
+        _resumed, 1, settings(fp8_amax_history_len=8), "qwen3_moe", tmp_path / "run", folder, 0
+    )
     assert (scales == 1).all()
     ((losses, none, _),) = run_ranks(_resumed, 1, config({}, "none"), "qwen3_moe", tmp_path / "run", folder, 0)
     assert losses == [] and none is None

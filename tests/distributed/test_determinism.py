@@ -39,7 +39,9 @@ def _steps(case, deterministic=False):
     reference = Reference(policy)
     seen = []
     for _ in range(STEPS):
-        batch = reference.annotate(pack(random_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size))
+        batch = reference.annotate(
+            pack(random_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
+        )
         metrics = values_of(policy.train_step(batch, make_loss(settings), denominator(batch, "sequence_means", 16)))
         weights = b"".join(p.detach().numpy().tobytes() for chunk in policy.chunks for p in chunk.parameters())
         seen.append((metrics, hashlib.sha256(weights).hexdigest()))
@@ -47,7 +49,10 @@ def _steps(case, deterministic=False):
     return (
         seen,
         modes,
-        {name: os.environ.get(name) for name in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")},
+        {
+            name: os.environ.get(name)
+            for name in ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO")
+        },
     )
 
 
@@ -63,7 +68,10 @@ def test_the_same_steps_give_the_same_bits(case):
 def test_asking_for_determinism_reaches_torch_megatron_and_the_libraries():
     plain, asked = (run_ranks(_steps, 1, CASES[0], deterministic)[0] for deterministic in (False, True))
     assert plain[1:] == ((False, {False}), dict.fromkeys(asked[2]))
-    assert asked[1:] == ((True, {True}), dict(NCCL_ALGO="Ring", CUBLAS_WORKSPACE_CONFIG=":4096:8", NVTE_ALLOW_NONDETERMINISTIC_ALGO="0"))
+    assert asked[1:] == (
+        (True, {True}),
+        dict(NCCL_ALGO="Ring", CUBLAS_WORKSPACE_CONFIG=":4096:8", NVTE_ALLOW_NONDETERMINISTIC_ALGO="0"),
+    )
     for (found, _), (expected, _) in zip(asked[0], plain[0], strict=True):
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
 

@@ -1,5 +1,5 @@
-"""Dumped steps of families whose model code differs from a Llama's: transformers in float64 agrees with log-probs, entropy, loss and
-gradient norm."""
+"""Dumped steps of families whose model code differs from a Llama's: transformers in float64 agrees with log-probs,
+entropy, loss and gradient norm."""
 
 import pytest
 from dumped_steps import FUNCTIONS, dump_step, make_model

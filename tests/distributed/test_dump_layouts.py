@@ -9,10 +9,20 @@ from megagrpo.__main__ import main
 from megagrpo.platform.parallel.layout import init_layout
 
 LAYOUTS = {
-    "tp2 dp2": (4, "llama_tied", dict(tp=2, sequence_parallel=True), dict(algorithm=dict(kl_estimator="k1", beta=0.5), train={})),
+    "tp2 dp2": (
+        4,
+        "llama_tied",
+        dict(tp=2, sequence_parallel=True),
+        dict(algorithm=dict(kl_estimator="k1", beta=0.5), train={}),
+    ),
     "pp2 vpp2": (2, "qwen2_untied", dict(pp=2, vpp=2), dict(algorithm=dict(loss_type="dapo"))),
     "cp2 dp2": (4, "qwen3_tied", dict(cp=2), dict(algorithm=dict(kl_estimator="full_forward", beta=0.5))),
-    "gemma2 tp2 cp2": (4, "gemma2", dict(tp=2, cp=2), dict(algorithm=dict(kl_estimator="full_reverse", beta=0.5, entropy_coef=0.1))),
+    "gemma2 tp2 cp2": (
+        4,
+        "gemma2",
+        dict(tp=2, cp=2),
+        dict(algorithm=dict(kl_estimator="full_reverse", beta=0.5, entropy_coef=0.1)),
+    ),
     "gemma3 pp2": (2, "gemma3", dict(pp=2), dict(algorithm=dict(beta=0.5))),
     "ep2": (2, "qwen3_moe", dict(ep=2), dict(algorithm=dict(router_aux_loss_coef=0.1))),
 }

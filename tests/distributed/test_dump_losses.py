@@ -1,4 +1,5 @@
-"""Every loss, loss option and kind of advantage, computed by the trainer on two ranks and audited: plain float64 agrees.
+"""Every loss, loss option and kind of advantage, computed by the trainer on two ranks and audited: plain float64
+agrees.
 
 Each case takes two optimizer steps on one batch, so the policy differs from the one that sampled.
 """
@@ -30,9 +31,15 @@ ADVANTAGES = {
 MORE = {
     "everything computed": dict(loss_type="grpo", skip_zero_advantage=False),
     "adaptive entropy": dict(use_adaptive_entropy=True, entropy_coef=0.1, entropy_target=9.0),
-    "sequence ratio in the KL": dict(importance_sampling_level="sequence", beta=0.5, kl_estimator="k1", use_bias_correction_kl=True),
-    "fipo, two sides": dict(loss_type="fipo", fipo_clip_high_only=False, fipo_decay_rate=2.0, fipo_safety_threshold=1.01),
-    "vespo, other powers": dict(loss_type="vespo", vespo_k_pos=1, vespo_lambda_pos=1, vespo_k_neg=2, vespo_lambda_neg=0.5),
+    "sequence ratio in the KL": dict(
+        importance_sampling_level="sequence", beta=0.5, kl_estimator="k1", use_bias_correction_kl=True
+    ),
+    "fipo, two sides": dict(
+        loss_type="fipo", fipo_clip_high_only=False, fipo_decay_rate=2.0, fipo_safety_threshold=1.01
+    ),
+    "vespo, other powers": dict(
+        loss_type="vespo", vespo_k_pos=1, vespo_lambda_pos=1, vespo_k_neg=2, vespo_lambda_neg=0.5
+    ),
     "sapo, other sharpness": dict(loss_type="sapo", sapo_temperature_pos=2.0, sapo_temperature_neg=0.5),
     "real, other tau": dict(loss_type="real", real_tau=0.1),
     "real, truncated responses masked": dict(loss_type="real", mask_truncated_completions=True),
@@ -130,6 +137,7 @@ def test_every_option_changes_what_the_second_optimizer_step_computes():
     for name, checks in audits(*OPTIONS).items():
         values = {check.quantity: check.dumped for check in checks}
         both = (round(values["loss, optimizer step 2"], 7), round(values["grad_norm, optimizer step 2"], 6))
-        same = {"dapo": "bnpo", "everything computed": "grpo"}.get(name)  # another name of a loss, and an option that only saves time
+        # another name of a loss, and an option that only saves time
+        same = {"dapo": "bnpo", "everything computed": "grpo"}.get(name)
         assert found[same] == both if same else both not in found.values(), name
         found[name] = both

@@ -1,4 +1,5 @@
-"""The embedding adds the gradient of a micro-batch's rows to `main_grad`, and the sum equals that of a dense gradient."""
+"""The embedding adds the gradient of a micro-batch's rows to `main_grad`, and the sum equals that of a dense
+gradient."""
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ class CountDense(TorchDispatchMode):
 
 
 def gradients_of_the_embedding(model, shape, parallel):
-    """(gradient added row by row, gradient of a dense tensor, whether bfloat16 holds the first, dense gradients of each)."""
+    """(gradient added row by row, gradient of a dense tensor, whether bfloat16 holds the first, dense gradients of
+    each)."""
     config, hf_config = tiny_run(model=model, parallel=parallel), tiny_model(shape)
     layout = init_layout(config.parallel)
     policy = MegatronPolicy(config, layout, hf_config)
@@ -55,6 +57,8 @@ def test_rows_add_up_to_the_dense_gradient(shape, ranks, parallel):
 
 
 def test_rows_of_bfloat16_weights_are_added_unrounded():
-    ((rows, dense, representable, _),) = run_ranks(gradients_of_the_embedding, 1, dict(precision="bf16"), "qwen2_untied", {})
+    ((rows, dense, representable, _),) = run_ranks(
+        gradients_of_the_embedding, 1, dict(precision="bf16"), "qwen2_untied", {}
+    )
     torch.testing.assert_close(rows, dense, rtol=2**-7, atol=2**-7 * dense.abs().max().item())
     assert not representable

@@ -1,5 +1,5 @@
-"""Micro-batch size, packing, gradient accumulation, data and context parallelism never change the gradient: equal to the precision of
-float64. Also batches with almost no tokens."""
+"""Micro-batch size, packing, gradient accumulation, data and context parallelism never change the gradient: equal to
+the precision of float64. Also batches with almost no tokens."""
 
 import functools
 import math
@@ -41,7 +41,9 @@ def config(row: dict, loss: str) -> RunConfig:
     made = config_of(row)
     algorithm = made.algorithm.model_validate(LOSSES[loss])
     # Megatron clips only float32 gradients.
-    return made.model_copy(update=dict(algorithm=algorithm, train=made.train.model_copy(update=dict(max_grad_norm=0.0))))
+    return made.model_copy(
+        update=dict(algorithm=algorithm, train=made.train.model_copy(update=dict(max_grad_norm=0.0)))
+    )
 
 
 def in_float64(*arguments) -> Outcome | None:
@@ -61,7 +63,9 @@ def worst_gradient(found: Outcome, expected: Outcome) -> tuple[float, str]:
     return max((relative_error(found.gradients[name], gradient), name) for name, gradient in expected.gradients.items())
 
 
-@pytest.mark.parametrize("loss", ["dapo", *(pytest.param(loss, marks=pytest.mark.full) for loss in ("dr_grpo", "grpo", "bnpo"))])
+@pytest.mark.parametrize(
+    "loss", ["dapo", *(pytest.param(loss, marks=pytest.mark.full) for loss in ("dr_grpo", "grpo", "bnpo"))]
+)
 def test_in_float64_the_gradient_does_not_change(loss):
     expected = one_process("qwen2_untied", loss, in_float64)
     for change in CHANGES:
@@ -86,8 +90,12 @@ def test_in_float64_the_gradient_is_the_same_when_all_axes_meet(model, limit):
 
 
 # Context parallelism and shared prompts use other attention kernels. One process differs by 1.6e-6 from float64.
-@pytest.mark.parametrize(("change", "limit"), [(dict(budget="tight", dp=2), 1e-6), (dict(cp=2, share_prompts=True), 2e-6)], ids=str)
-@pytest.mark.parametrize("loss", ["dapo", "grpo", *(pytest.param(loss, marks=pytest.mark.full) for loss in ("dr_grpo", "bnpo"))])
+@pytest.mark.parametrize(
+    ("change", "limit"), [(dict(budget="tight", dp=2), 1e-6), (dict(cp=2, share_prompts=True), 2e-6)], ids=str
+)
+@pytest.mark.parametrize(
+    "loss", ["dapo", "grpo", *(pytest.param(loss, marks=pytest.mark.full) for loss in ("dr_grpo", "bnpo"))]
+)
 def test_in_float32_it_is_the_same_to_rounding(loss, change, limit):
     row, expected = row_of("qwen2_untied", **change), one_process("qwen2_untied", loss)
     found = run_ranks(take_step, ranks(row), config(row, loss), tiny_model("qwen2_untied"), random_samples())[0]
@@ -98,7 +106,7 @@ def flat(outcome: Outcome) -> torch.Tensor:
     return torch.cat([outcome.gradients[name].flatten() for name in sorted(outcome.gradients)])
 
 
-# ------------------------------------------------------------------------------------------------------------------------ next to nothing
+# ------------------------------------------------------------------------------------------------------ next to nothing
 
 
 def step(case: Case, samples: list[TrainSample], **algorithm) -> Outcome:

@@ -19,7 +19,7 @@ from megagrpo.proof.verify.shrink import VOCABULARY, random_samples
 from megagrpo.proof.verify.verified_step import prepare
 from megagrpo.types import LossInputs
 
-# ------------------------------------------------------------------------------------------------------------------ the kernel alone
+# ----------------------------------------------------------------------------------------------------- the kernel alone
 
 
 def naive(hidden, weight, labels, ref_hidden, ref_weight, direction, temperature):
@@ -30,13 +30,17 @@ def naive(hidden, weight, labels, ref_hidden, ref_weight, direction, temperature
 
 
 def sharded_kl(vocab_size: int, direction: str):
-    """Errors of this rank's values and gradients against plain float64 over the whole vocabulary, and the gradient of the padding."""
+    """Errors of this rank's values and gradients against plain float64 over the whole vocabulary, and the gradient of
+    the padding."""
     rank, tp = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0)
     shape = (-(-vocab_size // tp) * tp, 12)
     hidden, ref_hidden = torch.randn(2, 9, shape[1], generator=generator, dtype=torch.float64)
     weight, ref_weight = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
-    labels, upstream = torch.randint(0, vocab_size, (9,), generator=generator), torch.randn(3, 9, generator=generator, dtype=torch.float64)
+    labels, upstream = (
+        torch.randint(0, vocab_size, (9,), generator=generator),
+        torch.randn(3, 9, generator=generator, dtype=torch.float64),
+    )
     mine = slice(rank * shape[0] // tp, (rank + 1) * shape[0] // tp)
 
     leaves = hidden.clone().requires_grad_(), weight[mine].clone().requires_grad_()
@@ -53,7 +57,11 @@ def sharded_kl(vocab_size: int, direction: str):
     expected = expected[0], -(log_p.exp() * log_p).sum(-1), expected[1]
     oracle_hidden, oracle_weight = torch.autograd.grad(expected, whole, tuple(upstream))
     own = oracle_weight[mine]
-    pairs = [*zip((logprobs, entropy, kl), expected, strict=True), (grad_hidden, oracle_hidden), (grad_weight[: len(own)], own)]
+    pairs = [
+        *zip((logprobs, entropy, kl), expected, strict=True),
+        (grad_hidden, oracle_hidden),
+        (grad_weight[: len(own)], own),
+    ]
     worst = max(((found - right).abs().max() / right.abs().max()).item() for found, right in pairs if right.numel())
     return worst, grad_weight[len(own) :].abs().sum().item(), len(own)
 
@@ -68,12 +76,12 @@ def test_value_and_gradient_over_shards_equal_plain_float64(tp, vocab_size, dire
         assert padding == 0
 
 
-# ------------------------------------------------------------------------------------------------------------------ in the policy
+# -------------------------------------------------------------------------------------------------------- in the policy
 
 
 def kl_of_a_step(estimator: str) -> tuple[float, float, float]:
-    """(the step's metric, the mean over loss tokens, the relative error of the head's gradient). The oracle is plain float64 on the hidden
-    states and heads of one process."""
+    """(the step's metric, the mean over loss tokens, the relative error of the head's gradient). The oracle is plain
+    float64 on the hidden states and heads of one process."""
     config, hf_config = tiny_run(algorithm=dict(kl_estimator=estimator, beta=5.0)), tiny_model("qwen2_untied")
     policy, batch, _ = prepare(config, hf_config, init_layout(config.parallel), random_samples())
     heads, loss_fn, kls = policy.heads(batch), make_loss(config), []
@@ -84,7 +92,9 @@ def kl_of_a_step(estimator: str) -> tuple[float, float, float]:
         ref = micro_batch.terms.ref_head
         hidden, ref_hidden, ref_weight = (t.double() for t in (head.hidden, ref.hidden, ref.weight))
         direction = estimator.removeprefix("full_")
-        rows = naive(hidden, weight, micro_batch.labels[places], ref_hidden, ref_weight, direction, config.rollout.temperature)
+        rows = naive(
+            hidden, weight, micro_batch.labels[places], ref_hidden, ref_weight, direction, config.rollout.temperature
+        )
         kls.append(rows[1].detach())
         logprobs, kl = (row.new_zeros(micro_batch.num_tokens).index_copy(0, places, row) for row in rows)
         numerator = numerator + loss_fn(LossInputs(logprobs, torch.zeros_like(logprobs), micro_batch, kl)).numerator
@@ -128,7 +138,9 @@ def head_products(algorithm: dict) -> float:
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
 @pytest.mark.parametrize(("estimator", "expected"), [("k3", 3), ("full_reverse", 4)])
 @pytest.mark.parametrize("entropy_coef", [0.0, 0.1])
-def test_the_loss_gradient_is_computed_early_so_that_logits_are_computed_once(loss_type, estimator, expected, entropy_coef):
+def test_the_loss_gradient_is_computed_early_so_that_logits_are_computed_once(
+    loss_type, estimator, expected, entropy_coef
+):
     algorithm = dict(loss_type=loss_type, kl_estimator=estimator, use_bias_correction_kl=estimator == "k3", beta=0.1)
     assert run_ranks(head_products, 1, algorithm | dict(entropy_coef=entropy_coef)) == [expected]
 
@@ -154,11 +166,14 @@ def test_only_a_gradient_that_depends_on_its_token_alone_is_computed_early(algor
 
 
 def late_gradients(num_iterations: int) -> tuple[list[float], list[bool], int]:
-    """(gradient norms, whether the metric is there) of two passes whose loss is not local although it says so, the second one without early
-    gradients from the start, and the length of the schedule."""
+    """(gradient norms, whether the metric is there) of two passes whose loss is not local although it says so, the
+    second one without early gradients from the start, and the length of the schedule."""
     config = tiny_run(algorithm=dict(loss_type="dapo", num_iterations=num_iterations))
     policy, batch, _ = prepare(config, tiny_model("qwen2_untied"), init_layout(config.parallel), random_samples()[:4])
-    divisor, loss = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length), make_loss(config)
+    divisor, loss = (
+        denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length),
+        make_loss(config),
+    )
 
     def not_local(inputs):
         result = loss(inputs)

@@ -1,4 +1,5 @@
-"""Experts without tokens, also where a rank has no other experts. `test_gradient_parity.py` tests experts with tokens in every layout."""
+"""Experts without tokens, also where a rank has no other experts. `test_gradient_parity.py` tests experts with tokens
+in every layout."""
 
 import functools
 
@@ -26,8 +27,8 @@ LAYOUTS = [
 
 
 def idle_router(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Give each token two experts, never one in IDLE: the other router rows are pairs of w and -w, so two of them are above 0. The rows of
-    idle experts are 0."""
+    """Give each token two experts, never one in IDLE: the other router rows are pairs of w and -w, so two of them are
+    above 0. The rows of idle experts are 0."""
     rows = random_tensor(name, shape)
     if name.endswith("mlp.gate.weight"):
         rows[2:4] = -rows[:2]

@@ -21,7 +21,8 @@ from megagrpo.types import TrainState
 
 
 def give_extra_state(held: dict[int, torch.Tensor] | None = None) -> None:
-    """Give this process's layers an extra state like Transformer Engine's: an empty tensor, or the layer's entry in `held`."""
+    """Give this process's layers an extra state like Transformer Engine's: an empty tensor, or the layer's entry in
+    `held`."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     def get(layer: torch.nn.Module) -> torch.Tensor:
@@ -60,7 +61,10 @@ def _resume_and_go_on(model, folder, with_extra_state):
 
 def after_a_step(policy, saver) -> list:
     step_once(policy, saver.layout)
-    return [w.detach().cpu().numpy().copy() for w in (*saver.reference.weights, *(p for c in policy.chunks for p in c.parameters()))]
+    return [
+        w.detach().cpu().numpy().copy()
+        for w in (*saver.reference.weights, *(p for c in policy.chunks for p in c.parameters()))
+    ]
 
 
 @pytest.fixture
@@ -82,7 +86,8 @@ def test_a_run_goes_on_where_layers_have_another_extra_state(first, model, tmp_p
 
 
 def _with_a_history(model, folder):
-    """The number of layers with an extra state when a checkpoint is written, and whether each still has one after loading."""
+    """The number of layers with an extra state when a checkpoint is written, and whether each still has one after
+    loading."""
     held: dict[int, torch.Tensor] = {}
     give_extra_state(held)
     policy, saver = checkpointer(model, folder)
@@ -111,7 +116,9 @@ def _weights(folder: Path, with_extra_state: bool, save: bool) -> list:
     torch.manual_seed(0)
     chunks = build_model(tiny_model("qwen3_moe"), layout, dtype=torch.float32, sequence_parallel=True)
     if save:
-        dist_checkpointing.save(model_state(chunks, layout), str(folder), content_metadata=METADATA, async_strategy="mcore")
+        dist_checkpointing.save(
+            model_state(chunks, layout), str(folder), content_metadata=METADATA, async_strategy="mcore"
+        )
     else:
         with torch.no_grad():
             [parameter.zero_() for chunk in chunks for parameter in chunk.parameters()]

@@ -1,5 +1,5 @@
-"""A step of families that layout options do not distinguish equals one process's step, in layouts that cut every dimension.
-`test_gradient_parity.py` tests the other families with every pair of options."""
+"""A step of families that layout options do not distinguish equals one process's step, in layouts that cut every
+dimension. `test_gradient_parity.py` tests the other families with every pair of options."""
 
 import pytest
 from layouts import AXES, config_of, name, ranks

@@ -22,11 +22,13 @@ from megagrpo.proof.verify.verified_step import Outcome, fill_weights, policy_gr
 from megagrpo.proof.verify.verify_compare import compare, distances, silent_tensors
 
 RECIPES = ("tensorwise", "blockwise", "mxfp8")
-BITS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}  # bits of the fraction, smallest exponent of a normal number, largest number
+# bits of the fraction, smallest exponent of a normal number, largest number
+BITS = {E4M3: (3, -6, 448.0), E5M2: (2, -14, 57344.0)}
 
 
 def naive(x: torch.Tensor, dtype: torch.dtype, rows: int, width: int, power_of_two: bool) -> np.ndarray:
-    """Round tile by tile, number by number, to the nearest multiple of the last bit at the number's exponent, ties to even."""
+    """Round tile by tile, number by number, to the nearest multiple of the last bit at the number's exponent, ties to
+    even."""
     fraction, smallest, most = BITS[dtype]
     found, values = np.zeros(x.shape), x.float().numpy()
     for top in range(0, x.shape[0], rows):
@@ -53,12 +55,16 @@ def spread(rows: int, width: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize(("tile", "power_of_two"), [((80, 96), False), ((1, 128), True), ((128, 128), True), ((32, 1), True)], ids=str)
+@pytest.mark.parametrize(
+    ("tile", "power_of_two"), [((80, 96), False), ((1, 128), True), ((128, 128), True), ((32, 1), True)], ids=str
+)
 def test_each_number_is_the_nearest_that_fp8_and_its_tiles_scale_can_hold(tile, power_of_two, dtype):
     x = spread(80, 96, 0)
     found = round_to(x, dtype, tile, power_of_two)
     np.testing.assert_allclose(found.double().numpy(), naive(x, dtype, *tile, power_of_two), rtol=1e-6, atol=0)
-    assert torch.equal(found == 0, torch.from_numpy(naive(x, dtype, *tile, power_of_two)) == 0) and found.isfinite().all()
+    assert (
+        torch.equal(found == 0, torch.from_numpy(naive(x, dtype, *tile, power_of_two)) == 0) and found.isfinite().all()
+    )
 
 
 def test_what_is_not_a_number_stays_so_and_nothing_is_rounded_of_nothing():
@@ -71,7 +77,9 @@ def test_what_is_not_a_number_stays_so_and_nothing_is_rounded_of_nothing():
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)], ids=str)
 def test_all_three_products_are_of_operands_rounded_along_what_they_add_up(recipe, hybrid, dtype):
-    x, w, dy = (spread(rows, width, seed).to(dtype) for seed, (rows, width) in enumerate([(160, 144), (208, 144), (160, 208)]))
+    x, w, dy = (
+        spread(rows, width, seed).to(dtype) for seed, (rows, width) in enumerate([(160, 144), (208, 144), (160, 208)])
+    )
     x, w = x[:, None].requires_grad_(), w.requires_grad_()  # [T, 1, in], Megatron's shape
     y = Product.apply(x, w, CurrentScaling(Fp8(recipe, hybrid)), None)
     y.backward(dy[:, None])
@@ -103,10 +111,12 @@ def test_with_a_scale_for_each_block_a_token_is_computed_alike_whatever_else_is_
     x = spread(96, 256, 0)
     alone = {recipe: CurrentScaling(Fp8(recipe, hybrid=True)).round(x[:16], E4M3, 1) for recipe in RECIPES}
     packed = {recipe: CurrentScaling(Fp8(recipe, hybrid=True)).round(x, E4M3, 1)[:16] for recipe in RECIPES}
-    assert {recipe: torch.equal(alone[recipe], packed[recipe]) for recipe in RECIPES} == dict(tensorwise=False, blockwise=True, mxfp8=True)
+    assert {recipe: torch.equal(alone[recipe], packed[recipe]) for recipe in RECIPES} == dict(
+        tensorwise=False, blockwise=True, mxfp8=True
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------------------- over ranks
+# ----------------------------------------------------------------------------------------------------------- over ranks
 
 CASES = [
     Case("tp2_sp", 2, dict(tp=2, sequence_parallel=True)),
@@ -133,7 +143,9 @@ def one_process(shape: str, recipe: str) -> Outcome:
 
 @pytest.mark.full
 @pytest.mark.parametrize("recipe", [*RECIPES, "delayed"])
-@pytest.mark.parametrize(("case", "shape"), [*((case, "qwen2_untied") for case in CASES), (MIXED, "qwen3_moe")], ids=str)
+@pytest.mark.parametrize(
+    ("case", "shape"), [*((case, "qwen2_untied") for case in CASES), (MIXED, "qwen3_moe")], ids=str
+)
 def test_a_step_in_fp8_is_that_of_one_process_within_its_own_rounding(case, recipe, shape):
     settings = config(case.parallel, recipe, case.train, recompute="full" if case.name == "tp2_pp2" else "none")
     found = run_ranks(take_step, case.ranks, settings, model(shape), random_samples())[0]
@@ -143,7 +155,8 @@ def test_a_step_in_fp8_is_that_of_one_process_within_its_own_rounding(case, reci
     noise, apart = distances(alone, exact), distances(found, alone)
     rounded = [noise[key] for key in noise if key[0] == "gradient" and "_proj" in key[1]]
     assert sorted(rounded)[len(rounded) // 2] > 1e-2
-    limit = 0.25 if recipe != "delayed" else 0.4  # delayed scales come from the largest magnitude over all micro-batches
+    # delayed scales come from the largest magnitude over all micro-batches
+    limit = 0.25 if recipe != "delayed" else 0.4
     assert shape == "qwen3_moe" or max(apart[key] for key in apart if key[0] == "gradient") < limit
 
 
@@ -154,17 +167,25 @@ def _hidden_states(settings, hf_config) -> tuple[list[torch.Tensor], int, int]:
     fill_weights(policy, hf_config, layout)
     found, layers = [], policy.chunks[0].decoder.layers
     for layer in layers[1::2]:
-        layer.register_forward_hook(lambda module, inputs, output: found.append(output[0] if isinstance(output, tuple) else output))
+        layer.register_forward_hook(
+            lambda module, inputs, output: found.append(output[0] if isinstance(output, tuple) else output)
+        )
     samples = random_samples()[:2]
     (micro_batch,) = pack(samples, packing_rules(settings, policy.shares_prompts), 0, 1).micro_batches
     policy.logprobs(pack(samples, packing_rules(settings, policy.shares_prompts), 0, 1))
     tokens = sum(sample.token_ids.numel() for sample in samples)
-    return [states[:tokens] for states in found], sum(isinstance(m, Quantised) for m in policy.chunks[0].modules()), micro_batch.num_tokens
+    return (
+        [states[:tokens] for states in found],
+        sum(isinstance(m, Quantised) for m in policy.chunks[0].modules()),
+        micro_batch.num_tokens,
+    )
 
 
 def test_layers_that_are_named_compute_as_without_fp8_and_the_others_do_not():
     ((dense, none, _),) = run_ranks(_hidden_states, 1, config({}, "none"), model("qwen2_untied"))
-    ((first, half, tokens),) = run_ranks(_hidden_states, 1, config({}, "tensorwise", bf16_layers=[0]), model("qwen2_untied"))
+    ((first, half, tokens),) = run_ranks(
+        _hidden_states, 1, config({}, "tensorwise", bf16_layers=[0]), model("qwen2_untied")
+    )
     ((_, everything, _),) = run_ranks(_hidden_states, 1, config({}, "delayed", bf16_layers=[]), model("qwen2_untied"))
     assert (none, half, everything) == (0, 4, 8) and tokens % 16 == 0
     assert torch.equal(first[0], dense[0]) and 1e-3 < ((first[1] - dense[1]).norm() / dense[1].norm()).item() < 0.1
@@ -189,7 +210,9 @@ def test_padded_routing_gives_experts_whole_tiles_and_changes_nothing_where_each
         settings = config(dict(ep=2), "mxfp8", moe_router_padding_for_quantization=padded)
         found[padded] = run_ranks(_expert_inputs, 2, settings, model("qwen3_moe"))
     for (plain, expected), (padded, gradients) in zip(found[False], found[True], strict=True):
-        assert any(count % 32 for count in plain) and not any(count % 32 for count in padded) and sum(padded) > sum(plain)
+        assert (
+            any(count % 32 for count in plain) and not any(count % 32 for count in padded) and sum(padded) > sum(plain)
+        )
         for name, gradient in gradients.items():
             apart = (gradient - expected[name]).norm() / expected[name].norm().clamp(min=1e-12)
             assert apart < (0.3 if ".experts." in name else 1e-5), (name, apart)

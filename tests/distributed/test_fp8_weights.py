@@ -1,4 +1,5 @@
-"""Weights stored in FP8: the same steps, bit for bit, as bf16 weights rounded for each product. All other code gets dense weights."""
+"""Weights stored in FP8: the same steps, bit for bit, as bf16 weights rounded for each product. All other code gets
+dense weights."""
 
 from pathlib import Path
 
@@ -54,7 +55,8 @@ def start(run: RunConfig, shape: str, layout: Layout) -> tuple[MegatronPolicy, R
 
 
 def masters(policy: MegatronPolicy) -> list[torch.Tensor]:
-    """Float32 masters that this rank holds whole. Ranks shard FP8 weights and others separately, so the shards differ."""
+    """Float32 masters that this rank holds whole. Ranks shard FP8 weights and others separately, so the shards
+    differ."""
     found = [(p.numel(), getattr(p, "main_param", None)) for chunk in policy.chunks for p in chunk.parameters()]
     return [master.clone() for count, master in found if master is not None and master.numel() == count]
 
@@ -76,7 +78,9 @@ def rounded(plain: MegatronPolicy, kept: MegatronPolicy) -> list[torch.Tensor]:
     bf16, weights = ([p for chunk in policy.chunks for p in chunk.parameters()] for policy in (plain, kept))
     for exact, weight in zip(bf16, weights, strict=True):
         exact = exact.detach()
-        assert torch.equal(dense(weight), scaling.round(exact, E4M3, 1, square=True).to(exact.dtype) if is_fp8(weight) else exact)
+        assert torch.equal(
+            dense(weight), scaling.round(exact, E4M3, 1, square=True).to(exact.dtype) if is_fp8(weight) else exact
+        )
     return weights
 
 
@@ -146,8 +150,8 @@ def _saved(case: str, recipe: str, folder: Path) -> None:
 
 
 def _loaded(case: str, recipe: str, shape: str, folder: Path) -> None:
-    """Runs with and without FP8 weights load the checkpoint: both round their weights from the masters, not from the saved rounded
-    weights."""
+    """Runs with and without FP8 weights load the checkpoint: both round their weights from the masters, not from the
+    saved rounded weights."""
     layout = init_layout(ParallelSection(**CASES[case][2]))
     plain, kept = (start(settings(case, recipe, kept), shape, layout)[0] for kept in (False, True))
     for policy in (plain, kept):
@@ -163,7 +167,8 @@ def test_a_checkpoint_of_them_goes_into_another_layout(recipe, tmp_path):
 
 
 def _written_and_read(folder: Path) -> None:
-    """Weights written into a policy come back rounded from Megatron's save and from an export; its masters do not change."""
+    """Weights written into a policy come back rounded from Megatron's save and from an export; its masters do not
+    change."""
     from megatron.core import dist_checkpointing
 
     layout = init_layout(ParallelSection())
@@ -192,7 +197,10 @@ def _written_and_read(folder: Path) -> None:
     load_model(policy.chunks, folder / "of_bf16", layout)
     policy.weights_changed()
     assert all(torch.equal(one, other) for one, other in zip(masters(plain), masters(policy), strict=True))
-    with pytest.raises(TypeError, match=r"aten.add_.Tensor cannot change an FP8 weight in place; use write\(\)"), torch.no_grad():
+    with (
+        pytest.raises(TypeError, match=r"aten.add_.Tensor cannot change an FP8 weight in place; use write\(\)"),
+        torch.no_grad(),
+    ):
         weight.add_(1)
     bad = exact.clone()
     bad[3, 5] = torch.nan
@@ -211,12 +219,18 @@ def test_megagrpo_verify_holds_a_layout_with_them_against_one_process_without():
     single = [plainly(run), plainly(run.model_copy(update=dict(model=ModelSection(path="tiny", precision="fp32"))))]
     rounded, exact = (run_ranks(take_step, 1, one, model("qwen3_tied"), random_samples())[0] for one in single)
     found = run_ranks(take_step, 2, run, model("qwen3_tied"), random_samples())[0]
-    assert silent_tensors(found) == [] and [d for d in compare(found, exact, rounded, coarse=True) if not d.passed] == []
-    assert max(error for (kind, _), error in distances(found, exact).items() if kind == "next weight") > 0.02  # the rounding of FP8
+    assert (
+        silent_tensors(found) == [] and [d for d in compare(found, exact, rounded, coarse=True) if not d.passed] == []
+    )
+    # the rounding of FP8
+    assert max(error for (kind, _), error in distances(found, exact).items() if kind == "next weight") > 0.02
 
 
 def test_fp8_weights_of_a_policy_in_float32_are_refused():
     run = settings("one", "blockwise", True)
     run = run.model_copy(update=dict(model=run.model.model_copy(update=dict(precision="fp32"))))
-    with pytest.raises(ValueError, match=r"model\.fp8_param: weights in float32 have no masters to be rounded from; set model\.precision"):
+    with pytest.raises(
+        ValueError,
+        match=r"model\.fp8_param: weights in float32 have no masters to be rounded from; set model\.precision",
+    ):
         check_device(run, model("qwen2_untied"))

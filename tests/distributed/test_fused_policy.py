@@ -20,7 +20,9 @@ def difference(train: dict) -> tuple[float, float]:
     interpret(scratch=2**14)
     found, layout = [], init_layout(ParallelSection(tp=2))
     for settings in ({}, train):
-        config = tiny_run(dict(tp=2), algorithm=dict(beta=0.1, entropy_coef=0.01), train=dict(distributed_optimizer=False) | settings)
+        config = tiny_run(
+            dict(tp=2), algorithm=dict(beta=0.1, entropy_coef=0.01), train=dict(distributed_optimizer=False) | settings
+        )
         policy, batch, logprobs = prepare(config, tiny_model("qwen2_untied"), layout, random_samples())
         policy.backward(batch, make_loss(config), batch.num_tokens)
         gradients = [p.main_grad.flatten().clone() for chunk in policy.chunks for p in chunk.parameters()]
@@ -57,10 +59,14 @@ def test_gpus_that_the_kernels_are_not_for_refuse_them_before_there_is_a_model(n
     asked = tiny_run(model=dict(precision="bf16"), train=dict(fused_logprobs=True))
     if capability == (9, 0):
         return check_device(asked, tiny_model("qwen2_untied"))
-    with pytest.raises(ValueError, match=f"train.fused_logprobs: true is not possible: {name} is not a Hopper GPU; set it to false"):
+    with pytest.raises(
+        ValueError, match=f"train.fused_logprobs: true is not possible: {name} is not a Hopper GPU; set it to false"
+    ):
         check_device(asked, tiny_model("qwen2_untied"))
 
 
 def test_fused_logprobs_without_a_gpu_are_refused_with_the_reason():
-    with pytest.raises(RankFailed, match=r"train.fused_logprobs: true is not possible: there is no GPU; set it to false"):
+    with pytest.raises(
+        RankFailed, match=r"train.fused_logprobs: true is not possible: there is no GPU; set it to false"
+    ):
         run_ranks(build, 1, dict(fused_logprobs=True))

@@ -33,7 +33,14 @@ RAW = dict(
     sliding_window=128,
     layer_types=["sliding_attention", "full_attention"] * 12,
     rope_theta=150000,
-    rope_scaling=dict(rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096),
+    rope_scaling=dict(
+        rope_type="yarn",
+        factor=32.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
+        original_max_position_embeddings=4096,
+    ),
     swiglu_limit=7.0,
     attention_bias=True,
 )
@@ -77,7 +84,8 @@ def test_every_bias_and_every_sink_has_a_gradient():
 
 
 def sinks_made_in_float32() -> list[tuple[torch.dtype, bool, int]]:
-    """Dtype and marks of the sinks of a bfloat16 model, where attention makes float32 sinks, as Transformer Engine's does."""
+    """Dtype and marks of the sinks of a bfloat16 model, where attention makes float32 sinks, as Transformer Engine's
+    does."""
     begin = TorchAttention.__init__
 
     def make(self, *args, **kwargs):

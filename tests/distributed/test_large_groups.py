@@ -1,5 +1,5 @@
-"""One group larger than a micro-batch, on more data-parallel ranks than prompts: the gradient equals the gradient of the whole group to
-float64 precision."""
+"""One group larger than a micro-batch, on more data-parallel ranks than prompts: the gradient equals the gradient of
+the whole group to float64 precision."""
 
 import math
 
@@ -20,7 +20,8 @@ MODEL = "llama_tied"
 
 
 def one_group(made: RunConfig) -> list[TrainSample]:
-    """Ten responses to one prompt, with advantages of the whole group; one response has no reward and one was truncated."""
+    """Ten responses to one prompt, with advantages of the whole group; one response has no reward and one was
+    truncated."""
     generator = torch.Generator().manual_seed(3)
 
     def tokens(n: int) -> tuple[int, ...]:
@@ -41,7 +42,9 @@ def small(row: dict, loss: str, mask_truncated: bool, max_tokens: int) -> RunCon
     made = config(row, loss)
     algorithm = made.algorithm.model_copy(update=dict(mask_truncated_completions=mask_truncated))
     return made.model_copy(
-        update=dict(algorithm=algorithm, train=made.train.model_copy(update=dict(max_tokens_per_micro_batch=max_tokens)))
+        update=dict(
+            algorithm=algorithm, train=made.train.model_copy(update=dict(max_tokens_per_micro_batch=max_tokens))
+        )
     )
 
 
@@ -56,7 +59,8 @@ def test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank(loss, mask_tru
     row = row_of(MODEL, dp=3)
     spread = small(row, loss, mask_truncated, max_tokens=20)
     parts = [pack(samples, packing_rules(spread, share_prompts=False), rank, 3) for rank in range(3)]
-    assert all(len(part.micro_batches) > 1 for part in parts)  # each rank has several, and each contains a part of the group
+    # each rank has several, and each contains a part of the group
+    assert all(len(part.micro_batches) > 1 for part in parts)
     assert all(part.num_tokens == alone.num_tokens and part.num_sequences == GROUP for part in parts)
     found = run_ranks(in_float64, ranks(row), spread, tiny_model(MODEL), samples)[0]
     assert worst_gradient(found, expected) < (1e-13, "")

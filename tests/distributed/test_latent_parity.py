@@ -42,7 +42,14 @@ V3 = dict(
     first_k_dense_replace=3,
     rope_scaling=dict(type="yarn", factor=40, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=0.7),
 )
-V2_LITE = V3 | dict(model_type="deepseek_v2", q_lora_rank=None, rope_scaling=None, scoring_func="softmax", topk_method="greedy", n_group=1)
+V2_LITE = V3 | dict(
+    model_type="deepseek_v2",
+    q_lora_rank=None,
+    rope_scaling=None,
+    scoring_func="softmax",
+    topk_method="greedy",
+    n_group=1,
+)
 TP2 = dict(tp=2, sequence_parallel=True)
 LAYOUTS = [
     Case("tp2_ep2_etp1", 2, TP2 | dict(ep=2, etp=1)),
@@ -74,7 +81,9 @@ def test_every_layout_takes_the_step_of_one_process(case):
 
 
 def test_so_does_a_model_whose_queries_have_no_latent_with_its_attention_recomputed():
-    config = tiny_run(TP2 | dict(ep=2), algorithm=dict(), model=dict(recompute="selective"), train=dict(share_prompts=True))
+    config = tiny_run(
+        TP2 | dict(ep=2), algorithm=dict(), model=dict(recompute="selective"), train=dict(share_prompts=True)
+    )
     found = step(V2_LITE, config, 4)
     assert [d for d in compare(found, one_process("v2_lite")) if not d.passed] == []
 
@@ -83,9 +92,17 @@ def biases_after_a_step(precision: str) -> list[tuple[str, torch.Tensor]]:
     config, hf_config = tiny_run({}, model=dict(precision=precision)), model(V3)
     layout = init_layout(config.parallel)
     policy, batch, _ = prepare(config, hf_config, layout, random_samples())
-    policy.backward(batch, make_loss(config), denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length))
+    policy.backward(
+        batch,
+        make_loss(config),
+        denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length),
+    )
     policy.update()
-    held = [(found, value) for _, value, found in blocks(policy.chunks, hf_config, layout) if not isinstance(value, torch.nn.Parameter)]
+    held = [
+        (found, value)
+        for _, value, found in blocks(policy.chunks, hf_config, layout)
+        if not isinstance(value, torch.nn.Parameter)
+    ]
     layout.close()
     return [(block.name, value.numpy()) for (block,), value in held]
 

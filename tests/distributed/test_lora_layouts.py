@@ -17,7 +17,11 @@ CASES = [
     (Case("tp3", 3, dict(tp=3)), "llama_tied", ALL),
     (Case("tp2_sp_cp2", 4, dict(tp=2, cp=2, sequence_parallel=True), SHARDED), "qwen2_untied", ALL),
     (Case("pp2_vpp2", 2, dict(pp=2, vpp=2)), "llama_tied", ALL),
-    (Case("pp2_dp2", 4, dict(pp=2), SHARDED), "qwen3_tied", dict(rank=2, target_modules=["q_proj", "v_proj"], use_rslora=True)),
+    (
+        Case("pp2_dp2", 4, dict(pp=2), SHARDED),
+        "qwen3_tied",
+        dict(rank=2, target_modules=["q_proj", "v_proj"], use_rslora=True),
+    ),
     (Case("tp2_sp_pp2", 4, dict(tp=2, pp=2, sequence_parallel=True)), "phi3", ALL),
     (
         Case("tp2_sp", 2, dict(tp=2, sequence_parallel=True)),
@@ -30,7 +34,9 @@ CASES = [
 
 
 def config(parallel: dict, lora: dict, recompute: str, train: dict | None = None):
-    return tiny_run(parallel, lora=lora, model=dict(recompute=recompute), train=dict(share_prompts=False) | (train or {}))
+    return tiny_run(
+        parallel, lora=lora, model=dict(recompute=recompute), train=dict(share_prompts=False) | (train or {})
+    )
 
 
 @functools.cache
@@ -42,12 +48,17 @@ def one_process(model: str, lora: str) -> Outcome:
 
 @pytest.mark.parametrize(
     ("case", "model", "lora"),
-    [pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[pytest.mark.full] if i in (0, 4, 5, 6) else []) for i, case in enumerate(CASES)],
+    [
+        pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[pytest.mark.full] if i in (0, 4, 5, 6) else [])
+        for i, case in enumerate(CASES)
+    ],
 )
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
 def test_a_step_of_adapters_equals_that_of_one_process(case, model, lora, recompute):
     expected = one_process(model, repr(lora))
-    found = run_ranks(take_step, case.ranks, config(case.parallel, lora, recompute, case.train), tiny_model(model), random_samples())[0]
+    found = run_ranks(
+        take_step, case.ranks, config(case.parallel, lora, recompute, case.train), tiny_model(model), random_samples()
+    )[0]
     assert [d for d in compare(found, expected) if not d.passed] == []
     assert found.disagreement == 0
     names = [name for of_linear in projections(tiny_model(model)).values() for name in of_linear]
@@ -57,5 +68,7 @@ def test_a_step_of_adapters_equals_that_of_one_process(case, model, lora, recomp
 def test_a_recomputed_step_of_adapters_on_the_first_stage_equals_it_too():
     """Nothing before the first block has a gradient: recomputation needs an input that requires one."""
     case, model, lora = CASES[3]
-    found = run_ranks(take_step, case.ranks, config(case.parallel, lora, "full", case.train), tiny_model(model), random_samples())[0]
+    found = run_ranks(
+        take_step, case.ranks, config(case.parallel, lora, "full", case.train), tiny_model(model), random_samples()
+    )[0]
     assert [d for d in compare(found, one_process(model, repr(lora))) if not d.passed] == []

@@ -1,4 +1,5 @@
-"""LoRA against PEFT on transformers' model: the same folder gives the same logits and gradients, and files convert both ways."""
+"""LoRA against PEFT on transformers' model: the same folder gives the same logits and gradients, and files convert both
+ways."""
 
 from __future__ import annotations
 
@@ -26,7 +27,13 @@ from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.types import TrainSample, TrainState
 
 TINY = dict(
-    hidden_size=48, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2, intermediate_size=80, vocab_size=127, head_dim=8
+    hidden_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    intermediate_size=80,
+    vocab_size=127,
+    head_dim=8,
 )
 LORA = dict(rank=4, alpha=10.0, use_rslora=True, target_modules="all-linear")
 SAMPLES = [(5, 9, 1.5), (3, 14, -0.7), (8, 1, 0.4)]  # prompt length, response length, advantage
@@ -43,8 +50,8 @@ def samples() -> list[TrainSample]:
 
 
 def make_with_peft(root, kind="Qwen2"):
-    """A model and an adapter saved by transformers and PEFT, merged weights, logits, and gradients. The loss is on-policy `dapo`: the mean
-    over response tokens of -A log-prob."""
+    """A model and an adapter saved by transformers and PEFT, merged weights, logits, and gradients. The loss is
+    on-policy `dapo`: the mean over response tokens of -A log-prob."""
     import transformers
     from peft import LoraConfig, get_peft_model
 
@@ -65,13 +72,17 @@ def make_with_peft(root, kind="Qwen2"):
         logprobs = (logits[-1][:-1] / 0.8).log_softmax(-1).gather(1, sample.token_ids[1:, None])[:, 0]
         loss = loss - sample.advantage * logprobs[sample.response_mask[1:]].sum()
     (loss / sum(response for _, response, _ in SAMPLES)).backward()
-    gradients = {name.replace(".default", ""): p.grad.double() for name, p in adapted.named_parameters() if p.requires_grad}
+    gradients = {
+        name.replace(".default", ""): p.grad.double() for name, p in adapted.named_parameters() if p.requires_grad
+    }
     merged = adapted.merge_and_unload().state_dict()
     return gradients, {k: v.clone() for k, v in merged.items()}, torch.cat([row.detach() for row in logits])
 
 
 def prepare(root, parallel: dict, **lora):
-    config = tiny_run(parallel, lora=LORA | lora, algorithm=dict(loss_type="dapo", beta=0.0), train=dict(max_grad_norm=0.0))
+    config = tiny_run(
+        parallel, lora=LORA | lora, algorithm=dict(loss_type="dapo", beta=0.0), train=dict(max_grad_norm=0.0)
+    )
     config = config.model_copy(update=dict(lora=LoraSection(**LORA | lora)))  # tiny_run makes the adapters small
     layout = init_layout(config.parallel)
     hf_config = load_hf_config(root / "model")
@@ -104,7 +115,8 @@ def made(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made_fused(tmp_path_factory):
-    """A model with fused weights for queries, keys and values, and for gate and up projection: its adapters are fused too."""
+    """A model with fused weights for queries, keys and values, and for gate and up projection: its adapters are fused
+    too."""
     root = tmp_path_factory.mktemp("peft_fused")
     return root, *run_ranks(make_with_peft, 1, root, "Phi3")[0]
 
@@ -114,7 +126,9 @@ def test_gradients_merged_weights_and_files_are_those_of_peft(parallel, made, tm
     assert_as_peft(parallel, made, tmp_path)
 
 
-@pytest.mark.parametrize("parallel", [dict(tp=2, sequence_parallel=True), pytest.param(dict(pp=2), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [dict(tp=2, sequence_parallel=True), pytest.param(dict(pp=2), marks=pytest.mark.full)], ids=str
+)
 def test_so_are_those_of_fused_projections(parallel, made_fused, tmp_path):
     assert {name.split(".")[-3] for name in made_fused[1]} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert_as_peft(parallel, made_fused, tmp_path)
@@ -127,7 +141,10 @@ def assert_as_peft(parallel, made, tmp_path):
     ours, exported = found[0][:2]
     assert ours.keys() == gradients.keys() and max(relative_error(ours[n], g) for n, g in gradients.items()) < 2e-5
     assert max(relative_error(exported[n], merged[n]) for n in exported) < 1e-6
-    assert load_file(tmp_path / "out/adapter_model.safetensors").keys() == load_file(root / "adapter/adapter_model.safetensors").keys()
+    assert (
+        load_file(tmp_path / "out/adapter_model.safetensors").keys()
+        == load_file(root / "adapter/adapter_model.safetensors").keys()
+    )
     for name, tensor in load_file(root / "adapter/adapter_model.safetensors").items():
         assert torch.equal(load_file(tmp_path / "out/adapter_model.safetensors")[name], tensor)
     # Frozen weights have no gradient, no buffer and no optimizer state.
@@ -150,7 +167,10 @@ def _checkpoint(root, parallel, folder, load):
 def test_a_run_with_fused_adapters_continues_in_another_layout(made_fused, tmp_path):
     unbroken = run_ranks(_checkpoint, 2, made_fused[0], dict(tp=2), tmp_path, False)[0]
     (resumed,) = run_ranks(_checkpoint, 1, made_fused[0], {}, tmp_path, True)
-    assert unbroken.keys() == resumed.keys() and max(relative_error(resumed[name], tensor) for name, tensor in unbroken.items()) < 1e-6
+    assert (
+        unbroken.keys() == resumed.keys()
+        and max(relative_error(resumed[name], tensor) for name, tensor in unbroken.items()) < 1e-6
+    )
 
 
 def _read_with_peft(root, adapter):
@@ -192,7 +212,9 @@ def test_a_fresh_adapter_adds_nothing_starts_alike_everywhere_and_the_reference_
     alone, together = run_ranks(_fresh, 1, root, {})[0], run_ranks(_fresh, 2, root, dict(tp=2))[0]
     assert all(torch.equal(alone[0][name], together[0][name]) for name in alone[0])
     for name, tensor in alone[0].items():
-        assert torch.equal(tensor, fresh_matrix(name, tuple(tensor.shape), 5).double()) and ("lora_B" not in name or not tensor.any())
+        assert torch.equal(tensor, fresh_matrix(name, tuple(tensor.shape), 5).double()) and (
+            "lora_B" not in name or not tensor.any()
+        )
     for _, same, moved, copied in (alone, together):
         assert all(same) and not any(moved) and copied
 

@@ -1,4 +1,5 @@
-"""Adapters reach the engine and other layouts: merged weights equal an export bit for bit, and checkpoints contain only adapters."""
+"""Adapters reach the engine and other layouts: merged weights equal an export bit for bit, and checkpoints contain only
+adapters."""
 
 import json
 from pathlib import Path
@@ -64,23 +65,36 @@ def _train(root: Path, parallel: dict, folder: Path, steps: int, resume: bool):
     return whole_tensors(policy, hf_config, layout, lambda p: p.data)[0], saver._bytes_needed
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(dict(tp=2), dict(pp=2, vpp=2)), (dict(pp=2), dict(tp=2, sequence_parallel=True))], ids=str)
+@pytest.mark.parametrize(
+    ("saved", "loaded"), [(dict(tp=2), dict(pp=2, vpp=2)), (dict(pp=2), dict(tp=2, sequence_parallel=True))], ids=str
+)
 def test_a_checkpoint_holds_adapters_alone_and_continues_in_another_layout(saved, loaded, root, tmp_path):
     unbroken, needed = run_ranks(_train, 2, root, saved, tmp_path, 1, False)[0]
     resumed, _ = run_ranks(_train, 2, root, loaded, tmp_path, 1, True)[0]
     assert max(((resumed[name] - tensor).norm() / tensor.norm()).item() for name, tensor in unbroken.items()) < 1e-6
-    sizes = [sum(t.numel() for t in load_file(file).values()) for file in (tmp_path / SAVED, root / "model/model.safetensors")]
+    sizes = [
+        sum(t.numel() for t in load_file(file).values())
+        for file in (tmp_path / SAVED, root / "model/model.safetensors")
+    ]
     assert 14 * sizes[0] <= needed < 28 * sizes[0] < 14 * sizes[1]  # the copies of all tensor-parallel ranks count
     assert sum(path.stat().st_size for path in (tmp_path / "step_000001").glob("*.distcp")) < 7 * sizes[1]
-    assert json.loads((tmp_path / "step_000001/adapter/adapter_config.json").read_text())["base_model_name_or_path"] == "tiny"
+    assert (
+        json.loads((tmp_path / "step_000001/adapter/adapter_config.json").read_text())["base_model_name_or_path"]
+        == "tiny"
+    )
 
 
 def test_the_tool_merges_an_adapter_into_its_model(root, tmp_path):
-    assert run_ranks(run_tool, 2, "merge", root / "adapter", tmp_path / "out", "--model", root / "model", "--tp", 2) == [0, 0]
+    assert run_ranks(
+        run_tool, 2, "merge", root / "adapter", tmp_path / "out", "--model", root / "model", "--tp", 2
+    ) == [0, 0]
     run_ranks(_push, 1, root, {}, tmp_path / "shm", tmp_path / "expected")
     merged, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("out", "expected"))
     assert all(torch.equal(merged[name].bfloat16(), tensor) for name, tensor in expected.items())
-    assert f"from a Megatron checkpoint by megagrpo. Base model: `{root / 'model'}`." in (tmp_path / "out/README.md").read_text()
+    assert (
+        f"from a Megatron checkpoint by megagrpo. Base model: `{root / 'model'}`."
+        in (tmp_path / "out/README.md").read_text()
+    )
     (tmp_path / "step_000001/adapter").mkdir(parents=True)
     assert run_ranks(run_tool, 1, "export", tmp_path / "step_000001", tmp_path / "none") == [2]
     assert run_ranks(run_tool, 1, "merge", root / "model", tmp_path / "none", "--model", root / "model") == [2]
@@ -94,7 +108,10 @@ def test_merging_a_float32_adapter_into_a_bfloat16_model_rounds_once(root, tmp_p
     (tmp_path / "model/config.json").write_text(json.dumps(raw | {"dtype": "bfloat16"}))
     arguments = ("merge", root / "adapter", tmp_path / "out", "--model", tmp_path / "model", "--tp", 2)
     assert run_ranks(run_tool, 2, *arguments) == [0, 0]
-    merged, adapter = load_file(tmp_path / "out/model.safetensors"), load_file(root / "adapter/adapter_model.safetensors")
+    merged, adapter = (
+        load_file(tmp_path / "out/model.safetensors"),
+        load_file(root / "adapter/adapter_model.safetensors"),
+    )
     scale, adapted = LORA["alpha"] / LORA["rank"] ** 0.5, 0
     for name, weight in base.items():
         prefix = f"base_model.model.{name.removesuffix('weight')}"
@@ -122,7 +139,12 @@ def test_the_merge_tool_names_its_own_arguments_in_errors(root, tmp_path, capfd)
     cut = {name: tensor[:, :-1].contiguous() if name == min(tensors) else tensor for name, tensor in tensors.items()}
     fewer = {name: tensor for name, tensor in tensors.items() if name != min(tensors)}
     for folder, changes, held, expected in (
-        ("layers", dict(layers_to_transform=[0]), tensors, "has layers_to_transform [0]; only plain LoRA of one rank, on every layer"),
+        (
+            "layers",
+            dict(layers_to_transform=[0]),
+            tensors,
+            "has layers_to_transform [0]; only plain LoRA of one rank, on every layer",
+        ),
         ("fewer", {}, fewer, "is only in the model (1 such tensors); name the model that the adapter was trained on"),
         ("cut", {}, cut, "the model needs [4, "),
     ):
@@ -131,6 +153,10 @@ def test_the_merge_tool_names_its_own_arguments_in_errors(root, tmp_path, capfd)
         save_file(held, tmp_path / folder / "adapter_model.safetensors")
         told = refused(tmp_path / folder, *model)
         assert "error: ADAPTER: " in told and expected in told and "lora." not in told.replace("lora_", "")
-    (tmp_path / "fewer/adapter_config.json").write_text(json.dumps(saved | {"base_model_name_or_path": "/no/such/model"}))
-    assert "adapter_config.json (or name one with --model): /no/such/model does not exist" in refused(tmp_path / "fewer")
+    (tmp_path / "fewer/adapter_config.json").write_text(
+        json.dumps(saved | {"base_model_name_or_path": "/no/such/model"})
+    )
+    assert "adapter_config.json (or name one with --model): /no/such/model does not exist" in refused(
+        tmp_path / "fewer"
+    )
     assert "error: --model: /no/such/model does not exist" in refused(tmp_path / "fewer", "--model", "/no/such/model")

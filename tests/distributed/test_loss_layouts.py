@@ -20,7 +20,9 @@ LOSSES = {
     "grpo": dict(loss_type="grpo"),
     "grpo delta": dict(loss_type="grpo", delta=1.1, epsilon=0.1, epsilon_high=0.3),
     "gspo": dict(loss_type="grpo", importance_sampling_level="sequence", epsilon=0.02, epsilon_high=0.05),
-    "gspo token kl": dict(loss_type="dapo", importance_sampling_level="sequence_token", beta=0.1, use_bias_correction_kl=True),
+    "gspo token kl": dict(
+        loss_type="dapo", importance_sampling_level="sequence_token", beta=0.1, use_bias_correction_kl=True
+    ),
     "bnpo": dict(loss_type="bnpo"),
     "dapo": dict(loss_type="dapo"),
     "dr_grpo": dict(loss_type="dr_grpo"),
@@ -35,8 +37,12 @@ LOSSES = {
     "off-policy mask": dict(loss_type="grpo", off_policy_mask_threshold=0.0, importance_correction="token_truncate"),
     "token correction": dict(loss_type="dapo", importance_correction="token_mask", importance_correction_max=1.05),
     "token rejection": dict(loss_type="dapo", importance_correction="token_reject", importance_correction_max=1.2),
-    "sequence correction": dict(loss_type="sapo", importance_correction="sequence_truncate", importance_correction_max=1.05),
-    "geometric correction": dict(loss_type="luspo", importance_correction="geometric_mask", importance_correction_min=0.99),
+    "sequence correction": dict(
+        loss_type="sapo", importance_correction="sequence_truncate", importance_correction_max=1.05
+    ),
+    "geometric correction": dict(
+        loss_type="luspo", importance_correction="geometric_mask", importance_correction_min=0.99
+    ),
     "vespo correction": dict(loss_type="vespo", importance_correction="token_mask", importance_correction_max=1.2),
     "top entropy": dict(loss_type="dapo", top_entropy_quantile=0.3, beta=0.1),
     "entropy bonus": dict(loss_type="grpo", entropy_coef=0.5),
@@ -45,7 +51,16 @@ LOSSES = {
     "entropy bonus, gspo": dict(loss_type="grpo", entropy_coef=0.5, importance_sampling_level="sequence"),
 }
 # Losses whose gradient at a token depends on more than that token.
-FAR = ["gspo", "vespo correction", "gmpo", "fipo", "real kl", "off-policy mask", "token rejection", "entropy bonus on top"]
+FAR = [
+    "gspo",
+    "vespo correction",
+    "gmpo",
+    "fipo",
+    "real kl",
+    "off-policy mask",
+    "token rejection",
+    "entropy bonus on top",
+]
 LAYOUTS = {
     "dp2": (2, {}, dict(distributed_optimizer=True, share_prompts=False)),  # groups are split over the ranks
     "cp2": (2, dict(cp=2), dict(share_prompts=True)),
@@ -107,7 +122,10 @@ def _step_of_nothing(name):
     config = tiny_run({}, algorithm=dict(beta=0.0) | LOSSES[name], train=dict(distributed_optimizer=False))
     samples = [replace(s, response_mask=torch.zeros_like(s.response_mask)) for s in random_samples()]
     outcome = take_step(config, tiny_model(MODEL), samples)
-    return outcome and (outcome.metrics["loss"], max(float(gradient.abs().max()) for gradient in outcome.gradients.values()))
+    return outcome and (
+        outcome.metrics["loss"],
+        max(float(gradient.abs().max()) for gradient in outcome.gradients.values()),
+    )
 
 
 @pytest.mark.parametrize("name", ["real", "entropy bonus on top", "vespo correction"])

@@ -22,7 +22,10 @@ STEPS = (
 
 
 def config(parallel: dict, **options):
-    train = dict(optimizer="muon", distributed_optimizer=False, max_grad_norm=0.0, weight_decay=DECAY, share_prompts=False) | options
+    train = (
+        dict(optimizer="muon", distributed_optimizer=False, max_grad_norm=0.0, weight_decay=DECAY, share_prompts=False)
+        | options
+    )
     return tiny_run(parallel, train=train, algorithm=dict(beta=0.0))
 
 
@@ -67,7 +70,9 @@ def test_the_matrices_of_blocks_follow_the_formula_and_the_rest_adam(one):
     assert seen == len(one.gradients) - tiny_model("qwen3_untied").num_layers
 
 
-@pytest.mark.parametrize("case", [Case("tp2_sp", 2, dict(tp=2, sequence_parallel=True)), Case("pp2_dp2", 4, dict(pp=2))], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case("tp2_sp", 2, dict(tp=2, sequence_parallel=True)), Case("pp2_dp2", 4, dict(pp=2))], ids=str
+)
 def test_the_step_is_the_same_in_every_layout(case, one):
     found = step(case)
     assert [d for d in compare(found, one) if not d.passed] == [] and found.disagreement == 0

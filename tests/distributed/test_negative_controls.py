@@ -1,4 +1,5 @@
-"""Silent faults known from Megatron-based trainers, injected one at a time: the parity matrix and `megagrpo verify` detect each one."""
+"""Silent faults known from Megatron-based trainers, injected one at a time: the parity matrix and `megagrpo verify`
+detect each one."""
 
 import importlib
 import json
@@ -89,14 +90,17 @@ def average_of_local_means(patch):
 
 def tied_embeddings_that_never_meet(patch):
     """The first and the last stage each use their own part of the gradient."""
-    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # its name is also that of a function
+    # its name is also that of a function
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
     patch.setattr(module, "_allreduce_word_embedding_grads", lambda *args, **kwargs: None)
 
 
 def padding_that_takes_probability(patch):
     """The rows that pad the vocabulary count as tokens."""
     stock = megatron_policy.vocab_logprobs
-    patch.setattr(megatron_policy, "vocab_logprobs", lambda *args, **kwargs: stock(*args, **kwargs | dict(vocab_size=None)))
+    patch.setattr(
+        megatron_policy, "vocab_logprobs", lambda *args, **kwargs: stock(*args, **kwargs | dict(vocab_size=None))
+    )
 
 
 def expert_gradients_times_ranks(patch):
@@ -136,7 +140,9 @@ def samples_of_one_length() -> list[TrainSample]:
     samples = []
     for i in range(12):
         logprobs = torch.where(mask, -4.5 + 0.1 * torch.randn(21, generator=generator), 0.0)
-        samples.append(TrainSample(torch.randint(0, VOCABULARY, (21,), generator=generator), mask, logprobs, advantage=1.0 - i / 7))
+        samples.append(
+            TrainSample(torch.randint(0, VOCABULARY, (21,), generator=generator), mask, logprobs, advantage=1.0 - i / 7)
+        )
     return samples
 
 
@@ -188,7 +194,9 @@ def verify(row: dict, folder, capsys) -> tuple[int, dict]:
 USUAL = (tied_embeddings_that_never_meet, labels_rolled_after_the_split, average_of_local_means)
 
 
-@pytest.mark.parametrize("control", [pytest.param(c, marks=() if c.plant in USUAL else pytest.mark.full) for c in CONTROLS], ids=str)
+@pytest.mark.parametrize(
+    "control", [pytest.param(c, marks=() if c.plant in USUAL else pytest.mark.full) for c in CONTROLS], ids=str
+)
 def test_a_planted_fault_is_seen(control, tmp_path, capsys, monkeypatch):
     config, n = config_of(control.row), ranks(control.row)
     if control.before:

@@ -1,4 +1,5 @@
-"""Weight sync to colocated servers on several nodes: each node's files hold the whole model, written by the ranks of that node."""
+"""Weight sync to colocated servers on several nodes: each node's files hold the whole model, written by the ranks of
+that node."""
 
 import os
 from dataclasses import replace
@@ -46,9 +47,19 @@ class Readers:
         reader = ShardReader(found, MappedBlocks(found, 0, SharedFiles(), Ledgers(self.folders[server], found.version)))
         self.tensors[server] = {name: reader.fetch(name, lazy).clone() for name, lazy in reader.tensors()}
         self.ranks[server] = {block.rank for tensor in found.tensors.values() for block in tensor.blocks}
-        assert update.reports_by_http(server) == (server == "far") and Path(order["replies"]).parent.parent == self.folders[server]
+        assert (
+            update.reports_by_http(server) == (server == "far")
+            and Path(order["replies"]).parent.parent == self.folders[server]
+        )
         reads = [(name, index, part, total) for (name, index, part), total in reader.reads.items()]
-        return {"server": server, "worker": 0, "version": found.version, "bytes": reader.bytes, "checksum_seconds": 0.0, "reads": reads}
+        return {
+            "server": server,
+            "worker": 0,
+            "version": found.version,
+            "bytes": reader.bytes,
+            "checksum_seconds": 0.0,
+            "reads": reads,
+        }
 
     def resume(self, update: FileUpdate, only: None = None) -> None:
         self.update = update
@@ -81,16 +92,22 @@ def refused(update: FileUpdate) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("sizes", [dict(tp=2), dict(pp=2), dict(tp=2, pp=2, pipeline_layers=[1, 3]), dict(cp=2)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [dict(tp=2), dict(pp=2), dict(tp=2, pp=2, pipeline_layers=[1, 3]), dict(cp=2)], ids=str
+)
 def test_the_servers_of_each_node_read_the_whole_model_from_the_ranks_of_their_node(sizes, tmp_path):
     tensors, ranks, folders, said = run_ranks(push, RANKS, sizes, tmp_path)[0]
-    assert ranks == {"near": {0, 1}, "far": {2, 3}} and {url: folder.parent.name for url, folder in folders.items()} == {
+    assert ranks == {"near": {0, 1}, "far": {2, 3}} and {
+        url: folder.parent.name for url, folder in folders.items()
+    } == {
         "near": "0",
         "far": "1",
     }
     for server in NODES.servers:
         assert len(tensors[server]) == 2 + 9 * tiny_model("llama_tied").num_layers
-        assert all(torch.equal(values, random_tensor(name, values.shape)) for name, values in tensors[server].items()), server
+        assert all(
+            torch.equal(values, random_tensor(name, values.shape)) for name, values in tensors[server].items()
+        ), server
     assert len(said) == (3 if sizes.get("pp") else 0)  # with stages on different nodes every weight crosses once
     assert all("changed on its way from rank" in text for text in said)
     assert not any(os.listdir(tmp_path / node) for node in "01")
@@ -98,7 +115,12 @@ def test_the_servers_of_each_node_read_the_whole_model_from_the_ranks_of_their_n
 
 def test_a_node_without_a_block_gets_it_once_and_its_ranks_share_the_work():
     keys = [(f"layers.{layer}.w", (8,), ((0,), (8,))) for layer in range(4)]
-    held = [[(key, 8) for key in keys[:2]], [(key, 8) for key in keys[:2]], [(key, 8) for key in keys[2:]], [(key, 8) for key in keys[2:]]]
+    held = [
+        [(key, 8) for key in keys[:2]],
+        [(key, 8) for key in keys[:2]],
+        [(key, 8) for key in keys[2:]],
+        [(key, 8) for key in keys[2:]],
+    ]
     shares = share_out(held, NODES.of_ranks)
     assert [(one.key, one.sender // 2, one.receiver // 2) for one in shares.transfers] == [
         *((key, 0, 1) for key in keys[:2]),

@@ -1,4 +1,5 @@
-"""A trainer that offloads its memory between steps takes the same steps, bit for bit, and leaves nothing on the device."""
+"""A trainer that offloads its memory between steps takes the same steps, bit for bit, and leaves nothing on the
+device."""
 
 import gc
 from collections.abc import Sequence
@@ -45,7 +46,8 @@ USUAL = ("sharded_bf16", "adapters")
 
 
 def alive(but: Sequence[torch.Tensor] = ()) -> int:
-    """Bytes of all tensor storages made since `gc.freeze`, except these tensors' and storages exported to NumPy, which cannot be freed."""
+    """Bytes of all tensor storages made since `gc.freeze`, except these tensors' and storages exported to NumPy, which
+    cannot be freed."""
     gc.collect()
     found, left_out = storages(t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)), storages(but)
     return sum(storage.nbytes() for key, storage in found.items() if key not in left_out and storage.resizable())
@@ -89,9 +91,9 @@ def frozen(policy: MegatronPolicy) -> list[torch.Tensor]:
 
 
 def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[list[torch.Tensor], list[float]]:
-    """All numbers after three steps, including log-probs of each, and the share of memory left on the device after each. After the second
-    step frozen weights are written; without adapters the reference moves instead. A saved checkpoint is loaded after another move of the
-    reference."""
+    """All numbers after three steps, including log-probs of each, and the share of memory left on the device after
+    each. After the second step frozen weights are written; without adapters the reference moves instead. A saved
+    checkpoint is loaded after another move of the reference."""
     policy = MegatronPolicy(settings, layout, hf_config)
     fill_weights(policy, hf_config, layout)
     reference = Reference(policy)
@@ -103,7 +105,8 @@ def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[l
     once = sum(part.nbytes for w in (*reference.weights, *frozen(policy)) for part in parts(w))
 
     def leave(written: int) -> None:
-        """Offload everything, the weights last; assert that `written` bytes of reference and frozen weights are copied."""
+        """Offload everything, the weights last; assert that `written` bytes of reference and frozen weights are
+        copied."""
         weights = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
         with BytesTo(offload) as copies:
             offload.load_weights_only()
@@ -152,7 +155,9 @@ def _compare(case: str, folder: Path) -> list[float]:
     return left
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=[] if case in USUAL else [pytest.mark.full]) for case in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in USUAL else [pytest.mark.full]) for case in CASES]
+)
 def test_steps_are_the_same_and_nothing_stays_on_the_device(case, tmp_path):
     for left in run_ranks(_compare, CASES[case][0], case, tmp_path):
         assert len(left) == 3 and max(left) < 0.02, left

@@ -1,6 +1,8 @@
-"""The optimizer step against AdamW in float64: gradient clip, learning-rate schedule, weight decay, bias correction, epsilon.
+"""The optimizer step against AdamW in float64: gradient clip, learning-rate schedule, weight decay, bias correction,
+epsilon.
 
-Each step runs `policy.train_step`. The oracle takes only the gradient from the trainer, and keeps its own weights and moments.
+Each step runs `policy.train_step`. The oracle takes only the gradient from the trainer, and keeps its own weights and
+moments.
 """
 
 import math
@@ -45,7 +47,8 @@ def naive_rate(step: int, train: TrainSection, total: int) -> float:
 
 
 def naive_adamw(weights, gradients, train, total):
-    """The weights after each step: AdamW (Loshchilov and Hutter 2019), from the unclipped gradients of all steps, by tensor name."""
+    """The weights after each step: AdamW (Loshchilov and Hutter 2019), from the unclipped gradients of all steps, by
+    tensor name."""
     weights, after = dict(weights), []
     first, second = ({name: torch.zeros_like(w) for name, w in weights.items()} for _ in range(2))
     for step, found in enumerate(gradients, 1):
@@ -57,7 +60,9 @@ def naive_adamw(weights, gradients, train, total):
             second[name] = train.adam_beta2 * second[name] + (1 - train.adam_beta2) * g**2
             mean, square = first[name] / (1 - train.adam_beta1**step), second[name] / (1 - train.adam_beta2**step)
             decay = train.weight_decay if w.dim() > 1 else 0.0  # norms and biases are vectors
-            weights[name] = w - naive_rate(step, train, total) * (mean / (square.sqrt() + train.adam_epsilon) + decay * w)
+            weights[name] = w - naive_rate(step, train, total) * (
+                mean / (square.sqrt() + train.adam_epsilon) + decay * w
+            )
         after.append(dict(weights))
     return after
 

@@ -1,4 +1,5 @@
-"""Gradients reduced during the backward pass equal the usual gradients for any bucket size; a NaN in them is detected."""
+"""Gradients reduced during the backward pass equal the usual gradients for any bucket size; a NaN in them is
+detected."""
 
 import math
 
@@ -86,18 +87,24 @@ def _three_steps(settings, model: str) -> tuple[dict, list[dict], list[bool]]:
     return training.weights(), metrics, seen
 
 
-@pytest.mark.parametrize("case", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.full) for name in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(name, marks=[] if name in USUAL else pytest.mark.full) for name in CASES]
+)
 def test_steps_are_those_without_overlap_and_sums_begin_before_the_backward_pass_ends(case):
     model, ranks, parallel, sharded = CASES[case]
     found = run_ranks(_three_steps, ranks, config(parallel, distributed_optimizer=sharded, **BUCKETS), model)
-    expected = run_ranks(_three_steps, ranks, config(parallel, distributed_optimizer=sharded, overlap_grad_reduce=False), model)
+    expected = run_ranks(
+        _three_steps, ranks, config(parallel, distributed_optimizer=sharded, overlap_grad_reduce=False), model
+    )
     for (weights, metrics, under_way), (plain_weights, plain_metrics, plain) in zip(found, expected, strict=True):
         for row, plain_row in zip(
             metrics, plain_metrics, strict=True
         ):  # ranks own other parts of the gradient, and its norm is a sum over the parts
             assert row == plain_row | dict(grad_norm=pytest.approx(plain_row["grad_norm"], rel=1e-6))
         # a sum of two replicas does not depend on the bucket borders, and nothing is clipped
-        assert weights.keys() == plain_weights.keys() and all(torch.equal(weights[name], tensor) for name, tensor in plain_weights.items())
+        assert weights.keys() == plain_weights.keys() and all(
+            torch.equal(weights[name], tensor) for name, tensor in plain_weights.items()
+        )
         assert all(under_way) and not any(plain)
     assert len(found[0][2]) > 2
 
@@ -118,7 +125,10 @@ def _restart(folder, first, then, model: str):
 
 @pytest.mark.full
 def test_a_checkpoint_goes_on_with_other_buckets(tmp_path):
-    buckets, one = config({}, distributed_optimizer=True, **BUCKETS), config({}, distributed_optimizer=True, overlap_grad_reduce=False)
+    buckets, one = (
+        config({}, distributed_optimizer=True, **BUCKETS),
+        config({}, distributed_optimizer=True, overlap_grad_reduce=False),
+    )
     for name, first, then in (("buckets", buckets, one), ("one", one, buckets)):
         (tmp_path / name).mkdir()
         for unbroken, resumed in run_ranks(_restart, 2, tmp_path / name, first, then, "llama_tied"):
@@ -126,7 +136,8 @@ def test_a_checkpoint_goes_on_with_other_buckets(tmp_path):
 
 
 def _nan_on_one_rank() -> tuple[str, bool]:
-    """The message of a step with a NaN in one rank's gradient, whether nothing changed, and whether the next step is good."""
+    """The message of a step with a NaN in one rank's gradient, whether nothing changed, and whether the next step is
+    good."""
     training = Training(config({}, **BUCKETS), "llama_tied")
     training.step()
     before = training.weights()
@@ -141,4 +152,6 @@ def _nan_on_one_rank() -> tuple[str, bool]:
 
 def test_a_nan_is_found_in_the_sum():
     said = run_ranks(_nan_on_one_rank, 2)
-    assert all(good and "NaN or infinity in gradient summed over ranks decoder.layers.0" in text for text, good in said), said
+    assert all(
+        good and "NaN or infinity in gradient summed over ranks decoder.layers.0" in text for text, good in said
+    ), said

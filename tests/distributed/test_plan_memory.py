@@ -18,7 +18,21 @@ def script():
     return module
 
 
-LAYOUTS = ("one", "bf16", "recompute", "tp2", "pp2", "dp2", "cp2", "tp2_pp2", "ep2", "lora", "llama", "llama_pp2_vpp2", "tp2_etp2")
+LAYOUTS = (
+    "one",
+    "bf16",
+    "recompute",
+    "tp2",
+    "pp2",
+    "dp2",
+    "cp2",
+    "tp2_pp2",
+    "ep2",
+    "lora",
+    "llama",
+    "llama_pp2_vpp2",
+    "tp2_etp2",
+)
 
 
 @pytest.mark.full

@@ -42,20 +42,28 @@ def rows(*overrides, world_size):
 
 
 def test_the_rows_of_a_small_run(folder):
-    told = run_ranks(rows_in_a_rank, 1, folder, "model.precision=bf16", "rollout.tp=3", "rollout.servers=2", "parallel.pp=2", 4)[0]
+    told = run_ranks(
+        rows_in_a_rank, 1, folder, "model.precision=bf16", "rollout.tp=3", "rollout.servers=2", "parallel.pp=2", 4
+    )[0]
     assert told["sync"] == "4 rank(s) -> 2 server(s) of 3 worker(s), tp 3"
     # Each server gets the whole model, and two more of its workers get 61 norms of 576 elements.
     elements = 2 * (134_515_008 + 2 * 61 * 576)
-    assert told["moved"] == f"{elements * 2 / 1e6:.3g} MB; the workers want {elements * 2 / 1e6:.3g} MB, each element once"
+    assert (
+        told["moved"] == f"{elements * 2 / 1e6:.3g} MB; the workers want {elements * 2 / 1e6:.3g} MB, each element once"
+    )
     assert re.match(r"\d+ of 24 rank-worker pairs; the fullest carries \d+(\.\d)? MB", told["links"])
     assert told["seconds"].startswith("0.00") and told["seconds"].endswith("is the busiest")
 
 
 def test_experts_that_workers_share_out_are_planned_whole(folder):
     experts = dict(model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, head_dim=64)
-    (folder / "config.json").write_text(json.dumps(LLAMA | experts | dict(num_key_value_heads=9, num_attention_heads=18, vocab_size=1024)))
+    (folder / "config.json").write_text(
+        json.dumps(LLAMA | experts | dict(num_key_value_heads=9, num_attention_heads=18, vocab_size=1024))
+    )
     for shared_out in ("false", "true"):
-        told = run_ranks(rows_in_a_rank, 1, folder, "rollout.tp=2", f"rollout.enable_expert_parallel={shared_out}", 1)[0]
+        told = run_ranks(rows_in_a_rank, 1, folder, "rollout.tp=2", f"rollout.enable_expert_parallel={shared_out}", 1)[
+            0
+        ]
         assert told["sync"].endswith("tp 2 x ep 2" if shared_out == "true" else "tp 2")
         slices = int(told["messages"].rpartition("from ")[2].split()[0].replace(",", ""))
         experts_sent = 30 * 8 * 3 * (1 if shared_out == "true" else 2)
@@ -100,7 +108,9 @@ def run_main_without_rules(*arguments):
 
 
 def test_a_tensor_without_a_sharding_rule_is_named(folder, capfd):
-    assert run_ranks(run_main_without_rules, 1, "plan", str(QUICKSTART), f"model.path={folder}", "--weight-sync")[0] == 2
+    assert (
+        run_ranks(run_main_without_rules, 1, "plan", str(QUICKSTART), f"model.path={folder}", "--weight-sync")[0] == 2
+    )
     assert "self_attn.q_proj.weight: unknown how vLLM shards tensors of this kind" in capfd.readouterr().err
 
 

@@ -1,5 +1,5 @@
-"""Weights straight from ranks to workers, with real processes: all of them arrive, and replicas share the work. A dead or hung process is
-named, and the next sync works."""
+"""Weights straight from ranks to workers, with real processes: all of them arrive, and replicas share the work. A dead
+or hung process is named, and the next sync works."""
 
 import os
 import re
@@ -38,7 +38,9 @@ def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabyte
     return reports[-1].bytes_published, reports[-1].bytes_read, sent, len(groups)
 
 
-@pytest.mark.parametrize(("num_ranks", "num_workers", "megabytes"), [(1, 2, 64.0), (4, 2, 64.0), (2, 4, 2**-16), (3, 2, 2**-18)], ids=str)
+@pytest.mark.parametrize(
+    ("num_ranks", "num_workers", "megabytes"), [(1, 2, 64.0), (4, 2, 64.0), (2, 4, 2**-16), (3, 2, 2**-18)], ids=str
+)
 @pytest.mark.skipif(0 < torch.cuda.device_count() < 6, reason="NCCL takes a GPU for each rank and worker")
 def test_every_worker_gets_what_its_loaders_copy_and_no_byte_more(num_ranks, num_workers, megabytes, tmp_path):
     results = run_ranks(push, num_ranks + num_workers, num_ranks, num_workers, tmp_path, [1, 2, 3], megabytes)
@@ -59,7 +61,8 @@ def test_every_worker_gets_what_its_loaders_copy_and_no_byte_more(num_ranks, num
 
 
 def push_and_disturb(num_ranks: int, folder, how: str, seconds: float):
-    """Push to two workers; worker 0 hangs or dies, or rank 1 fails, during the first push. The second push must succeed."""
+    """Push to two workers; worker 0 hangs or dies, or rank 1 fails, during the first push. The second push must
+    succeed."""
     rank = dist.get_rank()
     everyone, own = dist.new_group(backend="gloo"), device.device()
     pids = [None] * dist.get_world_size()
@@ -69,7 +72,9 @@ def push_and_disturb(num_ranks: int, folder, how: str, seconds: float):
         return serve(rank - num_ranks, folder, 2, own, dies=how == "worker dies" and rank == num_ranks)
     ranks = TrainerRanks(rank, group)
     transport = PointToPoint(ranks, "float32", own, seconds=seconds, megabytes=2**-16)
-    with WeightSync(FileEngine(folder, PER_SERVER, seconds + 3) if rank == 0 else None, ranks, "float32", transport) as sync:
+    with WeightSync(
+        FileEngine(folder, PER_SERVER, seconds + 3) if rank == 0 else None, ranks, "float32", transport
+    ) as sync:
         send, sent = Exchange.send, []
 
         def disturbed(self, messages):
@@ -97,9 +102,16 @@ def push_and_disturb(num_ranks: int, folder, how: str, seconds: float):
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("hang", r"rank \d: sending tensors outside of layers \(embed\) to worker 0 of http://127\.0\.0\.1:8000: timed out after 3 s"),
+        (
+            "hang",
+            r"rank \d: sending tensors outside of layers \(embed\) to worker 0 of http://127\.0\.0\.1:8000: timed out "
+            r"after 3 s",
+        ),
         ("rank fails", r"rank 1: RuntimeError: no more memory"),
-        ("worker dies", r"rank \d: sending .* to worker 0 of http://127\.0\.0\.1:8000: .*Connection (closed|reset) by peer"),
+        (
+            "worker dies",
+            r"rank \d: sending .* to worker 0 of http://127\.0\.0\.1:8000: .*Connection (closed|reset) by peer",
+        ),
     ],
     ids=["hang", "rank fails", "worker dies"],
 )
@@ -144,18 +156,26 @@ def push_damaged(num_ranks: int, num_workers: int, folder, how: str):
 @pytest.mark.parametrize(
     ("how", "num_ranks", "num_workers", "message"),
     [
-        ("flipped bit", 2, 2, r"worker \d: rank 1, (embed|layers\.0\.up)\[.*\]: checksum [0-9a-f]{16} was read; [0-9a-f]{16} was written"),
+        (
+            "flipped bit",
+            2,
+            2,
+            r"worker \d: rank 1, (embed|layers\.0\.up)\[.*\]: checksum [0-9a-f]{16} was read; [0-9a-f]{16} was written",
+        ),
         (
             "drifted copy",
             4,
             4,
-            r"replicas of layer 1 on ranks 0, 2 differ: worker 0 of http\S+ and worker 0 of http\S+ received different values",
+            r"replicas of layer 1 on ranks 0, 2 differ: worker 0 of http\S+ and worker 0 of http\S+ received different "
+            r"values",
         ),
     ],
     ids=["flipped bit", "drifted copy"],
 )
 @pytest.mark.skipif(0 < torch.cuda.device_count() < 8, reason="NCCL takes a GPU for each rank and worker")
-def test_what_changed_on_the_way_and_copies_that_differ_are_named_with_rank_and_tensor(how, num_ranks, num_workers, message, tmp_path):
+def test_what_changed_on_the_way_and_copies_that_differ_are_named_with_rank_and_tensor(
+    how, num_ranks, num_workers, message, tmp_path
+):
     results = run_ranks(push_damaged, num_ranks + num_workers, num_ranks, num_workers, tmp_path, how)
     assert all(re.search(message, text) for text in results[:num_ranks]), results[0]
     for worker, (kept, _) in enumerate(results[num_ranks:]):
@@ -189,7 +209,9 @@ def test_a_server_that_is_gone_leaves_a_group_in_which_workers_have_other_number
     for worker, (kept, errors) in enumerate(results[2:]):
         expected, version = {}, 1 if worker < PER_SERVER else 2
         copies_of(worker, [(name, values_of(name, version)) for name in SHAPES], expected)
-        assert not errors and all(torch.equal(torch.from_numpy(kept[name]), values) for name, values in expected.items())
+        assert not errors and all(
+            torch.equal(torch.from_numpy(kept[name]), values) for name, values in expected.items()
+        )
 
 
 def push_to_nobody(folder):
@@ -206,4 +228,7 @@ def push_to_nobody(folder):
 
 def test_a_server_that_died_before_it_said_anything_is_not_waited_for(tmp_path):
     for text, seconds in run_ranks(push_to_nobody, 2, tmp_path):
-        assert "waiting for worker 0 of http://127.0.0.1:8000: the servers have finished without it" in text and seconds < 10
+        assert (
+            "waiting for worker 0 of http://127.0.0.1:8000: the servers have finished without it" in text
+            and seconds < 10
+        )

@@ -1,4 +1,5 @@
-"""`megagrpo verify --precision` finds a layer that FP8 damages, and no other; with that layer in bf16 the run passes."""
+"""`megagrpo verify --precision` finds a layer that FP8 damages, and no other; with that layer in bf16 the run
+passes."""
 
 import json
 
@@ -25,12 +26,16 @@ WORDS = [torch.arange(3 + i, 35 + i) * (7 + i) % 120 for i in range(6)]
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory):
-    """A run with one very large element in one layer's MLP: in 8 bits all other elements of its matrix become 0. The next matrix ignores
-    that row, so other precisions are unaffected."""
+    """A run with one very large element in one layer's MLP: in 8 bits all other elements of its matrix become 0. The
+    next matrix ignores that row, so other precisions are unaffected."""
     folder = tmp_path_factory.mktemp("damaged")
     torch.manual_seed(0)
-    sizes = dict(hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96)
-    config = transformers.LlamaConfig(**sizes, vocab_size=128, initializer_range=0.1, max_position_embeddings=128, tie_word_embeddings=True)
+    sizes = dict(
+        hidden_size=64, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96
+    )
+    config = transformers.LlamaConfig(
+        **sizes, vocab_size=128, initializer_range=0.1, max_position_embeddings=128, tie_word_embeddings=True
+    )
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         mlp = model.model.layers[DAMAGED].mlp
@@ -45,9 +50,14 @@ def errors_of(folder, parallel=None, ranks=1, **model):
     path.write_text(RUN % folder)
     config = load_config(
         path,
-        [f"parallel={json.dumps(parallel or {})}", *(f"model.{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in model.items())],
+        [
+            f"parallel={json.dumps(parallel or {})}",
+            *(f"model.{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in model.items()),
+        ],
     )
-    plain = config.model_copy(update=dict(model=config.model.model_copy(update=dict(fp8_recipe="none", bf16_layers=[]))))
+    plain = config.model_copy(
+        update=dict(model=config.model.model_copy(update=dict(fp8_recipe="none", bf16_layers=[])))
+    )
     return run_ranks(measure, ranks, config, plain, load_hf_config(folder), folder, batch_of(WORDS))
 
 
@@ -74,7 +84,9 @@ def test_delayed_scales_find_the_same_layer_once_they_have_seen_the_batch(damage
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("ranks", "parallel"), [(4, dict(tp=2, pp=2, sequence_parallel=True)), (2, {})], ids=["tp2_sp_pp2", "dp2"])
+@pytest.mark.parametrize(
+    ("ranks", "parallel"), [(4, dict(tp=2, pp=2, sequence_parallel=True)), (2, {})], ids=["tp2_sp_pp2", "dp2"]
+)
 def test_every_layout_finds_the_same_errors(ranks, parallel, damaged):
     (expected,) = errors_of(damaged)
     found, *others = errors_of(damaged, parallel, ranks)
@@ -85,7 +97,9 @@ def test_every_layout_finds_the_same_errors(ranks, parallel, damaged):
         if (one.layer, one.part) == (DAMAGED, "mlp"):  # a tensor-parallel rank without the element has another scale
             assert min(one.activation, other.activation) > 0.5
         else:
-            assert one.activation == pytest.approx(other.activation, rel=0.2) and one.gradient == pytest.approx(other.gradient, rel=0.2)
+            assert one.activation == pytest.approx(other.activation, rel=0.2) and one.gradient == pytest.approx(
+                other.gradient, rel=0.2
+            )
 
 
 @pytest.fixture
@@ -119,7 +133,9 @@ def test_layers_that_are_too_far_off_stay_in_bf16_in_the_config_that_is_written(
     words += ["model.fp8_recipe=tensorwise", "rollout.mismatch_threshold=2"]
     assert main([*words, "--threshold", "0.5", "--json"]) == 0
     layers = json.loads(capsys.readouterr().out)["layers"]
-    by_layer = {number: max(e["activation"] for e in layers if e["layer"] == number) for number in {e["layer"] for e in layers}}
+    by_layer = {
+        number: max(e["activation"] for e in layers if e["layer"] == number) for number in {e["layer"] for e in layers}
+    }
     better, worse = sorted(by_layer.values())
     threshold, fixed = str((better + worse) / 2), tmp_path / "fixed.yaml"
     (bad,) = (number for number, error in by_layer.items() if error == worse)

@@ -13,7 +13,12 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, policy_gradient
 
-PARTS = {"layernorm": "0.input_layernorm", "mla_up_proj": "linear_kv_up_proj", "shared_experts": "shared_experts", "moe": "mlp.router"}
+PARTS = {
+    "layernorm": "0.input_layernorm",
+    "mla_up_proj": "linear_kv_up_proj",
+    "shared_experts": "shared_experts",
+    "moe": "mlp.router",
+}
 
 
 def _gradients(recompute, modules=("core_attn",), shape="llama_tied"):
@@ -36,18 +41,24 @@ def _gradients(recompute, modules=("core_attn",), shape="llama_tied"):
         for module in [module for name, module in modules if name.endswith(ending)][:1]:
             module.register_forward_hook(counted(part))
     next(module for name, module in modules if name.endswith("mlp")).register_forward_hook(counted("mlp"))
-    next(module for _, module in modules if isinstance(module, TorchAttention)).register_forward_hook(counted("attention"))
+    next(module for _, module in modules if isinstance(module, TorchAttention)).register_forward_hook(
+        counted("attention")
+    )
     policy.backward(batch, policy_gradient, batch.num_tokens)
     passes = len(batch.micro_batches)
     found = {name: p.main_grad.clone() for name, p in policy.chunks[0].named_parameters()}
     return found, {what: n / passes for what, n in count.items() if n}
 
 
-@pytest.mark.parametrize(("recompute", "times"), [("selective", dict(mlp=1, attention=2)), ("full", dict(mlp=2, attention=2))])
+@pytest.mark.parametrize(
+    ("recompute", "times"), [("selective", dict(mlp=1, attention=2)), ("full", dict(mlp=2, attention=2))]
+)
 def test_layers_are_computed_again_in_the_backward_pass(recompute, times):
     ((expected, once),) = run_ranks(_gradients, 1, "none")
     ((found, counted),) = run_ranks(_gradients, 1, recompute)
-    assert once == dict(mlp=1, attention=1, layernorm=1) and counted == times | dict(layernorm=1 + (recompute == "full"))
+    assert once == dict(mlp=1, attention=1, layernorm=1) and counted == times | dict(
+        layernorm=1 + (recompute == "full")
+    )
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 

@@ -1,4 +1,5 @@
-"""A reference that follows the policy: the same mixture in every layout, saved in a checkpoint and loaded in another layout."""
+"""A reference that follows the policy: the same mixture in every layout, saved in a checkpoint and loaded in another
+layout."""
 
 import json
 from pathlib import Path
@@ -72,7 +73,8 @@ def _make_models(folder: Path) -> None:
 
 
 def moved_and_saved(parallel: dict, model: Path, checkpoints: Path, alpha: float = ALPHA) -> tuple[dict, dict]:
-    """This rank's blocks of policy and reference after a step, a move of the reference by `alpha`, and a checkpoint of both."""
+    """This rank's blocks of policy and reference after a step, a move of the reference by `alpha`, and a checkpoint of
+    both."""
     layout, hf_config, policy, reference, checkpointer = _build(parallel, model, checkpoints)
     batch = pack(random_samples(), packing_rules(policy.config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     divisor = denominator(batch, "sequence_means", 1)
@@ -130,13 +132,25 @@ CP2, EP2, TP2_ETP1 = (dict(cp=2), 2), (dict(ep=2), 2), (dict(tp=2, etp=1, sequen
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "saved", "restored"),
-    [("tied", PP2, ONE), ("tied", ONE, VPP), ("tied", TP2, DP2), ("tied", DP2, TP2), ("tied", CP2, PP2), ("experts", EP2, TP2_ETP1)],
+    [
+        ("tied", PP2, ONE),
+        ("tied", ONE, VPP),
+        ("tied", TP2, DP2),
+        ("tied", DP2, TP2),
+        ("tied", CP2, PP2),
+        ("experts", EP2, TP2_ETP1),
+    ],
     ids=str,
 )
 def test_a_moved_reference_is_its_mixture_and_comes_back_in_another_layout(kind, saved, restored, models, tmp_path):
     start = weights(models / kind)
-    before = [whole(part) for part in zip(*run_ranks(moved_and_saved, saved[1], saved[0], models / kind, tmp_path), strict=True)]
-    after = [whole(part) for part in zip(*run_ranks(loaded, restored[1], restored[0], models / kind, tmp_path), strict=True)]
+    before = [
+        whole(part)
+        for part in zip(*run_ranks(moved_and_saved, saved[1], saved[0], models / kind, tmp_path), strict=True)
+    ]
+    after = [
+        whole(part) for part in zip(*run_ranks(loaded, restored[1], restored[0], models / kind, tmp_path), strict=True)
+    ]
     assert before[0].keys() == start.keys()
     for name, first in start.items():
         policy, reference = before[0][name], before[1][name]
@@ -153,7 +167,9 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def kl_before_and_after(estimator: str, model: Path) -> list[float]:
     """The metric of three steps: the first, the next one, and one after the reference has become the policy."""
-    config = tiny_run(train=dict(learning_rate=1e-2, adam_epsilon=1e-3), algorithm=dict(beta=0.1, kl_estimator=estimator))
+    config = tiny_run(
+        train=dict(learning_rate=1e-2, adam_epsilon=1e-3), algorithm=dict(beta=0.1, kl_estimator=estimator)
+    )
     layout, hf_config = init_layout(config.parallel), load_hf_config(model)
     policy = MegatronPolicy(config, layout, hf_config)
     load_hf(policy.chunks, hf_config, model, layout)
@@ -163,7 +179,11 @@ def kl_before_and_after(estimator: str, model: Path) -> list[float]:
     for mixed in (False, False, True):
         if mixed:
             reference.mix_in(1.0)
-        found.append(policy.train_step(reference.annotate(batch), make_loss(config), denominator(batch, "sequence_means", 1))["kl"].value)
+        found.append(
+            policy.train_step(reference.annotate(batch), make_loss(config), denominator(batch, "sequence_means", 1))[
+                "kl"
+            ].value
+        )
     layout.close()
     return found
 

@@ -1,4 +1,5 @@
-"""The blocks of every rank of a layout, computed in one process, equal the blocks of real ranks. Also: plans for random layouts."""
+"""The blocks of every rank of a layout, computed in one process, equal the blocks of real ranks. Also: plans for random
+layouts."""
 
 import itertools
 import random
@@ -40,7 +41,8 @@ def boxes_told(shape, parallel, world_size):
     shapes, held = held_boxes(shrink_model(SHAPES[shape], section), section, world_size, alone)
     alone.close()
     return [
-        {(name, shapes[name], box) for name, boxes in held.items() for box in boxes if rank in boxes[box]} for rank in range(world_size)
+        {(name, shapes[name], box) for name, boxes in held.items() for box in boxes if rank in boxes[box]}
+        for rank in range(world_size)
     ]
 
 
@@ -61,7 +63,8 @@ def test_each_rank_holds_what_it_is_said_to_hold(shape, ranks, parallel):
 
 
 def random_case(name, rng):
-    """(model, parallel, ranks, engine): a random layout of a small model with random sizes, and a random layout of an engine."""
+    """(model, parallel, ranks, engine): a random layout of a small model with random sizes, and a random layout of an
+    engine."""
     kind, extra = MODELS[name]
     sizes = dict(
         num_key_value_heads=rng.choice([1, 2, 3, 6]),
@@ -77,7 +80,12 @@ def random_case(name, rng):
     layers = raw["num_hidden_layers"]
     assert not model_problems(raw, ParallelSection()), name
     while True:
-        tp, pp, cp, copies = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 3, 4]), rng.choice([1, 1, 2]), rng.choice([1, 2, 4])
+        tp, pp, cp, copies = (
+            rng.choice([1, 2, 3, 4]),
+            rng.choice([1, 2, 3, 4]),
+            rng.choice([1, 1, 2]),
+            rng.choice([1, 2, 4]),
+        )
         vpp = rng.choice([1, 1, 2]) if pp > 1 else 1
         parallel = dict(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=rng.choice([1, 2, 4]), etp=rng.choice([None, 1, 2, 3]))
         edges = sorted(rng.choices(range(layers + 1), k=pp * vpp - 1))
@@ -104,7 +112,9 @@ def check_random_layouts(seeds):
         for tensor, boxes in held.items():
             full = whole(shapes[tensor])
             assert missing(full, boxes) == [] and sum(map(size, boxes)) == size(full), f"{case}: {tensor}"
-            assert all(len(set(holders)) == len(holders) and max(holders) < ranks for holders in boxes.values()), f"{case}: {tensor}"
+            assert all(len(set(holders)) == len(holders) and max(holders) < ranks for holders in boxes.values()), (
+                f"{case}: {tensor}"
+            )
         try:
             wanted = wanted_boxes(shapes, model, engine)
         except ValueError as error:
@@ -132,7 +142,9 @@ def check_arrivals(made, held, wanted, case):
     assert arrived.keys() == needed.keys(), case
     for place, parts in arrived.items():
         boxes = needed[place]
-        assert all(missing(box, parts) == [] for box in boxes) and sum(map(size, parts)) == sum(map(size, boxes)), f"{case}: {place}"
+        assert all(missing(box, parts) == [] for box in boxes) and sum(map(size, parts)) == sum(map(size, boxes)), (
+            f"{case}: {place}"
+        )
         assert not any(intersect(a, b) for a, b in combinations(parts, 2)), f"{case}: {place}"
 
 

@@ -1,4 +1,5 @@
-"""The load-balancing loss of the router: equal to transformers' for one batch, its gradient, and the same in every layout."""
+"""The load-balancing loss of the router: equal to transformers' for one batch, its gradient, and the same in every
+layout."""
 
 import functools
 from pathlib import Path
@@ -33,7 +34,10 @@ LAYOUTS = {
     "tp2_ep2_etp1": (2, config(TP2 | dict(ep=2, etp=1))),
     "pp2_vpp2_ep2": (4, config(dict(pp=2, vpp=2, ep=2))),
     "cp2_ep2": (2, config(dict(cp=2, ep=2))),
-    "small_micro_batches_recompute": (1, config({}, recompute="full", max_tokens_per_micro_batch=32, share_prompts=False)),
+    "small_micro_batches_recompute": (
+        1,
+        config({}, recompute="full", max_tokens_per_micro_batch=32, share_prompts=False),
+    ),
     "shared_prompts_dp2": (2, config({}, share_prompts=True)),
 }
 
@@ -48,12 +52,14 @@ def one_process(coefficient: float) -> Outcome:
 
 
 def in_transformers(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The loss over positions whose next token is in a response, and its gradient by each router's weight, also from the audit."""
+    """The loss over positions whose next token is in a response, and its gradient by each router's weight, also from
+    the audit."""
     raw = model().raw
     transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**raw)).save_pretrained(folder)
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
     weights = {name: random_tensor(name, shape, config({}).rollout.temperature) for name, shape in shapes.items()}
-    moved = {name: weight + 0.02 * torch.sin(40 * weight) for name, weight in weights.items()}  # weights at the start of the step
+    # weights at the start of the step
+    moved = {name: weight + 0.02 * torch.sin(40 * weight) for name, weight in weights.items()}
     save_file(moved, folder / "model.safetensors", metadata={"format": "pt"})
     policy, samples = naive.load_model(folder, "float32"), random_samples()
     found = [policy(sample.token_ids[None], output_router_logits=True).router_logits for sample in samples]
@@ -63,10 +69,14 @@ def in_transformers(folder: Path) -> tuple[float, dict[str, torch.Tensor], dict[
         before_a_response[-1] = False
         masks.append(before_a_response)
     logits = tuple(torch.cat(layer) for layer in zip(*found, strict=True))
-    loss = load_balancing_loss_func(logits, raw["num_experts"], raw["num_experts_per_tok"], attention_mask=torch.cat(masks)[None].long())
+    loss = load_balancing_loss_func(
+        logits, raw["num_experts"], raw["num_experts_per_tok"], attention_mask=torch.cat(masks)[None].long()
+    )
     loss.backward()
     theirs = gradients_of_routers(policy)
-    rows = torch.cat([naive.router_probabilities(policy, s.token_ids, s.response_mask.nonzero()[:, 0]) for s in samples])
+    rows = torch.cat(
+        [naive.router_probabilities(policy, s.token_ids, s.response_mask.nonzero()[:, 0]) for s in samples]
+    )
     (rows @ naive.balancing_slope(rows.detach(), raw["num_experts_per_tok"])).sum().backward()
     return loss.item(), theirs, gradients_of_routers(policy)
 

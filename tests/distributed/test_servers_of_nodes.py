@@ -17,8 +17,8 @@ QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 
 
 def found(folder: Path, failing: str):
-    """What a rank, the first of its node, gets: (the index of every URL's node, this rank's URLs, whether it sees all launchers), or its
-    error."""
+    """What a rank, the first of its node, gets: (the index of every URL's node, this rank's URLs, whether it sees all
+    launchers), or its error."""
     layout = init_layout(ParallelSection())
     rank, log_dir = layout.world_rank, folder / f"node{layout.world_rank}"
     log_dir.mkdir()
@@ -48,7 +48,11 @@ def test_every_rank_learns_of_the_servers_of_all_nodes_and_rank_0_controls_them(
 
 @pytest.mark.parametrize(
     ("failing", "rank", "error"),
-    [("server of node 1", 1, "EngineStartError"), ("agent of node 1", 1, "TypeError"), ("address of node 0", 0, "KeyError")],
+    [
+        ("server of node 1", 1, "EngineStartError"),
+        ("agent of node 1", 1, "TypeError"),
+        ("address of node 0", 0, "KeyError"),
+    ],
     ids=str,
 )
 def test_a_failure_on_one_node_is_an_error_on_every_rank(failing, rank, error, tmp_path):

@@ -1,5 +1,5 @@
-"""A NaN on one rank: every rank skips the optimizer step and names the same tensor. The step changes nothing, and training continues as if
-it had not happened."""
+"""A NaN on one rank: every rank skips the optimizer step and names the same tensor. The step changes nothing, and
+training continues as if it had not happened."""
 
 from __future__ import annotations
 
@@ -63,17 +63,23 @@ class Training:
         self.policy = MegatronPolicy(settings, layout, hf)
         fill_weights(self.policy, hf, layout)
         self.policy.weights_changed()
-        self.batch = pack(random_samples(), packing_rules(settings, self.policy.shares_prompts), layout.dp_rank, layout.dp_size)
+        self.batch = pack(
+            random_samples(), packing_rules(settings, self.policy.shares_prompts), layout.dp_rank, layout.dp_size
+        )
         self.loss, self.said = make_loss(settings), Messages()
         writer = MetricsWriter.silent()
         writer._sinks["messages"] = self.said
         dumps = StepDumps(settings, self.policy, Path("unused"), Path("unused"), writer.message)
         weights = partial(blocks, self.policy.chunks, hf, layout)
-        self.trainer = Trainer(settings, layout, self.policy, loss_fn=self.loss, weights=weights, writer=writer, dumps=dumps, **NOT_NEEDED)
+        self.trainer = Trainer(
+            settings, layout, self.policy, loss_fn=self.loss, weights=weights, writer=writer, dumps=dumps, **NOT_NEEDED
+        )
 
     def step(self):
         with self.trainer.update(self.batch) as update:
-            update.metrics = self.policy.backward(update.batch, update.loss_fn, update.denominator) | self.policy.update()
+            update.metrics = (
+                self.policy.backward(update.batch, update.loss_fn, update.denominator) | self.policy.update()
+            )
         return update.metrics
 
     def parameter(self, hf_name):
@@ -81,7 +87,8 @@ class Training:
         return next(p for _, p, found in self.trainer.weights() if hf_name in [block.name for block in found])
 
     def state(self):
-        """Copies of everything that an optimizer step changes on this rank: weights, masters, moments, counts, schedule."""
+        """Copies of everything that an optimizer step changes on this rank: weights, masters, moments, counts,
+        schedule."""
         weights = [p.detach().clone() for chunk in self.policy.chunks for p in chunk.parameters()]
         inner = [o.optimizer for o in getattr(self.policy.optimizer, "chained_optimizers", [self.policy.optimizer])]
         states = [value.clone() for o in inner for state in o.state.values() for value in state.values()]
@@ -139,8 +146,8 @@ WEIGHTS = [(CASES[0], 0, 1), (CASES[1], 1, 2), (CASES[2], 0, 1), (CASES[5], 1, 3
 
 
 def _good_bad_good(case, faults):
-    """For each fault in the second step: the run's messages, whether that step changed nothing, and whether the run ends like one without
-    that step."""
+    """For each fault in the second step: the run's messages, whether that step changed nothing, and whether the run
+    ends like one without that step."""
     layout = init_layout(case.config().parallel)
 
     def run(plant=None, *arguments):

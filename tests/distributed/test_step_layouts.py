@@ -1,5 +1,5 @@
-"""Whole steps of the trainer in several layouts, dumped and audited: several optimizer steps on slices of the rollouts, a KL in the reward,
-a moved reference, a truncated sampler. The rollouts are fixed; the trainer does the rest."""
+"""Whole steps of the trainer in several layouts, dumped and audited: several optimizer steps on slices of the rollouts,
+a KL in the reward, a moved reference, a truncated sampler. The rollouts are fixed; the trainer does the rest."""
 
 import gzip
 import json
@@ -48,7 +48,9 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def two_steps(parallel: dict, model: Path, run: Path, profiled: Sequence[int] = (), logged_groups: int = 2) -> list[dict]:
+def two_steps(
+    parallel: dict, model: Path, run: Path, profiled: Sequence[int] = (), logged_groups: int = 2
+) -> list[dict]:
     """The metrics of two steps, dumped into `run`, some of them `profiled`."""
     config = tiny_run(parallel, **SECTIONS, run=dict(profile=dict(steps=list(profiled))))
     # Small runs take one optimizer step; this one takes all configured steps.
@@ -113,7 +115,8 @@ def test_logged_tokens_hold_the_log_probs_and_entropies_of_the_first_pass_over_t
     from safetensors.torch import load_file
 
     rows, scored = [row for row in logged(one_folder) if row["step"] == 1], rollouts()
-    updates = [load_file(one_folder / "dumps" / "step_000001" / f"update_{k}.safetensors") for k in (1, 2)]  # 3 and 4 repeat these
+    # 3 and 4 repeat these
+    updates = [load_file(one_folder / "dumps" / "step_000001" / f"update_{k}.safetensors") for k in (1, 2)]
     assert len(rows) == len({row["sample"] for row in rows}) > 3
     for row in rows:
         written = scored[row["sample"]].rollout.written

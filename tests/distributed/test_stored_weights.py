@@ -1,4 +1,5 @@
-"""Frozen weights in FP8 and NF4: exact against naive dequantization, the same in every layout, and no dense copy is kept."""
+"""Frozen weights in FP8 and NF4: exact against naive dequantization, the same in every layout, and no dense copy is
+kept."""
 
 import functools
 
@@ -60,11 +61,13 @@ def test_what_is_stored_is_the_nearest_that_can_be_and_storing_it_again_changes_
 
 
 def test_rows_that_blocks_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match=r"model\.base_storage: nf4 needs rows of a multiple of 64 elements on each rank, not 96"):
+    with pytest.raises(
+        ValueError, match=r"model\.base_storage: nf4 needs rows of a multiple of 64 elements on each rank, not 96"
+    ):
         stored(torch.randn(2, 96), "nf4")
 
 
-# ------------------------------------------------------------------------------------------------------------------------------- over ranks
+# ----------------------------------------------------------------------------------------------------------- over ranks
 
 CASES = [
     Case("tp2_sp", 2, dict(tp=2, sequence_parallel=True)),
@@ -118,8 +121,8 @@ def test_a_step_on_stored_weights_equals_one_on_dense_weights_that_were_rounded_
 
 
 def _measure(storage: str) -> tuple[int, int, int, bool]:
-    """Bytes of the blocks' linears; the number of shapes of their weights among the tensors saved for backward; the number of weights that
-    the engine gets with adapters added, and whether these belong to linears."""
+    """Bytes of the blocks' linears; the number of shapes of their weights among the tensors saved for backward; the
+    number of weights that the engine gets with adapters added, and whether these belong to linears."""
     settings = config({}, storage)
     layout = init_layout(settings.parallel)
     policy = MegatronPolicy(settings, layout, model())
@@ -127,7 +130,11 @@ def _measure(storage: str) -> tuple[int, int, int, bool]:
     policy.weights_changed()
     tensors = [pair for chunk in policy.chunks for pair in (*chunk.named_parameters(), *chunk.named_buffers())]
     held = sum(tensor.nbytes for name, tensor in tensors if ".linear_" in name and "adapter" not in name)
-    weights = {param.shape for name, param, _ in blocks(policy.chunks, model(), layout) if ".linear_" in name and name.endswith("weight")}
+    weights = {
+        param.shape
+        for name, param, _ in blocks(policy.chunks, model(), layout)
+        if ".linear_" in name and name.endswith("weight")
+    }
     kept = []
     batch = pack(random_samples(), packing_rules(settings, policy.shares_prompts), 0, 1)
 

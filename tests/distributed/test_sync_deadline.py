@@ -1,4 +1,5 @@
-"""A trainer rank that hangs while it writes its weights is named with its current parameter. The other ranks stop after the timeout."""
+"""A trainer rank that hangs while it writes its weights is named with its current parameter. The other ranks stop after
+the timeout."""
 
 import os
 import signal
@@ -35,11 +36,14 @@ def push(shared: Path, hanging: int, reads: int) -> None:
     layout = init_layout(ParallelSection())
     rank, values = layout.world_rank, torch.zeros(64, 4)
     found = [
-        (f"decoder.{name}", values, [Block(f"{name}{rank}", (64, 4), whole((64, 4)), (64, 4), axis=0, at=0, count=64)]) for name in "abc"
+        (f"decoder.{name}", values, [Block(f"{name}{rank}", (64, 4), whole((64, 4)), (64, 4), axis=0, at=0, count=64)])
+        for name in "abc"
     ]
     if rank == hanging:
         found[1] = (found[1][0], Hangs(values, reads), found[1][2])
-    with WeightSync(object() if rank == 0 else None, layout, "float32", SharedMemory(layout, "float32", shared, seconds=1.0)) as sync:
+    with WeightSync(
+        object() if rank == 0 else None, layout, "float32", SharedMemory(layout, "float32", shared, seconds=1.0)
+    ) as sync:
         try:
             sync.push(found, 1)
         except WeightSyncError:
@@ -52,7 +56,9 @@ def push(shared: Path, hanging: int, reads: int) -> None:
 def test_a_rank_that_hangs_while_it_publishes_is_named_with_its_parameter(hanging, reads, tmp_path):
     started = time.monotonic()
     with pytest.raises(
-        RankFailed, match=rf"phase publish: rank {hanging} did not join within 1 s .*; rank {hanging} is stuck in: parameter decoder\.b"
+        RankFailed,
+        match=rf"phase publish: rank {hanging} did not join within 1 s .*; rank {hanging} is stuck in: parameter "
+        rf"decoder\.b",
     ):
         run_ranks(push, 3, tmp_path, hanging, reads)
     assert time.monotonic() - started < 20

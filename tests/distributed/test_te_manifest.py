@@ -1,12 +1,22 @@
-"""Transformer Engine's parameters, recorded from a build of every family (te_manifest.py): the bridge maps each of them to the same tensors
-as our parameters."""
+"""Transformer Engine's parameters, recorded from a build of every family (te_manifest.py): the bridge maps each of them
+to the same tensors as our parameters."""
 
 import json
 
 import pytest
 import torch
 from ranks import run_ranks
-from te_manifest import CASES, FILE, HISTORIES, architecture, checkpoint_keys, chunk_of, passes, recorded_chunk, variants
+from te_manifest import (
+    CASES,
+    FILE,
+    HISTORIES,
+    architecture,
+    checkpoint_keys,
+    chunk_of,
+    passes,
+    recorded_chunk,
+    variants,
+)
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
@@ -22,13 +32,18 @@ MANIFEST = json.loads(FILE.read_text())
 
 def parts(chunk, hf_config, layout) -> dict[tuple, str]:
     """All pieces of tensors in the chunk's weights, each counted once -> its dtype."""
-    found = [((block.name, block.shape, block.box), param.dtype) for _, param, held in blocks([chunk], hf_config, layout) for block in held]
+    found = [
+        ((block.name, block.shape, block.box), param.dtype)
+        for _, param, held in blocks([chunk], hf_config, layout)
+        for block in held
+    ]
     assert len(dict(found)) == len(found)
     return dict(found)
 
 
 def differences() -> list[str]:
-    """Differences between the bridge's blocks for the recorded parameters and for ours, and between the names in checkpoints."""
+    """Differences between the bridge's blocks for the recorded parameters and for ours, and between the names in
+    checkpoints."""
     alone, odd = init_layout(ParallelSection()), []
     for name in CASES:
         hf_config = architecture(name)
@@ -39,14 +54,19 @@ def differences() -> list[str]:
             odd += [f"{name}, {layout.tp_size}: {what}" for what in sorted(ours.items() ^ theirs.items(), key=str)]
         missing = tensor_names(hf_config) - {tensor for tensor, _, _ in ours} - {"lm_head.weight"}
         odd += [f"{name}: no parameter has {tensor}" for tensor in missing]
-        odd += [f"{name}: {key} in one checkpoint" for key in {*checkpoint_keys(chunk, alone)} ^ {*MANIFEST["checkpoint_keys"][name]}]
+        odd += [
+            f"{name}: {key} in one checkpoint"
+            for key in {*checkpoint_keys(chunk, alone)} ^ {*MANIFEST["checkpoint_keys"][name]}
+        ]
     alone.close()
     return odd
 
 
 @pytest.mark.full
 def test_every_parameter_of_transformer_engine_is_a_part_of_a_tensor_and_the_same_one_as_without_it():
-    assert {architecture(name).family for name in MANIFEST["models"]} == set(FAMILIES) and list(MANIFEST["models"]) == list(CASES)
+    assert {architecture(name).family for name in MANIFEST["models"]} == set(FAMILIES) and list(
+        MANIFEST["models"]
+    ) == list(CASES)
     assert run_ranks(differences, 1)[0] == []
 
 
@@ -67,7 +87,9 @@ def test_delayed_scales_are_those_of_transformer_engine(case, monkeypatch):
 
 def test_the_recipes_of_transformer_engine_scale_what_ours_scale():
     told = MANIFEST["recipes"]
-    assert all("format=E4M3" in said if name.endswith("e4m3") else "format=HYBRID" in said for name, said in told.items())
+    assert all(
+        "format=E4M3" in said if name.endswith("e4m3") else "format=HYBRID" in said for name, said in told.items()
+    )
     for form in ("e4m3", "hybrid"):
         tensorwise, blockwise, mxfp8 = (told[f"{recipe} {form}"] for recipe in ("tensorwise", "blockwise", "mxfp8"))
         assert tensorwise.startswith("recipe_type=Float8CurrentScaling") and "power_2_scale=True" not in tensorwise

@@ -38,7 +38,18 @@ def run(tmp_path):
 
 def test_layouts_that_hold_are_shown_with_what_was_compared(run, capsys):
     assert (
-        main(["verify", run, "--layout", "tp=3,dp=2", "--layout", "pp=2,vpp=2,pipeline_layers=[5,7,7,5]", "train.share_prompts=true"]) == 0
+        main(
+            [
+                "verify",
+                run,
+                "--layout",
+                "tp=3,dp=2",
+                "--layout",
+                "pp=2,vpp=2,pipeline_layers=[5,7,7,5]",
+                "train.share_prompts=true",
+            ]
+        )
+        == 0
     )
     printed = capsys.readouterr().out
     assert "tp=3,dp=2 on 6 ranks" in printed and "pp=2,vpp=2,pipeline_layers=[5,7,7,5] on 2 ranks" in printed
@@ -86,8 +97,13 @@ def test_a_mistake_is_named_before_anything_starts(run, arguments, words, capsys
 
 
 def test_options_belong_to_their_command(run, capsys):
-    assert main(["train", run, "--layout", "tp=2"]) == 2 and "megagrpo train: unknown option --layout" in capsys.readouterr().err
-    assert main(["verify", run, "--resume"]) == 2 and "megagrpo verify: unknown option --resume" in capsys.readouterr().err
+    assert (
+        main(["train", run, "--layout", "tp=2"]) == 2
+        and "megagrpo train: unknown option --layout" in capsys.readouterr().err
+    )
+    assert (
+        main(["verify", run, "--resume"]) == 2 and "megagrpo verify: unknown option --resume" in capsys.readouterr().err
+    )
 
 
 def fails_on_the_second_rank(*arguments):
@@ -99,7 +115,9 @@ def fails_on_the_second_rank(*arguments):
 def test_a_rank_that_fails_is_a_layout_that_fails_and_the_others_are_still_tried(run, capsys, monkeypatch):
     stock = verify.take_step
     monkeypatch.setattr(
-        verify, "take_step", lambda config, *rest: fails_on_the_second_rank() if config.parallel.tp == 2 else stock(config, *rest)
+        verify,
+        "take_step",
+        lambda config, *rest: fails_on_the_second_rank() if config.parallel.tp == 2 else stock(config, *rest),
     )
     assert main(["verify", run, "--layout", "tp=2", "--layout", "tp=3"]) == 1
     printed = capsys.readouterr().out
@@ -111,7 +129,9 @@ def test_a_rank_that_fails_is_a_layout_that_fails_and_the_others_are_still_tried
 def test_a_layout_that_hangs_fails_in_time(run, capsys, monkeypatch):
     stock = verify.take_step
     monkeypatch.setattr(verify, "TIMEOUT", 8)
-    monkeypatch.setattr(verify, "take_step", lambda config, *rest: time.sleep(60) if config.parallel.tp > 1 else stock(config, *rest))
+    monkeypatch.setattr(
+        verify, "take_step", lambda config, *rest: time.sleep(60) if config.parallel.tp > 1 else stock(config, *rest)
+    )
     assert main(["verify", run]) == 1
     assert "ranks [0, 1] did not finish within 8 s" in capsys.readouterr().out
 
@@ -129,9 +149,15 @@ def test_ctrl_c_ends_it(run, capsys, monkeypatch):
 @pytest.mark.full
 def test_under_a_launcher_the_ranks_that_are_there_are_used(run):
     launcher = [sys.executable, "-m", "megagrpo", "launch", "2", "verify", run]
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     ended = subprocess.run(
-        [*launcher, "--layout", "tp=2", "--layout", "pp=2"], capture_output=True, text=True, timeout=250, env=environment
+        [*launcher, "--layout", "tp=2", "--layout", "pp=2"],
+        capture_output=True,
+        text=True,
+        timeout=250,
+        env=environment,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("on 2 ranks") == 2 and "2 of 2 layouts" in ended.stdout
@@ -154,9 +180,14 @@ def without_numbers(text: str) -> list[str]:
 
 def test_the_documentation_shows_what_is_printed(capsys, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    examples = re.findall(r"^ *\$ megagrpo (verify .*?)```", (REPOSITORY / "docs" / "verify.md").read_text(), re.DOTALL | re.MULTILINE)
-    (shown,) = (example for example in examples if "--precision" not in example)  # it runs the whole model and takes minutes
+    examples = re.findall(
+        r"^ *\$ megagrpo (verify .*?)```", (REPOSITORY / "docs" / "verify.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    # it runs the whole model and takes minutes
+    (shown,) = (example for example in examples if "--precision" not in example)
     command_line, *lines = shown.strip().split("\n")
     assert main(shlex.split(command_line)) == 0
     printed = " ".join(" ".join(without_numbers(capsys.readouterr().out)).split())  # the page breaks long lines
-    assert [line for line in without_numbers("\n".join(lines)) if " ".join(line.split()) not in printed] == [] and len(lines) > 8
+    assert [line for line in without_numbers("\n".join(lines)) if " ".join(line.split()) not in printed] == [] and len(
+        lines
+    ) > 8

@@ -1,4 +1,5 @@
-"""Log-probs of the tokens that top-k, top-p and min-p keep, over a sharded vocabulary, against a full sort in float64."""
+"""Log-probs of the tokens that top-k, top-p and min-p keep, over a sharded vocabulary, against a full sort in
+float64."""
 
 import pytest
 import torch
@@ -29,7 +30,10 @@ def problem(vocab_size: int, dtype: torch.dtype, ranks: int = 1):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(11, 12, generator=generator, dtype=dtype)
     weight = 0.7 * torch.randn(-(-vocab_size // ranks) * ranks, 12, generator=generator, dtype=dtype)
-    labels, upstream = torch.randint(0, vocab_size, (11,), generator=generator), torch.randn(2, 11, generator=generator, dtype=dtype)
+    labels, upstream = (
+        torch.randint(0, vocab_size, (11,), generator=generator),
+        torch.randn(2, 11, generator=generator, dtype=dtype),
+    )
     return hidden, weight, labels, upstream
 
 
@@ -81,8 +85,15 @@ def sharded(vocab_size: int, name: str) -> tuple[float, float]:
     expected = naive(*whole, labels, rules)
     oracle_hidden, oracle_weight = torch.autograd.grad(expected[0], whole, upstream[0])
     own = oracle_weight[mine]
-    pairs = [(logprobs, expected[0]), (entropy, expected[1]), (grad_hidden, oracle_hidden), (grad_weight[: len(own)], own)]
-    return max((one - other).abs().max().item() for one, other in pairs if other.numel()), grad_weight[len(own) :].abs().sum().item()
+    pairs = [
+        (logprobs, expected[0]),
+        (entropy, expected[1]),
+        (grad_hidden, oracle_hidden),
+        (grad_weight[: len(own)], own),
+    ]
+    return max((one - other).abs().max().item() for one, other in pairs if other.numel()), grad_weight[
+        len(own) :
+    ].abs().sum().item()
 
 
 @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p", "all", "top_k of more than there are"])
@@ -99,7 +110,11 @@ def step_of(parallel: dict):
     rollout = dict(temperature=0.8, top_p=0.7, top_k=40, min_p=0.01)
     config = tiny_run(parallel, rollout=rollout, algorithm=dict(beta=0.1, loss_type="grpo"))
     outcome = take_step(config, tiny_model("qwen2_untied"), random_samples())
-    return outcome and (outcome.metrics, outcome.logprobs.numpy(), {name: g.numpy() for name, g in outcome.gradients.items()})
+    return outcome and (
+        outcome.metrics,
+        outcome.logprobs.numpy(),
+        {name: g.numpy() for name, g in outcome.gradients.items()},
+    )
 
 
 @pytest.fixture(scope="module")

@@ -41,7 +41,16 @@ class OneReader:
             for block in tensor.blocks:
                 self.sent[block.rank] += size(block.box)
         reads = [(name, index, part, total) for (name, index, part), total in shards.reads.items()]
-        return [{"server": "here", "worker": 0, "version": found.version, "bytes": shards.bytes, "checksum_seconds": 0.0, "reads": reads}]
+        return [
+            {
+                "server": "here",
+                "worker": 0,
+                "version": found.version,
+                "bytes": shards.bytes,
+                "checksum_seconds": 0.0,
+                "reads": reads,
+            }
+        ]
 
     def resume(self, update, only: None = None) -> None:
         self.version = update.manifest.version
@@ -74,7 +83,10 @@ def test_context_parallel_ranks_send_each_element_once_and_share_the_sending(siz
 
 
 def test_what_an_engine_in_bfloat16_keeps_in_float32_arrives_to_the_last_bit(tmp_path):
-    name, scale = "model.layers.3.mlp.gate.e_score_correction_bias", torch.tensor([1e-30, 1e-3, 1.0, 14.0, 1e30]).repeat_interleave(99)
+    name, scale = (
+        "model.layers.3.mlp.gate.e_score_correction_bias",
+        torch.tensor([1e-30, 1e-3, 1.0, 14.0, 1e30]).repeat_interleave(99),
+    )
     bias = scale * (1 + torch.rand(495, generator=torch.Generator().manual_seed(0)))
     assert not torch.equal(bias.bfloat16().float(), bias)
     (block,) = same(name).blocks(Local(bias, 1, 0, None))
@@ -90,7 +102,8 @@ def test_weights_on_a_gpu_cost_a_few_transfers_per_layer_and_none_per_slice(tmp_
     for module in (copy_checksums, reader):
         monkeypatch.setattr(module, "is_host", lambda values: False)
     layers, per_layer, mode, by_worker, stock = 5, 7, HostWaits(), [], reader.on_host
-    monkeypatch.setattr(reader, "on_host", lambda sums: by_worker.append(len(sums)) or stock(sums))  # runs in a thread without the mode
+    # runs in a thread without the mode
+    monkeypatch.setattr(reader, "on_host", lambda sums: by_worker.append(len(sums)) or stock(sums))
     names = [f"model.layers.{layer}.tensor{i}" for layer in range(layers) for i in range(per_layer)]
     held = [(name, torch.randn(8, 3)) for name in names]
     engine, alone = OneReader(), SimpleNamespace(world_rank=0, all_gather_objects=lambda held: [held])

@@ -20,14 +20,20 @@ TINY = dict(
     max_position_embeddings=256,
 )
 LLAMA3_ROPE = dict(
-    rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+    rope_type="llama3",
+    rope_theta=5e5,
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=16,
 )
 YARN_ROPE = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
 LONG_ROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0, 1.1, 1.3], long_factor=[1.0, 3.0, 9.0])
 GEMMA = dict(head_dim=24, query_pre_attn_scalar=10, pad_token_id=None)
 GEMMA3_TYPES = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"]
 GEMMA3_ROPE = dict(
-    sliding_attention=dict(rope_type="default", rope_theta=100.0), full_attention=dict(rope_type="linear", rope_theta=1e4, factor=2.0)
+    sliding_attention=dict(rope_type="default", rope_theta=100.0),
+    full_attention=dict(rope_type="linear", rope_theta=1e4, factor=2.0),
 )
 EXPERTS = dict(head_dim=24, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=32)
 # Heads of 16 + 8 elements, values of 12; three of four blocks have experts.
@@ -43,7 +49,9 @@ LATENT = dict(
     n_shared_experts=1,
     first_k_dense_replace=1,
 )
-GROUPS = dict(n_group=4, topk_group=2, routed_scaling_factor=2.0, rope_parameters=YARN_ROPE | dict(mscale=0.9, mscale_all_dim=0.7))
+GROUPS = dict(
+    n_group=4, topk_group=2, routed_scaling_factor=2.0, rope_parameters=YARN_ROPE | dict(mscale=0.9, mscale_all_dim=0.7)
+)
 BY_BIAS = dict(scoring_func="sigmoid", topk_method="noaux_tc")
 CONFIGS = {"Gemma3": "Gemma3TextConfig"}  # where its name differs from the model's
 # Name of the case -> the family in transformers' class names, and its config beyond TINY.
@@ -77,8 +85,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             original_max_position_embeddings=64,
         ),
     ),
-    "deepseek_v2": ("DeepseekV2", LATENT | GROUPS | dict(q_lora_rank=28, n_shared_experts=2, topk_method="group_limited_greedy")),
-    "deepseek_v2 lite": ("DeepseekV2", LATENT | dict(q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1, rms_norm_eps=1e-2)),
+    "deepseek_v2": (
+        "DeepseekV2",
+        LATENT | GROUPS | dict(q_lora_rank=28, n_shared_experts=2, topk_method="group_limited_greedy"),
+    ),
+    "deepseek_v2 lite": (
+        "DeepseekV2",
+        LATENT | dict(q_lora_rank=None, topk_method="greedy", n_group=1, topk_group=1, rms_norm_eps=1e-2),
+    ),
     "deepseek_v3": ("DeepseekV3", LATENT | GROUPS | BY_BIAS | dict(q_lora_rank=28, num_experts_per_tok=3)),
     "gemma2": ("Gemma2", GEMMA | dict(sliding_window=7, attn_logit_softcapping=1.5, final_logit_softcapping=2.0)),
     "gemma3": ("Gemma3", GEMMA | dict(sliding_window=7, rope_parameters=GEMMA3_ROPE, layer_types=GEMMA3_TYPES)),
@@ -93,9 +107,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_config(kind: str, extra: dict[str, Any]) -> transformers.PretrainedConfig:
-    """The configuration of a tiny model; `extra` is kept unchanged, because transformers writes rotary parameters into it."""
+    """The configuration of a tiny model; `extra` is kept unchanged, because transformers writes rotary parameters into
+    it."""
     # Only the eager attention of transformers caps scores.
-    return getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(**copy.deepcopy(TINY | extra), attn_implementation="eager")
+    return getattr(transformers, CONFIGS.get(kind, f"{kind}Config"))(
+        **copy.deepcopy(TINY | extra), attn_implementation="eager"
+    )
 
 
 def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
@@ -104,7 +121,8 @@ def tiny_model(kind: str, extra: dict[str, Any]) -> torch.nn.Module:
     config = tiny_config(kind, extra)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     with torch.no_grad():
-        # Norms and biases start as ones and zeros, which hides swapped tensors. Buffers: the biases of expert selection.
+        # Norms and biases start as ones and zeros, which hides swapped tensors. Buffers: the biases of expert
+        # selection.
         for p in (*model.parameters(), *(buffer for name, buffer in model.named_buffers() if name.endswith("bias"))):
             if p.dim() == 1:
                 p.add_(torch.randn_like(p) * 0.1)

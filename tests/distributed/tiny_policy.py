@@ -1,4 +1,5 @@
-"""Shapes of real model families, and a run shrunk by the functions of `megagrpo verify`. Tests of the policy over ranks share them."""
+"""Shapes of real model families, and a run shrunk by the functions of `megagrpo verify`. Tests of the policy over ranks
+share them."""
 
 from __future__ import annotations
 
@@ -9,17 +10,21 @@ from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.verify.shrink import shrink_config, shrink_model
 
-# The relevant part of config.json of SmolLM2, Qwen2.5-7B, Qwen3-0.6B, Qwen3-30B-A3B and Mixtral, with heads that 2 and 3 divide. Qwen3 has
-# tied and untied models here, and Qwen2 has its window switched on.
-_COMMON = dict(num_attention_heads=12, num_key_value_heads=12, intermediate_size=1536, vocab_size=49152, rms_norm_eps=1e-6)
+# The relevant part of config.json of SmolLM2, Qwen2.5-7B, Qwen3-0.6B, Qwen3-30B-A3B and Mixtral, with heads that 2 and
+# 3 divide. Qwen3 has tied and untied models here, and Qwen2 has its window switched on.
+_COMMON = dict(
+    num_attention_heads=12, num_key_value_heads=12, intermediate_size=1536, vocab_size=49152, rms_norm_eps=1e-6
+)
 SHAPES: dict[str, dict[str, Any]] = {
     "llama_tied": _COMMON
     | dict(model_type="llama", num_hidden_layers=24, hidden_size=576, num_key_value_heads=6, tie_word_embeddings=True),
     "qwen2_untied": _COMMON
     | dict(model_type="qwen2", num_hidden_layers=24, hidden_size=3584, tie_word_embeddings=False)
     | dict(use_sliding_window=True, sliding_window=4096, max_window_layers=12),
-    "qwen3_tied": _COMMON | dict(model_type="qwen3", num_hidden_layers=24, hidden_size=1024, head_dim=128, tie_word_embeddings=True),
-    "qwen3_untied": _COMMON | dict(model_type="qwen3", num_hidden_layers=24, hidden_size=1024, head_dim=128, tie_word_embeddings=False),
+    "qwen3_tied": _COMMON
+    | dict(model_type="qwen3", num_hidden_layers=24, hidden_size=1024, head_dim=128, tie_word_embeddings=True),
+    "qwen3_untied": _COMMON
+    | dict(model_type="qwen3", num_hidden_layers=24, hidden_size=1024, head_dim=128, tie_word_embeddings=False),
     "qwen3_moe": _COMMON
     | dict(model_type="qwen3_moe", num_hidden_layers=48, hidden_size=2048, head_dim=128, tie_word_embeddings=False)
     | dict(num_experts=128, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True, mlp_only_layers=[1]),
@@ -31,15 +36,36 @@ SHAPES: dict[str, dict[str, Any]] = {
 LONGROPE = dict(type="longrope", short_factor=[1 + i / 40 for i in range(48)], long_factor=[1 + i for i in range(48)])
 MORE_SHAPES: dict[str, dict[str, Any]] = {
     "glm4": _COMMON
-    | dict(model_type="glm4", num_hidden_layers=40, hidden_size=4096, num_key_value_heads=6, head_dim=128, tie_word_embeddings=False),
+    | dict(
+        model_type="glm4",
+        num_hidden_layers=40,
+        hidden_size=4096,
+        num_key_value_heads=6,
+        head_dim=128,
+        tie_word_embeddings=False,
+    ),
     "phi3": _COMMON
     | dict(model_type="phi3", num_hidden_layers=32, hidden_size=1536, num_key_value_heads=6, tie_word_embeddings=True)
-    | dict(max_position_embeddings=2**17, original_max_position_embeddings=4096, partial_rotary_factor=0.75, rope_scaling=LONGROPE),
-    "gemma2": _COMMON | dict(model_type="gemma2", num_hidden_layers=26, hidden_size=2304, head_dim=256, attn_logit_softcapping=50.0),
+    | dict(
+        max_position_embeddings=2**17,
+        original_max_position_embeddings=4096,
+        partial_rotary_factor=0.75,
+        rope_scaling=LONGROPE,
+    ),
+    "gemma2": _COMMON
+    | dict(model_type="gemma2", num_hidden_layers=26, hidden_size=2304, head_dim=256, attn_logit_softcapping=50.0),
     "gemma3": _COMMON
-    | dict(model_type="gemma3_text", num_hidden_layers=26, hidden_size=1152, head_dim=256, sliding_window=512, rope_local_base_freq=1e4),
+    | dict(
+        model_type="gemma3_text",
+        num_hidden_layers=26,
+        hidden_size=1152,
+        head_dim=256,
+        sliding_window=512,
+        rope_local_base_freq=1e4,
+    ),
 }
-LARGEST = ParallelSection(tp=6, pp=2, vpp=2, ep=2, etp=6)  # every small model can be cut this far: tp 1, 2, 3 and 6, four stages
+# every small model can be cut this far: tp 1, 2, 3 and 6, four stages
+LARGEST = ParallelSection(tp=6, pp=2, vpp=2, ep=2, etp=6)
 
 
 def tiny_model(shape: str) -> HfConfig:
@@ -57,7 +83,9 @@ def tiny_run(parallel: dict | None = None, **sections: dict) -> RunConfig:
         rewards=dict(functions=[dict(function="exact_number")]),
         train=dict(distributed_optimizer=False),
     )
-    return shrink_config(RunConfig.model_validate({name: values.get(name, {}) | sections.get(name, {}) for name in values | sections}))
+    return shrink_config(
+        RunConfig.model_validate({name: values.get(name, {}) | sections.get(name, {}) for name in values | sections})
+    )
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ ANSWER = b"HTTP/1.1 %s\r\ncontent-type: text/html\r\ncontent-length: 18\r\n\r\n<
 
 
 class FaultyProxy:
-    """Forwards connections of one request each to this port of the machine. `faults` maps a path to the fault of its next request: `reset`
-    drops the connection, `lost` drops it when the response arrives, `html` and `gateway` respond here. A context manager."""
+    """Forwards connections of one request each to this port of the machine. `faults` maps a path to the fault of its
+    next request: `reset` drops the connection, `lost` drops it when the response arrives, `html` and `gateway` respond
+    here. A context manager."""
 
     def __init__(self, port: int):
         self.faults: dict[str, str] = {}
@@ -55,7 +56,8 @@ class FaultyProxy:
                 threading.Thread(target=_pump, args=(client, server), daemon=True).start()
                 if fault == "lost":
                     server.recv(1)
-                    client.shutdown(socket.SHUT_RDWR)  # wakes the other thread, which keeps the connection open otherwise
+                    # wakes the other thread, which keeps the connection open otherwise
+                    client.shutdown(socket.SHUT_RDWR)
                 else:
                     _pump(server, client)
 

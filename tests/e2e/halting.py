@@ -1,5 +1,5 @@
-"""A worker extension (`--worker-extension-cls`) for servers under test: one worker stops itself with SIGSTOP at a chosen point of its next
-weight update. The test resumes or kills it."""
+"""A worker extension (`--worker-extension-cls`) for servers under test: one worker stops itself with SIGSTOP at a
+chosen point of its next weight update. The test resumes or kills it."""
 
 import os
 import signal
@@ -37,8 +37,8 @@ before(ShardReader, "fill", "update")
 
 class Halting(WorkerVerbs):
     def halt(self, worker: int, moment: str, passes: int = 0) -> int:
-        """Stop worker number `worker` at `moment` ("start", "update": a copy of weights, "finish") after passing it `passes` times. Returns
-        its process id."""
+        """Stop worker number `worker` at `moment` ("start", "update": a copy of weights, "finish") after passing it
+        `passes` times. Returns its process id."""
         if self.rank == worker:
             due[moment] = passes
         return os.getpid()

@@ -1,11 +1,13 @@
-"""Random kills of whole runs. Each killed run is resumed. It must end bit-identical to a run without kills, and leave nothing behind.
+"""Random kills of whole runs. Each killed run is resumed. It must end bit-identical to a run without kills, and leave
+nothing behind.
 
     python tests/e2e/random_kills.py --seed 7 --kills 100
 
-A kill is a signal (SIGKILL, SIGTERM or SIGSTOP) to a role of the run: launcher, a rank, supervisor, API server, EngineCore, a vLLM worker,
-a reward worker, or supervisor and ranks together. torchrun's agent runs inside the launcher, so the launcher stands for both. A stopped
-process gets SIGCONT after one to five seconds (test_hung_servers.py tests endless hangs). The seed decides roles, signals and delays; the
-phase of each kill depends on the machine. `--keep FOLDER` keeps runs without kills for the next call.
+A kill is a signal (SIGKILL, SIGTERM or SIGSTOP) to a role of the run: launcher, a rank, supervisor, API server,
+EngineCore, a vLLM worker, a reward worker, or supervisor and ranks together. torchrun's agent runs inside the launcher,
+so the launcher stands for both. A stopped process gets SIGCONT after one to five seconds (test_hung_servers.py tests
+endless hangs). The seed decides roles, signals and delays; the phase of each kill depends on the machine. `--keep
+FOLDER` keeps runs without kills for the next call.
 """
 
 from __future__ import annotations
@@ -71,7 +73,9 @@ class Struck:
 
     def look(self, root: int) -> None:
         """Record the run's current processes, files in shared memory and ports."""
-        self.processes |= {pid: at for start in [root, *self.alive()] for pid in world.family(start) if (at := born(pid))}
+        self.processes |= {
+            pid: at for start in [root, *self.alive()] for pid in world.family(start) if (at := born(pid))
+        }
         alive = self.alive()
         self.files |= world.shared_memory(alive)
         self.sockets |= listening(alive)
@@ -93,7 +97,8 @@ class Struck:
 
 
 def folders_of_killed(struck: Struck) -> set[Path]:
-    """Temporary folders of launchers and ranks. A launcher killed with its supervisors leaves its folder; the next start removes it."""
+    """Temporary folders of launchers and ranks. A launcher killed with its supervisors leaves its folder; the next
+    start removes it."""
     return {path for path in struck.temporary() if path.name.startswith("megagrpo_tmp_")}
 
 
@@ -172,7 +177,9 @@ def strike(struck: Struck, root: subprocess.Popen, role: str, number: signal.Sig
     return f"{role}, {number.name}" + f" for {seconds:.1f} s" * (number == signal.SIGSTOP) + f", after step {step}"
 
 
-def one_start(struck: Struck, root: subprocess.Popen, todo: Iterator[tuple[str, signal.Signals]], budget: list[int]) -> int:
+def one_start(
+    struck: Struck, root: subprocess.Popen, todo: Iterator[tuple[str, signal.Signals]], budget: list[int]
+) -> int:
     """Kill processes of the run until it ends; return its exit code. `budget` holds the number of kills left."""
     said = ""
     while root.poll() is None:
@@ -185,7 +192,9 @@ def one_start(struck: Struck, root: subprocess.Popen, todo: Iterator[tuple[str, 
                 time.sleep(struck.rng.uniform(0, 2))
             if said := strike(struck, root, *next(todo)):
                 budget[0] -= 1
-                print(f"  {time.strftime('%H:%M:%S')} {struck.setting}: {said} (of {STEPS}, {before} before)", flush=True)
+                print(
+                    f"  {time.strftime('%H:%M:%S')} {struck.setting}: {said} (of {STEPS}, {before} before)", flush=True
+                )
         wait_for_a_step(struck, root)
     return root.returncode
 
@@ -201,7 +210,8 @@ def wait_for_a_step(struck: Struck, root: subprocess.Popen) -> None:
 
 
 def to_the_end(struck: Struck, todo: Iterator[tuple[str, signal.Signals]], budget: list[int]) -> list[int]:
-    """Take the run through all kills to its end; return the exit codes of its starts. AssertionError when something is left behind."""
+    """Take the run through all kills to its end; return the exit codes of its starts. AssertionError when something is
+    left behind."""
     codes = []
     while not codes or codes[-1] != 0:
         root = struck.start(resume=any((struck.home / "run" / "checkpoints").glob("step_*")))
@@ -228,7 +238,8 @@ def to_the_end(struck: Struck, todo: Iterator[tuple[str, signal.Signals]], budge
 
 
 def result(home: Path) -> tuple[list, list, dict[str, torch.Tensor]]:
-    """Everything that must be equal: each response with its reward, the loss of each step, and all tensors of the last checkpoint."""
+    """Everything that must be equal: each response with its reward, the loss of each step, and all tensors of the last
+    checkpoint."""
     run = world.Run(0, "", "", home / "run")
     rows = [(row["step"], row["prompt_id"], row["completion"], row["reward"]) for row in run.completions]
     return rows, [(line["step"], line["loss"]) for line in run.metrics], world.plain_tensors(run.newest)
@@ -237,11 +248,20 @@ def result(home: Path) -> tuple[list, list, dict[str, torch.Tensor]]:
 def differences(struck: Path, calm: Path) -> list[str]:
     """Differences between two finished runs; empty when they are bit-identical."""
     (rows, losses, tensors), (their_rows, their_losses, their_tensors) = result(struck), result(calm)
-    found = [f"response {i}: {a} is not {b}" for i, (a, b) in enumerate(zip(rows, their_rows, strict=False)) if a != b][:3]
+    found = [f"response {i}: {a} is not {b}" for i, (a, b) in enumerate(zip(rows, their_rows, strict=False)) if a != b][
+        :3
+    ]
     found += [f"{len(rows)} responses, not {len(their_rows)}"] * (len(rows) != len(their_rows))
     found += [f"losses {losses}, not {their_losses}"] * (losses != their_losses)
     found += [f"tensors {tensors.keys() ^ their_tensors.keys()}"] * (tensors.keys() != their_tensors.keys())
-    return found + [f"tensor {name}" for name in tensors.keys() & their_tensors.keys() if not tensors[name].equal(their_tensors[name])][:3]
+    return (
+        found
+        + [
+            f"tensor {name}"
+            for name in tensors.keys() & their_tensors.keys()
+            if not tensors[name].equal(their_tensors[name])
+        ][:3]
+    )
 
 
 def undisturbed(setting: str, kept: Path) -> Path:
@@ -273,7 +293,10 @@ def many_kills(seed: int, count: int, work: Path, kept: Path, settings: list[str
         except AssertionError as error:
             problems = [str(error)]
         problems += [f"left behind: {what}" for what in struck.left]
-        print("\n".join(f"  WRONG: {problem}" for problem in problems) or "  equal to the undisturbed run, nothing left", flush=True)
+        print(
+            "\n".join(f"  WRONG: {problem}" for problem in problems) or "  equal to the undisturbed run, nothing left",
+            flush=True,
+        )
         wrong += [f"run {number} ({setting}): {problem}" for problem in problems]
         if not problems:
             shutil.rmtree(struck.home)
@@ -292,7 +315,9 @@ def main() -> int:
     print(f"seed {given.seed}, {given.kills} kills", flush=True)
     work = Path(tempfile.mkdtemp(prefix="random_kills_"))
     wrong = many_kills(given.seed, given.kills, work, given.keep or work / "undisturbed", given.settings)
-    print(f"seed {given.seed}: {given.kills} kills, {len(wrong)} problems" + "".join(f"\n{problem}" for problem in wrong))
+    print(
+        f"seed {given.seed}: {given.kills} kills, {len(wrong)} problems" + "".join(f"\n{problem}" for problem in wrong)
+    )
     if not wrong:
         shutil.rmtree(work)
     return 1 if wrong else 0

@@ -16,14 +16,18 @@ GROUPS, GROUP = 4, 4  # groups per step, responses per group
 
 
 def texts(run):
-    return [(row["step"], row["prompt_id"], row["completion"], row["reward"], row["advantage"]) for row in run.completions]
+    return [
+        (row["step"], row["prompt_id"], row["completion"], row["reward"], row["advantage"]) for row in run.completions
+    ]
 
 
 @pytest.fixture(scope="module")
 def synchronous(tmp_path_factory):
     """Every response of a synchronous run of twelve steps, and the gradient norm of each step."""
     run = world.train(tmp_path_factory.mktemp("synchronous"), "run.max_steps=12", *STILL)
-    assert run.code == 0 and not any(name.startswith(("staleness/", "async/")) for line in run.metrics for name in line), run.err
+    assert run.code == 0 and not any(
+        name.startswith(("staleness/", "async/")) for line in run.metrics for name in line
+    ), run.err
     return texts(run), [line["grad_norm"] for line in run.metrics]
 
 
@@ -70,8 +74,12 @@ def test_a_run_that_is_killed_and_resumed_trains_on_every_prompt_once(moves, tmp
 
 @pytest.mark.full
 def test_what_is_generated_ahead_is_scored_while_the_step_before_trains(tmp_path):
-    (tmp_path / "stamp.py").write_text("import time\n\ndef stamp(completions, **_):\n    return [time.time() for _ in completions]\n")
-    run = world.train(tmp_path, *AHEAD, *STILL, "run.max_steps=4", f"rewards.functions.0.function={tmp_path}/stamp.py:stamp")
+    (tmp_path / "stamp.py").write_text(
+        "import time\n\ndef stamp(completions, **_):\n    return [time.time() for _ in completions]\n"
+    )
+    run = world.train(
+        tmp_path, *AHEAD, *STILL, "run.max_steps=4", f"rewards.functions.0.function={tmp_path}/stamp.py:stamp"
+    )
     assert run.code == 0, run.err
     ended = {line["step"]: line["wall_time"] for line in run.metrics}
     scored = {step: [row["rewards"]["stamp"] for row in run.completions if row["step"] == step] for step in ended}
@@ -79,9 +87,12 @@ def test_what_is_generated_ahead_is_scored_while_the_step_before_trains(tmp_path
     assert all(max(scored[step]) < ended[step] for step in ended)
 
 
-@pytest.mark.parametrize("in_flight", ["keep", *(pytest.param(way, marks=pytest.mark.full) for way in ("resume", "wait"))])
+@pytest.mark.parametrize(
+    "in_flight", ["keep", *(pytest.param(way, marks=pytest.mark.full) for way in ("resume", "wait"))]
+)
 def test_responses_under_way_live_through_a_sync(tmp_path, in_flight):
-    one_by_one = ("rollout.max_completion_length=40", "rollout.max_num_seqs=1")  # generation outlasts the training of a step
+    # generation outlasts the training of a step
+    one_by_one = ("rollout.max_completion_length=40", "rollout.max_num_seqs=1")
     run = world.train(tmp_path, *AHEAD, *one_by_one, *STILL, "run.max_steps=3", f"rollout.in_flight={in_flight}")
     assert run.code == 0, run.err
     spanning = [row for row in run.completions if "later_versions" in row]
@@ -127,8 +138,12 @@ def test_two_replicas_share_what_is_asked_for_ahead(tmp_path, synchronous):
 @pytest.mark.full
 def test_groups_that_replace_others_are_those_that_come_next(tmp_path):
     seldom = f"rewards.functions.0.function={world.folder()}/rewards.py:seldom"
-    run = world.train(tmp_path, "run.max_steps=5", *AHEAD, "rollout.max_staleness=2", "algorithm.dynamic_sample=true", seldom)
+    run = world.train(
+        tmp_path, "run.max_steps=5", *AHEAD, "rollout.max_staleness=2", "algorithm.dynamic_sample=true", seldom
+    )
     assert run.code == 0, run.err
     drawn = sum(line["dynamic_sample/groups_drawn"] for line in run.metrics)
     assert json.loads((run.newest / "megagrpo.json").read_text())["state"]["cursor"] == drawn > 5 * GROUPS
-    assert all(line["staleness/max"] <= 2 for line in run.metrics) and not any(line["async/dropped"] for line in run.metrics)
+    assert all(line["staleness/max"] <= 2 for line in run.metrics) and not any(
+        line["async/dropped"] for line in run.metrics
+    )

@@ -1,4 +1,5 @@
-"""Dumping a run's steps does not change the run. The audit agrees with the dump, and finds every number changed afterwards."""
+"""Dumping a run's steps does not change the run. The audit agrees with the dump, and finds every number changed
+afterwards."""
 
 import json
 import shutil
@@ -14,7 +15,9 @@ OPTIONS = ["algorithm.beta=0.1", "algorithm.num_iterations=2", "algorithm.epsilo
 
 
 def run(output, *options):
-    functions = f"rewards.functions=[{{function: {world.folder()}/rewards.py:low_bytes}},{{function: format,weight: 0.5}}]"
+    functions = (
+        f"rewards.functions=[{{function: {world.folder()}/rewards.py:low_bytes}},{{function: format,weight: 0.5}}]"
+    )
     done = world.train(output, functions, *options)
     assert done.code == 0, done.err
     return done
@@ -32,7 +35,11 @@ def verdict(folder, step):
 
 
 def untimed(line):
-    return {name: value for name, value in line.items() if not name.startswith(world.MEASURED) and not name.endswith("/seconds")}
+    return {
+        name: value
+        for name, value in line.items()
+        if not name.startswith(world.MEASURED) and not name.endswith("/seconds")
+    }
 
 
 def test_a_dump_changes_nothing(dumped, tmp_path):
@@ -41,7 +48,9 @@ def test_a_dump_changes_nothing(dumped, tmp_path):
     for one, other in zip(plain.metrics, dumped.metrics, strict=True):
         assert untimed(one) == untimed(other)
     weights = [world.plain_tensors(of.newest) for of in (plain, dumped)]
-    assert weights[0].keys() == weights[1].keys() and all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert weights[0].keys() == weights[1].keys() and all(
+        torch.equal(weights[0][name], weights[1][name]) for name in weights[0]
+    )
     assert not (plain.folder / "dumps").exists() and sorted(p.name for p in (dumped.folder / "dumps").iterdir()) == [
         "step_000001",
         "step_000002",
@@ -60,13 +69,15 @@ def test_the_audit_agrees_with_what_the_run_computed(dumped, step):
         for update in (1, 2):
             check = checks[f"{name}, optimizer step {update}"]
             assert check["count"] == tokens and check["difference"] < 1e-5
-    for quantity, metric in (("grad_norm", "grad_norm"), ("mean kl", "kl")):  # a step's metrics are means over its optimizer steps
+    # a step's metrics are means over its optimizer steps
+    for quantity, metric in (("grad_norm", "grad_norm"), ("mean kl", "kl")):
         mean = sum(checks[f"{quantity}, optimizer step {update}"]["recomputed"] for update in (1, 2)) / 2
         assert mean == pytest.approx(dumped.metrics[step - 1][metric], rel=1e-5)
     assert checks["rewards"]["note"] == "run again: format; weighted sum of what is dumped: low_bytes"
 
 
-STOPS = json.dumps([*"bdfhjlnprtvxz2468"])  # with the world's tokenizer of bytes, about half of the responses have one of them
+# with the world's tokenizer of bytes, about half of the responses have one of them
+STOPS = json.dumps([*"bdfhjlnprtvxz2468"])
 
 
 def check_stops(done, stops):
@@ -75,9 +86,13 @@ def check_stops(done, stops):
     assert {*ended} == {None} if not stops else {"", None} <= {*ended, None} and len({*ended}) > 3
     for line in done.metrics if stops else ():
         rows = [row for row in done.completions if row["step"] == line["step"]]
-        assert line["completions/stop_string_ratio"] == pytest.approx(sum(bool(row["stop_string"]) for row in rows) / len(rows))
+        assert line["completions/stop_string_ratio"] == pytest.approx(
+            sum(bool(row["stop_string"]) for row in rows) / len(rows)
+        )
         for row in rows:
-            assert not set("bdfhjlnprtvxz2468") & set(row["completion"]) and (row["finish_reason"] == "stop" or not row["stop_string"])
+            assert not set("bdfhjlnprtvxz2468") & set(row["completion"]) and (
+                row["finish_reason"] == "stop" or not row["stop_string"]
+            )
 
 
 @pytest.mark.parametrize(
@@ -85,21 +100,37 @@ def check_stops(done, stops):
     [
         ["algorithm.loss_type=grpo", "algorithm.scale_rewards=batch", "rollout.temperature=0.7"],
         [
-            *("algorithm.loss_type=dr_grpo", "algorithm.scale_rewards=none", "algorithm.beta=1", "algorithm.kl_estimator=full_reverse"),
-            *(f"rollout.stop={STOPS}", "rollout.include_stop_str_in_output=false", "data.chat_template_kwargs={opening: <think>}"),
+            *(
+                "algorithm.loss_type=dr_grpo",
+                "algorithm.scale_rewards=none",
+                "algorithm.beta=1",
+                "algorithm.kl_estimator=full_reverse",
+            ),
+            *(
+                f"rollout.stop={STOPS}",
+                "rollout.include_stop_str_in_output=false",
+                "data.chat_template_kwargs={opening: <think>}",
+            ),
         ],
         pytest.param(
-            ["algorithm.mask_truncated_completions=true", "rollout.num_generations=24", "algorithm.beta=0.1"], marks=pytest.mark.full
+            ["algorithm.mask_truncated_completions=true", "rollout.num_generations=24", "algorithm.beta=0.1"],
+            marks=pytest.mark.full,
         ),
         pytest.param(
-            ["algorithm.loss_type=bnpo", "algorithm.beta=1", "algorithm.kl_estimator=low_var", "train.share_prompts=false"],
+            [
+                "algorithm.loss_type=bnpo",
+                "algorithm.beta=1",
+                "algorithm.kl_estimator=low_var",
+                "train.share_prompts=false",
+            ],
             marks=pytest.mark.full,
         ),
     ],
     ids=lambda options: options[0].removeprefix("algorithm."),
 )
 def test_every_kind_of_step_can_be_audited(options, tmp_path):
-    seldom = f"rewards.functions=[{{function: {world.folder()}/rewards.py:seldom}}]"  # some groups have no advantage and are left out
+    # some groups have no advantage and are left out
+    seldom = f"rewards.functions=[{{function: {world.folder()}/rewards.py:seldom}}]"
     done = world.train(tmp_path, seldom, *options, "debug.dump_steps=[2]", "train.max_tokens_per_micro_batch=120")
     assert done.code == 0, done.err
     check_stops(done, f"rollout.stop={STOPS}" in options)
@@ -149,8 +180,14 @@ def text(change):
 TAMPERED = {
     "token of the batch": (add("token_id", 1), "tokens"),
     "text": (text(lambda s: s.update(response=s["response"] + "x")), "tokens"),
-    "ending": (text(lambda s: s.update(finish_reason={"stop": "length", "length": "stop"}[s["finish_reason"]])), "tokens"),
-    "token left out": (in_rows(lambda rows: {name: row[1:].clone() for name, row in rows.items()}), "masks, optimizer step 1"),
+    "ending": (
+        text(lambda s: s.update(finish_reason={"stop": "length", "length": "stop"}[s["finish_reason"]])),
+        "tokens",
+    ),
+    "token left out": (
+        in_rows(lambda rows: {name: row[1:].clone() for name, row in rows.items()}),
+        "masks, optimizer step 1",
+    ),
     "token counted twice": (
         in_rows(lambda rows: {name: torch.cat([row, row[-1:]]) for name, row in rows.items()}),
         "masks, optimizer step 1",
@@ -172,7 +209,10 @@ TAMPERED = {
     "entropy": (add("entropy", 0.01), "entropy, optimizer step 1"),
     "kl": (metric("kl", 1.5), "mean kl, optimizer step 1"),
     "mismatch": (metric("token_mult_prob_error", 1.001), "mean token_mult_prob_error, optimizer step 1"),
-    "denominator": (in_text(lambda contents: contents["updates"][0].update(denominator=7)), "denominator, optimizer step 1"),
+    "denominator": (
+        in_text(lambda contents: contents["updates"][0].update(denominator=7)),
+        "denominator, optimizer step 1",
+    ),
     "loss": (metric("loss", 1.01), "loss, optimizer step 1"),
     "gradient norm": (metric("grad_norm", 1.001), "grad_norm, optimizer step 1"),
 }
@@ -210,8 +250,14 @@ def test_every_changed_number_is_the_first_that_is_named(dumped, tmp_path):
 
 
 def test_a_dump_that_is_not_there_is_answered_with_those_that_are(dumped, tmp_path):
-    assert world.audit(dumped.folder, "--step", 7) == (2, f"--step: {dumped.folder} holds no dump of step 7; it has 1, 2\n")
-    assert world.audit(tmp_path, "--step", 1) == (2, f"--step: {tmp_path} holds no dump of step 1; it has none: set debug.dump_steps\n")
+    assert world.audit(dumped.folder, "--step", 7) == (
+        2,
+        f"--step: {dumped.folder} holds no dump of step 7; it has 1, 2\n",
+    )
+    assert world.audit(tmp_path, "--step", 1) == (
+        2,
+        f"--step: {tmp_path} holds no dump of step 1; it has none: set debug.dump_steps\n",
+    )
     code, said = world.audit(dumped.folder, "--step", 1, "--model", str(tmp_path))
     assert code == 2 and said.startswith(f"--model: {tmp_path} holds no config.json; give the folder of the model")
     assert world.audit(dumped.folder, "--step", 1, "--nonsense")[0] == 2 and world.audit()[0] == 2

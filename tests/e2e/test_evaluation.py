@@ -19,17 +19,25 @@ def evaluations(run):
 
 
 def test_sets_are_evaluated_with_their_own_sampling_before_between_and_after(tmp_path):
-    run = world.train(tmp_path, sets(), f"data.eval.source={world.folder()}/eval.jsonl", "evaluation.steps=2", "run.max_steps=3")
+    run = world.train(
+        tmp_path, sets(), f"data.eval.source={world.folder()}/eval.jsonl", "evaluation.steps=2", "run.max_steps=3"
+    )
     assert run.code == 0, run.err
     lines = evaluations(run)
     assert [line["step"] for line in lines] == [0, 2, 3]
     for line in lines:
         assert line["eval/easy/completions/max_length"] <= 5 < line["eval/hard/completions/max_length"] <= 12
-        assert line["eval/easy/pass@1"] <= line["eval/easy/pass@2"] <= line["eval/easy/pass@4"] and 0 <= line["eval/easy/maj@4"] <= 1
+        assert (
+            line["eval/easy/pass@1"] <= line["eval/easy/pass@2"] <= line["eval/easy/pass@4"]
+            and 0 <= line["eval/easy/maj@4"] <= 1
+        )
         assert "eval/hard/pass@2" not in line and line["eval/hard/pass@1"] in (0, 0.25, 0.5, 0.75, 1)
-        assert line["eval/hard/reward"] == line["eval/hard/rewards/low_bytes/mean"] == line["eval/reward"]  # both are greedy
+        # both are greedy
+        assert line["eval/hard/reward"] == line["eval/hard/rewards/low_bytes/mean"] == line["eval/reward"]
     shown = [line for line in run.out.splitlines() if line.startswith("evaluation after step 2")]
-    assert [line.split("  reward")[0] for line in shown] == ["evaluation after step 2" + of for of in ("", " of easy", " of hard")]
+    assert [line.split("  reward")[0] for line in shown] == [
+        "evaluation after step 2" + of for of in ("", " of easy", " of hard")
+    ]
 
 
 @pytest.mark.full
@@ -71,7 +79,8 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_a_resumed_run_knows_it(
         ),
         (
             "evaluation={sets: {bad: {source: FOLDER/eval.jsonl, max_completion_length: 500}}}",
-            "evaluation.sets.bad.max_completion_length: max_prompt_length 48 + 500 = 548 tokens, but the model's limit is 256",
+            "evaluation.sets.bad.max_completion_length: max_prompt_length 48 + 500 = 548 tokens, but the model's limit "
+            "is 256",
         ),
     ],
 )

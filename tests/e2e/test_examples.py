@@ -1,4 +1,5 @@
-"""The examples run: those for a CPU for two steps as they are, those of the hub for one step with a tiny model and files of their own."""
+"""The examples run: those for a CPU for two steps as they are, those of the hub for one step with a tiny model and
+files of their own."""
 
 import json
 import os
@@ -21,12 +22,19 @@ from tests.unit.rewards.reward_services import make_model
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 EXAMPLES = shipped_configs() / "examples"
-TINY = ["rollout.prompts_per_step=2", "rollout.num_generations=2", "rollout.max_prompt_length=48", "rollout.max_completion_length=12"]
+TINY = [
+    "rollout.prompts_per_step=2",
+    "rollout.num_generations=2",
+    "rollout.max_prompt_length=48",
+    "rollout.max_completion_length=12",
+]
 
 
 def python(*words, seconds: float = 600, **options) -> subprocess.CompletedProcess:
     """A finished Python process; AssertionError with its errors when it fails."""
-    done = subprocess.run([sys.executable, *map(str, words)], capture_output=True, text=True, timeout=seconds, **options)
+    done = subprocess.run(
+        [sys.executable, *map(str, words)], capture_output=True, text=True, timeout=seconds, **options
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
 
@@ -34,24 +42,35 @@ def python(*words, seconds: float = 600, **options) -> subprocess.CompletedProce
 def train(name: str, output: Path, *overrides: str) -> world.Run:
     """The run of an example into `output`/NAME, started in an empty folder by the command of its README."""
     (output / "cwd").mkdir()
-    words = ("-m", "megagrpo", "train", f"megagrpo:examples/{name}", f"run.output_dir={output}", "run.trackers=[]", *overrides)
+    words = (
+        "-m",
+        "megagrpo",
+        "train",
+        f"megagrpo:examples/{name}",
+        f"run.output_dir={output}",
+        "run.trackers=[]",
+        *overrides,
+    )
     done = python(*words, cwd=output / "cwd")
     assert os.listdir(output / "cwd") == []
     return world.Run(0, done.stdout, done.stderr, output / name)
 
 
 def check(run: world.Run, steps: int, low: float, high: float) -> None:
-    """Assert that every step has a reward in the range, that trainer and engine agree, and that the run left its files."""
+    """Assert that every step has a reward in the range, that trainer and engine agree, and that the run left its
+    files."""
     assert [line["step"] for line in run.metrics] == list(range(1, steps + 1))
     for line in run.metrics:
         assert low <= line["reward"] <= high
-        assert 1 <= line.get("token_mult_prob_error", 1) < 1.15  # absent if all advantages are 0, so that no token is trained
+        # absent if all advantages are 0, so that no token is trained
+        assert 1 <= line.get("token_mult_prob_error", 1) < 1.15
         assert not [name for name in line if name.endswith(("/exceptions", "/timeouts")) and line[name]]
     assert run.saved == [f"step_{steps:06d}"] and (run.folder / "resolved.yaml").is_file() and run.completions
 
 
 @pytest.mark.parametrize(
-    ("name", "low", "high"), [("math", 0.1, 1), ("code", 0, 1), ("environment", 0, 1), ("lora", 0, 1), ("capitals", 0.2, 1.5)]
+    ("name", "low", "high"),
+    [("math", 0.1, 1), ("code", 0, 1), ("environment", 0, 1), ("lora", 0, 1), ("capitals", 0.2, 1.5)],
 )
 def test_an_example_trains_for_two_steps(name, low, high, tmp_path):
     run = train(name, tmp_path, "run.max_steps=2")
@@ -74,20 +93,26 @@ def test_the_async_example_trains_on_responses_of_earlier_weights(tmp_path):
 def test_the_reward_model_example_makes_its_model_and_trains_on_it(tmp_path):
     made = python(EXAMPLES / "reward_model" / "make_classifier.py", tmp_path / "classifier").stdout
     assert float(made.split(": ")[1].split("%")[0]) > 80
-    run = train("reward_model", tmp_path, "run.max_steps=2", f"rewards.functions.0.function=model:{tmp_path}/classifier")
+    run = train(
+        "reward_model", tmp_path, "run.max_steps=2", f"rewards.functions.0.function=model:{tmp_path}/classifier"
+    )
     check(run, 2, -30, 30)
 
 
 def test_the_judge_example_trains_on_the_scores_of_a_server(tmp_path):
     (port,) = free_ports("127.0.0.1", 1)
     with open(tmp_path / "judge.log", "w") as log:
-        judge = subprocess.Popen([sys.executable, EXAMPLES / "llm_judge" / "judge.py", str(port)], stdout=log, stderr=log)
+        judge = subprocess.Popen(
+            [sys.executable, EXAMPLES / "llm_judge" / "judge.py", str(port)], stdout=log, stderr=log
+        )
     try:
         deadline = time.monotonic() + 300
         while not _healthy(port):
             assert judge.poll() is None and time.monotonic() < deadline, (tmp_path / "judge.log").read_text()[-3000:]
             time.sleep(1)
-        run = train("llm_judge", tmp_path, "run.max_steps=2", f"rewards.functions.0.args.url=http://127.0.0.1:{port}/v1")
+        run = train(
+            "llm_judge", tmp_path, "run.max_steps=2", f"rewards.functions.0.args.url=http://127.0.0.1:{port}/v1"
+        )
         check(run, 2, 0, 1)
     finally:
         judge.terminate()
@@ -147,7 +172,9 @@ def test_the_ultrafeedback_example_has_a_kl_divergence_from_the_first_step(tmp_p
 
 def test_the_gsm8k_example_scores_with_the_five_functions_of_the_notebook(tmp_path, stand_ins):
     own, _ = stand_ins
-    data = rows(tmp_path / "gsm8k.jsonl", *[{"question": f"What is {i} + 1?", "answer": f"Add. #### {i + 1}"} for i in range(3)])
+    data = rows(
+        tmp_path / "gsm8k.jsonl", *[{"question": f"What is {i} + 1?", "answer": f"Add. #### {i + 1}"} for i in range(3)]
+    )
     run = train("gsm8k_xml", tmp_path, *own, data, "data.overlong_prompts=truncate_left", "data.train.subset=null")
     check(run, 1, -10, 3.5)
     assert set(run.completions[0]["rewards"]) == {"xmlcount", "soft_format", "strict_format", "int", "correctness"}

@@ -42,9 +42,13 @@ LATENT = dict(kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head
 CHANGES |= {name: dict(intermediate_size=96) for name in ("gpt_oss", "mixtral")}
 CHANGES |= {name: LATENT for name in MODELS if name.startswith("deepseek")}
 # The errors of vLLM for models that it cannot run.
-REFUSED = {"qwen2 upper windows": r"exit code 1 .*: AssertionError: Sliding window for some but all layers is not supported.* Its log: "}
+REFUSED = {
+    "qwen2 upper windows": r"exit code 1 .*: AssertionError: Sliding window for some but all layers is not "
+    r"supported.* Its log: "
+}
 
-# vLLM for CPU gives another result with every batch here, with weights that it has read from files too: nothing can be compared.
+# vLLM for CPU gives another result with every batch here, with weights that it has read from files too: nothing can be
+# compared.
 UNSTEADY = ("deepseek_v2 lite",)
 
 
@@ -65,7 +69,11 @@ def push(engine, folder: Path, version: int, sizes: dict) -> int:
     """Load `folder` into Megatron's shards and push them; return the bytes that the server read."""
     layout, hf_config = init_layout(ParallelSection(**sizes)), load_hf_config(folder)
     chunks = build_model(
-        hf_config, layout, dtype=torch.float32, init_weights=False, sequence_parallel=sizes.get("sequence_parallel", False)
+        hf_config,
+        layout,
+        dtype=torch.float32,
+        init_weights=False,
+        sequence_parallel=sizes.get("sequence_parallel", False),
     )
     load_hf(chunks, hf_config, folder, layout)
     with WeightSync(engine if layout.world_rank == 0 else None, layout, "float32") as sync:
@@ -99,7 +107,9 @@ def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
     engine = running.engine
 
     def answers() -> list[tuple]:
-        return [(group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)]
+        return [
+            (group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)
+        ]
 
     def pushed(source: Path, ranks: int, sizes: dict) -> int:
         read = run_ranks(push, ranks, engine, source, engine.weight_version + 1, sizes)[0]
@@ -110,10 +120,14 @@ def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
         fresh = answers()  # with the weights that vLLM has read from the folder
         pushed(folder_of(name, spoiled=True), 1, {})
         assert answers() != fresh
-        assert pushed(folder, 4, LAYOUT) == sum(tensor.nbytes for tensor in weights(folder).values()), "each byte is read once"
+        assert pushed(folder, 4, LAYOUT) == sum(tensor.nbytes for tensor in weights(folder).values()), (
+            "each byte is read once"
+        )
         for (ids, logprobs), (expected_ids, expected) in zip(answers(), fresh, strict=True):
             # vLLM's latent attention on CPUs is not deterministic in the last bits.
-            assert ids == expected_ids and logprobs == pytest.approx(expected, rel=0, abs=1e-5 if "kv_lora_rank" in MODELS[name][1] else 0)
+            assert ids == expected_ids and logprobs == pytest.approx(
+                expected, rel=0, abs=1e-5 if "kv_lora_rank" in MODELS[name][1] else 0
+            )
     finally:
         running.launcher.stop()
     samples = [(prompt.token_ids, ids) for prompt, (ids, _) in zip(PROMPTS, fresh, strict=True)]
@@ -145,11 +159,15 @@ def test_adapters_of_fused_projections_reach_vllm(tmp_path):
         engine = VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, lora=True)
         run_ranks(push_adapter, 4, engine, folder, tmp_path / "merged")
         engine.weight_version = 2  # the ranks are forks and have their own client
-        answers = [(group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)]
+        answers = [
+            (group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, GREEDY, seed=0)
+        ]
     finally:
         launcher.stop()
     for prompt, (ids, logprobs) in zip(PROMPTS, answers, strict=True):
-        torch.testing.assert_close(torch.tensor(logprobs), naive_logprobs(tmp_path / "merged", prompt, ids), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(logprobs), naive_logprobs(tmp_path / "merged", prompt, ids), atol=1e-4, rtol=0
+        )
 
 
 @pytest.mark.full

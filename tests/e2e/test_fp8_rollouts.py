@@ -1,4 +1,5 @@
-"""Rollouts in FP8: every sync quantizes again, exactly as a server that loads the folder does. The metrics show the quantization error."""
+"""Rollouts in FP8: every sync quantizes again, exactly as a server that loads the folder does. The metrics show the
+quantization error."""
 
 import statistics
 
@@ -29,7 +30,9 @@ def pair():
 
 def two_servers(tp: int):
     folders = model_folder("llama", 0), model_folder("llama", 1)
-    launchers = [launch(folder, f"fp8_tp{tp}_{folder.name}", dtype="bfloat16", quantization=FP8, tp=tp) for folder in folders]
+    launchers = [
+        launch(folder, f"fp8_tp{tp}_{folder.name}", dtype="bfloat16", quantization=FP8, tp=tp) for folder in folders
+    ]
     yield tuple(connect(launcher, folder) for launcher, folder in zip(launchers, folders, strict=True))
     for launcher in launchers:
         launcher.stop()
@@ -46,16 +49,23 @@ def test_every_sync_quantizes_as_a_server_does_that_loads_the_folder(pair):
     synced, fresh = pair
     old, new = sampled(synced.engine), sampled(fresh.engine)
     assert old != new
-    with WeightSync(synced.engine, OneRank(), "bfloat16") as sync:  # the loaders run once; later updates replay their copies
-        assert [pushed(sync, synced, folder) == now for folder, now in ((fresh.folder, new), (synced.folder, old)) * 2] == [True] * 4
+    # the loaders run once; later updates replay their copies
+    with WeightSync(synced.engine, OneRank(), "bfloat16") as sync:
+        assert [
+            pushed(sync, synced, folder) == now for folder, now in ((fresh.folder, new), (synced.folder, old)) * 2
+        ] == [True] * 4
 
 
 @pytest.mark.full
 def test_an_update_that_fails_leaves_quantized_weights_that_the_next_one_replaces(pair):
     synced, fresh = pair
     new, version = sampled(fresh.engine), synced.engine.weight_version + 1
-    with WeightSync(Tampered(synced.engine, without("model.layers.1.mlp.up_proj.weight")), OneRank(), "bfloat16") as sync:
-        with pytest.raises(WeightSyncError, match=r"only part of the weights received for model\.layers\.1\.mlp\.gate_up_proj"):
+    with WeightSync(
+        Tampered(synced.engine, without("model.layers.1.mlp.up_proj.weight")), OneRank(), "bfloat16"
+    ) as sync:
+        with pytest.raises(
+            WeightSyncError, match=r"only part of the weights received for model\.layers\.1\.mlp\.gate_up_proj"
+        ):
             sync.push(shards(fresh.folder), version)
         assert is_paused(synced.engine)
         sync.push(shards(fresh.folder), version)
@@ -114,7 +124,9 @@ def test_two_workers_agree_on_scales_at_every_sync(pair_of_two_workers):
 def test_a_run_asks_whether_its_servers_were_started_so(pair):
     urls = pair[0].engine.urls
     check_plugin(urls, quantization=FP8)
-    with pytest.raises(ValueError, match=f"rollout.quantization: none differs from {urls[0]}, which was started with {FP8}"):
+    with pytest.raises(
+        ValueError, match=f"rollout.quantization: none differs from {urls[0]}, which was started with {FP8}"
+    ):
         check_plugin(urls)
 
 
@@ -122,7 +134,9 @@ def test_training_on_rollouts_in_fp8_shows_in_its_metrics(tmp_path):
     run = world.train(tmp_path, f"rollout.quantization={FP8}", "run.max_steps=3", *CORRECTED, launched=True)
     assert run.code == 0 and len(run.metrics) == 3, run.err
     assert f"; vLLM quantizes to {FP8}" in run.out and "quantizes" not in world.plain().out
-    near, apart = (statistics.fmean(line["token_mult_prob_error"] for line in one.metrics) - 1 for one in (world.plain(), run))
+    near, apart = (
+        statistics.fmean(line["token_mult_prob_error"] for line in one.metrics) - 1 for one in (world.plain(), run)
+    )
     assert near < 1e-3 < 5e-3 < apart < 0.1, "FP8 rounds weights and activations to 3 bits, float32 to 23"
     assert all(line["gen_kl_error"] > 0 for line in run.metrics)
     assert any(line["sampling/importance_sampling_ratio/mean"] != 1 for line in run.metrics)
@@ -133,4 +147,7 @@ def test_training_adapters_on_a_base_that_servers_keep_in_fp8(tmp_path):
     lora = ("lora.rank=4", "lora.alpha=64", "train.learning_rate=5e-3", "lora.sync=adapter")
     run = world.train(tmp_path, f"rollout.quantization={FP8}", *CORRECTED, *lora, launched=True)
     assert run.code == 0, run.err
-    assert all(1.02 < line["token_mult_prob_error"] < 1.15 for line in run.metrics) and run.metrics[-1]["weight_version"] == 3
+    assert (
+        all(1.02 < line["token_mult_prob_error"] < 1.15 for line in run.metrics)
+        and run.metrics[-1]["weight_version"] == 3
+    )

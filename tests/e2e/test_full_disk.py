@@ -10,7 +10,8 @@ import pytest
 
 from tests.e2e import world
 
-# The largest file the trainer may write, in bytes: its weights in shared memory fit (1.5 MB), a checkpoint (4.6 MB) does not.
+# The largest file the trainer may write, in bytes: its weights in shared memory fit (1.5 MB), a checkpoint (4.6 MB)
+# does not.
 LIMIT = 3_000_000
 
 
@@ -41,7 +42,8 @@ def test_a_full_disk_is_reported_and_counted_and_training_goes_on(background, tm
         os.kill(trainer.pid, signal.SIGTERM)
         run = trainer.wait()
     assert run.code == 143, run.err
-    assert len(kept) == 1 and kept[0] >= "step_000001"  # the newest one from before the disk was full stays until a newer one is complete
+    # the newest one from before the disk was full stays until a newer one is complete
+    assert len(kept) == 1 and kept[0] >= "step_000001"
     assert run.saved == [f"step_{len(run.metrics):06d}"]
     failures = [line["checkpoint/failures"] for line in run.metrics]
     assert failures[0] == 0 and failures[-1] == run.out.count("warning: writing checkpoint") >= 2
@@ -60,7 +62,9 @@ def test_a_run_whose_last_checkpoint_fails_has_failed(tmp_path):
     assert "warning: writing checkpoint" in run.out and [line["checkpoint/failures"] for line in run.metrics] == [0, 1]
     message = run.err.strip().splitlines()[-1]
     assert (
-        message.startswith("rank 0 stops: writing checkpoint") and "step_000002 failed" in message and "GiB of disk space free" in message
+        message.startswith("rank 0 stops: writing checkpoint")
+        and "step_000002 failed" in message
+        and "GiB of disk space free" in message
     )
     assert "Traceback" not in run.err
 

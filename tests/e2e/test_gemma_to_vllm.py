@@ -1,4 +1,5 @@
-"""Gemma's attention windows, logit caps and norms in vLLM: after a sync from Megatron's shards its log-probs are Megatron's."""
+"""Gemma's attention windows, logit caps and norms in vLLM: after a sync from Megatron's shards its log-probs are
+Megatron's."""
 
 from pathlib import Path
 

@@ -1,4 +1,5 @@
-"""A whole run on prompts with escape sequences, with a reward that raises, prints and logs them: none reaches the terminal."""
+"""A whole run on prompts with escape sequences, with a reward that raises, prints and logs them: none reaches the
+terminal."""
 
 import json
 import re
@@ -20,10 +21,16 @@ def raises(completions, **columns):
 
 @pytest.mark.full
 def test_a_run_shows_hostile_prompts_and_errors_and_sends_no_escape_to_the_terminal(tmp_path):
-    rows = [{"prompt": f"What is {ESCAPES} {i}?", "answer": "1", "prompt_again": ESCAPES if i == 0 else "fine"} for i in range(8)]
+    rows = [
+        {"prompt": f"What is {ESCAPES} {i}?", "answer": "1", "prompt_again": ESCAPES if i == 0 else "fine"}
+        for i in range(8)
+    ]
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     (tmp_path / "mine.py").write_text(REWARD)
-    options = [f"data.train.source={tmp_path}/train.jsonl", f"rewards.functions=[{{function: {tmp_path}/mine.py:raises}}]"]
+    options = [
+        f"data.train.source={tmp_path}/train.jsonl",
+        f"rewards.functions=[{{function: {tmp_path}/mine.py:raises}}]",
+    ]
     run = world.train(tmp_path, *options, "run.log_completions_steps=1", "rollout.max_prompt_length=128", launched=True)
     assert run.code == 0, run.err
     assert r"\x1b]52;c;ZXZpbA==\x07" in run.out and " raised" in run.err and " printed" in run.err

@@ -1,5 +1,5 @@
-"""`megagrpo serve`, and a run with servers of its own, when a vLLM server hangs but passes its health check. A busy server is not treated
-as hung."""
+"""`megagrpo serve`, and a run with servers of its own, when a vLLM server hangs but passes its health check. A busy
+server is not treated as hung."""
 
 import os
 import signal
@@ -27,7 +27,9 @@ def look_often(set_to=setattr):
 
 
 @pytest.mark.full
-def test_a_server_whose_engine_is_stopped_is_started_again_and_one_that_works_is_left_alone(tmp_path, monkeypatch, capsys):
+def test_a_server_whose_engine_is_stopped_is_started_again_and_one_that_works_is_left_alone(
+    tmp_path, monkeypatch, capsys
+):
     look_often(monkeypatch.setattr)
     folder = model_folder("llama", 0)
     launcher = launch(folder, "llama_that_hangs")

@@ -1,5 +1,5 @@
-"""A run that is killed by SIGKILL in any phase of a step and resumed equals an uninterrupted run bit for bit: weights, moments, reference,
-pass rates and rollouts."""
+"""A run that is killed by SIGKILL in any phase of a step and resumed equals an uninterrupted run bit for bit: weights,
+moments, reference, pass rates and rollouts."""
 
 import functools
 import hashlib
@@ -25,8 +25,19 @@ from tests.e2e import world
 
 STEPS, KILLED_IN = 4, 3
 OPTIONS = [
-    *(f"run.max_steps={STEPS}", "run.save_steps=1", "algorithm.num_iterations=2", "algorithm.beta=0.1", "algorithm.sync_ref_model=true"),
-    *("algorithm.ref_model_sync_steps=1", "data.curriculum=pass_rate", "data.curriculum_pass_reward=0.5", "data.curriculum_rest=1"),
+    *(
+        f"run.max_steps={STEPS}",
+        "run.save_steps=1",
+        "algorithm.num_iterations=2",
+        "algorithm.beta=0.1",
+        "algorithm.sync_ref_model=true",
+    ),
+    *(
+        "algorithm.ref_model_sync_steps=1",
+        "data.curriculum=pass_rate",
+        "data.curriculum_pass_reward=0.5",
+        "data.curriculum_rest=1",
+    ),
 ]
 IN_BACKGROUND = "run.async_save=true"
 
@@ -76,7 +87,9 @@ def in_logprobs(killer):
 
 
 def in_backward(killer):
-    killer.wrap(MegatronPolicy, "backward", lambda policy, *_: next(policy.chunks[0].parameters()).register_hook(killer.kill))
+    killer.wrap(
+        MegatronPolicy, "backward", lambda policy, *_: next(policy.chunks[0].parameters()).register_hook(killer.kill)
+    )
 
 
 def in_optimizer(killer):
@@ -92,7 +105,8 @@ def after_sync(killer):
 
 
 def in_save(killer):
-    """Kill in the middle of a file's tensors; `step` is the step of the last save that began, including background saves."""
+    """Kill in the middle of a file's tensors; `step` is the step of the last save that began, including background
+    saves."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     passed = iter(range(1000))
@@ -120,7 +134,9 @@ def _hash(checkpoint: Path) -> str:
     digest = hashlib.sha256()
     tensors = dist_checkpointing.load_plain_tensors(str(checkpoint))
     found = sorted((name, value) for name, value in tensors.items() if isinstance(value, torch.Tensor))
-    assert sum("exp_avg" in name for name, _ in found) >= 2 and any("reference" in name for name, _ in found), [name for name, _ in found]
+    assert sum("exp_avg" in name for name, _ in found) >= 2 and any("reference" in name for name, _ in found), [
+        name for name, _ in found
+    ]
     for name, value in found:
         digest.update(name.encode() + value.contiguous().numpy().tobytes())
     return digest.hexdigest()
@@ -169,7 +185,9 @@ def test_a_run_that_is_killed_and_resumed_ends_like_the_unbroken_one(phase, opti
         killed = trainer.wait()
         assert killed.code == -signal.SIGKILL and family.exists(), killed.err
         assert len({row["step"] for row in killed.completions}) in (KILLED_IN - 1, KILLED_IN)
-        world.wait_for(lambda: not any(map(world.alive, json.loads(family.read_text()))), "end of all processes", seconds=15)
+        world.wait_for(
+            lambda: not any(map(world.alive, json.loads(family.read_text()))), "end of all processes", seconds=15
+        )
     run = world.train(tmp_path, *OPTIONS, *options, "--resume")
     assert run.code == 0, run.err
     whole, expected = unbroken

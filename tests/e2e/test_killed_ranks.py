@@ -1,5 +1,5 @@
-"""One of two ranks is killed by SIGKILL: the other ends within seconds and the launcher names the killed rank. The resumed run is
-bit-identical to a run without kills."""
+"""One of two ranks is killed by SIGKILL: the other ends within seconds and the launcher names the killed rank. The
+resumed run is bit-identical to a run without kills."""
 
 import os
 import signal
@@ -15,7 +15,9 @@ STEPS = 6
 
 def process_of_rank(launcher_pid, rank):
     """The trainer process of this rank; its children have the same environment and a later process id."""
-    found = [pid for pid in world.family(launcher_pid) if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()]
+    found = [
+        pid for pid in world.family(launcher_pid) if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text()
+    ]
     return found[0]
 
 
@@ -24,7 +26,9 @@ def asked(run):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "rank", "launched"), [("parallel.tp=2", 1, False), ("parallel.tp=1", 0, True)], ids=["tp", "dp"])
+@pytest.mark.parametrize(
+    ("layout", "rank", "launched"), [("parallel.tp=2", 1, False), ("parallel.tp=1", 0, True)], ids=["tp", "dp"]
+)
 def test_a_rank_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_by_bit(layout, rank, launched, tmp_path):
     options = [f"run.max_steps={STEPS}", "run.save_steps=1", "run.save_total_limit=1", layout]
     plain = world.finish(world.start(tmp_path / "plain", *options, NPROC="2"), tmp_path / "plain")
@@ -45,4 +49,8 @@ def test_a_rank_that_is_killed_takes_the_others_along_and_the_run_goes_on_bit_by
     assert run.code == 0, run.err
     assert [line["step"] for line in run.metrics] == list(range(1, STEPS + 1)) and asked(run) == asked(plain)
     expected, found = world.plain_tensors(plain.newest), world.plain_tensors(run.newest)
-    assert len(expected) > 30 and expected.keys() == found.keys() and all(expected[name].equal(tensor) for name, tensor in found.items())
+    assert (
+        len(expected) > 30
+        and expected.keys() == found.keys()
+        and all(expected[name].equal(tensor) for name, tensor in found.items())
+    )

@@ -21,7 +21,9 @@ def one_rank():
 
 def same_first_step(run, expected):
     assert run.code == 0, run.out + run.err
-    assert [row["completion"] for row in run.completions[:16]] == [row["completion"] for row in expected.completions[:16]]
+    assert [row["completion"] for row in run.completions[:16]] == [
+        row["completion"] for row in expected.completions[:16]
+    ]
     for name, value in expected.metrics[0].items():
         if not name.startswith(OWN) and not name.endswith("/seconds"):
             assert run.metrics[0][name] == pytest.approx(value, rel=1e-4, abs=1e-4), name

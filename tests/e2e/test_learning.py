@@ -1,4 +1,5 @@
-"""A model learns the quickstart's task with every loss. Takes minutes each: `make test-full`, or benchmarks/learning.py for a table."""
+"""A model learns the quickstart's task with every loss. Takes minutes each: `make test-full`, or benchmarks/learning.py
+for a table."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""Runs that train adapters: rewards rise, a resumed run equals an uninterrupted one, and a run can start from the saved adapters."""
+"""Runs that train adapters: rewards rise, a resumed run equals an uninterrupted one, and a run can start from the saved
+adapters."""
 
 import os
 import signal
@@ -54,18 +55,26 @@ def test_a_run_that_saves_beside_training_and_is_killed_ends_with_the_same_adapt
         trainer.wait()
     assert 0 < len(checkpoints(tmp_path / "run" / "checkpoints")) < 8
     resumed = world.train(tmp_path, *words, "--resume")
-    assert resumed.code == 0 and [row["completion"] for row in resumed.completions] == [row["completion"] for row in run.completions]
+    assert resumed.code == 0 and [row["completion"] for row in resumed.completions] == [
+        row["completion"] for row in run.completions
+    ]
     expected, found = world.plain_tensors(run.newest), world.plain_tensors(resumed.newest)
     assert expected.keys() == found.keys() and all(expected[name].equal(tensor) for name, tensor in found.items())
     for path in checkpoints(resumed.folder / "checkpoints"):
-        assert load_file(path / "adapter" / "adapter_model.safetensors").keys() and (path / "adapter" / "adapter_config.json").exists()
+        assert (
+            load_file(path / "adapter" / "adapter_model.safetensors").keys()
+            and (path / "adapter" / "adapter_config.json").exists()
+        )
 
 
 def test_a_run_continues_from_an_adapter_which_is_its_reference(run, tmp_path):
     adapter = run.newest / "adapter"
     more = world.train(tmp_path, *LORA, "run.max_steps=1", f"lora.adapter_path={adapter}")
     assert more.code == 0, more.err
-    assert more.metrics[0]["kl"] == pytest.approx(0, abs=1e-7) and more.metrics[0]["reward"] > run.metrics[0]["reward"] + 0.1
+    assert (
+        more.metrics[0]["kl"] == pytest.approx(0, abs=1e-7)
+        and more.metrics[0]["reward"] > run.metrics[0]["reward"] + 0.1
+    )
     refused = world.train(tmp_path / "other", *LORA, "lora.rank=4", f"lora.adapter_path={adapter}")
     assert refused.code == 2 and "lora.rank: 4, but the adapter in" in refused.err
 
@@ -76,4 +85,6 @@ def test_vllm_samples_from_the_rounded_weights_that_the_trainer_computes_with(st
     stored = world.train(tmp_path, *LORA, "run.max_steps=2", f"model.base_storage={storage}")
     assert stored.code == 0, stored.err
     assert all(line["token_mult_prob_error"] < 1.001 and line["train/skipped_steps"] == 0 for line in stored.metrics)
-    assert [row["completion"] for row in stored.completions] != [row["completion"] for row in run.completions][: len(stored.completions)]
+    assert [row["completion"] for row in stored.completions] != [row["completion"] for row in run.completions][
+        : len(stored.completions)
+    ]

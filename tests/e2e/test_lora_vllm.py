@@ -1,5 +1,5 @@
-"""Adapters from Megatron's shards reach a vLLM server exactly, and it samples only with the latest ones. The server is set up as in runs
-that send adapters alone."""
+"""Adapters from Megatron's shards reach a vLLM server exactly, and it samples only with the latest ones. The server is
+set up as in runs that send adapters alone."""
 
 from __future__ import annotations
 
@@ -41,9 +41,11 @@ def engine() -> VllmEngine:
     return VllmEngine(launcher.urls, lambda ids: "", max_num_seqs=64, logs=launcher.logs, lora=True)
 
 
-def push(parallel: dict, engine, salt: str, out: Path, version: int, lora: LoraSection = LORA, spoil: float = 0.0) -> int:
-    """Make adapters that depend on `salt`, write the merged model to `out`, and push the adapters; return the bytes that the workers
-    read."""
+def push(
+    parallel: dict, engine, salt: str, out: Path, version: int, lora: LoraSection = LORA, spoil: float = 0.0
+) -> int:
+    """Make adapters that depend on `salt`, write the merged model to `out`, and push the adapters; return the bytes
+    that the workers read."""
     layout = init_layout(ParallelSection(**parallel))
     folder = world.folder() / "model"
     hf_config = load_hf_config(folder)
@@ -80,7 +82,10 @@ def served(engine: VllmEngine) -> list[str]:
 @pytest.mark.full
 def test_a_run_whose_weights_such_a_server_cannot_take_does_not_start(engine, tmp_path):
     check_plugin([world.server()])
-    with pytest.raises(ValueError, match=r"http://[\d.:]+ cannot receive weights; start it with --weight-transfer-config '\{\"backend\""):
+    with pytest.raises(
+        ValueError,
+        match=r"http://[\d.:]+ cannot receive weights; start it with --weight-transfer-config '\{\"backend\"",
+    ):
         check_plugin(engine.urls)
     refused = world.train(tmp_path, f"rollout.urls={engine.urls}")
     assert refused.code == 2 and f"rollout.urls: {engine.urls[0]} cannot receive weights" in refused.err
@@ -92,14 +97,19 @@ def test_a_server_samples_with_the_adapter_that_came_last(engine, tmp_path):
     sync(engine, "a", tmp_path / "a", ranks=4, parallel=dict(tp=2, pp=2))
     first = answers(engine)
     for prompt, (ids, logprobs) in zip(PROMPTS, first, strict=True):
-        torch.testing.assert_close(torch.tensor(logprobs), naive_logprobs(tmp_path / "a", prompt, ids), atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            torch.tensor(logprobs), naive_logprobs(tmp_path / "a", prompt, ids), atol=1e-4, rtol=0
+        )
     read = sync(engine, "b", tmp_path / "b")
     assert len({tuple(bare), tuple(first), tuple(answers(engine))}) == 3
     assert served(engine) == ["policy", f"policy-{engine.weight_version}"]
     sync(engine, "a", tmp_path / "again")
     assert answers(engine) == first
     base = load_file(world.folder() / "model/model.safetensors")
-    assert read < sum(t.nbytes for t in base.values()) and load_file(tmp_path / "a/model.safetensors").keys() == base.keys()
+    assert (
+        read < sum(t.nbytes for t in base.values())
+        and load_file(tmp_path / "a/model.safetensors").keys() == base.keys()
+    )
 
 
 @pytest.mark.full
@@ -108,7 +118,10 @@ def test_an_adapter_that_vllm_refuses_or_that_is_not_finite_is_an_error_and_the_
     before = answers(engine)
     for change, message in (
         (dict(lora=LORA.model_copy(update=dict(rank=16))), "answered 500"),
-        (dict(spoil=float("nan")), r"WeightSyncError: weight version \d+ was not written: .*lora_A.weight holds nan at \[0, 0\]"),
+        (
+            dict(spoil=float("nan")),
+            r"WeightSyncError: weight version \d+ was not written: .*lora_A.weight holds nan at \[0, 0\]",
+        ),
     ):
         with pytest.raises(Exception, match=message):
             run_ranks(_push_changed, 1, engine, tmp_path / message, engine.weight_version + 1, change)
@@ -124,7 +137,9 @@ def test_what_a_worker_holds_must_be_what_was_written():
     report = {"server": "here", "worker": 1, "sums": sums}
     verify_adapter(sums, [report])
     for wrong in ({"layers.0.mlp.up_proj": ["1", "2"]}, sums | {"layers.0.mlp.down_proj": ["3", "5"]}):
-        with pytest.raises(WeightSyncError, match=r"here, worker 1: adapter of .*down_proj: the checksums differ from the written ones"):
+        with pytest.raises(
+            WeightSyncError, match=r"here, worker 1: adapter of .*down_proj: the checksums differ from the written ones"
+        ):
             verify_adapter(sums, [report | {"sums": wrong}])
 
 

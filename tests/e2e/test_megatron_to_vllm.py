@@ -1,4 +1,5 @@
-"""Weights from Megatron's shards reach a vLLM server exactly: it then equals a fresh server that loaded the exported folder."""
+"""Weights from Megatron's shards reach a vLLM server exactly: it then equals a fresh server that loaded the exported
+folder."""
 
 from pathlib import Path
 
@@ -8,7 +9,16 @@ from ranks import run_ranks
 from safetensors.torch import load_file
 
 from megagrpo.types import SamplingParams
-from tests.e2e.tiny_servers import PROMPTS, connect, launch, model_folder, naive_logprobs, push_from_megatron, tied_llamas, weights
+from tests.e2e.tiny_servers import (
+    PROMPTS,
+    connect,
+    launch,
+    model_folder,
+    naive_logprobs,
+    push_from_megatron,
+    tied_llamas,
+    weights,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,15 +35,21 @@ def test_a_server_synced_from_megatron_shards_equals_a_fresh_one_on_the_exported
     synced, fresh = tied_llamas()
     greedy = SamplingParams(0.0, 24)
     expected = [group[0] for group in fresh.engine.generate(PROMPTS, 1, greedy, seed=0)]
-    run_ranks(push_from_megatron, 1, {}, synced.engine, synced.folder, tmp_path / "other", synced.engine.weight_version + 1)
+    run_ranks(
+        push_from_megatron, 1, {}, synced.engine, synced.folder, tmp_path / "other", synced.engine.weight_version + 1
+    )
     synced.engine.weight_version += 1  # the ranks are forks and have their own client
     before = [group[0] for group in synced.engine.generate(PROMPTS, 1, greedy, seed=0)]
     assert [r.response_ids for r in before] != [r.response_ids for r in expected]
     version = synced.engine.weight_version + 1
-    read = run_ranks(push_from_megatron, ranks, parallel, synced.engine, fresh.folder, tmp_path / "exported", version)[0]
+    read = run_ranks(push_from_megatron, ranks, parallel, synced.engine, fresh.folder, tmp_path / "exported", version)[
+        0
+    ]
     synced.engine.weight_version = version
     found = [group[0] for group in synced.engine.generate(PROMPTS, 1, greedy, seed=0)]
-    assert [(r.response_ids, r.rollout_logprobs) for r in found] == [(r.response_ids, r.rollout_logprobs) for r in expected]
+    assert [(r.response_ids, r.rollout_logprobs) for r in found] == [
+        (r.response_ids, r.rollout_logprobs) for r in expected
+    ]
     assert read == sum(t.nbytes for t in weights(fresh.folder).values())
     exported, original = load_file(tmp_path / "exported" / "model.safetensors"), weights(fresh.folder)
     assert exported.keys() == original.keys() and all(torch.equal(exported[name], original[name]) for name in original)
@@ -41,7 +57,10 @@ def test_a_server_synced_from_megatron_shards_equals_a_fresh_one_on_the_exported
 
 @pytest.fixture(
     scope="module",
-    params=["qwen3_moe", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("deepseek_v2", "deepseek_v3", "gpt_oss"))],
+    params=[
+        "qwen3_moe",
+        *(pytest.param(kind, marks=pytest.mark.full) for kind in ("deepseek_v2", "deepseek_v3", "gpt_oss")),
+    ],
 )
 def with_experts(request):
     """A server on a model with experts in the second of its two blocks, or in both blocks."""
@@ -55,7 +74,9 @@ def test_experts_that_lie_on_expert_parallel_ranks_reach_the_server_exactly(with
     greedy, engine, other = SamplingParams(0.0, 24), with_experts.engine, model_folder(with_experts.folder.name[:-1], 1)
 
     def answers() -> list:
-        return [(group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, greedy, seed=0)]
+        return [
+            (group[0].response_ids, group[0].rollout_logprobs) for group in engine.generate(PROMPTS, 1, greedy, seed=0)
+        ]
 
     def check(folder: Path) -> None:
         for prompt, (ids, logprobs) in zip(PROMPTS, answers(), strict=True):

@@ -1,4 +1,5 @@
-"""The notebook in `examples/notebook`: it runs from the first cell to the last, and is committed with the outputs of a run."""
+"""The notebook in `examples/notebook`: it runs from the first cell to the last, and is committed with the outputs of a
+run."""
 
 import ast
 import re

@@ -15,7 +15,9 @@ from tests.e2e import world
 @pytest.mark.parametrize("killed", [False, True], ids=["ends", "is killed"])
 def test_a_run_leaves_nothing_among_temporary_files(killed, ranks, tmp_path):
     with tempfile.TemporaryDirectory() as around:
-        run = world.start(tmp_path, "run.max_steps=20", "run.save_steps=5", launched=True, TMPDIR=around, NPROC=str(ranks))
+        run = world.start(
+            tmp_path, "run.max_steps=20", "run.save_steps=5", launched=True, TMPDIR=around, NPROC=str(ranks)
+        )
         world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
         assert all(path.name.startswith("megagrpo_tmp_") for path in Path(around).iterdir())
         assert list(Path(around).rglob("vllm_dist_*")) and list(Path(around).rglob("megagrpo_worker_*"))

@@ -25,7 +25,8 @@ def texts(run):
 
 
 def largest_difference(one, other):
-    """The largest difference between the newest checkpoints of two runs, relative to the largest weight of each tensor."""
+    """The largest difference between the newest checkpoints of two runs, relative to the largest weight of each
+    tensor."""
     first, second = world.plain_tensors(one.newest), world.plain_tensors(other.newest)
     weights = [name for name in first if not name.startswith("optimizer") and first[name].is_floating_point()]
     assert len(weights) > 10
@@ -45,7 +46,9 @@ def test_a_run_learns_in_fp8_which_vllm_does_not_compute_in(tmp_path, recipe):
     run = succeeded(world.train(tmp_path, *learning, f"model.fp8_recipe={recipe}", "model.bf16_layers=[-1]"))
     rewards = [line["reward"] for line in run.metrics]
     assert statistics.fmean(rewards[-3:]) > statistics.fmean(rewards[:3]) + 0.25
-    assert 1 + 1e-5 < run.metrics[0]["token_mult_prob_error"] < 1.1 and all(line["train/skipped_steps"] == 0 for line in run.metrics)
+    assert 1 + 1e-5 < run.metrics[0]["token_mult_prob_error"] < 1.1 and all(
+        line["train/skipped_steps"] == 0 for line in run.metrics
+    )
 
 
 @pytest.mark.full
@@ -63,7 +66,9 @@ def test_a_seed_repeats_itself_and_another_one_differs(plain, tmp_path):
 
 
 def test_weights_sent_straight_to_the_workers_make_the_same_run(plain, tmp_path):
-    run = succeeded(world.train(tmp_path, "rollout.weight_sync_transport=p2p", "rollout.weight_sync_bucket_megabytes=0.1"))
+    run = succeeded(
+        world.train(tmp_path, "rollout.weight_sync_transport=p2p", "rollout.weight_sync_bucket_megabytes=0.1")
+    )
     assert "weight sync: p2p (set by rollout.weight_sync_transport)" in run.out
     assert "weight sync: shared_memory (single host)" in plain.out
     assert texts(run) == texts(plain) and largest_difference(run, plain) == 0
@@ -81,7 +86,9 @@ def test_a_run_in_bf16_keeps_float32_masters_and_stays_near_its_engine(plain, tm
 
 @pytest.mark.full
 def test_without_shuffling_prompts_come_in_the_order_of_the_data_set(tmp_path):
-    run = succeeded(world.train(tmp_path, "data.shuffle=false", "rollout.prompts_per_step=20", "rollout.num_generations=2"))
+    run = succeeded(
+        world.train(tmp_path, "data.shuffle=false", "rollout.prompts_per_step=20", "rollout.num_generations=2")
+    )
     drawn = [row["prompt_id"] for row in run.completions][::2]
     assert drawn == [position % 24 for position in range(40)]  # the second epoch begins within the second step
 
@@ -100,7 +107,9 @@ def test_the_second_iteration_on_a_batch_clips(plain, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("estimator", ["k3", "full_reverse"])
 def test_the_kl_to_the_reference_is_zero_until_the_policy_moves(estimator, plain, tmp_path):
-    run = succeeded(world.train(tmp_path, "algorithm.beta=0.5", f"algorithm.kl_estimator={estimator}", "run.max_steps=3"))
+    run = succeeded(
+        world.train(tmp_path, "algorithm.beta=0.5", f"algorithm.kl_estimator={estimator}", "run.max_steps=3")
+    )
     first, second, third = (line["kl"] for line in run.metrics)
     assert abs(first) < 1e-6 < second < third
     assert "kl" not in plain.metrics[0] and "  kl " in run.out and "  kl " not in plain.out
@@ -121,7 +130,11 @@ def test_advantages_are_scaled_as_asked(scale, tmp_path):
     run = succeeded(world.train(tmp_path, f"algorithm.scale_rewards={scale}", "run.max_steps=1"))
     rewards = [row["reward"] for row in run.completions]
     groups = [rewards[i : i + 4] for i in range(0, len(rewards), 4)]
-    deviation = {"group": statistics.stdev, "batch": lambda group: statistics.stdev(rewards), "none": lambda group: 1 - 1e-4}[scale]
+    deviation = {
+        "group": statistics.stdev,
+        "batch": lambda group: statistics.stdev(rewards),
+        "none": lambda group: 1 - 1e-4,
+    }[scale]
     expected = [(r - statistics.fmean(group)) / (deviation(group) + 1e-4) for group in groups for r in group]
     assert [row["advantage"] for row in run.completions] == pytest.approx(expected)
 
@@ -129,14 +142,19 @@ def test_advantages_are_scaled_as_asked(scale, tmp_path):
 @pytest.mark.full
 def test_leaving_out_samples_without_advantage_changes_no_weight(tmp_path):
     seldom = f"rewards.functions=[{{function: {world.folder()}/rewards.py:seldom}}]"
-    runs = [succeeded(world.train(tmp_path / skip, seldom, f"algorithm.skip_zero_advantage={skip}")) for skip in ("true", "false")]
+    runs = [
+        succeeded(world.train(tmp_path / skip, seldom, f"algorithm.skip_zero_advantage={skip}"))
+        for skip in ("true", "false")
+    ]
     assert texts(runs[0]) == texts(runs[1]) and 0 < runs[0].metrics[0]["frac_reward_zero_std"] < 1
     assert largest_difference(*runs) < 1e-5
     assert runs[0].metrics[0]["loss"] == pytest.approx(runs[1].metrics[0]["loss"], abs=1e-6)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("option", ["model.recompute=full", "train.max_tokens_per_micro_batch=60", "train.distributed_optimizer=false"])
+@pytest.mark.parametrize(
+    "option", ["model.recompute=full", "train.max_tokens_per_micro_batch=60", "train.distributed_optimizer=false"]
+)
 def test_what_saves_memory_changes_no_weight(option, plain, tmp_path):
     run = succeeded(world.train(tmp_path, option))
     assert texts(run) == texts(plain)
@@ -144,9 +162,14 @@ def test_what_saves_memory_changes_no_weight(option, plain, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("more", [["run.save_steps=1", "run.async_save=true"], ["lora.rank=2", "rollout.weight_sync_transport=p2p"]])
+@pytest.mark.parametrize(
+    "more", [["run.save_steps=1", "run.async_save=true"], ["lora.rank=2", "rollout.weight_sync_transport=p2p"]]
+)
 def test_a_policy_that_leaves_its_device_while_servers_generate_makes_the_same_run(more, tmp_path):
-    stays, leaves = (succeeded(world.train(tmp_path / on, *more, f"train.offload={on}", "algorithm.beta=0.1")) for on in ("false", "true"))
+    stays, leaves = (
+        succeeded(world.train(tmp_path / on, *more, f"train.offload={on}", "algorithm.beta=0.1"))
+        for on in ("false", "true")
+    )
     assert texts(leaves) == texts(stays) and largest_difference(leaves, stays) == 0
     assert [line["grad_norm"] for line in leaves.metrics] == [line["grad_norm"] for line in stays.metrics]
 
@@ -170,9 +193,13 @@ def test_loggers_and_samples_can_be_turned_off_and_on(plain, tmp_path):
     assert not (plain.folder / "tensorboard").exists() and not (plain.folder / "wandb").exists()
     assert "response" not in plain.out
     pytest.importorskip("wandb")
-    run = succeeded(world.train(tmp_path, "run.trackers=[wandb]", "run.wandb.mode=offline", "run.log_completions_steps=1"))
+    run = succeeded(
+        world.train(tmp_path, "run.trackers=[wandb]", "run.wandb.mode=offline", "run.log_completions_steps=1")
+    )
     assert len(list((run.folder / "wandb").glob("offline-run-*/*.wandb"))) == 1
-    assert run.out.count("    prompt    ") == 2 and [line["reward"] for line in run.metrics] == [line["reward"] for line in plain.metrics]
+    assert run.out.count("    prompt    ") == 2 and [line["reward"] for line in run.metrics] == [
+        line["reward"] for line in plain.metrics
+    ]
 
 
 def test_a_mismatch_above_the_threshold_is_said_and_counted(plain, tmp_path):

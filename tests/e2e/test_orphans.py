@@ -50,7 +50,11 @@ def test_a_supervisor_and_a_trainer_that_are_killed_together_leave_nothing(tmp_p
         family, supervisor = world.family(trainer.pid), supervisor_of(trainer.pid)
         port = port_of(supervisor)
         weights = [file for file in world.shared_memory(family) if "/dev/shm/megagrpo-" in str(file)]
-        files = [file for file in world.shared_memory(family) if not file.name.startswith("megagrpo-") and file.parent.name == "shm"]
+        files = [
+            file
+            for file in world.shared_memory(family)
+            if not file.name.startswith("megagrpo-") and file.parent.name == "shm"
+        ]
         titles = [Path(f"/proc/{pid}/cmdline").read_text() for pid in below(supervisor)]
         for role in ("EngineCore", "Worker"):  # as `ps | grep megagrpo` shows them
             assert any(f"megagrpo-vllm::{role}" in title for title in titles), titles
@@ -62,7 +66,9 @@ def test_a_supervisor_and_a_trainer_that_are_killed_together_leave_nothing(tmp_p
         trainer.wait()
         world.wait_for(lambda: not any(map(world.alive, family)), "end of all processes", seconds=5)
         assert is_free(port)
-        world.wait_for(lambda: not any(file.exists() for file in files + weights), "end of all files in shared memory", seconds=5)
+        world.wait_for(
+            lambda: not any(file.exists() for file in files + weights), "end of all files in shared memory", seconds=5
+        )
 
 
 taken = []  # sockets that listen at the server's port

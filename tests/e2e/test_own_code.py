@@ -74,7 +74,9 @@ def logs(completions, log_extra, log_metric, **columns):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own_code")
-    loss = next(block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "def clipped" in block)
+    loss = next(
+        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "def clipped" in block
+    )
     (folder / "my_loss.py").write_text(loss)
     (folder / "calls.py").write_text(CALLBACKS)
     (folder / "my_rewards.py").write_text(REWARDS)
@@ -94,7 +96,9 @@ def test_a_run_trains_with_a_loss_of_ones_own_and_a_callback_saves_and_ends_it(f
     ]  # fmt: skip
     told = [line for step in (1, 2) for line in (f"completions {step} 16 16", f"step {step} 1.0")]
     assert (run.folder / "tracked").read_text().splitlines() == [*told, "close"]
-    assert [line["loss"] for line in run.metrics] == pytest.approx([line["loss"] for line in world.plain().metrics], abs=1e-5)
+    assert [line["loss"] for line in run.metrics] == pytest.approx(
+        [line["loss"] for line in world.plain().metrics], abs=1e-5
+    )
     assert run.metrics[0]["grad_norm"] == pytest.approx(world.plain().metrics[0]["grad_norm"], rel=1e-5)
 
 

@@ -1,5 +1,5 @@
-"""Runs on servers that the user manages. Servers die and return at their address, join and leave, or all disappear; the run takes the same
-steps as without faults."""
+"""Runs on servers that the user manages. Servers die and return at their address, join and leave, or all disappear; the
+run takes the same steps as without faults."""
 
 import os
 import signal
@@ -24,7 +24,9 @@ MANY = "run.max_steps=5000"
 def launcher(tmp_path_factory):
     """Two servers that require a token."""
     options = ServerOptions(str(world.folder() / "model"), "float32", 64, max_num_seqs=64, kv_cache_gb=1, omp_threads=1)
-    with Launcher(options, tmp_path_factory.mktemp("servers"), num_servers=2, token=TOKEN, max_restarts=100) as launcher:
+    with Launcher(
+        options, tmp_path_factory.mktemp("servers"), num_servers=2, token=TOKEN, max_restarts=100
+    ) as launcher:
         launcher.start()
         launcher.wait()
         yield launcher
@@ -64,15 +66,19 @@ def asked(run):
 
 
 def assert_undisturbed(run, output, words, bits=True):
-    """Assert that the run has taken the same steps as without faults, and compare `bits` where the loss does not use vLLM's log-probs:
-    these depend on the batch that vLLM decodes."""
+    """Assert that the run has taken the same steps as without faults, and compare `bits` where the loss does not use
+    vLLM's log-probs: these depend on the batch that vLLM decodes."""
     plain = world.train(output, *words, f"run.max_steps={len(run.metrics)}", launched=True)
     assert plain.code == 0 and asked(run) == asked(plain), plain.err
     if not bits:
         return
     assert [line["loss"] for line in run.metrics] == [line["loss"] for line in plain.metrics]
     expected, found = world.plain_tensors(plain.newest), world.plain_tensors(run.newest)
-    assert len(expected) > 30 and expected.keys() == found.keys() and all(expected[name].equal(tensor) for name, tensor in found.items())
+    assert (
+        len(expected) > 30
+        and expected.keys() == found.keys()
+        and all(expected[name].equal(tensor) for name, tensor in found.items())
+    )
 
 
 def stopped(trainer):
@@ -125,7 +131,9 @@ def test_servers_join_and_leave_while_a_run_trains(launcher, words, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("ahead", [(), (*AHEAD, *STILL)], ids=["in step", "ahead"])
-def test_when_all_servers_are_gone_the_run_saves_what_it_has_and_goes_on_when_they_are_back(ahead, launcher, words, tmp_path):
+def test_when_all_servers_are_gone_the_run_saves_what_it_has_and_goes_on_when_they_are_back(
+    ahead, launcher, words, tmp_path
+):
     words += ahead
     with world.running(tmp_path, *words, MANY, "rollout.reconnect_timeout=3", launched=True) as trainer:
         world.wait_for(lambda: world.steps_done(tmp_path) >= 2, "second step")
@@ -182,7 +190,9 @@ def test_a_sync_whose_requests_are_broken_off_or_answered_by_something_else_cost
             for times, (path, fault) in enumerate(SPOILED, 1):
                 proxy.faults[path] = fault
                 back = f"vLLM server {proxy.url} is back, with weight version"
-                world.wait_for(lambda back=back, times=times: trainer.out().count(back) == times, f"return after {fault} of {path}")
+                world.wait_for(
+                    lambda back=back, times=times: trainer.out().count(back) == times, f"return after {fault} of {path}"
+                )
             run = stopped(trainer)
     assert not proxy.faults
     assert_undisturbed(run, tmp_path / "plain", words)

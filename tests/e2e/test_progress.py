@@ -49,7 +49,10 @@ def test_a_run_on_a_terminal_draws_a_bar_for_each_phase_and_leaves_its_lines(tmp
     display = pyte.Screen(COLUMNS, ROWS)
     pyte.ByteStream(display).feed(written)
     lines = [line.rstrip() for line in display.display if line.strip()]
-    assert [line[:10] for line in lines if line.startswith("step ")] == ["step 1/2  ", "step 2/2  "] and lines[-1] == "finished 2 steps"
-    assert [line for line in lines if line.startswith("mine: ")] == ["mine: after step 1", "mine: after step 2"]  # and no requests of httpx
+    assert [line[:10] for line in lines if line.startswith("step ")] == ["step 1/2  ", "step 2/2  "] and lines[
+        -1
+    ] == "finished 2 steps"
+    # and no requests of httpx
+    assert [line for line in lines if line.startswith("mine: ")] == ["mine: after step 1", "mine: after step 2"]
     assert not any("responses" in line or "━" in line for line in lines)
     assert max(len(line) for line in lines if str(tmp_path) not in line) <= 100

@@ -1,5 +1,5 @@
-"""Servers that die or hang in the middle of a sync over p2p: the sync restarts when the server has restarted, and sends it no requests
-before. A hung server is named with its phase."""
+"""Servers that die or hang in the middle of a sync over p2p: the sync restarts when the server has restarted, and sends
+it no requests before. A hung server is named with its phase."""
 
 import os
 import re
@@ -55,13 +55,17 @@ def test_a_worker_that_gets_something_else_than_was_sent_refuses_it_and_takes_th
 
     def damaging(self, parcels):
         for parcel in parcels:
-            if "layer 1 (model.layers.1.mlp.down_proj" in parcel.what:  # vLLM packs this tensor, and is in the middle of that when it fails
+            # vLLM packs this tensor, and is in the middle of that when it fails
+            if "layer 1 (model.layers.1.mlp.down_proj" in parcel.what:
                 parcel.buffer[3] ^= 16
         return send(self, parcels)
 
     with over_p2p(synced.engine) as sync:
         monkeypatch.setattr(Exchange, "send", damaging)
-        with pytest.raises(WeightSyncError, match=r"worker 0 of http\S+: .*rank 0, model\.layers\.1\.mlp\.down_proj\.weight\[.*: checksum"):
+        with pytest.raises(
+            WeightSyncError,
+            match=r"worker 0 of http\S+: .*rank 0, model\.layers\.1\.mlp\.down_proj\.weight\[.*: checksum",
+        ):
             sync.push(shards(fresh.folder), synced.engine.weight_version + 1)
         monkeypatch.setattr(Exchange, "send", send)
         sync.push(shards(fresh.folder), synced.engine.weight_version + 2)
@@ -69,7 +73,9 @@ def test_a_worker_that_gets_something_else_than_was_sent_refuses_it_and_takes_th
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("read", [pytest.param(0, marks=pytest.mark.full), 10, pytest.param(19, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "read", [pytest.param(0, marks=pytest.mark.full), 10, pytest.param(19, marks=pytest.mark.full)]
+)
 def test_a_push_whose_server_dies_is_done_over_when_it_is_back(read):
     synced, fresh = tied_llamas()
     with KeptOverP2p(synced, fresh) as kept:
@@ -80,9 +86,13 @@ def test_a_push_whose_server_dies_is_done_over_when_it_is_back(read):
         assert sampled(synced.engine) == sampled_fresh()
     (told,) = kept.synced
     assert re.search(
-        r"^warning: a vLLM server died during a weight sync; restarting the sync: .*phase (update|finish): vLLM server http", told
+        r"^warning: a vLLM server died during a weight sync; restarting the sync: .*phase (update|finish): vLLM server "
+        r"http",
+        told,
     )
-    assert "restarting it, 1 of 3 times" in kept.said[0] and "is back and waits for the next weight sync" in kept.said[1]
+    assert (
+        "restarting it, 1 of 3 times" in kept.said[0] and "is back and waits for the next weight sync" in kept.said[1]
+    )
 
 
 @pytest.mark.full
@@ -124,8 +134,14 @@ def test_a_push_to_two_servers_one_of_which_dies_goes_on_with_the_other():
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("/pause?mode=wait", r"rank 0: waiting for worker 0 of {url}: .*; phase pause: vLLM server {url} .*did not respond to /pause"),
-        ("/update_weight_version", r"phase resume: vLLM server {url} .*did not respond to /update_weight_version within 4 s"),
+        (
+            "/pause?mode=wait",
+            r"rank 0: waiting for worker 0 of {url}: .*; phase pause: vLLM server {url} .*did not respond to /pause",
+        ),
+        (
+            "/update_weight_version",
+            r"phase resume: vLLM server {url} .*did not respond to /update_weight_version within 4 s",
+        ),
     ],
     ids=["pause", "resume"],
 )
@@ -147,7 +163,9 @@ def test_a_server_that_hangs_before_or_after_the_weights_is_named_with_the_phase
         began = time.monotonic()
         with pytest.raises(WeightSyncError) as failed:
             sync.push(shards(fresh.folder), version + 2)
-        assert re.search(told.format(url=engine.urls[0]), str(failed.value)) and time.monotonic() - began < 10, failed.value
+        assert re.search(told.format(url=engine.urls[0]), str(failed.value)) and time.monotonic() - began < 10, (
+            failed.value
+        )
         monkeypatch.setattr(engine, "_post", post)
         for pid in processes:
             os.kill(pid, signal.SIGCONT)

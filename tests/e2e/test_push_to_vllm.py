@@ -1,4 +1,5 @@
-"""Weights pushed straight from Megatron ranks into a vLLM server, which then equals a fresh one. A hung worker is named."""
+"""Weights pushed straight from Megatron ranks into a vLLM server, which then equals a fresh one. A hung worker is
+named."""
 
 import os
 import re
@@ -30,12 +31,15 @@ CPU = torch.device("cpu")
 def sampled(engine):
     """Tokens and log-probs of greedy and of random responses."""
     samplings = [SamplingParams(0.0, 24), SamplingParams(1.0, 24)]
-    groups = [group for n, sampling in enumerate(samplings, 1) for group in engine.generate(PROMPTS, n, sampling, seed=4)]
+    groups = [
+        group for n, sampling in enumerate(samplings, 1) for group in engine.generate(PROMPTS, n, sampling, seed=4)
+    ]
     return [(rollout.response_ids, rollout.rollout_logprobs) for group in groups for rollout in group]
 
 
 def push_from_megatron(parallel: dict, engine, folders: list, version: int, hang: list[int] = ()):
-    """Push the weights of each folder in turn. With `hang`, stop these processes in the middle of the first push until it has failed."""
+    """Push the weights of each folder in turn. With `hang`, stop these processes in the middle of the first push until
+    it has failed."""
     layout = init_layout(ParallelSection(**parallel))
     hf_config = load_hf_config(folders[0])
     chunks = build_model(hf_config, layout, dtype=torch.float32)
@@ -104,7 +108,8 @@ def test_a_server_that_hangs_in_the_middle_is_named_and_the_next_push_succeeds()
     processes = below(synced.launcher.servers[0].supervisor.pid)
     results = run_ranks(push_from_megatron, 4, dict(tp=2, pp=2), synced.engine, [fresh.folder], version, processes)
     sending = (
-        rf"rank \d: sending (layer \d|tensors outside of layers) \(model\..*\) to worker 0 of {synced.engine.urls[0]}: timed out after 4 s"
+        rf"rank \d: sending (layer \d|tensors outside of layers) \(model\..*\) to worker 0 of {synced.engine.urls[0]}: "
+        rf"timed out after 4 s"
     )
     for _, _, (told, seconds) in results:
         assert told.startswith(f"weight version {version} did not reach the engine, which stays paused: ")
@@ -123,5 +128,6 @@ def test_two_workers_are_sent_their_own_shares_of_a_model_with_experts():
     assert sampled(running.engine) == fresh
     total = sum(tensor.nbytes for tensor in weights(folder).values())
     for reports, _, _ in results:
-        assert all(given == taken and total < given < 1.1 * total for given, taken in reports)  # norms and routers go to both
+        # norms and routers go to both
+        assert all(given == taken and total < given < 1.1 * total for given, taken in reports)
     running.launcher.stop()

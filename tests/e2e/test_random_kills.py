@@ -1,4 +1,5 @@
-"""A sample of the random kills (random_kills.py): whatever is killed, the run ends bit-identical and leaves nothing behind."""
+"""A sample of the random kills (random_kills.py): whatever is killed, the run ends bit-identical and leaves nothing
+behind."""
 
 import pytest
 

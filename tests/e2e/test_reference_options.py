@@ -1,4 +1,5 @@
-"""KL in the reward, where the reference is loaded from and updated to, and several optimizer steps per step: the files that runs leave."""
+"""KL in the reward, where the reference is loaded from and updated to, and several optimizer steps per step: the files
+that runs leave."""
 
 import functools
 import json
@@ -10,7 +11,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e import world
 
-MOVING = ["algorithm.beta=0.1", "algorithm.sync_ref_model=true", "algorithm.ref_model_sync_steps=2", "algorithm.ref_model_mixup_alpha=0.5"]
+MOVING = [
+    "algorithm.beta=0.1",
+    "algorithm.sync_ref_model=true",
+    "algorithm.ref_model_sync_steps=2",
+    "algorithm.ref_model_mixup_alpha=0.5",
+]
 
 
 def succeeded(run):
@@ -32,10 +38,20 @@ def other_model():
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory):
-    """Two dumped steps of two iterations of two optimizer steps. The KL is in the reward; its reference is another checkpoint and moves
-    after step one."""
-    in_reward = ["algorithm.beta=0.1", "algorithm.kl_in_reward=true", "algorithm.kl_estimator=k1", f"model.reference_path={other_model()}"]
-    slices = ["algorithm.steps_per_generation=2", "algorithm.num_iterations=2", "train.warmup_ratio=0.9", "algorithm.epsilon=0.05"]
+    """Two dumped steps of two iterations of two optimizer steps. The KL is in the reward; its reference is another
+    checkpoint and moves after step one."""
+    in_reward = [
+        "algorithm.beta=0.1",
+        "algorithm.kl_in_reward=true",
+        "algorithm.kl_estimator=k1",
+        f"model.reference_path={other_model()}",
+    ]
+    slices = [
+        "algorithm.steps_per_generation=2",
+        "algorithm.num_iterations=2",
+        "train.warmup_ratio=0.9",
+        "algorithm.epsilon=0.05",
+    ]
     moving = ["algorithm.sync_ref_model=true", "algorithm.ref_model_sync_steps=1"]
     epochs = ["run.max_steps=null", "run.num_train_epochs=0.3", "debug.dump_steps=[1,2]"]
     return succeeded(world.train(tmp_path_factory.mktemp("everything"), *in_reward, *slices, *moving, *epochs))
@@ -50,7 +66,10 @@ def test_the_audit_agrees_with_slices_a_kl_in_the_reward_and_a_reference_that_mo
     checks = {check["quantity"]: check for check in found["checks"]}
     assert checks["samples"]["count"] == 2 * 16
     for update in range(1, 5):
-        assert checks[f"reference log-probs, optimizer step {update}"]["count"] > 0 and f"mean kl, optimizer step {update}" not in checks
+        assert (
+            checks[f"reference log-probs, optimizer step {update}"]["count"] > 0
+            and f"mean kl, optimizer step {update}" not in checks
+        )
     assert (everything.folder / "dumps" / f"step_{step:06d}" / "reference").exists() == (step == 2)
 
 
@@ -84,7 +103,9 @@ def test_metrics_of_a_step_are_means_over_its_optimizer_steps(everything):
 
 
 def test_the_second_optimizer_step_of_one_iteration_has_moved_from_the_policy_that_generated(tmp_path):
-    run = succeeded(world.train(tmp_path, "algorithm.steps_per_generation=2", "algorithm.epsilon=1e-4", "run.max_steps=1"))
+    run = succeeded(
+        world.train(tmp_path, "algorithm.steps_per_generation=2", "algorithm.epsilon=1e-4", "run.max_steps=1")
+    )
     assert run.metrics[0]["clip_ratio/region_mean"] > 0.05 and run.metrics[0]["learning_rate"] == pytest.approx(1e-3)
 
 
@@ -119,7 +140,9 @@ def test_the_kl_falls_when_the_reference_follows(whole):
 
 
 def test_another_checkpoint_as_reference_gives_a_kl_from_the_first_step_on(tmp_path):
-    run = succeeded(world.train(tmp_path, "algorithm.beta=0.1", f"model.reference_path={other_model()}", "run.max_steps=1"))
+    run = succeeded(
+        world.train(tmp_path, "algorithm.beta=0.1", f"model.reference_path={other_model()}", "run.max_steps=1")
+    )
     assert run.metrics[0]["kl"] > 0.01
 
 

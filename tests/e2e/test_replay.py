@@ -1,9 +1,14 @@
-"""After the first update, updates replay the loaders' copies without the loaders, through vLLM's reload of a small model."""
+"""After the first update, updates replay the loaders' copies without the loaders, through vLLM's reload of a small
+model."""
 
 import pytest
 import torch
 from torch import nn
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload, record_metadata_for_reloading
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+    record_metadata_for_reloading,
+)
 from vllm.model_executor.model_loader.weight_utils import composed_weight_loader, default_weight_loader
 
 from megagrpo.models.families.boxes import extent, whole
@@ -31,8 +36,8 @@ class Memory:
 
 
 class Gated(nn.Module):
-    """A model with two projections in one parameter like vLLM's merged linears, columns of a third, and a bias, which no reload moves
-    aside. Loaders call their destination `param`, by which vLLM finds it."""
+    """A model with two projections in one parameter like vLLM's merged linears, columns of a third, and a bias, which
+    no reload moves aside. Loaders call their destination `param`, by which vLLM finds it."""
 
     def __init__(self):
         super().__init__()
@@ -78,7 +83,14 @@ class Model(nn.Module):
                 yield name
 
 
-SHAPES = {"embed.weight": (5, 6), "gate": (4, 6), "up": (4, 6), "mlp.down": (6, 8), "mlp.bias": (8,), "norm.weight": (6,)}
+SHAPES = {
+    "embed.weight": (5, 6),
+    "gate": (4, 6),
+    "up": (4, 6),
+    "mlp.down": (6, 8),
+    "mlp.bias": (8,),
+    "norm.weight": (6,),
+}
 
 
 def tensors(seed, shapes=SHAPES):
@@ -87,7 +99,10 @@ def tensors(seed, shapes=SHAPES):
 
 
 def manifest(given, version):
-    listed = {name: SharedTensor(tuple(t.shape), (SharedBlock(0, "", 0, whole(tuple(t.shape)), 0),)) for name, t in given.items()}
+    listed = {
+        name: SharedTensor(tuple(t.shape), (SharedBlock(0, "", 0, whole(tuple(t.shape)), 0),))
+        for name, t in given.items()
+    }
     return Manifest(version, "float32", listed)
 
 
@@ -131,7 +146,8 @@ def test_later_updates_copy_what_the_loaders_copied_without_running_them():
     readers = [update(loading, tensors(version), version) for version in (1, 2, 3)]
     assert model.runs == 1
     torch.testing.assert_close(parameters(model), expected(tensors(3)), rtol=0, atol=0)
-    assert {name: p.data_ptr() for name, p in model.named_parameters()} == places  # captured CUDA graphs hold these addresses
+    # captured CUDA graphs hold these addresses
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == places
     assert {key[0] for key in readers[1].reads} == set(SHAPES) and readers[1].reads.keys() == readers[0].reads.keys()
 
 
@@ -153,7 +169,9 @@ def test_a_loader_that_computes_runs_at_every_update(caplog):
             update(loading, tensors(version), version)
     assert model.runs == 2 and caplog.text.count("LayerNorm.weight is changed by aten.copy_.default") == 1
     wanted = expected(tensors(2))
-    torch.testing.assert_close(parameters(model), wanted | {"norm.weight": -wanted["norm.weight"].exp()}, rtol=0, atol=0)
+    torch.testing.assert_close(
+        parameters(model), wanted | {"norm.weight": -wanted["norm.weight"].exp()}, rtol=0, atol=0
+    )
 
 
 def test_tensors_of_other_shapes_are_recorded_again():

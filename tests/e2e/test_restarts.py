@@ -1,5 +1,5 @@
-"""Servers and trainers that die between syncs and in the middle of a sync. Afterwards a server serves only the current version, and equals
-an undisturbed server bit for bit."""
+"""Servers and trainers that die between syncs and in the middle of a sync. Afterwards a server serves only the current
+version, and equals an undisturbed server bit for bit."""
 
 import multiprocessing
 import os
@@ -48,8 +48,8 @@ def fresh():
 
 
 class Kept:
-    """A shared server with the weights of `fresh`, under a Restarter. Holds the Restarter's messages and the number of requests that the
-    server got before each refill."""
+    """A shared server with the weights of `fresh`, under a Restarter. Holds the Restarter's messages and the number of
+    requests that the server got before each refill."""
 
     def __init__(self, server, fresh):
         self.server, self.fresh, self.said, self.asked_before = server, fresh, [], []
@@ -99,7 +99,9 @@ def test_a_server_that_is_killed_in_the_middle_gets_the_current_weights_before_i
 def test_a_sync_whose_server_dies_goes_through_and_the_server_gets_it_when_it_is_back(fresh, read):
     with Kept(tied_llamas()[0], fresh) as kept:
         halted = halt(kept.server.engine.urls[0], 0, "update", read)
-        killer = threading.Thread(target=lambda: (wait_for(lambda: is_halted(halted)), kill_all(kept.server.launcher.servers[0])))
+        killer = threading.Thread(
+            target=lambda: (wait_for(lambda: is_halted(halted)), kill_all(kept.server.launcher.servers[0]))
+        )
         killer.start()
         kept.push(kept.server.folder)
         killer.join()
@@ -114,7 +116,8 @@ def push_and_die(engine, folder, version):
 
 
 class DiesAt:
-    """A rank's parameters. The process kills itself when parameter `number` is read: to write it with `writing`, else to check it."""
+    """A rank's parameters. The process kills itself when parameter `number` is read: to write it with `writing`, else
+    to check it."""
 
     def __init__(self, found, number, writing):
         self.found, self.number, self.writing = found, number, writing
@@ -131,7 +134,12 @@ class Deadly:
     def detach(self):
         if self.read or not self.writing:
             if self.writing:
-                wait_for(lambda: any(b"has not written" in place.read_bytes() for place in left_by(os.getpid())[0].rglob("worker0.at")))
+                wait_for(
+                    lambda: any(
+                        b"has not written" in place.read_bytes()
+                        for place in left_by(os.getpid())[0].rglob("worker0.at")
+                    )
+                )
             os.kill(os.getpid(), signal.SIGKILL)
         self.read = True
         return self.param
@@ -154,7 +162,11 @@ def left_by(pid):
 
 NUM_TENSORS = 20  # in the models of these tests
 FULL = pytest.mark.full
-PLACES = [pytest.param(0, marks=FULL, id="first"), pytest.param(10, id="middle"), pytest.param(NUM_TENSORS - 1, marks=FULL, id="last")]
+PLACES = [
+    pytest.param(0, marks=FULL, id="first"),
+    pytest.param(10, id="middle"),
+    pytest.param(NUM_TENSORS - 1, marks=FULL, id="last"),
+]
 
 
 @pytest.mark.parametrize("number", PLACES)
@@ -178,7 +190,9 @@ def test_a_server_that_waits_for_a_trainer_that_dies_while_it_writes_gives_up_wi
     trainer = fork(publish_and_die, synced.engine, fresh.folder, synced.engine.weight_version + 1, number, True)
     trainer.join()
     died = time.monotonic()
-    told = httpx.post(f"{synced.engine.urls[0]}/collective_rpc", json={"method": "weight_update_error"}, timeout=10).json()["results"]
+    told = httpx.post(
+        f"{synced.engine.urls[0]}/collective_rpc", json={"method": "weight_update_error"}, timeout=10
+    ).json()["results"]
     assert re.search(r"rank 0 died and has not written model\.\w+", told[0]) and time.monotonic() - died < 1.5
     assert trainer.exitcode == -signal.SIGKILL and is_paused(synced.engine)
     with WeightSync(synced.engine, OneRank(), "float32") as sync:
@@ -213,8 +227,12 @@ def test_a_server_that_dies_at_the_first_or_the_last_tensor_is_told_by_name_wher
     server = connect(launch(folder, f"llama_dies{read}"), folder)
     with WeightSync(server.engine, OneRank(), "float32") as sync:
         halted = halt(server.engine.urls[0], 0, "update", read)
-        threading.Thread(target=lambda: (wait_for(lambda: is_halted(halted)), kill_all(server.launcher.servers[0]))).start()
-        with pytest.raises(WeightSyncError, match=r"version 1 did not reach .*phase (update|finish): vLLM server http.*did not respond"):
+        threading.Thread(
+            target=lambda: (wait_for(lambda: is_halted(halted)), kill_all(server.launcher.servers[0]))
+        ).start()
+        with pytest.raises(
+            WeightSyncError, match=r"version 1 did not reach .*phase (update|finish): vLLM server http.*did not respond"
+        ):
             sync.push(shards(fresh.folder), 1)
     server.launcher.stop()
     again = connect(launch(folder, f"llama_again{read}"), folder)

@@ -13,8 +13,14 @@ from tests.e2e import world
 ENGINE = ("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "sampling/")
 
 
-# An epoch is two steps. No response passes, so every prompt rests during the second epoch: steps 3 and 4 draw from the third.
-CURRICULUM = ("data.train.size=8", "data.curriculum=pass_rate", "data.curriculum_pass_reward=2", "data.curriculum_rest=1")
+# An epoch is two steps. No response passes, so every prompt rests during the second epoch: steps 3 and 4 draw from the
+# third.
+CURRICULUM = (
+    "data.train.size=8",
+    "data.curriculum=pass_rate",
+    "data.curriculum_pass_reward=2",
+    "data.curriculum_rest=1",
+)
 
 
 def told(run):
@@ -61,7 +67,8 @@ def test_a_resumed_run_remembers_which_prompts_rest(whole, parts):
 def test_a_resumed_run_samples_the_same_and_tells_the_same(whole, parts):
     assert [row["completion"] for row in parts.completions] == [row["completion"] for row in whole.completions]
     for resumed, uninterrupted in zip(told(parts), told(whole), strict=True):
-        resumed["weight_version"] -= resumed["step"] > 2  # the engine of the resumed run got the weights of step 2 once more
+        # the engine of the resumed run got the weights of step 2 once more
+        resumed["weight_version"] -= resumed["step"] > 2
         assert resumed == uninterrupted
 
 
@@ -105,9 +112,15 @@ def test_a_damaged_checkpoint_is_named_with_the_one_before_it_and_nothing_is_tou
 
 def test_a_folder_with_an_earlier_run_is_refused_or_moved_aside(parts):
     refused = world.train(parts.folder.parent)
-    assert refused.code == 2 and "holds an earlier run; continue it with --resume" in refused.err and "run.overwrite=true" in refused.err
+    assert (
+        refused.code == 2
+        and "holds an earlier run; continue it with --resume" in refused.err
+        and "run.overwrite=true" in refused.err
+    )
     moved = world.train(parts.folder.parent, "run.max_steps=1", "run.overwrite=true")
     assert moved.code == 0 and [line["step"] for line in moved.lines] == [1] and moved.saved == ["step_000001"]
     aside = parts.folder.with_name("run.1")
     assert f"the earlier run in {parts.folder} was moved to {aside} (run.overwrite)" in moved.out
-    assert (aside / "checkpoints" / "step_000004" / "megagrpo.json").exists() and (aside / "metrics.jsonl").read_text().count("\n") == 4
+    assert (aside / "checkpoints" / "step_000004" / "megagrpo.json").exists() and (
+        aside / "metrics.jsonl"
+    ).read_text().count("\n") == 4

@@ -1,4 +1,5 @@
-"""Three steps of a tiny model on two ranks through launch/local.sh, with a vLLM server of two workers: the files and processes left."""
+"""Three steps of a tiny model on two ranks through launch/local.sh, with a vLLM server of two workers: the files and
+processes left."""
 
 import gzip
 import json
@@ -15,17 +16,42 @@ from tests.e2e import world
 from tests.listening import LOOPBACK, listening
 
 STEPS, PROMPTS, GROUP = 3, 4, 4
-OPTIONS = ["run.max_steps=3", "run.trackers=[tensorboard]", "run.log_completions_steps=2", "parallel.tp=2", "rollout.tp=2"]
+OPTIONS = [
+    "run.max_steps=3",
+    "run.trackers=[tensorboard]",
+    "run.log_completions_steps=2",
+    "parallel.tp=2",
+    "rollout.tp=2",
+]
 OPTIONS += ["run.peak_tflops=0.1", "run.profile.steps=[2]"]
 METRICS = {
     *("step", "wall_time", "weight_version", "checkpoint/failures", "num_tokens", "num_generated_tokens"),
     *("tokens_per_second", "tokens_per_second_per_gpu", "generated_tokens_per_second", "mfu"),
     *("memory_gb", "memory/resident_gb", "memory/resident_max_gb", "memory/host_gb"),
-    *("reward", "reward_std", "reward_std_batch", "frac_reward_zero_std", "rewards/low_bytes/mean", "rewards/low_bytes/std"),
-    *("rewards/low_bytes/timeouts", "rewards/low_bytes/exceptions", "rewards/low_bytes/unscorable", "rewards/low_bytes/seconds"),
+    *(
+        "reward",
+        "reward_std",
+        "reward_std_batch",
+        "frac_reward_zero_std",
+        "rewards/low_bytes/mean",
+        "rewards/low_bytes/std",
+    ),
+    *(
+        "rewards/low_bytes/timeouts",
+        "rewards/low_bytes/exceptions",
+        "rewards/low_bytes/unscorable",
+        "rewards/low_bytes/seconds",
+    ),
     *("loss", "grad_norm", "learning_rate", "entropy"),
     *("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"),
-    *("token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "mismatch/alarms", "train/skipped_steps"),
+    *(
+        "token_mult_prob_error",
+        "gen_kl_error",
+        "policy_kl_error",
+        "js_divergence_error",
+        "mismatch/alarms",
+        "train/skipped_steps",
+    ),
     *("sampling/sampling_logp_difference/mean", "sampling/sampling_logp_difference/max"),
     *("completions/mean_length", "completions/min_length", "completions/max_length", "completions/clipped_ratio"),
     *("packing/micro_batch_imbalance", "packing/rank_imbalance"),
@@ -46,8 +72,8 @@ METRICS = {
 
 @pytest.fixture(scope="module")
 def watched(tmp_path_factory):
-    """The run, and its processes, files in shared memory and listening sockets before its end. Its environment names an external network
-    interface if this machine has one."""
+    """The run, and its processes, files in shared memory and listening sockets before its end. Its environment names an
+    external network interface if this machine has one."""
     output = tmp_path_factory.mktemp("run")
     options = [*OPTIONS, f"data.eval.source={world.folder()}/eval.jsonl"]
     interfaces = [name for _, name in socket.if_nameindex() if name != "lo" and has_address(name)]
@@ -55,7 +81,9 @@ def watched(tmp_path_factory):
     world.wait_for(lambda: world.steps_done(output) or process.poll() is not None, "first step")
     processes = world.family(process.pid)
     files, addresses = world.shared_memory(processes), listening(processes)
-    environments = b"".join(Path(f"/proc/{pid}/environ").read_bytes() for pid in processes if Path(f"/proc/{pid}").exists())
+    environments = b"".join(
+        Path(f"/proc/{pid}/environ").read_bytes() for pid in processes if Path(f"/proc/{pid}").exists()
+    )
     run = world.finish(process, output)
     assert run.code == 0, run.out + run.err
     return run, processes, files, addresses, environments
@@ -79,7 +107,10 @@ def test_every_step_and_evaluation_is_a_line_of_finite_metrics(watched):
         assert line["token_mult_prob_error"] == pytest.approx(1, abs=1e-3)  # vLLM and the trainer agree on every token
         assert 0 < line["mfu"] < 1 and 0 < line["time/optimizer"] < line["time/train"]
         assert line["tokens_per_second_per_gpu"] == line["tokens_per_second"] / 2  # ranks
-        assert line["memory/resident_gb"] <= line["memory/resident_max_gb"] and line["memory/resident_gb"] <= line["memory_gb"] * 1.01
+        assert (
+            line["memory/resident_gb"] <= line["memory/resident_max_gb"]
+            and line["memory/resident_gb"] <= line["memory_gb"] * 1.01
+        )
         assert line["mismatch/alarms"] == line["train/skipped_steps"] == 0
     evaluations = [line for line in run.lines if "eval/reward" in line]
     assert [line["step"] for line in evaluations] == [0, 3] and len(run.lines) == 5
@@ -92,11 +123,16 @@ def test_every_rollout_is_a_line_of_completions(watched):
         rows = [row for row in run.completions if row["step"] == step]
         prompts = [row["prompt_id"] for row in rows]
         assert len(set(prompts)) == PROMPTS and prompts == [p for p in dict.fromkeys(prompts) for _ in range(GROUP)]
-        assert {row["weight_version"] for row in rows} == {step} and all(row["prompt"].startswith("What is") for row in rows)
+        assert {row["weight_version"] for row in rows} == {step} and all(
+            row["prompt"].startswith("What is") for row in rows
+        )
         assert sum(row["reward"] for row in rows) / len(rows) == pytest.approx(line["reward"])
         assert sum(row["advantage"] for row in rows) == pytest.approx(0, abs=1e-9)
         assert sum(row["num_tokens"] for row in rows) / len(rows) == pytest.approx(line["completions/mean_length"])
-        assert all((row["finish_reason"] == "length" and row["num_tokens"] == 12) or row["finish_reason"] == "stop" for row in rows)
+        assert all(
+            (row["finish_reason"] == "length" and row["num_tokens"] == 12) or row["finish_reason"] == "stop"
+            for row in rows
+        )
 
 
 def test_the_profiled_step_has_a_trace_of_every_rank_with_all_phases(watched):
@@ -104,7 +140,9 @@ def test_the_profiled_step_has_a_trace_of_every_rank_with_all_phases(watched):
     assert files == [f"step_000002_rank_{rank}.{kind}" for rank in (0, 1) for kind in ("top.txt", "trace.json.gz")]
     phases = {"generate", "reward", "logprobs", "train", "optimizer", "sync", "step 2"}
     for rank, expected in ((0, phases), (1, phases - {"generate", "reward"})):  # rank 0 leads the only replica
-        trace = json.loads(gzip.decompress((watched[0].folder / "profile" / f"step_000002_rank_{rank}.trace.json.gz").read_bytes()))
+        trace = json.loads(
+            gzip.decompress((watched[0].folder / "profile" / f"step_000002_rank_{rank}.trace.json.gz").read_bytes())
+        )
         names = {event["name"] for event in trace["traceEvents"] if event.get("cat") == "user_annotation"}
         assert names & phases == expected
     assert "profile of step 2: " in watched[0].out
@@ -113,19 +151,28 @@ def test_the_profiled_step_has_a_trace_of_every_rank_with_all_phases(watched):
 def test_tokens_messages_and_starts_are_recorded(watched):
     folder, completions = watched[0].folder, watched[0].completions
     tokens = read_lines(folder / "tokens.jsonl")
-    assert [row["step"] for row in tokens] == [step for step in (1, 2, 3) for _ in range(2 * GROUP)]  # run.log_tokens_groups: 2
+    # run.log_tokens_groups: 2
+    assert [row["step"] for row in tokens] == [step for step in (1, 2, 3) for _ in range(2 * GROUP)]
     for row in tokens:
         response = [line for line in completions if line["step"] == row["step"]][row["sample"]]
-        assert row["prompt_id"] == response["prompt_id"] and len(row["tokens"]) == response["num_tokens"] == len(row["entropy"])
+        assert row["prompt_id"] == response["prompt_id"] and len(row["tokens"]) == response["num_tokens"] == len(
+            row["entropy"]
+        )
         if response["advantage"] == 0:  # not trained
             continue
-        assert row["trainer_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=2e-3)  # vLLM and the trainer agree on every token
+        # vLLM and the trainer agree on every token
+        assert row["trainer_logprobs"] == pytest.approx(row["rollout_logprobs"], abs=2e-3)
         assert all(entropy > 0 for entropy in row["entropy"])
     assert [row for row in tokens if row["entropy"][0] is not None]
     messages = [row["text"] for row in read_lines(folder / "messages.jsonl")]
     assert f"run folder: {folder}" in messages and messages[-1] == "finished 3 steps"
     (start,) = read_lines(folder / "starts.jsonl")
-    assert start["ranks"] == 2 and start["layout"]["tp"] == 2 and start["layout"]["dp"] == 1 and start["dtype"] == "float32"
+    assert (
+        start["ranks"] == 2
+        and start["layout"]["tp"] == 2
+        and start["layout"]["dp"] == 1
+        and start["dtype"] == "float32"
+    )
     assert start["step"] == 0 and {"megagrpo", "torch", "megatron-core"} <= set(start["versions"]) and start["device"]
 
 
@@ -167,7 +214,9 @@ def test_the_console_tells_steps_evaluations_and_a_sample(watched):
         assert line.startswith(f"step {step}/3  reward ")
     assert sum("generate " in line and " + train " in line for line in lines) == 3
     assert max(map(len, lines)) <= 100
-    assert [line.split("  ")[0] for line in lines if line.startswith("evaluation")] == [f"evaluation after step {n}" for n in (0, 3)]
+    assert [line.split("  ")[0] for line in lines if line.startswith("evaluation")] == [
+        f"evaluation after step {n}" for n in (0, 3)
+    ]
     assert sum(line.startswith("    prompt    What is") for line in lines) == 1  # log_completions_steps=2: only step 2
     assert any(line.startswith("checkpoint ") and line.endswith("step_000003") for line in lines)
     assert "Traceback" not in watched[0].err and "Error" not in watched[0].err

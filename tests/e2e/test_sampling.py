@@ -74,15 +74,32 @@ def test_a_resumed_run_in_another_layout_draws_the_same(dynamic, tmp_path):
 @pytest.mark.full
 def test_a_step_that_cannot_be_filled_says_so_and_trains_on_what_there_is(tmp_path):
     hard = f"rewards.functions=[{{function: {world.folder()}/rewards.py:never}}]"
-    run = succeeded(world.train(tmp_path, hard, "algorithm.dynamic_sample=true", "algorithm.max_resample_times=1", "run.max_steps=1"))
+    run = succeeded(
+        world.train(
+            tmp_path, hard, "algorithm.dynamic_sample=true", "algorithm.max_resample_times=1", "run.max_steps=1"
+        )
+    )
     assert "warning: step 1: 0 of 4 groups differ in reward after 1 rounds of dynamic sampling" in run.out
-    assert run.metrics[0]["dynamic_sample/groups_drawn"] == 8 and len(run.completions) == 16 and run.metrics[0]["grad_norm"] == 0
+    assert (
+        run.metrics[0]["dynamic_sample/groups_drawn"] == 8
+        and len(run.completions) == 16
+        and run.metrics[0]["grad_norm"] == 0
+    )
     some = succeeded(
         world.train(
             tmp_path / "some",
             seldom(),
-            *("algorithm.dynamic_sample=true", "algorithm.max_resample_times=1", "algorithm.dynamic_sample_fallback=partial"),
-            *("rollout.prompts_per_step=8", "run.max_steps=1", "rollout.num_generations=2", "algorithm.loss_type=dr_grpo"),
+            *(
+                "algorithm.dynamic_sample=true",
+                "algorithm.max_resample_times=1",
+                "algorithm.dynamic_sample_fallback=partial",
+            ),
+            *(
+                "rollout.prompts_per_step=8",
+                "run.max_steps=1",
+                "rollout.num_generations=2",
+                "algorithm.loss_type=dr_grpo",
+            ),
             "debug.dump_steps=[1]",
         )
     )
@@ -96,7 +113,12 @@ def test_a_step_that_cannot_be_filled_says_so_and_trains_on_what_there_is(tmp_pa
 
 @pytest.mark.full
 def test_a_curriculum_rests_what_is_always_or_never_passed_and_remembers_it(tmp_path):
-    options = ["data.curriculum=pass_rate", "rollout.prompts_per_step=12", "data.train.size=12", "data.curriculum_pass_reward=0.5"]
+    options = [
+        "data.curriculum=pass_rate",
+        "rollout.prompts_per_step=12",
+        "data.train.size=12",
+        "data.curriculum_pass_reward=0.5",
+    ]
     options += ["rollout.num_generations=2", "train.learning_rate=1e-9"]
     whole = succeeded(world.train(tmp_path / "whole", *options, "run.max_steps=3"))
     first = {}
@@ -105,7 +127,9 @@ def test_a_curriculum_rests_what_is_always_or_never_passed_and_remembers_it(tmp_
     mixed = {prompt for prompt, passed in first.items() if len(set(passed)) == 2}
     assert 0 < len(mixed) < 12 and {row["prompt_id"] for row in whole.completions[24:36]} <= mixed
     assert whole.metrics[0]["curriculum/resting"] == 12 - len(mixed)
-    assert whole.metrics[0]["curriculum/pass_rate"] == pytest.approx(statistics.fmean(statistics.fmean(p) for p in first.values()))
+    assert whole.metrics[0]["curriculum/pass_rate"] == pytest.approx(
+        statistics.fmean(statistics.fmean(p) for p in first.values())
+    )
     succeeded(world.train(tmp_path / "parts", *options, "run.max_steps=1"))
     parts = succeeded(world.train(tmp_path / "parts", *options, "run.max_steps=3", "--resume"))
     assert [row["prompt_id"] for row in parts.completions] == [row["prompt_id"] for row in whole.completions]

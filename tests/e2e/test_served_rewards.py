@@ -43,4 +43,6 @@ def test_vllm_gives_the_logits_of_transformers(model, url, route):
     texts = asyncio.run(ask(["Q: "] * 3, ANSWERS))
     assert texts == pytest.approx(run_ranks(logits, 1, model, ["Q: " + a for a in ANSWERS])[0], abs=1e-3)
     chats = asyncio.run(ask([CHAT] * 3, [[{"role": "assistant", "content": a}] for a in ANSWERS]))
-    assert chats == pytest.approx(run_ranks(logits, 1, model, [f"<user>Q~<assistant>{a}." for a in ANSWERS])[0], abs=1e-3)
+    assert chats == pytest.approx(
+        run_ranks(logits, 1, model, [f"<user>Q~<assistant>{a}." for a in ANSWERS])[0], abs=1e-3
+    )

@@ -26,7 +26,8 @@ def kill_server(trainer_pid, number=signal.SIGKILL):
 
 
 def in_the_third_update(strike, url=None):
-    """Called in the trainer: calls `strike` when a server, or the one at `url`, is about to get weights for the third time."""
+    """Called in the trainer: calls `strike` when a server, or the one at `url`, is about to get weights for the third
+    time."""
     post, updates = VllmEngine._post, []
 
     def disturbed(self, client, asked, path, *args, **kwargs):
@@ -48,7 +49,9 @@ def test_a_run_whose_server_is_killed_takes_the_same_steps(transport, tmp_path):
         kill_server(trainer.pid)
         run = trainer.wait(seconds=240)
     assert run.code == 0, run.err
-    back = "is back, with weight version" if transport == "shared_memory" else "is back and waits for the next weight sync"
+    back = (
+        "is back, with weight version" if transport == "shared_memory" else "is back and waits for the next weight sync"
+    )
     assert "restarting it, 1 of 3 times" in run.out and back in run.out
     assert_same_steps(run, plain)
 
@@ -59,7 +62,9 @@ def test_a_run_whose_server_may_not_be_started_again_ends_and_names_it(tmp_path)
         world.wait_for(lambda: world.steps_done(tmp_path) >= 1, "first step")
         kill_server(trainer.pid)
         run = trainer.wait(seconds=60)
-    assert run.code == 1 and ("no vLLM server responds any longer" in run.err or "did not reach the engine" in run.err), run.err
+    assert run.code == 1 and (
+        "no vLLM server responds any longer" in run.err or "did not reach the engine" in run.err
+    ), run.err
 
 
 def assert_same_steps(run, plain):
@@ -107,7 +112,10 @@ def test_a_run_over_p2p_whose_server_is_killed_in_a_sync_takes_the_same_steps(tm
     plain = world.train(tmp_path / "plain", *options)
     run = world.train(tmp_path / "killed", *options, prepare=die_in_the_fourth_sync, launched=True)
     assert run.code == 0, run.err
-    assert "a vLLM server died during a weight sync; restarting the sync" in run.out and "waits for the next weight sync" in run.out
+    assert (
+        "a vLLM server died during a weight sync; restarting the sync" in run.out
+        and "waits for the next weight sync" in run.out
+    )
     assert_same_steps(run, plain)
 
 

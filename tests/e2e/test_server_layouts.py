@@ -1,4 +1,5 @@
-"""vLLM servers of pipeline stages, and of copies that share experts, get from a weight sync exactly the weights of their workers."""
+"""vLLM servers of pipeline stages, and of copies that share experts, get from a weight sync exactly the weights of
+their workers."""
 
 import pytest
 
@@ -23,7 +24,8 @@ def test_stages_get_their_layers(tmp_path):
         assert_log_probs(running)
         assert listening(below(running.launcher.servers[0].supervisor.pid)) == {LOOPBACK}
         (read,) = there_and_back(running, [(2, dict(tp=2))], tmp_path)[:1]
-        assert read == bytes_of(running) + bytes_of(running, "embed_tokens")  # tied: the last stage has the embedding as its head
+        # tied: the last stage has the embedding as its head
+        assert read == bytes_of(running) + bytes_of(running, "embed_tokens")
         assert_log_probs(running)
     finally:
         running.launcher.stop()

@@ -1,5 +1,5 @@
-"""One vLLM server on two nodes: two `megagrpo serve` on this machine, each with a part of the server. Its log-probs are transformers', a
-weight sync reaches every worker, and the server ends and restarts with any of its parts."""
+"""One vLLM server on two nodes: two `megagrpo serve` on this machine, each with a part of the server. Its log-probs are
+transformers', a weight sync reaches every worker, and the server ends and restarts with any of its parts."""
 
 import os
 import signal
@@ -76,7 +76,8 @@ def assert_log_probs(engine: VllmEngine, folder: Path) -> list[tuple]:
 
 
 def assert_synced(nodes: Nodes, kind: str, ranks: int, parallel: dict) -> int:
-    """Push other weights and the server's own by p2p, with checks of the responses; return the bytes that the workers read each time."""
+    """Push other weights and the server's own by p2p, with checks of the responses; return the bytes that the workers
+    read each time."""
     own, other = model_folder(kind, 0), model_folder(kind, 1)
     fresh = assert_log_probs(nodes.engine, own)
     read = set()
@@ -115,7 +116,9 @@ def test_a_node_may_have_several_stages_and_workers(tmp_path):
 
 @pytest.mark.full
 def test_copies_on_two_nodes_share_their_experts(tmp_path):
-    with two_nodes(model_folder("qwen3_moe", 0), tmp_path, "rollout.dp=2", "rollout.enable_expert_parallel=true") as nodes:
+    with two_nodes(
+        model_folder("qwen3_moe", 0), tmp_path, "rollout.dp=2", "rollout.enable_expert_parallel=true"
+    ) as nodes:
         read = assert_synced(nodes, "qwen3_moe", 2, dict(ep=2))
     assert read == 2 * bytes_of("qwen3_moe") - bytes_of("qwen3_moe", ".experts.")
 

@@ -141,7 +141,9 @@ def test_a_run_that_its_scheduler_ends_is_continued_by_the_same_job_and_by_no_ot
         run = trainer.wait()
     assert run.code == 85, run.err
     step = len(run.metrics)
-    other = world.train(tmp_path, f"run.max_steps={step + 1}", prepare=lambda: os.environ.update(MEGAGRPO_JOB="slurm-2"))
+    other = world.train(
+        tmp_path, f"run.max_steps={step + 1}", prepare=lambda: os.environ.update(MEGAGRPO_JOB="slurm-2")
+    )
     assert other.code == 2 and "holds an earlier run" in other.err
     run = world.train(tmp_path, f"run.max_steps={step + 1}", prepare=job)
     assert run.code == 0 and f"after step {step}" in run.out and len(run.metrics) == step + 1
@@ -155,7 +157,10 @@ def test_an_engine_that_was_interrupted_generates_no_more():
 
 
 def test_a_second_ctrl_c_ends_at_once(tmp_path):
-    own = f"rewards.functions=[{{function: {world.folder()}/rewards.py:slow, args: {{seconds: 600, started: {tmp_path}/started}}}}]"
+    own = (
+        f"rewards.functions=[{{function: {world.folder()}/rewards.py:slow, args: {{seconds: 600, started: "
+        f"{tmp_path}/started}}}}]"
+    )
     with world.running(tmp_path, own, "rewards.timeout=700") as trainer:
         world.wait_for(lambda: (tmp_path / "started").exists(), "reward under way")
         time.sleep(3)  # while others are still generating, the step stops at the first one

@@ -36,8 +36,8 @@ def options(steps):
 
 @dataclass
 class Struck:
-    """A run with faults: its folder `home` with its temporary files, its current phase, the faults so far, and the resources it has
-    used."""
+    """A run with faults: its folder `home` with its temporary files, its current phase, the faults so far, and the
+    resources it has used."""
 
     home: Path
     rng: random.Random
@@ -51,7 +51,8 @@ class Struck:
         (self.home / "tmp").mkdir(parents=True)
 
     def tell(self):
-        """Called in the trainer: records its phase and its server's state, and gives it a folder for temporary files."""
+        """Called in the trainer: records its phase and its server's state, and gives it a folder for temporary
+        files."""
         os.environ["TMPDIR"], tempfile.tempdir = str(self.home / "tmp"), None
         for owner, method, during, after in [
             (VllmEngine, "generate", "generation", "other"),
@@ -105,7 +106,9 @@ def born(pid):
 
 def listeners():
     """Inodes of all listening TCP sockets on this machine."""
-    rows = [line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    rows = [
+        line.split() for table in ("tcp", "tcp6") for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]
+    ]
     return {row[9] for row in rows if row[3] == "0A"}
 
 
@@ -165,7 +168,9 @@ def stop_the_server_for_a_while(struck, trainer):
 
 
 def server_processes(trainer):
-    (supervisor,) = [pid for pid in world.family(trainer.pid) if "supervisor.py" in Path(f"/proc/{pid}/cmdline").read_text()]
+    (supervisor,) = [
+        pid for pid in world.family(trainer.pid) if "supervisor.py" in Path(f"/proc/{pid}/cmdline").read_text()
+    ]
     return below(supervisor)
 
 
@@ -276,7 +281,10 @@ def to_the_end(struck, steps):
 
 def flat(memory, steps):
     """Medians of the second and the last quarter of the steps, in MiB."""
-    return [statistics.median(mb for step, mb in memory if low <= step < low + steps / 4) for low in (steps / 4, steps * 3 / 4)]
+    return [
+        statistics.median(mb for step, mb in memory if low <= step < low + steps / 4)
+        for low in (steps / 4, steps * 3 / 4)
+    ]
 
 
 @pytest.mark.full
@@ -290,7 +298,9 @@ def test_a_run_with_a_fault_every_few_seconds_equals_the_undisturbed_run(tmp_pat
     run = to_the_end(struck, STEPS)
     print("\n".join(f"step {step}: {fault}, in phase {phase}" for step, fault, phase in struck.listed))
     kinds, phases = (Counter(entry[place] for entry in struck.listed) for place in (1, 2))
-    print(f"{STEPS} steps, {len(struck.listed)} faults in {time.monotonic() - begun:.0f} s: {dict(kinds)}; {dict(phases)}")
+    print(
+        f"{STEPS} steps, {len(struck.listed)} faults in {time.monotonic() - begun:.0f} s: {dict(kinds)}; {dict(phases)}"
+    )
     memory = {name: flat(each.memory, STEPS) for name, each in (("undisturbed", calm), ("struck", struck))}
     print("; ".join(f"memory {name} {early:.0f} MiB, {late:.0f} MiB" for name, (early, late) in memory.items()))
     assert set(kinds) == {*FAULTS, AT_THE_START} and {"generation", "sync", "start-up"} <= set(phases)
@@ -298,6 +308,10 @@ def test_a_run_with_a_fault_every_few_seconds_equals_the_undisturbed_run(tmp_pat
     told = [[(row["step"], row["prompt_id"], row["completion"]) for row in each.completions] for each in (run, plain)]
     assert told[0] == told[1] and Counter(step for step, *_ in told[0]) == {step: 16 for step in range(1, STEPS + 1)}
     weights = [world.plain_tensors(each.newest) for each in (run, plain)]
-    assert weights[0].keys() == weights[1].keys() and all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert weights[0].keys() == weights[1].keys() and all(
+        torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items()
+    )
     # One process until the end, with many reads and writes of checkpoints.
-    assert memory["undisturbed"][1] < 1.02 * memory["undisturbed"][0] and memory["struck"][1] < 1.1 * memory["struck"][0]
+    assert (
+        memory["undisturbed"][1] < 1.02 * memory["undisturbed"][0] and memory["struck"][1] < 1.1 * memory["struck"][0]
+    )

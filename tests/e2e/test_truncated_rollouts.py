@@ -32,5 +32,7 @@ def test_the_audit_agrees_with_a_truncated_step(truncated):
 def test_an_exact_kl_of_truncated_distributions_is_refused(tmp_path):
     run = world.train(tmp_path, RULES[0], "algorithm.beta=0.1", "algorithm.kl_estimator=full_reverse")
     assert (
-        run.code == 2 and "algorithm.kl_estimator: full_reverse needs both distributions over the same tokens, but rollout.top_p" in run.err
+        run.code == 2
+        and "algorithm.kl_estimator: full_reverse needs both distributions over the same tokens, but rollout.top_p"
+        in run.err
     )

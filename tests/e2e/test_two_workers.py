@@ -1,5 +1,5 @@
-"""vLLM servers of two tensor-parallel workers get the weights of Megatron's shards exactly: dense models and experts, whole weights and
-adapters. Most tests share one server; `full` tests start their own."""
+"""vLLM servers of two tensor-parallel workers get the weights of Megatron's shards exactly: dense models and experts,
+whole weights and adapters. Most tests share one server; `full` tests start their own."""
 
 import os
 import re
@@ -70,8 +70,8 @@ def push(ranks: int, parallel: dict, running: Running, folder: Path, out: Path) 
 
 
 def there_and_back(running: Running, layouts: list[tuple[int, dict]], tmp_path: Path) -> list[int]:
-    """Push other weights and then the server's own from each layout. Assert that the server responds as before; return the bytes that the
-    workers read each time."""
+    """Push other weights and then the server's own from each layout. Assert that the server responds as before; return
+    the bytes that the workers read each time."""
     fresh, other, read = greedy(running.engine), model_folder(running.folder.name[:-1], 1), []
     for ranks, parallel in layouts:
         read.append(push(ranks, parallel, running, other, tmp_path / f"there{len(read)}"))
@@ -84,7 +84,9 @@ def there_and_back(running: Running, layouts: list[tuple[int, dict]], tmp_path: 
 def assert_log_probs(running: Running) -> None:
     """Assert that the server's greedy log-probs equal transformers' log-probs on its folder."""
     for prompt, (ids, logprobs) in zip(PROMPTS, greedy(running.engine), strict=True):
-        torch.testing.assert_close(torch.tensor(logprobs), naive_logprobs(running.folder, prompt, ids), rtol=0, atol=1e-3)
+        torch.testing.assert_close(
+            torch.tensor(logprobs), naive_logprobs(running.folder, prompt, ids), rtol=0, atol=1e-3
+        )
 
 
 def test_two_workers_synced_from_any_shards_are_a_fresh_engine_and_read_their_own_halves(two_workers, tmp_path):
@@ -96,8 +98,11 @@ def test_two_workers_synced_from_any_shards_are_a_fresh_engine_and_read_their_ow
     torch.testing.assert_close(torch.tensor(rollout.rollout_logprobs), expected, rtol=0, atol=1e-3)
 
 
-def with_adapters(parallel: dict, salt: str, engine: VllmEngine, folder: Path, out: Path, version: int, alone: bool) -> int:
-    """Load `folder` with random adapters, write the merged model to `out`, and push adapters, `alone` or merged; return the bytes read."""
+def with_adapters(
+    parallel: dict, salt: str, engine: VllmEngine, folder: Path, out: Path, version: int, alone: bool
+) -> int:
+    """Load `folder` with random adapters, write the merged model to `out`, and push adapters, `alone` or merged; return
+    the bytes read."""
     layout = init_layout(ParallelSection(**parallel))
     hf_config = load_hf_config(folder)
     chunks = build_model(hf_config, layout, dtype=torch.float32, own_linears=True)
@@ -126,7 +131,9 @@ def as_the_merged_model(running: Running, merged: Path) -> list[tuple]:
 
 def test_weights_with_adapters_added_reach_two_workers(two_workers, tmp_path):
     before, version = greedy(two_workers.engine), two_workers.engine.weight_version + 1
-    run_ranks(with_adapters, 2, dict(tp=2), "a", two_workers.engine, two_workers.folder, tmp_path / "sum", version, False)
+    run_ranks(
+        with_adapters, 2, dict(tp=2), "a", two_workers.engine, two_workers.folder, tmp_path / "sum", version, False
+    )
     two_workers.engine.weight_version = version
     assert as_the_merged_model(two_workers, tmp_path / "sum") != before
 
@@ -147,10 +154,12 @@ def test_an_update_that_both_workers_refuse_leaves_no_answer_behind(two_workers)
     expected = greedy(two_workers.engine)
     with WeightSync(Tampered(two_workers.engine, without(f"{LAYER}.k_proj.weight")), OneRank(), "float32") as sync:
         with pytest.raises(
-            WeightSyncError, match=r"phase update: worker 0 of http.*: .*only part of the weights received .*; worker 1 of "
+            WeightSyncError,
+            match=r"phase update: worker 0 of http.*: .*only part of the weights received .*; worker 1 of ",
         ):
             sync.push(halves(model_folder("qwen2", 1)), version + 1)
-        sync.push(halves(two_workers.folder), version + 2)  # vLLM would take the second worker's refusal as the response to this request
+        # vLLM would take the second worker's refusal as the response to this request
+        sync.push(halves(two_workers.folder), version + 2)
     assert greedy(two_workers.engine) == expected
 
 
@@ -163,9 +172,17 @@ def test_an_update_that_both_workers_refuse_leaves_no_answer_behind(two_workers)
             r"phase start: .* did not respond to /start_weight_update within 3 s .*worker 0 is stuck in: start$",
             marks=pytest.mark.full,
         ),
-        ("update", 5, r"phase update: .* did not respond to /update_weights within 3 s .*worker 1 is stuck in: the load of model\."),
+        (
+            "update",
+            5,
+            r"phase update: .* did not respond to /update_weights within 3 s .*worker 1 is stuck in: the load of "
+            r"model\.",
+        ),
         pytest.param(
-            "finish", 0, r"phase finish: .* did not respond to /finish_weight_update within 3 s .*worker 1", marks=pytest.mark.full
+            "finish",
+            0,
+            r"phase finish: .* did not respond to /finish_weight_update within 3 s .*worker 1",
+            marks=pytest.mark.full,
         ),
     ],
 )

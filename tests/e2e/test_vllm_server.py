@@ -19,7 +19,16 @@ from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.trainer.rollout.collector import numbered
 from megagrpo.types import Prompt, SamplingParams, Truncation
-from tests.e2e.tiny_servers import PROMPTS, below, model_folder, naive_logits, naive_logprobs, oracle, tied_llamas, tokenizer_of_threes
+from tests.e2e.tiny_servers import (
+    PROMPTS,
+    below,
+    model_folder,
+    naive_logits,
+    naive_logprobs,
+    oracle,
+    tied_llamas,
+    tokenizer_of_threes,
+)
 from tests.naive_truncation import truncated_log_softmax
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
@@ -38,9 +47,15 @@ def ids(groups):
 def test_greedy_responses_are_those_of_transformers(fresh):
     for (rollout,), prompt in zip(fresh.engine.generate(PROMPTS, 1, GREEDY, seed=0), PROMPTS, strict=True):
         tokens = torch.tensor([prompt.token_ids])
-        expected = oracle(fresh.folder).generate(tokens, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected = oracle(fresh.folder).generate(
+            tokens, max_new_tokens=16, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
         assert rollout.response_ids == tuple(expected[0, len(prompt.token_ids) :].tolist())
-        assert rollout.prompt is prompt and rollout.weight_version == 0 and rollout.text == " ".join(map(str, rollout.response_ids))
+        assert (
+            rollout.prompt is prompt
+            and rollout.weight_version == 0
+            and rollout.text == " ".join(map(str, rollout.response_ids))
+        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -51,11 +66,16 @@ def test_logprobs_are_of_the_distribution_that_was_sampled(fresh, temperature):
             torch.testing.assert_close(torch.tensor(rollout.rollout_logprobs), expected, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("rules", [dict(top_p=0.7), dict(top_k=5), dict(min_p=0.2), dict(top_p=0.8, top_k=40, min_p=0.05)], ids=str)
+@pytest.mark.parametrize(
+    "rules", [dict(top_p=0.7), dict(top_k=5), dict(min_p=0.2), dict(top_p=0.8, top_k=40, min_p=0.05)], ids=str
+)
 def test_a_truncated_sampler_chooses_and_reports_within_what_it_keeps(fresh, rules):
     sampling = SamplingParams(1.3, 20, truncation=Truncation(**rules))
     for (rollout,) in fresh.engine.generate(PROMPTS, 1, sampling, seed=5):
-        logits, labels = naive_logits(fresh.folder, rollout.prompt, rollout.response_ids) / 1.3, torch.tensor(rollout.response_ids)
+        logits, labels = (
+            naive_logits(fresh.folder, rollout.prompt, rollout.response_ids) / 1.3,
+            torch.tensor(rollout.response_ids),
+        )
         expected = truncated_log_softmax(logits, labels, sampling.truncation).gather(1, labels[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(rollout.rollout_logprobs).double(), expected, rtol=0, atol=1e-3)
         assert (expected - logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]).mean() > 0.1
@@ -67,12 +87,16 @@ def test_one_seed_gives_one_result_and_another_seed_another(fresh):
     assert ids(fresh.engine.generate(PROMPTS, 4, sampling, seed=1)) == first
     assert ids(fresh.engine.generate(PROMPTS[::-1], 4, sampling, seed=1)) == first[::-1]
     second = ids(fresh.engine.generate(PROMPTS, 4, sampling, seed=2))
-    assert not {response for group in first for response in group} & {response for group in second for response in group}
+    assert not {response for group in first for response in group} & {
+        response for group in second for response in group
+    }
 
 
 def test_each_group_is_handed_out_as_it_comes(fresh):
     handed = []
-    groups = fresh.engine.generate(PROMPTS, 2, SamplingParams(1.0, 12), 1, on_group=lambda place, group: handed.append((place, group)))
+    groups = fresh.engine.generate(
+        PROMPTS, 2, SamplingParams(1.0, 12), 1, on_group=lambda place, group: handed.append((place, group))
+    )
     assert sorted(place for place, _ in handed) == list(range(len(PROMPTS)))
     assert [group for _, group in sorted(handed, key=lambda item: item[0])] == groups
 
@@ -98,8 +122,11 @@ def reader(fresh):
     return VllmEngine(fresh.launcher.urls, tokenizer_of_threes().decode)
 
 
-# Where the stop string begins, counted in letters from the first letter of the tenth token's first occurrence, and its length.
-@pytest.mark.parametrize(("begin", "length"), [(1, 1), (-1, 2), (-4, 6), (2, 1), (0, 3)], ids=["in", "over 2", "over 3", "end", "all"])
+# Where the stop string begins, counted in letters from the first letter of the tenth token's first occurrence, and its
+# length.
+@pytest.mark.parametrize(
+    ("begin", "length"), [(1, 1), (-1, 2), (-4, 6), (2, 1), (0, 3)], ids=["in", "over 2", "over 3", "end", "all"]
+)
 @pytest.mark.parametrize("include", [True, False], ids=["kept", "cut"])
 def test_a_stop_string_ends_the_response_with_the_token_that_completes_it(fresh, reader, begin, length, include):
     """Each token has three letters, so the table of tokens and letters is division by three."""
@@ -127,7 +154,9 @@ def test_a_server_without_a_tokenizer_is_refused_when_it_misses_a_stop_string():
     blind = tied_llamas()[0]
     engine = VllmEngine(blind.launcher.urls, tokenizer_of_threes().decode, any_version=True)
     (plain,) = engine.generate(PROMPTS[:1], 1, GREEDY, seed=0)[0]
-    with pytest.raises(EngineError, match=r"went on after the stop string '.' \(rollout.stop\); start it without --skip-tokenizer-init"):
+    with pytest.raises(
+        EngineError, match=r"went on after the stop string '.' \(rollout.stop\); start it without --skip-tokenizer-init"
+    ):
         engine.generate(PROMPTS[:1], 1, SamplingParams(0.0, 16, stop=(plain.text[10],)), seed=0)
 
 
@@ -198,7 +227,9 @@ def alive(pid):
 
 @pytest.mark.full
 def test_no_server_process_outlives_a_trainer_that_is_killed(tmp_path):
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, model_folder("llama"), tmp_path], stdout=subprocess.PIPE, text=True)
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", TRAINER, model_folder("llama"), tmp_path], stdout=subprocess.PIPE, text=True
+    )
     try:
         supervisor, url = trainer.stdout.readline().split()
         family = [int(supervisor), *below(int(supervisor))]

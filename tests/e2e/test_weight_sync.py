@@ -1,4 +1,5 @@
-"""Weight sync into real vLLM servers: afterwards they equal fresh engines on the new weights, or an error names the cause."""
+"""Weight sync into real vLLM servers: afterwards they equal fresh engines on the new weights, or an error names the
+cause."""
 
 import functools
 import json
@@ -56,7 +57,9 @@ def shards(folder, parts=1, part=0):
 
 def sampled(engine):
     """Tokens and log-probs of greedy and of random responses."""
-    groups = [group for n, sampling in enumerate(SAMPLINGS, 1) for group in engine.generate(PROMPTS, n, sampling, seed=4)]
+    groups = [
+        group for n, sampling in enumerate(SAMPLINGS, 1) for group in engine.generate(PROMPTS, n, sampling, seed=4)
+    ]
     return [(rollout.response_ids, rollout.rollout_logprobs) for group in groups for rollout in group]
 
 
@@ -255,7 +258,9 @@ def test_a_sync_that_goes_wrong_is_told_leaves_the_engine_paused_and_can_be_repe
 
 def test_an_update_that_another_client_left_open_does_not_block_the_next(synced, fresh):
     url = synced.engine.urls[0]
-    assert httpx.post(f"{url}/pause?mode=wait").status_code == httpx.post(f"{url}/start_weight_update").status_code == 200
+    assert (
+        httpx.post(f"{url}/pause?mode=wait").status_code == httpx.post(f"{url}/start_weight_update").status_code == 200
+    )
     with WeightSync(synced.engine, OneRank(), "float32") as sync:
         sync.push(shards(fresh.folder), synced.engine.weight_version + 1)
     assert sampled(synced.engine) == sampled_fresh()

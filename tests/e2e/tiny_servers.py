@@ -54,10 +54,26 @@ SIZES = dict(
     initializer_range=0.08,
     tie_word_embeddings=True,
 )
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True, mlp_only_layers=[0], head_dim=32)
+EXPERTS = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    norm_topk_prob=True,
+    mlp_only_layers=[0],
+    head_dim=32,
+)
 # vLLM's latent attention on CPUs supports one size of latents: 512 and 64.
-LATENT = dict(num_key_value_heads=4, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=32, v_head_dim=32, tie_word_embeddings=False)
-LATENT |= dict(n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, first_k_dense_replace=1, n_shared_experts=1)
+LATENT = dict(
+    num_key_value_heads=4,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    tie_word_embeddings=False,
+)
+LATENT |= dict(
+    n_routed_experts=8, num_experts_per_tok=3, moe_intermediate_size=64, first_k_dense_replace=1, n_shared_experts=1
+)
 LATENT |= dict(n_group=4, topk_group=2)
 LATENT["rope_parameters"] = dict(
     rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=64, mscale=0.9, mscale_all_dim=0.7
@@ -74,7 +90,13 @@ GPT_OSS = dict(
     sliding_window=8,
     initializer_range=0.3,  # clamps some activations
     rope_parameters=dict(
-        rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16, beta_fast=32.0, beta_slow=1.0, truncate=False
+        rope_type="yarn",
+        rope_theta=1e4,
+        factor=4.0,
+        original_max_position_embeddings=16,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        truncate=False,
     ),
 )
 CONFIGS = {
@@ -171,8 +193,8 @@ def is_halted(pid: int) -> bool:
 
 @functools.cache
 def tied_llamas() -> tuple[Running, Running]:
-    """Two servers on models of one architecture, each with other weights: one to sync, and a fresh one to compare with. The fresh one has a
-    tokenizer (`tokenizer_of_threes`)."""
+    """Two servers on models of one architecture, each with other weights: one to sync, and a fresh one to compare with.
+    The fresh one has a tokenizer (`tokenizer_of_threes`)."""
     folders = model_folder("llama", 0), model_folder("llama", 1)
     tokenizer_of_threes().save_pretrained(folders[1])
     launchers = [launch(folder, folder.name, finds_text=folder == folders[1]) for folder in folders]
@@ -180,7 +202,8 @@ def tied_llamas() -> tuple[Running, Running]:
 
 
 def push_from_megatron(parallel: dict, engine, folder: Path, out: Path, version: int) -> int:
-    """Load `folder` into Megatron shards, export them to `out`, and push them to `engine`; return the bytes that the server read."""
+    """Load `folder` into Megatron shards, export them to `out`, and push them to `engine`; return the bytes that the
+    server read."""
     layout = init_layout(ParallelSection(**parallel))
     hf_config = load_hf_config(folder)
     chunks = build_model(hf_config, layout, dtype=torch.float32)

@@ -1,7 +1,9 @@
-"""A world small enough for whole runs in seconds: a random Llama of 0.4 M weights with a byte tokenizer, questions, reward functions, a
-config, and one vLLM server that all runs share. Each test process makes it once and removes it at its end.
+"""A world small enough for whole runs in seconds: a random Llama of 0.4 M weights with a byte tokenizer, questions,
+reward functions, a config, and one vLLM server that all runs share. Each test process makes it once and removes it at
+its end.
 
-Runs start through `launch/local.sh` (`start`), or in a fork of pytest's process (`train`), where all modules are imported."""
+Runs start through `launch/local.sh` (`start`), or in a fork of pytest's process (`train`), where all modules are
+imported."""
 
 from __future__ import annotations
 
@@ -52,7 +54,8 @@ HEADS = 4
 MEASURED = ("time/", "idle/", "weight_sync/", "tokens_per_second", "generated_tokens_per_second", "memory", "wall_time")
 
 TEMPLATE = (
-    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt %}<|start|>{{ opening }}"
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}{% if add_generation_prompt "
+    "%}<|start|>{{ opening }}"
     "{% endif %}"
 )
 
@@ -122,7 +125,8 @@ train: {{learning_rate: 1e-3, adam_epsilon: 1e-6, max_tokens_per_micro_batch: 25
 
 @functools.cache
 def folder() -> Path:
-    """The folder with model/, train.jsonl, eval.jsonl, rewards.py and config.yaml; server/ and plain/ are added later."""
+    """The folder with model/, train.jsonl, eval.jsonl, rewards.py and config.yaml; server/ and plain/ are added
+    later."""
     made = Path(tempfile.mkdtemp(prefix="megagrpo_world_"))
     owner = os.getpid()
     atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == owner else None)
@@ -144,11 +148,15 @@ def _make_model(path: Path) -> None:
     import transformers
 
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    bare = tokenizers.Tokenizer(tokenizers.models.BPE({character: i for i, character in enumerate(alphabet)}, merges=[]))
+    bare = tokenizers.Tokenizer(
+        tokenizers.models.BPE({character: i for i, character in enumerate(alphabet)}, merges=[])
+    )
     bare.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = tokenizers.decoders.ByteLevel()
     bare.add_special_tokens(["<|start|>", "<|end|>"])
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=bare, eos_token="<|end|>", pad_token="<|end|>", chat_template=TEMPLATE)
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=bare, eos_token="<|end|>", pad_token="<|end|>", chat_template=TEMPLATE
+    )
     fast.save_pretrained(path)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -171,7 +179,9 @@ def _make_model(path: Path) -> None:
 @functools.cache
 def server() -> str:
     """The address of a vLLM server on the world's model."""
-    options = ServerOptions(str(folder() / "model"), "float32", 64, max_num_seqs=64, kv_cache_gb=1, omp_threads=1, finds_text=True)
+    options = ServerOptions(
+        str(folder() / "model"), "float32", 64, max_num_seqs=64, kv_cache_gb=1, omp_threads=1, finds_text=True
+    )
     launcher = Launcher(options, folder() / "server")
     launcher.start()
     return launcher.wait()[0]
@@ -233,13 +243,17 @@ class Forked:
 
     def wait(self, seconds: float = SECONDS) -> Run:
         """Wait for the run to end and return it; AssertionError after `seconds`."""
-        done = wait_for(lambda: os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), "end of the run", seconds)
+        done = wait_for(
+            lambda: os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT), "end of the run", seconds
+        )
         code = done.si_status if done.si_code == os.CLD_EXITED else -done.si_status
         return Run(code, self.out(), (self.printed / "err").read_text(), self.output / "run")
 
 
 @contextlib.contextmanager
-def running(output: Path, *overrides: str, prepare: Callable[[], None] = lambda: None, launched: bool = False) -> Iterator[Forked]:
+def running(
+    output: Path, *overrides: str, prepare: Callable[[], None] = lambda: None, launched: bool = False
+) -> Iterator[Forked]:
     """Start a run into `output`/run, and kill it on exit if it is still alive. The fork calls `prepare` first."""
     words = ["train", *arguments(output, *overrides, launched=launched)]
     with tempfile.TemporaryDirectory() as printed:
@@ -268,11 +282,15 @@ def plain() -> Run:
     return run
 
 
-def start(output: Path, *overrides: str, launched: bool = False, within: Sequence[str] = (), **environment: str) -> subprocess.Popen:
+def start(
+    output: Path, *overrides: str, launched: bool = False, within: Sequence[str] = (), **environment: str
+) -> subprocess.Popen:
     """`launch/local.sh` in its own process group, as the last words of the command `within`."""
     command = [*within, REPOSITORY / "launch" / "local.sh", *arguments(output, *overrides, launched=launched)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def finish(process: subprocess.Popen, output: Path, seconds: float = SECONDS) -> Run:

@@ -1,4 +1,5 @@
-"""Hides Transformer Engine from these tests, whose steps on the CPU it would change. `test_te.py` shows it to its ranks."""
+"""Hides Transformer Engine from these tests, whose steps on the CPU it would change. `test_te.py` shows it to its
+ranks."""
 
 import os
 import sys

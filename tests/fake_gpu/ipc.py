@@ -1,12 +1,14 @@
 """GPU memory that processes share by CUDA IPC, on fake GPUs.
 
-torch's part is real: the fields of a handle, the reference counters (files in shared memory), the storages that torch keeps while a counter
-is above 0, and `ipc_collect`. So is this project's part: export, request, packing, ledger, checksums and release.
+torch's part is real: the fields of a handle, the reference counters (files in shared memory), the storages that torch
+keeps while a counter is above 0, and `ipc_collect`. So is this project's part: export, request, packing, ledger,
+checksums and release.
 
-CUDA's part is a stand-in. The runtime's `cudaIpcGetMemHandle` and `cudaIpcOpenMemHandle` do nothing, and its memory belongs to one process.
-Here a handle names a file in memory, which the other process maps. The exporting process writes its storage to that file whenever its host
-waits for the device, as late as CUDA permits. A reader that reads before this wait sees garbage. Writes of a reader do not reach the
-exporting process. Events are left out, because this project's handles ask for none.
+CUDA's part is a stand-in. The runtime's `cudaIpcGetMemHandle` and `cudaIpcOpenMemHandle` do nothing, and its memory
+belongs to one process. Here a handle names a file in memory, which the other process maps. The exporting process writes
+its storage to that file whenever its host waits for the device, as late as CUDA permits. A reader that reads before
+this wait sees garbage. Writes of a reader do not reach the exporting process. Events are left out, because this
+project's handles ask for none.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ class Sharing:
     exported: dict[int, Exported] = field(default_factory=dict)  # by address
 
     def share(self, storage: UntypedStorage, *args: Any) -> tuple:
-        """Return what torch returns for a storage that it exports, with the name of a file in place of CUDA's handle."""
+        """Return what torch returns for a storage that it exports, with the name of a file in place of CUDA's
+        handle."""
         device, handle, *rest = _share(storage, *args)
         entry = self.exported.get(storage.data_ptr())
         if entry is None or entry.storage.expired() or len(entry.memory) != storage.nbytes():
@@ -71,8 +74,11 @@ class Sharing:
 _share = UntypedStorage._share_cuda_
 
 
-def map_shared(device: int, handle: bytes, count: int, offset: int, counter: bytes, place: int, *event: Any) -> UntypedStorage:
-    """Return a storage of `count` bytes over the file that a handle names. Its end counts down the handle's reference, as torch does."""
+def map_shared(
+    device: int, handle: bytes, count: int, offset: int, counter: bytes, place: int, *event: Any
+) -> UntypedStorage:
+    """Return a storage of `count` bytes over the file that a handle names. Its end counts down the handle's reference,
+    as torch does."""
     try:
         with open(f"/proc/{handle[1:].rstrip(bytes(1)).decode()}", "r+b") as file:
             memory = mmap.mmap(file.fileno(), count)

@@ -1,10 +1,12 @@
 """What CUDA kernels compute, computed by the CPU: for a runtime whose device memory the CPU can address (runtime.py).
 
-`Kernels` receives each aten function that has a tensor on `cuda`. It lays CPU tensors over the memory of these tensors, calls the CPU's
-kernel, and moves new results into memory of torch's CUDA allocator. Everything above a kernel (autograd, autocast, modules) and below it
-(allocator, storages, streams, events, pinned memory) is torch's own code for CUDA.
+`Kernels` receives each aten function that has a tensor on `cuda`. It lays CPU tensors over the memory of these tensors,
+calls the CPU's kernel, and moves new results into memory of torch's CUDA allocator. Everything above a kernel
+(autograd, autocast, modules) and below it (allocator, storages, streams, events, pinned memory) is torch's own code for
+CUDA.
 
-Kernels refuse tensors of different devices; `check_devices` does so here. It also counts the functions that make a GPU's host wait.
+Kernels refuse tensors of different devices; `check_devices` does so here. It also counts the functions that make a
+GPU's host wait.
 """
 
 from __future__ import annotations
@@ -28,35 +30,45 @@ aten = torch.ops.aten
 NO_KERNEL = frozenset(
     "aten::" + name
     for name in (
-        "alias as_strided_ detach detach_ empty.memory_format empty_like empty_strided is_pinned is_same_size lift_fresh new_empty "
+        "alias as_strided_ detach detach_ empty.memory_format empty_like empty_strided is_pinned is_same_size "
+        "lift_fresh new_empty "
         "new_empty_strided _pin_memory record_stream _reshape_alias resize_ resize_as_ set_ set_.source_Storage "
-        "set_.source_Storage_storage_offset set_.source_Tensor set_data squeeze_ squeeze_.dim t_ transpose_ unsqueeze_ _unsafe_view"
+        "set_.source_Storage_storage_offset set_.source_Tensor set_data squeeze_ squeeze_.dim t_ transpose_ unsqueeze_ "
+        "_unsafe_view"
     ).split()
 )
 # These copy between devices.
-BETWEEN_DEVICES = frozenset("aten::" + name for name in "copy_ copy _to_copy _copy_from _foreach_copy_ _foreach_copy".split())
-# Beside pointwise functions, these accept a CPU tensor without dimensions; and the second group accepts indices on the CPU.
+BETWEEN_DEVICES = frozenset(
+    "aten::" + name for name in "copy_ copy _to_copy _copy_from _foreach_copy_ _foreach_copy".split()
+)
+# Beside pointwise functions, these accept a CPU tensor without dimensions; and the second group accepts indices on the
+# CPU.
 TAKE_SCALARS = frozenset(
     "aten::" + name
     for name in (
-        "fill_.Tensor masked_fill.Tensor masked_fill_.Tensor index_put index_put_ _index_put_impl_ where.self _foreach_mul.Tensor "
+        "fill_.Tensor masked_fill.Tensor masked_fill_.Tensor index_put index_put_ _index_put_impl_ where.self "
+        "_foreach_mul.Tensor "
         "_foreach_mul_.Tensor"
     ).split()
 )
-TAKE_INDICES = frozenset("aten::" + name for name in "index.Tensor index_put index_put_ _index_put_impl_ _unsafe_index.Tensor".split())
+TAKE_INDICES = frozenset(
+    "aten::" + name for name in "index.Tensor index_put index_put_ _index_put_impl_ _unsafe_index.Tensor".split()
+)
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
 INDEX_TYPES = (torch.int64, torch.int32, torch.bool, torch.uint8)
 # The size of their result, or a number of the host, depends on the device.
 WAIT = frozenset(
-    "aten::" + name for name in "_local_scalar_dense nonzero equal masked_select is_nonzero _unique2 unique_dim unique_consecutive".split()
+    "aten::" + name
+    for name in "_local_scalar_dense nonzero equal masked_select is_nonzero _unique2 unique_dim "
+    "unique_consecutive".split()
 )
 
 
 class Kernels(TorchDispatchMode):
-    """The CPU's kernels for tensors on `cuda`. `calls` counts functions by name. `waits` counts the functions that make the host wait, by
-    name and line of this project; `on_wait`, if set, is called before each. `on_copy`, if set, is called with each copy_(target, source,
-    non_blocking) and returns whether it has done the copy itself; `on_use` with the tensors of all functions. With `skips_products` matrix
-    products are zeros, for measurements of memory."""
+    """The CPU's kernels for tensors on `cuda`. `calls` counts functions by name. `waits` counts the functions that make
+    the host wait, by name and line of this project; `on_wait`, if set, is called before each. `on_copy`, if set, is
+    called with each copy_(target, source, non_blocking) and returns whether it has done the copy itself; `on_use` with
+    the tensors of all functions. With `skips_products` matrix products are zeros, for measurements of memory."""
 
     active: Kernels | None = None  # of this process
 
@@ -86,7 +98,12 @@ class Kernels(TorchDispatchMode):
         if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):  # made of other functions
             with self:
                 return func.decompose(*args, **kwargs)
-        if func.namespace not in ("aten", "prims") or func.is_view or name in NO_KERNEL or (wanted and wanted.type == "meta"):
+        if (
+            func.namespace not in ("aten", "prims")
+            or func.is_view
+            or name in NO_KERNEL
+            or (wanted and wanted.type == "meta")
+        ):
             return func(*args, **kwargs)
         check_devices(func, name, leaves)
         self._count(name, leaves, kwargs)
@@ -96,7 +113,9 @@ class Kernels(TorchDispatchMode):
             self.on_use(owners)
         return self._compute(func, name, (leaves, spec), owners, wanted)
 
-    def _compute(self, func: Any, name: str, packed: tuple[list, Any], owners: list[Tensor], wanted: torch.device | None) -> Any:
+    def _compute(
+        self, func: Any, name: str, packed: tuple[list, Any], owners: list[Tensor], wanted: torch.device | None
+    ) -> Any:
         leaves, spec = packed
         views = {id(owner): host_view(owner) for owner in owners}
         args, kwargs = tree_unflatten([views.get(id(leaf), leaf) for leaf in leaves], spec)
@@ -135,9 +154,11 @@ class Kernels(TorchDispatchMode):
 
 
 def replace_everywhere() -> Kernels:
-    """Compute by `Kernels` in this thread, in autograd's threads, which inherit it, and in all threads that Python starts from now on."""
+    """Compute by `Kernels` in this thread, in autograd's threads, which inherit it, and in all threads that Python
+    starts from now on."""
     mode = Kernels.active = Kernels()
-    torch.backends.cuda.enable_mem_efficient_sdp(False)  # attention.py has flash; torch's unfused attention is made of aten functions
+    # attention.py has flash; torch's unfused attention is made of aten functions
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
     text, begin = torch._tensor_str._str, threading.Thread._bootstrap_inner
 
@@ -160,7 +181,8 @@ def on_cuda(thing: Any) -> bool:
 
 
 def host_view(owner: Tensor) -> Tensor:
-    """Return a CPU tensor over the memory of a cuda tensor, of the same shape and strides. It must not outlive `owner`."""
+    """Return a CPU tensor over the memory of a cuda tensor, of the same shape and strides. It must not outlive
+    `owner`."""
     if not owner.numel():
         return torch.empty_strided(owner.size(), owner.stride(), dtype=owner.dtype)
     memory = owner.untyped_storage()
@@ -186,7 +208,8 @@ def check_devices(func: Any, name: str, leaves: Sequence[Any]) -> None:
 
 
 def seed_from(home: torch.device, func: Any, kwargs: dict) -> None:
-    """Give a random function a CPU generator that follows from seed and offset of the device's generator, and advance the offset."""
+    """Give a random function a CPU generator that follows from seed and offset of the device's generator, and advance
+    the offset."""
     own = kwargs.get("generator") or torch.cuda.default_generators[home.index]
     if own.device.type != "cuda":
         return
@@ -200,7 +223,8 @@ def seed_from(home: torch.device, func: Any, kwargs: dict) -> None:
 
 
 def on_cpu(func: Any, name: str, args: tuple, kwargs: dict) -> Any:
-    """Call the CPU's kernel of a function. A function without one is computed by other functions, with the same numbers."""
+    """Call the CPU's kernel of a function. A function without one is computed by other functions, with the same
+    numbers."""
     if name in FUSED:
         return FUSED[name](*args, **kwargs)
     base, _, overload = name.removeprefix("aten::").partition(".")
@@ -227,7 +251,8 @@ def zeros(func: Any, args: tuple, kwargs: dict) -> Tensor:
 
 
 def wide_product(base: str, args: tuple, kwargs: dict) -> Tensor:
-    """A product of narrow factors summed in `out_dtype`, without rounding in between: [b,] n x k times k x m, plus a total if any."""
+    """A product of narrow factors summed in `out_dtype`, without rounding in between: [b,] n x k times k x m, plus a
+    total if any."""
     tensors, wide = list(args), kwargs.get("out_dtype")
     if wide is None:
         wide = next(arg for arg in args if isinstance(arg, torch.dtype))
@@ -247,7 +272,8 @@ def follow_size(owner: Tensor, view: Tensor) -> None:
 
 
 def to_cuda(result: Tensor, originals: dict[int, Tensor], memory: dict[int, Tensor], home: torch.device) -> Tensor:
-    """Return a CPU result as a cuda tensor: an argument itself, a view of an argument, or new memory of the CUDA allocator."""
+    """Return a CPU result as a cuda tensor: an argument itself, a view of an argument, or new memory of the CUDA
+    allocator."""
     if id(result) in originals:
         return originals[id(result)]
     if result.numel() and (owner := memory.get(result.untyped_storage().data_ptr())) is not None:

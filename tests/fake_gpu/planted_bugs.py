@@ -19,7 +19,9 @@ Patch = pytest.MonkeyPatch
 def a_mask_on_the_host(patch: Patch) -> None:
     """The attention's mask is built without a device."""
     stock = causal._short_bias
-    patch.setattr(causal, "_short_bias", lambda length, window, dtype, device: stock(length, window, dtype, torch.device("cpu")))
+    patch.setattr(
+        causal, "_short_bias", lambda length, window, dtype, device: stock(length, window, dtype, torch.device("cpu"))
+    )
 
 
 def micro_batches_on_the_host(patch: Patch) -> None:

@@ -1,8 +1,9 @@
 """Ranks and commands on GPUs that do not exist.
 
-`MEGAGRPO_FAKE_GPU` names a folder with FakeGPU (github.com/FanBB2333/FakeGPU): libraries that answer CUDA's calls on host memory, and a
-coordinator that carries NCCL's messages. Preloaded, they make torch's CUDA build see GPUs. Its allocator, streams, events, pinned memory
-and ProcessGroupNCCL run unchanged. `tests/fake_gpu/kernels.py` computes in place of the kernels.
+`MEGAGRPO_FAKE_GPU` names a folder with FakeGPU (github.com/FanBB2333/FakeGPU): libraries that answer CUDA's calls on
+host memory, and a coordinator that carries NCCL's messages. Preloaded, they make torch's CUDA build see GPUs. Its
+allocator, streams, events, pinned memory and ProcessGroupNCCL run unchanged. `tests/fake_gpu/kernels.py` computes in
+place of the kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ ROOT = Path(__file__).parents[2]
 COORDINATOR = "fakegpu-coordinator"
 LIBRARIES = ("libcublas.so.12", "libcudart.so.12", "libcuda.so.1", "libnvidia-ml.so.1", "libnccl.so.2")
 START_SECONDS = 20.0
-TEST_SECONDS = 1500  # for one test: two starts of ranks may take 600 s each (ranks.py), and the error then names the ranks
+# for one test: two starts of ranks may take 600 s each (ranks.py), and the error then names the ranks
+TEST_SECONDS = 1500
 
 
 def missing() -> str | None:
@@ -46,13 +48,15 @@ needs_fake_gpu = pytest.mark.skipif(missing() is not None, reason=str(missing())
 
 @contextlib.contextmanager
 def fake_gpus(count: int, **more: str) -> Iterator[dict[str, str]]:
-    """Context manager: start a coordinator, and yield the environment in which a process sees `count` H100s. `more` are further
-    variables."""
+    """Context manager: start a coordinator, and yield the environment in which a process sees `count` H100s. `more` are
+    further variables."""
     folder = Path(os.environ[VARIABLE])
     with tempfile.TemporaryDirectory(prefix="fake_gpu_") as place:
         socket = f"{place}/nccl"
         coordinator = subprocess.Popen(
-            [folder / COORDINATOR, "--transport", "unix", "--address", socket], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [folder / COORDINATOR, "--transport", "unix", "--address", socket],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         try:
             deadline = time.monotonic() + START_SECONDS
@@ -87,7 +91,8 @@ def environment(folder: Path, socket: str, count: int) -> dict[str, str]:
 
 
 def on_gpus(function: Callable[..., Any], count: int, *args: Any, timeout: float = 600.0, **more: str) -> list[Any]:
-    """Run `function(*args)` on `count` ranks with a fake GPU each, over ProcessGroupNCCL; return their results. See `run_ranks`."""
+    """Run `function(*args)` on `count` ranks with a fake GPU each, over ProcessGroupNCCL; return their results. See
+    `run_ranks`."""
     with fake_gpus(count, **more) as variables:
         return run_ranks(function, count, *args, timeout=timeout, env=variables, start="spawn")
 

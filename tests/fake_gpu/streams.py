@@ -1,9 +1,10 @@
-"""Streams under stress: a copy on a side stream happens as late as CUDA allows, and garbage stands in its target until then.
+"""Streams under stress: a copy on a side stream happens as late as CUDA allows, and garbage stands in its target until
+then.
 
 The runtime of these tests runs all work at once and in order, so it hides missing waits. With `delay_copies`
 
-- a non-blocking copy on a side stream runs when a stream or the host waits for an event after it. A reader that does not wait sees
-  garbage, and a source that is freed or overwritten before is copied as it is then;
+- a non-blocking copy on a side stream runs when a stream or the host waits for an event after it. A reader that does
+  not wait sees garbage, and a source that is freed or overwritten before is copied as it is then;
 - a copy whose stream has not waited for the default stream's last use of source or target delivers garbage.
 
 Messages of NCCL run at once.
@@ -41,13 +42,16 @@ class Delayed:
 
 @dataclass
 class Streams:
-    """The copies that side streams have not run, and what each stream has waited for. `delayed` counts all delayed copies."""
+    """The copies that side streams have not run, and what each stream has waited for. `delayed` counts all delayed
+    copies."""
 
     pending: defaultdict[int, list[Delayed]] = field(default_factory=lambda: defaultdict(list))  # by stream
     issued: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # copies so far, by stream
     done: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # of them, those that have run
-    events: dict[int, tuple[int, int, int]] = field(default_factory=dict)  # event -> (stream, copies before it, time of the default stream)
-    seen: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))  # side stream -> time that it has waited for
+    # event -> (stream, copies before it, time of the default stream)
+    events: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    # side stream -> time that it has waited for
+    seen: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
     uses: dict[int, int] = field(default_factory=dict)  # address of a storage -> time of the default stream's last use
     now: int = 0  # functions of the default stream so far
     delayed: int = 0
@@ -64,7 +68,9 @@ class Streams:
         if stream == DEFAULT or not non_blocking:
             self.run(stream)
             return False
-        used = max(self.uses.get(tensor.untyped_storage().data_ptr(), 0) for tensor in (target, source) if on_cuda(tensor))
+        used = max(
+            self.uses.get(tensor.untyped_storage().data_ptr(), 0) for tensor in (target, source) if on_cuda(tensor)
+        )
         views = [host_view(tensor) if on_cuda(tensor) else tensor for tensor in (target, source)]
         self.pending[stream].append(Delayed(*views, too_early=used > self.seen[stream]))
         self.issued[stream] += 1

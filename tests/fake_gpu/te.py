@@ -1,4 +1,5 @@
-"""Transformer Engine's layers on a fake GPU: its kernels in torch (te_kernels.py), and those of the optimizer, which only a GPU takes."""
+"""Transformer Engine's layers on a fake GPU: its kernels in torch (te_kernels.py), and those of the optimizer, which
+only a GPU takes."""
 
 from __future__ import annotations
 
@@ -37,9 +38,18 @@ def multi_tensor_scale_tensor(chunk: int, overflow: Tensor, lists: Lists, scale:
 
 
 def multi_tensor_adam(
-    chunk: int, overflow: Tensor, lists: Lists, rate: float, beta1: float, beta2: float, epsilon: float, step: int, *rest: Any
+    chunk: int,
+    overflow: Tensor,
+    lists: Lists,
+    rate: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: int,
+    *rest: Any,
 ) -> None:
-    """AdamW in float32: gradients, parameters, both moments, and masters if any. `rest`: mode, whether to correct the moments, decay."""
+    """AdamW in float32: gradients, parameters, both moments, and masters if any. `rest`: mode, whether to correct the
+    moments, decay."""
     decoupled, corrected, decay = rest
     assert decoupled
     for gradient, parameter, first, second, *master in zip(*lists, strict=True):

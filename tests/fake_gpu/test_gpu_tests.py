@@ -1,4 +1,5 @@
-"""This project's tests for GPUs, and tests of ranks that use a GPU if there is one, pass on fake GPUs. Each skip has a known reason."""
+"""This project's tests for GPUs, and tests of ranks that use a GPU if there is one, pass on fake GPUs. Each skip has a
+known reason."""
 
 import pytest
 

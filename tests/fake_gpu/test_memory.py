@@ -1,5 +1,5 @@
-"""Memory that torch's allocator reports on a fake GPU, by phase, against the plan. Matrix products are skipped: they return zeros of their
-size."""
+"""Memory that torch's allocator reports on a fake GPU, by phase, against the plan. Matrix products are skipped: they
+return zeros of their size."""
 
 import tempfile
 from pathlib import Path
@@ -11,7 +11,9 @@ from tests.fake_gpu.runtime import needs_fake_gpu, on_gpus
 
 pytestmark = [pytest.mark.fake_gpu, needs_fake_gpu, pytest.mark.timeout(1800)]
 # 44 million parameters; micro-batches of 2048 tokens in sequences of 256.
-MODEL = plan_memory.DENSE | dict(hidden_size=512, num_attention_heads=8, head_dim=64, intermediate_size=1536, vocab_size=16384)
+MODEL = plan_memory.DENSE | dict(
+    hidden_size=512, num_attention_heads=8, head_dim=64, intermediate_size=1536, vocab_size=16384
+)
 BF16 = dict(precision="bf16")
 OURS = dict(run=dict(deterministic=True))  # the plan then counts our attention instead of Transformer Engine's
 CASES = {

@@ -1,4 +1,5 @@
-"""State and activations that leave a fake GPU: the bytes that move, the memory that is left, and the same numbers after the return."""
+"""State and activations that leave a fake GPU: the bytes that move, the memory that is left, and the same numbers after
+the return."""
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ def test_a_trainer_leaves_its_gpu_and_comes_back_the_same(tmp_path):
 
 
 def a_step(share: float):
-    """The outcome of a step that offloads the activations of this share of the layers, and the bytes that copies carried in each direction.
-    Copies run as late as CUDA permits."""
+    """The outcome of a step that offloads the activations of this share of the layers, and the bytes that copies
+    carried in each direction. Copies run as late as CUDA permits."""
     from megagrpo.policy import activation_offload
     from megagrpo.proof.verify.shrink import random_samples
     from megagrpo.proof.verify.verified_step import take_step
@@ -34,7 +35,9 @@ def a_step(share: float):
         return streams.copy(target, source, non_blocking)
 
     Kernels.active.on_copy = counted
-    config = tiny_run({}, model=dict(path="tiny", precision="bf16", offload_activations=share), train=dict(share_prompts=False))
+    config = tiny_run(
+        {}, model=dict(path="tiny", precision="bf16", offload_activations=share), train=dict(share_prompts=False)
+    )
     return take_step(config, tiny_model("qwen3_untied"), random_samples()), moved
 
 

@@ -1,4 +1,5 @@
-"""Bugs of code for GPUs are seen on fake GPUs: each is planted into this project's code, and the same checks pass without it."""
+"""Bugs of code for GPUs are seen on fake GPUs: each is planted into this project's code, and the same checks pass
+without it."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ def run_of(parallel: dict | None = None, **model: Any):
 
 
 def problems_of_a_step(expected: Outcome, parallel: dict | None = None) -> list[str]:
-    """What a step with offloaded activations shows: an exception, numbers that differ from `expected`, and waits of the host inside the
-    schedule."""
+    """What a step with offloaded activations shows: an exception, numbers that differ from `expected`, and waits of the
+    host inside the schedule."""
     from tests.fake_gpu.kernels import Kernels
 
     try:
@@ -43,7 +44,8 @@ def problems_of_a_step(expected: Outcome, parallel: dict | None = None) -> list[
 
 
 def problems_of_leaving() -> list[str]:
-    """What a trainer shows that leaves the GPU after a step, returns and takes another step: an exception, or numbers that differ."""
+    """What a trainer shows that leaves the GPU after a step, returns and takes another step: an exception, or numbers
+    that differ."""
     from megagrpo.algorithms.losses import make_loss
     from megagrpo.data.packing import pack, packing_rules
     from megagrpo.platform.parallel.layout import init_layout
@@ -65,7 +67,9 @@ def problems_of_leaving() -> list[str]:
             for _ in range(2):
                 policy.train_step(reference.annotate(batch), make_loss(config), batch.num_tokens)
                 offload.offload_all()
-                if kind is Offload and (left := sum(p.untyped_storage().nbytes() for c in policy.chunks for p in c.parameters())):
+                if kind is Offload and (
+                    left := sum(p.untyped_storage().nbytes() for c in policy.chunks for p in c.parameters())
+                ):
                     return [f"left {left} bytes"]
                 offload.load_all()
             found.append([p.detach().cpu() for chunk in policy.chunks for p in chunk.parameters()])
@@ -92,7 +96,8 @@ BUGS: dict[Callable, tuple[Callable, str | tuple[str, ...]]] = {
 
 
 def with_each_bug(expected: Outcome) -> tuple[dict[str, list[str]], dict[str, list[str]], int]:
-    """Problems without a bug, by check; problems with each bug, by its name; and the number of copies that were delayed."""
+    """Problems without a bug, by check; problems with each bug, by its name; and the number of copies that were
+    delayed."""
     from megagrpo.policy import activation_offload
     from tests.fake_gpu.streams import delay_copies
 

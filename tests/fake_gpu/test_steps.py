@@ -1,4 +1,5 @@
-"""A step on a fake GPU is the step of the CPU, in float32 and bf16, and with each option that has its own code for GPUs."""
+"""A step on a fake GPU is the step of the CPU, in float32 and bf16, and with each option that has its own code for
+GPUs."""
 
 import functools
 
@@ -16,7 +17,10 @@ pytestmark = [pytest.mark.fake_gpu, needs_fake_gpu, pytest.mark.timeout(600)]
 OPTIONS = {
     "float32": ("qwen2_untied", {}),
     "experts": ("qwen3_moe", {}),
-    "recomputation and masters in shards": ("qwen3_tied", dict(model=dict(recompute="full"), train=dict(distributed_optimizer=True))),
+    "recomputation and masters in shards": (
+        "qwen3_tied",
+        dict(model=dict(recompute="full"), train=dict(distributed_optimizer=True)),
+    ),
     "adapters": ("qwen2_untied", dict(lora=dict(rank=4))),
     "whole samples": ("llama_tied", dict(train=dict(share_prompts=False))),
     "exact KL": ("qwen3_untied", dict(algorithm=dict(beta=0.1, kl_estimator="full_reverse"))),

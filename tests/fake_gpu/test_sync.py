@@ -1,5 +1,5 @@
-"""Weight syncs by CUDA IPC between two processes with a fake GPU each (ipc.py): a worker dies in the first update, the second one arrives,
-and no memory stays. Planted bugs are seen."""
+"""Weight syncs by CUDA IPC between two processes with a fake GPU each (ipc.py): a worker dies in the first update, the
+second one arrives, and no memory stays. Planted bugs are seen."""
 
 import gc
 

@@ -1,4 +1,5 @@
-"""Transformer Engine's layers on a fake GPU, with kernels in torch: their step equals ours, in FP8 and with weights kept in FP8."""
+"""Transformer Engine's layers on a fake GPU, with kernels in torch: their step equals ours, in FP8 and with weights
+kept in FP8."""
 
 from importlib.machinery import PathFinder
 
@@ -34,11 +35,17 @@ def stepped(*args) -> Outcome:
 
 def run_of(**model):
     """A run whose prompts are not shared, which Transformer Engine needs."""
-    return tiny_run({}, model=dict(path="tiny", precision="fp32") | model, train=dict(share_prompts=False, distributed_optimizer=True))
+    return tiny_run(
+        {},
+        model=dict(path="tiny", precision="fp32") | model,
+        train=dict(share_prompts=False, distributed_optimizer=True),
+    )
 
 
 def theirs(**model) -> Outcome:
-    found = on_gpus(stepped, 1, run_of(**model), small(SHAPE), random_samples(), timeout=600, MEGAGRPO_FAKE_GPU_TE="1")[0]
+    found = on_gpus(stepped, 1, run_of(**model), small(SHAPE), random_samples(), timeout=600, MEGAGRPO_FAKE_GPU_TE="1")[
+        0
+    ]
     assert silent_tensors(found) == []
     return found
 
@@ -64,5 +71,7 @@ def test_a_step_with_weights_kept_in_fp8_is_that_with_bf16_weights_bit_for_bit()
 
 def test_a_step_in_fp8_differs_from_the_exact_one_by_rounding(ours):
     found = theirs(precision="bf16", fp8_recipe="tensorwise")
-    linears = sorted(error for (kind, name), error in distances(found, ours).items() if kind == "gradient" and "_proj" in name)
+    linears = sorted(
+        error for (kind, name), error in distances(found, ours).items() if kind == "gradient" and "_proj" in name
+    )
     assert 0.05 < linears[len(linears) // 2] < 0.6

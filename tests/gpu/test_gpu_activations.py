@@ -1,4 +1,5 @@
-"""Activations offloaded to host memory, on a GPU: the step equals the one without offload. `cpu` runs the same code without a GPU."""
+"""Activations offloaded to host memory, on a GPU: the step equals the one without offload. `cpu` runs the same code
+without a GPU."""
 
 import pytest
 from tiny_policy import tiny_run
@@ -24,8 +25,15 @@ def test_a_step_is_the_same_whether_activations_leave_or_stay(place, keys):
     need_recipe(place, keys.get("fp8_recipe"))
     found = {}
     for leave in (False, True):
-        settings = tiny_run({}, model=dict(precision="bf16", offload_activations=float(leave), **keys), train=dict(share_prompts=False))
+        settings = tiny_run(
+            {}, model=dict(precision="bf16", offload_activations=float(leave), **keys), train=dict(share_prompts=False)
+        )
         (found[leave],) = run_ranks(_step, 1, settings, small("qwen2_untied"), timeout=300)
     # On a GPU attention adds up its gradients in any order.
-    assert max(relative_error(found[True].gradients[name], found[False].gradients[name]) for name in found[False].gradients) < 1e-2
+    assert (
+        max(
+            relative_error(found[True].gradients[name], found[False].gradients[name]) for name in found[False].gradients
+        )
+        < 1e-2
+    )
     assert found[True].logprobs.sub(found[False].logprobs).abs().max() == 0

@@ -1,4 +1,5 @@
-"""Transformer Engine's FP8 step on a GPU, against our own rounding of the same step on the CPU. `cpu` runs the same code without a GPU."""
+"""Transformer Engine's FP8 step on a GPU, against our own rounding of the same step on the CPU. `cpu` runs the same
+code without a GPU."""
 
 import pytest
 import torch
@@ -11,9 +12,9 @@ from tests.gpu.test_gpu_parity import step
 
 SHAPE = "qwen2_untied"
 JUDGED = ("loss", "log-prob", "gradient", "gradient norm")
-# Relative errors of gradients. Our bf16 and float32 steps differ by 0.28 at most, because bf16 rounding moves values to another FP8 number,
-# and by 0.45 where the scale covers all micro-batches. The median of the linears differs by 0.2 from float32; bf16 without FP8 by 0.05 at
-# most.
+# Relative errors of gradients. Our bf16 and float32 steps differ by 0.28 at most, because bf16 rounding moves values to
+# another FP8 number, and by 0.45 where the scale covers all micro-batches. The median of the linears differs by 0.2
+# from float32; bf16 without FP8 by 0.05 at most.
 APART, FP8_ERROR = {"delayed": 0.6}, 0.1
 
 
@@ -50,6 +51,7 @@ def test_a_step_with_weights_kept_in_fp8_is_that_with_bf16_weights(place, recipe
     plain, kept = (step(SHAPE, "bf16", on_cpu=False, fp8_recipe=recipe, fp8_param=keeps) for keeps in (False, True))
     assert torch.equal(kept.logprobs, plain.logprobs)
     apart = distances(kept, plain)
-    assert max(error for (kind, _), error in apart.items() if kind == "gradient") <= (1e-2 if place == "gpu" else 0)  # of attention
+    # of attention
+    assert max(error for (kind, _), error in apart.items() if kind == "gradient") <= (1e-2 if place == "gpu" else 0)
     moved = {name: error for (kind, name), error in apart.items() if kind == "next weight"}
     assert all(0.01 < moved[name] < 0.05 if "_proj.weight" in name else moved[name] < 1e-3 for name in moved)

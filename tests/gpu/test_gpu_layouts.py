@@ -37,7 +37,9 @@ CASES = [
 
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("layout", "gpus", "shape"), [(layout, gpus, shape) for layout, gpus, shapes in CASES for shape in shapes])
+@pytest.mark.parametrize(
+    ("layout", "gpus", "shape"), [(layout, gpus, shape) for layout, gpus, shapes in CASES for shape in shapes]
+)
 def test_layouts_on_gpus_take_the_step_of_one_process(layout, gpus, shape, tmp_path):
     need_gpus(gpus)
     (tmp_path / "config.json").write_text(json.dumps(SHAPES[shape]))

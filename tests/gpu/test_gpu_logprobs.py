@@ -1,4 +1,5 @@
-"""The fused log-probs on a GPU, where their kernels are compiled: values, gradients and memory at the size of a real vocabulary."""
+"""The fused log-probs on a GPU, where their kernels are compiled: values, gradients and memory at the size of a real
+vocabulary."""
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ def answer(problem, dtype=torch.bfloat16, early=True, **options):
     hidden, weight, labels, upstream = problem
     leaves = [t.to(dtype).requires_grad_() for t in (hidden, weight)]
     early_gradients = (lambda rows, *found: tuple(upstream[: len(found), rows])) if early else None
-    outputs = vocab_logprobs(*leaves, labels, vocab_size=VOCAB - 100, temperature=0.7, upstream=early_gradients, **options)
+    outputs = vocab_logprobs(
+        *leaves, labels, vocab_size=VOCAB - 100, temperature=0.7, upstream=early_gradients, **options
+    )
     taught = [o for o in outputs if o.requires_grad]
     gradients = torch.autograd.grad(taught, leaves, tuple(upstream[: len(taught)]))
     return [t.detach().float() for t in (*outputs, *gradients)]
@@ -53,7 +56,9 @@ def test_fp8_gives_the_distribution_of_the_rounded_factors(problem, recipe):
     for got, want in zip(answer(problem, fused=True, fp8=recipe)[2:], gradients, strict=True):
         assert (got - want).norm() < 0.2 * want.norm()
     if recipe == "tensorwise":
-        rounded = [f.values.float() * f.scales for f in (in_fp8(hidden, recipe, 1), in_fp8(weight[: VOCAB - 100], recipe, 128))]
+        rounded = [
+            f.values.float() * f.scales for f in (in_fp8(hidden, recipe, 1), in_fp8(weight[: VOCAB - 100], recipe, 128))
+        ]
         found = vocab_logprobs(*rounded, labels, temperature=0.7)
         assert (logprobs - found[0]).abs().max() < 1e-2 and (entropy - found[1]).abs().max() < 1e-2
 

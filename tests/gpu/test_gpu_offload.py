@@ -1,5 +1,5 @@
-"""A trainer that offloads its GPU memory and reloads it: the memory left on the GPU, and all numbers unchanged. `cpu` runs the same code
-where offloading frees no memory for others."""
+"""A trainer that offloads its GPU memory and reloads it: the memory left on the GPU, and all numbers unchanged. `cpu`
+runs the same code where offloading frees no memory for others."""
 
 from pathlib import Path
 
@@ -13,7 +13,8 @@ LEFT_GIB = 0.5  # cuBLAS' workspaces, and memory that the allocator cannot free
 
 
 def leave_and_come_back(folder: Path, model: str, precision: str, in_fp8: bool) -> tuple[float, float, bool, float]:
-    """(GiB before and after leaving, whether all numbers are the same bit for bit, gradient norm of a step after that)."""
+    """(GiB before and after leaving, whether all numbers are the same bit for bit, gradient norm of a step after
+    that)."""
     import torch
 
     from benchmarks.gpu.pair import own_gib
@@ -29,7 +30,12 @@ def leave_and_come_back(folder: Path, model: str, precision: str, in_fp8: bool) 
     from megagrpo.policy.reference import Reference
     from megagrpo.trainer.state_offload import Offload
 
-    overrides = [f"model.precision={precision}", "algorithm.beta=0.1", "rollout.max_prompt_length=64", "rollout.max_completion_length=64"]
+    overrides = [
+        f"model.precision={precision}",
+        "algorithm.beta=0.1",
+        "rollout.max_prompt_length=64",
+        "rollout.max_completion_length=64",
+    ]
     overrides += ["model.fp8_recipe=blockwise", "model.fp8_param=true"] * in_fp8
     config = run_config(write_shape(shape(model), folder), *overrides)
     layout = init_layout(config.parallel, config.run.seed)
@@ -38,7 +44,9 @@ def leave_and_come_back(folder: Path, model: str, precision: str, in_fp8: bool) 
     policy = MegatronPolicy(config, layout, hf_config)
     reference = Reference(policy)
     policy.weights_changed()
-    batch = pack(samples_of(Case("", hf_config, config, sizes_of(config))), packing_rules(config, policy.shares_prompts))
+    batch = pack(
+        samples_of(Case("", hf_config, config, sizes_of(config))), packing_rules(config, policy.shares_prompts)
+    )
     arguments = reference.annotate(batch), make_loss(config), denominator(batch, config.algorithm.loss.average, 64)
     policy.train_step(*arguments)
     offload = Offload(policy, reference)
@@ -67,7 +75,9 @@ def leave_and_come_back(folder: Path, model: str, precision: str, in_fp8: bool) 
 def test_a_trainer_leaves_its_gpu_and_comes_back_the_same(place, in_fp8, tmp_path):
     need(place)
     precision = "bf16" if place == "gpu" or in_fp8 else "fp32"
-    before, left, same, norm = run_ranks(leave_and_come_back, 1, tmp_path, MODELS[place], precision, in_fp8, timeout=300)[0]
+    before, left, same, norm = run_ranks(
+        leave_and_come_back, 1, tmp_path, MODELS[place], precision, in_fp8, timeout=300
+    )[0]
     assert same and 0 < norm < float("inf")
     if place == "gpu":
         assert left < LEFT_GIB < before / 10

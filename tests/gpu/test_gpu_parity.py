@@ -1,5 +1,5 @@
-"""Transformer Engine's bf16 step on a GPU, against the same step on the CPU: same weights, same samples, in separate processes. `cpu` runs
-the same code without a GPU."""
+"""Transformer Engine's bf16 step on a GPU, against the same step on the CPU: same weights, same samples, in separate
+processes. `cpu` runs the same code without a GPU."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
 from tests.gpu.places import PLACES, need
 
-# Error limits for bf16 with these models: the median log-prob, in nats, and the relative error of all gradients together. Our bf16 step on
-# a CPU reaches half of them: 0.017 (Gemma 3; 0.012 the others) and 0.041.
+# Error limits for bf16 with these models: the median log-prob, in nats, and the relative error of all gradients
+# together. Our bf16 step on a CPU reaches half of them: 0.017 (Gemma 3; 0.012 the others) and 0.041.
 LOGPROB, GRADIENT = 0.034, 0.082
 DENSE = ("llama_tied", "qwen2_untied", "qwen3_tied", "glm4", "phi3", "gemma2", "gemma3")
 EXPERTS = ("qwen3_moe", "mixtral")
@@ -38,7 +38,10 @@ def whole_error(found: Outcome, expected: Outcome) -> float:
     """The relative error of all gradients together."""
     difference, size = (
         torch.cat([tensors(name).flatten() for name in expected.gradients]).norm().item()
-        for tensors in (lambda name: found.gradients[name] - expected.gradients[name], lambda name: expected.gradients[name])
+        for tensors in (
+            lambda name: found.gradients[name] - expected.gradients[name],
+            lambda name: expected.gradients[name],
+        )
     )
     return difference / size
 

@@ -10,8 +10,8 @@ import pytest
 from tests.gpu.places import PLACES, need
 
 ROOT = Path(__file__).parents[2]
-# Rewards of eight steps without a GPU, as in README. Another machine draws other tokens: over three steps this moves a mean by less than
-# 0.15 here.
+# Rewards of eight steps without a GPU, as in README. Another machine draws other tokens: over three steps this moves a
+# mean by less than 0.15 here.
 CURVE = (0.125, 0.359, 0.688, 0.938, 0.844, 0.938, 0.906, 0.969)
 SLACK = 0.15
 
@@ -20,8 +20,15 @@ SLACK = 0.15
 @pytest.mark.parametrize("place", PLACES)
 def test_the_reward_of_the_quickstart_rises_as_the_recorded_one_does(place, tmp_path):
     need(place)
-    command = [ROOT / "launch" / "local.sh", ROOT / "configs" / "quickstart.yaml", f"run.output_dir={tmp_path}", "run.trackers=[]"]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False)
+    command = [
+        ROOT / "launch" / "local.sh",
+        ROOT / "configs" / "quickstart.yaml",
+        f"run.output_dir={tmp_path}",
+        "run.trackers=[]",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", check=False
+    )
     assert done.returncode == 0, done.stdout[-3000:]
     lines = [json.loads(line) for line in (tmp_path / "quickstart" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "reward" in line]

@@ -1,4 +1,5 @@
-"""Whole runs of a tiny model on GPUs: servers on the trainer's GPU and on a separate GPU, and every weight sync transport."""
+"""Whole runs of a tiny model on GPUs: servers on the trainer's GPU and on a separate GPU, and every weight sync
+transport."""
 
 import pytest
 
@@ -6,12 +7,21 @@ from megagrpo.platform import device
 from tests.e2e import world
 from tests.gpu.places import need_gpus
 
-SETTINGS = ("model.precision=bf16", "rollout.gpu_memory_utilization=0.2", "rollout.enforce_eager=true", "rollout.mismatch_threshold=1.05")
+SETTINGS = (
+    "model.precision=bf16",
+    "rollout.gpu_memory_utilization=0.2",
+    "rollout.enforce_eager=true",
+    "rollout.mismatch_threshold=1.05",
+)
 CASES = {
     "colocated": (1, "cuda_ipc", ()),
     "colocated, through shared memory": (1, "shared_memory", ("rollout.weight_sync_transport=shared_memory",)),
     "dedicated": (2, "p2p", ("rollout.placement=dedicated",)),
-    "dedicated to two ranks": (3, "p2p", ("rollout.placement=dedicated", "parallel.tp=2", "parallel.sequence_parallel=true")),
+    "dedicated to two ranks": (
+        3,
+        "p2p",
+        ("rollout.placement=dedicated", "parallel.tp=2", "parallel.sequence_parallel=true"),
+    ),
     "two servers on two ranks' GPUs": (2, "cuda_ipc", ("rollout.servers=2",)),
 }
 ON_CPU = "colocated"  # without a GPU, weights go through shared memory

@@ -1,5 +1,5 @@
-"""Weights into a real vLLM server on the trainer's own GPU, by CUDA IPC, with sleep in between. `cpu` runs the same code where weights go
-through shared memory and no server sleeps."""
+"""Weights into a real vLLM server on the trainer's own GPU, by CUDA IPC, with sleep in between. `cpu` runs the same
+code where weights go through shared memory and no server sleeps."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,4 +71,6 @@ def test_a_server_on_the_same_gpu_gets_the_weights_sleeps_and_gets_them_again(pl
     assert max(found.near) < NEAR[place] and found.stale > 3 * NEAR[place]
     assert found.transport == {"gpu": "cuda_ipc", "cpu": "shared_memory"}[place]
     if place == "gpu":
-        assert found.asleep[1] < min(found.awake[1] / 2, ASLEEP_GIB) and found.awake_again[1] == pytest.approx(found.awake[1], rel=0.15)
+        assert found.asleep[1] < min(found.awake[1] / 2, ASLEEP_GIB) and found.awake_again[1] == pytest.approx(
+            found.awake[1], rel=0.15
+        )

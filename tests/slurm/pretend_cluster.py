@@ -1,5 +1,6 @@
-"""A real Slurm on this machine with simulated nodes: several slurmd, each with its own node name. With `networks`, hosts share neither
-loopback nor interfaces. Needs root and Debian's packages slurm-wlm and munge; networks also iproute2.
+"""A real Slurm on this machine with simulated nodes: several slurmd, each with its own node name. With `networks`,
+hosts share neither loopback nor interfaces. Needs root and Debian's packages slurm-wlm and munge; networks also
+iproute2.
 
 It changes nothing outside one folder: it has its own munge key, socket and ports.
 """
@@ -52,7 +53,10 @@ JobRequeue=1
 KillWait=20
 PartitionName=all Nodes=ALL Default=YES State=UP
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=64 CoresPerSocket=64 RealMemory=20000 State=UNKNOWN\n"
+NODE = (
+    "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs=64 CoresPerSocket=64 RealMemory=20000 "
+    "State=UNKNOWN\n"
+)
 
 
 def missing(*commands: str) -> str:
@@ -64,8 +68,9 @@ def missing(*commands: str) -> str:
 
 
 class Networks:
-    """Hosts with separate networks: each is a namespace with a loopback and an `eth0`, 10.213.77.1 and following, on one bridge. This
-    machine is on the bridge as 10.213.77.254. Names and addresses are fixed, so a lock makes a second user wait for the first."""
+    """Hosts with separate networks: each is a namespace with a loopback and an `eth0`, 10.213.77.1 and following, on
+    one bridge. This machine is on the bridge as 10.213.77.254. Names and addresses are fixed, so a lock makes a second
+    user wait for the first."""
 
     BRIDGE, SUBNET, CONTROLLER = "grpo0", "10.213.77", "10.213.77.254"
     LOCK = "/run/lock/megagrpo_networks"
@@ -77,10 +82,17 @@ class Networks:
         self._lock = open(self.LOCK, "w")
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._remove()  # of killed tests
-        _ip(f"link add {self.BRIDGE} type bridge", f"addr add {self.CONTROLLER}/24 dev {self.BRIDGE}", f"link set {self.BRIDGE} up")
+        _ip(
+            f"link add {self.BRIDGE} type bridge",
+            f"addr add {self.CONTROLLER}/24 dev {self.BRIDGE}",
+            f"link set {self.BRIDGE} up",
+        )
         for name in self.names:
             _ip(f"netns add grpo-{name}", f"link add grpo-{name} type veth peer name eth0 netns grpo-{name}")
-            _ip(f"link set grpo-{name} master {self.BRIDGE} up", f"-n grpo-{name} addr add {self.address(name)}/24 dev eth0")
+            _ip(
+                f"link set grpo-{name} master {self.BRIDGE} up",
+                f"-n grpo-{name} addr add {self.address(name)}/24 dev eth0",
+            )
             _ip(f"-n grpo-{name} link set eth0 up", f"-n grpo-{name} link set lo up")
         return self
 
@@ -111,7 +123,8 @@ def _ip(*commands: str) -> None:
 
 @contextlib.contextmanager
 def slurm(folder: Path, nodes: int = 2, networks: bool = False) -> Iterator[Networks | None]:
-    """Slurm's commands work inside, through SLURM_CONF. All daemons end afterwards. With `networks` each node is a separate host."""
+    """Slurm's commands work inside, through SLURM_CONF. All daemons end afterwards. With `networks` each node is a
+    separate host."""
     names = [f"n{number + 1}" for number in range(nodes)]
     with Networks(names) if networks else contextlib.nullcontext() as wired:
         with _slurm(folder, names, wired):
@@ -144,13 +157,19 @@ def _slurm(folder: Path, names: list[str], wired: Networks | None) -> Iterator[N
         for name, address, port in zip(names, addresses, ports[1:], strict=True)
     ]
     controller = wired.CONTROLLER if wired else "127.0.0.1"
-    (folder / "slurm.conf").write_text(CONFIG.format(host=host, address=controller, port=ports[0], folder=folder) + "".join(described))
+    (folder / "slurm.conf").write_text(
+        CONFIG.format(host=host, address=controller, port=ports[0], folder=folder) + "".join(described)
+    )
     (folder / "cgroup.conf").touch()  # empty: slurmd requires the file
     before = os.environ.get("SLURM_CONF")
     os.environ["SLURM_CONF"] = str(folder / "slurm.conf")
     files = {name: folder / f"munge.{name}" for name in ("pid", "log", "seed")}
     try:
-        munge = [f"--socket={folder}/munge.sock", f"--key-file={key}", *(f"--{name}-file={path}" for name, path in files.items())]
+        munge = [
+            f"--socket={folder}/munge.sock",
+            f"--key-file={key}",
+            *(f"--{name}-file={path}" for name, path in files.items()),
+        ]
         daemons = [[*(wired.inside(name) if wired else []), "slurmd", "-N", name] for name in names]
         for command in (["munged", "--force", *munge], ["slurmctld"], *daemons):
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -1,5 +1,6 @@
-"""Colocated servers on two hosts that share neither loopback nor interfaces: each host has a rank, half of the model's layers, and a vLLM
-server, whose weights come from files of its own host. Needs root and iproute2; `make test-slurm` runs it."""
+"""Colocated servers on two hosts that share neither loopback nor interfaces: each host has a rank, half of the model's
+layers, and a vLLM server, whose weights come from files of its own host. Needs root and iproute2; `make test-slurm`
+runs it."""
 
 import os
 import subprocess
@@ -16,7 +17,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(3000)]
 STEPS = 2
 HALVES = ["parallel.pp=2", f"run.max_steps={STEPS}", f"run.save_steps={STEPS}"]
 BESIDE = ["run.nodes=2", "rollout.placement=colocated", "rollout.weight_sync_transport=auto", "rollout.servers=2"]
-PATIENT = ["rollout.startup_timeout=1200", "rollout.weight_sync_timeout=600"]  # two vLLM servers start at once on a busy machine
+# two vLLM servers start at once on a busy machine
+PATIENT = ["rollout.startup_timeout=1200", "rollout.weight_sync_timeout=600"]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +62,9 @@ def test_two_hosts_with_servers_beside_their_ranks_end_with_the_bits_of_one_host
     printed = [process.communicate(timeout=1500)[0] for process in on_two]
     assert [process.returncode for process in on_two] == [0, 0], "\n".join(printed)
     assert "weight sync: shared_memory (each node's servers get weights from its ranks)" in printed[0]
-    on_one = world.finish(world.start(tmp_path / "one", *HALVES, launched=True, NPROC="2"), tmp_path / "one", seconds=600)
+    on_one = world.finish(
+        world.start(tmp_path / "one", *HALVES, launched=True, NPROC="2"), tmp_path / "one", seconds=600
+    )
     assert on_one.code == 0, on_one.err
     saved = [tmp_path / folder / "run" / "checkpoints" / f"step_{STEPS:06d}" for folder in ("two", "one")]
     assert_same(*map(world.plain_tensors, saved))

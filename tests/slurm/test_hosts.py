@@ -1,5 +1,5 @@
-"""The same job on two hosts that share neither loopback nor interfaces, like cluster hosts: each has its own network, with one cable
-between them. `make test-slurm` runs it."""
+"""The same job on two hosts that share neither loopback nor interfaces, like cluster hosts: each has its own network,
+with one cable between them. `make test-slurm` runs it."""
 
 import json
 import time

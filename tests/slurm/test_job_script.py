@@ -1,5 +1,5 @@
-"""The job script on a real Slurm with two simulated nodes and a stand-in for Python: time limits, arrays, dependencies and failing steps.
-`make test-slurm` runs it; `test_slurm.py` runs the real trainer and servers."""
+"""The job script on a real Slurm with two simulated nodes and a stand-in for Python: time limits, arrays, dependencies
+and failing steps. `make test-slurm` runs it; `test_slurm.py` runs the real trainer and servers."""
 
 import re
 import time
@@ -15,7 +15,8 @@ from tests.slurm.pretend_cluster import command_output, processes_of, start_now,
 
 ROOT = job_folder()
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(400)]
-# Servers end when a file exists; the trainer of the first node counts steps up to the number in the file `until`, from its last step.
+# Servers end when a file exists; the trainer of the first node counts steps up to the number in the file `until`, from
+# its last step.
 PYTHON = """#!/usr/bin/env bash
 cd FOLDER || exit 9
 case "$*" in
@@ -55,7 +56,13 @@ def submit(tmp_path, capfd):
 
     def send(*words: str, **keys) -> str:
         (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(described | {"python": str(python)} | keys))
-        options = [f"run.output_dir={tmp_path}", "run.nodes=2", "rollout.placement=dedicated", "rollout.servers=2", *words]
+        options = [
+            f"run.output_dir={tmp_path}",
+            "run.nodes=2",
+            "rollout.placement=dedicated",
+            "rollout.servers=2",
+            *words,
+        ]
         options += ["--cluster", str(tmp_path / "cluster.yaml"), "--sbatch", f"output={tmp_path}/job.out", "--submit"]
         assert main(["submit", str(ROOT / "configs" / "quickstart.yaml"), *options]) == 0
         return capfd.readouterr().out.split()[-1]
@@ -83,7 +90,11 @@ def test_a_job_that_slurm_warns_of_its_time_limit_goes_on_later_but_only_so_ofte
     ends(job, "FAILED", 120)
     printed = (tmp_path / "job.out").read_text()
     assert begun(tmp_path) == [0, saved] and saved > 0 and told(job, "ExitCode") == "85:0", printed
-    assert printed.count("got SIGUSR1: the trainer saves and stops") == printed.count("the trainer ended with exit code 85") == 2
+    assert (
+        printed.count("got SIGUSR1: the trainer saves and stops")
+        == printed.count("the trainer ended with exit code 85")
+        == 2
+    )
     assert "requeueing the job" in printed and "restart limit 1 reached; submit the job again with --resume" in printed
     wait_for(lambda: not processes_of(job), "end of all processes", 5)
 

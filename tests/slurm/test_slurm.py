@@ -1,5 +1,5 @@
-"""megagrpo submit on a real Slurm with two simulated nodes: one rank on each, a vLLM server on the second, weights from rank to worker
-over gloo. `make test-slurm` runs it."""
+"""megagrpo submit on a real Slurm with two simulated nodes: one rank on each, a vLLM server on the second, weights from
+rank to worker over gloo. `make test-slurm` runs it."""
 
 import json
 import os
@@ -46,13 +46,19 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def submit(output: Path, name: str, *overrides: str, signalled: bool = True, **cluster) -> str:
-    """Submit the world's config as a job that writes to `output`/`name` and prints into `output`/`name`.out; return its number. Without
-    `signalled` Slurm sends no signal before the time limit."""
+    """Submit the world's config as a job that writes to `output`/`name` and prints into `output`/`name`.out; return its
+    number. Without `signalled` Slurm sends no signal before the time limit."""
     described = yaml.safe_load((world.REPOSITORY / "configs" / "clusters" / "local_pretend.yaml").read_text())
     output.mkdir(exist_ok=True)
     (output / f"{name}.cluster").write_text(yaml.safe_dump(described | {"python": sys.executable} | cluster))
     words = [str(world.folder() / "config.yaml"), f"run.output_dir={output}", f"run.name={name}", *PARTS, *overrides]
-    words += ["--cluster", str(output / f"{name}.cluster"), "--sbatch", f"output={output}/{name}.out", *["--submit"] * signalled]
+    words += [
+        "--cluster",
+        str(output / f"{name}.cluster"),
+        "--sbatch",
+        f"output={output}/{name}.out",
+        *["--submit"] * signalled,
+    ]
     sent = subprocess.run([sys.executable, "-m", "megagrpo", "submit", *words], capture_output=True, text=True)
     assert sent.returncode == 0, sent.stderr
     if not signalled:
@@ -79,7 +85,8 @@ def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_one_that_is_not(wh
     folder = tmp_path / "parts"
     job = submit(tmp_path, "parts", f"run.max_steps={STEPS}")
     wait(lambda: steps_of(folder) >= 3, job, tmp_path / "parts.out", "third step")
-    command_output("scancel", "--batch", "--signal=USR1", job)  # as near the time limit: the trainer saves, the script requeues
+    # as near the time limit: the trainer saves, the script requeues
+    command_output("scancel", "--batch", "--signal=USR1", job)
     wait(lambda: told(job, "JobState") == "PENDING", job, tmp_path / "parts.out", "requeue by the script")
     wait(lambda: not processes_of(job), job, tmp_path / "parts.out", "end of the first attempt", 30)
     saved = [path.name for path in (folder / "checkpoints").glob("step_*")]
@@ -99,7 +106,11 @@ def test_a_job_that_is_stopped_twice_ends_with_the_weights_of_one_that_is_not(wh
     assert "requeueing the job" in printed and printed.count("resumed from") == 2
     attempts = sorted((tmp_path / "parts.jobs" / job).glob("attempt_*"))
     assert [path.name for path in attempts] == ["attempt_0", "attempt_1", "attempt_2"]
-    assert all((path / f"rank_{rank:05d}.log").exists() and (path / "n2" / "vllm_0.log").exists() for path in attempts for rank in (0, 1))
+    assert all(
+        (path / f"rank_{rank:05d}.log").exists() and (path / "n2" / "vllm_0.log").exists()
+        for path in attempts
+        for rank in (0, 1)
+    )
     assert_same(weights(folder), whole)
     assert not processes_of(job)
 
@@ -115,22 +126,35 @@ def low_bytes(completions, answer, **columns):
 
 
 def test_a_job_whose_time_is_over_has_saved_by_itself_and_ends_with_the_weights_of_one_that_had_time(whole, tmp_path):
-    """The job stops when the measured checkpoint time and 15 s are left. On an idle machine this is less than half of the 105 s reserved
-    without a measurement."""
+    """The job stops when the measured checkpoint time and 15 s are left. On an idle machine this is less than half of
+    the 105 s reserved without a measurement."""
     slow, printed = tmp_path / "slow", tmp_path / "limited.out"
     slow.touch()
     (tmp_path / "rewards.py").write_text((world.folder() / "rewards.py").read_text())
     (tmp_path / "slow_rewards.py").write_text(SLOW.format(file=str(slow)))
-    options = [f"rewards.functions=[{{function: {tmp_path}/slow_rewards.py:low_bytes}}]", "rewards.timeout=60", "run.save_steps=1"]
+    options = [
+        f"rewards.functions=[{{function: {tmp_path}/slow_rewards.py:low_bytes}}]",
+        "rewards.timeout=60",
+        "run.save_steps=1",
+    ]
     job = submit(tmp_path, "limited", f"run.max_steps={STEPS}", "run.time_limit=0:04:00", *options, signalled=False)
-    wait(lambda: "ended with exit code" in (printed.read_text() if printed.exists() else ""), job, printed, "end of the first attempt")
+    wait(
+        lambda: "ended with exit code" in (printed.read_text() if printed.exists() else ""),
+        job,
+        printed,
+        "end of the first attempt",
+    )
     left = datetime.fromisoformat(told(job, "EndTime")) - datetime.now()
     rows = [json.loads(line) for line in (tmp_path / "limited" / "metrics.jsonl").read_text().splitlines()]
-    longest = max(later["wall_time"] - earlier["wall_time"] for earlier, later in pairwise(rows))  # of a step with its checkpoint
-    assert 5 < left.total_seconds() < 2.5 * longest + 15, (left, longest)  # the last step, half as much again for the checkpoint, 15 s
+    # of a step with its checkpoint
+    longest = max(later["wall_time"] - earlier["wall_time"] for earlier, later in pairwise(rows))
+    # the last step, half as much again for the checkpoint, 15 s
+    assert 5 < left.total_seconds() < 2.5 * longest + 15, (left, longest)
     wait(lambda: told(job, "JobState") == "PENDING", job, printed, "requeue")
     first = steps_of(tmp_path / "limited")
-    assert 0 < first < STEPS and "the time limit is near" in printed.read_text() and "exit code 85" in printed.read_text()
+    assert (
+        0 < first < STEPS and "the time limit is near" in printed.read_text() and "exit code 85" in printed.read_text()
+    )
     slow.unlink()
     start_now(job)
     wait(lambda: told(job, "JobState") == "COMPLETED", job, printed, "end of the job")
@@ -158,11 +182,16 @@ def test_a_job_outlives_a_server_and_when_cancelled_leaves_nothing_and_stays_can
     before = steps_of(tmp_path / "cancelled")
     wait(lambda: steps_of(tmp_path / "cancelled") >= before + 3, job, printed, "steps with it")
     family = processes_of(job)
-    assert len(family) > 8  # the script, two launchers, two ranks, the server with its engine and worker, and their parents
+    # the script, two launchers, two ranks, the server with its engine and worker, and their parents
+    assert len(family) > 8
     before = world.shared_memory(family)
     command_output("scancel", job)
-    wait(lambda: told(job, "JobState") == "CANCELLED" and not processes_of(job), job, printed, "end of all processes", 60)
-    assert not any(path.exists() for path in before if "megagrpo" in path.name or path.name.startswith(("psm_", "vllm_")))
+    wait(
+        lambda: told(job, "JobState") == "CANCELLED" and not processes_of(job), job, printed, "end of all processes", 60
+    )
+    assert not any(
+        path.exists() for path in before if "megagrpo" in path.name or path.name.startswith(("psm_", "vllm_"))
+    )
     assert not (tmp_path / "cancelled.jobs" / job / "token").exists()
     time.sleep(1)
     assert told(job, "JobState") == "CANCELLED" and "requeueing the job" not in printed.read_text()

@@ -1,5 +1,5 @@
-"""Transformer Engine's layers without a GPU, with kernels in torch (te_kernels.py): their step equals ours for every family, in layouts, in
-FP8, and with weights in FP8."""
+"""Transformer Engine's layers without a GPU, with kernels in torch (te_kernels.py): their step equals ours for every
+family, in layouts, in FP8, and with weights in FP8."""
 
 import functools
 import importlib.util
@@ -25,7 +25,9 @@ from megagrpo.proof.verify.verify_compare import distances, silent_tensors
 HERE = importlib.util.find_spec("transformer_engine") is not None and not device.has_gpu()
 pytestmark = [
     pytest.mark.te,
-    pytest.mark.skipif(not HERE, reason="needs Transformer Engine where there is no GPU; where there is one make test-gpu shows more"),
+    pytest.mark.skipif(
+        not HERE, reason="needs Transformer Engine where there is no GPU; where there is one make test-gpu shows more"
+    ),
 ]
 LIKE_OURS = 1e-5  # relative: the effect of another order of float32 sums
 FAMILIES = [*SHAPES, *MORE_SHAPES, "mistral", "glm", "gpt_oss", "deepseek_v2", "deepseek_v2 lite", "deepseek_v3"]
@@ -51,7 +53,11 @@ OPTIONS = {
 def small(shape: str) -> HfConfig:
     """Heads and widths in units of 64, cut by tp=2; families without a shape use their tiny model."""
     known = SHAPES | MORE_SHAPES
-    return shrink_model(known[shape], ParallelSection(tp=2, pp=2, ep=2), unit=64) if shape in known else architecture(shape)
+    return (
+        shrink_model(known[shape], ParallelSection(tp=2, pp=2, ep=2), unit=64)
+        if shape in known
+        else architecture(shape)
+    )
 
 
 def stepped(on_theirs: bool, *args: Any) -> Outcome:
@@ -78,7 +84,8 @@ def theirs(shape: str, ranks: int = 1, parallel: dict | None = None, **model: An
 
 
 def furthest(found: Outcome, expected: Outcome) -> float:
-    """The largest relative difference of everything but the stepped weights: Adam can flip their change where a gradient is near 0."""
+    """The largest relative difference of everything but the stepped weights: Adam can flip their change where a
+    gradient is near 0."""
     return max(error for (kind, _), error in distances(found, expected).items() if kind != "next weight")
 
 
@@ -98,13 +105,15 @@ def test_a_step_with_an_option_is_ours(option):
     own = dict(train=dict(share_prompts=False)) | OPTIONS[option]
     run = tiny_run({}, **own | dict(model=dict(path="tiny", precision="fp32") | own.get("model", {})))
     expected, found = (
-        run_ranks(stepped, 1, on_theirs, run, small("qwen3_untied"), random_samples(), timeout=300)[0] for on_theirs in (False, True)
+        run_ranks(stepped, 1, on_theirs, run, small("qwen3_untied"), random_samples(), timeout=300)[0]
+        for on_theirs in (False, True)
     )
     assert silent_tensors(found) == [] and furthest(found, expected) < LIKE_OURS
 
 
 def _products(recipe: str, hybrid: bool) -> list[float]:
-    """Relative differences between a linear of Transformer Engine's, alone and behind a norm, and ours: output and both gradients."""
+    """Relative differences between a linear of Transformer Engine's, alone and behind a norm, and ours: output and both
+    gradients."""
     replace_kernels()
     import transformer_engine.pytorch as te
     from megatron.core import fp8_utils
@@ -121,7 +130,9 @@ def _products(recipe: str, hybrid: bool) -> list[float]:
         own, inputs = weight.clone().requires_grad_(), [x.clone().requires_grad_() for _ in range(2)]
         with te.fp8_autocast(enabled=True, fp8_recipe=fp8_utils.get_fp8_recipe(told)):
             found = linear(inputs[0])
-        normed = inputs[1] * torch.rsqrt(inputs[1].square().mean(-1, keepdim=True) + linear.eps) if options else inputs[1]
+        normed = (
+            inputs[1] * torch.rsqrt(inputs[1].square().mean(-1, keepdim=True) + linear.eps) if options else inputs[1]
+        )
         expected = Product.apply(normed, own, CurrentScaling(fp8), None)
         found.backward(grad)
         expected.backward(grad)
@@ -131,7 +142,9 @@ def _products(recipe: str, hybrid: bool) -> list[float]:
     return apart
 
 
-@pytest.mark.parametrize(("recipe", "hybrid"), [("tensorwise", True), ("tensorwise", False), ("blockwise", True), ("blockwise", False)])
+@pytest.mark.parametrize(
+    ("recipe", "hybrid"), [("tensorwise", True), ("tensorwise", False), ("blockwise", True), ("blockwise", False)]
+)
 def test_all_products_in_fp8_are_ours(recipe, hybrid):
     assert max(run_ranks(_products, 1, recipe, hybrid)[0]) < 1e-6
 
@@ -140,12 +153,16 @@ def test_all_products_in_fp8_are_ours(recipe, hybrid):
 @pytest.mark.parametrize("shape", ["llama_tied", "qwen3_moe"])
 def test_a_step_in_fp8_is_ours_but_for_numbers_between_two(shape, recipe):
     found, expected, exact = theirs(shape, fp8_recipe=recipe), ours(shape, fp8_recipe=recipe), ours(shape)
-    # A value between two FP8 numbers may round to either one, and changes everything after it: a few tokens, and all gradients slightly.
-    # With one scale per tensor a last bit of its largest magnitude moves all its values: up to a tenth of the noise, depending on the CPU.
-    apart, noise = ((one.logprobs - other.logprobs).abs().median() for one, other in ((found, expected), (expected, exact)))
+    # A value between two FP8 numbers may round to either one, and changes everything after it: a few tokens, and all
+    # gradients slightly. With one scale per tensor a last bit of its largest magnitude moves all its values: up to a
+    # tenth of the noise, depending on the CPU.
+    apart, noise = (
+        (one.logprobs - other.logprobs).abs().median() for one, other in ((found, expected), (expected, exact))
+    )
     assert apart < 0.2 * noise
     gradients, of_fp8 = (
-        {k: e for k, e in distances(a, b).items() if k[0] == "gradient"} for a, b in ((found, expected), (expected, exact))
+        {k: e for k, e in distances(a, b).items() if k[0] == "gradient"}
+        for a, b in ((found, expected), (expected, exact))
     )
     assert sorted(gradients.values())[len(gradients) // 2] < 0.6 * sorted(of_fp8.values())[len(of_fp8) // 2]
 

@@ -2,9 +2,10 @@
 
     python tests/unit/fresh_imports.py WARM MODULE...
 
-A process imports WARM, a comma-separated list, then forks a child per MODULE, and prints a JSON object: module -> error, empty if none. A
-child imports MODULE with no module of megagrpo loaded, and fails where megatron is imported before `megagrpo.platform.device`. WARM may contain
-megagrpo.platform.device, which loads a prepared megatron: the children import megagrpo again, but not megatron.
+A process imports WARM, a comma-separated list, then forks a child per MODULE, and prints a JSON object: module ->
+error, empty if none. A child imports MODULE with no module of megagrpo loaded, and fails where megatron is imported
+before `megagrpo.platform.device`. WARM may contain megagrpo.platform.device, which loads a prepared megatron: the
+children import megagrpo again, but not megatron.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ PREPARES = "megagrpo.platform.device"
 
 
 def fresh_imports(warm: list[str], modules: list[str], *folders: Path) -> dict[str, str]:
-    """Import each of `modules` first in a fork of a process that has imported `warm`; return the errors, empty if the import works.
+    """Import each of `modules` first in a fork of a process that has imported `warm`; return the errors, empty if the
+    import works.
 
     Modules are looked for in this repository and in `folders`.
     """

@@ -185,7 +185,8 @@ OPENRLHF = """ref.num_nodes ref.num_gpus_per_node reward.num_nodes reward.num_gp
     algo.dynamic_filtering_enable algo.dynamic_filtering_range data.image_key data.max_images_per_prompt
     actor.freeze_visual_encoder logger.tensorboard_dir use_ms""".split()
 
-# The arguments of Unsloth 2026.10.9: FastLanguageModel.from_pretrained and get_peft_model, and its fields of GRPOConfig.
+# The arguments of Unsloth 2026.10.9: FastLanguageModel.from_pretrained and get_peft_model, and its fields of
+# GRPOConfig.
 UNSLOTH = """model_name max_seq_length dtype load_in_4bit load_in_8bit load_in_16bit full_finetuning token device_map
     device_map_planner_kwargs rope_scaling fix_tokenizer trust_remote_code use_gradient_checkpointing resize_model_vocab revision
     use_exact_model_name offload_embedding float32_mixed_precision fast_inference gpu_memory_utilization float8_kv_cache
@@ -229,5 +230,6 @@ OF_PAGE = {
     "coming_from_openrlhf.md": OPENRLHF,
     "coming_from_unsloth.md": UNSLOTH,
 }
-# The pages of TRL and ms-swift also list arguments of transformers and of other pages; the others list these arguments only.
+# The pages of TRL and ms-swift also list arguments of transformers and of other pages; the others list these arguments
+# only.
 WHOLE = OF_PAGE.keys() - {"coming_from_trl.md", "coming_from_ms_swift.md"}

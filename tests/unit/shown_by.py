@@ -45,7 +45,9 @@ KEYS: dict[str, str | tuple[str, ...]] = {
         "unit/trainer/test_moving_reference.py::test_the_reference_moves_by_its_share_at_every_so_many_steps_and_only_when_asked",
         "e2e/test_reference_options.py::test_the_kl_falls_when_the_reference_follows",
     ),
-    "algorithm.router_aux_loss_coef": ("distributed/test_router_balance.py::test_the_loss_and_its_gradient_are_those_of_transformers"),
+    "algorithm.router_aux_loss_coef": (
+        "distributed/test_router_balance.py::test_the_loss_and_its_gradient_are_those_of_transformers"
+    ),
     "algorithm.sapo_temperature_neg": (
         "unit/algorithms/test_options.py::test_an_option_of_the_loss_changes_it",
         "unit/algorithms/test_reference_losses.py::test_trl",
@@ -198,10 +200,14 @@ KEYS: dict[str, str | tuple[str, ...]] = {
     "train.learning_rate": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
     "train.lr_scheduler_type": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
     "train.max_grad_norm": "distributed/test_optimizer_step.py::test_the_weights_of_four_steps_are_those_of_adamw_in_float64",
-    "train.max_tokens_per_micro_batch": ("distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank"),
+    "train.max_tokens_per_micro_batch": (
+        "distributed/test_large_groups.py::test_a_group_may_exceed_a_micro_batch_and_the_share_of_a_rank"
+    ),
     "train.offload": "unit/config/test_placement.py::test_servers_get_the_gpus_of_their_placement_and_sleep_where_they_share_them",
     "train.optimizer": "distributed/test_muon.py::test_the_matrices_of_blocks_follow_the_formula_and_the_rest_adam",
-    "train.optimizer_offload": ("distributed/test_compact_moments.py::test_moments_that_wait_in_the_hosts_memory_take_the_same_steps"),
+    "train.optimizer_offload": (
+        "distributed/test_compact_moments.py::test_moments_that_wait_in_the_hosts_memory_take_the_same_steps"
+    ),
     "train.optimizer_state_dtype": "distributed/test_compact_moments.py::test_a_run_that_stops_and_goes_on_has_the_same_weights",
     "train.warmup_ratio": (
         "unit/config/test_steps.py::test_a_warmup_ratio_is_a_share_of_the_optimizer_steps_rounded_up_as_in_transformers",
@@ -348,21 +354,24 @@ DIFFERS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/algorithms/test_reference_advantages.py::test_trl",
         ),
         "truncated": "e2e/test_vllm_server.py::test_a_response_ends_with_its_stop_token_or_at_the_limit",
-        "correction of the engine's mismatch": "e2e/test_options.py::test_a_mismatch_above_the_threshold_is_said_and_counted",
+        "correction of the engine's "
+        "mismatch": "e2e/test_options.py::test_a_mismatch_above_the_threshold_is_said_and_counted",
     },
     "coming_from_ms_swift.md": {
         "loss of a mini-batch": "unit/algorithms/test_reference_losses.py::test_the_loss_of_ms_swift_in_april_2025",
         "`overlong_filter` with `dapo`, `cispo`, `fipo`, and `bnpo` under Megatron": (
             "unit/algorithms/test_reference_losses.py::test_ms_swift_divides_token_losses_by_all_tokens_and_ours_by_those_that_its_overlong_filter_keeps"
         ),
-        "`off_policy_sequence_mask_delta` (`algorithm.off_policy_mask_threshold`)": "unit/algorithms/test_reference_losses.py::test_trl",
+        "`off_policy_sequence_mask_delta` "
+        "(`algorithm.off_policy_mask_threshold`)": "unit/algorithms/test_reference_losses.py::test_trl",
         "several optimizer steps on one batch of rollouts": (
             "e2e/test_reference_options.py::test_the_audit_agrees_with_slices_a_kl_in_the_reward_and_a_reference_that_moves"
         ),
         "`top_entropy_quantile`": (
             "distributed/test_loss_layouts.py::test_a_loss_that_depends_on_the_whole_step_is_the_same_over_data_parallel_ranks"
         ),
-        "`clip_ratio/*` with `importance_sampling_level: sequence`": "unit/algorithms/test_reference_losses.py::test_ms_swift",
+        "`clip_ratio/*` with `importance_sampling_level: "
+        "sequence`": "unit/algorithms/test_reference_losses.py::test_ms_swift",
         "k3": "unit/algorithms/test_reference_misc.py::test_far_from_the_reference_k3_is_trls_and_low_var_is_ms_swifts_k3",
         "a row that no function could score": "unit/algorithms/test_reference_advantages.py::test_ms_swift",
         "cosine beyond the longest length": (

@@ -1,4 +1,5 @@
-"""The test for each row of the pages on verl, NeMo-RL, OpenRLHF and Unsloth, as `shown_by` has them for TRL and ms-swift."""
+"""The test for each row of the pages on verl, NeMo-RL, OpenRLHF and Unsloth, as `shown_by` has them for TRL and
+ms-swift."""
 
 # Each key that these pages name and the pages on TRL and ms-swift do not.
 KEYS: dict[str, str | tuple[str, ...]] = {
@@ -284,7 +285,8 @@ DIFFERS: dict[str, dict[str, str | tuple[str, ...]]] = {
             "unit/algorithms/test_other_trainers.py::test_group_advantages_of_verl_and_openrlhf_differ_by_what_is_added_to_the_deviation"
         ),
         "k1, k2, k3": "unit/algorithms/test_other_trainers.py::test_k3_of_verl_nemo_rl_and_openrlhf_is_low_var",
-        "correction of the engine's mismatch with `gspo`": "unit/algorithms/test_options.py::test_every_correction_is_another",
+        "correction of the engine's mismatch with "
+        "`gspo`": "unit/algorithms/test_options.py::test_every_correction_is_another",
     },
     "coming_from_unsloth.md": {
         "micro-batches": "unit/algorithms/test_reference_losses.py::test_trl",

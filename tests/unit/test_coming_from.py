@@ -19,7 +19,8 @@ KEYS = {key for key, _ in fields(RunConfig)}
 SECTIONS = "|".join(RunConfig.model_fields)
 SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functions: [{function: exact_number}]}\n"
 ARGS = "rewards.functions.N.args"
-NO = re.compile(r"(?:no|not there), (?:by design: .+|not yet(?:: .+)?|use .+)")  # a row without a counterpart, with its reason
+# a row without a counterpart, with its reason
+NO = re.compile(r"(?:no|not there), (?:by design: .+|not yet(?:: .+)?|use .+)")
 SHOWN_BY = shown_by.KEYS | shown_by_peers.KEYS
 SAYS = shown_by.SAYS | shown_by_peers.SAYS
 DIFFERS = shown_by.DIFFERS | shown_by_peers.DIFFERS
@@ -50,11 +51,16 @@ def test_every_row_is_of_an_argument_that_the_version_has(page):
 def keys_of(names: list[str], text: str) -> list[str]:
     """The keys that a row names."""
     same = re.search(rf"the same under `({SECTIONS})\.`", text)
-    return [f"{same[1]}.{name.rpartition('.')[2]}" for name in names] if same else re.findall(rf"`((?:{SECTIONS})\.[\w.]+)", text)
+    return (
+        [f"{same[1]}.{name.rpartition('.')[2]}" for name in names]
+        if same
+        else re.findall(rf"`((?:{SECTIONS})\.[\w.]+)", text)
+    )
 
 
 def says_more(text: str) -> bool:
-    """Whether the second cell of a row contains more than key names, links, and a note that the argument is missing, and why."""
+    """Whether the second cell of a row contains more than key names, links, and a note that the argument is missing,
+    and why."""
     if NO.fullmatch(text):
         return False
     links = r"\(\[[^]]*\]\([^)]*\)\)"
@@ -76,11 +82,14 @@ def each_of(entry: str | tuple[str, ...]) -> tuple[str, ...]:
 
 @functools.cache
 def definitions(file: str) -> dict[str, str]:
-    """The source of each definition in a test file, by name: functions with their decorators, classes, and assigned names."""
+    """The source of each definition in a test file, by name: functions with their decorators, classes, and assigned
+    names."""
     text = (TESTS / file).read_text()
     found: dict[str, str] = {}
     for node in ast.parse(text).body:
-        source = "\n".join([ast.unparse(d) for d in getattr(node, "decorator_list", [])] + [ast.get_source_segment(text, node)])
+        source = "\n".join(
+            [ast.unparse(d) for d in getattr(node, "decorator_list", [])] + [ast.get_source_segment(text, node)]
+        )
         named = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else []
         for name in named or [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]:
             found[name] = found.get(name, "") + source
@@ -94,7 +103,9 @@ def source_of(test: str) -> str:
     while wanted:
         name = wanted.pop()
         taken[name] = known[name]
-        wanted += {word for word in re.findall(r"\w+", known[name]) if word in known and word not in taken} - set(wanted)
+        wanted += {word for word in re.findall(r"\w+", known[name]) if word in known and word not in taken} - set(
+            wanted
+        )
     return "\n".join(taken.values())
 
 
@@ -115,11 +126,15 @@ def test_what_a_row_leads_to_exists(page):
 
 
 def test_the_table_of_tests_is_that_of_the_rows():
-    named = {key for page in PAGES for names, text in table(page) if not NO.fullmatch(text) for key in keys_of(names, text)}
+    named = {
+        key for page in PAGES for names, text in table(page) if not NO.fullmatch(text) for key in keys_of(names, text)
+    }
     named |= {key for page in PAGES for row in differences(page) for key in keys_of([], " ".join(row))}
     assert SHOWN_BY.keys() == named
     assert SAYS == {page: {n[0]: SAYS[page].get(n[0]) for n, text in table(page) if says_more(text)} for page in PAGES}
-    assert {page: set(rows) for page, rows in DIFFERS.items()} == {page: {row[0] for row in differences(page)} for page in PAGES}
+    assert {page: set(rows) for page, rows in DIFFERS.items()} == {
+        page: {row[0] for row in differences(page)} for page in PAGES
+    }
 
 
 def test_every_test_of_the_table_exists():
@@ -149,11 +164,15 @@ def test_what_a_row_calls_not_there_is_no_key(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_arguments_for_vllm_that_a_row_gives_are_accepted(page):
-    given = [(match, text) for _, text in table(page) for match in re.findall(r"`rollout\.extra_args: \[([^\]]*)\]`", text)]
+    given = [
+        (match, text) for _, text in table(page) for match in re.findall(r"`rollout\.extra_args: \[([^\]]*)\]`", text)
+    ]
     assert given
     for words, text in given:
         overrides = [f"rollout.extra_args=[{words.replace('...', 'auto')}]"]
-        overrides += ["algorithm.importance_correction=token_truncate"] * ("with `algorithm.importance_correction`" in text)
+        overrides += ["algorithm.importance_correction=token_truncate"] * (
+            "with `algorithm.importance_correction`" in text
+        )
         load_config(DOCS.parent / "configs" / "quickstart.yaml", overrides)
 
 
@@ -196,7 +215,11 @@ def test_the_reward_file_of_verl_calls_a_reward_function_of_verl():
 
     score = run_file("coming_from_verl.md", "my_reward", compute_score=compute_score)["score"]
     completions = [[{"role": "assistant", "content": text}] for text in ("it is 4", "it is 5")]
-    columns = {"data_source": ["sums"] * 2, "reward_model": [{"ground_truth": "4"}] * 2, "extra_info": [{"bonus": 0.5}] * 2}
+    columns = {
+        "data_source": ["sums"] * 2,
+        "reward_model": [{"ground_truth": "4"}] * 2,
+        "extra_info": [{"bonus": 0.5}] * 2,
+    }
     assert score(completions=completions, prompts=["?", "?"], **columns) == [1.5, 0.5]
 
 

@@ -22,7 +22,9 @@ def possible(strength):
     rows = obeying(ruled, RULES)
     for chosen in combinations(AXES, strength):
         bound, free = [axis for axis in chosen if axis in ruled], [axis for axis in chosen if axis not in ruled]
-        for values in product({tuple(row[axis] for axis in bound) for row in rows}, product(*(AXES[axis] for axis in free))):
+        for values in product(
+            {tuple(row[axis] for axis in bound) for row in rows}, product(*(AXES[axis] for axis in free))
+        ):
             yield frozenset(zip(bound + free, values[0] + values[1], strict=True))
 
 

@@ -61,4 +61,7 @@ def test_a_module_that_imports_megatron_can_be_imported_first_in_a_process_witho
 def test_an_unprepared_import_of_megatron_is_an_error(tmp_path):
     (tmp_path / "unprepared.py").write_text("import megatron.core\n")
     errors = fresh_imports([], ["unprepared", "megagrpo.types"], tmp_path)
-    assert "megatron.core is imported before megagrpo.platform.device" in errors["unprepared"] and errors["megagrpo.types"] == ""
+    assert (
+        "megatron.core is imported before megagrpo.platform.device" in errors["unprepared"]
+        and errors["megagrpo.types"] == ""
+    )

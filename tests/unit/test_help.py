@@ -12,11 +12,14 @@ from megagrpo.commands import COMMANDS
 ROOT = Path(__file__).parents[2]
 SCRIPTS = [path for folder in ("benchmarks", "launch") for path in sorted((ROOT / folder).iterdir())]
 PROGRAMS = [
-    str(path.relative_to(ROOT)) for path in SCRIPTS if path.suffix == ".sh" or (path.suffix == ".py" and "__main__" in path.read_text())
+    str(path.relative_to(ROOT))
+    for path in SCRIPTS
+    if path.suffix == ".sh" or (path.suffix == ".py" and "__main__" in path.read_text())
 ]
 # They import no torch, which takes seconds. test_main.py asks every command of megagrpo in one process.
 FAST = ["megagrpo plan", "launch/local.sh", "launch/setup.sh", "benchmarks/learning.py", "benchmarks/whole_step.py"]
-NOT_COMMANDS = {"__init__", "parser", "config_arguments", "layout_arguments", "export_arguments"}  # modules of megagrpo/commands
+# modules of megagrpo/commands
+NOT_COMMANDS = {"__init__", "parser", "config_arguments", "layout_arguments", "export_arguments"}
 
 
 def command(name: str) -> list[str]:
@@ -35,7 +38,9 @@ def command(name: str) -> list[str]:
 )
 def test_help_says_what_a_command_is_for_and_ends_well(name, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([*command(name), "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [*command(name), "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
     assert done.returncode == 0 and not done.stderr, done.stderr
     assert Path(name.split()[-1]).stem in done.stdout and len(done.stdout.split()) > 20 and not list(tmp_path.iterdir())
 

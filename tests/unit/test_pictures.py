@@ -15,7 +15,9 @@ _SPEC.loader.exec_module(PICTURES)
 
 def circles(svg: str, kind: str) -> list[tuple[float, float]]:
     """Centers of the circles of a class; the first one belongs to the legend or to the first point."""
-    return [(float(x), float(y)) for x, y in re.findall(rf'<circle cx="([\d.]+)" cy="([\d.]+)" [^>]*class="{kind}"', svg)]
+    return [
+        (float(x), float(y)) for x, y in re.findall(rf'<circle cx="([\d.]+)" cy="([\d.]+)" [^>]*class="{kind}"', svg)
+    ]
 
 
 def drawn(picture, tmp_path) -> str:
@@ -43,4 +45,6 @@ def test_the_curve_shows_the_numbers_of_the_listing_in_readme(tmp_path):
 @pytest.mark.parametrize("name", ["layout.svg", "quickstart.svg"])
 def test_a_picture_loads_nothing_and_has_a_title(name):
     text = (IMAGES / name).read_text()
-    assert "<title>" in text and re.findall(r"https?://(?!www\.w3\.org/2000/svg)|@import|<script|xlink:href", text) == []
+    assert (
+        "<title>" in text and re.findall(r"https?://(?!www\.w3\.org/2000/svg)|@import|<script|xlink:href", text) == []
+    )

@@ -1,4 +1,5 @@
-"""Every block of the docs that shows output is listed here with its check. An example that no longer fits the code or its config fails."""
+"""Every block of the docs that shows output is listed here with its check. An example that no longer fits the code or
+its config fails."""
 
 from __future__ import annotations
 
@@ -94,7 +95,11 @@ def text_of(page: str, start: str) -> str:
 
 
 def key_of(page: str, text: str) -> tuple[str, str] | None:
-    return max((key for key in PRINTED if key[0] == page and text.startswith(key[1])), key=lambda key: len(key[1]), default=None)
+    return max(
+        (key for key in PRINTED if key[0] == page and text.startswith(key[1])),
+        key=lambda key: len(key[1]),
+        default=None,
+    )
 
 
 def config_of(page: str, command: str):
@@ -116,10 +121,16 @@ def test_a_recorded_log_fits_its_config(text, path):
     """Labels and formats are the console's; steps and lengths are possible in a run of this config."""
     config = load_config(REPOSITORY / path)
     for line in text.splitlines():
-        if not (found := re.match(r"(step +(?P<step>\d+)/(?P<of>\d+)|evaluation after step (?P<after>\d+))(?P<cells>.*)", line)):
+        if not (
+            found := re.match(
+                r"(step +(?P<step>\d+)/(?P<of>\d+)|evaluation after step (?P<after>\d+))(?P<cells>.*)", line
+            )
+        ):
             assert is_in_the_source(line), line
             continue
-        assert int(found["step"] or found["after"]) <= config.run.num_steps == int(found["of"] or config.run.num_steps), line
+        assert (
+            int(found["step"] or found["after"]) <= config.run.num_steps == int(found["of"] or config.run.num_steps)
+        ), line
         for label, value in re.findall(r"  ([\w@/]+) +([-\d.]+%?)", found["cells"]):
             number = float(value.removesuffix("%")) / (100 if value.endswith("%") else 1)
             assert COLUMNS[label].format(number).strip() == value, line
@@ -134,7 +145,10 @@ def test_a_table_of_evaluations_fits_its_command(text, command):
     assert [*metrics] == [*COLUMNS_OF_TABLE, *estimates, *([f"maj@{n}"] if n > 1 else [])]
     assert table(metrics, [""]) == text.rstrip("\n")
     assert [metrics[name] for name in estimates] == sorted(metrics[name] for name in estimates)
-    assert metrics["reward"] == metrics["pass@1"] and metrics["completions/mean_length"] <= config.rollout.max_completion_length
+    assert (
+        metrics["reward"] == metrics["pass@1"]
+        and metrics["completions/mean_length"] <= config.rollout.max_completion_length
+    )
 
 
 def metrics_of(text: str) -> dict[str, float]:
@@ -154,8 +168,13 @@ def test_the_finished_quickstart_evaluates_to_what_it_printed():
 def test_an_audit_has_as_many_samples_and_tokens_as_its_run(text, command):
     rollout = config_of("audit", command).rollout
     samples, tokens = map(int, re.search(r"(\d+) samples, (\d+) response tokens", text).groups())
-    assert samples == rollout.prompts_per_step * rollout.num_generations and tokens <= samples * rollout.max_completion_length
-    assert {rows for name, rows in re.findall(r"^  (policy log-probs|entropy|masks) +(\d+)", text, re.MULTILINE)} == {str(tokens)}
+    assert (
+        samples == rollout.prompts_per_step * rollout.num_generations
+        and tokens <= samples * rollout.max_completion_length
+    )
+    assert {rows for name, rows in re.findall(r"^  (policy log-probs|entropy|masks) +(\d+)", text, re.MULTILINE)} == {
+        str(tokens)
+    }
 
 
 @pytest.mark.full
@@ -174,7 +193,8 @@ def test_a_command_prints_its_block(text, setup, tmp_path, monkeypatch):
 
 
 def output_of(command: str) -> str:
-    """What a command prints, each run of spaces as one space, without speeds and times. It runs in a process of its own."""
+    """What a command prints, each run of spaces as one space, without speeds and times. It runs in a process of its
+    own."""
     words = [sys.executable, "-m", "megagrpo", *shlex.split(command)]
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
     assert done.returncode == 0, done.stdout
@@ -182,7 +202,9 @@ def output_of(command: str) -> str:
 
 
 def plain(text: str) -> str:
-    lines = [re.sub(VARIES, "#", line.rstrip()) for line in text.strip().splitlines() if not re.search(r": \d\d?% of ", line)]
+    lines = [
+        re.sub(VARIES, "#", line.rstrip()) for line in text.strip().splitlines() if not re.search(r": \d\d?% of ", line)
+    ]
     return " ".join(" ".join(lines).split())
 
 
@@ -217,8 +239,8 @@ def fragments() -> list[list[str]]:
 
 
 def is_in_the_source(line: str) -> bool:
-    """Whether every word of the line is a constant of a source text whose other constants are in the line too. Values in messages have
-    digits, slashes, underscores or capitals only. `...` ends a line early."""
+    """Whether every word of the line is a constant of a source text whose other constants are in the line too. Values
+    in messages have digits, slashes, underscores or capitals only. `...` ends a line early."""
     covered: set[int] = set()
     for parts in fragments():
         at, spans = 0, []
@@ -232,11 +254,18 @@ def is_in_the_source(line: str) -> bool:
                 spans.append(range(at, at := at + len(part)))
         else:
             covered |= {index for span in spans for index in span}
-    words = [word for word in re.finditer(r"\S+", line) if re.search("[a-z]", word[0]) and not re.search(r"[\d/_]|\.\.\.", word[0])]
+    words = [
+        word
+        for word in re.finditer(r"\S+", line)
+        if re.search("[a-z]", word[0]) and not re.search(r"[\d/_]|\.\.\.", word[0])
+    ]
     return all(covered >= {index for index in range(*word.span()) if line[index].isalpha()} for word in words)
 
 
 def test_the_figures_of_the_benchmark_have_the_columns_of_its_script():
-    text, script = text_of("losses", "$ python benchmarks/learning.py"), (REPOSITORY / "benchmarks" / "learning.py").read_text()
+    text, script = (
+        text_of("losses", "$ python benchmarks/learning.py"),
+        (REPOSITORY / "benchmarks" / "learning.py").read_text(),
+    )
     heads = re.search(r"^\| loss .*$", text, re.MULTILINE)[0]
     assert heads in script

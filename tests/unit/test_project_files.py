@@ -31,7 +31,9 @@ def test_workflows_and_forms_are_here():
     assert names == forms | {"workflows/test.yml", "workflows/release.yml"}
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((REPOSITORY / ".github" / "workflows").glob("*.yml")), ids=lambda path: path.stem
+)
 def test_a_workflow_runs_programs_of_the_repository(path):
     workflow = read(path)
     assert set(workflow) >= {"name", "on", "permissions", "jobs"}
@@ -62,8 +64,13 @@ def test_an_issue_form_asks_for_the_version(name):
     form = read(REPOSITORY / ".github" / "ISSUE_TEMPLATE" / f"{name}.yml")
     assert set(form) == {"name", "description", "labels", "body"}
     fields = [field for field in form["body"] if field["type"] != "markdown"]
-    assert len({field["id"] for field in fields}) == len(fields) and all(field["attributes"]["label"] for field in fields)
-    assert "`megagrpo --version`" in next(field for field in fields if field["id"] == "version")["attributes"]["description"]
+    assert len({field["id"] for field in fields}) == len(fields) and all(
+        field["attributes"]["label"] for field in fields
+    )
+    assert (
+        "`megagrpo --version`"
+        in next(field for field in fields if field["id"] == "version")["attributes"]["description"]
+    )
     assert any(field.get("validations", {}).get("required") for field in fields)
 
 
@@ -74,7 +81,7 @@ def test_the_citation_has_the_version_of_the_package():
     assert citation["version"] == VERSION
 
 
-# ------------------------------------------------------------------------------------------------------------------------ releases
+# ------------------------------------------------------------------------------------------------------------- releases
 
 
 @pytest.fixture
@@ -83,7 +90,9 @@ def release(tmp_path):
     (tmp_path / ".ci").mkdir()
     for name in ("pyproject.toml", "CITATION.cff", ".ci/release"):
         (tmp_path / name).write_text((REPOSITORY / name).read_text())
-    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## Unreleased\n\n- later\n\n## {VERSION}\n\n- news\n\n## 0.0.1\n\n- old\n")
+    (tmp_path / "CHANGELOG.md").write_text(
+        f"# Changelog\n\n## Unreleased\n\n- later\n\n## {VERSION}\n\n- news\n\n## 0.0.1\n\n- old\n"
+    )
 
     def run(tag: str) -> subprocess.CompletedProcess:
         command = ["bash", str(tmp_path / ".ci" / "release"), tag, str(tmp_path / "dist")]
@@ -95,11 +104,15 @@ def release(tmp_path):
 
 def test_a_tag_that_is_not_the_version_makes_no_release(release):
     ended = release("v99.0")
-    assert ended.returncode == 2 and f"the tag is v99.0, but pyproject.toml has version {VERSION}; tag v{VERSION}" in ended.stderr
+    assert (
+        ended.returncode == 2
+        and f"the tag is v99.0, but pyproject.toml has version {VERSION}; tag v{VERSION}" in ended.stderr
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("CITATION.cff", "CITATION.cff has another version"), ("CHANGELOG.md", f"no heading '## {VERSION}'")]
+    ("name", "message"),
+    [("CITATION.cff", "CITATION.cff has another version"), ("CHANGELOG.md", f"no heading '## {VERSION}'")],
 )
 def test_a_version_that_a_file_does_not_name_makes_no_release(release, name, message):
     (release.folder / name).write_text("version: 99.0\n")
@@ -112,14 +125,16 @@ def test_the_notes_of_a_release_are_its_part_of_the_changelog(release):
     assert (release.folder / "dist.md").read_text().split() == ["-", "news"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------- containers
+# ----------------------------------------------------------------------------------------------------------- containers
 
 
 def test_both_recipes_start_from_the_same_image_and_run_the_same_script():
     (image,) = re.findall(r"^FROM (\S+)$", DOCKERFILE, re.MULTILINE)
     assert re.findall(r"^From: (\S+)$", APPTAINER, re.MULTILINE) == [image]
     assert image.startswith(f"python:{(REPOSITORY / '.python-version').read_text().strip()}-")
-    assert re.findall(r"^RUN (.*)$", DOCKERFILE, re.MULTILINE) == ['/opt/megagrpo/docker/install.sh "$KIND" /opt/megagrpo']
+    assert re.findall(r"^RUN (.*)$", DOCKERFILE, re.MULTILINE) == [
+        '/opt/megagrpo/docker/install.sh "$KIND" /opt/megagrpo'
+    ]
     assert '/opt/megagrpo/docker/install.sh "{{ KIND }}" /opt/megagrpo' in APPTAINER
     assert "ARG KIND=cpu" in DOCKERFILE and "KIND=cpu" in APPTAINER
     variables = dict(re.findall(r"(\w+)=(\w+)", DOCKERFILE[DOCKERFILE.index("ENV ") : DOCKERFILE.index("COPY")]))
@@ -130,20 +145,35 @@ def test_both_recipes_copy_the_same_files_and_nothing_is_missing():
     docker = {name for line in re.findall(r"^COPY (.*)$", DOCKERFILE, re.MULTILINE) for name in line.split()[:-1]}
     section = APPTAINER.partition("%files\n")[2].partition("\n\n")[0]
     assert {name: f"/opt/megagrpo/{name}" for name in docker} == dict(line.split() for line in section.splitlines())
-    assert all((REPOSITORY / name).exists() for name in docker) and {"pyproject.toml", "setup.py", "megagrpo", "configs"} <= docker
+    assert (
+        all((REPOSITORY / name).exists() for name in docker)
+        and {"pyproject.toml", "setup.py", "megagrpo", "configs"} <= docker
+    )
 
 
 def test_the_sections_of_the_apptainer_recipe_are_known():
-    assert re.findall(r"^%(\w+)$", APPTAINER, re.MULTILINE) == ["arguments", "files", "post", "environment", "runscript", "labels"]
+    assert re.findall(r"^%(\w+)$", APPTAINER, re.MULTILINE) == [
+        "arguments",
+        "files",
+        "post",
+        "environment",
+        "runscript",
+        "labels",
+    ]
 
 
 def test_the_script_of_the_recipes_installs_the_versions_of_the_constraints():
     script = (REPOSITORY / "docker" / "install.sh").read_text()
-    assert '-c "$SOURCE/megagrpo/platform/install/constraints-$KIND.txt" "$SOURCE"' in script and "megagrpo.commands.install" in script
+    assert (
+        '-c "$SOURCE/megagrpo/platform/install/constraints-$KIND.txt" "$SOURCE"' in script
+        and "megagrpo.commands.install" in script
+    )
     assert all(constraints(kind).name == f"constraints-{kind}.txt" for kind in KINDS) and set(steps.VLLM) == set(KINDS)
     ended = subprocess.run(["bash", str(REPOSITORY / "docker" / "install.sh")], capture_output=True, text=True)
     assert ended.returncode == 2 and "usage: docker/install.sh cpu|gpu SOURCE" in ended.stderr
-    ended = subprocess.run(["bash", str(REPOSITORY / "docker" / "install.sh"), "tpu", "."], capture_output=True, text=True)
+    ended = subprocess.run(
+        ["bash", str(REPOSITORY / "docker" / "install.sh"), "tpu", "."], capture_output=True, text=True
+    )
     assert ended.returncode == 2 and "unknown kind 'tpu'; use cpu or gpu" in ended.stderr
     assert "cpu) SYSTEM=libnuma1" in script, "the library that check_libraries asks for"
 

@@ -85,7 +85,9 @@ def test_every_link_of_the_site_leads_to_a_page_and_an_anchor(site, pages):
                 continue
             target = (path.parent / unquote(address.path)).resolve() if address.path else path
             target = target / "index.html" if target.is_dir() else target
-            if not target.is_file() or (address.fragment and target in pages and unquote(address.fragment) not in pages[target].ids):
+            if not target.is_file() or (
+                address.fragment and target in pages and unquote(address.fragment) not in pages[target].ids
+            ):
                 broken.append((str(path.relative_to(site)), link))
     assert broken == []
 
@@ -133,7 +135,9 @@ def test_the_search_of_the_site_finds_the_page_on_a_subject_first(site):
     (worker,) = site.glob("assets/javascripts/workers/search*.js")
     command = ["node", str(Path(__file__).with_name("site_search.js")), str(worker), str(site / "search.json"), *FIRST]
     found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
-    assert {query: locations[:1] for query, locations in zip(FIRST, found, strict=True)} == {query: [page] for query, page in FIRST.items()}
+    assert {query: locations[:1] for query, locations in zip(FIRST, found, strict=True)} == {
+        query: [page] for query, page in FIRST.items()
+    }
 
 
 def test_a_link_with_the_name_of_a_page_shows_its_title(site):
@@ -157,9 +161,14 @@ def test_the_reference_shows_fields_and_docstrings(site):
 def test_a_link_to_a_file_leads_to_a_page_that_shows_it(tmp_path):
     root = _small_repository(tmp_path / "repository")
     TOOL.stage(tmp_path / "pages", ["README.md", "docs/guide.md"], root)
-    assert (tmp_path / "pages" / "overview.md").read_text() == "# Home\n\n[guide](docs/guide.md#part) ![plot](docs/plot.svg)\n"
+    assert (
+        tmp_path / "pages" / "overview.md"
+    ).read_text() == "# Home\n\n[guide](docs/guide.md#part) ![plot](docs/plot.svg)\n"
     guide = (tmp_path / "pages" / "docs" / "guide.md").read_text()
-    assert "[home](../overview.md) [`config`](../configs/run.yaml.md) [all](../configs/index.md) [web](https://a.b/c.yaml)" in guide
+    assert (
+        "[home](../overview.md) [`config`](../configs/run.yaml.md) [all](../configs/index.md) [web](https://a.b/c.yaml)"
+        in guide
+    )
     assert "`[code](../configs/run.yaml)`" in guide
     shown = (tmp_path / "pages" / "configs" / "run.yaml.md").read_text()
     assert shown.endswith("# configs/run.yaml\n\n````yaml\na: |\n  ```\n````\n") and "exclude: true" in shown

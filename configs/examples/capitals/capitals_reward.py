@@ -7,7 +7,8 @@ def text_of(completion):
 
 
 def names_capital(completions, capital, **columns):
-    """1 where the completion holds the word in the data set's column `capital`; None, not scorable, where that column is empty."""
+    """1 where the completion holds the word in the data set's column `capital`; None, not scorable, where that column
+    is empty."""
     pairs = zip(completions, capital, strict=True)
     return [float(gold.lower() in text_of(c).lower()) if gold else None for c, gold in pairs]
 

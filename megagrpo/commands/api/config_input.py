@@ -1,4 +1,5 @@
-"""The config that a function of the API gets (a YAML file, a shipped config, a mapping, a RunConfig) and its overrides."""
+"""The config that a function of the API gets (a YAML file, a shipped config, a mapping, a RunConfig) and its
+overrides."""
 
 from __future__ import annotations
 
@@ -15,14 +16,16 @@ type ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A YAML file, a shipped config such as `megagrpo:quickstart`, a mapping of sections as in YAML, or a RunConfig."""
 
 type Overrides = Mapping[str, Any] | Sequence[str]
-"""Values by dotted key, as in `{"train.learning_rate": 1e-5}`, or texts as on the command line, as in `["train.learning_rate=1e-5"]`."""
+"""Values by dotted key, as in `{"train.learning_rate": 1e-5}`, or texts as on the command line, as in
+`["train.learning_rate=1e-5"]`."""
 
 PYTHON_CONFIG = "config"  # the config's name in errors, when it is no file
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A config that is not validated yet. `file` names its YAML file or shipped config, None for a config made in Python."""
+    """A config that is not validated yet. `file` names its YAML file or shipped config, None for a config made in
+    Python."""
 
     values: dict[str, Any]  # what the config sets, `defaults:` included
     overrides: tuple[str, ...]
@@ -30,7 +33,9 @@ class Settings:
 
     def validated(self, more: Sequence[str] = ()) -> RunConfig:
         """Return the config with the overrides, and with `more` of them. Raises ConfigError with every problem."""
-        return io.validated(RunConfig, _copy(self.values), [*self.overrides, *more], self.file or PYTHON_CONFIG, anchored)
+        return io.validated(
+            RunConfig, _copy(self.values), [*self.overrides, *more], self.file or PYTHON_CONFIG, anchored
+        )
 
     def words(self, folder: Callable[[], Path], more: Sequence[str] = ()) -> list[str]:
         """Return the config as arguments of a command. A config made in Python is written to a file in `folder()`."""
@@ -50,7 +55,8 @@ def read(config: ConfigLike, overrides: Overrides = ()) -> Settings:
         return Settings(io.over_defaults(_plain(config, ""), Path(PYTHON_CONFIG), anchored), texts, None)
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(
-            f"{PYTHON_CONFIG}: must be a YAML file, a shipped config such as {io.SHIPPED}quickstart, a mapping or a RunConfig "
+            f"{PYTHON_CONFIG}: must be a YAML file, a shipped config such as {io.SHIPPED}quickstart, a mapping or a "
+            f"RunConfig "
             f"(got {type(config).__name__})"
         )
     name = os.fspath(config)
@@ -67,7 +73,8 @@ def override_texts(overrides: Overrides) -> tuple[str, ...]:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Return a value as plain data of YAML: paths become strings, numbers of NumPy become Python's. Raises ConfigError, with the key."""
+    """Return a value as plain data of YAML: paths become strings, numbers of NumPy become Python's. Raises ConfigError,
+    with the key."""
     if isinstance(value, Mapping):
         return {str(name): _plain(below, f"{key}.{name}" if key else str(name)) for name, below in value.items()}
     if isinstance(value, (list, tuple)):
@@ -80,7 +87,11 @@ def _plain(value: Any, key: str) -> Any:
         return str.__str__(value)  # the text of an Enum of texts, too
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    hint = "pass functions as reward_functions and classes as callbacks" if callable(value) else "write numbers, texts, lists and mappings"
+    hint = (
+        "pass functions as reward_functions and classes as callbacks"
+        if callable(value)
+        else "write numbers, texts, lists and mappings"
+    )
     raise ConfigError(f"{key}: a {type(value).__name__} is not a value of a config; {hint}")
 
 

@@ -17,22 +17,28 @@ if TYPE_CHECKING:
     import pyarrow
 
 type Rows = datasets.Dataset | pandas.DataFrame | pyarrow.Table | Sequence[Mapping[str, Any]] | str
-"""Prompts: a `datasets.Dataset`, a `pandas.DataFrame`, an Arrow table (`__arrow_c_stream__`, as of pyarrow and polars), a list of dicts, or
-a source as in `data.train.source`."""
+"""Prompts: a `datasets.Dataset`, a `pandas.DataFrame`, an Arrow table (`__arrow_c_stream__`, as of pyarrow and polars),
+a list of dicts, or a source as in `data.train.source`."""
 
 KINDS = "a datasets.Dataset, a pandas.DataFrame, an Arrow table, a list of dicts, or the name of a file or a data set"
 
 
 def accept(rows: Any, argument: str) -> Any:
-    """Return the rows as a `datasets.Dataset` or a list. Raises ConfigError, which names `argument`, for any other kind."""
+    """Return the rows as a `datasets.Dataset` or a list. Raises ConfigError, which names `argument`, for any other
+    kind."""
     datasets, pandas = sys.modules.get("datasets"), sys.modules.get("pandas")
     if pandas is not None and isinstance(rows, pandas.DataFrame):
         return _from_pandas(rows, argument)
     if datasets is not None:
         if isinstance(rows, (datasets.DatasetDict, datasets.IterableDatasetDict)):
-            raise ConfigError(f'{argument}: has several splits: {", ".join(rows)}; pass one, as in data["{next(iter(rows), "train")}"]')
+            raise ConfigError(
+                f"{argument}: has several splits: {', '.join(rows)}; pass one, as in "
+                f'data["{next(iter(rows), "train")}"]'
+            )
         if isinstance(rows, datasets.IterableDataset):
-            raise ConfigError(f"{argument}: a streamed data set has no length; pass datasets.Dataset.from_list(list(data.take(1000)))")
+            raise ConfigError(
+                f"{argument}: a streamed data set has no length; pass datasets.Dataset.from_list(list(data.take(1000)))"
+            )
         if isinstance(rows, datasets.Dataset):
             return rows
     if isinstance(rows, (list, tuple)):
@@ -80,7 +86,9 @@ def check(rows: Any, argument: str, column: str) -> None:
             where = f"row {number} has no column" if isinstance(rows, list) else "has no column"
             has = ", ".join(map(str, names)) or "none"
             hint = did_you_mean(column, map(str, names))
-            raise ConfigError(f"{argument}: {where} `{column}` (data.prompt_column); it has {has}{hint}; rename it or set the key")
+            raise ConfigError(
+                f"{argument}: {where} `{column}` (data.prompt_column); it has {has}{hint}; rename it or set the key"
+            )
 
 
 def suffix(rows: Any) -> str:
@@ -89,7 +97,8 @@ def suffix(rows: Any) -> str:
 
 
 def write(rows: Any, file: Path, argument: str) -> None:
-    """Write rows that `check` has passed; a list keeps the type of every value. Raises ConfigError for a value that JSON does not hold."""
+    """Write rows that `check` has passed; a list keeps the type of every value. Raises ConfigError for a value that
+    JSON does not hold."""
     if isinstance(rows, list):
         with file.open("w", encoding="utf-8") as lines:
             for number, row in enumerate(rows):
@@ -114,7 +123,8 @@ def _line(row: Mapping[str, Any], number: int, argument: str) -> str:
             texts.append(f"{json.dumps(name)}: {json.dumps(value, default=_json_value)}")
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{argument}: row {number}: column `{name}` holds no plain data: {error}; use texts, numbers, lists and dicts"
+                f"{argument}: row {number}: column `{name}` holds no plain data: {error}; use texts, numbers, lists "
+                f"and dicts"
             ) from None
     return f"{{{', '.join(texts)}}}"
 

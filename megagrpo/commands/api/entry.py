@@ -1,4 +1,5 @@
-"""The first module of a process that the API starts: `python -m megagrpo.commands.api.entry PARENT MODULE ARGUMENT...` calls MODULE's `main`.
+"""The first module of a process that the API starts: `python -m megagrpo.commands.api.entry PARENT MODULE ARGUMENT...`
+calls MODULE's `main`.
 
 The process gets SIGTERM when the process PARENT ends, also by a kill: a training run then saves and stops.
 """

@@ -36,10 +36,17 @@ class TrainingFailed(CommandFailed):
     def __init__(self, exit_code: int, output: str, folder: Path, log: Path) -> None:
         RuntimeError.__init__(
             self,
-            f"training failed with exit code {exit_code}; the run is in {folder}, all its output in {log}; its last lines:\n"
+            f"training failed with exit code {exit_code}; the run is in {folder}, all its output in {log}; its last "
+            f"lines:\n"
             f"{last_lines(output)}",
         )
-        self.command, self.exit_code, self.output, self.folder, self.log = "megagrpo train", exit_code, output, folder, log
+        self.command, self.exit_code, self.output, self.folder, self.log = (
+            "megagrpo train",
+            exit_code,
+            output,
+            folder,
+            log,
+        )
 
     def __reduce__(self) -> tuple[type[TrainingFailed], tuple[object, ...]]:
         return type(self), (self.exit_code, self.output, self.folder, self.log)

@@ -1,7 +1,7 @@
 """The process behind `Run.generate`: `main([REQUEST, ANSWER])` reads a JSON file and writes one.
 
-The request has the config's path, prompts, the number of responses per prompt, the checkpoint and sampling options; the answer is a list of
-texts per prompt.
+The request has the config's path, prompts, the number of responses per prompt, the checkpoint and sampling options; the
+answer is a list of texts per prompt.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def respond(serving: Serving, config: RunConfig, request: Mapping[str, Any]) -> 
     tokenizer = tokenizer_of(config, folder)
     template = read_chat_template(config.data.chat_template)
     prompts = [
-        Prompt(i, tokenizer.render(prompt, config.data.system_prompt, template), prompt) for i, prompt in enumerate(request["prompts"])
+        Prompt(i, tokenizer.render(prompt, config.data.system_prompt, template), prompt)
+        for i, prompt in enumerate(request["prompts"])
     ]
     options, n = request["options"], request["n"]
     sampling = _sampling(sampling_params(config.rollout, tokenizer.eos_token_ids), options)
@@ -66,11 +67,15 @@ def respond(serving: Serving, config: RunConfig, request: Mapping[str, Any]) -> 
     limit = min(longest + sampling.max_tokens, load_hf_config(folder).max_positions)
     if longest >= limit:
         index = max(range(len(prompts)), key=lambda i: len(prompts[i].token_ids))
-        raise ValueError(f"prompts.{index}: has {longest} tokens, and the model takes {limit}, responses included; shorten it")
+        raise ValueError(
+            f"prompts.{index}: has {longest} tokens, and the model takes {limit}, responses included; shorten it"
+        )
     serving.start(limit)
     seed = options.get("seed", config.run.seed)
     calls = [(prompt, derive_seed(seed, prompt.prompt_id, i)) for prompt in prompts for i in range(n)]
-    limits = [replace(sampling, max_tokens=min(sampling.max_tokens, limit - len(prompt.token_ids))) for prompt, _ in calls]
+    limits = [
+        replace(sampling, max_tokens=min(sampling.max_tokens, limit - len(prompt.token_ids))) for prompt, _ in calls
+    ]
     rollouts = serving.engine(tokenizer).extend([prompt for prompt, _ in calls], limits, [own for _, own in calls])
     texts = [rollout.text for rollout in rollouts]
     return [texts[i : i + n] for i in range(0, len(texts), n)]

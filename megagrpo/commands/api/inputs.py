@@ -1,4 +1,5 @@
-"""What a run gets as Python objects: reward functions, callbacks and data, written into the run's folder and named by config values."""
+"""What a run gets as Python objects: reward functions, callbacks and data, written into the run's folder and named by
+config values."""
 
 from __future__ import annotations
 
@@ -19,14 +20,17 @@ from megagrpo.platform.process.removal import remove
 from megagrpo.records.run_files import FROM_PYTHON, make_run_folder
 
 type Reward = str | Callable[..., Any] | Mapping[str, Any]
-"""A reward function, its name as in `rewards.functions.N.function`, or a mapping of `function` and its other keys such as `weight`."""
+"""A reward function, its name as in `rewards.functions.N.function`, or a mapping of `function` and its other keys such
+as `weight`."""
 
-REWARDS, CALLBACKS = "megagrpo_rewards.py", "megagrpo_callbacks.py"  # their folder is in sys.path: names that no module of a user has
+# their folder is in sys.path: names that no module of a user has
+REWARDS, CALLBACKS = "megagrpo_rewards.py", "megagrpo_callbacks.py"
 
 
 @dataclass(frozen=True)
 class Data:
-    """A data set of the caller: the config's key, the argument's name, the rows, and the file's name; or the name of a source."""
+    """A data set of the caller: the config's key, the argument's name, the rows, and the file's name; or the name of a
+    source."""
 
     key: str
     argument: str
@@ -51,7 +55,8 @@ class Pickles:
 class Inputs:
     """The Python objects of a run, checked, and not written yet."""
 
-    functions: list[dict[str, Any]] | None  # sections of `rewards.functions`, those of `rewards` without the key `function`
+    # sections of `rewards.functions`, those of `rewards` without the key `function`
+    functions: list[dict[str, Any]] | None
     rewards: Pickles
     callbacks: list[str]  # names as in `run.callbacks`; empty for those of `callback_objects`
     callback_objects: Pickles
@@ -64,8 +69,8 @@ class Inputs:
         return bool(self.rewards.names or self.callback_objects.names or any(not data.named for data in self.data))
 
     def overrides(self, folder: Path, callbacks: Sequence[str] | None = None) -> list[str]:
-        """Return the overrides that name these objects as files in `folder`. With the config's `callbacks` also `run.callbacks`: the
-        config's, then these."""
+        """Return the overrides that name these objects as files in `folder`. With the config's `callbacks` also
+        `run.callbacks`: the config's, then these."""
         made: dict[str, Any] = {}
         if self.functions is not None:
             files = {i: {"function": f"{folder / REWARDS}:{name}"} for i, name in self.rewards.names.items()}
@@ -86,7 +91,8 @@ class Inputs:
                 dataset_rows.check(data.rows, data.argument, columns.get(data.key, config.data.prompt_column))
 
     def write(self, run_folder: Path) -> Path:
-        """Write the objects into a folder of the run that is named after their content, and return it. Raises ConfigError."""
+        """Write the objects into a folder of the run that is named after their content, and return it. Raises
+        ConfigError."""
         above = (run_folder / FROM_PYTHON).absolute()
         try:
             make_run_folder(run_folder)
@@ -101,7 +107,9 @@ class Inputs:
             finally:
                 remove(partial)
         except OSError as error:
-            raise ConfigError(f"run.output_dir: {above} cannot be written: {error.strerror or error}; name another folder") from error
+            raise ConfigError(
+                f"run.output_dir: {above} cannot be written: {error.strerror or error}; name another folder"
+            ) from error
         return folder
 
     def _write_files(self, folder: Path) -> None:
@@ -169,7 +177,9 @@ def _data(dataset: Rows | None, eval_dataset: Rows | Mapping[str, Rows] | None) 
     if isinstance(eval_dataset, Mapping):
         for name, held_out in eval_dataset.items():
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", str(name)):
-                raise ConfigError(f"eval_dataset: {shortened(repr(name))} is no name of a set; use letters, digits, _ and -")
+                raise ConfigError(
+                    f"eval_dataset: {shortened(repr(name))} is no name of a set; use letters, digits, _ and -"
+                )
             yield _one(f"evaluation.sets.{name}", f"eval_dataset.{name}", held_out, f"eval_{name}")
     elif eval_dataset is not None:
         yield _one("data.eval", "eval_dataset", eval_dataset, "eval")

@@ -1,7 +1,8 @@
 """Python objects of the caller as a module that other processes import: a pickle, and a `.py` file that loads it.
 
-The config names an object as `FILE.py:NAME`, like any function in a file. So a notebook's functions, lambdas and closures run in the reward
-workers, a resumed run finds them, and `resolved.yaml` runs again. Reading a pickle runs code, as importing a `.py` file does.
+The config names an object as `FILE.py:NAME`, like any function in a file. So a notebook's functions, lambdas and
+closures run in the reward workers, a resumed run finds them, and `resolved.yaml` runs again. Reading a pickle runs
+code, as importing a `.py` file does.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def _name(thing: Any) -> str:
 
 
 def pickled(objects: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, bytes]:
-    """Return name -> pickle. Raises ConfigError for an object without a pickle; `keys` says which argument it came from."""
+    """Return name -> pickle. Raises ConfigError for an object without a pickle; `keys` says which argument it came
+    from."""
     import cloudpickle
 
     made = {}
@@ -67,7 +69,8 @@ def pickled(objects: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, by
         except Exception as error:  # any class may define how it is pickled
             why = " ".join(str(error).split())[:500]
             raise ConfigError(
-                f"{keys[name]}: `{_name(thing)}` cannot be sent to the run's processes: {type(error).__name__}: {why}; open files, locks, "
+                f"{keys[name]}: `{_name(thing)}` cannot be sent to the run's processes: {type(error).__name__}: {why}; "
+                f"open files, locks, "
                 "models and connections inside the function, or define it in a file and pass path/file.py:name"
             ) from error
     return made
@@ -80,11 +83,16 @@ def _reject_model(thing: Any, key: str) -> None:
 
 
 def write_module(file: Path, title: str, pickles: Mapping[str, bytes], instances: Sequence[str] = ()) -> None:
-    """Write the module `file` and its pickle. Names in `instances` become classes that return the object when they are called."""
+    """Write the module `file` and its pickle. Names in `instances` become classes that return the object when they are
+    called."""
     data = file.with_suffix(".pkl")
     data.write_bytes(pickle.dumps(dict(pickles)))
     lines = [f'{name} = _pickle.loads(_pickled["{name}"])\n' for name in pickles if name not in instances]
     lines += [INSTANCE.format(name=name) for name in instances]
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))  # the workers have these folders too
-    paths = [path for path in dict.fromkeys(str(Path(path).absolute()) for path in sys.path) if not path.startswith(installed)]
+    paths = [
+        path
+        for path in dict.fromkeys(str(Path(path).absolute()) for path in sys.path)
+        if not path.startswith(installed)
+    ]
     file.write_text(MODULE.format(title=title, pickle=data.name, paths=paths) + "".join(lines))

@@ -20,7 +20,9 @@ type Prompt = str | Sequence[Mapping[str, Any]]
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed")
 
 
-def generate(config: Path, prompts: Any, n: int | None, checkpoint: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Any:
+def generate(
+    config: Path, prompts: Any, n: int | None, checkpoint: str | os.PathLike[str] | None, options: Mapping[str, Any]
+) -> Any:
     """See `Run.generate`. `config` is the run's resolved config."""
     _check(options, n)
     single = _is_prompt(prompts)
@@ -29,7 +31,9 @@ def generate(config: Path, prompts: Any, n: int | None, checkpoint: str | os.Pat
         return []
     for i, prompt in enumerate(listed):
         if not _is_prompt(prompt):
-            raise ConfigError(f"prompts.{i}: must be a text or a list of messages with `role` and `content` (got {prompt!r:.200})")
+            raise ConfigError(
+                f"prompts.{i}: must be a text or a list of messages with `role` and `content` (got {prompt!r:.200})"
+            )
     request = {
         "config": str(config),
         "prompts": [prompt if isinstance(prompt, str) else [dict(message) for message in prompt] for prompt in listed],
@@ -52,7 +56,9 @@ def _is_prompt(value: Any) -> bool:
     if isinstance(value, str):
         return True
     return (
-        isinstance(value, (list, tuple)) and bool(value) and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in value)
+        isinstance(value, (list, tuple))
+        and bool(value)
+        and all(isinstance(m, Mapping) and {"role", "content"} <= m.keys() for m in value)
     )
 
 
@@ -62,7 +68,9 @@ def _check(options: Mapping[str, Any], n: int | None) -> None:
 
     for name in options:
         if name not in OPTIONS:
-            raise ConfigError(f"{name}: unknown option of generate{did_you_mean(name, OPTIONS)}; it takes {', '.join(OPTIONS)}")
+            raise ConfigError(
+                f"{name}: unknown option of generate{did_you_mean(name, OPTIONS)}; it takes {', '.join(OPTIONS)}"
+            )
     for name, fits, rule in RULES:
         value = options.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or not fits(value)):

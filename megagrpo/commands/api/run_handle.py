@@ -51,7 +51,8 @@ class Run:
 
     @property
     def completions(self) -> pandas.DataFrame:
-        """One row per response: `step`, `prompt`, `completion`, `num_tokens`, `reward`, `rewards/NAME`, `advantage` and more."""
+        """One row per response: `step`, `prompt`, `completion`, `num_tokens`, `reward`, `rewards/NAME`, `advantage` and
+        more."""
         return table(map(flat_rewards, lines(self.folder / COMPLETIONS)))
 
     @property
@@ -74,16 +75,23 @@ class Run:
     @overload
     def generate(self, prompts: Sequence[run_generation.Prompt], *, n: int, **options: Any) -> list[list[str]]: ...
 
-    def generate(self, prompts: Any, *, n: int | None = None, checkpoint: str | os.PathLike[str] | None = "latest", **options: Any) -> Any:
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        n: int | None = None,
+        checkpoint: str | os.PathLike[str] | None = "latest",
+        **options: Any,
+    ) -> Any:
         """Generate with vLLM and the trained weights. A server is started for the call, so pass all prompts at once.
 
         Args:
-            prompts: A text, a conversation (a list of messages with `role` and `content`), or a list of texts or conversations. The run's
-                chat template and system prompt are used.
+            prompts: A text, a conversation (a list of messages with `role` and `content`), or a list of texts or
+                conversations. The run's chat template and system prompt are used.
             n: Responses per prompt; None means one, which is not wrapped in a list.
             checkpoint: `latest`, `best`, the path of a checkpoint, or None for the model before training.
-            **options: `temperature`, `top_p`, `top_k`, `min_p` (the training's where left out), `max_tokens`, the limit of a response, and
-                `seed`.
+            **options: `temperature`, `top_p`, `top_k`, `min_p` (the training's where left out), `max_tokens`, the limit
+                of a response, and `seed`.
 
         Returns:
             The text of the response: one, a list of `n`, or a list with one entry per prompt.
@@ -96,16 +104,22 @@ class Run:
         return run_generation.generate(self.folder / RESOLVED, prompts, n, weights, options)
 
     def export(
-        self, folder: str | os.PathLike[str], *, checkpoint: str | os.PathLike[str] = "latest", merge: bool = False, dtype: Any = "auto"
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        checkpoint: str | os.PathLike[str] = "latest",
+        merge: bool = False,
+        dtype: Any = "auto",
     ) -> Path:
         """Write the trained model as a Hugging Face folder, which transformers and vLLM load.
 
         Args:
             folder: The folder to create.
             checkpoint: `latest`, `best`, or the path of a checkpoint.
-            merge: With LoRA, add the adapter to the model's weights. Otherwise a LoRA run exports its adapter, as PEFT saves it.
-            dtype: The dtype of the weights: `float32`, `bfloat16`, `float16`, or a dtype of torch. `auto` means the dtypes of the start
-                model's files. A line says when weights are rounded.
+            merge: With LoRA, add the adapter to the model's weights. Otherwise a LoRA run exports its adapter, as PEFT
+                saves it.
+            dtype: The dtype of the weights: `float32`, `bfloat16`, `float16`, or a dtype of torch. `auto` means the
+                dtypes of the start model's files. A line says when weights are rounded.
 
         Returns:
             The absolute path of the folder.
@@ -139,7 +153,8 @@ class Run:
     ) -> str:
         """Export the trained model with its model card and upload it to the Hugging Face hub.
 
-        The export stays in `exports/` of the run's folder. A second call uploads it again, and continues an upload that failed.
+        The export stays in `exports/` of the run's folder. A second call uploads it again, and continues an upload that
+        failed.
 
         Args:
             repo: The model repository, OWNER/NAME. It is created if it does not exist.
@@ -173,7 +188,9 @@ class Run:
         if checkpoint not in (LATEST, BEST):
             return Path(checkpoint).absolute()
         found, fix = (
-            (self.checkpoint, "train it to its end, or set run.save_steps") if checkpoint == LATEST else (self.best_checkpoint, BEST_FIX)
+            (self.checkpoint, "train it to its end, or set run.save_steps")
+            if checkpoint == LATEST
+            else (self.best_checkpoint, BEST_FIX)
         )
         if found is None:
             raise ConfigError(f"checkpoint: {self.folder} has no {checkpoint} checkpoint; {fix}")
@@ -198,5 +215,7 @@ def load_run(folder: str | os.PathLike[str]) -> Run:
         ConfigError: The folder holds no run.
     """
     if not (Path(folder) / RESOLVED).is_file():
-        raise ConfigError(f"folder: {Path(folder).absolute()} holds no run (no {RESOLVED}); name the folder run.output_dir/run.name")
+        raise ConfigError(
+            f"folder: {Path(folder).absolute()} holds no run (no {RESOLVED}); name the folder run.output_dir/run.name"
+        )
     return Run(folder)

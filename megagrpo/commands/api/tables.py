@@ -22,7 +22,8 @@ def table(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
 
 
 def lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a JSONL file. A line that is still being written, or that a full disk broke, is skipped. No file: no lines."""
+    """Yield the lines of a JSONL file. A line that is still being written, or that a full disk broke, is skipped. No
+    file: no lines."""
     if not file.exists():
         return
     with file.open(encoding="utf-8", errors="replace") as content:

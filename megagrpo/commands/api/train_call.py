@@ -37,30 +37,35 @@ def train(
 ) -> Run:
     """Train with GRPO on this machine and return the finished run.
 
-    The run's processes are those of `megagrpo train`: this process holds no model and no GPU memory. Their output appears here. Ctrl-C, or
-    the stop button of a notebook, lets the run finish its step, save and stop; then KeyboardInterrupt is raised.
+    The run's processes are those of `megagrpo train`: this process holds no model and no GPU memory. Their output
+    appears here. Ctrl-C, or the stop button of a notebook, lets the run finish its step, save and stop; then
+    KeyboardInterrupt is raised.
 
     Args:
-        config: A YAML file, a shipped config such as `megagrpo:quickstart`, a mapping of sections as in YAML, or a RunConfig. Relative
-            paths in a mapping are relative to the current folder.
-        reward_functions: Replaces `rewards.functions`. Each is a function, a name such as `accuracy` or `file.py:function`, or a mapping of
-            `function` and other keys of `rewards.functions.N` such as `weight`, `timeout` and `args`. A function gets `prompts`,
-            `completions` and the columns of the data as keywords (docs/rewards.md), and returns one number or None per completion. It runs
-            in worker processes with a time limit: changes of its global variables do not come back.
-        dataset: Replaces `data.train`: a `datasets.Dataset`, a `pandas.DataFrame`, an Arrow table, a list of dicts, or the name of a
-            source. It is written into the run's folder.
+        config: A YAML file, a shipped config such as `megagrpo:quickstart`, a mapping of sections as in YAML, or a
+            RunConfig. Relative paths in a mapping are relative to the current folder.
+        reward_functions: Replaces `rewards.functions`. Each is a function, a name such as `accuracy` or
+            `file.py:function`, or a mapping of `function` and other keys of `rewards.functions.N` such as `weight`,
+            `timeout` and `args`. A function gets `prompts`, `completions` and the columns of the data as keywords
+            (docs/rewards.md), and returns one number or None per completion. It runs in worker processes with a time
+            limit: changes of its global variables do not come back.
+        dataset: Replaces `data.train`: a `datasets.Dataset`, a `pandas.DataFrame`, an Arrow table, a list of dicts, or
+            the name of a source. It is written into the run's folder.
         eval_dataset: Replaces `data.eval`; a mapping of names to data sets goes to `evaluation.sets`.
-        callbacks: More `run.callbacks`: classes, objects, or names as `file.py:Class`. They run in the process of rank 0.
+        callbacks: More `run.callbacks`: classes, objects, or names as `file.py:Class`. They run in the process of rank
+            0.
         overrides: Values by dotted key, `{"train.learning_rate": 1e-5}`, or texts as on the command line.
         resume: Continue the run from its newest checkpoint (`run.resume`).
         ranks: Processes to train with; otherwise one per GPU, or on a CPU as few as `parallel` needs.
-        quiet: Do not show the run's output. The file `from_python/train.log` in the run's folder always holds all of it.
+        quiet: Do not show the run's output. The file `from_python/train.log` in the run's folder always holds all of
+            it.
 
     Returns:
         The run: `run.metrics`, `run.checkpoint`, `run.generate(...)`.
 
     Raises:
-        ConfigError: The config, an argument, the data or a reward function is wrong. `problems` lists the keys that are known.
+        ConfigError: The config, an argument, the data or a reward function is wrong. `problems` lists the keys that are
+            known.
         TrainingFailed: The run ended with an error. It names the run's folder and the log.
     """
     _check_here(ranks)
@@ -79,7 +84,8 @@ def train(
 
 
 def _run(words: Sequence[str], folder: Path, environment: Mapping[str, str], quiet: bool) -> None:
-    """Run `megagrpo train` with `words` in processes of its own. Raises TrainingFailed, and KeyboardInterrupt after the run has saved."""
+    """Run `megagrpo train` with `words` in processes of its own. Raises TrainingFailed, and KeyboardInterrupt after the
+    run has saved."""
     log = _made(folder / FROM_PYTHON) / LOG
     try:
         with log.open("a", encoding="utf-8") as file:
@@ -95,7 +101,9 @@ def _run(words: Sequence[str], folder: Path, environment: Mapping[str, str], qui
 def _check_here(ranks: int | None) -> None:
     """Raise ConfigError in a process that a launcher started, and for a wrong number of ranks."""
     if launched(os.environ):
-        raise ConfigError("megagrpo.train: starts the ranks itself; call it in one process, not under torchrun, and set ranks=N")
+        raise ConfigError(
+            "megagrpo.train: starts the ranks itself; call it in one process, not under torchrun, and set ranks=N"
+        )
     if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
         raise ConfigError(f"ranks: must be a positive number (got {ranks!r})")
 
@@ -106,7 +114,10 @@ def _check_plan(config: RunConfig, ranks: int | None) -> None:
     from megagrpo.proof.plan import plan
 
     if config.run.nodes > 1:
-        raise ConfigError(f"run.nodes: {config.run.nodes} nodes, but megagrpo.train starts the ranks of one; use megagrpo submit, or set 1")
+        raise ConfigError(
+            f"run.nodes: {config.run.nodes} nodes, but megagrpo.train starts the ranks of one; use megagrpo submit, or "
+            f"set 1"
+        )
     if problems := plan(config, ranks or num_ranks(config)).problems:
         raise ConfigError("\n".join(map(str, problems)), problems)
 
@@ -116,5 +127,7 @@ def _made(folder: Path) -> Path:
         make_run_folder(folder.parent)
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"run.output_dir: {folder} cannot be created: {error.strerror}; name another folder") from error
+        raise ConfigError(
+            f"run.output_dir: {folder} cannot be created: {error.strerror}; name another folder"
+        ) from error
     return folder

@@ -28,12 +28,19 @@ SLEEP_FLAGS = ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend")
 
 
 def server_command(
-    o: ServerOptions, host: str, port: int, *, gpu: bool, guarded: bool, node: ServerNode | None = None, ports: NodePorts | None = None
+    o: ServerOptions,
+    host: str,
+    port: int,
+    *,
+    gpu: bool,
+    guarded: bool,
+    node: ServerNode | None = None,
+    ports: NodePorts | None = None,
 ) -> list[str]:
     """Return the command of a server that listens on `host` and `port`; with `guarded` it requires its token.
 
-    With `node` it is the command of this node's part of a server. Only the first node's part has an HTTP server. `ports` belong to the
-    first node.
+    With `node` it is the command of this node's part of a server. Only the first node's part has an HTTP server.
+    `ports` belong to the first node.
     """
     headless = node is not None and node.index > 0
     flags: dict[str, object] = {"--model": o.model, "--served-model-name": "policy"}
@@ -46,16 +53,26 @@ def server_command(
         "--tensor-parallel-size": o.tp,
         "--pipeline-parallel-size": o.pp,
         "--data-parallel-size": o.dp,
-        "--logprobs-mode": "processed_logprobs",  # log-probs of the distribution that is sampled from, temperature included
+        # log-probs of the distribution that is sampled from, temperature included
+        "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": "megagrpo.sync.vllm_side.worker_verbs.WorkerVerbs",
     }
     if node is not None and ports is not None:
-        flags |= {"--nnodes": o.nodes, "--node-rank": node.index, "--master-addr": node.first, "--master-port": ports.rendezvous}
+        flags |= {
+            "--nnodes": o.nodes,
+            "--node-rank": node.index,
+            "--master-addr": node.first,
+            "--master-port": ports.rendezvous,
+        }
         flags |= {"--data-parallel-rpc-port": ports.handshake} if o.dp > 1 else {}
     if o.quantization is not None:
         flags["--quantization"] = o.quantization
     if o.lora_rank:
-        flags |= {"--max-loras": 1, "--max-cpu-loras": 1, "--max-lora-rank": next(rank for rank in LORA_RANKS if rank >= o.lora_rank)}
+        flags |= {
+            "--max-loras": 1,
+            "--max-cpu-loras": 1,
+            "--max-lora-rank": next(rank for rank in LORA_RANKS if rank >= o.lora_rank),
+        }
     else:
         flags["--weight-transfer-config"] = json.dumps({"backend": "megagrpo"})
     if o.tool_parser is not None:
@@ -65,7 +82,8 @@ def server_command(
     if gpu:
         flags["--gpu-memory-utilization"] = o.gpu_memory_utilization
     else:
-        flags["--block-size"] = 32  # responses to one prompt share only full blocks; vLLM's default of 128 exceeds most short prompts
+        # responses to one prompt share only full blocks; vLLM's default of 128 exceeds most short prompts
+        flags["--block-size"] = 32
         flags["--max-num-batched-tokens"] = max(o.max_model_len, MAX_BATCHED_TOKENS)
     if guarded and not headless:
         flags["--middleware"] = GUARD
@@ -83,11 +101,14 @@ def _program(gpu: bool, headless: bool) -> list[str]:
 def _switches(o: ServerOptions, gpu: bool, headless: bool) -> list[str]:
     """Return the arguments without a value."""
     switches = ["--enable-scale-out", "--no-enable-log-requests"] + ["--headless"] * headless
-    switches += ["--skip-tokenizer-init"] * (not o.loads_tokenizer) + ["--enable-auto-tool-choice"] * (o.tool_parser is not None)
+    switches += ["--skip-tokenizer-init"] * (not o.loads_tokenizer) + ["--enable-auto-tool-choice"] * (
+        o.tool_parser is not None
+    )
     switches += ["--enable-lora"] * bool(o.lora_rank) + ["--enable-sleep-mode"] * o.sleep_mode
     switches += ["--enable-expert-parallel"] * o.expert_parallel
     if not gpu:
-        # A prompt that is split over two batches rewinds its seeded generator. torch cannot do that on a CPU, so the engine would die.
+        # A prompt that is split over two batches rewinds its seeded generator. torch cannot do that on a CPU, so the
+        # engine would die.
         switches.append("--no-enable-chunked-prefill")
     elif o.sleep_mode:
         switches += [flag for flag in SLEEP_FLAGS if _vllm_knows(flag)]
@@ -97,15 +118,27 @@ def _switches(o: ServerOptions, gpu: bool, headless: bool) -> list[str]:
 
 
 def server_environment(
-    o: ServerOptions, devices: Sequence[str] | None, workers: int, *, loopback: bool, guarded: bool, node: ServerNode | None = None
+    o: ServerOptions,
+    devices: Sequence[str] | None,
+    workers: int,
+    *,
+    loopback: bool,
+    guarded: bool,
+    node: ServerNode | None = None,
 ) -> dict[str, str]:
     """Return the environment of a server: what it inherits (`platform/process/environment.py`), and what the run sets.
 
-    It runs on the GPUs `devices`; None runs vLLM for CPU, where `workers` share the cores of this host. With `loopback` all ranks are on
-    this host too. With `guarded` the server reads its token from standard input. `node`: as in `server_command`.
+    It runs on the GPUs `devices`; None runs vLLM for CPU, where `workers` share the cores of this host. With `loopback`
+    all ranks are on this host too. With `guarded` the server reads its token from standard input. `node`: as in
+    `server_command`.
     """
     env = inherited(os.environ)
-    env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+    env |= {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     env["VLLM_PLUGINS"] = "megagrpo"
     env["VLLM_PROCESS_NAME_PREFIX"] = "megagrpo-vllm"  # `ps | grep megagrpo` then shows EngineCore and workers too
     if loopback:
@@ -118,7 +151,8 @@ def server_environment(
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             env.setdefault(variable, _interface_of(node.address))
     if guarded and (node is None or node.index == 0):
-        env[TOKEN_FILE_VARIABLE] = "/dev/stdin"  # a pipe, empty after one read; any process of this user can read an environment
+        # a pipe, empty after one read; any process of this user can read an environment
+        env[TOKEN_FILE_VARIABLE] = "/dev/stdin"
     if o.lora_rank:
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if devices is not None:
@@ -130,27 +164,33 @@ def server_environment(
     env |= OPENMP
     return env | {
         "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(o.kv_cache_gb)),  # vLLM reads whole GiB
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding fails for tp > 1 on one NUMA node, and competes with the trainer for cores
+        # binding fails for tp > 1 on one NUMA node, and competes with the trainer for cores
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(threads),
         "TORCH_COMPILE_DISABLE": "1",  # without this the sampler runs a C++ compiler in the first request
-        "GLIBC_TUNABLES": tunables,  # the last one: glibc moves it, and a process's title fits only into the variables before it
+        # the last one: glibc moves it, and a process's title fits only into the variables before it
+        "GLIBC_TUNABLES": tunables,
     }
 
 
 def _interface_of(address: str) -> str:
-    """Return the name of the network interface with this IPv4 address. Raises ValueError when this host does not have the address."""
+    """Return the name of the network interface with this IPv4 address. Raises ValueError when this host does not have
+    the address."""
     if address.startswith("127."):
         return LOOPBACK
     for _, name in socket.if_nameindex():
         with contextlib.suppress(ValueError):
             if address_of(name) == address:
                 return name
-    raise ValueError(f"--head: {address} is not an IPv4 address of this host's network interfaces; name another address")
+    raise ValueError(
+        f"--head: {address} is not an IPv4 address of this host's network interfaces; name another address"
+    )
 
 
 @functools.cache
 def _vllm_knows(flag: str) -> bool:
-    """Whether the installed vLLM has this command line flag. Reads vLLM's source, because importing vLLM takes seconds."""
+    """Whether the installed vLLM has this command line flag. Reads vLLM's source, because importing vLLM takes
+    seconds."""
     spec = importlib.util.find_spec("vllm")
     folders = spec.submodule_search_locations if spec is not None else None
     source = Path(next(iter(folders)), "engine", "arg_utils.py") if folders else None

@@ -1,8 +1,8 @@
 """Starts a vLLM process before its server is known: it imports vLLM while the trainer imports its own packages.
 
-The process waits under its supervisor until the launcher hands it the command line and the log of the first server. Without a GPU only,
-where one process imports vLLM for all processes of a server (`sync/vllm_side/vllm_main.py`). A process whose environment turns out to be wrong
-for the server, or that no server takes, is ended.
+The process waits under its supervisor until the launcher hands it the command line and the log of the first server.
+Without a GPU only, where one process imports vLLM for all processes of a server (`sync/vllm_side/vllm_main.py`). A
+process whose environment turns out to be wrong for the server, or that no server takes, is ended.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ WAIT = "--wait"  # the argument of a process that waits; sync/vllm_side/vllm_mai
 
 
 class _Waiting(NamedTuple):
-    """A supervised process that waits for its server, its environment, the file with its output so far, and the process that started
-    it."""
+    """A supervised process that waits for its server, its environment, the file with its output so far, and the process
+    that started it."""
 
     supervisor: subprocess.Popen[bytes]
     environment: dict[str, str]
@@ -43,7 +43,8 @@ _waiting: list[_Waiting] = []
 
 
 def begin(config: RunConfig) -> None:
-    """Start the process for a run of one rank without a GPU, unless the run starts no server on this host's loopback interface."""
+    """Start the process for a run of one rank without a GPU, unless the run starts no server on this host's loopback
+    interface."""
     r = config.rollout
     local = not r.urls and r.urls_file is None and r.nodes_per_server == 1 and r.interface == LOOPBACK
     if not local or importlib.util.find_spec("vllm") is None:
@@ -58,9 +59,11 @@ def begin(config: RunConfig) -> None:
     atexit.register(_end)
 
 
-def take(command: Sequence[str], environment: dict[str, str], log: Path, token: bytes) -> subprocess.Popen[bytes] | None:
-    """Hand the waiting process the command and the token of a server, and return its supervisor. Return None without a process for this
-    environment. The output so far and all later output go to the end of `log`."""
+def take(
+    command: Sequence[str], environment: dict[str, str], log: Path, token: bytes
+) -> subprocess.Popen[bytes] | None:
+    """Hand the waiting process the command and the token of a server, and return its supervisor. Return None without a
+    process for this environment. The output so far and all later output go to the end of `log`."""
     if not _waiting:
         return None
     supervisor, expected, output, _ = _waiting[0]

@@ -1,7 +1,8 @@
 """Servers on several nodes: the first node runs the HTTP server and leads, the other nodes follow.
 
-Every node runs `megagrpo serve`, which starts its node's part of the server. vLLM's parts do not notice when one of them dies: the others
-wait forever. So the first node serves a board. There it leaves an order for each start, and the others report the state of their parts.
+Every node runs `megagrpo serve`, which starts its node's part of the server. vLLM's parts do not notice when one of
+them dies: the others wait forever. So the first node serves a board. There it leaves an order for each start, and the
+others report the state of their parts.
 A server ends as soon as one of its parts has ended, and all parts start again together.
 """
 
@@ -29,8 +30,9 @@ def _report_key(node: int) -> str:
 
 @dataclass(frozen=True)
 class PartFault:
-    """Why a server cannot go on without one of its parts: a description, and the first exception in the part's log, if any. `killed`: by
-    the out-of-memory killer or a user. `lost`: the node itself is gone, so the server cannot restart."""
+    """Why a server cannot go on without one of its parts: a description, and the first exception in the part's log, if
+    any. `killed`: by the out-of-memory killer or a user. `lost`: the node itself is gone, so the server cannot
+    restart."""
 
     text: str
     cause: str = ""
@@ -41,7 +43,8 @@ class PartFault:
 class Followers:
     """The other nodes of a server, seen from its first node. `num_nodes` counts the first node too.
 
-    The board listens on `host` and `port`, and its notes are signed with `token`. Raises WeightSyncError when the port is taken.
+    The board listens on `host` and `port`, and its notes are signed with `token`. Raises WeightSyncError when the port
+    is taken.
     """
 
     def __init__(self, host: str, port: int, token: str, num_nodes: int):
@@ -66,7 +69,8 @@ class Followers:
         return [node for node in self._nodes if not self._board.has(_report_key(node))]
 
     def fault(self) -> PartFault | None:
-        """Return why the server cannot go on, or None while all parts run. A node that has never reported is no fault: it may be late."""
+        """Return why the server cannot go on, or None while all parts run. A node that has never reported is no fault:
+        it may be late."""
         for node in self._nodes:
             report = self._board.find(_report_key(node))
             if report is not None and (fault := self._judge(node, report)):
@@ -80,7 +84,9 @@ class Followers:
             self._silence.heard(node)
         silent = self._silence.goes_on(node) > LOST_SECONDS
         if silent or report["left"]:
-            self.lost = f"{name} has not reported for {LOST_SECONDS:g} s" if silent else f"megagrpo serve on {name} has ended"
+            self.lost = (
+                f"{name} has not reported for {LOST_SECONDS:g} s" if silent else f"megagrpo serve on {name} has ended"
+            )
             return PartFault(f"was stopped because {self.lost}", lost=True)
         if report["attempt"] == self._attempt and report["exit"]:
             text = f"was stopped because its part on {name} {report['exit']} (log there: {report['log']})"
@@ -89,11 +95,11 @@ class Followers:
 
 
 class Reports:
-    """A follower's end: the orders of the first node, and the reports of this node, called `name`. A context manager that tells the first
-    node at its end.
+    """A follower's end: the orders of the first node, and the reports of this node, called `name`. A context manager
+    that tells the first node at its end.
 
-    The board is at `host` and `port`, and is awaited up to `seconds`, unless `stop` is set. Raises WeightSyncError when it cannot be
-    reached.
+    The board is at `host` and `port`, and is awaited up to `seconds`, unless `stop` is set. Raises WeightSyncError when
+    it cannot be reached.
     """
 
     def __init__(self, host: str, port: int, token: str, node: int, name: str, seconds: float, stop: threading.Event):
@@ -113,7 +119,8 @@ class Reports:
             pass  # the first node is gone too
 
     def order(self) -> NodePorts | None:
-        """Return the ports of a new start, or None when there is no new order. Raises WeightSyncError when the first node is gone."""
+        """Return the ports of a new start, or None when there is no new order. Raises WeightSyncError when the first
+        node is gone."""
         order = self._board.find(ORDER)
         if order is None or order["attempt"] == self._attempt:
             return None
@@ -121,7 +128,8 @@ class Reports:
         return NodePorts(**order)
 
     def put(self, *, exit: str = "", cause: str = "", killed: bool = False, log: str = "", left: bool = False) -> None:
-        """Report the state of this node's part; `exit` describes how it ended. Raises WeightSyncError when the first node is gone."""
+        """Report the state of this node's part; `exit` describes how it ended. Raises WeightSyncError when the first
+        node is gone."""
         self._beat += 1
         state = {"attempt": self._attempt, "beat": self._beat, "host": self._name, "left": left}
         self._board.put(_report_key(self._node), state | {"exit": exit, "cause": cause, "killed": killed, "log": log})

@@ -13,12 +13,15 @@ from megagrpo.engine.http import CERTIFICATES, HEALTH_SECONDS, answers
 from megagrpo.engine.servers.launched import Launched, LaunchedServer
 
 CHECK_SECONDS = 2.0  # between two checks
-HANG_SECONDS = 60.0  # without a passed health check, after which a server counts as hung; at least as long is allowed for its engine
-LONGEST = 10.0  # limit on the silence counted per check, so that a pause of this process does not count as silence of the server
+# without a passed health check, after which a server counts as hung; at least as long is allowed for its engine
+HANG_SECONDS = 60.0
+# limit on the silence counted per check, so that a pause of this process does not count as silence of the server
+LONGEST = 10.0
 
 
 class Silence:
-    """Measures how long a server has not responded. Time in which this process was stopped or busy does not count as silence."""
+    """Measures how long a server has not responded. Time in which this process was stopped or busy does not count as
+    silence."""
 
     def __init__(self) -> None:
         self._seconds: dict[Hashable, float] = {}
@@ -38,14 +41,15 @@ class Silence:
 
 
 class HangDetector:
-    """Checks a launcher's servers at most every CHECK_SECONDS and kills those that hang. Construct it after all servers have responded.
+    """Checks a launcher's servers at most every CHECK_SECONDS and kills those that hang. Construct it after all servers
+    have responded.
 
-    A server hangs when it has passed no health check for HANG_SECONDS. A restarted server that has not responded yet gets the launcher's
-    `startup_timeout` instead.
+    A server hangs when it has passed no health check for HANG_SECONDS. A restarted server that has not responded yet
+    gets the launcher's `startup_timeout` instead.
 
-    vLLM's HTTP process answers health checks even when its engine process hangs, so the engine is checked too. The engine responds between
-    two generation steps, asleep or awake, but not while it loads weights. It therefore hangs only after `engine_seconds`, the timeout of a
-    weight load, and never before HANG_SECONDS.
+    vLLM's HTTP process answers health checks even when its engine process hangs, so the engine is checked too. The
+    engine responds between two generation steps, asleep or awake, but not while it loads weights. It therefore hangs
+    only after `engine_seconds`, the timeout of a weight load, and never before HANG_SECONDS.
     """
 
     def __init__(self, launcher: Launched, engine_seconds: float):
@@ -75,7 +79,9 @@ class HangDetector:
 
     async def _ask(self, urls: list[str]) -> list[tuple[bool, bool]]:
         """Check each server and its engine: a pair of booleans per URL."""
-        async with httpx.AsyncClient(trust_env=False, verify=CERTIFICATES, headers=headers(self._launcher.token)) as client:
+        async with httpx.AsyncClient(
+            trust_env=False, verify=CERTIFICATES, headers=headers(self._launcher.token)
+        ) as client:
             both = [asyncio.gather(answers(client, url), _engine_responds(client, url)) for url in urls]
             return await asyncio.gather(*both)
 
@@ -90,7 +96,9 @@ class HangDetector:
         if engine_healthy:
             self._engines.heard(pid)
         elif self._engines.goes_on(pid) > self._engine_seconds:
-            return f"is up, but its engine has not responded for {self._engine_seconds:g} s (rollout.weight_sync_timeout)"
+            return (
+                f"is up, but its engine has not responded for {self._engine_seconds:g} s (rollout.weight_sync_timeout)"
+            )
         return ""
 
 

@@ -1,4 +1,5 @@
-"""The interface of servers that a run started, on this host or on another one, for the restart thread and hang detection."""
+"""The interface of servers that a run started, on this host or on another one, for the restart thread and hang
+detection."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Starts, watches and stops vLLM's OpenAI API servers, each in its own process group under a supervisor.
 
-The trainer never imports vLLM: a server is a command line, a log file and an address. A supervisor (`supervisor.py`) ends the server and
-all its processes when the trainer exits, even by SIGKILL.
+The trainer never imports vLLM: a server is a command line, a log file and an address. A supervisor (`supervisor.py`)
+ends the server and all its processes when the trainer exits, even by SIGKILL.
 """
 
 from __future__ import annotations
@@ -39,15 +39,18 @@ from megagrpo.records.run_files import make_run_folder
 
 LINE_SECONDS = 10.0  # of waiting for servers, until the first line
 LOG_LINES = 30  # log lines shown when a server does not start and no process logged an exception
-ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")  # prefix of each line that one of vLLM's processes logs as an error
-KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number)}  # exit code -> signal
+# prefix of each line that one of vLLM's processes logs as an error
+ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")
+# exit code -> signal
+KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number)}
 TRACEBACK = "Traceback (most recent call last):"
 
 
 @dataclass
 class Server:
-    """One running server: its name, log file and supervisor process. The name is the URL that clients know. `address` is the URL that the
-    server listens on; it differs after a restart on another port. `fault` tells why a server on several nodes was stopped."""
+    """One running server: its name, log file and supervisor process. The name is the URL that clients know. `address`
+    is the URL that the server listens on; it differs after a restart on another port. `fault` tells why a server on
+    several nodes was stopped."""
 
     url: str
     log: Path
@@ -120,17 +123,21 @@ class Server:
 
 
 class Launcher:
-    """`num_servers` servers on this host: call `start`, then `wait`, then `stop`. A context manager that stops them on exit.
+    """`num_servers` servers on this host: call `start`, then `wait`, then `stop`. A context manager that stops them on
+    exit.
 
-    `start` returns at once, so the trainer can build its model while vLLM starts. `port` is the first server's port, the others take the
-    next ones; 0 picks free ports. `devices` are GPU ids, `options.devices` for each server; None runs vLLM for CPU.
+    `start` returns at once, so the trainer can build its model while vLLM starts. `port` is the first server's port,
+    the others take the next ones; 0 picks free ports. `devices` are GPU ids, `options.devices` for each server; None
+    runs vLLM for CPU.
 
-    Servers listen only on the address `host`, and require `token` if given. Server N, counted from `first`, logs to `log_dir/vllm_N.log`.
-    A server that has ended may be restarted up to `max_restarts` times (`may_restart`). With `moved`, a server whose port another process
-    took restarts on another port, and clients learn the new address from `moved`. Raises ValueError when there are too few devices.
+    Servers listen only on the address `host`, and require `token` if given. Server N, counted from `first`, logs to
+    `log_dir/vllm_N.log`.
+    A server that has ended may be restarted up to `max_restarts` times (`may_restart`). With `moved`, a server whose
+    port another process took restarts on another port, and clients learn the new address from `moved`. Raises
+    ValueError when there are too few devices.
 
-    With `node` there is one server on several nodes, and this host runs its part of it. The first node's launcher starts the other parts
-    through `followers`. The other nodes' launchers call `start_part` instead of `start`.
+    With `node` there is one server on several nodes, and this host runs its part of it. The first node's launcher
+    starts the other parts through `followers`. The other nodes' launchers call `start_part` instead of `start`.
     """
 
     def __init__(
@@ -179,17 +186,20 @@ class Launcher:
         return [server.log for server in self.servers]
 
     def start(self) -> None:
-        """Start all servers without waiting for them. Raises EngineStartError, before any server starts, when vLLM is not installed, the
-        model folder has no config.json or a port is taken."""
+        """Start all servers without waiting for them. Raises EngineStartError, before any server starts, when vLLM is
+        not installed, the model folder has no config.json or a port is taken."""
         self._prepare()
-        ports = [self.port + i for i in range(self.num_servers)] if self.port else free_ports(self.host, self.num_servers)
+        ports = (
+            [self.port + i for i in range(self.num_servers)] if self.port else free_ports(self.host, self.num_servers)
+        )
         for port in ports:
             check_port(self.host, port)
         for index, port in enumerate(ports):
             self.servers.append(self._launch(index, port))
 
     def start_part(self, ports: NodePorts) -> None:
-        """Start this node's part of a server; its last part, if any, is ended first. Raises EngineStartError as `start` does."""
+        """Start this node's part of a server; its last part, if any, is ended first. Raises EngineStartError as `start`
+        does."""
         if not self.servers:
             self._prepare()
         for server in self.servers:
@@ -202,7 +212,9 @@ class Launcher:
         if importlib.util.find_spec("vllm") is None:
             raise EngineStartError(f"vLLM is not installed for {sys.executable}; run `megagrpo install`")
         if Path(self.options.model).is_absolute() and not Path(self.options.model, "config.json").exists():
-            raise EngineStartError(f"model.path: {self.options.model} holds no config.json; vLLM needs a Hugging Face folder")
+            raise EngineStartError(
+                f"model.path: {self.options.model} holds no config.json; vLLM needs a Hugging Face folder"
+            )
         make_run_folder(self.log_dir)
         remove_stale()
         if self._moved is not None:
@@ -218,11 +230,12 @@ class Launcher:
                 server.end()
 
     def wait(self, say: Callable[[str], None] = lambda text: None) -> list[str]:
-        """Wait until all servers respond and return their URLs. `say` gets a line after 10 s and whenever the wait has doubled, or one line
-        if `self.progress` is drawn.
+        """Wait until all servers respond and return their URLs. `say` gets a line after 10 s and whenever the wait has
+        doubled, or one line if `self.progress` is drawn.
 
-        A server that was killed is restarted. Raises EngineStartError when a server exits by itself, is killed too often, or does not
-        respond within `startup_timeout` seconds. The message has the cause, or else the end of the log. All servers are stopped then.
+        A server that was killed is restarted. Raises EngineStartError when a server exits by itself, is killed too
+        often, or does not respond within `startup_timeout` seconds. The message has the cause, or else the end of the
+        log. All servers are stopped then.
         """
         with self.progress.task("waiting for vLLM") as task:
             return self._wait(say, task)
@@ -243,8 +256,12 @@ class Launcher:
                     self._rename(index)  # safe to rename: no client knows the server yet
                 elif now - server.started > self.startup_timeout:
                     missing = self.followers.missing() if self.followers is not None else []
-                    absent = f"; megagrpo serve has not joined it on node {', '.join(map(str, missing))}" if missing else ""
-                    self._give_up(server, f"did not respond within {self.startup_timeout:.0f} s (rollout.startup_timeout){absent}")
+                    absent = (
+                        f"; megagrpo serve has not joined it on node {', '.join(map(str, missing))}" if missing else ""
+                    )
+                    self._give_up(
+                        server, f"did not respond within {self.startup_timeout:.0f} s (rollout.startup_timeout){absent}"
+                    )
             waiting = [index for index in waiting if not healthy(self.servers[index].address)]
             if waiting and not (said and self.progress.draws) and lines.due(now - begun):
                 said, log = True, self.servers[waiting[0]].log
@@ -253,7 +270,8 @@ class Launcher:
         return self.urls
 
     def stop(self) -> None:
-        """Stop every server and all its processes: SIGTERM, then SIGKILL. Does nothing when called again or in a forked child."""
+        """Stop every server and all its processes: SIGTERM, then SIGKILL. Does nothing when called again or in a forked
+        child."""
         if self.servers and os.getpid() != self._pid:
             return
         for server in self.servers:
@@ -269,11 +287,14 @@ class Launcher:
 
     def may_restart(self, server: LaunchedServer) -> bool:
         """Whether the server has been restarted fewer than `max_restarts` times, and has all its nodes."""
-        return self.restarts[server.url] < self.max_restarts and not (self.followers is not None and self.followers.lost)
+        return self.restarts[server.url] < self.max_restarts and not (
+            self.followers is not None and self.followers.lost
+        )
 
     def restart(self, index: int) -> str:
-        """Restart a server that has ended, without waiting for it, and return the line to log. The log file is appended to. The server
-        keeps the port of its URL. With `moved`, it gets a free port when another process listens on the old one."""
+        """Restart a server that has ended, without waiting for it, and return the line to log. The log file is appended
+        to. The server keeps the port of its URL. With `moved`, it gets a free port when another process listens on the
+        old one."""
         server = self.servers[index]
         assert not server.alive and self.may_restart(server)
         self.restarts[server.url] += 1
@@ -302,13 +323,17 @@ class Launcher:
             self.followers.start(self._ports)
         command, environment, token = self._command(port), self._environment(index), (self.token or "").encode()
         with log.open(how) as out:
-            supervisor = early_start.take(command, environment, log, token) or supervise(command, environment, out, token)
+            supervisor = early_start.take(command, environment, log, token) or supervise(
+                command, environment, out, token
+            )
         address = f"http://{self.host}:{port}"
         return Server(url or address, log, supervisor, time.monotonic(), address)
 
     def _command(self, port: int) -> list[str]:
         gpu, guarded = self.devices is not None, self.token is not None
-        return server_command(self.options, self.host, port, gpu=gpu, guarded=guarded, node=self.node, ports=self._ports)
+        return server_command(
+            self.options, self.host, port, gpu=gpu, guarded=guarded, node=self.node, ports=self._ports
+        )
 
     def _environment(self, index: int) -> dict[str, str]:
         o, devices = self.options, None

@@ -1,7 +1,9 @@
-"""Servers on the other nodes of a run (`rollout.placement: colocated` with `run.nodes` above 1), seen and controlled from rank 0.
+"""Servers on the other nodes of a run (`rollout.placement: colocated` with `run.nodes` above 1), seen and controlled
+from rank 0.
 
-The first rank of each node launches the servers of its node. There a `NodeAgent` answers rank 0 through the board, a key-value store: it
-publishes the state of its servers, and restarts or ends a server on demand. So one restart thread, on rank 0, decides for all nodes.
+The first rank of each node launches the servers of its node. There a `NodeAgent` answers rank 0 through the board, a
+key-value store: it publishes the state of its servers, and restarts or ends a server on demand. So one restart thread,
+on rank 0, decides for all nodes.
 """
 
 from __future__ import annotations
@@ -23,10 +25,11 @@ ORDER_SECONDS = 60.0  # timeout of an order: ending a server takes up to 15 s
 
 
 class NodeAgent:
-    """A thread on the first rank of node `node`: it publishes the state of `launcher`'s servers on `board` and carries out rank 0's orders.
+    """A thread on the first rank of node `node`: it publishes the state of `launcher`'s servers on `board` and carries
+    out rank 0's orders.
 
-    A context manager; leave it before the launcher stops. The thread ends when the board is gone. Raises WeightSyncError when the board
-    cannot be reached.
+    A context manager; leave it before the launcher stops. The thread ends when the board is gone. Raises
+    WeightSyncError when the board cannot be reached.
     """
 
     def __init__(self, node: int, launcher: Launcher, board: Board):
@@ -80,9 +83,11 @@ class NodeAgent:
 
 @dataclass(frozen=True)
 class DistantServer:
-    """A server of another node, by its `index` there. Its properties read the state that the node's agent published last.
+    """A server of another node, by its `index` there. Its properties read the state that the node's agent published
+    last.
 
-    Properties raise WeightSyncError when the board is gone; `end` also when the agent does not answer within ORDER_SECONDS.
+    Properties raise WeightSyncError when the board is gone; `end` also when the agent does not answer within
+    ORDER_SECONDS.
     """
 
     node: int
@@ -130,7 +135,8 @@ class DistantServer:
 
 
 class NodeLaunchers:
-    """The servers of all nodes, on rank 0: its own `launcher`'s, and those of the other nodes, `per_node` each, through `board`.
+    """The servers of all nodes, on rank 0: its own `launcher`'s, and those of the other nodes, `per_node` each, through
+    `board`.
 
     Construct it after the agents of `nodes` have published their servers. Raises WeightSyncError like `DistantServer`.
     """
@@ -139,7 +145,11 @@ class NodeLaunchers:
         self._own, self._board, self._orders = launcher, board, Counter[int]()
         self._locks = {node: threading.Lock() for node in nodes}
         self._distant = [DistantServer(node, index, board, self._order) for node in nodes for index in range(per_node)]
-        self.token, self.startup_timeout, self.max_restarts = launcher.token, launcher.startup_timeout, launcher.max_restarts
+        self.token, self.startup_timeout, self.max_restarts = (
+            launcher.token,
+            launcher.startup_timeout,
+            launcher.max_restarts,
+        )
 
     @property
     def servers(self) -> list[LaunchedServer]:
@@ -178,4 +188,8 @@ class NodeLaunchers:
             number = self._orders[node]
             self._orders[node] += 1
             self._board.put(f"order/{node}/{number}", {"verb": verb, "index": index})
-            return str(self._board.take(f"answer/{node}/{number}", f"node {node} to {verb} a vLLM server", Deadline(ORDER_SECONDS)))
+            return str(
+                self._board.take(
+                    f"answer/{node}/{number}", f"node {node} to {verb} a vLLM server", Deadline(ORDER_SECONDS)
+                )
+            )

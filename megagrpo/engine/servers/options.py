@@ -22,7 +22,8 @@ class ServerOptions:
     gpu_memory_utilization: float = 0.4
     quantization: str | None = None  # vLLM quantizes the weights to this when it loads them
     enforce_eager: bool = False
-    deterministic: bool = False  # batch-invariant: results do not depend on which requests are batched together; needs a GPU
+    # batch-invariant: results do not depend on which requests are batched together; needs a GPU
+    deterministic: bool = False
     sleep_mode: bool = False  # allow the server to release its GPU memory between rollouts
     lora_rank: int = 0  # largest rank of the adapters to load; 0 when weight syncs send full weights
     omp_threads: int | None = None  # threads per worker without a GPU; None divides all cores among the workers
@@ -50,7 +51,8 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class ServerNode:
-    """One node of a server on several nodes: its index, its address towards the other nodes, and the address of the first node."""
+    """One node of a server on several nodes: its index, its address towards the other nodes, and the address of the
+    first node."""
 
     index: int
     address: str
@@ -59,7 +61,8 @@ class ServerNode:
 
 @dataclass(frozen=True)
 class NodePorts:
-    """Ports on the first node of a server on several nodes: of torch's rendezvous, and of vLLM's data-parallel handshake."""
+    """Ports on the first node of a server on several nodes: of torch's rendezvous, and of vLLM's data-parallel
+    handshake."""
 
     rendezvous: int
     handshake: int

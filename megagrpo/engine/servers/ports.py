@@ -12,13 +12,15 @@ PORTS = range(15_000, 30_000)  # ports of servers when rollout.port is 0
 
 
 def free_ports(host: str, count: int) -> list[int]:
-    """Return ports that nothing listens on now. All are below 32768, from where the kernel assigns ports to outgoing connections of other
-    programs, so no such connection takes one before the server listens. Raises EngineStartError when fewer than `count` ports are free, or
-    when this machine does not have the address."""
+    """Return ports that nothing listens on now. All are below 32768, from where the kernel assigns ports to outgoing
+    connections of other programs, so no such connection takes one before the server listens. Raises EngineStartError
+    when fewer than `count` ports are free, or when this machine does not have the address."""
     tried = random.SystemRandom().sample(PORTS, len(PORTS))
     ports = list(itertools.islice((port for port in tried if is_free(host, port)), count))
     if len(ports) < count:
-        raise EngineStartError(f"rollout.port: {count} free ports needed on {host}, {len(ports)} found ({_bind_error(host, tried[0])})")
+        raise EngineStartError(
+            f"rollout.port: {count} free ports needed on {host}, {len(ports)} found ({_bind_error(host, tried[0])})"
+        )
     return ports
 
 

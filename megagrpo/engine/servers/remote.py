@@ -26,15 +26,15 @@ SERVE_LOOP_SECONDS = 0.5  # between two looks at the servers
 
 
 def serve(config: RunConfig, urls: Path | None, logs: Path, reach: str | None, first_gpu: int, inputs: Inputs) -> int:
-    """Start `rollout.servers` servers on the GPUs from `first_gpu` and keep them running until SIGTERM or Ctrl-C. With `inputs.place` start
-    this node's part of one server on several nodes.
+    """Start `rollout.servers` servers on the GPUs from `first_gpu` and keep them running until SIGTERM or Ctrl-C. With
+    `inputs.place` start this node's part of one server on several nodes.
 
-    Returns 0 after a signal, and 1 when every server has exceeded `rollout.max_restarts`, or a node of the server is lost, so that the
-    caller can restart the command.
+    Returns 0 after a signal, and 1 when every server has exceeded `rollout.max_restarts`, or a node of the server is
+    lost, so that the caller can restart the command.
 
-    The servers listen on this machine's address on the route to `reach`, by default on `rollout.interface`. They accept only requests
-    with `inputs.token`. Once all are healthy, the file NODE.url in the folder `urls` holds one line per server. Logs go to a subfolder
-    with this machine's name in `logs`.
+    The servers listen on this machine's address on the route to `reach`, by default on `rollout.interface`. They accept
+    only requests with `inputs.token`. Once all are healthy, the file NODE.url in the folder `urls` holds one line per
+    server. Logs go to a subfolder with this machine's name in `logs`.
 
     Raises ValueError or OSError when a server does not start.
     """
@@ -61,7 +61,8 @@ def serve(config: RunConfig, urls: Path | None, logs: Path, reach: str | None, f
 
 
 def this_node(config: RunConfig, place: Place, stop: threading.Event) -> ServerNode:
-    """Return this node of its server. Raises ValueError when the first node's host is unknown for `rollout.startup_timeout` seconds."""
+    """Return this node of its server. Raises ValueError when the first node's host is unknown for
+    `rollout.startup_timeout` seconds."""
     first = _address(place.host, Deadline(config.rollout.startup_timeout), stop)
     return ServerNode(place.index, own_address(f"http://{first}") if place.index else first, first)
 
@@ -78,12 +79,15 @@ def _address(host: str, deadline: Deadline, stop: threading.Event) -> str:
 
 
 def _follow(config: RunConfig, launcher: Launcher, port: int, token: str, name: str, stop: threading.Event) -> int:
-    """Run this node's part of a server whenever the first node starts the server. Returns 0 after a signal, 1 when the first node has
-    ended."""
+    """Run this node's part of a server whenever the first node starts the server. Returns 0 after a signal, 1 when the
+    first node has ended."""
     node = launcher.node
     assert node is not None
     try:
-        with launcher, Reports(node.first, port, token, node.index, name, config.rollout.startup_timeout, stop) as reports:
+        with (
+            launcher,
+            Reports(node.first, port, token, node.index, name, config.rollout.startup_timeout, stop) as reports,
+        ):
             show(f"{name}: node {node.index} of the server on {node.first}")
             while not stop.wait(FOLLOW_SECONDS):
                 if (ports := reports.order()) is not None:
@@ -135,8 +139,8 @@ def _launcher(
 def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> bool:
     """Restart servers that died, as often as the launcher allows, and kill those that `HangDetector` reports as hung.
 
-    Returns True when asked to stop, False when the last server is gone for good. A restarted server has its initial weights; the trainer
-    sends it the current ones before the first request.
+    Returns True when asked to stop, False when the last server is gone for good. A restarted server has its initial
+    weights; the trainer sends it the current ones before the first request.
     """
     gone: set[str] = set()
     hang_detector = HangDetector(launcher, engine_seconds)

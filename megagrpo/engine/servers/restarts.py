@@ -1,5 +1,5 @@
-"""Recovery of servers: servers that died or joined get the current weights before they get requests. Servers that the run itself started
-are also restarted when they end, and killed when they hang."""
+"""Recovery of servers: servers that died or joined get the current weights before they get requests. Servers that the
+run itself started are also restarted when they end, and killed when they hang."""
 
 from __future__ import annotations
 
@@ -16,18 +16,21 @@ from megagrpo.engine.updates import Updates
 from megagrpo.sync.wire.manifest import WeightSyncError
 
 RESTART_LOOP_SECONDS = 0.3  # between two looks at the servers
-KILL_SILENT_SECONDS = 30.0  # without a passed health check, after which the live process of a server that does not serve is killed
+# without a passed health check, after which the live process of a server that does not serve is killed
+KILL_SILENT_SECONDS = 30.0
 OUT = (State.JOINING, State.SILENT, State.EXCLUDED)  # the states in which a `Reconnector` fills a server with weights
 
-# Loads the current weights into the server at an address; returns their version, or None when the server must wait for the next sync.
+# Loads the current weights into the server at an address; returns their version, or None when the server must wait for
+# the next sync.
 Refill = Callable[[str], int | None]
 
 
 class Reconnector:
-    """A thread on the trainer's rank 0 that brings servers back into use. A context manager; leave it before the servers are stopped.
+    """A thread on the trainer's rank 0 that brings servers back into use. A context manager; leave it before the
+    servers are stopped.
 
-    A server of `engine` that is out of use and healthy gets the current weights from `refill`, and then requests again. `say` gets a line
-    for each event. This class starts and stops no server: the user started them.
+    A server of `engine` that is out of use and healthy gets the current weights from `refill`, and then requests again.
+    `say` gets a line for each event. This class starts and stops no server: the user started them.
     """
 
     def __init__(self, engine: Updates, refill: Refill, say: Callable[[str], None] = print):
@@ -41,8 +44,8 @@ class Reconnector:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stop the thread: no server is restarted or brought back from here on. A refill that is in progress is not awaited; it ends when
-        its server is stopped."""
+        """Stop the thread: no server is restarted or brought back from here on. A refill that is in progress is not
+        awaited; it ends when its server is stopped."""
         with self._ending:  # a restart in progress is awaited, so that the launcher can stop the new process
             self._end.set()
         self._thread.join(timeout=RESTART_LOOP_SECONDS + 1)
@@ -59,7 +62,9 @@ class Reconnector:
             yield
         except WeightSyncError as error:
             if not self._end.is_set():
-                self.say(f"warning: the vLLM servers of another node cannot be watched or controlled; trying again: {error}")
+                self.say(
+                    f"warning: the vLLM servers of another node cannot be watched or controlled; trying again: {error}"
+                )
 
     def _look(self) -> None:
         before, states = self._reported, self.fleet.states()
@@ -79,7 +84,8 @@ class Reconnector:
                 self._fill(url, joins=states[url] is State.JOINING)
 
     def _fill(self, url: str, joins: bool = False) -> None:
-        """Give the server the current weights. A server for which another version has become current meanwhile is filled again later."""
+        """Give the server the current weights. A server for which another version has become current meanwhile is
+        filled again later."""
         try:
             version = self.refill(url)
         except Exception as error:
@@ -99,11 +105,12 @@ class Reconnector:
 
 
 class Restarter(Reconnector):
-    """A Reconnector for a launcher's servers. It restarts servers that ended, on the same URL, up to the launcher's `max_restarts` times
-    each.
+    """A Reconnector for a launcher's servers. It restarts servers that ended, on the same URL, up to the launcher's
+    `max_restarts` times each.
 
-    It kills a server that hangs (`HangDetector`), that does not serve and stays silent, or that does not load the current weights. While
-    servers sleep, the trainer uses their GPUs, and also the GPU of a server that ended: it is restarted only after the others wake up.
+    It kills a server that hangs (`HangDetector`), that does not serve and stays silent, or that does not load the
+    current weights. While servers sleep, the trainer uses their GPUs, and also the GPU of a server that ended: it is
+    restarted only after the others wake up.
     With `Fleet.leaving` a server that does not serve and fails its health check is killed at once.
     """
 
@@ -162,7 +169,8 @@ class Restarter(Reconnector):
         if not self.launcher.may_restart(server):
             self.fleet.gone(url)
             self.say(
-                f"warning: vLLM server {url} {server.exit_description}; restart limit {self.launcher.restarts[url]} reached "
+                f"warning: vLLM server {url} {server.exit_description}; restart limit {self.launcher.restarts[url]} "
+                f"reached "
                 f"(rollout.max_restarts); log: {server.log}"
             )
             return

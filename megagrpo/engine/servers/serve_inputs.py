@@ -1,5 +1,5 @@
-"""What `megagrpo serve` checks before it imports torch and vLLM, which takes a minute on a busy machine, and how it reports its start to a
-job."""
+"""What `megagrpo serve` checks before it imports torch and vLLM, which takes a minute on a busy machine, and how it
+reports its start to a job."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from megagrpo.platform.process.variable_names import NODE_INDICES
 
 @dataclass(frozen=True)
 class Span:
-    """The nodes of servers on several nodes, as on the command line: `heads` holds HOST:PORT of the first node of each server, separated by
-    commas. `node` is the index of this node among the nodes of all servers; None reads it from Slurm's or Kubernetes' environment."""
+    """The nodes of servers on several nodes, as on the command line: `heads` holds HOST:PORT of the first node of each
+    server, separated by commas. `node` is the index of this node among the nodes of all servers; None reads it from
+    Slurm's or Kubernetes' environment."""
 
     heads: str
     node: int | None = None
@@ -43,11 +44,13 @@ class Inputs(NamedTuple):
 
 
 def check_inputs(config: RunConfig, span: Span | None) -> Inputs:
-    """Return the inputs. Raises ValueError when there is no token, no model in the folder `model.path`, or `span` does not fit
-    `rollout.nodes_per_server`."""
+    """Return the inputs. Raises ValueError when there is no token, no model in the folder `model.path`, or `span` does
+    not fit `rollout.nodes_per_server`."""
     token = read_token(config.rollout.token_file)
     if token is None:
-        raise ValueError("rollout.token_file: servers for a remote trainer need its token; `openssl rand -hex 32` makes one")
+        raise ValueError(
+            "rollout.token_file: servers for a remote trainer need its token; `openssl rand -hex 32` makes one"
+        )
     if Path(config.model.path).is_absolute():
         resolve_model(config.model.path)
     return Inputs(token, None if span is None else place_of(config, span))
@@ -57,10 +60,20 @@ def place_of(config: RunConfig, span: Span) -> Place:
     """Return this node's place. Raises ValueError when `span` does not fit `rollout.nodes_per_server`."""
     count, heads = config.rollout.nodes_per_server, span.heads.split(",")
     if count == 1:
-        raise ValueError(f"--head: {span.heads} only applies to servers on several nodes; set rollout.nodes_per_server, or leave it out")
-    index = span.node if span.node is not None else next((int(os.environ[key]) for key in NODE_INDICES if key in os.environ), None)
+        raise ValueError(
+            f"--head: {span.heads} only applies to servers on several nodes; set rollout.nodes_per_server, or leave it "
+            f"out"
+        )
+    index = (
+        span.node
+        if span.node is not None
+        else next((int(os.environ[key]) for key in NODE_INDICES if key in os.environ), None)
+    )
     if index is None or not 0 <= index < count * len(heads):
-        said = f"{count * len(heads)} nodes, rollout.nodes_per_server {count} for each address of --head; use 0 to {count * len(heads) - 1}"
+        said = (
+            f"{count * len(heads)} nodes, rollout.nodes_per_server {count} for each address of --head; use 0 to "
+            f"{count * len(heads) - 1}"
+        )
         raise ValueError(f"--node: {'missing' if index is None else index}, but there are {said}")
     host, colon, port = heads[index // count].rpartition(":")
     if not (host and colon and port.isdigit()):
@@ -75,7 +88,8 @@ def node_name() -> str:
 
 @contextmanager
 def reported_errors(urls: Path | None) -> Iterator[None]:
-    """Context manager: an error of the start becomes ConfigError, and the text of the file NODE.failed in the folder `urls`."""
+    """Context manager: an error of the start becomes ConfigError, and the text of the file NODE.failed in the folder
+    `urls`."""
     try:
         yield
     except (ValueError, OSError) as error:

@@ -51,10 +51,11 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def engine_dtype(config: RunConfig, trained: torch.dtype | None = None) -> str:
-    """Return vLLM's name for the servers' compute dtype, which is also the dtype of synced weights. It is bfloat16 with quantization,
-    because vLLM quantizes 16-bit models only.
+    """Return vLLM's name for the servers' compute dtype, which is also the dtype of synced weights. It is bfloat16 with
+    quantization, because vLLM quantizes 16-bit models only.
 
-    `trained` is the dtype in which a run, on whatever machine, has trained the weights; `model.precision: auto` then means this dtype.
+    `trained` is the dtype in which a run, on whatever machine, has trained the weights; `model.precision: auto` then
+    means this dtype.
     """
     if config.rollout.quantization != "none":
         return name_of(torch.bfloat16)
@@ -80,13 +81,14 @@ def make_launcher(
 ) -> Launcher:
     """Build the launcher of the servers that `rollout` describes, on `model_folder`; nothing is started.
 
-    The servers log to `log_folder` and require `token`; None generates one. With the PEFT folder `adapter` they also serve it as the model
-    ADAPTER. `max_model_len` None means the longest sequence of the run and its evaluation. `num_ranks` trainer ranks on this host use the
-    first GPUs; dedicated servers get the other GPUs. `host` is the address to listen on; None means the address of `rollout.interface`.
-    `moved`, `first`, `node` and `followers` are passed to the Launcher. `num_servers` None means all servers of the run.
+    The servers log to `log_folder` and require `token`; None generates one. With the PEFT folder `adapter` they also
+    serve it as the model ADAPTER. `max_model_len` None means the longest sequence of the run and its evaluation.
+    `num_ranks` trainer ranks on this host use the first GPUs; dedicated servers get the other GPUs. `host` is the
+    address to listen on; None means the address of `rollout.interface`. `moved`, `first`, `node` and `followers` are
+    passed to the Launcher. `num_servers` None means all servers of the run.
 
-    Raises ValueError when `adapter` is invalid, GPUs are missing, `rollout.quantization` of this model needs a GPU, the interface does not
-    exist, or a server on several nodes is to be started on this host alone.
+    Raises ValueError when `adapter` is invalid, GPUs are missing, `rollout.quantization` of this model needs a GPU, the
+    interface does not exist, or a server on several nodes is to be started on this host alone.
     """
     r = config.rollout
     gpus = device.visible_gpus()
@@ -111,21 +113,30 @@ def make_launcher(
 
 
 def _check_place(config: RunConfig, model_folder: Path, on_cpu: bool, node: ServerNode | None) -> None:
-    """Raise ValueError for servers that cannot start here: on several nodes without this host's `node`, or quantized without a GPU."""
+    """Raise ValueError for servers that cannot start here: on several nodes without this host's `node`, or quantized
+    without a GPU."""
     r = config.rollout
     if r.nodes_per_server > 1 and node is None:
         raise ValueError(
-            f"rollout.nodes_per_server: {r.nodes_per_server}, but this command starts servers on this host only; start them with `megagrpo "
-            "serve --head` on every node and name them in rollout.urls, use `megagrpo submit`, or set nodes_per_server to 1"
+            f"rollout.nodes_per_server: {r.nodes_per_server}, but this command starts servers on this host only; start "
+            f"them with `megagrpo "
+            "serve --head` on every node and name them in rollout.urls, use `megagrpo submit`, or set nodes_per_server "
+            "to 1"
         )
     if on_cpu and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)
 
 
 def _options(
-    config: RunConfig, model_folder: Path, dtype: str, adapter: Path | None, max_model_len: int | None, beside_ranks: bool
+    config: RunConfig,
+    model_folder: Path,
+    dtype: str,
+    adapter: Path | None,
+    max_model_len: int | None,
+    beside_ranks: bool,
 ) -> ServerOptions:
-    """Return vLLM's options of the servers that `rollout` describes. `beside_ranks`: they may share GPUs with trainer ranks."""
+    """Return vLLM's options of the servers that `rollout` describes. `beside_ranks`: they may share GPUs with trainer
+    ranks."""
     r = config.rollout
     return ServerOptions(
         model=str(model_folder.resolve()),
@@ -171,22 +182,25 @@ def offloads(config: RunConfig) -> bool:
 
 
 def adapter_arguments(adapter: Path | None) -> list[str]:
-    """Return vLLM's arguments for serving a PEFT adapter; empty for None. Raises ValueError when the folder is not a PEFT adapter or is
-    damaged."""
+    """Return vLLM's arguments for serving a PEFT adapter; empty for None. Raises ValueError when the folder is not a
+    PEFT adapter or is damaged."""
     if adapter is None:
         return []
     verify_inside(adapter)
     try:
         rank = int(json.loads((adapter / "adapter_config.json").read_text())["r"])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"--adapter: {adapter} holds no adapter_config.json of PEFT with a rank `r`: {error}") from error
+        raise ValueError(
+            f"--adapter: {adapter} holds no adapter_config.json of PEFT with a rank `r`: {error}"
+        ) from error
     fits = next((known for known in LORA_RANKS if known >= rank), rank)
     return ["--enable-lora", "--max-lora-rank", str(fits), "--lora-modules", f"{ADAPTER}={adapter.resolve()}"]
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights to serve: a Hugging Face folder, an adapter on it, if any, and vLLM's name of the dtype to serve them in."""
+    """Weights to serve: a Hugging Face folder, an adapter on it, if any, and vLLM's name of the dtype to serve them
+    in."""
 
     folder: Path
     adapter: Path | None
@@ -196,9 +210,9 @@ class Weights:
 def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: Callable[[str], None]) -> Weights:
     """Return the weights that the value `checkpoint` names, for servers in the precision of the run that trained them.
 
-    `checkpoint` is None (the model of the config), `latest` or `best` of the run, a checkpoint of a run, a Hugging Face folder, or a PEFT
-    folder. A checkpoint with full weights is first exported into `scratch` by a separate process. Raises ValueError when it does not exist
-    or cannot be exported.
+    `checkpoint` is None (the model of the config), `latest` or `best` of the run, a checkpoint of a run, a Hugging Face
+    folder, or a PEFT folder. A checkpoint with full weights is first exported into `scratch` by a separate process.
+    Raises ValueError when it does not exist or cannot be exported.
     """
     if checkpoint is None:
         return Weights(resolve_model(config.model.path), None, engine_dtype(config))
@@ -211,7 +225,10 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
     if why := why_no_checkpoint(path):
         raise ValueError(f"--checkpoint: {path} {why}")
     if not (path / STATE_FILE).is_file():
-        raise ValueError(f"--checkpoint: {path} is not a run's checkpoint: it lacks {STATE_FILE}; export it, and name the exported folder")
+        raise ValueError(
+            f"--checkpoint: {path} is not a run's checkpoint: it lacks {STATE_FILE}; export it, and name the exported "
+            f"folder"
+        )
     try:
         trained = StoredTensors(path).dtype(EMBEDDING)
         dtype = engine_dtype(config, trained)
@@ -229,9 +246,15 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
 def _checkpoint(config: RunConfig, checkpoint: str) -> Path:
     """Return the path of a checkpoint. Raises ValueError when the run has no `latest` or `best` one."""
     run = Path(config.run.output_dir) / config.run.name
-    found = {LATEST: newest_checkpoint(run / CHECKPOINTS), BEST: run / CHECKPOINTS / BEST}.get(checkpoint, Path(checkpoint))
+    found = {LATEST: newest_checkpoint(run / CHECKPOINTS), BEST: run / CHECKPOINTS / BEST}.get(
+        checkpoint, Path(checkpoint)
+    )
     if found is None or (checkpoint == BEST and not found.exists()):
-        fix = "set evaluation.keep_best before training" if checkpoint == BEST else "train it to its end, or set run.save_steps"
+        fix = (
+            "set evaluation.keep_best before training"
+            if checkpoint == BEST
+            else "train it to its end, or set run.save_steps"
+        )
         raise ValueError(f"--checkpoint: {run} has no {checkpoint} checkpoint; {fix}")
     return found
 
@@ -250,7 +273,8 @@ def _export(checkpoint: Path, out: Path, dtype: str) -> None:
 class Serving:
     """Servers for one command: `find` the weights, `start`, do other work while they load, then use `engine`.
 
-    A context manager: on exit the servers stop and scratch files are removed. With `rollout.urls` it uses those servers and starts none.
+    A context manager: on exit the servers stop and scratch files are removed. With `rollout.urls` it uses those servers
+    and starts none.
     """
 
     def __init__(self, config: RunConfig, say: Callable[[str], None]):
@@ -263,12 +287,13 @@ class Serving:
         self._dtype = ""
 
     def find(self, checkpoint: str | None, adapter: str | None) -> Path:
-        """Return the Hugging Face folder whose tokenizer and weights are used. Raises ValueError when the weights are missing, or when
-        weights are chosen although `rollout.urls` names servers, which already have theirs."""
+        """Return the Hugging Face folder whose tokenizer and weights are used. Raises ValueError when the weights are
+        missing, or when weights are chosen although `rollout.urls` names servers, which already have theirs."""
         urls = named_urls(self._config.rollout.urls, self._config.rollout.urls_file)
         if urls and (checkpoint or adapter):
             raise ValueError(
-                f"rollout.urls: {', '.join(urls)} already have their weights; leave out --checkpoint and --adapter, or the urls"
+                f"rollout.urls: {', '.join(urls)} already have their weights; leave out --checkpoint and --adapter, or "
+                f"the urls"
             )
         check_urls(urls)
         self._token = read_token(self._config.rollout.token_file)
@@ -291,7 +316,8 @@ class Serving:
         self._launcher.start()
 
     def engine(self, tokenizer: Tokenizer) -> VllmEngine:
-        """Wait until the servers respond and return the client. Raises EngineStartError, with the end of the log, when they do not."""
+        """Wait until the servers respond and return the client. Raises EngineStartError, with the end of the log, when
+        they do not."""
         r, launcher = self._config.rollout, self._launcher
         urls = launcher.wait(self._say) if launcher else named_urls(r.urls, r.urls_file)
         model = ADAPTER if self.adapter else None
@@ -315,7 +341,8 @@ class Serving:
 
 
 def exit_code(command: Callable[[], None], name: str) -> int:
-    """Run a command that uses servers and return its exit code: 0, 1 when a server failed, 128 + the signal's number after a signal.
+    """Run a command that uses servers and return its exit code: 0, 1 when a server failed, 128 + the signal's number
+    after a signal.
 
     Raises ConfigError when no server starts. `name` names the command in the error message.
     """

@@ -2,15 +2,16 @@
 
     python supervisor.py PARENT_PID GRACE_SECONDS [--early] COMMAND...
 
-With --early the command waits for its server (early_start.py). The trainer hands the server to this process, and this process hands it to
-the command, followed by the server's token (platform/process/hand_over.py).
+With --early the command waits for its server (early_start.py). The trainer hands the server to this process, and this
+process hands it to the command, followed by the server's token (platform/process/hand_over.py).
 
 It also ends a server whose engine process has ended, when the API server stays for ENGINE_SECONDS.
 
-When the trainer ends, even by SIGKILL, the kernel gives this process a new parent; it checks its parent ten times a second. Orphaned
-descendants become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. It removes the files that the server leaves in shared
-memory and in the temporary directory, and the temporary files of a killed trainer. From this project it imports only modules of `process`
-that need nothing else, so that it starts fast and stays small.
+When the trainer ends, even by SIGKILL, the kernel gives this process a new parent; it checks its parent ten times a
+second. Orphaned descendants become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. It removes the
+files that the server leaves in shared memory and in the temporary directory, and the temporary files of a killed
+trainer. From this project it imports only modules of `process` that need nothing else, so that it starts fast and stays
+small.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 VLLM_FILES = re.compile(r"/dev/shm/(?:psm_|vllm_|VLLM_|nccl-|sem\.mp-)[^/]+")  # files of vLLM, NCCL and multiprocessing
 EARLY = "--early"
 GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
-LONGEST = 107 - len("/vllm-12345678/") - 36  # longest path for the temporary folder: vLLM makes sockets in it, with names of 36 characters
+# longest path for the temporary folder: vLLM makes sockets in it, with names of 36 characters
+LONGEST = 107 - len("/vllm-12345678/") - 36
 ENGINE = b"::EngineCore"  # part of the title of vLLM's engine process
 ENGINE_ENDED = 70  # exit code for a server that was killed because its engine had ended
-ENGINE_SECONDS = 15.0  # without an engine process, after which a server that had one is killed; a healthy API server exits sooner
+# without an engine process, after which a server that had one is killed; a healthy API server exits sooner
+ENGINE_SECONDS = 15.0
 
 
 def main() -> int:
-    """Return the server's exit status: 128 + the signal's number when it was killed, ENGINE_ENDED when this process killed it without an
-    engine, 0 when this process ended it on a signal or because the trainer is gone."""
-    sys.path.append(str(Path(__file__).resolve().parents[3]))  # this file is run by its path, so the package is not importable
+    """Return the server's exit status: 128 + the signal's number when it was killed, ENGINE_ENDED when this process
+    killed it without an engine, 0 when this process ended it on a signal or because the trainer is gone."""
+    # this file is run by its path, so the package is not importable
+    sys.path.append(str(Path(__file__).resolve().parents[3]))
     from megagrpo.platform.process.ownership import TEMPORARY, remove_if_left
     from megagrpo.platform.process.removal import remove_own_file, remove_tree
     from megagrpo.platform.process.shm_names import remove_stale
@@ -56,7 +60,8 @@ def main() -> int:
     supervisor = os.getpid()
 
     def tie() -> None:
-        """Run in the server's process: have the kernel kill it when this process ends. parent_death.py ties the server's children to it."""
+        """Run in the server's process: have the kernel kill it when this process ends. parent_death.py ties the
+        server's children to it."""
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != supervisor:
             os._exit(1)
@@ -84,7 +89,10 @@ def main() -> int:
             stuck = 0 < engine_seen < now - ENGINE_SECONDS
     status = server.poll()
     if stuck and status is None:
-        print(f"the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it", flush=True)
+        print(
+            f"the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it",
+            flush=True,
+        )
         status = ENGINE_ENDED
     end(server, grace, files)
     if files:
@@ -98,22 +106,27 @@ def main() -> int:
     return 0 if status is None else status if status >= 0 else 128 - status
 
 
-def supervise(command: Sequence[str], environment: dict[str, str], out: IO[bytes], token: bytes | None) -> subprocess.Popen[bytes]:
-    """Start this file as a process of its own that runs `command`, with its output in `out` and `token` on its standard input. Without a
-    token the command waits for its server."""
+def supervise(
+    command: Sequence[str], environment: dict[str, str], out: IO[bytes], token: bytes | None
+) -> subprocess.Popen[bytes]:
+    """Start this file as a process of its own that runs `command`, with its output in `out` and `token` on its standard
+    input. Without a token the command waits for its server."""
     from megagrpo.platform.process.hand_over import send
 
     early = [EARLY] if token is None else []
     words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(GRACE_SECONDS), *early, *command]
     pipe = subprocess.PIPE
-    supervisor = subprocess.Popen(words, env=environment, stdin=pipe, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+    supervisor = subprocess.Popen(
+        words, env=environment, stdin=pipe, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+    )
     if token is not None:
         send(token, supervisor.stdin)
     return supervisor
 
 
 def pass_on(server: subprocess.Popen[bytes]) -> None:
-    """Pass the server and its token from standard input to the waiting process, which ends when the pipe holds no server."""
+    """Pass the server and its token from standard input to the waiting process, which ends when the pipe holds no
+    server."""
     from megagrpo.platform.process.hand_over import line_of, receive, send
 
     data = b""
@@ -126,8 +139,9 @@ def pass_on(server: subprocess.Popen[bytes]) -> None:
 def end(server: subprocess.Popen[bytes], grace: float, files: dict[str, int]) -> None:
     """Send SIGTERM to the server, then, after `grace` seconds, SIGKILL to all remaining descendants of this process.
 
-    Adds to `files` the shared memory that they map until then: a server that still starts may create some after SIGTERM. SIGKILL goes to
-    children only, whose process ids stay taken until `reap`. Their own children become children of this process.
+    Adds to `files` the shared memory that they map until then: a server that still starts may create some after
+    SIGTERM. SIGKILL goes to children only, whose process ids stay taken until `reap`. Their own children become
+    children of this process.
     """
     files |= shared_files(descendants())
     scanned = time.monotonic()
@@ -194,7 +208,8 @@ def has_engine(pids: list[int]) -> bool:
 
 
 def shared_files(pids: list[int]) -> dict[str, int]:
-    """Return path -> inode of vLLM's shared memory files that these processes have mapped. A killed process leaves them behind."""
+    """Return path -> inode of vLLM's shared memory files that these processes have mapped. A killed process leaves them
+    behind."""
     files: dict[str, int] = {}
     for pid in pids:
         try:
@@ -202,7 +217,11 @@ def shared_files(pids: list[int]) -> dict[str, int]:
         except OSError:
             continue
         fields = (line.split(maxsplit=5) for line in lines)  # addresses, rights, offset, device, inode, path
-        files |= {path: int(inode) for *_, inode, path in fields if VLLM_FILES.fullmatch(path) and not path.endswith("(deleted)")}
+        files |= {
+            path: int(inode)
+            for *_, inode, path in fields
+            if VLLM_FILES.fullmatch(path) and not path.endswith("(deleted)")
+        }
     return files
 
 

@@ -1,4 +1,5 @@
-"""Loads and saves adapters in PEFT's format, for any layout: a folder with adapter_config.json and adapter_model.safetensors."""
+"""Loads and saves adapters in PEFT's format, for any layout: a folder with adapter_config.json and
+adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ ADAPTER_FILES = "adapter"  # subfolder of a checkpoint
 RUN_KEY = "lora.adapter_path"  # the config key in a run's error messages; a tool passes its own argument
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # PEFT's options beyond A and B of one rank, with the value that disables each option.
-PLAIN = dict(bias="none", use_dora=False, rank_pattern={}, alpha_pattern={}, modules_to_save=None, layers_to_transform=None)
+PLAIN = dict(
+    bias="none", use_dora=False, rank_pattern={}, alpha_pattern={}, modules_to_save=None, layers_to_transform=None
+)
 
 
 @torch.no_grad()
@@ -44,7 +47,8 @@ def fill_adapters(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, 
 
 
 def fresh_matrix(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return the whole A or B called `name` in PEFT's initialization: A is uniform within 1 / sqrt(in), B is zero, float32 `shape`.
+    """Return the whole A or B called `name` in PEFT's initialization: A is uniform within 1 / sqrt(in), B is zero,
+    float32 `shape`.
 
     So a fresh adapter adds 0. The values depend only on the arguments: every layout starts with the same adapter.
     """
@@ -55,11 +59,13 @@ def fresh_matrix(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def load_adapter(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, folder: Path, lora: LoraSection, key: str = RUN_KEY) -> None:
+def load_adapter(
+    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, folder: Path, lora: LoraSection, key: str = RUN_KEY
+) -> None:
     """Fill the adapters from a folder that PEFT or `save_adapter` has written. Collective.
 
-    Raises ValueError, with the fix, when rank, scale, projections or shapes differ from `lora` and the model, or a value is NaN or
-    infinite. `key` is the config key or the argument that named the folder.
+    Raises ValueError, with the fix, when rank, scale, projections or shapes differ from `lora` and the model, or a
+    value is NaN or infinite. `key` is the config key or the argument that named the folder.
     """
     saved = read_lora(folder, key)
     for name in ("rank", "alpha", "use_rslora"):
@@ -90,7 +96,8 @@ def _part(stored: Tensor, block: Block) -> Tensor:
 
 
 def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
-    """Return the config section that describes the adapter in `folder`. `key` is the config key or the argument that named the folder.
+    """Return the config section that describes the adapter in `folder`. `key` is the config key or the argument that
+    named the folder.
 
     Raises ValueError when the folder holds no adapter, is damaged, or holds an unsupported kind of adapter.
     """
@@ -99,11 +106,20 @@ def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
             raise ValueError(f"{key}: {folder} has no {file}; name an adapter folder of PEFT or of a run's checkpoint")
     verify_inside(folder)
     saved = json.loads((folder / CONFIG).read_text())
-    if saved.get("peft_type") != "LORA" or (odd := [name for name, plain in PLAIN.items() if saved.get(name, plain) not in (plain, None)]):
-        what = f"peft_type {saved.get('peft_type')}" if saved.get("peft_type") != "LORA" else f"{odd[0]} {saved[odd[0]]}"
-        raise ValueError(f"{key}: the adapter in {folder} has {what}; only plain LoRA of one rank, on every layer, is supported")
+    if saved.get("peft_type") != "LORA" or (
+        odd := [name for name, plain in PLAIN.items() if saved.get(name, plain) not in (plain, None)]
+    ):
+        what = (
+            f"peft_type {saved.get('peft_type')}" if saved.get("peft_type") != "LORA" else f"{odd[0]} {saved[odd[0]]}"
+        )
+        raise ValueError(
+            f"{key}: the adapter in {folder} has {what}; only plain LoRA of one rank, on every layer, is supported"
+        )
     section = dict(
-        rank=saved["r"], alpha=saved["lora_alpha"], use_rslora=bool(saved.get("use_rslora")), dropout=saved.get("lora_dropout", 0)
+        rank=saved["r"],
+        alpha=saved["lora_alpha"],
+        use_rslora=bool(saved.get("use_rslora")),
+        dropout=saved.get("lora_dropout", 0),
     )
     return LoraSection(**section, target_modules=_projections(saved["target_modules"]))
 
@@ -117,14 +133,17 @@ def base_of(folder: Path) -> str:
 
 
 def export_adapter(folder: Path, out: Path, base: str | None = None) -> None:
-    """Copy the adapter in `folder` to `out`. `base` replaces the base model that adapter_config.json names. One process calls it.
+    """Copy the adapter in `folder` to `out`. `base` replaces the base model that adapter_config.json names. One process
+    calls it.
 
-    Raises ValueError when `folder` holds no adapter or a damaged one, no base model is named, or `out` is not empty. Raises OSError when
-    `out` cannot be written.
+    Raises ValueError when `folder` holds no adapter or a damaged one, no base model is named, or `out` is not empty.
+    Raises OSError when `out` cannot be written.
     """
     read_lora(folder, "CHECKPOINT")
     refuse_taken(out)
-    saved = json.loads((folder / CONFIG).read_text()) | {"base_model_name_or_path": shared_name(base or base_of(folder))}
+    saved = json.loads((folder / CONFIG).read_text()) | {
+        "base_model_name_or_path": shared_name(base or base_of(folder))
+    }
     with new_folder(out) as unfinished:
         shutil.copyfile(folder / WEIGHTS, unfinished / WEIGHTS)
         (unfinished / CONFIG).write_text(json.dumps(saved, indent=2))
@@ -132,7 +151,11 @@ def export_adapter(folder: Path, out: Path, base: str | None = None) -> None:
 
 def _projections(target_modules: Any) -> Any:
     """Return PEFT's `target_modules`, with full module names cut to the projection."""
-    return target_modules if isinstance(target_modules, str) else sorted({name.rpartition(".")[2] for name in target_modules})
+    return (
+        target_modules
+        if isinstance(target_modules, str)
+        else sorted({name.rpartition(".")[2] for name in target_modules})
+    )
 
 
 def save_adapter(
@@ -146,9 +169,10 @@ def save_adapter(
 ) -> None:
     """Write adapters as a folder that PEFT, vLLM and `load_adapter` read. Collective.
 
-    `parameters` comes from `adapter_blocks`. `base` is the base model as the user named it; a folder of the hub's cache is written as its
-    hub name. `dtype` is the dtype in the file. `look` receives every whole A [rank, in] and B [out, rank] on rank 0, before the cast to the
-    file. The folder appears complete or not at all. Raises OSError on every rank when it cannot be written.
+    `parameters` comes from `adapter_blocks`. `base` is the base model as the user named it; a folder of the hub's cache
+    is written as its hub name. `dtype` is the dtype in the file. `look` receives every whole A [rank, in] and B [out,
+    rank] on rank 0, before the cast to the file. The folder appears complete or not at all. Raises OSError on every
+    rank when it cannot be written.
     """
 
     def write(tensors: Stream, sources: dict[str, Source], unfinished: Path) -> None:
@@ -169,8 +193,14 @@ def _named(sources: dict[str, Any]) -> list[str]:
 def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict[str, Any]:
     """Return the contents of adapter_config.json."""
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
-    own = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora, target_modules=projections)
+    own = dict(
+        r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora, target_modules=projections
+    )
     about = dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=shared_name(base), inference_mode=True, fan_in_fan_out=False
+        peft_type="LORA",
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=shared_name(base),
+        inference_mode=True,
+        fan_in_fan_out=False,
     )
     return about | own | PLAIN | dict(init_lora_weights=True)

@@ -1,5 +1,5 @@
-"""Converts between a Hugging Face folder and Megatron's distributed checkpoint, one parameter at a time: memory does not grow with the
-model.
+"""Converts between a Hugging Face folder and Megatron's distributed checkpoint, one parameter at a time: memory does
+not grow with the model.
 
 Both directions resume after a killed attempt. The resulting folder is complete or absent.
 """
@@ -41,15 +41,18 @@ _COMMIT = 2**28  # bytes between two commits: a kill loses at most this much wor
 def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT) -> None:
     """Write `out`: Megatron's files, and in `out`/hf the files that an export needs beside the weights. Collective.
 
-    Every parameter is stored in a dtype that holds its tensors without loss. Raises ValueError, naming file and tensor, when the model is
-    damaged, does not fit its config.json or holds a NaN. Raises ValueError when `out` is not empty. Raises OSError when the disk is too
-    small or cannot be written. Ranks without an error of their own raise RankError. `progress` shows the bytes of this rank.
+    Every parameter is stored in a dtype that holds its tensors without loss. Raises ValueError, naming file and tensor,
+    when the model is damaged, does not fit its config.json or holds a NaN. Raises ValueError when `out` is not empty.
+    Raises OSError when the disk is too small or cannot be written. Ranks without an error of their own raise RankError.
+    `progress` shows the bytes of this rank.
     """
     source = run_own_and_agree(layout, lambda: resolve_model(model, "MODEL"))
     hf_config = load_hf_config(source)
     checkpoint = run_own_and_agree(layout, lambda: Checkpoint(source))
     own = run_own_and_agree(layout, lambda: structure(hf_config, layout))
-    run_own_and_agree(layout, lambda: checkpoint.check([block for part in own.parts for block in part.blocks], hf_config))
+    run_own_and_agree(
+        layout, lambda: checkpoint.check([block for part in own.parts for block in part.blocks], hf_config)
+    )
     run_own_and_agree(layout, lambda: checkpoint.check_head(hf_config), here=layout.world_rank == 0)
     if layout.world_rank == 0:
         checkpoint.say_left_out(hf_config)
@@ -77,7 +80,9 @@ def _empty(folder: Path) -> None:
     folder.mkdir()
 
 
-def _import_tensors(own: Structure, checkpoint: Checkpoint, folder: Unfinished, layout: Layout, task: Task) -> list[Piece]:
+def _import_tensors(
+    own: Structure, checkpoint: Checkpoint, folder: Unfinished, layout: Layout, task: Task
+) -> list[Piece]:
     mine = {part: _dtype_of(part, checkpoint, own) for part in own.parts if part.is_first_copy}
     sizes = {part.name: math.prod(part.shape) * dtype.itemsize for part, dtype in mine.items()}
     writer = run_own_and_agree(layout, lambda: PieceWriter(folder.path, layout.world_rank, folder.journal))
@@ -100,24 +105,38 @@ def _import_tensors(own: Structure, checkpoint: Checkpoint, folder: Unfinished, 
 
 def _dtype_of(part: Part, checkpoint: Checkpoint, own: Structure) -> torch.dtype:
     """Return the narrowest dtype that holds all tensors of a parameter without loss."""
-    return reduce(torch.promote_types, [checkpoint.entry(block.name).dtype for block in part.blocks]) if part.blocks else own.dtype
+    return (
+        reduce(torch.promote_types, [checkpoint.entry(block.name).dtype for block in part.blocks])
+        if part.blocks
+        else own.dtype
+    )
 
 
 def export_hf(
-    checkpoint: Path, out: Path, model: str | None, layout: Layout, progress: Progress = SILENT, dtype: torch.dtype | None = None
+    checkpoint: Path,
+    out: Path,
+    model: str | None,
+    layout: Layout,
+    progress: Progress = SILENT,
+    dtype: torch.dtype | None = None,
 ) -> Rounded:
-    """Write `out`: the weights of a distributed checkpoint, with config and tokenizer, in the files of the original model. Collective.
-    Returns, on rank 0, between which dtypes values have been rounded.
+    """Write `out`: the weights of a distributed checkpoint, with config and tokenizer, in the files of the original
+    model. Collective. Returns, on rank 0, between which dtypes values have been rounded.
 
-    `dtype` None means the dtypes of the original model. `model` names the original Hugging Face model; None takes the files in the
-    checkpoint. Raises ValueError when the checkpoint has no such files, holds only an adapter, is damaged, does not fit the model, or holds
-    a NaN or a value that is too large for the dtype. Raises ValueError when `out` is not empty. Raises OSError when the disk is too small
-    or cannot be written. Ranks without an error of their own raise RankError. `progress` shows the bytes on rank 0.
+    `dtype` None means the dtypes of the original model. `model` names the original Hugging Face model; None takes the
+    files in the checkpoint. Raises ValueError when the checkpoint has no such files, holds only an adapter, is damaged,
+    does not fit the model, or holds a NaN or a value that is too large for the dtype. Raises ValueError when `out` is
+    not empty. Raises OSError when the disk is too small or cannot be written. Ranks without an error of their own raise
+    RankError. `progress` shows the bytes on rank 0.
     """
     if (checkpoint / ADAPTER_FILES).is_dir():
-        raise ValueError(f"{checkpoint} has an adapter but no weights; merge it: megagrpo merge {checkpoint / ADAPTER_FILES} {out}")
+        raise ValueError(
+            f"{checkpoint} has an adapter but no weights; merge it: megagrpo merge {checkpoint / ADAPTER_FILES} {out}"
+        )
     if model is None and not (checkpoint / HF_FILES).is_dir():
-        raise ValueError(f"{checkpoint} has no {HF_FILES} folder with config.json; name the original model with --model")
+        raise ValueError(
+            f"{checkpoint} has no {HF_FILES} folder with config.json; name the original model with --model"
+        )
     check_is_checkpoint(checkpoint)
     if (checkpoint / CHECKSUMS).is_file():
         run_and_agree(layout, lambda: verify_others(checkpoint), here=layout.world_rank == 0)
@@ -126,14 +145,18 @@ def export_hf(
     stored = run_own_and_agree(layout, lambda: StoredTensors(checkpoint))
     own = run_own_and_agree(layout, lambda: structure(hf_config, layout))
     run_own_and_agree(layout, lambda: _check_stored(own, stored))
-    read = lru_cache(maxsize=1)(lambda part: _read_stored(part, stored))  # one entry: gate and up of a parameter are adjacent
-    parameters: Parameters = [(part.name, StoredParameter(part, _stored_dtype(part, stored), read), part.blocks) for part in own.parts]
+    # one entry: gate and up of a parameter are adjacent
+    read = lru_cache(maxsize=1)(lambda part: _read_stored(part, stored))
+    parameters: Parameters = [
+        (part.name, StoredParameter(part, _stored_dtype(part, stored), read), part.blocks) for part in own.parts
+    ]
     sources = find_sources(parameters, layout)
     files, copies = on_first_rank(layout, lambda: files_for(shapes(sources), source, hf_config, dtype))
     rounded: Rounded = set()
     with _unfinished(out, layout, checkpoint, source, dtype=dtype) as folder:
         done = set(layout.all_gather_objects(folder.journal.lines)[0])
-        pairs = {(sources[name].dtype, files.entries[name].dtype) for name in done}  # of an earlier attempt: taken for rounded
+        # of an earlier attempt: taken for rounded
+        pairs = {(sources[name].dtype, files.entries[name].dtype) for name in done}
         tensors = stream(parameters, layout, sources, [name for name in sources if name not in done])
 
         def write() -> None:
@@ -147,7 +170,9 @@ def export_hf(
     return rounded
 
 
-def _write_tensors(tensors: Stream, folder: Unfinished, files: Files, copies: dict[str, str], done: Iterable[str], task: Task) -> Rounded:
+def _write_tensors(
+    tensors: Stream, folder: Unfinished, files: Files, copies: dict[str, str], done: Iterable[str], task: Task
+) -> Rounded:
     total, before = (sum(files.entries[name].nbytes for name in names) for names in (files.entries, done))
     task.expect(total, "B", before)
     with Writer(folder.path, files, copies) as writer:
@@ -200,9 +225,17 @@ def _check_stored(own: Structure, stored: StoredTensors) -> None:
 
 @contextlib.contextmanager
 def _unfinished(out: Path, layout: Layout, *sources: Path, dtype: torch.dtype | None = None) -> Iterator[Unfinished]:
-    """Yield the folder that becomes `out`. An error removes it. After a kill or an interrupt, the next attempt from the same sources to
-    the same dtype resumes it."""
-    sizes = (layout.world_size, layout.tp_size, layout.pp_size, layout.vpp, layout.pipeline_layers, layout.ep_size, layout.etp_size)
+    """Yield the folder that becomes `out`. An error removes it. After a kill or an interrupt, the next attempt from the
+    same sources to the same dtype resumes it."""
+    sizes = (
+        layout.world_size,
+        layout.tp_size,
+        layout.pp_size,
+        layout.vpp,
+        layout.pipeline_layers,
+        layout.ep_size,
+        layout.etp_size,
+    )
     named = [[str(source), fingerprint(source)] for source in sources]
     folder = Unfinished(out, layout, dict(sources=named, layout=str(sizes), dtype=str(dtype)))
     try:

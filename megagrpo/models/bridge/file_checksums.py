@@ -25,10 +25,13 @@ def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
 def verify_tensors(folder: Path, part: int = 0, parts: int = 1) -> None:
     """Raises ValueError naming the first tensor file that is missing or has a wrong CRC-32.
 
-    The files are divided over `parts` by the rank that wrote them. So in the same layout each rank verifies the files that it then reads.
+    The files are divided over `parts` by the rank that wrote them. So in the same layout each rank verifies the files
+    that it then reads.
     """
     written = _listed(folder).items()
-    _verify(folder, {name: crc for name, crc in written if (writer := _writer(name)) is not None and writer % parts == part})
+    _verify(
+        folder, {name: crc for name, crc in written if (writer := _writer(name)) is not None and writer % parts == part}
+    )
 
 
 def verify_others(folder: Path) -> None:
@@ -47,7 +50,9 @@ def _verify(folder: Path, written: dict[str, str]) -> None:
     for name, crc in written.items():
         file = folder / name
         if not file.is_file():
-            raise ValueError(f"{folder} is damaged: it lacks {name}, which {CHECKSUMS} names; copy the checkpoint again")
+            raise ValueError(
+                f"{folder} is damaged: it lacks {name}, which {CHECKSUMS} names; copy the checkpoint again"
+            )
         if (actual := f"{_crc(file):08x}") != crc:
             raise ValueError(f"{file} is corrupt: its CRC-32 is {actual}; {crc} was written; copy the checkpoint again")
 

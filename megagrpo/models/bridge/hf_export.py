@@ -28,8 +28,8 @@ Stream = Iterator[tuple[str, Tensor]]  # (name, whole tensor)
 
 
 class Readable(Protocol):
-    """A parameter of this rank, or what reads like one: in fewer bits, with adapters merged, or in a file. Each access to `data` may
-    compute or read it again."""
+    """A parameter of this rank, or what reads like one: in fewer bits, with adapters merged, or in a file. Each access
+    to `data` may compute or read it again."""
 
     @property
     def data(self) -> Tensor:
@@ -55,11 +55,13 @@ class Source:
 def iter_full(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, *, dtype: torch.dtype | None = None, writer: int = 0
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) for every tensor of the model on rank `writer`, on the CPU, layer by layer. Other ranks yield nothing.
+    """Yield (name, whole tensor) for every tensor of the model on rank `writer`, on the CPU, layer by layer. Other
+    ranks yield nothing.
 
-    Collective: every rank of the world must exhaust the iterator. Each block is sent once, by one of the ranks that hold it. A tensor may
-    share the parameter's memory. Tensors have Hugging Face shapes. `dtype` None keeps the dtypes of the parameters; weights with adapters
-    are merged, in float32. Reads `param.data`, so an optimizer that gathers parameters late must have gathered them.
+    Collective: every rank of the world must exhaust the iterator. Each block is sent once, by one of the ranks that
+    hold it. A tensor may share the parameter's memory. Tensors have Hugging Face shapes. `dtype` None keeps the dtypes
+    of the parameters; weights with adapters are merged, in float32. Reads `param.data`, so an optimizer that gathers
+    parameters late must have gathered them.
     """
     parameters = list(merged_blocks(chunks, hf_config, layout))
     sources = find_sources(parameters, layout)
@@ -67,7 +69,8 @@ def iter_full(
 
 
 def find_sources(parameters: Parameters, layout: Layout) -> dict[str, Source]:
-    """Return every tensor of the model, in layer order; the lowest rank that holds a block sends it. Collective, small messages only."""
+    """Return every tensor of the model, in layer order; the lowest rank that holds a block sends it. Collective, small
+    messages only."""
     mine = [(b.name, b.shape, param.dtype, b.box) for _, param, blocks in parameters for b in blocks]
     sources: dict[str, Source] = {}
     for rank, of_rank in enumerate(layout.all_gather_objects(mine)):
@@ -90,10 +93,11 @@ def stream(
     dtype: torch.dtype | None = None,
     writer: int = 0,
 ) -> Stream:
-    """Yield (name, whole tensor) for `names` in their order, on the CPU of rank `writer`; other ranks yield nothing. Collective.
+    """Yield (name, whole tensor) for `names` in their order, on the CPU of rank `writer`; other ranks yield nothing.
+    Collective.
 
-    Every rank must exhaust the stream. `dtype` None keeps the dtypes of the parameters. When a rank cannot read a parameter, no further
-    tensor is yielded, and at the end every rank raises.
+    Every rank must exhaust the stream. `dtype` None keeps the dtypes of the parameters. When a rank cannot read a
+    parameter, no further tensor is yielded, and at the end every rank raises.
     """
     mine = {(b.name, b.box): (param, b) for _, param, blocks in parameters for b in blocks}
     failure: Exception | None = None
@@ -133,7 +137,8 @@ def _raise(failure: Exception | None) -> None:
 
 
 def _pass_on(part: Tensor | None, source: Source, box: Box, sender: int, writer: int, layout: Layout) -> Tensor | None:
-    """Send one block from `sender` to `writer` over the CPU group, as bytes, after a flag that says whether the block exists.
+    """Send one block from `sender` to `writer` over the CPU group, as bytes, after a flag that says whether the block
+    exists.
 
     Returns the block [extent(box)] on the writer, or None when it does not exist. Returns None on other ranks.
     """
@@ -167,15 +172,17 @@ def save_hf(
     dtype: torch.dtype | None = None,
     progress: Progress = SILENT,
 ) -> Rounded:
-    """Write the model with merged adapters as a Hugging Face folder. Collective; rank 0 writes. `progress` shows the bytes. Returns, on
-    rank 0, between which dtypes values have been rounded.
+    """Write the model with merged adapters as a Hugging Face folder. Collective; rank 0 writes. `progress` shows the
+    bytes. Returns, on rank 0, between which dtypes values have been rounded.
 
-    Config and tokenizer are copied from `source_folder`. The safetensors files have the names and, with `dtype` None, the dtypes found
-    there. With `max_shard_bytes`, or when that folder has no weights, files are new. Then `dtype` None means the dtype in config.json.
-    Files hold at most `max_shard_bytes` (default 5 GiB), with an index when there are several.
+    Config and tokenizer are copied from `source_folder`. The safetensors files have the names and, with `dtype` None,
+    the dtypes found there. With `max_shard_bytes`, or when that folder has no weights, files are new. Then `dtype` None
+    means the dtype in config.json. Files hold at most `max_shard_bytes` (default 5 GiB), with an index when there are
+    several.
 
-    The folder appears complete or not at all, even when a rank dies or the disk fills. Raises ValueError when `out_folder` is not empty, or
-    a weight is NaN or infinite. Raises OSError when the folder cannot be written. Other ranks raise RankError.
+    The folder appears complete or not at all, even when a rank dies or the disk fills. Raises ValueError when
+    `out_folder` is not empty, or a weight is NaN or infinite. Raises OSError when the folder cannot be written. Other
+    ranks raise RankError.
     """
     out_folder, source_folder = Path(out_folder), Path(source_folder)
     refuse_non_empty(out_folder, layout)
@@ -186,7 +193,10 @@ def save_hf(
             files, copies = files_for(shapes(sources), source_folder, hf_config, dtype)
         else:
             in_dtype = dtype or getattr(torch, hf_config.dtype)
-            files, copies = new_files({n: (in_dtype, source.shape) for n, source in sources.items()}, max_shard_bytes), {}
+            files, copies = (
+                new_files({n: (in_dtype, source.shape) for n, source in sources.items()}, max_shard_bytes),
+                {},
+            )
         with Writer(unfinished, files, copies) as writer, progress.task(f"writing {out_folder.name}") as task:
             task.expect(sum(entry.nbytes for entry in files.entries.values()), "B")
             for name, tensor in tensors:
@@ -212,8 +222,8 @@ def save_folder(
 ) -> None:
     """Call `write` on rank 0 with the stream of whole tensors, to create `folder`. Collective.
 
-    Tensors are cast to `dtype` unless it is None. The folder appears complete or not at all. When anything fails every rank raises; the
-    failing rank raises its own error.
+    Tensors are cast to `dtype` unless it is None. The folder appears complete or not at all. When anything fails every
+    rank raises; the failing rank raises its own error.
     """
     sources = find_sources(parameters, layout)
     tensors = stream(parameters, layout, sources, sources, dtype)
@@ -229,7 +239,8 @@ def save_folder(
 def exhaust(action: Callable[[], None], tensors: Stream, layout: Layout) -> None:
     """Run `action`, which consumes the stream on the writer, and then exhaust the stream on every rank. Collective.
 
-    After a failure the rest of the stream is exhausted too, because the other ranks would hang. When anything fails every rank raises.
+    After a failure the rest of the stream is exhausted too, because the other ranks would hang. When anything fails
+    every rank raises.
     """
     failures = []
     for attempt in (action, lambda: sum(0 for _ in tensors)):

@@ -1,4 +1,5 @@
-"""The layout of safetensors files: file, order and dtype of each tensor. It is taken from the original model, or created for a new one."""
+"""The layout of safetensors files: file, order and dtype of each tensor. It is taken from the original model, or
+created for a new one."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: the new and the old nam
 _ROWS = 2**26  # bytes cast and written at once
 
 Tensors = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
-Rounded = set[tuple[torch.dtype, torch.dtype]]  # pairs (from, to) of dtypes between which at least one value has changed
+# pairs (from, to) of dtypes between which at least one value has changed
+Rounded = set[tuple[torch.dtype, torch.dtype]]
 
 
 @dataclass(frozen=True)
@@ -76,10 +78,16 @@ class Files:
         return self._with({name: (entry.dtype, entry.shape) for name, entry in self.entries.items() if name in names})
 
     def in_dtype(self, dtype: torch.dtype) -> Files:
-        """Return the files with all tensors in `dtype`, except that tensors which every program computes with in float32 are not
-        narrowed."""
-        exact = {name for name, entry in self.entries.items() if name.endswith(EXACT) and entry.dtype.itemsize > dtype.itemsize}
-        return self._with({name: (entry.dtype if name in exact else dtype, entry.shape) for name, entry in self.entries.items()})
+        """Return the files with all tensors in `dtype`, except that tensors which every program computes with in
+        float32 are not narrowed."""
+        exact = {
+            name
+            for name, entry in self.entries.items()
+            if name.endswith(EXACT) and entry.dtype.itemsize > dtype.itemsize
+        }
+        return self._with(
+            {name: (entry.dtype if name in exact else dtype, entry.shape) for name, entry in self.entries.items()}
+        )
 
     def _with(self, tensors: Tensors) -> Files:
         """Return the files with these tensors, or this object when nothing changes."""
@@ -103,7 +111,8 @@ def _with(file: File, tensors: Tensors) -> File:
 
 
 def files_of(folder: Path) -> Files | None:
-    """Return the files of the model in `folder`, from its weights or from the headers in a checkpoint; None when the folder has neither."""
+    """Return the files of the model in `folder`, from its weights or from the headers in a checkpoint; None when the
+    folder has neither."""
     index = (folder / INDEX).read_bytes() if (folder / INDEX).is_file() else None
     if (folder / HEADERS).is_file():
         headers = json.loads((folder / HEADERS).read_text())
@@ -120,13 +129,15 @@ def files_for(
 ) -> tuple[Files, dict[str, str]]:
     """Return the files for tensors of these `shapes`, and tensor -> original for tensors that are copies.
 
-    The model in `folder` determines the files, if known, and their dtypes when `dtype` is None. Its tensors without an entry in `shapes`,
-    such as layers for speculative decoding, are dropped. A tied head with a separate tensor is a copy. Raises ValueError when the files
-    lack a tensor or have another shape.
+    The model in `folder` determines the files, if known, and their dtypes when `dtype` is None. Its tensors without an
+    entry in `shapes`, such as layers for speculative decoding, are dropped. A tied head with a separate tensor is a
+    copy. Raises ValueError when the files lack a tensor or have another shape.
     """
     source = files_of(folder)
     if source is None:
-        return new_files({name: (dtype or getattr(torch, hf_config.dtype), shape) for name, shape in shapes.items()}), {}
+        return new_files(
+            {name: (dtype or getattr(torch, hf_config.dtype), shape) for name, shape in shapes.items()}
+        ), {}
     copies = {}
     if hf_config.tied_embeddings and HEAD in source.entries and HEAD not in shapes:
         copies = {HEAD: next(name for name in shapes if name.endswith(EMBEDDING))}
@@ -135,13 +146,16 @@ def files_for(
         if name not in files.entries:
             raise ValueError(f"model: the files of {folder} lack {name}; they belong to another model")
         if files.entries[name].shape != shape:
-            raise ValueError(f"model: {name} has shape {shape}, but {files.entries[name].shape} in {folder}, which holds another model")
+            raise ValueError(
+                f"model: {name} has shape {shape}, but {files.entries[name].shape} in {folder}, which holds another "
+                f"model"
+            )
     return files if dtype is None else files.in_dtype(dtype), copies
 
 
 def new_files(tensors: Tensors, limit: int = SHARD_BYTES) -> Files:
-    """Return the fewest files for tensors of these dtypes and shapes with at most `limit` tensor bytes each, with an index when there are
-    several."""
+    """Return the fewest files for tensors of these dtypes and shapes with at most `limit` tensor bytes each, with an
+    index when there are several."""
     shards: list[dict[str, tuple[torch.dtype, tuple[int, ...]]]] = [{}]
     size = total = 0
     for name, (dtype, shape) in tensors.items():
@@ -153,16 +167,20 @@ def new_files(tensors: Tensors, limit: int = SHARD_BYTES) -> Files:
         size, total = size + nbytes, total + nbytes
     n = len(shards)
     names = [SINGLE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
-    index = {"metadata": {"total_size": total}, "weight_map": {t: name for name, shard in zip(names, shards, strict=True) for t in shard}}
+    index = {
+        "metadata": {"total_size": total},
+        "weight_map": {t: name for name, shard in zip(names, shards, strict=True) for t in shard},
+    }
     files = tuple(File(name, make_header(shard)) for name, shard in zip(names, shards, strict=True))
     return Files(files, json.dumps(index, indent=2).encode() if n > 1 else None)
 
 
 class Writer:
-    """Writes `files` into `folder`: headers and index on construction, then each tensor at its offset, in any order. A context manager.
+    """Writes `files` into `folder`: headers and index on construction, then each tensor at its offset, in any order. A
+    context manager.
 
-    All space is reserved on construction, so too little disk space is an OSError before the first byte. Files of an earlier attempt keep
-    their bytes. `rounded` has the dtypes between which the written values have been rounded.
+    All space is reserved on construction, so too little disk space is an OSError before the first byte. Files of an
+    earlier attempt keep their bytes. `rounded` has the dtypes between which the written values have been rounded.
     """
 
     def __init__(self, folder: Path, files: Files, copies: Mapping[str, str] | None = None):
@@ -187,12 +205,15 @@ class Writer:
             os.close(fd)
 
     def write(self, name: str, tensor: Tensor) -> int:
-        """Cast `tensor`, of the shape in the header and any dtype, to the file's dtype. Write it and its copies; return the number of
-        bytes.
+        """Cast `tensor`, of the shape in the header and any dtype, to the file's dtype. Write it and its copies; return
+        the number of bytes.
 
         Raises ValueError when a value is NaN or infinite, or becomes infinite by the cast.
         """
-        return sum(self._write(stored_name, tensor) for stored_name in (name, *(copy for copy, of in self._copies.items() if of == name)))
+        return sum(
+            self._write(stored_name, tensor)
+            for stored_name in (name, *(copy for copy, of in self._copies.items() if of == name))
+        )
 
     def _write(self, name: str, tensor: Tensor) -> int:
         i, entry = self._places[name]
@@ -228,16 +249,22 @@ def rounding(rounded: Rounded, cause: str) -> str | None:
         return None
     targets = ", ".join(sorted({_name(to) for _, to in rounded}))
     exact = reduce(torch.promote_types, (source for source, _ in rounded))
-    return f"rounded to {targets} ({cause})" + (f"; --dtype {_name(exact)} keeps every bit" if exact != torch.float64 else "")
+    return f"rounded to {targets} ({cause})" + (
+        f"; --dtype {_name(exact)} keeps every bit" if exact != torch.float64 else ""
+    )
 
 
 def _bad(name: str, part: Tensor, cast: Tensor) -> str:
-    """Return the error for a tensor [...] that is not finite after the cast: it is broken, or too large for the dtype."""
+    """Return the error for a tensor [...] that is not finite after the cast: it is broken, or too large for the
+    dtype."""
     if bad := first_bad(part):
         return f"{name} holds {bad}; these weights are broken"
     index = (~torch.isfinite(cast)).nonzero()[0].tolist()
     value, limit = part[tuple(index)].item(), torch.finfo(cast.dtype).max
-    return f"{name} holds {value:g} at {index}, beyond the {limit:g} of {_name(cast.dtype)}; choose float32 or bfloat16 with --dtype"
+    return (
+        f"{name} holds {value:g} at {index}, beyond the {limit:g} of {_name(cast.dtype)}; choose float32 or "
+        f"bfloat16 with --dtype"
+    )
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -245,7 +272,8 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _allocated(path: Path) -> int:
-    return path.stat().st_blocks * 512 if path.exists() else 0  # POSIX counts st_blocks in 512 bytes, whatever the disk's block size
+    # POSIX counts st_blocks in 512 bytes, whatever the disk's block size
+    return path.stat().st_blocks * 512 if path.exists() else 0
 
 
 def _write_at(fd: int, data: bytes | memoryview, at: int) -> None:
@@ -258,8 +286,9 @@ def _write_at(fd: int, data: bytes | memoryview, at: int) -> None:
 def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
     """Copy all files that hold no weights: config, tokenizer, chat template, generation config, custom code.
 
-    The copy of config.json names `dtype`, unless that is None. When a .py file named in config.json's `auto_map` is missing, the copy has
-    no `auto_map`. The class is then a class of transformers (`families.keys`), so no code is needed.
+    The copy of config.json names `dtype`, unless that is None. When a .py file named in config.json's `auto_map` is
+    missing, the copy has no `auto_map`. The class is then a class of transformers (`families.keys`), so no code is
+    needed.
     """
     for file in source.iterdir():
         if file.suffix in SIDE_FILES and file.name not in (INDEX, HEADERS):
@@ -279,14 +308,16 @@ def _has_its_code(raw: dict[str, Any], folder: Path) -> bool:
     """Whether `folder` holds every module that `auto_map` names without a repository."""
     mapped = raw.get(REMOTE_CODE)
     values = mapped.values() if isinstance(mapped, dict) else [mapped]
-    named = [name for value in values for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)]
+    named = [
+        name for value in values for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)
+    ]
     modules = {name.rpartition(".")[0] for name in named if "--" not in name and "/" not in name}
     return all((folder / f"{module}.py").is_file() for module in modules)
 
 
 def carry(source: Path, files: Files | None, target: Path) -> None:
-    """Write side files, index and headers of `source` into `target`: everything but the weights that an export to the same `files`
-    needs."""
+    """Write side files, index and headers of `source` into `target`: everything but the weights that an export to the
+    same `files` needs."""
     copy_side_files(source, target)
     if files is not None:
         (target / HEADERS).write_text(json.dumps({file.name: file.header.decode() for file in files.files}, indent=1))

@@ -28,11 +28,15 @@ _OTHER = "config.json and the weights belong to different models, or are incompl
 
 
 @torch.no_grad()
-def load_hf(chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, layout: Layout, progress: Progress = SILENT) -> None:
-    """Fill every parameter of `chunks` from the safetensors in `folder`, cast to the parameter's dtype. `progress` counts tensors.
+def load_hf(
+    chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, layout: Layout, progress: Progress = SILENT
+) -> None:
+    """Fill every parameter of `chunks` from the safetensors in `folder`, cast to the parameter's dtype. `progress`
+    counts tensors.
 
-    Raises ValueError, naming file and tensor, when a file is damaged, or a tensor is missing or has another shape. The same error is raised
-    for a tensor without a place in the model on any rank, and for NaN or infinity in the slices of this rank.
+    Raises ValueError, naming file and tensor, when a file is damaged, or a tensor is missing or has another shape. The
+    same error is raised for a tensor without a place in the model on any rank, and for NaN or infinity in the slices of
+    this rank.
     """
     parameters = list(blocks(chunks, hf_config, layout))
     checkpoint = Checkpoint(folder)
@@ -52,7 +56,8 @@ _ROWS = 4096  # rows compared at once
 
 
 class Checkpoint:
-    """The safetensors of a Hugging Face folder, single or sharded. Construction reads and checks all headers; tensors are read on use.
+    """The safetensors of a Hugging Face folder, single or sharded. Construction reads and checks all headers; tensors
+    are read on use.
 
     Raises ValueError when the index or a file is damaged, or when they do not agree.
     """
@@ -78,25 +83,30 @@ class Checkpoint:
                 raise ValueError(f"model: {self.folder / INDEX} names {file} for {name}, but the file lacks it; {fix}")
         for file, opened in self.files.items():
             if extra := [name for name in opened.entries if self.where.get(name) != file]:
-                raise ValueError(f"model: {self.folder / file} holds {_list(extra)}, which {INDEX} does not list for this file; {fix}")
+                raise ValueError(
+                    f"model: {self.folder / file} holds {_list(extra)}, which {INDEX} does not list for this file; "
+                    f"{fix}"
+                )
 
     def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
         """Raises ValueError when the tensor of a block in `wanted` is missing, quantized or of another shape.
 
-        Also raises ValueError when a tensor on disk has no place in the model on any rank, unless the family drops that tensor.
+        Also raises ValueError when a tensor on disk has no place in the model on any rank, unless the family drops that
+        tensor.
         """
         self._check_names({block.name for block in wanted}, hf_config)
         for block in wanted:
             self._check_tensor(block)
 
     def check_all(self, hf_config: HfConfig) -> None:
-        """Raises ValueError when any tensor of the model is missing, a tensor on disk has no place in the model, or the head differs from
-        embeddings that are tied to it."""
+        """Raises ValueError when any tensor of the model is missing, a tensor on disk has no place in the model, or the
+        head differs from embeddings that are tied to it."""
         self._check_names(tensor_names(hf_config) - ({HEAD_TENSOR} if hf_config.tied_embeddings else set()), hf_config)
         self.check_head(hf_config)
 
     def check_head(self, hf_config: HfConfig) -> None:
-        """Raises ValueError when config.json ties the embeddings, but the files hold another LM head. Reads both tensors."""
+        """Raises ValueError when config.json ties the embeddings, but the files hold another LM head. Reads both
+        tensors."""
         embedding = FAMILIES[hf_config.family].table(hf_config)[EMBEDDING].names[0]
         if not hf_config.tied_embeddings or not {HEAD_TENSOR, embedding} <= self.where.keys():
             return
@@ -104,7 +114,8 @@ class Checkpoint:
         pairs = zip(one.split(_ROWS), other.split(_ROWS), strict=False)
         if one.shape != other.shape or not all(torch.equal(a.float(), b.float()) for a, b in pairs):
             raise ValueError(
-                f"model: {HEAD_TENSOR} in {self.folder / self.where[HEAD_TENSOR]} differs from {embedding}, but config.json ties them; set "
+                f"model: {HEAD_TENSOR} in {self.folder / self.where[HEAD_TENSOR]} differs from {embedding}, but "
+                f"config.json ties them; set "
                 "tie_word_embeddings to false in config.json, or remove the tensor if the head is a leftover"
             )
 
@@ -113,19 +124,25 @@ class Checkpoint:
         unused = sorted(set(self.where) - tensor_names(hf_config) - set(self.left_out(hf_config)))
         if fused := next((name for name in unused if name.endswith(".experts.gate_up_proj")), None):
             raise ValueError(
-                f"model: {self.folder} holds all experts of a block in one tensor ({fused}); save one tensor per expert, as the "
+                f"model: {self.folder} holds all experts of a block in one tensor ({fused}); save one tensor per "
+                f"expert, as the "
                 "save_pretrained of transformers does"
             )
         if missing:
-            tied = "if the embeddings are tied, set tie_word_embeddings to true in config.json; otherwise download the folder again"
+            tied = (
+                "if the embeddings are tied, set tie_word_embeddings to true in config.json; otherwise download "
+                "the folder again"
+            )
             fix = tied if missing == [HEAD_TENSOR] else _OTHER
             raise ValueError(f"model: {self.folder} lacks {_list(missing)}; {fix}")
         if unused:
-            raise ValueError(f"model: {self.folder} holds {_list(unused)}, which this architecture does not use; {_OTHER}")
+            raise ValueError(
+                f"model: {self.folder} holds {_list(unused)}, which this architecture does not use; {_OTHER}"
+            )
 
     def left_out(self, hf_config: HfConfig) -> list[str]:
-        """Return the tensors that are dropped: tensors that this family does not train, and rotary frequencies, which config.json
-        determines."""
+        """Return the tensors that are dropped: tensors that this family does not train, and rotary frequencies, which
+        config.json determines."""
         patterns = (*FAMILIES[hf_config.family].dropped(hf_config), rf".*{re.escape(INV_FREQ)}")
         others = sorted(set(self.where) - tensor_names(hf_config))
         return [name for name in others if any(re.fullmatch(pattern, name) for pattern in patterns)]
@@ -151,19 +168,21 @@ class Checkpoint:
         entry, file = self.entry(block.name), self.folder / self.where[block.name]
         if entry.shape != block.shape:
             raise ValueError(
-                f"model: {block.name} in {file} has shape {entry.shape}; config.json implies {block.shape}; they belong to different models"
+                f"model: {block.name} in {file} has shape {entry.shape}; config.json implies {block.shape}; they "
+                f"belong to different models"
             )
         if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
             raise ValueError(f"model: {block.name} in {file} is {entry.dtype}, quantized; use the original weights")
 
     def read(self, block: Block) -> Tensor:
-        """Return a checked block [block_shape] in its stored dtype: a read-only view of the file. Raises ValueError for NaN or infinity
-        in it."""
+        """Return a checked block [block_shape] in its stored dtype: a read-only view of the file. Raises ValueError for
+        NaN or infinity in it."""
         part = self.tensor(block.name)[block.slices]
         if bad := first_bad(part):
             where = f"{block.name} in {self.folder / self.where[block.name]}"
             raise ValueError(
-                f"model: {where} holds {bad} of the part {brackets(block.box)}; the weights are broken: use another checkpoint"
+                f"model: {where} holds {bad} of the part {brackets(block.box)}; the weights are broken: use another "
+                f"checkpoint"
             )
         return part
 

@@ -1,4 +1,5 @@
-"""Model weights in Megatron's distributed checkpoint: the sharded state, and the position of each parameter's parts in it."""
+"""Model weights in Megatron's distributed checkpoint: the sharded state, and the position of each parameter's parts in
+it."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ from megagrpo.policy.build import build_model, weights_dtype
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 
 HF_FILES = "hf"  # subfolder with config.json and the tokenizer, which an export needs
-# The only sharding of the distributed optimizer's state that can be loaded with other tensor- and pipeline-parallel sizes. Weights do not
-# need it, but with it checkpoints of weights and of training have the same metadata. With `mem_efficient`, one of the ranks that share
-# parameters gathers their state over gloo and writes it; otherwise each rank would gather all of it.
+# The only sharding of the distributed optimizer's state that can be loaded with other tensor- and pipeline-parallel
+# sizes. Weights do not need it, but with it checkpoints of weights and of training have the same metadata. With
+# `mem_efficient`, one of the ranks that share parameters gathers their state over gloo and writes it; otherwise each
+# rank would gather all of it.
 METADATA = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -36,14 +38,16 @@ METADATA = {
 
 
 def model_state(chunks: list[nn.Module], layout: Layout) -> dict[str, Any]:
-    """Return the sharded state of the chunks: under "model" for one chunk, under "model0", "model1", ... for virtual pipeline stages."""
+    """Return the sharded state of the chunks: under "model" for one chunk, under "model0", "model1", ... for virtual
+    pipeline stages."""
     metadata = METADATA | {"dp_cp_group": layout.dp_cp_group}
     return {name: dense_state(sharded_state(chunk, metadata)) for name, chunk in _named(chunks)}
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A parameter of this rank without data: its blocks of Hugging Face tensors, and its stored form in Megatron's checkpoint.
+    """A parameter of this rank without data: its blocks of Hugging Face tensors, and its stored form in Megatron's
+    checkpoint.
 
     The stored form has one or several pieces; `places` locates each piece in a whole tensor.
     """
@@ -75,19 +79,29 @@ class Structure:
 
 
 def structure(hf_config: HfConfig, layout: Layout) -> Structure:
-    """Return this rank's part of the model, without communication. Raises ValueError when the model cannot be cut into the layout."""
+    """Return this rank's part of the model, without communication. Raises ValueError when the model cannot be cut into
+    the layout."""
     dtype = weights_dtype(hf_config)
     with without_data():
         chunks = build_model(hf_config, layout, dtype=dtype, init_weights=False)
         state = model_state(chunks, layout)
-        stored = {f"chunk{i}.{name}" if i else name: value for i, own in enumerate(state.values()) for name, value in own.items()}
-        parts = [_part(name, param, of_param, stored.pop(name)) for name, param, of_param in blocks(chunks, hf_config, layout)]
+        stored = {
+            f"chunk{i}.{name}" if i else name: value
+            for i, own in enumerate(state.values())
+            for name, value in own.items()
+        }
+        parts = [
+            _part(name, param, of_param, stored.pop(name))
+            for name, param, of_param in blocks(chunks, hf_config, layout)
+        ]
     assert not stored, f"stored without blocks: {[*stored]}"
     return Structure(parts, dtype)
 
 
 def _part(name: str, param: Parameter, blocks: list[Block], stored: ShardedTensor | ShardedTensorFactory) -> Part:
-    return Part(name, tuple(param.shape), blocks, stored, [stored] if isinstance(stored, ShardedTensor) else stored.build())
+    return Part(
+        name, tuple(param.shape), blocks, stored, [stored] if isinstance(stored, ShardedTensor) else stored.build()
+    )
 
 
 def save_frame(folder: Path) -> None:
@@ -97,14 +111,16 @@ def save_frame(folder: Path) -> None:
 
 
 def read_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a sharded state filled from a distributed checkpoint. Collective; raises the errors of Megatron and torch."""
+    """Return a sharded state filled from a distributed checkpoint. Collective; raises the errors of Megatron and
+    torch."""
     with warnings.catch_warnings():  # warnings about Megatron's calls of torch
         warnings.simplefilter("ignore", UserWarning)
         return dist_checkpointing.load(state, str(folder))
 
 
 def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> None:
-    """Load weights that any layout has written, cast to the parameters' dtype; all other contents are ignored. Collective.
+    """Load weights that any layout has written, cast to the parameters' dtype; all other contents are ignored.
+    Collective.
 
     Raises ValueError when `folder` is not a distributed checkpoint or does not fit the model.
     """

@@ -21,8 +21,8 @@ from megagrpo.policy.lora_layers import LowRank
 class Merged:
     """The merged weight W + scale B A of one parameter on this rank, float32.
 
-    Every read of `data` or `detach()` computes it again; nothing is cached. `parts` has the block and adapter of each projection. A rank
-    holds all of B A that its part of W needs, so there is no communication.
+    Every read of `data` or `detach()` computes it again; nothing is cached. `parts` has the block and adapter of each
+    projection. A rank holds all of B A that its part of W needs, so there is no communication.
     """
 
     weight: Parameter
@@ -42,20 +42,25 @@ class Merged:
         merged = self.weight.detach().to(torch.float32, copy=True)
         for block, low_rank in self.parts:
             view = block.view(merged)
-            view.add_((_rows(low_rank.lora_B, block).float() @ low_rank.lora_A.float()).view(view.shape), alpha=self.scale)
+            view.add_(
+                (_rows(low_rank.lora_B, block).float() @ low_rank.lora_A.float()).view(view.shape), alpha=self.scale
+            )
         return merged
 
 
 def _rows(b: Tensor, block: Block) -> Tensor:
-    """Return the rows of B [out, rank] for the block's rows of the weight. The rows of a fused projection are a part of B, ordered like
-    the weight."""
+    """Return the rows of B [out, rank] for the block's rows of the weight. The rows of a fused projection are a part of
+    B, ordered like the weight."""
     if len(b) == block.block_shape[0]:
         return b
     return dataclasses.replace(block, grid=(*block.grid[:-1], b.shape[1])).view(b).reshape(-1, b.shape[1])
 
 
-def merged_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Parameter | Merged, list[Block]]]:
-    """Like `blocks`, with a `Merged` in place of every weight with adapters. Exports and the engine use these blocks."""
+def merged_blocks(
+    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
+) -> Iterator[tuple[str, Parameter | Merged, list[Block]]]:
+    """Like `blocks`, with a `Merged` in place of every weight with adapters. Exports and the engine use these
+    blocks."""
     modules: dict[str, nn.Module] = {}
     for i, chunk in enumerate(chunks):
         modules |= {f"chunk{i}.{name}" if i else name: module for name, module in unwrap_model(chunk).named_modules()}

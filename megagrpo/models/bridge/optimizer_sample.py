@@ -21,7 +21,8 @@ Read = Callable[[torch.optim.Optimizer, Tensor], Sequence[Tensor]]
 
 
 def places_of(name: str, shape: Sequence[int]) -> Tensor:
-    """Return the sampled indices of a flattened Hugging Face tensor, [n] int64, ascending. They depend only on name and shape."""
+    """Return the sampled indices of a flattened Hugging Face tensor, [n] int64, ascending. They depend only on name and
+    shape."""
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     return torch.randint(math.prod(shape), (SAMPLES,), generator=generator).unique()
 
@@ -30,10 +31,11 @@ def places_of(name: str, shape: Sequence[int]) -> Tensor:
 def sample(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, built: MegatronOptimizer, read: Read
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return tensor -> (indices [n] int64, values [n, columns] float32) for every trained tensor, on every rank. Collective.
+    """Return tensor -> (indices [n] int64, values [n, columns] float32) for every trained tensor, on every rank.
+    Collective.
 
-    `read(optimizer, main)` returns the columns for one main parameter, each of the size of `main`. An error of `read` is raised on every
-    rank.
+    `read(optimizer, main)` returns the columns for one main parameter, each of the size of `main`. An error of `read`
+    is raised on every rank.
     """
 
     def mine() -> list[tuple[str, Tensor, Tensor, Tensor]]:
@@ -61,7 +63,8 @@ def sample(
 
 
 def _in_parameter(block: Block, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the sampled indices inside this block, [n] int64, and their indices in the flattened local parameter, [n] int64."""
+    """Return the sampled indices inside this block, [n] int64, and their indices in the flattened local parameter, [n]
+    int64."""
     places = places_of(block.name, block.shape)
     coordinates = torch.stack(torch.unravel_index(places, block.shape))
     low, high = (torch.tensor(end)[:, None] for end in block.box)

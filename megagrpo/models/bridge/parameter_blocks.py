@@ -24,7 +24,8 @@ from megagrpo.policy.stored import StoredWeight
 
 # The prefix of PEFT's names for adapters; the name in the base model follows.
 PEFT = "base_model.model."
-Parameter = Tensor | StoredWeight | DenseWeight  # a parameter of this rank, or what reads like one that is stored in fewer bits
+# a parameter of this rank, or what reads like one that is stored in fewer bits
+Parameter = Tensor | StoredWeight | DenseWeight
 
 _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Either one module per expert, or Transformer Engine's grouped linear with one weight and bias per expert.
@@ -32,12 +33,16 @@ _EXPERT = re.compile(r"(mlp\.experts\.)(?:local_experts\.(\d+)\.)?(linear_fc[12]
 _ADAPTER = re.compile(r"(.+)\.adapter\.(\w+)\.(lora_[AB])")
 
 
-def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Parameter, list[Block]]]:
-    """Yield (name, parameter, its blocks) for every weight of the model on this rank, without adapters, in model order. No communication.
+def blocks(
+    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
+) -> Iterator[tuple[str, Parameter, list[Block]]]:
+    """Yield (name, parameter, its blocks) for every weight of the model on this rank, without adapters, in model order.
+    No communication.
 
-    Names are unique within the rank: names of later virtual stages start with "chunkN.". The blocks cover the parameter, except rows of the
-    padded vocabulary. Tied embeddings on two pipeline stages occur twice, with equal blocks. A weight stored in fewer bits is yielded as
-    its `StoredWeight` or `DenseWeight`. Raises KeyError when the family has no rule for a parameter.
+    Names are unique within the rank: names of later virtual stages start with "chunkN.". The blocks cover the
+    parameter, except rows of the padded vocabulary. Tied embeddings on two pipeline stages occur twice, with equal
+    blocks. A weight stored in fewer bits is yielded as its `StoredWeight` or `DenseWeight`. Raises KeyError when the
+    family has no rule for a parameter.
     """
     table = FAMILIES[hf_config.family].table(hf_config)
     for i, chunk in enumerate(chunks):
@@ -45,7 +50,11 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
         for name, weight in (*model.named_parameters(), *_weights_without_gradient(model)):
             if is_adapter(name):
                 continue
-            stored = getattr(model.get_submodule(name.rpartition(".")[0]), "stored", weight) if name.endswith(".weight") else weight
+            stored = (
+                getattr(model.get_submodule(name.rpartition(".")[0]), "stored", weight)
+                if name.endswith(".weight")
+                else weight
+            )
             param: Parameter = DenseWeight(stored) if is_fp8(stored) else stored
             in_decoder = _IN_LAYER.fullmatch(name)
             key, layer = (in_decoder[2], _block_number(model, int(in_decoder[1]))) if in_decoder else (name, None)
@@ -64,7 +73,8 @@ def blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iter
 
 @torch.no_grad()
 def fill(param: Parameter, parameter_blocks: list[Block], value_of: Callable[[Block], Tensor]) -> None:
-    """Write `value_of(block)` [block_shape], in any dtype, into a parameter from `blocks`. Elements without a block (padding) become 0."""
+    """Write `value_of(block)` [block_shape], in any dtype, into a parameter from `blocks`. Elements without a block
+    (padding) become 0."""
     dense = param.data
     dense.zero_()
     for block in parameter_blocks:
@@ -74,8 +84,11 @@ def fill(param: Parameter, parameter_blocks: list[Block], value_of: Callable[[Bl
         param.store(dense)
 
 
-def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> Iterator[tuple[str, Tensor, list[Block]]]:
-    """Like `blocks`, for the adapters only: A [rank, in] and B [out, rank] of this rank. Tensors have the names of PEFT's files."""
+def adapter_blocks(
+    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
+) -> Iterator[tuple[str, Tensor, list[Block]]]:
+    """Like `blocks`, for the adapters only: A [rank, in] and B [out, rank] of this rank. Tensors have the names of
+    PEFT's files."""
     table = FAMILIES[hf_config.family].table(hf_config)
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
@@ -93,12 +106,18 @@ def adapter_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout)
             patterns = rule.blocks(Local(param, layout.tp_size, layout.tp_rank, hf_config))
             named_blocks = [in_layer(block, _block_number(model, int(in_decoder[1]))) for block in patterns]
             name_in_file = f"{PEFT}{named_blocks[0].name.removesuffix('weight')}{matrix}.weight"
-            yield f"chunk{i}.{name}" if i else name, param, [dataclasses.replace(block, name=name_in_file) for block in named_blocks]
+            yield (
+                f"chunk{i}.{name}" if i else name,
+                param,
+                [dataclasses.replace(block, name=name_in_file) for block in named_blocks],
+            )
 
 
-def trained_blocks(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout) -> list[tuple[str, Tensor | DenseWeight, list[Block]]]:
-    """Return (name, parameter in Megatron's shape, its blocks) for everything with a gradient: the adapters, if any, or else all
-    weights that are parameters."""
+def trained_blocks(
+    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
+) -> list[tuple[str, Tensor | DenseWeight, list[Block]]]:
+    """Return (name, parameter in Megatron's shape, its blocks) for everything with a gradient: the adapters, if any, or
+    else all weights that are parameters."""
     adapters: list[tuple[str, Tensor | DenseWeight, list[Block]]] = [*adapter_blocks(chunks, hf_config, layout)]
     return adapters or [
         (name, param, parameter_blocks)
@@ -113,7 +132,8 @@ def _weights_without_gradient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _block_number(model: nn.Module, index: int) -> int:
-    """Return the index of the decoder block, from 0 over all pipeline stages, that contains the hybrid layer at `index`."""
+    """Return the index of the decoder block, from 0 over all pipeline stages, that contains the hybrid layer at
+    `index`."""
     number: int = attrgetter("layer_number")(model.get_submodule(f"decoder.layers.{index}"))
     return (number - 1) // LAYERS_PER_BLOCK
 

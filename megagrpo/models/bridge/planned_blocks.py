@@ -1,7 +1,7 @@
 """Computes which rank of a trainer holds which blocks, for a layout of any size, in one process.
 
-The training code builds the model once per pipeline stage, from tensors without data. The families' rules then give the blocks of each rank
-of that stage.
+The training code builds the model once per pipeline stage, from tensors without data. The families' rules then give the
+blocks of each rank of that stage.
 """
 
 from __future__ import annotations

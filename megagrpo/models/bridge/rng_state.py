@@ -12,7 +12,8 @@ from megagrpo.platform.parallel.layout import Layout
 
 
 def sharded_rng(layout: Layout) -> ShardedObject:
-    """Return this rank's RNG state. Every rank saves its own: replicas' generators diverge as soon as one replica has more tokens."""
+    """Return this rank's RNG state. Every rank saves its own: replicas' generators diverge as soon as one replica has
+    more tokens."""
     state = [{"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}]
     return ShardedObject("rng", state, (layout.world_size,), (layout.world_rank,), replica_id=0)
 

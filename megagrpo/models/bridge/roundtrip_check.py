@@ -22,13 +22,16 @@ SHOWN = 5  # limit of the differences that are printed
 
 
 def check(model: str, manifest: Path | None, scratch: Path, layout: Layout) -> bool:
-    """Return whether MODEL is unchanged after both conversions. Rank 0 writes the manifest and prints differences. Collective."""
+    """Return whether MODEL is unchanged after both conversions. Rank 0 writes the manifest and prints differences.
+    Collective."""
     source = resolve_model(model)
     folder = on_first_rank(layout, lambda: Path(tempfile.mkdtemp(prefix="roundtrip_", dir=scratch)))
     try:
         import_hf(str(source), folder / "megatron", layout)
         export_hf(folder / "megatron", folder / "hf", None, layout)
-        return on_first_rank(layout, lambda: _report(source, folder / "hf", manifest or Path(f"{source.name}.manifest.json")))
+        return on_first_rank(
+            layout, lambda: _report(source, folder / "hf", manifest or Path(f"{source.name}.manifest.json"))
+        )
     finally:
         if layout.world_rank == 0:
             remove(folder)
@@ -47,18 +50,24 @@ def _report(source: Path, back: Path, manifest: Path) -> bool:
     total = sum(tensor["nbytes"] for tensor in before["tensors"].values())
     converted = f"{len(before['tensors']) - len(left_out)} of them " if left_out else ""
     outcome = f"{len(changes)} differences" if changes else f"{converted}unchanged after both conversions"
-    show(f"{len(before['tensors'])} tensors, {total / 1e9:.3f} GB, {len(before['files'])} files: {outcome}; manifest: {manifest}")
+    show(
+        f"{len(before['tensors'])} tensors, {total / 1e9:.3f} GB, {len(before['files'])} files: {outcome}; manifest: "
+        f"{manifest}"
+    )
     return not changes
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Describe a folder's safetensors files and index: dtype, shape, file and sha256 of every tensor, and the sha256 of every file."""
+    """Describe a folder's safetensors files and index: dtype, shape, file and sha256 of every tensor, and the sha256 of
+    every file."""
     checkpoint = Checkpoint(folder)
     tensors = {}
     for name, file in checkpoint.where.items():
         entry = checkpoint.entry(name)
         digest = hashlib.sha256(checkpoint.bytes_of(name)).hexdigest()
-        tensors[name] = dict(dtype=NAMES[entry.dtype], shape=list(entry.shape), nbytes=entry.nbytes, file=file, sha256=digest)
+        tensors[name] = dict(
+            dtype=NAMES[entry.dtype], shape=list(entry.shape), nbytes=entry.nbytes, file=file, sha256=digest
+        )
     files = {}
     for name in [*checkpoint.files, *([INDEX] if checkpoint.index is not None else [])]:
         with open(folder / name, "rb") as stored:
@@ -67,7 +76,8 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], left_out: list[str]) -> list[str]:
-    """Return one line for each changed tensor, then one for each changed file. Files that lost a dropped tensor are not compared."""
+    """Return one line for each changed tensor, then one for each changed file. Files that lost a dropped tensor are not
+    compared."""
     lines = []
     for name, was in before["tensors"].items():
         now = after["tensors"].get(name)
@@ -81,4 +91,6 @@ def differences(before: dict[str, Any], after: dict[str, Any], left_out: list[st
     lines += [f"{name} ({now['file']}): new" for name, now in after["tensors"].items() if name not in before["tensors"]]
     changed = {before["tensors"][name]["file"] for name in left_out} | ({INDEX} if left_out else set())
     names = sorted((before["files"].keys() | after["files"].keys()) - changed)
-    return lines + [f"{name}: the files differ" for name in names if before["files"].get(name) != after["files"].get(name)]
+    return lines + [
+        f"{name}: the files differ" for name in names if before["files"].get(name) != after["files"].get(name)
+    ]

@@ -17,12 +17,12 @@ from megagrpo.models.bridge.file_checksums import checksums
 
 
 class ShardedWrite:
-    """The write of this rank's part of `state` to `folder`. Construction and `finish` are collective; in between each rank writes on its
-    own."""
+    """The write of this rank's part of `state` to `folder`. Construction and `finish` are collective; in between each
+    rank writes on its own."""
 
     def __init__(self, state: dict[str, Any], folder: Path, metadata: dict[str, Any], background: bool):
-        """Start the write. With `background`, the current values are copied to host memory and a thread writes them; otherwise this call
-        writes."""
+        """Start the write. With `background`, the current values are copied to host memory and a thread writes them;
+        otherwise this call writes."""
         self._folder = folder
         self._error: Exception | None = None
         self.ended = 0.0  # time.monotonic() at the end of this rank's write
@@ -55,7 +55,8 @@ class ShardedWrite:
         return self._checksums
 
     def finish(self) -> None:
-        """Write the files that complete the distributed checkpoint. Raises OSError on every rank when a rank could not write its part;
+        """Write the files that complete the distributed checkpoint. Raises OSError on every rank when a rank could not
+        write its part;
         only rank 0 knows which rank failed."""
         with _failures_as_os_errors():
             for finalize in self._request.finalize_fns:

@@ -1,7 +1,9 @@
-"""The safetensors format: headers are checked as a whole, tensors are views of the mapped file. Tensor bytes are read only on use.
+"""The safetensors format: headers are checked as a whole, tensors are views of the mapped file. Tensor bytes are read
+only on use.
 
-Format: 8 bytes with the length of the header, the header in JSON, the bytes of the tensors (https://huggingface.co/docs/safetensors). This
-module replaces the safetensors library, whose errors name neither file nor tensor.
+Format: 8 bytes with the length of the header, the header in JSON, the bytes of the tensors
+(https://huggingface.co/docs/safetensors). This module replaces the safetensors library, whose errors name neither file
+nor tensor.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ class Entry:
 
 
 def parse_header(text: bytes | str, path: Path) -> dict[str, Entry]:
-    """Return the tensors of a header in the order of their bytes. Raises ValueError, naming `path` and the tensor, when the header is
-    damaged."""
+    """Return the tensors of a header in the order of their bytes. Raises ValueError, naming `path` and the tensor, when
+    the header is damaged."""
     try:
         raw = json.loads(text)
         entries = {name: _entry(name, value, path) for name, value in raw.items() if name != METADATA}
@@ -64,7 +66,9 @@ def parse_header(text: bytes | str, path: Path) -> dict[str, Entry]:
     at, entries = 0, dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     for name, entry in entries.items():
         if entry.start != at:
-            raise ValueError(f"model: {path} is corrupt: {name} starts at byte {entry.start} of the data and not at {at}; {AGAIN}")
+            raise ValueError(
+                f"model: {path} is corrupt: {name} starts at byte {entry.start} of the data and not at {at}; {AGAIN}"
+            )
         at = entry.stop
     return entries
 
@@ -77,13 +81,21 @@ def _entry(name: str, value: Any, path: Path) -> Entry:
     except (KeyError, TypeError, ValueError):
         raise ValueError(f"model: {path} is corrupt: its header describes {name} as {value}; {AGAIN}") from None
     if dtype not in DTYPES:
-        raise ValueError(f"model: {name} in {path} has dtype {dtype}, which is not one of {', '.join(DTYPES)}; use the original weights")
+        raise ValueError(
+            f"model: {name} in {path} has dtype {dtype}, which is not one of {', '.join(DTYPES)}; use the original "
+            f"weights"
+        )
     if stop - start != size or start < 0 or min(shape, default=0) < 0:
-        raise ValueError(f"model: {path} is corrupt: {name}, {dtype} {list(shape)}, takes {size} bytes and not {stop - start}; {AGAIN}")
+        raise ValueError(
+            f"model: {path} is corrupt: {name}, {dtype} {list(shape)}, takes {size} bytes and not {stop - start}; "
+            f"{AGAIN}"
+        )
     return Entry(DTYPES[dtype], shape, start, stop)
 
 
-def make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None) -> bytes:
+def make_header(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
+) -> bytes:
     """Return the header of a file with these tensors, in this order."""
     header: dict[str, Any] = {METADATA: metadata or {"format": "pt"}}
     at = 0
@@ -96,12 +108,15 @@ def make_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], meta
 
 
 def read_header(path: Path) -> bytes:
-    """Return the header of the file. Raises ValueError when the file ends before the header's end, OSError when it cannot be read."""
+    """Return the header of the file. Raises ValueError when the file ends before the header's end, OSError when it
+    cannot be read."""
     with open(path, "rb") as file:
         size = path.stat().st_size
         length = int.from_bytes(file.read(_PREFIX), "little")
         if size < _PREFIX or length > size - _PREFIX:
-            raise ValueError(f"model: {path} is truncated or not a safetensors file: its {size} bytes end inside the header; {AGAIN}")
+            raise ValueError(
+                f"model: {path} is truncated or not a safetensors file: its {size} bytes end inside the header; {AGAIN}"
+            )
         return file.read(length)
 
 
@@ -132,8 +147,8 @@ class TensorFile:
 
 
 class _Pages:
-    """The mapped files read since their pages were last released. Until then the pages count as this process's memory; the page cache
-    keeps them."""
+    """The mapped files read since their pages were last released. Until then the pages count as this process's memory;
+    the page cache keeps them."""
 
     def __init__(self) -> None:
         self._files: list[mmap.mmap] = []
@@ -153,8 +168,8 @@ _PAGES = _Pages()
 
 
 def mapped_tensor(buffer: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return the tensor [shape] of `dtype` at `offset` of a mapped file: a view, or a copy when the offset is not aligned to the element
-    size."""
+    """Return the tensor [shape] of `dtype` at `offset` of a mapped file: a view, or a copy when the offset is not
+    aligned to the element size."""
     count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
@@ -167,7 +182,8 @@ def mapped_tensor(buffer: mmap.mmap, offset: int, dtype: torch.dtype, shape: tup
 
 
 def first_bad(tensor: Tensor) -> str | None:
-    """Return the first NaN or infinity and its index as text, or None when all values are finite. `tensor` is [...] of a floating dtype."""
+    """Return the first NaN or infinity and its index as text, or None when all values are finite. `tensor` is [...] of
+    a floating dtype."""
     if tensor.numel() == 0 or all(map(math.isfinite, torch.aminmax(tensor))):
         return None
     index = (~torch.isfinite(tensor)).nonzero()[0].tolist()

@@ -1,7 +1,8 @@
 """Reads and writes Megatron's distributed checkpoints (format torch_dist) tensor by tensor.
 
-The format is torch.distributed.checkpoint's. Its own writer and reader, and Megatron's, hold all tensors of a rank at once. Megatron's code
-handles everything except tensors. A file is a sequence of torch.save archives, one per piece of a tensor; `.metadata` locates each piece.
+The format is torch.distributed.checkpoint's. Its own writer and reader, and Megatron's, hold all tensors of a rank at
+once. Megatron's code handles everything except tensors. A file is a sequence of torch.save archives, one per piece of a
+tensor; `.metadata` locates each piece.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
@@ -34,7 +41,8 @@ FILE_BYTES = 4 * 2**30  # a file above this size is closed
 ARCHIVE_BYTES = 2048  # upper bound of an archive's bytes beside the tensor
 _COMMIT = 2**28  # bytes between two commits: a kill loses at most this much work
 _ALIGN = 64
-_MARKS, _END = (b"PK\x03\x04", b"PK\x05\x06"), 22  # first bytes of a zip archive's first and last records; bytes of the last one
+# first bytes of a zip archive's first and last records; bytes of the last one
+_MARKS, _END = (b"PK\x03\x04", b"PK\x05\x06"), 22
 
 
 @dataclass(frozen=True)
@@ -52,8 +60,8 @@ class Piece:
 
 
 class PieceWriter:
-    """Appends tensors to this rank's files in `folder`. Parameters that the journal lists are kept from an earlier attempt: `done` has
-    their names."""
+    """Appends tensors to this rank's files in `folder`. Parameters that the journal lists are kept from an earlier
+    attempt: `done` has their names."""
 
     def __init__(self, folder: Path, rank: int, journal: Journal):
         self._folder, self._rank, self._journal = folder, rank, journal
@@ -61,7 +69,8 @@ class PieceWriter:
         ends: dict[str, int] = {}
         for piece in self.pieces:
             ends[piece.file] = max(ends.get(piece.file, 0), piece.offset + piece.length)
-        self._number = max((_number(file) for file in ends), default=1)  # Megatron numbers its own files of a rank from 0
+        # Megatron numbers its own files of a rank from 0
+        self._number = max((_number(file) for file in ends), default=1)
         path = folder / self._name
         self._file = open(path, "r+b" if path.exists() else "wb")
         self._file.truncate(ends.get(self._name, 0))
@@ -98,7 +107,9 @@ class PieceWriter:
         own = data.untyped_storage().nbytes() == data.nbytes  # torch.save writes a tensor's whole storage
         try:
             torch.save(data if own else _alone(data), self._file)
-        except RuntimeError as error:  # torch closes its archive after a failed write; the second failure hides the cause
+        except (
+            RuntimeError
+        ) as error:  # torch closes its archive after a failed write; the second failure hides the cause
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         part = (tuple(tensor.global_shape), str(data.dtype).removeprefix("torch."), tuple(tensor.global_offset), extent)
         return Piece(tensor.key, *part, self._name, offset, self._file.tell() - offset)
@@ -131,7 +142,9 @@ def add_pieces(folder: Path, pieces: Iterable[Piece]) -> None:
     results = [WriteResult(index, 0, info) for index, info in metadata.storage_data.items()]
     for piece in pieces:
         properties = TensorProperties(dtype=getattr(torch, piece.dtype))
-        whole = metadata.state_dict_metadata.setdefault(piece.key, TensorStorageMetadata(properties, torch.Size(piece.shape), []))
+        whole = metadata.state_dict_metadata.setdefault(
+            piece.key, TensorStorageMetadata(properties, torch.Size(piece.shape), [])
+        )
         assert isinstance(whole, TensorStorageMetadata), f"{piece.key} is not a tensor"
         assert whole.size == torch.Size(piece.shape), f"{piece.key}: {whole.size} and {piece.shape}"
         index = MetadataIndex(piece.key, torch.Size(piece.lo), len(whole.chunks))
@@ -156,11 +169,14 @@ class StoredTensors:
         self._compared: set[tuple[str, int]] = set()  # (file, offset) of checked pieces
 
     def check_files(self) -> None:
-        """Raises ValueError unless every piece lies completely in its file, from its archive's first bytes to its last. The values are
-        not read."""
+        """Raises ValueError unless every piece lies completely in its file, from its archive's first bytes to its last.
+        The values are not read."""
         for index, info in self.metadata.storage_data.items():
             file = self._whole(index.fqn, info)
-            ends = file[info.offset : info.offset + 4], file[info.offset + info.length - _END : info.offset + info.length - _END + 4]
+            ends = (
+                file[info.offset : info.offset + 4],
+                file[info.offset + info.length - _END : info.offset + info.length - _END + 4],
+            )
             if ends != _MARKS:
                 raise ValueError(self._corrupt(index.fqn, info))
 
@@ -174,15 +190,18 @@ class StoredTensors:
         return stored
 
     def check(self, tensor: ShardedTensor, rows: int = 0) -> None:
-        """Raises ValueError unless the checkpoint holds a tensor with this key and shape. A padded tensor (embeddings) needs at least
-        `rows` rows."""
+        """Raises ValueError unless the checkpoint holds a tensor with this key and shape. A padded tensor (embeddings)
+        needs at least `rows` rows."""
         stored, wanted = tuple(self._tensor(tensor.key).size), tuple(tensor.global_shape)
         fits = stored[1:] == wanted[1:] and stored[0] >= rows if tensor.allow_shape_mismatch else stored == wanted
         if not fits:
-            raise ValueError(f"{self.folder} does not fit this model: {tensor.key} has shape {stored}; config.json implies {wanted}")
+            raise ValueError(
+                f"{self.folder} does not fit this model: {tensor.key} has shape {stored}; config.json implies {wanted}"
+            )
 
     def mapped(self, tensor: ShardedTensor) -> Tensor | None:
-        """Return a read-only view [local_shape] of the file in the stored dtype when the tensor is one piece there; None otherwise."""
+        """Return a read-only view [local_shape] of the file in the stored dtype when the tensor is one piece there;
+        None otherwise."""
         for chunk in self._tensor(tensor.key).chunks:
             if _box(chunk) == _box_of(tensor):
                 return self._piece(tensor.key, chunk).view(tensor.local_shape)
@@ -201,7 +220,9 @@ class StoredTensors:
                 target[_relative(common, wanted)].copy_(part)
                 count += size(common)
         if count != size(wanted) and not tensor.allow_shape_mismatch:
-            raise ValueError(f"{self.folder} is damaged: it holds {count} of {size(wanted)} elements of a part of {tensor.key}")
+            raise ValueError(
+                f"{self.folder} is damaged: it holds {count} of {size(wanted)} elements of a part of {tensor.key}"
+            )
 
     def _piece(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         info = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
@@ -214,8 +235,12 @@ class StoredTensors:
                     fake = torch.load(view, map_location="cpu", weights_only=True)
         except Exception as error:
             raise ValueError(self._corrupt(key, info, f" ({error})")) from None
-        assert fake.shape == chunk.sizes and fake.is_contiguous() and fake.storage_offset() == 0, f"{key}: {fake.shape} {fake.stride()}"
-        return mapped_tensor(buffer, info.offset + fake.untyped_storage()._checkpoint_offset, fake.dtype, tuple(fake.shape))
+        assert fake.shape == chunk.sizes and fake.is_contiguous() and fake.storage_offset() == 0, (
+            f"{key}: {fake.shape} {fake.stride()}"
+        )
+        return mapped_tensor(
+            buffer, info.offset + fake.untyped_storage()._checkpoint_offset, fake.dtype, tuple(fake.shape)
+        )
 
     def _compare(self, archive: _Window, info: _StorageInfo) -> None:
         """Raises ValueError unless each record of a torch.save archive matches its CRC-32, which torch.load ignores.
@@ -234,7 +259,9 @@ class StoredTensors:
         buffer, end = self._map(info.relative_path), info.offset + info.length
         if len(buffer) < end:
             path = self.folder / info.relative_path
-            raise ValueError(f"{path} is truncated: {key} ends at byte {end} of {len(buffer)}; copy the checkpoint again")
+            raise ValueError(
+                f"{path} is truncated: {key} ends at byte {end} of {len(buffer)}; copy the checkpoint again"
+            )
         return buffer
 
     def _corrupt(self, key: str, info: _StorageInfo, why: str = "") -> str:
@@ -246,7 +273,9 @@ class StoredTensors:
             return self._files[name]
         path = self.folder / name
         if not path.is_file() or not path.stat().st_size:
-            raise ValueError(f"{self.folder} is damaged: it lacks {name}, which .metadata names; copy the checkpoint again")
+            raise ValueError(
+                f"{self.folder} is damaged: it lacks {name}, which .metadata names; copy the checkpoint again"
+            )
         with open(path, "rb") as file:
             self._files[name] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         return self._files[name]

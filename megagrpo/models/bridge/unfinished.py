@@ -19,8 +19,9 @@ _PURPOSE = "purpose.json"
 class Unfinished:
     """The folder `path` beside `folder`; `publish` renames it to `folder`. Collective.
 
-    Files of a killed process are kept if they were written for the same `purpose`, and deleted otherwise. Raises ValueError when `folder`
-    is not empty, another process writes it, or `path` is a link or a folder that no process of this kind has made.
+    Files of a killed process are kept if they were written for the same `purpose`, and deleted otherwise. Raises
+    ValueError when `folder` is not empty, another process writes it, or `path` is a link or a folder that no process of
+    this kind has made.
     """
 
     def __init__(self, folder: Path, layout: Layout, purpose: dict[str, Any]):
@@ -34,16 +35,21 @@ class Unfinished:
         stamp, fresh = self.path / _PURPOSE, (self.path / _PURPOSE).with_suffix(".new")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path, os.O_DIRECTORY | os.O_NOFOLLOW)  # the kernel releases the lock when the process ends
+            # the kernel releases the lock when the process ends
+            self._lock = os.open(self.path, os.O_DIRECTORY | os.O_NOFOLLOW)
             foreign = not stamp.is_file() and any(path != fresh for path in self.path.iterdir())
         except (FileExistsError, NotADirectoryError):
             foreign = True
         if foreign:
-            raise ValueError(f"{self.path} was not made by this command; rename it, or name another folder than {self.folder}")
+            raise ValueError(
+                f"{self.path} was not made by this command; rename it, or name another folder than {self.folder}"
+            )
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{self.folder} is being written by another process; wait for it, or name another folder") from None
+            raise ValueError(
+                f"{self.folder} is being written by another process; wait for it, or name another folder"
+            ) from None
         text = json.dumps(purpose, sort_keys=True)
         if not stamp.exists() or stamp.read_text() != text:
             for purpose_now in ("", text):  # the stamp comes first and last: a kill between leaves files for no purpose
@@ -53,8 +59,8 @@ class Unfinished:
                     remove(old)
 
     def check_space(self, needed: int) -> None:
-        """Raises OSError on every rank when the disk has less than the sum of all ranks' `needed` bytes. `needed` excludes bytes already
-        written. Collective."""
+        """Raises OSError on every rank when the disk has less than the sum of all ranks' `needed` bytes. `needed`
+        excludes bytes already written. Collective."""
         needed = sum(self._layout.all_gather_objects(needed))
         run_and_agree(self._layout, lambda: check_space(self.path, needed), here=self._layout.world_rank == 0)
 
@@ -70,7 +76,8 @@ class Unfinished:
         os.close(self._lock)
 
     def discard(self) -> None:
-        """Remove everything written, because a retry would fail again. Every rank calls it; no rank waits for another."""
+        """Remove everything written, because a retry would fail again. Every rank calls it; no rank waits for
+        another."""
         self.journal.close()
         if self._layout.world_rank == 0:
             remove(self.path)
@@ -78,7 +85,8 @@ class Unfinished:
 
 
 class Journal:
-    """A log with one line of JSON per unit that is safely on the disk. `lines` holds the lines of an earlier attempt."""
+    """A log with one line of JSON per unit that is safely on the disk. `lines` holds the lines of an earlier
+    attempt."""
 
     def __init__(self, path: Path):
         text = path.read_bytes() if path.exists() else b""
@@ -108,4 +116,6 @@ def check_space(folder: Path, needed: int) -> None:
     """Raises OSError when the disk of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise OSError(f"not enough disk space for {folder}: {needed / 1e9:.2f} GB more needed, {free / 1e9:.2f} GB free")
+        raise OSError(
+            f"not enough disk space for {folder}: {needed / 1e9:.2f} GB more needed, {free / 1e9:.2f} GB free"
+        )

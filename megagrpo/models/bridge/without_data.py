@@ -22,6 +22,10 @@ class _Alone(TorchFunctionMode):
     """Skips all-reduces: pipeline stages that share tied embeddings do not make them equal."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         return None if func is dist.all_reduce else func(*args, **(kwargs or {}))

@@ -1,4 +1,5 @@
-"""The families of models that can be trained, one file each. A new family needs only a file with a `FAMILY` in this folder."""
+"""The families of models that can be trained, one file each. A new family needs only a file with a `FAMILY` in this
+folder."""
 
 from __future__ import annotations
 

@@ -8,11 +8,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: in the decoder blocks `blocks` a router sends each token through `per_token` of `count` MLPs.
+    """A mixture of experts: in the decoder blocks `blocks` a router sends each token through `per_token` of `count`
+    MLPs.
 
-    The router's scores are the softmax of its logits or, with `sigmoid`, the sigmoid of each logit. With a `bias` each expert's own bias
-    is added to its score, only for the choice of experts. With `groups` the experts form that many groups of neighbours. A token's
-    experts come from the `groups_per_token` groups whose best score, or with a bias the sum of the two best, is highest.
+    The router's scores are the softmax of its logits or, with `sigmoid`, the sigmoid of each logit. With a `bias` each
+    expert's own bias is added to its score, only for the choice of experts. With `groups` the experts form that many
+    groups of neighbours. A token's experts come from the `groups_per_token` groups whose best score, or with a bias the
+    sum of the two best, is highest.
     """
 
     count: int
@@ -31,10 +33,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class Mla:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one low-rank latent per token.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one low-rank
+    latent per token.
 
-    The first `nope_dim` elements of a head's queries and keys are not rotated. The other `rope_dim` are, and all heads share these keys.
-    Values have `value_dim` elements.
+    The first `nope_dim` elements of a head's queries and keys are not rotated. The other `rope_dim` are, and all heads
+    share these keys. Values have `value_dim` elements.
     """
 
     query_rank: int | None  # width of the queries' latent; None: queries come from the hidden states
@@ -46,7 +49,8 @@ class Mla:
 
 @dataclass(frozen=True)
 class HfConfig:
-    """The architecture of a decoder. `raw` is config.json as read; the other fields are the ones that building and converting need."""
+    """The architecture of a decoder. `raw` is config.json as read; the other fields are the ones that building and
+    converting need."""
 
     family: str
     num_layers: int
@@ -70,7 +74,8 @@ class HfConfig:
     sinks: bool = False  # each head has a learned logit that takes a share of the attention and contributes 0
     qk_norm: bool = False  # each head's queries and keys are normalised before the rotation
     experts: Experts | None = None
-    windows: tuple[int | None, ...] = ()  # per block: tokens that a token sees, itself included, or None for all; (): all blocks see all
+    # per block: tokens that a token sees, itself included, or None for all; (): all blocks see all
+    windows: tuple[int | None, ...] = ()
     mla: Mla | None = None
     local_rope_theta: float | None = None  # separate rope base of blocks with a window, never scaled
     softmax_scale: float | None = None  # scale of attention scores; None: 1 / sqrt(head_dim)
@@ -98,7 +103,8 @@ class HfConfig:
         return self.mla.rope_dim if self.mla else int(self.head_dim * self.partial_rotary_factor)
 
     def padded_vocab(self, tp_size: int) -> int:
-        """Return V: the vocabulary rounded up to a multiple of the tensor-parallel size. Rows from `vocab_size` on belong to no token."""
+        """Return V: the vocabulary rounded up to a multiple of the tensor-parallel size. Rows from `vocab_size` on
+        belong to no token."""
         return -(-self.vocab_size // tp_size) * tp_size
 
     def window(self, block: int) -> int | None:

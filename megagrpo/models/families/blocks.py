@@ -1,7 +1,7 @@
 """Blocks: the parts of Hugging Face tensors that a Megatron parameter holds, and their place in it.
 
-Hugging Face tensor space is the common coordinate system of loading, exporting and live weight sync. A rule turns one local parameter
-into blocks without communication. A family's file assigns rules to parameters. Imports no torch.
+Hugging Face tensor space is the common coordinate system of loading, exporting and live weight sync. A rule turns one
+local parameter into blocks without communication. A family's file assigns rules to parameters. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class Block:
     """The part `box` of the Hugging Face tensor `name` with full shape `shape`.
 
-    It is stored in a local parameter viewed as `grid`, at indices [at, at + count) of `axis`; then the dimensions are permuted by
-    `order`, if given. Plain data: blocks with equal fields are equal, and they can be pickled.
+    It is stored in a local parameter viewed as `grid`, at indices [at, at + count) of `axis`; then the dimensions are
+    permuted by `order`, if given. Plain data: blocks with equal fields are equal, and they can be pickled.
     """
 
     name: str
@@ -55,7 +55,8 @@ class Block:
         return view if self.order is None else view.permute(self.order)
 
     def read(self, param: Tensor) -> Tensor:
-        """Return this block as a tensor of `block_shape` in param's dtype; a copy unless `param` already stores it in this order."""
+        """Return this block as a tensor of `block_shape` in param's dtype; a copy unless `param` already stores it in
+        this order."""
         return self.view(param).reshape(self.block_shape)
 
 
@@ -79,8 +80,8 @@ class Local:
 
 @dataclass(frozen=True)
 class BlockRule:
-    """Names of the tensors that a parameter is a part of ({L} stands for the decoder block, {E} for the expert), and the function to its
-    blocks."""
+    """Names of the tensors that a parameter is a part of ({L} stands for the decoder block, {E} for the expert), and
+    the function to its blocks."""
 
     names: tuple[str, ...]
     blocks: Callable[[Local], list[Block]]
@@ -120,8 +121,9 @@ def vocab(name: str) -> BlockRule:
 def qkv(pattern: str) -> BlockRule:
     """Queries, keys and values of attention in one Megatron parameter.
 
-    Megatron interleaves by group, `[group][its queries, key, value][head_dim]`, and shards between groups. Hugging Face keeps three
-    tensors, with {p} in `pattern` for q, k and v; without {p} it keeps one with all queries above all keys above all values.
+    Megatron interleaves by group, `[group][its queries, key, value][head_dim]`, and shards between groups. Hugging Face
+    keeps three tensors, with {p} in `pattern` for q, k and v; without {p} it keeps one with all queries above all keys
+    above all values.
     """
     names = tuple(dict.fromkeys(pattern.replace("{p}", p) for p in "qkv"))
 
@@ -143,7 +145,8 @@ def qkv(pattern: str) -> BlockRule:
 
 
 def gated(gate: str, up: str) -> BlockRule:
-    """Gate and up projection in one Megatron parameter: this rank's rows of the gate above its rows of the up projection.
+    """Gate and up projection in one Megatron parameter: this rank's rows of the gate above its rows of the up
+    projection.
 
     With one name for both, the Hugging Face tensor likewise has all gate rows above all up rows.
     """
@@ -156,7 +159,9 @@ def gated(gate: str, up: str) -> BlockRule:
         parts = []
         for at, name in enumerate((gate, up)):
             start = rows * local.tp_rank + at * (full[0] - total)
-            parts.append(Block(name, full, cut(full, 0, start, start + rows), grid=(2, rows, *rest), axis=0, at=at, count=1))
+            parts.append(
+                Block(name, full, cut(full, 0, start, start + rows), grid=(2, rows, *rest), axis=0, at=at, count=1)
+            )
         return parts
 
     return BlockRule(names, blocks)

@@ -1,5 +1,5 @@
-"""DeepSeek-V2, V2.5 and V2-Lite: experts by the softmax of the router's logits, from the best groups of experts where config.json asks
-for groups."""
+"""DeepSeek-V2, V2.5 and V2-Lite: experts by the softmax of the router's logits, from the best groups of experts where
+config.json asks for groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ def _problems(raw: Raw) -> list[str]:
     if method not in ("greedy", "group_limited_greedy"):
         return [f"model: topk_method is {method!r}; supported: greedy, group_limited_greedy"]
     if method == "greedy" and latent.groups(raw)[0] > 1:
-        return [f"model: n_group={raw['n_group']} with topk_method greedy, which vLLM does not read; set one to 1 or group_limited_greedy"]
+        return [
+            f"model: n_group={raw['n_group']} with topk_method greedy, which vLLM does not read; set one to 1 or "
+            f"group_limited_greedy"
+        ]
     return latent.problems(raw)
 
 

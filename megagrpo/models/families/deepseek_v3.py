@@ -1,4 +1,5 @@
-"""DeepSeek-V3, R1 and derived models: experts by the sigmoid of the router's logits plus a bias that training does not change.
+"""DeepSeek-V3, R1 and derived models: experts by the sigmoid of the router's logits plus a bias that training does not
+change.
 
 The layers after the last decoder layer, which predict several tokens at a time, are dropped.
 """
@@ -10,12 +11,15 @@ from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.family import Family, Raw
 
 _ROUTING = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}  # vLLM reads these keys, transformers does not
-_DEFAULTS = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor")  # required: transformers' defaults differ from ours
+# required: transformers' defaults differ from ours
+_DEFAULTS = ("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor")
 
 
 def _problems(raw: Raw) -> list[str]:
     lacks = [key for key in _ROUTING if key not in raw]
-    lines = [f"model: config.json lacks {key}; set it to {_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks]
+    lines = [
+        f"model: config.json lacks {key}; set it to {_ROUTING[key]}, or vLLM routes tokens another way" for key in lacks
+    ]
     return lines + latent.problems(raw)
 
 
@@ -38,8 +42,10 @@ FAMILY = Family(
         "norm_topk_prob": (True, "only weights of a token's experts that add up to 1 are supported"),
         "quantization_config": (
             None,
-            "quantized weights cannot be trained. If a release has no others, convert them to bfloat16 (for FP8: inference/"
-            "fp8_cast_bf16.py of DeepSeek-V3's repository), then remove quantization_config from the copy's config.json",
+            "quantized weights cannot be trained. If a release has no others, convert them to bfloat16 (for FP8: "
+            "inference/"
+            "fp8_cast_bf16.py of DeepSeek-V3's repository), then remove quantization_config from the copy's "
+            "config.json",
         ),
     },
     dropped=_beyond,

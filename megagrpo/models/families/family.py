@@ -1,5 +1,5 @@
-"""The description of a model family: how to read its config.json, and the mapping from Megatron's parameters to its tensors. Imports no
-torch."""
+"""The description of a model family: how to read its config.json, and the mapping from Megatron's parameters to its
+tensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,17 +16,35 @@ Table = dict[str, BlockRule]
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of config.json's layer_types
 REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-# Keys of config.json that are read for every family: by `common_config`, `rope`, Megatron's configuration and `families.keys`.
+# Keys of config.json that are read for every family: by `common_config`, `rope`, Megatron's configuration and
+# `families.keys`.
 COMMON = (
-    *("model_type", "architectures", "auto_map", *REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings", "rms_norm_eps"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "max_position_embeddings", "dtype", "torch_dtype"),
+    *(
+        "model_type",
+        "architectures",
+        "auto_map",
+        *REQUIRED,
+        "num_key_value_heads",
+        "head_dim",
+        "tie_word_embeddings",
+        "rms_norm_eps",
+    ),
+    *(
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "partial_rotary_factor",
+        "max_position_embeddings",
+        "dtype",
+        "torch_dtype",
+    ),
     "initializer_range",
 )
 _DROPOUT = (0, "dropout is not supported; set it to 0")
 _HEAD_NORMS = (False, "norms of queries and keys are not supported")
 _SCALED = "a model-specific scale, as in Granite, MiniCPM or Cohere, is not supported"
-# Key of config.json -> the one value that this project's model code implements, and the error for other values. The row does not apply
-# to a family that reads or ignores the key.
+# Key of config.json -> the one value that this project's model code implements, and the error for other values. The row
+# does not apply to a family that reads or ignores the key.
 FIXED: dict[str, tuple[Any, str]] = {
     "hidden_act": ("silu", "only silu is supported"),
     "mlp_bias": (False, "a bias in the MLP is not supported"),
@@ -66,7 +84,8 @@ FIXED: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """The description of one family; each file of this folder assigns one to `FAMILY`, and nothing else needs to know the family.
+    """The description of one family; each file of this folder assigns one to `FAMILY`, and nothing else needs to know
+    the family.
 
     - `table` maps names of HybridModel's parameters, without "decoder.layers.N.", to rules.
     - `read` returns the architecture: `common_config` with the fields that differ in this family.
@@ -76,7 +95,8 @@ class Family:
     - `fixed` keys have one supported value, besides `FIXED`. Every other key is rejected (`families.keys`).
     - `dropped` returns regular expressions of tensors that files may hold and that are skipped with a message.
     - `rope_types` are the supported kinds of rotary scaling.
-    - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the whole head.
+    - `partial_rotary_factor` is the default share of each head that is rotated, if config.json may set one; None: the
+      whole head.
     """
 
     model_type: str
@@ -94,7 +114,8 @@ class Family:
 
     @property
     def fixed_values(self) -> dict[str, tuple[Any, str]]:
-        """Key of config.json -> its one supported value and the error for others: the rows of `FIXED` that apply, and `fixed`."""
+        """Key of config.json -> its one supported value and the error for others: the rows of `FIXED` that apply, and
+        `fixed`."""
         return {key: rule for key, rule in FIXED.items() if key not in (*self.keys, *self.ignored)} | self.fixed
 
 
@@ -122,10 +143,12 @@ def common_config(family: Family, raw: Raw) -> HfConfig:
 
 
 def rope(raw: Raw) -> dict[str, Any]:
-    """Return the rotary parameters with `rope_type` and `rope_theta`, from transformers 5's `rope_parameters` or the older two keys."""
+    """Return the rotary parameters with `rope_type` and `rope_theta`, from transformers 5's `rope_parameters` or the
+    older two keys."""
     old = {"rope_theta": raw.get("rope_theta", 10000.0)} | (raw.get("rope_scaling") or {})
     new = raw.get("rope_parameters") or {}
-    parameters = old | ((new.get(FULL) or {}) if FULL in new else new)  # with one set per kind of block: the one of blocks without a window
+    # with one set per kind of block: the one of blocks without a window
+    parameters = old | ((new.get(FULL) or {}) if FULL in new else new)
     return parameters | {"rope_type": parameters.get("rope_type") or parameters.get("type") or "default"}
 
 
@@ -167,11 +190,13 @@ def layer_type_problems(family: Family, raw: Raw) -> list[str]:
     types = raw.get("layer_types") or []
     if "layer_types" not in family.keys and (SLIDING in types or (types and raw.get("sliding_window"))):
         return [
-            f"model: layer_types in config.json ({family.model_type}) lets vLLM choose the blocks with a window, and transformers and the "
+            f"model: layer_types in config.json ({family.model_type}) lets vLLM choose the blocks with a window, and "
+            f"transformers and the "
             f"trainer do not read it; remove it from a copy of config.json"
         ]
     problems = [
-        f"model: layer_types names {kind!r}; only {FULL} and {SLIDING} are supported" for kind in sorted({*types} - {FULL, SLIDING})
+        f"model: layer_types names {kind!r}; only {FULL} and {SLIDING} are supported"
+        for kind in sorted({*types} - {FULL, SLIDING})
     ]
     if types and len(types) != raw.get("num_hidden_layers", len(types)):
         problems.append(f"model: layer_types has {len(types)} entries for num_hidden_layers={raw['num_hidden_layers']}")
@@ -179,9 +204,12 @@ def layer_type_problems(family: Family, raw: Raw) -> list[str]:
 
 
 def expert_problems(raw: Raw, *required: tuple[str, ...]) -> list[str]:
-    """Return the keys of a mixture of experts that config.json lacks. Of each tuple in `required` one key must be present."""
+    """Return the keys of a mixture of experts that config.json lacks. Of each tuple in `required` one key must be
+    present."""
     required = (("num_experts_per_tok",), ("num_experts", "num_local_experts"), *required)
-    problems = [f"model: config.json lacks {' or '.join(keys)}" for keys in required if not any(raw.get(key) for key in keys)]
+    problems = [
+        f"model: config.json lacks {' or '.join(keys)}" for keys in required if not any(raw.get(key) for key in keys)
+    ]
     if problems:
         return problems
     if raw["num_experts_per_tok"] > (count := num_experts(raw)):

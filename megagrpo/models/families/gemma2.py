@@ -16,7 +16,13 @@ SANDWICH: Table = DENSE | {
     "mlp.post_norm.weight": same(LAYER + "post_feedforward_layernorm.weight"),
 }
 GEMMA_FIXED = {"hidden_activation": ("gelu_pytorch_tanh", "only gelu_pytorch_tanh is supported")}
-GEMMA_KEYS = ("query_pre_attn_scalar", "sliding_window", "layer_types", "attn_logit_softcapping", "final_logit_softcapping")
+GEMMA_KEYS = (
+    "query_pre_attn_scalar",
+    "sliding_window",
+    "layer_types",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
 # Older files name the exact gelu in `hidden_act`, but the models use the tanh approximation.
 GEMMA_IGNORED = ("hidden_act", "sliding_window_size")
 
@@ -39,7 +45,9 @@ def cap_problems(raw: Raw) -> list[str]:
     """Return caps of scores and logits with invalid values (0 or less)."""
     keys = ("attn_logit_softcapping", "final_logit_softcapping")
     caps = {key: raw[key] for key in keys if isinstance(raw.get(key), (int, float))}
-    return [f"model: {key} is {cap} in config.json; it must be above 0, or null" for key, cap in caps.items() if cap <= 0]
+    return [
+        f"model: {key} is {cap} in config.json; it must be above 0, or null" for key, cap in caps.items() if cap <= 0
+    ]
 
 
 def _read(raw: Raw, common: HfConfig) -> HfConfig:

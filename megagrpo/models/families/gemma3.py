@@ -1,4 +1,5 @@
-"""Gemma 3, the text model: Gemma 2 with head norms in place of caps, and separate rotary angles in blocks with a window."""
+"""Gemma 3, the text model: Gemma 2 with head norms in place of caps, and separate rotary angles in blocks with a
+window."""
 
 from __future__ import annotations
 
@@ -45,6 +46,7 @@ FAMILY = Family(
     read=_read,
     problems=_problems,
     keys=(*(key for key in GEMMA_KEYS if key != _SCORE_CAP), "sliding_window_pattern", "rope_local_base_freq"),
-    ignored=(*GEMMA_IGNORED, "_sliding_window_pattern"),  # transformers writes it beside the layer_types that it derived from it
+    # transformers writes it beside the layer_types that it derived from it
+    ignored=(*GEMMA_IGNORED, "_sliding_window_pattern"),
     fixed=GEMMA_FIXED | HAS_HEAD_NORMS | {_SCORE_CAP: (None, "transformers and vLLM do not apply it here; remove it")},
 )

@@ -1,5 +1,6 @@
-"""GPT-OSS: a bias in every linear and router, sinks (a learned share of attention that contributes 0), and experts with a clamped gate.
-Files hold all experts of a block in one tensor, transposed, with the columns of gate and up projection interleaved."""
+"""GPT-OSS: a bias in every linear and router, sinks (a learned share of attention that contributes 0), and experts with
+a clamped gate. Files hold all experts of a block in one tensor, transposed, with the columns of gate and up projection
+interleaved."""
 
 from __future__ import annotations
 
@@ -9,31 +10,44 @@ from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.blocks import Block, BlockRule, Local, same
 from megagrpo.models.families.boxes import Box
 from megagrpo.models.families.dense import ATTENTION, DENSE, MLP, QKV_BIAS
-from megagrpo.models.families.family import EXPERT_KEYS, FULL, SLIDING, Family, Raw, expert_problems, num_experts, windows
+from megagrpo.models.families.family import (
+    EXPERT_KEYS,
+    FULL,
+    SLIDING,
+    Family,
+    Raw,
+    expert_problems,
+    num_experts,
+    windows,
+)
 
 
 def _of_expert(local: Local, *dims: tuple[int, int, int]) -> tuple[tuple[int, ...], Box]:
-    """Return the shape of a tensor of all experts, and the box of this expert; `dims` are (length, start, stop) of the other dimensions."""
+    """Return the shape of a tensor of all experts, and the box of this expert; `dims` are (length, start, stop) of the
+    other dimensions."""
     assert local.expert is not None, "only parameters of experts have these rules"
     lengths, starts, stops = zip(*dims, strict=True)
     return (local.hf.mixture.count, *lengths), ((local.expert, *starts), (local.expert + 1, *stops))
 
 
 def _gate_up(name: str) -> BlockRule:
-    """Gate and up projection of each expert [H, 2 I], or their bias [2 I]: even columns are the gate's, odd ones the up projection's.
-    Megatron keeps this rank's rows of the gate above its rows of the up projection."""
+    """Gate and up projection of each expert [H, 2 I], or their bias [2 I]: even columns are the gate's, odd ones the up
+    projection's. Megatron keeps this rank's rows of the gate above its rows of the up projection."""
 
     def blocks(local: Local) -> list[Block]:
         rows, rest = local.param.shape[0] // 2, tuple(local.param.shape[1:])
         columns = (2 * rows * local.tp_size, 2 * rows * local.tp_rank, 2 * rows * (local.tp_rank + 1))
         shape, box = _of_expert(local, *((n, 0, n) for n in rest), columns)
-        return [Block(name, shape, box, grid=(2, rows, *rest), axis=0, at=0, count=2, order=(2, 1, 0) if rest else (1, 0))]
+        return [
+            Block(name, shape, box, grid=(2, rows, *rest), axis=0, at=0, count=2, order=(2, 1, 0) if rest else (1, 0))
+        ]
 
     return BlockRule((name,), blocks)
 
 
 def _down(name: str) -> BlockRule:
-    """Down projection of each expert [I, H], or its bias [H]. Megatron shards columns of the transpose; every rank holds the whole bias."""
+    """Down projection of each expert [I, H], or its bias [H]. Megatron shards columns of the transpose; every rank
+    holds the whole bias."""
 
     def blocks(local: Local) -> list[Block]:
         width, *rows = local.param.shape
@@ -56,14 +70,19 @@ _TABLE |= {
     "mlp.experts.linear_fc2.bias": _down(MLP + "experts.down_proj_bias"),
 }
 MXFP4 = (
-    "MXFP4 weights cannot be trained. Write them in bfloat16: AutoModelForCausalLM.from_pretrained(THIS, dtype='bfloat16', "
-    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW, save_original_format=False); add the tokenizer's files"
+    "MXFP4 weights cannot be trained. Write them in bfloat16: AutoModelForCausalLM.from_pretrained(THIS, "
+    "dtype='bfloat16', "
+    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW, save_original_format=False); add the "
+    "tokenizer's files"
 )
 _FIXED = {
     "quantization_config": (None, MXFP4),
     **dict.fromkeys(("attention_bias", "qkv_bias"), (True, "attention without biases is not supported")),
     "tie_word_embeddings": (False, "vLLM's model has an untied LM head"),
-    **{key: (value, f"vLLM's model has {value}") for key, value in dict(swiglu_alpha=1.702, swiglu_limit=7.0, rms_norm_eps=1e-5).items()},
+    **{
+        key: (value, f"vLLM's model has {value}")
+        for key, value in dict(swiglu_alpha=1.702, swiglu_limit=7.0, rms_norm_eps=1e-5).items()
+    },
 }
 
 
@@ -83,7 +102,9 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
 def _problems(raw: Raw) -> list[str]:
     types = raw.get("layer_types") or []
     alternate = types == ([SLIDING, FULL] * len(types))[: len(types)]
-    return expert_problems(raw) + ([] if alternate else [f"model: layer_types must alternate {SLIDING} and {FULL}, as vLLM assumes"])
+    return expert_problems(raw) + (
+        [] if alternate else [f"model: layer_types must alternate {SLIDING} and {FULL}, as vLLM assumes"]
+    )
 
 
 FAMILY = Family(

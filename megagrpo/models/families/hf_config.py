@@ -34,8 +34,19 @@ _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
     ),
     int: (
         (
-            *("max_position_embeddings", "original_max_position_embeddings", "max_window_layers", "sliding_window_pattern"),
-            *("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step"),
+            *(
+                "max_position_embeddings",
+                "original_max_position_embeddings",
+                "max_window_layers",
+                "sliding_window_pattern",
+            ),
+            *(
+                "num_experts",
+                "num_local_experts",
+                "num_experts_per_tok",
+                "moe_intermediate_size",
+                "decoder_sparse_step",
+            ),
             *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
         ),
         "a whole number",
@@ -77,9 +88,13 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ProblemError(Problem(MODEL, f"{folder} holds no config.json; name a folder in Hugging Face format")) from None
+        raise ProblemError(
+            Problem(MODEL, f"{folder} holds no config.json; name a folder in Hugging Face format")
+        ) from None
     except OSError as e:
-        raise ProblemError(Problem(MODEL, f"{path} cannot be read: {e.strerror}; name a folder in Hugging Face format")) from None
+        raise ProblemError(
+            Problem(MODEL, f"{path} cannot be read: {e.strerror}; name a folder in Hugging Face format")
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
         raise ProblemError(Problem(MODEL, f"{path} is not valid JSON: {e}; download it again")) from None
     if not isinstance(raw, dict):
@@ -88,7 +103,8 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
 
 
 def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
-    """Return the architecture that a config.json describes. Raises ValueError, listing every reason, when it is not supported."""
+    """Return the architecture that a config.json describes. Raises ValueError, listing every reason, when it is not
+    supported."""
     problems = architecture_problems(raw)
     if problems:
         raise ProblemError(*of_model(problems))
@@ -116,7 +132,10 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
     wrong = class_problems(family, raw) + key_problems(family, raw)
     unknown = [kind for kind in (rope(raw)["rope_type"], *_rope_types(raw)) if kind not in family.rope_types]
     if unknown:
-        wrong.append(f"model: rope_type {unknown[0]!r} is not supported for {family.model_type}; supported: {', '.join(family.rope_types)}")
+        wrong.append(
+            f"model: rope_type {unknown[0]!r} is not supported for {family.model_type}; supported: "
+            f"{', '.join(family.rope_types)}"
+        )
     if family.partial_rotary_factor is None and rotated_share(raw, default=1.0) != 1.0:
         wrong.append(f"model: partial_rotary_factor must be 1: {family.model_type} rotates all dimensions of a head")
     return missing + wrong + layer_type_problems(family, raw) + family.problems(raw)
@@ -126,16 +145,25 @@ def _unsupported(config: HfConfig) -> list[str]:
     """Return what Megatron cannot compute of a model whose config.json is valid."""
     problems = []
     if config.rotary_dim % 2 or not config.rotary_dim:
-        problems.append(f"model: {config.rotary_dim} dimensions of each head are rotated; the number must be even and positive")
+        problems.append(
+            f"model: {config.rotary_dim} dimensions of each head are rotated; the number must be even and positive"
+        )
     if config.experts is not None and config.experts.normalized and config.experts.per_token == 1:
-        problems.append("model: num_experts_per_tok=1 with normalized expert weights is not supported: the only weight would always be 1")
+        problems.append(
+            "model: num_experts_per_tok=1 with normalized expert weights is not supported: the only weight would "
+            "always be 1"
+        )
     return problems
 
 
 def _no_numbers(family: Family, raw: dict[str, Any]) -> list[str]:
     """Return values of the wrong type: sizes, numbers, lists, objects, and a dtype that torch does not know."""
     typed = {key for keys, _ in _TYPES.values() for key in keys}
-    sizes = {key: raw[key] for key in family.required if key in raw and key not in typed and (key, raw[key]) != ("q_lora_rank", None)}
+    sizes = {
+        key: raw[key]
+        for key in family.required
+        if key in raw and key not in typed and (key, raw[key]) != ("q_lora_rank", None)
+    }
     sizes |= {key: raw[key] for key in _OPTIONAL_SIZES if raw.get(key) is not None}
     odd = [
         f"model: {key} is {size!r} in config.json; it must be a positive whole number"
@@ -143,7 +171,9 @@ def _no_numbers(family: Family, raw: dict[str, Any]) -> list[str]:
         if type(size) is not int or size < 1
     ]
     for kind, (keys, what) in _TYPES.items():
-        values = {key: raw[key] for key in keys if raw.get(key) is not None and key in (*COMMON, *family.keys, "layer_types")}
+        values = {
+            key: raw[key] for key in keys if raw.get(key) is not None and key in (*COMMON, *family.keys, "layer_types")
+        }
         odd += [
             f"model: {key} is {value!r} in config.json; it must be {what}"
             for key, value in values.items()
@@ -156,14 +186,18 @@ def _no_numbers(family: Family, raw: dict[str, Any]) -> list[str]:
 
 
 def _rope_types(raw: dict[str, Any]) -> list[Any]:
-    """Return every kind of rotary scaling in config.json, also those that another key overrides here: vLLM may read them."""
+    """Return every kind of rotary scaling in config.json, also those that another key overrides here: vLLM may read
+    them."""
     tables = [raw.get(key) or {} for key in ROTARY]
     tables += [value for table in tables for value in table.values() if isinstance(value, dict)]
-    return [table[name] for table in tables for name in ("rope_type", "type") if table.get(name) not in (None, "default")]
+    return [
+        table[name] for table in tables for name in ("rope_type", "type") if table.get(name) not in (None, "default")
+    ]
 
 
 def _unknown(raw: dict[str, Any]) -> str:
-    """Return the error for a model_type without a family. It suggests a family only if the model's class is exactly the family's."""
+    """Return the error for a model_type without a family. It suggests a family only if the model's class is exactly the
+    family's."""
     kind, classes = raw.get("model_type"), raw.get("architectures") or []
     classes = list(map(str, classes)) if isinstance(classes, list) else [str(classes)]
     if isinstance(text := raw.get("text_config"), dict):
@@ -177,12 +211,15 @@ def _unknown(raw: dict[str, Any]) -> str:
     names = ", ".join(f"{name} ({family.architecture})" for name, family in FAMILIES.items())
     if same := [name for name, family in FAMILIES.items() if family.architecture in classes]:
         return (
-            f"model: architecture {FAMILIES[same[0]].architecture} is not supported as model_type {kind}, but as {same[0]}; set model_type "
+            f"model: architecture {FAMILIES[same[0]].architecture} is not supported as model_type {kind}, but as "
+            f"{same[0]}; set model_type "
             f"to {same[0]} in a copy of config.json. Then all other keys are checked"
         )
     return (
-        f"model: architecture {kind or ', '.join(classes)} is not supported: no file in megagrpo/models/families describes it, and "
-        f"another family would compute other numbers. docs/add_a_model.md shows how to write that file. Supported: {names}"
+        f"model: architecture {kind or ', '.join(classes)} is not supported: no file in megagrpo/models/families "
+        f"describes it, and "
+        f"another family would compute other numbers. docs/add_a_model.md shows how to write that file. Supported: "
+        f"{names}"
     )
 
 
@@ -209,18 +246,28 @@ def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[Problem]:
             valid = [d for d in _divisors(hf_config.num_kv_heads) if not any(n % d for n in sizes.values())]
             said = f"{key}={size} is not divisible by tp={tp}; valid tp: {_words(valid)}"
             problems.append(Problem(("parallel.tp", "model.path"), said, rule=rules.get(key, 3)))
-    return problems + _stage_problems(hf_config.num_layers, parallel) + _expert_problems(hf_config.family, hf_config.experts, parallel)
+    return (
+        problems
+        + _stage_problems(hf_config.num_layers, parallel)
+        + _expert_problems(hf_config.family, hf_config.experts, parallel)
+    )
 
 
 def _stage_problems(layers: int, parallel: Sizes) -> list[Problem]:
     stages = parallel.pp * parallel.vpp
     example = f"parallel.pipeline_layers=[{','.join(map(str, nearly_even(layers, stages)))}]"
     if parallel.pipeline_layers is not None and sum(parallel.pipeline_layers) != layers:
-        said = f"{list(parallel.pipeline_layers)} sums to {sum(parallel.pipeline_layers)}, not to num_hidden_layers={layers}"
+        said = (
+            f"{list(parallel.pipeline_layers)} sums to {sum(parallel.pipeline_layers)}, not to "
+            f"num_hidden_layers={layers}"
+        )
         fix = f"; for example {example}" if stages <= layers else ""
         return [Problem(("parallel.pipeline_layers", "model.path"), said + fix, rule=5)]
     if parallel.pipeline_layers is None and layers % stages:
-        valid = f"num_hidden_layers={layers} is not divisible by pp x vpp = {stages}; valid pp x vpp: {_words(_divisors(layers))}"
+        valid = (
+            f"num_hidden_layers={layers} is not divisible by pp x vpp = {stages}; valid pp x vpp: "
+            f"{_words(_divisors(layers))}"
+        )
         fix = f"; or set {example}" if stages <= layers else ""
         return [Problem(("parallel.pp", "parallel.vpp", "model.path"), valid + fix, rule=5)]
     return []
@@ -236,8 +283,8 @@ def stage_layers(layers: int, parallel: Sizes) -> list[int]:
 
 
 def nearly_even(layers: int, stages: int) -> list[int]:
-    """Return `stages` numbers that sum to `layers`. The remainder goes to middle stages first, because the first embeds and the last has
-    the LM head."""
+    """Return `stages` numbers that sum to `layers`. The remainder goes to middle stages first, because the first embeds
+    and the last has the LM head."""
     favoured = [*range(1, stages - 1), 0][: layers % stages]
     return [layers // stages + (stage in favoured) for stage in range(stages)]
 
@@ -246,9 +293,15 @@ def _expert_problems(family: str, experts: Experts | None, parallel: Sizes) -> l
     problems = []
     if experts is None:
         if parallel.ep > 1:
-            problems.append(Problem(("parallel.ep", "model.path"), f"{parallel.ep}, but {family} has no experts; set it to 1"))
+            problems.append(
+                Problem(("parallel.ep", "model.path"), f"{parallel.ep}, but {family} has no experts; set it to 1")
+            )
         if parallel.expert_tp != parallel.tp:
-            problems.append(Problem(("parallel.etp", "model.path"), f"{parallel.expert_tp}, but {family} has no experts; leave it empty"))
+            problems.append(
+                Problem(
+                    ("parallel.etp", "model.path"), f"{parallel.expert_tp}, but {family} has no experts; leave it empty"
+                )
+            )
         return problems
     if experts.count % parallel.ep:
         valid = _words(_divisors(experts.count))
@@ -270,14 +323,19 @@ def projections(hf_config: HfConfig) -> dict[str, tuple[str, ...]]:
 
 
 def architecture_differences(one: HfConfig, other: HfConfig) -> list[str]:
-    """Return the differences that make two models different functions of their weights, as `key: value of one, value of other`.
+    """Return the differences that make two models different functions of their weights, as `key: value of one, value of
+    other`.
 
     Training length and dtype on disk may differ.
     """
     names = [f.name for f in fields(HfConfig) if f.compare and f.name not in ("max_positions", "dtype")]
     pairs = [(name, getattr(one, name), getattr(other, name)) for name in names]
     ropes = [{key: value for key, value in rope(config.raw).items() if key != "type"} for config in (one, other)]
-    pairs += [(key, ropes[0].get(key), ropes[1].get(key)) for key in sorted(ropes[0].keys() | ropes[1].keys()) if key not in names]
+    pairs += [
+        (key, ropes[0].get(key), ropes[1].get(key))
+        for key in sorted(ropes[0].keys() | ropes[1].keys())
+        if key not in names
+    ]
     return [f"{name}: {value}, {different}" for name, value, different in pairs if value != different]
 
 

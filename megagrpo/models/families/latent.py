@@ -1,4 +1,5 @@
-"""Shared code of the DeepSeek families: latent attention, and experts with a shared MLP for every token. Imports no torch."""
+"""Shared code of the DeepSeek families: latent attention, and experts with a shared MLP for every token. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -30,7 +31,15 @@ _BIAS: Table = {"mlp.router.expert_bias": same(MLP + "gate.e_score_correction_bi
 _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
 LATENT_REQUIRED = (*REQUIRED, *_LATENT, "q_lora_rank")
-LATENT_KEYS = (*_LATENT, *_EXPERTS, "q_lora_rank", "first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group")
+LATENT_KEYS = (
+    *_LATENT,
+    *_EXPERTS,
+    "q_lora_rank",
+    "first_k_dense_replace",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+)
 LATENT_FIXED = {
     "moe_layer_freq": (1, "only 1, experts in every block from first_k_dense_replace on, is supported"),
     "rope_interleave": (True, "only the rotation of neighbouring dimensions is supported, as in vLLM"),
@@ -86,7 +95,8 @@ def problems(raw: Raw) -> list[str]:
     count, of_token = groups(raw)
     if raw["n_routed_experts"] % count or of_token * raw["n_routed_experts"] // count < raw["num_experts_per_tok"]:
         lines.append(
-            f"model: topk_group={of_token} of n_group={count} groups of the {raw['n_routed_experts']} experts do not hold the "
+            f"model: topk_group={of_token} of n_group={count} groups of the {raw['n_routed_experts']} experts do not "
+            f"hold the "
             f"{raw['num_experts_per_tok']} of num_experts_per_tok"
         )
     return lines

@@ -21,7 +21,9 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
     )
     # transformers has other defaults for this family than for Llama.
     norm_eps, theta = raw.get("rms_norm_eps", 1e-5), rope({"rope_theta": 1e6} | raw)["rope_theta"]
-    return replace(common, norm_eps=norm_eps, rope_theta=theta, experts=mixture, windows=windows(raw, raw.get("sliding_window")))
+    return replace(
+        common, norm_eps=norm_eps, rope_theta=theta, experts=mixture, windows=windows(raw, raw.get("sliding_window"))
+    )
 
 
 FAMILY = Family(

@@ -17,7 +17,10 @@ def _problems(raw: Raw) -> list[str]:
         return []
     for key in ("factor", "attention_factor", "short_mscale", "long_mscale"):
         if rotary.get(key) is not None:
-            problems.append(f"model: rotary parameter {key} is {rotary[key]}, which transformers and vLLM read differently; remove it")
+            problems.append(
+                f"model: rotary parameter {key} is {rotary[key]}, which transformers and vLLM read differently; remove "
+                f"it"
+            )
     if not {"hidden_size", "num_attention_heads"} <= raw.keys():
         return problems
     head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]

@@ -8,7 +8,9 @@ from megagrpo.models.families.dense import DENSE, QK_NORM
 from megagrpo.models.families.family import Family
 from megagrpo.models.families.qwen2 import UPPER_WINDOWS, upper_windows
 
-HAS_HEAD_NORMS = dict.fromkeys(("use_qk_norm", "qk_norm", "qk_layernorm"), (True, "this family normalises queries and keys"))
+HAS_HEAD_NORMS = dict.fromkeys(
+    ("use_qk_norm", "qk_norm", "qk_layernorm"), (True, "this family normalises queries and keys")
+)
 FAMILY = Family(
     "qwen3",
     "Qwen3ForCausalLM",

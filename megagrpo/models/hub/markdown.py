@@ -1,4 +1,5 @@
-"""Markdown of values from configs and metrics. Text of any kind is shown as it is: it adds no markup, no HTML and no table cells."""
+"""Markdown of values from configs and metrics. Text of any kind is shown as it is: it adds no markup, no HTML and no
+table cells."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ Line = dict[str, float]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run up to one of its checkpoints. `steps` and `evaluations` are the lines of metrics.jsonl up to `step`, numbers only."""
+    """A run up to one of its checkpoints. `steps` and `evaluations` are the lines of metrics.jsonl up to `step`,
+    numbers only."""
 
     config: RunConfig
     step: int
@@ -27,8 +28,8 @@ class RunFacts:
 
 
 def read_run(checkpoint: Path) -> RunFacts | None:
-    """Return the facts about RUN/checkpoints/step_N, or about the adapter in it. None when the run's folder is not there or its config
-    cannot be read."""
+    """Return the facts about RUN/checkpoints/step_N, or about the adapter in it. None when the run's folder is not
+    there or its config cannot be read."""
     checkpoint = checkpoint.resolve()
     folder = next((each for each in (checkpoint, checkpoint.parent) if _STEP.fullmatch(each.name)), None)
     if folder is None or not (folder.parents[1] / RESOLVED).is_file():
@@ -51,7 +52,9 @@ def _read_metrics(file: Path) -> list[Line]:
             values = json.loads(text)
         except ValueError:
             continue
-        numbers = {name: value for name, value in values.items() if _is_number(value)} if isinstance(values, dict) else {}
+        numbers = (
+            {name: value for name, value in values.items() if _is_number(value)} if isinstance(values, dict) else {}
+        )
         if "step" in numbers:
             lines.append(numbers)
     return lines

@@ -9,11 +9,14 @@ from huggingface_hub import HfApi, get_token
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 
-TOKEN_HELP = "make a token with write access at https://huggingface.co/settings/tokens and run `hf auth login`, or set HF_TOKEN"
+TOKEN_HELP = (
+    "make a token with write access at https://huggingface.co/settings/tokens and run `hf auth login`, or set HF_TOKEN"
+)
 
 
 class PushError(ValueError):
-    """An upload that failed. The message names the repository, the cause and the fix, and says that the folder is kept."""
+    """An upload that failed. The message names the repository, the cause and the fix, and says that the folder is
+    kept."""
 
 
 def check_repo(repo: str) -> None:
@@ -24,9 +27,12 @@ def check_repo(repo: str) -> None:
         raise PushError(f"{repo!r} is no name on the hub; write OWNER/NAME: {str(error).splitlines()[0]}") from None
 
 
-def push(folder: str | Path, repo: str, private: bool = False, revision: str | None = None, token: str | None = None) -> str:
-    """Upload `folder` to the model repository `repo` and return its address. The repository and the branch `revision` are created if
-    missing. `private` applies to a new repository. `token` None means HF_TOKEN or the token of `hf auth login`.
+def push(
+    folder: str | Path, repo: str, private: bool = False, revision: str | None = None, token: str | None = None
+) -> str:
+    """Upload `folder` to the model repository `repo` and return its address. The repository and the branch `revision`
+    are created if missing. `private` applies to a new repository. `token` None means HF_TOKEN or the token of `hf auth
+    login`.
 
     A second call continues an upload that failed. Raises PushError; the folder is never changed.
     """
@@ -42,7 +48,12 @@ def push(folder: str | Path, repo: str, private: bool = False, revision: str | N
         created = api.create_repo(repo, private=private or None, exist_ok=True)
         if revision is not None:
             api.create_branch(created.repo_id, branch=revision, exist_ok=True)
-        api.upload_folder(repo_id=created.repo_id, folder_path=folder, revision=revision, commit_message=f"Upload {folder.resolve().name}")
+        api.upload_folder(
+            repo_id=created.repo_id,
+            folder_path=folder,
+            revision=revision,
+            commit_message=f"Upload {folder.resolve().name}",
+        )
     except OfflineModeIsEnabled as error:
         raise PushError(f"{repo}: HF_HUB_OFFLINE is set; unset it. {_kept(folder, repo, private, revision)}") from error
     except HfHubHTTPError as error:

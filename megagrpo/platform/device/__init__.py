@@ -1,11 +1,13 @@
-"""The device seam: the only package that knows whether there is a GPU. Importing it prepares torch and megatron-core for this machine.
+"""The device seam: the only package that knows whether there is a GPU. Importing it prepares torch and megatron-core
+for this machine.
 
-The `__init__` of every package that imports megatron imports this package first, so a module works whichever module is imported first.
+The `__init__` of every package that imports megatron imports this package first, so a module works whichever module is
+imported first.
 
-With a GPU nothing is patched. Without one, `install()` gives megatron-core 0.19 a CPU and gloo platform. megatron-core hard-codes
-`torch.cuda...` and `device="cuda"` in about 200 places and offers no switch, so the names it calls are redirected to the CPU.
-`torch.cuda.is_available()` stays False, so other libraries keep their own CPU paths. Each patch says which code needs it and when it can
-go; all can go when megatron-core has a CPU platform of its own.
+With a GPU nothing is patched. Without one, `install()` gives megatron-core 0.19 a CPU and gloo platform. megatron-core
+hard-codes `torch.cuda...` and `device="cuda"` in about 200 places and offers no switch, so the names it calls are
+redirected to the CPU. `torch.cuda.is_available()` stays False, so other libraries keep their own CPU paths. Each patch
+says which code needs it and when it can go; all can go when megatron-core has a CPU platform of its own.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ def gpu_name() -> str | None:
 
 
 def resolve_precision(precision: str) -> torch.dtype:
-    """Return the compute dtype of `model.precision`; "auto" is bf16 where the hardware multiplies bf16, float32 elsewhere. Raises
-    ValueError for another name."""
+    """Return the compute dtype of `model.precision`; "auto" is bf16 where the hardware multiplies bf16, float32
+    elsewhere. Raises ValueError for another name."""
     if precision == "auto":
         precision = "bf16" if _multiplies_bf16() else "fp32"
     if precision not in ("bf16", "fp32"):
@@ -105,10 +107,11 @@ def _multiplies_bf16() -> bool:
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Compute total += left right in place, `total` [n, m] in float32, `left` [n, k] and `right` [k, m] in a narrower dtype.
+    """Compute total += left right in place, `total` [n, m] in float32, `left` [n, k] and `right` [k, m] in a narrower
+    dtype.
 
-    On a GPU one product does it, without rounding in between. On a CPU blocks of rows are multiplied, rounded and added, so that the
-    rounded product stays in the cache.
+    On a GPU one product does it, without rounding in between. On a CPU blocks of rows are multiplied, rounded and
+    added, so that the rounded product stays in the cache.
     """
     if has_gpu():
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
@@ -120,8 +123,8 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
 
 
 def write_product(out: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Compute out = left right, `out` [n, m] in float32, `left` [n, k] and `right` [k, m] in a narrower dtype, to which the product is
-    rounded first.
+    """Compute out = left right, `out` [n, m] in float32, `left` [n, k] and `right` [k, m] in a narrower dtype, to which
+    the product is rounded first.
 
     On a CPU blocks of columns are multiplied and converted, so that the rounded product stays in the cache.
     """
@@ -149,13 +152,15 @@ def block_elements() -> int:
 def host_memory_gb() -> float:
     """Return the RAM of this host in GiB, or this container's limit if lower."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as limit:  # "max" where there is none
+    # "max" where there is none
+    with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.max") as limit:
         size = min(size, int(limit.read()))
     return size / 2**30
 
 
 def host_bytes(count: int) -> torch.Tensor:
-    """Return uninitialised host memory [count] uint8; pinned with a GPU, so that copies to and from the device run at full speed."""
+    """Return uninitialised host memory [count] uint8; pinned with a GPU, so that copies to and from the device run at
+    full speed."""
     return torch.empty(count, dtype=torch.uint8, pin_memory=has_gpu())
 
 
@@ -168,12 +173,12 @@ def release_memory() -> None:
 
 
 def reuse_freed_memory() -> None:
-    """Make this process keep the memory of freed tensors of up to KEPT_BYTES for its next tensors, until `release_memory`. No effect with a
-    GPU, whose allocator does so, or without glibc.
+    """Make this process keep the memory of freed tensors of up to KEPT_BYTES for its next tensors, until
+    `release_memory`. No effect with a GPU, whose allocator does so, or without glibc.
 
-    By default glibc returns the end of its heap to the system many times in a backward pass. The system clears each page that it hands out
-    again, which takes 8 times as long as writing the page. Larger tensors are still returned when they are freed, because glibc before 2.38
-    does not reuse their place in its heap.
+    By default glibc returns the end of its heap to the system many times in a backward pass. The system clears each
+    page that it hands out again, which takes 8 times as long as writing the page. Larger tensors are still returned
+    when they are freed, because glibc before 2.38 does not reuse their place in its heap.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if not has_gpu() and mallopt is not None:
@@ -184,14 +189,16 @@ def reuse_freed_memory() -> None:
 def make_deterministic() -> None:
     """Make every later operation give the same bits each time, or raise when it cannot.
 
-    Call it before the first process group and the first product: NCCL, cuBLAS and Transformer Engine read the environment when they
-    start. NCCL_ALGO and CUBLAS_WORKSPACE_CONFIG keep a value that the user has set.
+    Call it before the first process group and the first product: NCCL, cuBLAS and Transformer Engine read the
+    environment when they start. NCCL_ALGO and CUBLAS_WORKSPACE_CONFIG keep a value that the user has set.
     """
-    os.environ.setdefault("NCCL_ALGO", "Ring")  # otherwise NCCL may tune the order of a sum over ranks again in each run
+    # otherwise NCCL may tune the order of a sum over ranks again in each run
+    os.environ.setdefault("NCCL_ALGO", "Ring")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     torch.use_deterministic_algorithms(True)
-    cpu_patches.replace(torch.utils.deterministic, fill_uninitialized_memory=False)  # no code reads memory before writing it
+    # no code reads memory before writing it
+    cpu_patches.replace(torch.utils.deterministic, fill_uninitialized_memory=False)
 
 
 def is_deterministic() -> bool:
@@ -210,7 +217,8 @@ def has_packed_attention() -> bool:
 
 
 def fp8_problem(recipe: str) -> str | None:
-    """Return why this GPU or its software does not support `recipe` of `model.fp8_recipe`; None if it does, and None without a GPU."""
+    """Return why this GPU or its software does not support `recipe` of `model.fp8_recipe`; None if it does, and None
+    without a GPU."""
     if not has_gpu():
         return None
     if not has_transformer_engine():
@@ -225,7 +233,8 @@ def fp8_problem(recipe: str) -> str | None:
 def no_fused_kernels() -> str | None:
     """Return why our Triton kernels cannot run here; None where they can.
 
-    They run on Hopper GPUs, whose shared memory they are tuned for, or on any CPU under Triton's interpreter, for tests.
+    They run on Hopper GPUs, whose shared memory they are tuned for, or on any CPU under Triton's interpreter, for
+    tests.
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
@@ -251,7 +260,8 @@ def quiet() -> None:
 
 
 def install() -> None:
-    """Prepare torch and megatron-core for this machine. Idempotent; call it before anything else imports megatron.core."""
+    """Prepare torch and megatron-core for this machine. Idempotent; call it before anything else imports
+    megatron.core."""
     global _installed
     if _installed:
         return
@@ -267,7 +277,8 @@ def install() -> None:
 
 
 def _report_writes_in_process() -> None:
-    """Make checkpoint writers report through a queue of this process, which suffices because threads of this process write checkpoints.
+    """Make checkpoint writers report through a queue of this process, which suffices because threads of this process
+    write checkpoints.
 
     Megatron spawns a manager process per rank for it, which takes five seconds and 700 MB and outlives a killed rank.
     """
@@ -285,7 +296,8 @@ def _has_fused_adam() -> bool:
 
 
 def _use_own_adam() -> None:
-    """Give megatron-core an Adam whose checkpoint layout is APEX's. Can go when its distributed optimizer loads torch.optim.AdamW."""
+    """Give megatron-core an Adam whose checkpoint layout is APEX's. Can go when its distributed optimizer loads
+    torch.optim.AdamW."""
     from megatron.core import optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -299,12 +311,14 @@ def _use_own_adam() -> None:
 def choose_float32_products() -> None:
     """Make oneDNN multiply float32 matrices where `cpu.this_cpu` says so, and MKL elsewhere.
 
-    torch has two interfaces for this setting and refuses a mix. emerging_optimizers, whose Muon sets and restores it, uses this older
-    one, and so does every caller here. "medium" permits bf16 products, but oneDNN computes them on CPUs with AMX only.
+    torch has two interfaces for this setting and refuses a mix. emerging_optimizers, whose Muon sets and restores it,
+    uses this older one, and so does every caller here. "medium" permits bf16 products, but oneDNN computes them on CPUs
+    with AMX only.
     """
     torch.set_float32_matmul_precision("medium" if cpu.this_cpu().float32_by_onednn else "highest")
 
 
-# megatron-core warns of its own internals on import and in every step; users of this package cannot act on the warnings.
+# megatron-core warns of its own internals on import and in every step; users of this package cannot act on the
+# warnings.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 install()

@@ -1,5 +1,5 @@
-"""AdamW on torch's fused kernel with the state layout of APEX's FusedAdam: `step` is in the param group. Megatron's distributed
-optimizer saves and loads this layout only."""
+"""AdamW on torch's fused kernel with the state layout of APEX's FusedAdam: `step` is in the param group. Megatron's
+distributed optimizer saves and loads this layout only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class AdamSettings(TypedDict, total=False):
 class FusedAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101). Bias correction is always on.
 
-    With `adam_w_mode=False` weight decay is added to the gradient instead. Other keyword arguments of APEX are accepted and ignored.
+    With `adam_w_mode=False` weight decay is added to the gradient instead. Other keyword arguments of APEX are accepted
+    and ignored.
     """
 
     def __init__(
@@ -58,10 +59,17 @@ class FusedAdam(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         grads = [p.grad for p in params if p.grad is not None]
-        self._update(group, params, grads, *([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")))
+        self._update(
+            group, params, grads, *([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
+        )
 
     def _update(
-        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], averages: list[Tensor], squares: list[Tensor]
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        averages: list[Tensor],
+        squares: list[Tensor],
     ) -> None:
         """Update `params` and both moments in place, with the settings of `group`."""
         step = torch.tensor(float(group["step"]), device=params[0].device)

@@ -1,8 +1,9 @@
-"""AdamW whose moments take less memory: in bfloat16, in 8 bits or in host memory. They are float32 on the device only inside a step.
+"""AdamW whose moments take less memory: in bfloat16, in 8 bits or in host memory. They are float32 on the device only
+inside a step.
 
-Moments are rounded stochastically, up or down in proportion. With rounding to nearest and a beta2 near 1, a step would change a stored
-moment by less than its last bit, and the moment would never decay. The random numbers depend on the step alone, so a resumed run draws
-the same.
+Moments are rounded stochastically, up or down in proportion. With rounding to nearest and a beta2 near 1, a step would
+change a stored moment by less than its last bit, and the moment would never decay. The random numbers depend on the
+step alone, so a resumed run draws the same.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class CompactAdam(FusedAdam):
     """A `FusedAdam` that keeps its moments as `dtype`: float32, bfloat16 or float8_e4m3fn, on the CPU with `offload`.
 
-    In 8 bits a moment is an e4m3 value times its block's scale. The second moment is stored as its square root, which has half the
-    range.
+    In 8 bits a moment is an e4m3 value times its block's scale. The second moment is stored as its square root, which
+    has half the range.
     """
 
     def __init__(self, params: ParamsT, *, dtype: torch.dtype, offload: bool, **settings: Unpack[AdamSettings]):
@@ -48,7 +49,8 @@ class CompactAdam(FusedAdam):
 
     @torch.no_grad()
     def dense_moments(self) -> None:
-        """Convert all moments to float32 in `state[p]["exp_avg"]` and `state[p]["exp_avg_sq"]`, as checkpoints read and write them."""
+        """Convert all moments to float32 in `state[p]["exp_avg"]` and `state[p]["exp_avg_sq"]`, as checkpoints read and
+        write them."""
         for p in self._stored():
             self.state[p] = {name: self.dense_moment(p, name) for name in MOMENTS}
 
@@ -63,7 +65,8 @@ class CompactAdam(FusedAdam):
                     self._write(p, name, part, dense[name].view(-1)[part], generator)
 
     def _stored(self) -> list[Tensor]:
-        return [p for p, state in self.state.items() if state]  # state is a defaultdict: looking up another key would create it
+        # state is a defaultdict: looking up another key would create it
+        return [p for p, state in self.state.items() if state]
 
     def dense_moment(self, p: Tensor, name: str) -> Tensor:
         """Return the moment `name` of `p`, float32 in the shape and on the device of `p`."""
@@ -87,7 +90,9 @@ class CompactAdam(FusedAdam):
             return stored.view(-1)[part].to(p.device, non_blocking=True).float()
         blocks = _blocks(part)
         scale = self.state[p][f"{name}_scale"][blocks].to(p.device)
-        values = (stored[blocks].to(p.device, non_blocking=True).float() * scale[:, None]).flatten()[: part.stop - part.start]
+        values = (stored[blocks].to(p.device, non_blocking=True).float() * scale[:, None]).flatten()[
+            : part.stop - part.start
+        ]
         return values.square() if name == "exp_avg_sq" else values
 
     def _write(self, p: Tensor, name: str, part: slice, values: Tensor, generator: torch.Generator) -> None:
@@ -95,14 +100,16 @@ class CompactAdam(FusedAdam):
         stored = self.state[p][name]
         if self._dtype == FP8:
             blocks = _blocks(part)
-            stored[blocks], self.state[p][f"{name}_scale"][blocks] = to_fp8(values.sqrt() if name == "exp_avg_sq" else values, generator)
+            stored[blocks], self.state[p][f"{name}_scale"][blocks] = to_fp8(
+                values.sqrt() if name == "exp_avg_sq" else values, generator
+            )
         else:
             stored.view(-1)[part] = round_mantissa(values, 16, generator) if self._dtype == torch.bfloat16 else values
 
 
 def _parts(p: Tensor) -> Iterator[slice]:
-    """Yield consecutive slices of the flattened `p`, of the device's preferred size for elementwise operations: whole blocks, except for
-    the last."""
+    """Yield consecutive slices of the flattened `p`, of the device's preferred size for elementwise operations: whole
+    blocks, except for the last."""
     size = device.block_elements()
     for start in range(0, p.numel(), size):
         yield slice(start, min(start + size, p.numel()))
@@ -128,9 +135,10 @@ def to_fp8(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def round_mantissa(values: Tensor, bits: int, generator: torch.Generator) -> Tensor:
-    """Zero the last `bits` bits of the mantissa of float32 `values`, rounding up or down at random so that the mean is the value. Same
-    shape and dtype."""
-    pairs = torch.empty(-(-values.numel() // 2), dtype=torch.int64, device=values.device)  # a draw of 64 bits costs as much as one of 32
+    """Zero the last `bits` bits of the mantissa of float32 `values`, rounding up or down at random so that the mean is
+    the value. Same shape and dtype."""
+    # a draw of 64 bits costs as much as one of 32
+    pairs = torch.empty(-(-values.numel() // 2), dtype=torch.int64, device=values.device)
     noise = pairs.random_(-(2**63), None, generator=generator).view(torch.int32)[: values.numel()].view(values.shape)
     noise = noise.bitwise_and_(2**bits - 1)
     return noise.add_(values.contiguous().view(torch.int32)).bitwise_and_(-(2**bits)).view(torch.float32)

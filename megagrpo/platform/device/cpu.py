@@ -1,7 +1,8 @@
 """Choices that depend on the CPU: four choices of a run without a GPU, made by one function.
 
-A float32 run computes the same on every CPU except for rounding. These four choices differ: the meaning of `model.precision: auto`,
-vLLM's compute dtype, whether bf16 products are widened to float32, and the library that multiplies float32 matrices.
+A float32 run computes the same on every CPU except for rounding. These four choices differ: the meaning of
+`model.precision: auto`, vLLM's compute dtype, whether bf16 products are widened to float32, and the library that
+multiplies float32 matrices.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ class Cpu:
     """The choices for one kind of CPU."""
 
     multiplies_bf16: bool
-    """The CPU has bf16 instructions (avx512_bf16 or amx_bf16). `precision: auto` then means bf16, and vLLM computes in bf16 where the
-    trainer does. Without them vLLM computes in float32, and the trainer's bf16 products run in float32 and are rounded once."""
+    """The CPU has bf16 instructions (avx512_bf16 or amx_bf16). `precision: auto` then means bf16, and vLLM computes in
+    bf16 where the trainer does. Without them vLLM computes in float32, and the trainer's bf16 products run in float32
+    and are rounded once."""
 
     float32_by_onednn: bool
-    """oneDNN multiplies float32 matrices. It uses AVX-512 on AMD CPUs, where MKL uses AVX2 (2.3 times slower, measured on Zen 4)."""
+    """oneDNN multiplies float32 matrices. It uses AVX-512 on AMD CPUs, where MKL uses AVX2 (2.3 times slower, measured
+    on Zen 4)."""
 
 
 KINDS = {
@@ -38,13 +41,14 @@ KINDS = {
 
 
 def this_cpu() -> Cpu:
-    """Return the choices for this CPU, or for the kind that MEGAGRPO_CPU names. Raises ConfigError when MEGAGRPO_CPU names no kind."""
+    """Return the choices for this CPU, or for the kind that MEGAGRPO_CPU names. Raises ConfigError when MEGAGRPO_CPU
+    names no kind."""
     return KINDS[kind()]
 
 
 def kind() -> str:
-    """Return the name in `KINDS` of this CPU's kind, or the one that MEGAGRPO_CPU names. Raises ConfigError when MEGAGRPO_CPU names no
-    kind."""
+    """Return the name in `KINDS` of this CPU's kind, or the one that MEGAGRPO_CPU names. Raises ConfigError when
+    MEGAGRPO_CPU names no kind."""
     named = os.environ.get(VARIABLE)
     if not named:
         return _kind_of(_flags())

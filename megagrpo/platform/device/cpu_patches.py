@@ -47,7 +47,8 @@ class _Stream:
 
 
 def replace(owner: object, **attributes: object) -> None:
-    """Replace functions and classes of a module or class. A replacement is called as the original is, with fewer guarantees."""
+    """Replace functions and classes of a module or class. A replacement is called as the original is, with fewer
+    guarantees."""
     for name, value in attributes.items():
         setattr(owner, name, value)
 
@@ -81,7 +82,8 @@ def patch_torch() -> None:
     for module in (cuda, cuda.random):
         replace(module, get_rng_state=lambda *_, **__: torch.get_rng_state())
         replace(module, set_rng_state=lambda state, *_, **__: torch.set_rng_state(state))
-    # `with torch.device(...)` knows constructors by identity, from a list made at its first use: make it before they are wrapped.
+    # `with torch.device(...)` knows constructors by identity, from a list made at its first use: make it before they
+    # are wrapped.
     with torch.device("cpu"):
         torch.empty(0)
     # Literal device="cuda" in the optimizer, gradient clipping and schedules; pin_memory=True in the checkpoint writer.
@@ -95,7 +97,9 @@ def _megatron_sees_cuda_types(tensor_type: Callable[..., Any]) -> Callable[..., 
     """Wrap Tensor.type() for megatron.core, whose optimizers sort parameters by the string "torch.cuda.FloatTensor"."""
     names = {torch.float32: "torch.cuda.FloatTensor", torch.bfloat16: "torch.cuda.BFloat16Tensor"}
 
-    def wrapped(self: torch.Tensor, dtype: torch.dtype | str | None = None, *args: Any, **kwargs: Any) -> str | torch.Tensor:
+    def wrapped(
+        self: torch.Tensor, dtype: torch.dtype | str | None = None, *args: Any, **kwargs: Any
+    ) -> str | torch.Tensor:
         if dtype is not None:
             return tensor_type(self, dtype, *args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
@@ -117,27 +121,33 @@ def patch_megatron() -> None:
         from megatron.core.transformer.moe import moe_utils, token_dispatcher
     finally:
         replace(torch, compile=compile_function)
-    # Megatron's version indexes torch.cuda.default_generators in a queued call, which never runs on a CPU: recomputed dropout would differ.
+    # Megatron's version indexes torch.cuda.default_generators in a queued call, which never runs on a CPU: recomputed
+    # dropout would differ.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # Megatron warns that the CPU's generator changed while the GPU's was forked; here they are the same generator.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     # Megatron recommends a package that does not install on every CPU machine.
-    logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(lambda record: "NVRx" not in record.getMessage())
-    # Megatron falls back to torch.norm, which is too small on a CPU (see norms.py): the clipped gradient would be too long by as much.
+    logging.getLogger("megatron.core.dist_checkpointing.strategies.torch").addFilter(
+        lambda record: "NVRx" not in record.getMessage()
+    )
+    # Megatron falls back to torch.norm, which is too small on a CPU (see norms.py): the clipped gradient would be too
+    # long by as much.
     clip_grads.l2_norm_impl = multi_tensor_l2norm
     # Megatron falls back to a function that allocates a copy of each gradient.
     clip_grads.multi_tensor_scale_impl = _scale
-    # gloo concatenates tensors that are gathered together, and converts the bytes of FP8 weights to numbers if others are bf16.
+    # gloo concatenates tensors that are gathered together, and converts the bytes of FP8 weights to numbers if others
+    # are bf16.
     param_and_grad_buffer.dist_all_gather_func = _gather_alone
     # all_to_all_single needs a sequence of numbers; Megatron converts only tensors that it moves away from a GPU.
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = _as_numpy_where_asked
-    # gloo gathers tensors of equal length only, but the ranks that share an expert send it different lengths. Can go with a gloo that
-    # gathers ragged tensors.
+    # gloo gathers tensors of equal length only, but the ranks that share an expert send it different lengths. Can go
+    # with a gloo that gathers ragged tensors.
     mappings._gather_along_first_dim = functools.partial(_gather_ragged, mappings._gather_along_first_dim)
 
 
 def _scale(chunk_size: int, noop: torch.Tensor, tensor_lists: list[list[torch.Tensor]], factor: float) -> None:
-    """Write the first list's tensors times `factor` to the second list's, with the signature of APEX's multi_tensor_scale."""
+    """Write the first list's tensors times `factor` to the second list's, with the signature of APEX's
+    multi_tensor_scale."""
     for source, target in zip(*tensor_lists, strict=True):
         torch.mul(source, factor, out=target)
 
@@ -159,7 +169,8 @@ def _gather_ragged(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Megatron's gather along the first dimension: every rank pads to the longest part, and the padding is cut out again."""
+    """Megatron's gather along the first dimension: every rank pads to the longest part, and the padding is cut out
+    again."""
     if group.size() == 1 or output_split_sizes is None:
         return gather(tensor, group, None, use_global_buffer)
     longest = max(output_split_sizes)

@@ -7,11 +7,14 @@ import torch
 
 
 def gpu_peaks() -> dict[str, float]:
-    """Return the peaks so far of the memory that tensors of this process occupy on its GPU (`allocated_gb`), and that torch's allocator
-    holds there (`reserved_gb`); empty without a GPU."""
+    """Return the peaks so far of the memory that tensors of this process occupy on its GPU (`allocated_gb`), and that
+    torch's allocator holds there (`reserved_gb`); empty without a GPU."""
     if not torch.cuda.is_available():
         return {}
-    return {"allocated_gb": torch.cuda.max_memory_allocated() / 2**30, "reserved_gb": torch.cuda.max_memory_reserved() / 2**30}
+    return {
+        "allocated_gb": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gb": torch.cuda.max_memory_reserved() / 2**30,
+    }
 
 
 def resident_gb() -> float:

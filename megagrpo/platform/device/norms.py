@@ -14,8 +14,8 @@ ROW = 4096  # elements summed in float32; the sums of rows are added in float64
 def l2_norm(tensors: Sequence[Tensor]) -> float:
     """Return the square root of the sum of all squares, of tensors of any shape.
 
-    `torch.norm` on a CPU adds a tensor's squares in float32, one after another. For 28 million elements its result is too small by up to
-    one part in 600.
+    `torch.norm` on a CPU adds a tensor's squares in float32, one after another. For 28 million elements its result is
+    too small by up to one part in 600.
     """
     return math.sqrt(sum(_sum_of_squares(tensor.detach().reshape(-1)) for tensor in tensors))
 
@@ -26,7 +26,10 @@ def _sum_of_squares(flat: Tensor) -> float:
     return rows.double().square().sum().item() + flat[whole:].double().square().sum().item()
 
 
-def multi_tensor_l2norm(chunk_size: int, noop: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool) -> tuple[Tensor, None]:
-    """Return `l2_norm` as [1] float32, with the signature of APEX's function of this name, as megatron-core calls it."""
+def multi_tensor_l2norm(
+    chunk_size: int, noop: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
+) -> tuple[Tensor, None]:
+    """Return `l2_norm` as [1] float32, with the signature of APEX's function of this name, as megatron-core calls
+    it."""
     assert not per_tensor, "megatron-core asks for the norm of all only"
     return torch.tensor([l2_norm([tensor for tensors in tensor_lists for tensor in tensors])]), None

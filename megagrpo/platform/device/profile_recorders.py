@@ -15,8 +15,8 @@ MEMORY_EVENTS = 200_000  # allocations and frees that a snapshot keeps
 
 @dataclass(frozen=True)
 class Recorder:
-    """`record(stem)` records while its context is open, and yields the main file that it writes, whose name begins with `stem`; None when
-    another process writes it. `mark(name)` names a range inside."""
+    """`record(stem)` records while its context is open, and yields the main file that it writes, whose name begins with
+    `stem`; None when another process writes it. `mark(name)` names a range inside."""
 
     record: Callable[[Path], AbstractContextManager[Path | None]]
     mark: Callable[[str], AbstractContextManager[object]]
@@ -24,7 +24,8 @@ class Recorder:
 
 @contextmanager
 def _torch_trace(stem: Path) -> Iterator[Path]:
-    """Record with torch's profiler. Writes a trace for Perfetto or chrome://tracing, and a table of the longest operations."""
+    """Record with torch's profiler. Writes a trace for Perfetto or chrome://tracing, and a table of the longest
+    operations."""
     path = stem.with_name(f"{stem.name}.trace.json.gz")
     has_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * has_gpu

@@ -1,5 +1,5 @@
-"""Offloads tensors from the device for a while. The tensors and their views remain valid objects: their storage is emptied in place and
-refilled in place. Reading an offloaded tensor is an error or returns garbage."""
+"""Offloads tensors from the device for a while. The tensors and their views remain valid objects: their storage is
+emptied in place and refilled in place. Reading an offloaded tensor is an error or returns garbage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class HostMemory:
         self.pieces: list[Tensor] = []
 
     def part(self, start: int, size: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield the bytes from `start`, piece by piece: a view [n] uint8 of the piece, and the slice of the `size` bytes that it holds."""
+        """Yield the bytes from `start`, piece by piece: a view [n] uint8 of the piece, and the slice of the `size`
+        bytes that it holds."""
         done = 0
         while done < size:
             index, offset = divmod(start + done, PIECE_BYTES)
@@ -32,13 +33,16 @@ class HostMemory:
 
 
 class OffloadedStorages:
-    """Storages that are off the device: `move` keeps their bytes in host memory, `drop` keeps nothing. `bring_back` restores both;
+    """Storages that are off the device: `move` keeps their bytes in host memory, `drop` keeps nothing. `bring_back`
+    restores both;
     dropped storages are then zero."""
 
     def __init__(self) -> None:
         self._host = HostMemory()
-        self._storages: dict[int, tuple[UntypedStorage, int, int | None]] = {}  # offloaded: (storage, size, host offset; None if dropped)
-        self._copied: dict[int, tuple[UntypedStorage, int]] = {}  # (storage, host offset); the reference keeps the key unique
+        # offloaded: (storage, size, host offset; None if dropped)
+        self._storages: dict[int, tuple[UntypedStorage, int, int | None]] = {}
+        # (storage, host offset); the reference keeps the key unique
+        self._copied: dict[int, tuple[UntypedStorage, int]] = {}
         self._version: int | None = None  # version of the copied contents
         self.used = 0  # bytes used of host memory
 
@@ -55,7 +59,8 @@ class OffloadedStorages:
     def move(self, tensors: Iterable[Tensor], version: int | None = None) -> None:
         """Offload the storages of these tensors, of any shapes, that are on the device, each once.
 
-        A storage that the host already holds in the same `version` is not copied again. With `version` None all are copied.
+        A storage that the host already holds in the same `version` is not copied again. With `version` None all are
+        copied.
         """
         if version != self._version:
             self._forget()
@@ -107,7 +112,8 @@ class OffloadedStorages:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-    """Return the non-empty storages of these tensors, of any shapes, that are on the device, each once, keyed by their address."""
+    """Return the non-empty storages of these tensors, of any shapes, that are on the device, each once, keyed by their
+    address."""
     kind = device.device().type
     on_device: dict[int, UntypedStorage] = {}
     for tensor in tensors:
@@ -117,7 +123,8 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
 
 
 def _empty(storage: UntypedStorage) -> None:
-    """Free a storage's memory in the order of the device's work: the allocator reuses it only after pending copies have read it."""
+    """Free a storage's memory in the order of the device's work: the allocator reuses it only after pending copies have
+    read it."""
     if storage.resizable():
         storage.resize_(0)
     else:  # on a CPU, when NumPy shares it: no memory can be freed, so garbage makes reads visible

@@ -32,7 +32,9 @@ def check_up(machine: Machine, needs: Needs) -> list[Finding]:
     if gpu:
         parts += [lambda: toolkit_checks(machine, cuda), lambda: foreign_libraries(machine)]
     if needs.unseen:
-        parts.append(lambda: [Finding("model", f"its size is unknown here: {needs.unseen}", "skipped", "fetch it first")])
+        parts.append(
+            lambda: [Finding("model", f"its size is unknown here: {needs.unseen}", "skipped", "fetch it first")]
+        )
     parts += [
         lambda: memory_checks(machine, needs),
         lambda: limit_checks(machine, needs, gpu),
@@ -48,4 +50,11 @@ def _guarded(part: Callable[[], Iterable[Finding]]) -> list[Finding]:
     try:
         return list(part())
     except Exception as error:
-        return [Finding("doctor", f"a check failed: {type(error).__name__}: {error}", "warn", "send the report to the developers")]
+        return [
+            Finding(
+                "doctor",
+                f"a check failed: {type(error).__name__}: {error}",
+                "warn",
+                "send the report to the developers",
+            )
+        ]

@@ -20,7 +20,9 @@ from megagrpo.platform.install.steps import VLLM
 
 SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|COOKIE|AUTH", re.IGNORECASE)
 SHORTEST_SECRET, SHORTEST_NAME = 6, 3  # characters; shorter values would also hide ordinary words
-NAMED = r"""(?i)\b([\w.-]*(?:token|secret|passw\w*|api_?key|credential)[\w.-]*)(\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,;'"]+)"""
+NAMED = (
+    r"""(?i)\b([\w.-]*(?:token|secret|passw\w*|api_?key|credential)[\w.-]*)(\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,;'"]+)"""
+)
 PATTERNS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -36,12 +38,17 @@ PATTERNS = tuple(
         (r"(?<=://)\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}\b", "<address>"),
     )
 )
-KEPT_VARIABLES = re.compile(r"(CUDA|NCCL|NVTE|TORCH|PYTORCH|VLLM|OMP|MKL|GLOO|HF_HUB|MEGAGRPO|SLURM_N|LD_LIBRARY|TRITON|UCX|FI)_?\w*")
+KEPT_VARIABLES = re.compile(
+    r"(CUDA|NCCL|NVTE|TORCH|PYTORCH|VLLM|OMP|MKL|GLOO|HF_HUB|MEGAGRPO|SLURM_N|LD_LIBRARY|TRITON|UCX|FI)_?\w*"
+)
 
 
 def redact(text: str, environment: Mapping[str, str]) -> str:
-    """Return `text` without secrets: values of secret variables, tokens, user and host names, home folders, addresses, serial numbers."""
-    for value in sorted({value for name, value in environment.items() if SECRET_NAME.search(name)}, key=len, reverse=True):
+    """Return `text` without secrets: values of secret variables, tokens, user and host names, home folders, addresses,
+    serial numbers."""
+    for value in sorted(
+        {value for name, value in environment.items() if SECRET_NAME.search(name)}, key=len, reverse=True
+    ):
         if len(value) >= SHORTEST_SECRET:
             text = text.replace(value, "<secret>")
     home = os.path.expanduser("~")
@@ -64,7 +71,8 @@ def _user(environment: Mapping[str, str]) -> str:
 
 
 def report(machine: Machine, findings: Sequence[Finding], **more: Any) -> dict[str, Any]:
-    """Return the content of a report: findings, versions, variables, outputs of commands, and `more`. Nothing is redacted yet."""
+    """Return the content of a report: findings, versions, variables, outputs of commands, and `more`. Nothing is
+    redacted yet."""
     packages = ("megagrpo", *VLLM.values(), *PACKAGES, *GPU_PACKAGES)
     environment = machine.environment
     return {

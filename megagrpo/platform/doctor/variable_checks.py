@@ -13,15 +13,25 @@ from megagrpo.platform.process.environment import PASSED, REFUSED, REMOVED, TABL
 
 
 def variable_checks(machine: Machine, needs: Needs, gpus: Sequence[GpuState]) -> Iterator[Finding]:
-    """Check the environment of this shell by the table of `platform/process/environment.py`: what a run would ignore or refuse, what harms, and
-    each row with a variable that is set. Without any `gpus` variables of CUDA and NCCL harm nothing."""
+    """Check the environment of this shell by the table of `platform/process/environment.py`: what a run would ignore or
+    refuse, what harms, and each row with a variable that is set. Without any `gpus` variables of CUDA and NCCL harm
+    nothing."""
     environment = machine.environment
     verdicts = judge(environment)
     findings = [
-        Finding(verdict.names[0], f"{', '.join(verdict.names)}, {verdict.fate}: {verdict.reason}", _state(verdict), verdict.fix)
+        Finding(
+            verdict.names[0],
+            f"{', '.join(verdict.names)}, {verdict.fate}: {verdict.reason}",
+            _state(verdict),
+            verdict.fix,
+        )
         for verdict in verdicts
     ]
-    wrong = [_one_connection(environment, needs, gpus) if gpus else None, _threads(environment), _python_path(environment)]
+    wrong = [
+        _one_connection(environment, needs, gpus) if gpus else None,
+        _threads(environment),
+        _python_path(environment),
+    ]
     findings += [*_harmful(environment, bool(gpus)), *(finding for finding in wrong if finding is not None)]
     judged = {name for verdict in verdicts for name in verdict.names}
     yield from findings or [Finding("environment", "no harmful variable is set")]
@@ -53,7 +63,9 @@ def _one_connection(environment: dict[str, str], needs: Needs, gpus: Sequence[Gp
         return Finding(name, found, "warn", "unset it: the ranks' launcher sets it to 1")
     if value == "1" and not (needs.one_connection and older):
         found = "1; only tensor and context parallelism before Blackwell need it"
-        return Finding(name, found, "warn" if needs.source != "any run" else "ok", "unset it" if needs.source != "any run" else "")
+        return Finding(
+            name, found, "warn" if needs.source != "any run" else "ok", "unset it" if needs.source != "any run" else ""
+        )
     return None
 
 
@@ -61,13 +73,20 @@ def _threads(environment: dict[str, str]) -> Finding | None:
     value = environment.get("OMP_NUM_THREADS", "")
     if value.isdigit() and int(value) > (os.cpu_count() or 1):
         return Finding(
-            "OMP_NUM_THREADS", f"{value}, but the machine has {os.cpu_count()} cores", "warn", "unset it: the ranks share the cores"
+            "OMP_NUM_THREADS",
+            f"{value}, but the machine has {os.cpu_count()} cores",
+            "warn",
+            "unset it: the ranks share the cores",
         )
     return None
 
 
 def _python_path(environment: dict[str, str]) -> Finding | None:
-    folders = [name for name in environment.get("PYTHONPATH", "").split(":") if "site-packages" in name or "dist-packages" in name]
+    folders = [
+        name
+        for name in environment.get("PYTHONPATH", "").split(":")
+        if "site-packages" in name or "dist-packages" in name
+    ]
     if folders:
         found = f"{', '.join(folders)}: its packages come before those of this environment"
         return Finding("PYTHONPATH", found, "warn", "unset it, or start with python -P")

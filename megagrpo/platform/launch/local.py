@@ -28,20 +28,26 @@ def num_gpus() -> int:
 
 
 def num_ranks(config: RunConfig) -> int:
-    """Return the number of ranks to start: `NPROC` if set. Dedicated servers use the GPUs after the ranks' GPUs. Raises ConfigError."""
+    """Return the number of ranks to start: `NPROC` if set. Dedicated servers use the GPUs after the ranks' GPUs. Raises
+    ConfigError."""
     wanted = os.environ.get("NPROC", "")
     if not wanted:
-        beside = config.rollout.placed == "dedicated" and config.rollout.nodes_per_server == 1  # the servers are on this machine
+        # the servers are on this machine
+        beside = config.rollout.placed == "dedicated" and config.rollout.nodes_per_server == 1
         set_aside = config.rollout.servers * config.rollout.devices_per_server if beside else 0
         gpus = num_gpus()
         if gpus and gpus <= set_aside:
             raise ConfigError(
-                f"rollout.placement: dedicated servers need {set_aside} GPUs, rollout.servers {config.rollout.servers} x "
-                f"{config.rollout.server_text}, but this machine has {gpus}; leave some to the trainer, or choose colocated"
+                f"rollout.placement: dedicated servers need {set_aside} GPUs, rollout.servers {config.rollout.servers} "
+                f"x "
+                f"{config.rollout.server_text}, but this machine has {gpus}; leave some to the trainer, or choose "
+                f"colocated"
             )
         return gpus - set_aside if gpus else config.parallel.smallest_world
     if not wanted.isdigit() or int(wanted) == 0:
-        raise ConfigError(f"NPROC={wanted}: must be a positive number of ranks; unset it for the smallest number that fits the config")
+        raise ConfigError(
+            f"NPROC={wanted}: must be a positive number of ranks; unset it for the smallest number that fits the config"
+        )
     return int(wanted)
 
 
@@ -55,24 +61,25 @@ def set_thread_environment(ranks: int) -> None:
 
 
 def set_connections(parallel: ParallelSection) -> None:
-    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 for ranks that overlap messages with products on GPUs before Blackwell, unless it is set. The
-    launcher of the servers does not pass it on."""
+    """Set CUDA_DEVICE_MAX_CONNECTIONS=1 for ranks that overlap messages with products on GPUs before Blackwell, unless
+    it is set. The launcher of the servers does not pass it on."""
     if max(parallel.tp, parallel.cp) > 1 and needs_one_connection(visible_gpus(os.environ)):
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 @temporary_files()  # torchrun leaves an empty folder for logs
 def run_ranks(ranks: int, nodes: Nodes, command: list[str], logs: LogsSpecs | None = None) -> int:
-    """Run this machine's ranks of a command under torchrun's agent and return the exit code: that of the rank that failed first, or 128 +
-    the signal's number.
+    """Run this machine's ranks of a command under torchrun's agent and return the exit code: that of the rank that
+    failed first, or 128 + the signal's number.
 
-    `command` is a Python file or a module, with its arguments. The agent runs in this process, so it gets signals and forwards them to the
-    ranks. `logs` sets the ranks' log files.
+    `command` is a Python file or a module, with its arguments. The agent runs in this process, so it gets signals and
+    forwards them to the ranks. `logs` sets the ranks' log files.
     """
     os.environ.setdefault("LOGLEVEL", "ERROR")
     for name in [name for name in os.environ if name.startswith("PET_")]:
         del os.environ[name]  # defaults of torchrun's options
-    vars(socket).update(getfqdn=lambda name="": name or socket.gethostname())  # the agent asks often, and a silent name server costs 10 s
+    # the agent asks often, and a silent name server costs 10 s
+    vars(socket).update(getfqdn=lambda name="": name or socket.gethostname())
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -80,14 +87,25 @@ def run_ranks(ranks: int, nodes: Nodes, command: list[str], logs: LogsSpecs | No
 
     from megagrpo.platform.launch import launcher_rendezvous
 
-    options = [*launcher_rendezvous.options(nodes), f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
-    config, program, words = config_from_args(parse_args([*options, *([] if command[0].endswith(".py") else ["-m"]), *command]))
+    options = [
+        *launcher_rendezvous.options(nodes),
+        f"--nproc-per-node={ranks}",
+        f"--shutdown-timeout={SHUTDOWN_SECONDS}",
+    ]
+    config, program, words = config_from_args(
+        parse_args([*options, *([] if command[0].endswith(".py") else ["-m"]), *command])
+    )
     if logs is not None:
-        config.logs_specs, config.role, config.log_line_prefix_template = logs, "", "${role_name}"  # no prefix: one rank is printed
+        # no prefix: one rank is printed
+        config.logs_specs, config.role, config.log_line_prefix_template = logs, "", "${role_name}"
     try:
         elastic_launch(config, program)(*words)
     except SignalException as stopped:
-        return TO_BE_CONTINUED if stopped.sigval == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ else 128 + int(stopped.sigval)
+        return (
+            TO_BE_CONTINUED
+            if stopped.sigval == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ
+            else 128 + int(stopped.sigval)
+        )
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode < 0:

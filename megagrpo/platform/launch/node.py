@@ -1,10 +1,11 @@
 """Starts the trainer's ranks on one node, like torchrun with a static rendezvous. Run it once on every node:
 
-    python -m megagrpo.platform.launch.node --nodes 2 --ranks 8 --master 10.0.0.1:29400 [--logs FOLDER] CONFIG [key=value ...]
+    python -m megagrpo.platform.launch.node --nodes 2 --ranks 8 --master 10.0.0.1:29400 [--logs FOLDER] CONFIG
+    [key=value ...]
 
-The node's index comes from its Slurm task, or from its pod in an indexed Kubernetes job. Each rank logs to `FOLDER/rank_00003.log`; the
-log of rank 0 is also printed. Exit code: 85 when the trainer has saved and should be restarted, else the exit code of the rank that
-failed first.
+The node's index comes from its Slurm task, or from its pod in an indexed Kubernetes job. Each rank logs to
+`FOLDER/rank_00003.log`; the log of rank 0 is also printed. Exit code: 85 when the trainer has saved and should be
+restarted, else the exit code of the rank that failed first.
 """
 
 from __future__ import annotations
@@ -68,12 +69,16 @@ def _is_healthy(url: str) -> bool:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--ranks", type=int, required=True, help="on each node")
     parser.add_argument("--master", required=True, help="address:port of the first node")
     parser.add_argument("--logs", type=Path)
-    parser.add_argument("--wait-for", default="", help="addresses of servers, separated by commas, that must be healthy first")
+    parser.add_argument(
+        "--wait-for", default="", help="addresses of servers, separated by commas, that must be healthy first"
+    )
     parser.add_argument("--wait-seconds", type=float, default=600.0)
     options, trainer = parser.parse_known_args(arguments)
     if silent := silent_servers([url for url in options.wait_for.split(",") if url], options.wait_seconds):
@@ -88,7 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
         warn(str(error))
         return 2
     nodes = Nodes(int(index), options.nodes, address, int(port))
-    return run_ranks(options.ranks, nodes, ["megagrpo", "train", *trainer], RankLogs(options.logs) if options.logs else None)
+    return run_ranks(
+        options.ranks, nodes, ["megagrpo", "train", *trainer], RankLogs(options.logs) if options.logs else None
+    )
 
 
 if __name__ == "__main__":

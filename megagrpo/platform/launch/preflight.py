@@ -1,9 +1,11 @@
-"""Checks a node before anything starts on it, and that all nodes of a job are alike. Needs only Python; run it once on every node:
+"""Checks a node before anything starts on it, and that all nodes of a job are alike. Needs only Python; run it once on
+every node:
 
-    python -m megagrpo.platform.launch.preflight --folder runs/NAME --report FOLDER --nodes 2 --master 10.0.0.1:29400 [--gpus 8] [--interface ib0]
+    python -m megagrpo.platform.launch.preflight --folder runs/NAME --report FOLDER --nodes 2 --master 10.0.0.1:29400
+    [--gpus 8] [--interface ib0]
 
-Every node writes its versions to `FOLDER/HOST.json`; the first node waits for all and compares them. With problems the exit code is 1,
-and each one is printed as `subject: problem; fix`.
+Every node writes its versions to `FOLDER/HOST.json`; the first node waits for all and compares them. With problems the
+exit code is 1, and each one is printed as `subject: problem; fix`.
 """
 
 from __future__ import annotations
@@ -40,40 +42,60 @@ def facts() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, "driver": _driver()}
 
 
-def problems(folder: Path, gpus: int, interfaces: list[str], environment: dict[str, str], one_connection: bool = False) -> list[str]:
+def problems(
+    folder: Path, gpus: int, interfaces: list[str], environment: dict[str, str], one_connection: bool = False
+) -> list[str]:
     """Return the problems of this node."""
     missing = [name for name in NEEDED if not _is_installed(name)]
-    lines = [f"{name}: not installed for {sys.executable}; run `megagrpo install` with it, or name the container" for name in missing]
+    lines = [
+        f"{name}: not installed for {sys.executable}; run `megagrpo install` with it, or name the container"
+        for name in missing
+    ]
     if len(visible := visible_gpus(environment)) < gpus:
-        lines.append(f"GPUs: {len(visible)} are visible, but the job uses {gpus}; check nvidia-smi and the cluster's gpus_per_node")
+        lines.append(
+            f"GPUs: {len(visible)} are visible, but the job uses {gpus}; check nvidia-smi and the cluster's "
+            f"gpus_per_node"
+        )
     for name in interfaces:
         if not Path("/sys/class/net", name).exists():
             known = ", ".join(sorted(path.name for path in Path("/sys/class/net").iterdir()))
-            lines.append(f"interface: {name} does not exist on this node, which has {known}; correct the cluster's `interface`")
+            lines.append(
+                f"interface: {name} does not exist on this node, which has {known}; correct the cluster's `interface`"
+            )
     older, newer = environment.get("PYTORCH_CUDA_ALLOC_CONF"), environment.get("PYTORCH_ALLOC_CONF")
     if older and newer and older != newer:
-        lines.append("PYTORCH_CUDA_ALLOC_CONF: torch and vLLM read PYTORCH_ALLOC_CONF first, which has another value; unset one of them")
+        lines.append(
+            "PYTORCH_CUDA_ALLOC_CONF: torch and vLLM read PYTORCH_ALLOC_CONF first, which has another value; unset one "
+            "of them"
+        )
     connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # the node sets it for its ranks
     if one_connection and connections != "1" and needs_one_connection(visible):
         lines.append(
-            f"CUDA_DEVICE_MAX_CONNECTIONS: {connections}, but must be 1 with tensor or context parallelism on GPUs before Blackwell, or "
+            f"CUDA_DEVICE_MAX_CONNECTIONS: {connections}, but must be 1 with tensor or context parallelism on GPUs "
+            f"before Blackwell, or "
             "communication and computation overlap in the wrong order; remove it from `env` and `setup` of the cluster"
         )
     if _version("apex").startswith("0.9.10"):
-        lines.append("apex: the installed package is another project with this name, not NVIDIA's apex; uninstall it (docs/gpu.md)")
+        lines.append(
+            "apex: the installed package is another project with this name, not NVIDIA's apex; uninstall it "
+            "(docs/gpu.md)"
+        )
     try:
         make_run_folder(folder)
         with tempfile.TemporaryFile(prefix=".probe.", dir=folder):
             pass
         if (free := shutil.disk_usage(folder).free / 2**30) < FREE_GIB:
-            lines.append(f"disk: {folder} has {free:.2f} GiB free, but a run needs at least {FREE_GIB:g}; free some space")
+            lines.append(
+                f"disk: {folder} has {free:.2f} GiB free, but a run needs at least {FREE_GIB:g}; free some space"
+            )
     except OSError as error:
         lines.append(f"run.output_dir: {folder} cannot be written to: {error}; name a folder that all nodes share")
     return lines
 
 
 def needs_one_connection(gpus: Sequence[str]) -> bool:
-    """Whether tensor and context parallelism need CUDA_DEVICE_MAX_CONNECTIONS=1 on these GPUs, which are before Blackwell."""
+    """Whether tensor and context parallelism need CUDA_DEVICE_MAX_CONNECTIONS=1 on these GPUs, which are before
+    Blackwell."""
     return any(not BLACKWELL.search(gpu) for gpu in gpus)
 
 
@@ -106,7 +128,8 @@ def listen(master: str) -> socket.socket:
 
 
 def reach(master: str) -> list[str]:
-    """Return the problem of connecting to the rendezvous address, if any. Retries for a while, because the first node may start late."""
+    """Return the problem of connecting to the rendezvous address, if any. Retries for a while, because the first node
+    may start late."""
     address, _, port = master.rpartition(":")
     deadline = time.monotonic() + REACH_SECONDS
     while True:
@@ -116,7 +139,8 @@ def reach(master: str) -> list[str]:
         except OSError as error:
             if time.monotonic() > deadline:
                 return [
-                    f"master: cannot connect to {master} ({error}); check firewalls, and that all nodes share the cluster's `interface`"
+                    f"master: cannot connect to {master} ({error}); check firewalls, and that all nodes share the "
+                    f"cluster's `interface`"
                 ]
             time.sleep(0.2)
 
@@ -138,7 +162,9 @@ def main(arguments: list[str] | None = None) -> int:
         listener = listen(options.master) if first else None
     except OSError as error:
         listener = None
-        lines.append(f"master: cannot listen on {options.master} ({error.strerror}); another job may use the port; submit again")
+        lines.append(
+            f"master: cannot listen on {options.master} ({error.strerror}); another job may use the port; submit again"
+        )
     try:
         lines += [] if first else reach(options.master)
         options.report.mkdir(parents=True, exist_ok=True)
@@ -147,7 +173,9 @@ def main(arguments: list[str] | None = None) -> int:
         unfinished.rename(options.report / f"{node}.json")
         lines += _compared(options.report, options.nodes) if first else []
     except OSError as error:
-        lines.append(f"run.output_dir: {options.report} cannot be written to: {error}; name a folder that all nodes share")
+        lines.append(
+            f"run.output_dir: {options.report} cannot be written to: {error}; name a folder that all nodes share"
+        )
     finally:
         if listener is not None:
             listener.close()
@@ -162,7 +190,10 @@ def _compared(folder: Path, nodes: int) -> list[str]:
     while len(files := sorted(folder.glob("*.json"))) < nodes:
         if time.monotonic() > deadline:
             reported = ", ".join(file.stem for file in files)
-            return [f"run.output_dir: only {reported} of {nodes} nodes reported in {folder}; name a folder that all nodes share"]
+            return [
+                f"run.output_dir: only {reported} of {nodes} nodes reported in {folder}; name a folder that all nodes "
+                f"share"
+            ]
         time.sleep(0.1)
     return differences({file.stem: json.loads(file.read_text()) for file in files})
 
@@ -183,7 +214,9 @@ def _version(package: str) -> str:
 
 def _nvidia_smi(*arguments: str) -> list[str]:
     try:
-        return subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, check=True).stdout.splitlines()
+        return subprocess.run(
+            ["nvidia-smi", *arguments], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         return []
 
@@ -193,7 +226,8 @@ def _driver() -> str:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Return the lines of `nvidia-smi -L` for the GPUs that CUDA_VISIBLE_DEVICES leaves visible: all if it is unset, none without a driver.
+    """Return the lines of `nvidia-smi -L` for the GPUs that CUDA_VISIBLE_DEVICES leaves visible: all if it is unset,
+    none without a driver.
 
     Like CUDA it takes indices and UUIDs, or their beginnings, and ignores what follows an entry that names no GPU.
     """
@@ -217,7 +251,9 @@ def _of_the_kernel() -> list[str]:
     """Return the driver's list of GPUs in the form of `nvidia-smi -L`, for containers without it."""
     texts = [file.read_text() for file in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))]
     fields = [dict(re.findall(r"^([\w ]+):\s*(.*?)\s*$", text, re.MULTILINE)) for text in texts]
-    return [f"GPU {index}: {one.get('Model', '')} (UUID: {one.get('GPU UUID', '')})" for index, one in enumerate(fields)]
+    return [
+        f"GPU {index}: {one.get('Model', '')} (UUID: {one.get('GPU UUID', '')})" for index, one in enumerate(fields)
+    ]
 
 
 if __name__ == "__main__":

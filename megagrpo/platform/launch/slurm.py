@@ -1,4 +1,5 @@
-"""Writes a run as an sbatch script: `train.sbatch` with its settings replaced. Every value is quoted, so none can become a command."""
+"""Writes a run as an sbatch script: `train.sbatch` with its settings replaced. Every value is quoted, so none can
+become a command."""
 
 from __future__ import annotations
 
@@ -16,11 +17,15 @@ TEMPLATE = Path(__file__).with_name("train.sbatch")
 BEGIN, END = "# " + "-" * 115 + " settings\n", "# " + "-" * 108 + " end of settings\n"
 SBATCH_NAME, SBATCH_VALUE = re.compile(r"[a-z][a-z-]*"), re.compile(r"[\w.,:/@%+=*()\[\]&|!-]+")
 HOURS = re.compile(r"(\d+-)?\d+:\d+:\d+")
-OURS = ("nodes", "ntasks-per-node", "gpus-per-node", "job-name", "signal", "requeue", "open-mode")  # sbatch options that this file sets
+# sbatch options that this file sets
+OURS = ("nodes", "ntasks-per-node", "gpus-per-node", "job-name", "signal", "requeue", "open-mode")
 
 
-def sbatch_script(config: RunConfig, config_name: str, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
-    """Return the whole script. `config_name` is a path or megagrpo:NAME. Raises ConfigError for a value that the script cannot contain."""
+def sbatch_script(
+    config: RunConfig, config_name: str, overrides: Sequence[str], cluster: Cluster, placement: Placement
+) -> str:
+    """Return the whole script. `config_name` is a path or megagrpo:NAME. Raises ConfigError for a value that the script
+    cannot contain."""
     top, _, rest = TEMPLATE.read_text().partition(BEGIN)
     _, _, body = rest.partition(END)
     shebang = top.partition("\n")[0]
@@ -40,17 +45,21 @@ def _header(config: RunConfig, cluster: Cluster, placement: Placement) -> list[s
     limit = str(options.get("time", ""))
     if HOURS.fullmatch(limit) and seconds_of(limit) <= cluster.lead_seconds:
         raise ConfigError(
-            f"lead_seconds: {cluster.lead_seconds} s is not less than the job's time limit {limit}, so the job would stop at once; lower "
+            f"lead_seconds: {cluster.lead_seconds} s is not less than the job's time limit {limit}, so the job would "
+            f"stop at once; lower "
             "it, or raise the time limit"
         )
     return [_option(name, value) for name, value in options.items()]
 
 
 def checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a cluster's sbatch options with defaults. Raises ConfigError for an option that is set elsewhere, or an invalid value."""
+    """Return a cluster's sbatch options with defaults. Raises ConfigError for an option that is set elsewhere, or an
+    invalid value."""
     for name, value in options.items():
         if not SBATCH_NAME.fullmatch(str(name)) or name in OURS:
-            raise ConfigError(f"sbatch.{name}: megagrpo submit sets this option, or sbatch does not have it; leave it out")
+            raise ConfigError(
+                f"sbatch.{name}: megagrpo submit sets this option, or sbatch does not have it; leave it out"
+            )
         if value is not True and not SBATCH_VALUE.fullmatch(str(value)):
             raise ConfigError(f"sbatch.{name}: {value!r} must not contain spaces, quotes or line breaks")
     return {"output": "%x-%j.out"} | dict(options)
@@ -66,21 +75,30 @@ def _array(words: Sequence[str]) -> str:
     return f"({' '.join(quoted)})"
 
 
-def _settings(config: RunConfig, config_name: str, overrides: Sequence[str], cluster: Cluster, placement: Placement) -> str:
+def _settings(
+    config: RunConfig, config_name: str, overrides: Sequence[str], cluster: Cluster, placement: Placement
+) -> str:
     container, q = cluster.container, shlex.quote
     root = job_folder()
-    names = {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface} if cluster.interface else {}
+    names = (
+        {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface} if cluster.interface else {}
+    )
     environment = {**names, **cluster.env}
     srun, inside = [], []
     if container is not None and container.runtime == "pyxis":
         mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
         srun = [f"--container-image={container.image}", *mounts, f"--container-workdir={root}"]
-        srun.append(f"--container-env={','.join(['PYTHONPATH', *environment])}")  # otherwise the image's value takes precedence
+        # otherwise the image's value takes precedence
+        srun.append(f"--container-env={','.join(['PYTHONPATH', *environment])}")
     elif container is not None:
         inside = ["apptainer", "exec", *["--nv"] * bool(cluster.gpus_per_node), "--pwd", str(root)]
         inside += [word for mount in container.mounts for word in ("--bind", mount)] + [container.image]
-    preflight = ["--gpus", str(cluster.gpus_per_node)] + (["--interface", cluster.interface] if cluster.interface else [])
-    preflight += ["--one-connection"] if cluster.gpus_per_node and max(config.parallel.tp, config.parallel.cp) > 1 else []
+    preflight = ["--gpus", str(cluster.gpus_per_node)] + (
+        ["--interface", cluster.interface] if cluster.interface else []
+    )
+    preflight += (
+        ["--one-connection"] if cluster.gpus_per_node and max(config.parallel.tp, config.parallel.cp) > 1 else []
+    )
     exports = [f"export {name}={q(value)}" for name, value in environment.items()]
     values = {
         "REPOSITORY": q(str(root)),
@@ -94,7 +112,9 @@ def _settings(config: RunConfig, config_name: str, overrides: Sequence[str], clu
         "SERVERS_PER_NODE": placement.servers_per_node,
         "FIRST_SERVER_GPU": placement.first_server_gpu,
         "NODES_PER_SERVER": placement.nodes_per_server,
-        "PLAN": _array([f"gpu_memory_gb={cluster.gpu_memory_gb:g}"] if cluster.gpu_memory_gb and cluster.gpus_per_node else []),
+        "PLAN": _array(
+            [f"gpu_memory_gb={cluster.gpu_memory_gb:g}"] if cluster.gpu_memory_gb and cluster.gpus_per_node else []
+        ),
         "PREFLIGHT": _array(preflight),
         "SRUN_OPTIONS": _array(srun),
         "INSIDE": _array(inside),

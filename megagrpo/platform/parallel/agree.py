@@ -1,4 +1,5 @@
-"""Runs an action on some ranks so that it succeeds on all ranks or fails on all, and no rank hangs waiting for a failed one."""
+"""Runs an action on some ranks so that it succeeds on all ranks or fails on all, and no rank hangs waiting for a failed
+one."""
 
 from __future__ import annotations
 
@@ -17,9 +18,11 @@ def run_and_agree[T](layout: Layout, action: Callable[[], T], here: Literal[True
 @overload
 def run_and_agree[T](layout: Layout, action: Callable[[], T], here: bool) -> list[T | None]: ...
 def run_and_agree[T](layout: Layout, action: Callable[[], T], here: bool = True) -> Sequence[T | None]:
-    """Run `action` where `here` is true; return every rank's result in rank order on every rank, None where it did not run. Collective.
+    """Run `action` where `here` is true; return every rank's result in rank order on every rank, None where it did not
+    run. Collective.
 
-    If it raises on any rank, every rank raises: the failing rank its own error, the others a RankError that names the failing rank.
+    If it raises on any rank, every rank raises: the failing rank its own error, the others a RankError that names the
+    failing rank.
     Results must be picklable.
     """
     result, failure = _attempt(action, here)

@@ -1,8 +1,9 @@
 """Context parallelism: the tokens of a pack that each rank holds, and the gather of the ranks' rows into whole rows.
 
-Every sequence of a pack is split into 2 cp chunks of equal length. Rank r holds chunks r and 2 cp - 1 - r of each sequence. One of them
-sees few tokens before it and the other many, so causal attention costs every rank the same. Transformer Engine expects this order for
-packed sequences. A rank's slice holds its chunks sequence after sequence; "gathered" order is the concatenation of all ranks' slices.
+Every sequence of a pack is split into 2 cp chunks of equal length. Rank r holds chunks r and 2 cp - 1 - r of each
+sequence. One of them sees few tokens before it and the other many, so causal attention costs every rank the same.
+Transformer Engine expects this order for packed sequences. A rank's slice holds its chunks sequence after sequence;
+"gathered" order is the concatenation of all ranks' slices.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from megagrpo.types import MicroBatch, moved
 def own_tokens(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Return [T/cp] int64: the pack positions of the tokens that rank `cp_rank` holds, in the order of its slice.
 
-    `cu_seqlens` [S + 1] int32 are the borders of the sequences, on the host. With more than one rank their lengths must be multiples of
-    2 cp. With one rank: 0 to T - 1.
+    `cu_seqlens` [S + 1] int32 are the borders of the sequences, on the host. With more than one rank their lengths must
+    be multiples of 2 cp. With one rank: 0 to T - 1.
     """
     lengths = cu_seqlens.diff().long()
     if cp_size == 1:
         return torch.arange(int(cu_seqlens[-1]))
-    assert not (lengths % (2 * cp_size)).any(), f"sequences of {lengths.tolist()} tokens cannot be cut into {2 * cp_size} chunks"
-    chunks = (lengths // (2 * cp_size)).repeat_interleave(lengths // cp_size)  # [T/cp], chunk length of the token's sequence
+    assert not (lengths % (2 * cp_size)).any(), (
+        f"sequences of {lengths.tolist()} tokens cannot be cut into {2 * cp_size} chunks"
+    )
+    # [T/cp], chunk length of the token's sequence
+    chunks = (lengths // (2 * cp_size)).repeat_interleave(lengths // cp_size)
     starts = cu_seqlens[:-1].long().repeat_interleave(lengths // cp_size)
     offset = torch.arange(chunks.numel()) - starts // cp_size  # index within the two chunks of the sequence
     early = cp_rank * chunks + offset
@@ -36,7 +40,8 @@ def own_tokens(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 
 
 def gathered_places(cu_seqlens: Tensor, cp_size: int) -> Tensor:
-    """Return [T] int64: for each token of the pack its index in gathered order. Gathered rows indexed by it are in pack order."""
+    """Return [T] int64: for each token of the pack its index in gathered order. Gathered rows indexed by it are in pack
+    order."""
     order = torch.cat([own_tokens(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel())
@@ -45,7 +50,8 @@ def gathered_places(cu_seqlens: Tensor, cp_size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RankBatch:
-    """A micro-batch on a rank's device, with the indices of the tokens that this context-parallel rank runs through its layers.
+    """A micro-batch on a rank's device, with the indices of the tokens that this context-parallel rank runs through its
+    layers.
 
     All indices are computed on the host, so that a GPU's host never waits for them.
     """
@@ -65,12 +71,13 @@ class RankBatch:
 
 
 def gather_rows(rows: Tensor, own: Tensor, places: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-    """All-gather the slices [..., T/cp] of the ranks of `group` into [..., T] in pack order, on every rank, in the same dtype.
+    """All-gather the slices [..., T/cp] of the ranks of `group` into [..., T] in pack order, on every rank, in the same
+    dtype.
 
     `own` and `places` are those of this rank's `RankBatch`.
 
-    Differentiable: a rank's gradient is its own part of the whole's. The gradient is not summed over ranks, because every rank computes
-    the same loss from the same whole.
+    Differentiable: a rank's gradient is its own part of the whole's. The gradient is not summed over ranks, because
+    every rank computes the same loss from the same whole.
     """
     return rows if places is None else _GatherRows.apply(rows, own, places, group)
 

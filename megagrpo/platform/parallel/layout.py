@@ -22,12 +22,12 @@ from megagrpo.platform.parallel.rank_rendezvous import join_world
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes, ranks and groups of the tensor (tp), context (cp), data (dp) and pipeline (pp) axes. Ranks are numbered in this order, tp
-    fastest.
+    """Sizes, ranks and groups of the tensor (tp), context (cp), data (dp) and pipeline (pp) axes. Ranks are numbered in
+    this order, tp fastest.
 
-    A replica is the tp x cp x pp ranks that work on the same micro-batches; dp x cp ranks hold the same weights. `cpu_group` spans the
-    world and carries Python objects over gloo. Experts use the same ranks in other groups: each stage's tp x cp x dp ranks are etp
-    (inside an expert) x ep (over experts) x copies.
+    A replica is the tp x cp x pp ranks that work on the same micro-batches; dp x cp ranks hold the same weights.
+    `cpu_group` spans the world and carries Python objects over gloo. Experts use the same ranks in other groups: each
+    stage's tp x cp x dp ranks are etp (inside an expert) x ep (over experts) x copies.
     """
 
     world_size: int
@@ -90,8 +90,8 @@ class Layout:
     def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
         """Gather `obj`, which must be picklable, from every rank of the world, in rank order. Collective.
 
-        Raises LateRanks when some ranks have not joined `within` this many seconds; the world is then unusable. Without `within` the
-        world's own timeout applies.
+        Raises LateRanks when some ranks have not joined `within` this many seconds; the world is then unusable. Without
+        `within` the world's own timeout applies.
         """
         if within is not None and self.world_size > 1:
             self._await_all(within)
@@ -113,12 +113,14 @@ class Layout:
     def release(self) -> None:
         """Destroy the groups of the axes, so that another layout can be initialised in the same world."""
         parallel_state.destroy_model_parallel()
-        # Megatron-Core 0.19 keeps some groups. In a fork of this process their destructors would wait for threads that a fork lacks.
+        # Megatron-Core 0.19 keeps some groups. In a fork of this process their destructors would wait for threads that
+        # a fork lacks.
         left = [name for name, value in vars(parallel_state).items() if isinstance(value, dist.ProcessGroup)]
         vars(parallel_state).update(dict.fromkeys(left))
 
     def close(self) -> None:
-        """Destroy all process groups. A process that exits without this may abort in the communication library's destructor."""
+        """Destroy all process groups. A process that exits without this may abort in the communication library's
+        destructor."""
         self.release()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -136,8 +138,9 @@ class LateRanks(TimeoutError):
 def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
     """Create the process groups of this job and seed each rank's generators.
 
-    The world comes from any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, from an existing default process group, or
-    is this one process. Raises ValueError when tp x cp x pp, or ep x etp x pp, does not divide the world.
+    The world comes from any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, from an existing default
+    process group, or is this one process. Raises ValueError when tp x cp x pp, or ep x etp x pp, does not divide the
+    world.
     """
     timeout = timedelta(minutes=parallel.timeout_minutes)
     device.select_local_device()
@@ -146,13 +149,16 @@ def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
     world_size = dist.get_world_size()
     if world_size % parallel.model_parallel_size:
         raise ValueError(
-            f"parallel: tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} = {parallel.model_parallel_size} does not divide the world "
+            f"parallel: tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} = {parallel.model_parallel_size} does "
+            f"not divide the world "
             f"of {world_size} ranks; start a multiple of {parallel.model_parallel_size} ranks or lower tp, cp or pp"
         )
     if world_size % parallel.expert_parallel_size:
         raise ValueError(
-            f"parallel: ep {parallel.ep} x etp {parallel.expert_tp} x pp {parallel.pp} = {parallel.expert_parallel_size} does not divide "
-            f"the world of {world_size} ranks; start a multiple of {parallel.expert_parallel_size} ranks or lower ep or etp"
+            f"parallel: ep {parallel.ep} x etp {parallel.expert_tp} x pp {parallel.pp} = "
+            f"{parallel.expert_parallel_size} does not divide "
+            f"the world of {world_size} ranks; start a multiple of {parallel.expert_parallel_size} ranks or lower ep "
+            f"or etp"
         )
     # Megatron sets a timeout for every subgroup and ignores the world's.
     parallel_state.initialize_model_parallel(

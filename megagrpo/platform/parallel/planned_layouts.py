@@ -15,7 +15,8 @@ from megagrpo.platform.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class Group:
-    """A stand-in for a process group while a model is built: it has a size and this rank's index, but no communication."""
+    """A stand-in for a process group while a model is built: it has a size and this rank's index, but no
+    communication."""
 
     num_ranks: int
     index: int
@@ -30,8 +31,8 @@ class Group:
 def imagined_layouts(alone: Layout, parallel: ParallelSection, world_size: int) -> Iterator[tuple[list[int], Layout]]:
     """Yield (ranks, layout) for each set of ranks that hold the same weights, stage by stage.
 
-    `alone` is this process's own layout of one rank. Ranks are numbered tp, cp, dp, pp from fastest to slowest; a stage's ranks are etp,
-    ep, copies for the experts.
+    `alone` is this process's own layout of one rank. Ranks are numbered tp, cp, dp, pp from fastest to slowest; a
+    stage's ranks are etp, ep, copies for the experts.
     """
     a_stage = world_size // parallel.pp
     for stage in range(parallel.pp):
@@ -40,7 +41,11 @@ def imagined_layouts(alone: Layout, parallel: ParallelSection, world_size: int) 
             coordinates = index % parallel.tp, index // parallel.expert_tp % parallel.ep, index % parallel.expert_tp
             same.setdefault(coordinates, []).append(stage * a_stage + index)
         for (tp_rank, ep_rank, etp_rank), ranks in same.items():
-            tp, ep, etp = _known(parallel.tp, tp_rank), _known(parallel.ep, ep_rank), _known(parallel.expert_tp, etp_rank)
+            tp, ep, etp = (
+                _known(parallel.tp, tp_rank),
+                _known(parallel.ep, ep_rank),
+                _known(parallel.expert_tp, etp_rank),
+            )
             yield (
                 ranks,
                 replace(
@@ -63,8 +68,8 @@ def imagined_layouts(alone: Layout, parallel: ParallelSection, world_size: int) 
 
 
 def _known(num_ranks: int, index: int) -> Group:
-    """Return a group that is registered in torch's group table, where Megatron looks up this process's rank. torch has no public way to
-    register it."""
+    """Return a group that is registered in torch's group table, where Megatron looks up this process's rank. torch has
+    no public way to register it."""
     group = Group(num_ranks, index)
     cast("dict[object, dict[int, int]]", distributed_c10d._world.pg_group_ranks)[group] = {0: index}
     return group

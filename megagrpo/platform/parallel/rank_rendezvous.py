@@ -1,8 +1,9 @@
-"""Rendezvous of a run's ranks: how they find each other, the interface they listen on, and how they authenticate messages.
+"""Rendezvous of a run's ranks: how they find each other, the interface they listen on, and how they authenticate
+messages.
 
-On one node the ranks meet in a file, and gloo listens on loopback only. On several nodes they join the store that the launcher serves.
-torch sends Python objects between ranks as pickles, and reading a pickle runs code. With a secret each pickle carries an authentication
-code (HMAC-SHA256), and a pickle without the right code is not read.
+On one node the ranks meet in a file, and gloo listens on loopback only. On several nodes they join the store that the
+launcher serves. torch sends Python objects between ranks as pickles, and reading a pickle runs code. With a secret each
+pickle carries an authentication code (HMAC-SHA256), and a pickle without the right code is not read.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ CODE_BYTES = 32
 
 
 def join_world(backend: str, timeout: timedelta) -> None:
-    """Create the default process group: through the launcher's folder, through the store at MASTER_ADDR, or of this one process.
+    """Create the default process group: through the launcher's folder, through the store at MASTER_ADDR, or of this one
+    process.
 
     Raises ValueError on several nodes without a token, with which ranks sign their messages.
     """
@@ -38,13 +40,16 @@ def join_world(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     elif folder:
         sign_objects(Path(folder, "secret").read_bytes())
-        dist.init_process_group(backend, store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size, timeout=timeout)
+        dist.init_process_group(
+            backend, store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size, timeout=timeout
+        )
     else:
         dist.init_process_group(backend, timeout=timeout)
 
 
 def _shared_token() -> bytes:
-    """Return the token that all nodes of a run share. Raises ValueError when there is none or its file cannot be read."""
+    """Return the token that all nodes of a run share. Raises ValueError when there is none or its file cannot be
+    read."""
     file, token = os.environ.get(TOKEN_FILE_VARIABLE), os.environ.get(TOKEN_VARIABLE, "").encode()
     try:
         token = Path(file).read_bytes().strip() if file else token
@@ -52,7 +57,8 @@ def _shared_token() -> bytes:
         raise ValueError(f"{TOKEN_FILE_VARIABLE}: {file} cannot be read: {error.strerror}") from error
     if not token:
         raise ValueError(
-            f"{TOKEN_FILE_VARIABLE}: on several nodes ranks sign their messages with a shared token, and there is no token; "
+            f"{TOKEN_FILE_VARIABLE}: on several nodes ranks sign their messages with a shared token, and there is no "
+            f"token; "
             "`openssl rand -hex 32` makes one. Give every node a file with the same token"
         )
     return token
@@ -78,7 +84,8 @@ def sign_objects(secret: bytes) -> None:
             self._file.write(hmac.digest(key, pickled, "sha256") + pickled)
 
     class Checking:
-        """Reads a pickle with a valid code. torch uses it as `pickle.Unpickler`. Raises UnpicklingError for any other bytes."""
+        """Reads a pickle with a valid code. torch uses it as `pickle.Unpickler`. Raises UnpicklingError for any other
+        bytes."""
 
         def __init__(self, file: IO[bytes]):
             self._file = file
@@ -86,7 +93,9 @@ def sign_objects(secret: bytes) -> None:
         def load(self) -> Any:
             code, pickled = self._file.read(CODE_BYTES), self._file.read()
             if not hmac.compare_digest(code, hmac.digest(key, pickled, "sha256")):
-                raise pickle.UnpicklingError("rejected an object from another rank: its authentication code is not this run's")
+                raise pickle.UnpicklingError(
+                    "rejected an object from another rank: its authentication code is not this run's"
+                )
             return pickle.loads(pickled)
 
     vars(distributed_c10d).update(_pickler=Signing, _unpickler=Checking)

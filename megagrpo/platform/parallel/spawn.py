@@ -1,9 +1,9 @@
 """Runs a function on N ranks of this machine with an initialised process group, and cleans up afterwards.
 
-Without a GPU the ranks are forks: torch and megatron-core are imported once, so a rank takes a tenth of a second to start in place of
-the thirteen seconds of a fresh interpreter. Code that starts threads or a process group must then run in a rank, not in the caller: a
-fork inherits the locks of threads that it does not have. A CUDA driver does not survive a fork, so on GPUs the ranks are fresh
-interpreters.
+Without a GPU the ranks are forks: torch and megatron-core are imported once, so a rank takes a tenth of a second to
+start in place of the thirteen seconds of a fresh interpreter. Code that starts threads or a process group must then run
+in a rank, not in the caller: a fork inherits the locks of threads that it does not have. A CUDA driver does not survive
+a fork, so on GPUs the ranks are fresh interpreters.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(*args)` on `n` ranks at once; return the ranks' results (picklable) in rank order.
 
-    Each rank has a default process group, which `init_layout` uses. The first failure kills the others and raises RankFailed with the
-    failing rank's traceback; so does a rank that has not finished after `timeout` seconds. Ranks die with the caller, even if the caller
-    is killed. `start` is "fork" or "spawn"; "spawn" needs a picklable function and arguments. None chooses by machine.
+    Each rank has a default process group, which `init_layout` uses. The first failure kills the others and raises
+    RankFailed with the failing rank's traceback; so does a rank that has not finished after `timeout` seconds. Ranks
+    die with the caller, even if the caller is killed. `start` is "fork" or "spawn"; "spawn" needs a picklable function
+    and arguments. None chooses by machine.
     """
     start = start or ("spawn" if device.has_gpu() else "fork")
     context = multiprocessing.get_context("spawn") if start == "spawn" else multiprocessing.get_context("fork")
@@ -64,7 +65,8 @@ def run_ranks(
             for rank in range(n):
                 ranks[rank] = context.Process(target=_rank, args=(rank, n, folder, os.getpid(), function, args))
                 with _environment(env or {}), warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)  # torch warns of its two idle helper threads, which no rank needs
+                    # torch warns of its two idle helper threads, which no rank needs
+                    warnings.simplefilter("ignore", DeprecationWarning)
                     ranks[rank].start()
             _wait(ranks, folder, timeout)
         finally:
@@ -91,7 +93,8 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def _wait(ranks: dict[int, BaseProcess], folder: Path, timeout: float) -> None:
-    """Wait until every rank has exited with code 0. Raises RankFailed as soon as one has not, or after `timeout` seconds."""
+    """Wait until every rank has exited with code 0. Raises RankFailed as soon as one has not, or after `timeout`
+    seconds."""
     deadline = time.monotonic() + timeout
     while running := [rank for rank, process in ranks.items() if process.exitcode is None]:
         if any(process.exitcode for process in ranks.values()):
@@ -104,8 +107,8 @@ def _wait(ranks: dict[int, BaseProcess], folder: Path, timeout: float) -> None:
 
 
 def _explain(ranks: dict[int, BaseProcess], folder: Path) -> str:
-    """Describe the rank that failed first, as far as this is known: one that died without a traceback, or one whose error is not a lost
-    connection to a peer."""
+    """Describe the rank that failed first, as far as this is known: one that died without a traceback, or one whose
+    error is not a lost connection to a peer."""
     time.sleep(0.2)  # let the other ranks write their tracebacks
     texts = {int(file.name.removeprefix("error_")): file.read_text() for file in folder.glob("error_*")}
     for rank, process in ranks.items():
@@ -129,9 +132,12 @@ def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable[..., 
             torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool
         device.select_local_device()
         stay_on_this_host()
-        torch.distributed.init_process_group(device.backend(), init_method=f"file://{folder}/store", rank=rank, world_size=n)
+        torch.distributed.init_process_group(
+            device.backend(), init_method=f"file://{folder}/store", rank=rank, world_size=n
+        )
         if not device.has_gpu():
-            torch.distributed.barrier()  # gloo fails in a rank that still connects while another one closes its group or exits
+            # gloo fails in a rank that still connects while another one closes its group or exits
+            torch.distributed.barrier()
         result = function(*args)
         (folder / f"result_{rank}").write_bytes(pickle.dumps(result))
         code = 0

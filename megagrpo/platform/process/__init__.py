@@ -1,1 +1,2 @@
-"""This process and the machine: temporary files, the parent's death, text on the terminal. Imports the standard library only."""
+"""This process and the machine: temporary files, the parent's death, text on the terminal. Imports the standard library
+only."""

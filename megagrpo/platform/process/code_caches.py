@@ -22,16 +22,19 @@ _LINKS = 40  # the kernel's limit for links in a path
 
 
 def user_cache() -> Path:
-    """Return the user's folder for caches: $XDG_CACHE_HOME if it is absolute, else ~/.cache. Raises RuntimeError without a home folder."""
+    """Return the user's folder for caches: $XDG_CACHE_HOME if it is absolute, else ~/.cache. Raises RuntimeError
+    without a home folder."""
     named = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return named if named.is_absolute() else Path.home() / ".cache"
 
 
 def code_caches(temporary: Path) -> dict[str, str]:
-    """Return variable -> folder of this run's caches of compiled code. torch's is kept in the user's cache, for the next run.
+    """Return variable -> folder of this run's caches of compiled code. torch's is kept in the user's cache, for the
+    next run.
 
-    If another user could write there or to the home folder, all caches go to `temporary`, and a warning names the reason. Without a home
-    folder that this user can write to, they go there without a warning: such a machine keeps nothing.
+    If another user could write there or to the home folder, all caches go to `temporary`, and a warning names the
+    reason. Without a home folder that this user can write to, they go there without a warning: such a machine keeps
+    nothing.
     """
     try:
         folder = user_cache() / "megagrpo" / "torchinductor"
@@ -42,22 +45,28 @@ def code_caches(temporary: Path) -> dict[str, str]:
         problem = ""
     if problem and os.environ.get("RANK", "0") == "0":
         warn(
-            f"warning: {problem}, so code that this run compiles is not kept for the next run; set {COMPILED} to a folder that only you "
+            f"warning: {problem}, so code that this run compiles is not kept for the next run; set {COMPILED} to a "
+            f"folder that only you "
             "can write to"
         )
-    return {COMPILED: str(temporary / "torchinductor")} | {name: str(temporary / below) for name, below in _OF_LIBRARIES.items()}
+    return {COMPILED: str(temporary / "torchinductor")} | {
+        name: str(temporary / below) for name, below in _OF_LIBRARIES.items()
+    }
 
 
 def not_private(folder: Path, create: bool = False) -> str:
-    """Return why another user could put files into `folder`, "" if none can. Every folder and link on the way to it counts.
+    """Return why another user could put files into `folder`, "" if none can. Every folder and link on the way to it
+    counts.
 
-    root may own any of them. With `create`, missing folders are created with mode 0700. Raises OSError when one cannot be.
+    root may own any of them. With `create`, missing folders are created with mode 0700. Raises OSError when one cannot
+    be.
     """
     user, here, links = os.geteuid(), Path("/"), 0
     left = [*reversed(folder.parts[1:])]
     while True:
         status = os.stat(here)
-        shared = status.st_mode & (stat.S_IWOTH if status.st_gid == status.st_uid else stat.S_IWOTH | stat.S_IWGRP)  # a user's own group
+        # a user's own group
+        shared = status.st_mode & (stat.S_IWOTH if status.st_gid == status.st_uid else stat.S_IWOTH | stat.S_IWGRP)
         if shared and not (left and status.st_mode & stat.S_ISVTX):
             return f"other users can write to {here}"
         if not left:
@@ -83,8 +92,8 @@ def not_private(folder: Path, create: bool = False) -> str:
 
 
 def _unknown_user() -> int:
-    """Return the user id that stands for all users outside this process's user namespace, such as the host's root in Apptainer; -1 when
-    the namespace has every user."""
+    """Return the user id that stands for all users outside this process's user namespace, such as the host's root in
+    Apptainer; -1 when the namespace has every user."""
     try:
         everybody = Path("/proc/self/uid_map").read_text().split() == ["0", "0", "4294967295"]
         return -1 if everybody else int(Path("/proc/sys/kernel/overflowuid").read_text())

@@ -1,10 +1,11 @@
 """Whose a folder in a shared place (`/tmp`, `/dev/shm`) is, and whether its owner has ended.
 
-A folder of a process is named PREFIX, process id, random characters. It contains a lock file that the process locks (`flock`) while it
-lives. The kernel releases the lock when the process ends, and a lock is valid across containers and PID namespaces; a process id is not.
+A folder of a process is named PREFIX, process id, random characters. It contains a lock file that the process locks
+(`flock`) while it lives. The kernel releases the lock when the process ends, and a lock is valid across containers and
+PID namespaces; a process id is not.
 
-A folder is removed only when its name parses completely, it belongs to this user, its lock file has been locked once, and no process holds
-the lock now. This also holds for root.
+A folder is removed only when its name parses completely, it belongs to this user, its lock file has been locked once,
+and no process holds the lock now. This also holds for root.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ _OWNER = r"(\d+\.[a-z0-9_]{8})"  # process id, and the characters of tempfile.mk
 
 
 def make_folder(prefix: str, parent: Path) -> tuple[Path, int]:
-    """Create a folder of this process in `parent`. Returns it and the descriptor of its lock; closing the descriptor releases the lock.
+    """Create a folder of this process in `parent`. Returns it and the descriptor of its lock; closing the descriptor
+    releases the lock.
 
     Where files cannot be locked, the lock file stays empty, and only this process removes the folder.
     """
@@ -40,8 +42,8 @@ def make_folder(prefix: str, parent: Path) -> tuple[Path, int]:
 
 
 def open_lock(path: Path) -> int:
-    """Open a lock file for reading and writing, create it if missing, and return its descriptor. Raises OSError for a link, which could
-    point to somebody's file."""
+    """Open a lock file for reading and writing, create it if missing, and return its descriptor. Raises OSError for a
+    link, which could point to somebody's file."""
     return os.open(path, _FLAGS | os.O_CREAT, 0o666)
 
 
@@ -52,7 +54,8 @@ def owner_in(name: str, prefix: str) -> str:
 
 
 def remove_left(parent: Path, prefix: str, labels: Sequence[str] = ()) -> None:
-    """Remove the folders of ended processes in `parent`, and the files beside them that are named LABEL, owner, `-`, anything.
+    """Remove the folders of ended processes in `parent`, and the files beside them that are named LABEL, owner, `-`,
+    anything.
 
     Errors are ignored: what cannot be removed stays, and a later call tries again.
     """
@@ -74,7 +77,13 @@ def remove_if_left(folder: Path, prefix: str, labels: Sequence[str] = ()) -> Non
                 return
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             of_owner = tuple(f"{label}{owner}-" for label in labels)
-            if all([remove_own_file(folder.parent / name) for name in _names(folder.parent) if of_owner and name.startswith(of_owner)]):
+            if all(
+                [
+                    remove_own_file(folder.parent / name)
+                    for name in _names(folder.parent)
+                    if of_owner and name.startswith(of_owner)
+                ]
+            ):
                 remove_tree(folder, owner=user)  # last: a file without its owner's folder would stay for ever
         finally:
             os.close(lock)

@@ -1,4 +1,5 @@
-"""Ties a process to its parent: the kernel sends it a signal when the parent ends, even by SIGKILL (PR_SET_PDEATHSIG of Linux).
+"""Ties a process to its parent: the kernel sends it a signal when the parent ends, even by SIGKILL (PR_SET_PDEATHSIG of
+Linux).
 
 Imports the standard library only, because callers run this before any slow import.
 """
@@ -20,8 +21,8 @@ PR_SET_PDEATHSIG = 1
 def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
     """Have the kernel send signal `number` to this process when its parent, process `parent`, ends.
 
-    Sends the signal at once if the parent ended before this call. The kernel watches the thread that started this process: that thread
-    must live as long as the parent.
+    Sends the signal at once if the parent ended before this call. The kernel watches the thread that started this
+    process: that thread must live as long as the parent.
     """
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:
@@ -31,22 +32,25 @@ def end_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 def end_with_torchrun() -> None:
     """Have the kernel send SIGTERM to this rank when torchrun ends.
 
-    SIGTERM ends a rank that is still starting; a rank that trains saves and stops. Does nothing without torchrun. The launcher names its
-    process id, so a torchrun killed before this call counts too.
+    SIGTERM ends a rank that is still starting; a rank that trains saves and stops. Does nothing without torchrun. The
+    launcher names its process id, so a torchrun killed before this call counts too.
     """
     launcher = os.environ.pop(LAUNCHER_VARIABLE, None)
     if under_torchrun(os.environ):
         end_with_parent(int(launcher) if launcher else os.getppid(), signal.SIGTERM)
 
 
-_tied: list[bool] = []  # one entry: whether the fork under way is one of the main thread; empty before `tie_process_tree`
+# one entry: whether the fork under way is one of the main thread; empty before `tie_process_tree`
+_tied: list[bool] = []
 
 
 def tie_process_tree() -> None:
-    """Have the kernel kill this process with its parent if `multiprocessing` started it, and every process that its main thread forks from
-    now on. Forks of other threads are left alone, because the kernel would kill them when that thread ends.
+    """Have the kernel kill this process with its parent if `multiprocessing` started it, and every process that its
+    main thread forks from now on. Forks of other threads are left alone, because the kernel would kill them when that
+    thread ends.
 
-    vLLM's plug-in calls this in each process. A second call does nothing, and so does the call in a fork that is tied already.
+    vLLM's plug-in calls this in each process. A second call does nothing, and so does the call in a fork that is tied
+    already.
     """
     if _tied:
         return

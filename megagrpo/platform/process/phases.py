@@ -1,4 +1,5 @@
-"""The phases of a training step: generate, reward, logprobs, train, optimizer, sync. One owner times, shows and marks them."""
+"""The phases of a training step: generate, reward, logprobs, train, optimizer, sync. One owner times, shows and marks
+them."""
 
 from __future__ import annotations
 
@@ -16,12 +17,14 @@ def no_mark(name: str) -> AbstractContextManager[object]:
 
 
 class Phases:
-    """Measures the seconds of each phase, shows its progress, and names it in a profile: `with phases("generate") as task: ...`.
+    """Measures the seconds of each phase, shows its progress, and names it in a profile: `with phases("generate") as
+    task: ...`.
 
-    Seconds of repeated phases are added up. They are host times: work that a phase leaves queued on a GPU counts for the phase that waits
-    for it. A phase inside another one shares its progress, and its seconds count in both.
+    Seconds of repeated phases are added up. They are host times: work that a phase leaves queued on a GPU counts for
+    the phase that waits for it. A phase inside another one shares its progress, and its seconds count in both.
 
-    `about` begins the titles of the progress, such as "step 3/40 ". `mark` returns a context that names a range in a profile.
+    `about` begins the titles of the progress, such as "step 3/40 ". `mark` returns a context that names a range in a
+    profile.
     """
 
     def __init__(self, progress: Progress = SILENT) -> None:
@@ -45,9 +48,12 @@ class Phases:
                 self.task = outer
 
     def collect(self) -> dict[str, float]:
-        """Return `time/PHASE` for each phase and `time/step`, in seconds since the last call or the start, and reset them."""
+        """Return `time/PHASE` for each phase and `time/step`, in seconds since the last call or the start, and reset
+        them."""
         now = time.perf_counter()
-        metrics = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {"time/step": now - self._started}
+        metrics = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {
+            "time/step": now - self._started
+        }
         self._seconds.clear()
         self._started = now
         return metrics

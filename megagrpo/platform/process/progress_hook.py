@@ -1,4 +1,5 @@
-"""What long work reports while it runs, and a report that shows nothing. `megagrpo.records.progress_bars` draws bars on a terminal."""
+"""What long work reports while it runs, and a report that shows nothing. `megagrpo.records.progress_bars` draws bars on
+a terminal."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Removes files and folders. Every removal in this package goes through this module.
 
-A removal raises no OSError, follows no link and leaves mount points alone. It does not recurse: Python 3.12's shutil.rmtree does, and a
-program can nest more folders than Python has stack frames or a path has bytes. `ownership.py` decides what may be removed from a folder
-that others share.
+A removal raises no OSError, follows no link and leaves mount points alone. It does not recurse: Python 3.12's
+shutil.rmtree does, and a program can nest more folders than Python has stack frames or a path has bytes. `ownership.py`
+decides what may be removed from a folder that others share.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ Name = str | os.PathLike[str]
 
 
 def remove(path: Name) -> bool:
-    """Remove a file, a folder with its content, or a link without its target. Returns whether nothing is left at `path`."""
+    """Remove a file, a folder with its content, or a link without its target. Returns whether nothing is left at
+    `path`."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -32,11 +33,11 @@ def remove(path: Name) -> bool:
 
 
 def remove_tree(folder: Name, owner: int | None = None) -> bool:
-    """Remove `folder` and its content. Returns whether the folder is gone; False at once for a link. With `owner`, a folder of another user
-    stays.
+    """Remove `folder` and its content. Returns whether the folder is gone; False at once for a link. With `owner`, a
+    folder of another user stays.
 
-    Every folder is first moved to the top, and one folder is open at a time. A mount point cannot be moved, so its content stays. Folders
-    without permissions get them.
+    Every folder is first moved to the top, and one folder is open at a time. A mount point cannot be moved, so its
+    content stays. Folders without permissions get them.
     """
     for _ in range(_ATTEMPTS):
         try:
@@ -54,7 +55,8 @@ def remove_tree(folder: Name, owner: int | None = None) -> bool:
 
 
 def remove_own_file(path: Name, inode: int | None = None) -> bool:
-    """Remove a regular file of this user, if given the one with this inode. Returns whether nothing is left at `path`."""
+    """Remove a regular file of this user, if given the one with this inode. Returns whether nothing is left at
+    `path`."""
     try:
         status = os.lstat(path)
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and inode in (None, status.st_ino):
@@ -92,7 +94,8 @@ def _empty(top: int) -> None:
         nonlocal moved
         for below in _unlink_files(folder):
             moved += 1
-            with contextlib.suppress(OSError), opened(below, folder):  # a move writes `..`, which takes the right to write
+            # a move writes `..`, which takes the right to write
+            with contextlib.suppress(OSError), opened(below, folder):
                 os.rename(below, f"{prefix}{moved}", src_dir_fd=folder, dst_dir_fd=top)
                 pending.append(f"{prefix}{moved}")
 
@@ -118,8 +121,8 @@ def _unlink_files(folder: int) -> list[str]:
 
 @contextlib.contextmanager
 def opened(name: Name, within: int | None = None, owner: int | None = None) -> Iterator[int]:
-    """Yield a descriptor of a folder whose owner can now read, write and enter it. Raises OSError when `name` is not a folder, is a link or
-    does not belong to the user `owner`."""
+    """Yield a descriptor of a folder whose owner can now read, write and enter it. Raises OSError when `name` is not a
+    folder, is a link or does not belong to the user `owner`."""
     handle = os.open(name, os.O_PATH | _NO_LINK, dir_fd=within)
     try:
         status = os.fstat(handle)

@@ -1,7 +1,9 @@
-"""A folder for the temporary files of this process and its children. The process removes it on exit; after a SIGKILL, another process does.
+"""A folder for the temporary files of this process and its children. The process removes it on exit; after a SIGKILL,
+another process does.
 
-Libraries leave files in the temporary directory when their process is killed, and some always do. So each process uses a folder of its own
-as the temporary directory. A later process that finds such a folder, whose process has ended, removes it (`ownership.py`).
+Libraries leave files in the temporary directory when their process is killed, and some always do. So each process uses
+a folder of its own as the temporary directory. A later process that finds such a folder, whose process has ended,
+removes it (`ownership.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from megagrpo.platform.process.removal import remove_tree
 def temporary_files() -> Iterator[Path]:
     """Redirect temporary files of this process and its children to a folder, which this yields and removes on exit.
 
-    Folders that ended processes left are removed on entry and exit. torch's compile cache stays outside the folder, for the next run.
+    Folders that ended processes left are removed on entry and exit. torch's compile cache stays outside the folder, for
+    the next run.
     """
     temp_dir = Path(tempfile.gettempdir())
     # beside the parent process's folder, not inside it: socket names must be short

@@ -1,7 +1,9 @@
-"""Text of models, users and other programs on the terminal: control characters are shown as escapes, so they cannot control the terminal.
+"""Text of models, users and other programs on the terminal: control characters are shown as escapes, so they cannot
+control the terminal.
 
-Escape sequences set titles and the clipboard, hide text or answer as if typed; bidirectional overrides make text look like other text.
-Every place that prints text from outside this package uses this module. Files of a run keep the text unchanged.
+Escape sequences set titles and the clipboard, hide text or answer as if typed; bidirectional overrides make text look
+like other text. Every place that prints text from outside this package uses this module. Files of a run keep the text
+unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ class OutputError(Exception):
     """Standard output cannot be written: its reader has closed the pipe, or its disk is full."""
 
     def __init__(self, error: OSError):
-        super().__init__(f"megagrpo: standard output cannot be written: {error.strerror}; free space there, or write to another place")
+        super().__init__(
+            f"megagrpo: standard output cannot be written: {error.strerror}; free space there, or write to another "
+            f"place"
+        )
         self.is_closed_pipe = error.errno == errno.EPIPE
 
 
@@ -57,8 +62,8 @@ def show(text: object, file: IO[str] | None = None) -> None:
 def write_output(text: str, file: IO[str] | None = None) -> None:
     """Write `text` unchanged and flush, to standard output or `file`; nothing when the stream is closed.
 
-    An OSError of a standard stream becomes OutputError. All later output of the stream is then discarded, its buffer included, which Python
-    writes when it exits.
+    An OSError of a standard stream becomes OutputError. All later output of the stream is then discarded, its buffer
+    included, which Python writes when it exits.
     """
     stream = sys.stdout if file is None else file
     if stream is None:
@@ -76,8 +81,8 @@ def write_output(text: str, file: IO[str] | None = None) -> None:
 
 
 def warn(text: object) -> None:
-    """Print `printable` text and flush, on standard error. On a terminal long lines are wrapped at words. A failure is ignored: no stream
-    is left that could report it."""
+    """Print `printable` text and flush, on standard error. On a terminal long lines are wrapped at words. A failure is
+    ignored: no stream is left that could report it."""
     if sys.stderr is not None and sys.stderr.isatty():
         text = "\n".join(wrapped(str(text), min(WIDTH, shutil.get_terminal_size().columns)))
     if sys.stderr is not None:
@@ -86,7 +91,8 @@ def warn(text: object) -> None:
 
 
 class LineTimes:
-    """When the lines of one wait are due: after `first` seconds, and then whenever the wait is twice as long, so a log stays short."""
+    """When the lines of one wait are due: after `first` seconds, and then whenever the wait is twice as long, so a log
+    stays short."""
 
     def __init__(self, first: float):
         self._next = first
@@ -99,21 +105,24 @@ class LineTimes:
 
 
 def wrapped(text: str, width: int = WIDTH, indent: int = 2, whole_words: bool = True) -> list[str]:
-    """Return the lines of `text`, wrapped at spaces to `width` columns. Later parts of a line are indented by `indent` more spaces than
-    the line. A word that is too long stays whole, so that a path can be copied, unless `whole_words` is False."""
+    """Return the lines of `text`, wrapped at spaces to `width` columns. Later parts of a line are indented by `indent`
+    more spaces than the line. A word that is too long stays whole, so that a path can be copied, unless `whole_words`
+    is False."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= width:
             lines.append(line.rstrip())
             continue
         inner = " " * (len(line) - len(line.lstrip()) + indent)
-        lines += textwrap.wrap(line, width, subsequent_indent=inner, break_long_words=not whole_words, break_on_hyphens=False)
+        lines += textwrap.wrap(
+            line, width, subsequent_indent=inner, break_long_words=not whole_words, break_on_hyphens=False
+        )
     return lines
 
 
 def side_by_side(left: Sequence[str], columns: Sequence[Sequence[str]], width: int = WIDTH) -> list[str]:
-    """Return the lines of a table: `left`, and beside it the columns, whose cells are already padded. Columns that do not fit into `width`
-    continue in another block below, which repeats `left`."""
+    """Return the lines of a table: `left`, and beside it the columns, whose cells are already padded. Columns that do
+    not fit into `width` continue in another block below, which repeats `left`."""
     blocks = [list(left)]
     for column in columns:
         if len(blocks[-1][0]) > len(left[0]) and max(map(len, column)) + len(blocks[-1][0]) > width:
@@ -141,8 +150,8 @@ class _LastHandler(logging.Handler):
 
 
 def log_to_stderr() -> None:
-    """Print log records on standard error, printable, where no other handler is configured: warnings of libraries, and records of this
-    package from `MEGAGRPO_LOG_LEVEL` on.
+    """Print log records on standard error, printable, where no other handler is configured: warnings of libraries, and
+    records of this package from `MEGAGRPO_LOG_LEVEL` on.
 
     The root logger stays free, so `logging.basicConfig` in callbacks and rewards works. Raises LogLevelError.
     """
@@ -155,8 +164,8 @@ def log_to_stderr() -> None:
 
 
 def hide_bars_of_libraries() -> None:
-    """Let libraries draw no progress bars in a pipe, whose lines they would break, and on ranks other than 0. Call it before their
-    imports."""
+    """Let libraries draw no progress bars in a pipe, whose lines they would break, and on ranks other than 0. Call it
+    before their imports."""
     if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
@@ -168,8 +177,8 @@ def set_log_level(configured: str | None = None) -> None:
 
 
 def log_level(configured: str | None = None) -> str:
-    """Return the level of `MEGAGRPO_LOG_LEVEL`, else `configured` (`run.log_level`), else "info". Raises LogLevelError for an
-    unknown level."""
+    """Return the level of `MEGAGRPO_LOG_LEVEL`, else `configured` (`run.log_level`), else "info". Raises LogLevelError
+    for an unknown level."""
     level = os.environ.get(LEVEL_VARIABLE) or configured or "info"
     if level not in LEVELS:
         raise LogLevelError(f"{LEVEL_VARIABLE}: {level!r} is not a log level; use one of {', '.join(LEVELS)}")
@@ -182,7 +191,8 @@ def quiets(configured: str, level: str) -> bool:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger `name`, whose records are printable before any handler gets them. For records with text of models or users."""
+    """Return the logger `name`, whose records are printable before any handler gets them. For records with text of
+    models or users."""
     logger = logging.getLogger(name)
     logger.addFilter(_escape)
     return logger

@@ -1,7 +1,8 @@
 """Causal attention over batches of sequences in plain torch: grouped heads, windows, capped scores, sinks.
 
-It picks the cheapest method that supports the case: batched matrix products for short sequences, the flash kernel for long ones. Where
-that kernel does not support the mask, it takes blocks of queries, each with the keys that the block sees.
+It picks the cheapest method that supports the case: batched matrix products for short sequences, the flash kernel for
+long ones. Where that kernel does not support the mask, it takes blocks of queries, each with the keys that the block
+sees.
 """
 
 from __future__ import annotations
@@ -13,9 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-# Up to this length batched matrix products beat the CPU's flash kernel (the scores [L, L] are then small enough to keep).
+# Up to this length batched matrix products beat the CPU's flash kernel (the scores [L, L] are then small enough to
+# keep).
 MAX_GROUPED_LENGTH = 128
-# Queries per block. A block's mask, and with a cap or sinks its scores, take this many rows of as many elements as it sees keys.
+# Queries per block. A block's mask, and with a cap or sinks its scores, take this many rows of as many elements as it
+# sees keys.
 BLOCK_QUERIES = 256
 
 
@@ -28,16 +31,20 @@ def causal_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T + causal) v with grouped heads, in the inputs' dtype: query [S, L, h, d], key [S, L, g, d], value [S, L, g,
-    v], g dividing h -> [S, L, h * v].
+    """softmax(scale q k^T + causal) v with grouped heads, in the inputs' dtype: query [S, L, h, d], key [S, L, g, d],
+    value [S, L, g, v], g dividing h -> [S, L, h * v].
 
-    With `window` a token sees itself and the window - 1 tokens before it. With `softcap` scores x become softcap tanh(x / softcap).
-    `sinks` [h] are scores of one more key, which all queries of a head see and whose value is 0 (GPT-OSS, arXiv 2508.10925).
+    With `window` a token sees itself and the window - 1 tokens before it. With `softcap` scores x become softcap tanh(x
+    / softcap).
+    `sinks` [h] are scores of one more key, which all queries of a head see and whose value is 0 (GPT-OSS, arXiv
+    2508.10925).
     """
     length = query.shape[1]
     window = None if window is None or window >= length else window
     if length <= MAX_GROUPED_LENGTH:
-        return _grouped_products(query, key, value, _short_bias(length, window, query.dtype, query.device), scale, softcap, sinks)
+        return _grouped_products(
+            query, key, value, _short_bias(length, window, query.dtype, query.device), scale, softcap, sinks
+        )
     if window is None and softcap is None and sinks is None:
         q, k, v = (t.transpose(1, 2) for t in (query, key, value))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
@@ -46,8 +53,14 @@ def causal_attention(
     for start in range(0, length, BLOCK_QUERIES):
         stop = min(start + BLOCK_QUERIES, length)
         first = 0 if window is None else max(0, start - window + 1)
-        mask = causal_bias(torch.arange(start - first, stop - first, device=query.device), stop - first, window, query.dtype)
-        outputs.append(masked_attention(query[:, start:stop], key[:, first:stop], value[:, first:stop], mask[None], scale, softcap, sinks))
+        mask = causal_bias(
+            torch.arange(start - first, stop - first, device=query.device), stop - first, window, query.dtype
+        )
+        outputs.append(
+            masked_attention(
+                query[:, start:stop], key[:, first:stop], value[:, first:stop], mask[None], scale, softcap, sinks
+            )
+        )
     return torch.cat(outputs, dim=1)
 
 
@@ -60,22 +73,25 @@ def masked_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(scale q k^T + mask) v, in the inputs' dtype: query [S, Lq, h, d], key [S, Lk, g, d], value [S, Lk, g, v], mask [S or 1,
-    Lq, Lk] -> [S, Lq, h * v].
+    """softmax(scale q k^T + mask) v, in the inputs' dtype: query [S, Lq, h, d], key [S, Lk, g, d], value [S, Lk, g, v],
+    mask [S or 1, Lq, Lk] -> [S, Lq, h * v].
 
-    `softcap` and `sinks` are as in `causal_attention`. With either, the backward pass recomputes the scores in place of keeping them.
+    `softcap` and `sinks` are as in `causal_attention`. With either, the backward pass recomputes the scores in place of
+    keeping them.
     """
     if softcap is not None or sinks is not None:
         inputs = query, key, value, mask, scale, softcap, sinks
         return checkpoint(_grouped_products, *inputs, use_reentrant=False, preserve_rng_state=False)
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
     return out.transpose(1, 2).flatten(2)
 
 
 def causal_bias(last: Tensor, num_keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """Return [*last.shape, num_keys] in `dtype`: 0 where a query may see a key, minus infinity elsewhere. `last` is the index of each
-    query's own key."""
+    """Return [*last.shape, num_keys] in `dtype`: 0 where a query may see a key, minus infinity elsewhere. `last` is the
+    index of each query's own key."""
     keys = torch.arange(num_keys, device=last.device)
     hidden = keys > last[..., None]
     if window is not None:

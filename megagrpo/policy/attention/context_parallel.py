@@ -1,7 +1,8 @@
 """Core attention of a context-parallel rank in plain torch: its own queries against the keys and values of all ranks.
 
-Keys and values are all-gathered over the group, and their gradients reduce-scattered to the ranks that own them. A chunk of a sequence
-sees the sequence up to its own end. Chunks that see a similar number of keys share a batch; a mask marks where each one ends.
+Keys and values are all-gathered over the group, and their gradients reduce-scattered to the ranks that own them. A
+chunk of a sequence sees the sequence up to its own end. Chunks that see a similar number of keys share a batch; a mask
+marks where each one ends.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from megagrpo.types import moved
 
 # A batch accepts chunks that see at least this share of the keys that its first chunk sees.
 MIN_FILL = 0.7
-# A longer chunk is split: the mask of a batch grows with queries times keys, and no query sees keys after its own chunk.
+# A longer chunk is split: the mask of a batch grows with queries times keys, and no query sees keys after its own
+# chunk.
 MAX_QUERIES = 1024
 
 
@@ -31,7 +33,8 @@ class ChunkBatch:
 
     queries: Tensor  # [N, Lq] int64, positions in this rank's slice
     keys: Tensor  # [N, Lk] int64, positions in gathered order; a prefix precedes the tokens that continue it
-    first: Tensor  # [N] int64, index of a chunk's first query among its keys; the query sees the keys up to and including it
+    # [N] int64, index of a chunk's first query among its keys; the query sees the keys up to and including it
+    first: Tensor
     earliest: int  # the smallest of `first`
 
     def within(self, window: int | None) -> ChunkBatch:
@@ -66,10 +69,12 @@ def context_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Run `causal_attention` for this rank's slice: query [T/cp, h, d], key [T/cp, g, d], value [T/cp, g, v] -> [T/cp, h * v].
-    Collective."""
+    """Run `causal_attention` for this rank's slice: query [T/cp, h, d], key [T/cp, g, d], value [T/cp, g, v] -> [T/cp,
+    h * v]. Collective."""
     batches, back = _batches_of(packed, group)
-    assert back.numel() == query.shape[0], f"cu_seqlens give this rank {back.numel()} tokens, the pack has {query.shape[0]}"
+    assert back.numel() == query.shape[0], (
+        f"cu_seqlens give this rank {back.numel()} tokens, the pack has {query.shape[0]}"
+    )
     gathered = gather_from_sequence_parallel_region(torch.cat((key, value), dim=-1), group=group)  # [T, g, d + v]
     outputs = []
     for batch, mask in _masked(packed, batches, window, query.dtype):
@@ -81,8 +86,8 @@ def context_attention(
 
 
 def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup) -> tuple[list[ChunkBatch], Tensor]:
-    """Return a pack's batches and `back` of `batch_chunks`. The first layer that asks computes them; they stay on the pack for the
-    others."""
+    """Return a pack's batches and `back` of `batch_chunks`. The first layer that asks computes them; they stay on the
+    pack for the others."""
     if not hasattr(packed, "chunks"):
         ranks = dist.get_world_size(group), dist.get_rank(group)
         packed.chunks = batch_chunks(packed.host_borders, packed.prefixes, *ranks, packed.positions.device)
@@ -90,7 +95,9 @@ def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup) -> tuple[list
     return packed.chunks
 
 
-def _masked(packed: PackedSeqParams, batches: list[ChunkBatch], window: int | None, dtype: torch.dtype) -> list[tuple[ChunkBatch, Tensor]]:
+def _masked(
+    packed: PackedSeqParams, batches: list[ChunkBatch], window: int | None, dtype: torch.dtype
+) -> list[tuple[ChunkBatch, Tensor]]:
     """Return each batch restricted to the window, with its mask. The result stays on the pack for later layers."""
     if window not in packed.masked:
         seen = [batch.within(window) for batch in batches]
@@ -103,10 +110,12 @@ def batch_chunks(
 ) -> tuple[list[ChunkBatch], Tensor]:
     """Return the chunks of rank `cp_rank` in batches, and `back` [T/cp] int64, both on `device`.
 
-    `back` holds the index of each of the rank's tokens among the queries of all batches, concatenated. `cu_seqlens` [S + 1] is on the
-    host. `prefixes` [S] holds the index of the sequence that each sequence continues, or -1.
+    `back` holds the index of each of the rank's tokens among the queries of all batches, concatenated. `cu_seqlens` [S
+    + 1] is on the host. `prefixes` [S] holds the index of the sequence that each sequence continues, or -1.
     """
-    chunks = sorted(_own_chunks(cu_seqlens.tolist(), prefixes, cp_size, cp_rank), key=lambda c: (-c.seen, -c.count, c.position))
+    chunks = sorted(
+        _own_chunks(cu_seqlens.tolist(), prefixes, cp_size, cp_rank), key=lambda c: (-c.seen, -c.count, c.position)
+    )
     groups: list[list[_Chunk]] = []
     for chunk in chunks:
         if not groups or chunk.seen < MIN_FILL * groups[-1][0].seen:

@@ -1,7 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as a Megatron module, with the rotary embedding of this package.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as a Megatron module, with the rotary embedding of this
+package.
 
-Megatron's own `MLASelfAttention` restarts positions at 0 for every sequence of a pack and always normalises queries. Without Transformer
-Engine it also shards the down projections, where the gradient of the rotated keys misses the other ranks' heads.
+Megatron's own `MLASelfAttention` restarts positions at 0 for every sequence of a pack and always normalises queries.
+Without Transformer Engine it also shards the down projections, where the gradient of the rotated keys misses the other
+ranks' heads.
 """
 
 from __future__ import annotations
@@ -28,10 +30,13 @@ class WholeLinear(nn.Module):
 
     def __init__(self, config: MLATransformerConfig, in_size: int, out_size: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_size, in_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.weight = nn.Parameter(
+            torch.empty(out_size, in_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
         if config.perform_initialization:
             config.init_method(self.weight)
-        # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which sees a part of the sequence.
+        # finalize_model_grads sums this gradient over the tensor-parallel ranks, each of which sees a part of the
+        # sequence.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -40,15 +45,18 @@ class WholeLinear(nn.Module):
 
 
 class LatentAttention(MultiLatentAttention):
-    """Causal self-attention whose keys and values, and queries if the model sets a query rank, are projected from low-rank latents.
+    """Causal self-attention whose keys and values, and queries if the model sets a query rank, are projected from
+    low-rank latents.
 
-    Every tensor-parallel rank computes the latents of its tokens; the heads are sharded over the ranks. `build._set_rotary` sets
-    `rotary`.
+    Every tensor-parallel rank computes the latents of its tokens; the heads are sharded over the ranks.
+    `build._set_rotary` sets `rotary`.
     """
 
     rotary: Rotary | None = None
 
-    def __init__(self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, layer_number: int, **options: Any):
+    def __init__(
+        self, config: MLATransformerConfig, submodules: MLASelfAttentionSubmodules, layer_number: int, **options: Any
+    ):
         super().__init__(config, submodules, layer_number, attention_type="self", **options)
         self.rotary_pos_emb = None  # Megatron's own rotary embedding is unused
         # Megatron's own recomputation of the up projections is part of a method that this class replaces.
@@ -60,14 +68,18 @@ class LatentAttention(MultiLatentAttention):
         else:
             self.linear_q_down_proj = WholeLinear(config, hidden, config.q_lora_rank)
             self.q_layernorm = submodules.q_layernorm(hidden_size=config.q_lora_rank, **norm)
-            self.linear_q_up_proj = self._over_heads(submodules.linear_q_up_proj, config.q_lora_rank, heads * self.q_head_dim)
+            self.linear_q_up_proj = self._over_heads(
+                submodules.linear_q_up_proj, config.q_lora_rank, heads * self.q_head_dim
+            )
         self.linear_kv_down_proj = WholeLinear(config, hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim)
         self.kv_layernorm = submodules.kv_layernorm(hidden_size=config.kv_lora_rank, **norm)
         keys_and_values = heads * (config.qk_head_dim + config.v_head_dim)
         self.linear_kv_up_proj = self._over_heads(submodules.linear_kv_up_proj, config.kv_lora_rank, keys_and_values)
 
     def _over_heads(self, linear: type, in_size: int, out_size: int) -> nn.Module:
-        options = dict(gather_output=False, bias=False, skip_bias_add=False, is_expert=False, tp_group=self.pg_collection.tp)
+        options = dict(
+            gather_output=False, bias=False, skip_bias_add=False, is_expert=False, tp_group=self.pg_collection.tp
+        )
         return linear(in_size, out_size, config=self.config, init_method=self.config.init_method, **options)
 
     def get_query_key_value_tensors(
@@ -78,18 +90,22 @@ class LatentAttention(MultiLatentAttention):
         packed_seq_params: PackedSeqParams | None = None,
         inference_context: object | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return (query, key, value, latent of the queries, latent of keys and values) of this rank's heads h, in the dtype of the
-        hidden states.
+        """Return (query, key, value, latent of the queries, latent of keys and values) of this rank's heads h, in the
+        dtype of the hidden states.
 
-        Query and key are [T, h, nope + rope], value [T, h, v]; without a pack they are [L, S, h, ...]. Hidden states are [T, 1, H] or
-        [L, S, H], under sequence parallelism this rank's part of the tokens.
+        Query and key are [T, h, nope + rope], value [T, h, v]; without a pack they are [L, S, h, ...]. Hidden states
+        are [T, 1, H] or [L, S, H], under sequence parallelism this rank's part of the tokens.
         """
         c = self.config
-        assert c.sequence_parallel or c.tensor_model_parallel_size == 1, "the gradient of what is whole on every rank would be of its heads"
+        assert c.sequence_parallel or c.tensor_model_parallel_size == 1, (
+            "the gradient of what is whole on every rank would be of its heads"
+        )
         if packed_seq_params is not None:
             hidden_states = hidden_states.flatten(0, 1)
         q_latent = hidden_states if c.q_lora_rank is None else self.q_layernorm(self.linear_q_down_proj(hidden_states))
-        kv_latent, rotated_key = self.linear_kv_down_proj(hidden_states).split([c.kv_lora_rank, c.qk_pos_emb_head_dim], dim=-1)
+        kv_latent, rotated_key = self.linear_kv_down_proj(hidden_states).split(
+            [c.kv_lora_rank, c.qk_pos_emb_head_dim], dim=-1
+        )
         kv_latent = self.kv_layernorm(kv_latent)
         inputs = q_latent, kv_latent, rotated_key, packed_seq_params
         if self._recomputes_up:
@@ -103,10 +119,13 @@ class LatentAttention(MultiLatentAttention):
         c = self.config
         query, _ = (self.linear_q_proj if c.q_lora_rank is None else self.linear_q_up_proj)(q_latent)
         keys_and_values, _ = self.linear_kv_up_proj(kv_latent)
-        # All heads share this key: backward sums its gradient over the ranks, as the linears over heads do for the latents.
+        # All heads share this key: backward sums its gradient over the ranks, as the linears over heads do for the
+        # latents.
         rotated_key = gather_from_sequence_parallel_region(rotated_key, group=self.pg_collection.tp)
 
-        query, keys_and_values = (t.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for t in (query, keys_and_values))
+        query, keys_and_values = (
+            t.unflatten(-1, (self.num_attention_heads_per_partition, -1)) for t in (query, keys_and_values)
+        )
         query, rotated_query = query.split([c.qk_head_dim, c.qk_pos_emb_head_dim], dim=-1)
         key, value = keys_and_values.split([c.qk_head_dim, c.v_head_dim], dim=-1)
         cos, sin = self._rotation(query, packed)
@@ -120,8 +139,11 @@ class LatentAttention(MultiLatentAttention):
             return self.rotary.at(torch.arange(len(query), device=query.device)[:, None, None], query.dtype)
         return self.rotary.of_pack(packed, query.dtype)
 
-    def _run_core_attention(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any) -> Tensor:
-        """Run core attention. `TorchAttention` accepts values narrower than queries; for Transformer Engine Megatron pads them."""
+    def _run_core_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    ) -> Tensor:
+        """Run core attention. `TorchAttention` accepts values narrower than queries; for Transformer Engine Megatron
+        pads them."""
         if isinstance(self.core_attention, TorchAttention):
             return self.core_attention(query, key, value, attention_mask, **options)
         return super()._run_core_attention(query, key, value, attention_mask, **options)

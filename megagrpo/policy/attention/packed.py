@@ -1,8 +1,10 @@
-"""Core attention in plain torch for packed sequences, rotary positions included. It runs where there is no Transformer Engine.
+"""Core attention in plain torch for packed sequences, rotary positions included. It runs where there is no Transformer
+Engine.
 
-A typical micro-batch on a CPU is 60 sequences of 50 tokens. One attention call per sequence would cost more than the arithmetic.
-Sequences of similar length are therefore gathered into right-padded batches: [T, heads, d] -> [S, L, heads, d]. Right padding needs only
-the causal mask, because a real token never sees later tokens.
+A typical micro-batch on a CPU is 60 sequences of 50 tokens. One attention call per sequence would cost more than the
+arithmetic.
+Sequences of similar length are therefore gathered into right-padded batches: [T, heads, d] -> [S, L, heads, d]. Right
+padding needs only the causal mask, because a real token never sees later tokens.
 """
 
 from __future__ import annotations
@@ -32,14 +34,17 @@ MIN_FILL = 0.7
 def pack_params(
     cu_seqlens: Tensor, prefixes: Tensor | None = None, own: Tensor | None = None, positions: Tensor | None = None
 ) -> PackedSeqParams:
-    """Return Megatron's description of a pack with borders `cu_seqlens` [S + 1] int32, for a model forward of batch size 1.
+    """Return Megatron's description of a pack with borders `cu_seqlens` [S + 1] int32, for a model forward of batch
+    size 1.
 
-    `cu_seqlens` and `prefixes` are on the host; the layers' device is that of `positions`. `positions` [T/cp] int64 holds the position of
-    each of this rank's tokens in its sample. None: computed from the borders, for layers on the host.
+    `cu_seqlens` and `prefixes` are on the host; the layers' device is that of `positions`. `positions` [T/cp] int64
+    holds the position of each of this rank's tokens in its sample. None: computed from the borders, for layers on the
+    host.
 
-    `prefixes` [S] int64 holds the index of the sequence that each sequence continues, or -1. A sequence sees its prefix's tokens before
-    its own, and its positions continue the prefix's. A prefix has no prefix of its own. Only `TorchAttention` supports prefixes. `own`
-    [T/cp] int64 are the pack positions of a context-parallel rank's tokens; None when the rank holds all tokens.
+    `prefixes` [S] int64 holds the index of the sequence that each sequence continues, or -1. A sequence sees its
+    prefix's tokens before its own, and its positions continue the prefix's. A prefix has no prefix of its own. Only
+    `TorchAttention` supports prefixes. `own` [T/cp] int64 are the pack positions of a context-parallel rank's tokens;
+    None when the rank holds all tokens.
     """
     lengths = cu_seqlens.diff()
     before = prefix_lengths(lengths, prefixes)
@@ -48,8 +53,11 @@ def pack_params(
         positions = torch.arange(int(cu_seqlens[-1])) + (before - cu_seqlens[:-1]).repeat_interleave(lengths)
         positions = positions if own is None else positions[own]
     borders = moved(cu_seqlens, positions.device)
-    packed = PackedSeqParams(qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest, max_seqlen_kv=longest)
-    if own is not None:  # Transformer Engine needs these too; padding belongs to the sequence before it, and no token sees it
+    packed = PackedSeqParams(
+        qkv_format="thd", cu_seqlens_q=borders, cu_seqlens_kv=borders, max_seqlen_q=longest, max_seqlen_kv=longest
+    )
+    # Transformer Engine needs these too; padding belongs to the sequence before it, and no token sees it
+    if own is not None:
         packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = borders
     packed.positions, packed.host_borders = positions, cu_seqlens
     packed.prefixes = None if prefixes is None else prefixes.tolist()
@@ -57,7 +65,8 @@ def pack_params(
 
 
 def prefix_lengths(lengths: Tensor, prefixes: Tensor | None) -> Tensor:
-    """Return [S]: the number of prefix tokens that each sequence sees, from the sequences' own lengths [S] in the same dtype."""
+    """Return [S]: the number of prefix tokens that each sequence sees, from the sequences' own lengths [S] in the same
+    dtype."""
     if prefixes is None:
         return torch.zeros_like(lengths)
     return torch.where(prefixes < 0, 0, lengths[prefixes.clamp(min=0)])
@@ -67,8 +76,9 @@ def prefix_lengths(lengths: Tensor, prefixes: Tensor | None) -> Tensor:
 class Batches:
     """The batches of a pack, and the way back to it.
 
-    `rows[i]` [S_i, L_i] int64 are the pack positions of batch i: a prefix, then the tokens that continue it, then padding that repeats
-    position 0. `back` [T] int64 is the index of each token among the rows of all batches, concatenated.
+    `rows[i]` [S_i, L_i] int64 are the pack positions of batch i: a prefix, then the tokens that continue it, then
+    padding that repeats position 0. `back` [T] int64 is the index of each token among the rows of all batches,
+    concatenated.
     """
 
     rows: tuple[Tensor, ...]
@@ -76,11 +86,14 @@ class Batches:
 
 
 def batch_sequences(borders: list[int], device: torch.device, prefixes: list[int] | None = None) -> Batches:
-    """Group the sequences between `borders` (cu_seqlens) by the number of tokens that they see: their prefix, if any, and themselves."""
+    """Group the sequences between `borders` (cu_seqlens) by the number of tokens that they see: their prefix, if any,
+    and themselves."""
     own = list(pairwise(borders))
     before = [(0, 0) if prefixes is None or prefixes[i] < 0 else own[prefixes[i]] for i in range(len(own))]
     # (tokens seen, start of the prefix, length of the prefix, start of the sequence)
-    spans = sorted(((q - p + b - a, p, q - p, a) for (a, b), (p, q) in zip(own, before, strict=True) if b > a), reverse=True)
+    spans = sorted(
+        ((q - p + b - a, p, q - p, a) for (a, b), (p, q) in zip(own, before, strict=True) if b > a), reverse=True
+    )
     groups: list[list[tuple[int, int, int, int]]] = []
     for span in spans:
         if not groups or span[0] < MIN_FILL * groups[-1][0][0]:
@@ -88,7 +101,9 @@ def batch_sequences(borders: list[int], device: torch.device, prefixes: list[int
         groups[-1].append(span)
     rows, back, offset = [], torch.empty(borders[-1], dtype=torch.int64), 0
     for group in groups:
-        seen, prefix_starts, prefix_sizes, starts = (torch.tensor(values)[:, None] for values in zip(*group, strict=True))
+        seen, prefix_starts, prefix_sizes, starts = (
+            torch.tensor(values)[:, None] for values in zip(*group, strict=True)
+        )
         column = torch.arange(group[0][0])
         index = torch.where(column < prefix_sizes, prefix_starts + column, starts + column - prefix_sizes)
         index = torch.where(column < seen, index, 0)
@@ -107,7 +122,8 @@ def _batches_of(packed: PackedSeqParams) -> Batches:
 
 
 class Rotary:
-    """Rotary positions: `frequencies` [n] float32, in radians per position, rotate the first 2n dimensions of a head; the others stay.
+    """Rotary positions: `frequencies` [n] float32, in radians per position, rotate the first 2n dimensions of a head;
+    the others stay.
 
     cos and sin are multiplied by `factor` (yarn's attention factor). `interleaved` is as in `elementwise.rotate`.
     """
@@ -124,8 +140,8 @@ class Rotary:
         return rotate(query, cos, sin, self.interleaved), rotate(key, cos, sin, self.interleaved)
 
     def of_pack(self, packed: PackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, [T, 1, n] or [T/cp, 1, n], of each token's position in its sample. The first layer that asks computes
-        them."""
+        """Return cos and sin, [T, 1, n] or [T/cp, 1, n], of each token's position in its sample. The first layer that
+        asks computes them."""
         rotations = vars(packed).setdefault("rotations", {})
         if self not in rotations:
             rotations[self] = self.at(packed.positions[:, None], dtype)
@@ -140,9 +156,9 @@ class Rotary:
 class TorchAttention(MegatronModule):
     """Causal self-attention as a megatron-core `core_attention` module: packed (thd) or plain (sbhd), no dropout.
 
-    It rotates queries and keys by `rotary`; Megatron's own rotation, much slower on packs, is off. `build._set_rotary` sets `rotary` and
-    `softcap`. The window comes from Megatron's configuration. `softmax_offset` holds the sinks [h] of this rank's heads, or None.
-    Megatron's own attention has the same parameter name and checkpoint key.
+    It rotates queries and keys by `rotary`; Megatron's own rotation, much slower on packs, is off. `build._set_rotary`
+    sets `rotary` and `softcap`. The window comes from Megatron's configuration. `softmax_offset` holds the sinks [h] of
+    this rank's heads, or None. Megatron's own attention has the same parameter name and checkpoint key.
     """
 
     rotary: Rotary | None = None
@@ -162,16 +178,21 @@ class TorchAttention(MegatronModule):
     ):
         super().__init__(config=config)
         assert attn_mask_type == AttnMaskType.causal and config.softmax_type in ("vanilla", "learnable")
-        assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "no tensor-parallel dropout generator"
+        assert not (config.attention_dropout if attention_dropout is None else attention_dropout), (
+            "no tensor-parallel dropout generator"
+        )
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
         windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
-        self.window = config.window_size[0] + 1 if windowed else None  # Megatron's window size excludes the token itself
+        # Megatron's window size excludes the token itself
+        self.window = config.window_size[0] + 1 if windowed else None
         self.cp_group = pg_collection.cp if pg_collection is not None and pg_collection.cp.size() > 1 else None
         self.tp_group = pg_collection.tp if pg_collection is not None else None
         self.softmax_offset = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
-            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device()))
+            self.softmax_offset = torch.nn.Parameter(
+                torch.zeros(heads, dtype=config.params_dtype, device=torch.cuda.current_device())
+            )
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -208,7 +229,9 @@ class TorchAttention(MegatronModule):
             query, key = self._rotated(query, key, packed_seq_params)
             return context_attention(query, key, value, packed_seq_params, self.cp_group, self.scale, *masking)
         batches = _batches_of(packed_seq_params)
-        assert batches.back.numel() == query.shape[0], f"cu_seqlens end at {batches.back.numel()}, the pack has {query.shape[0]} tokens"
+        assert batches.back.numel() == query.shape[0], (
+            f"cu_seqlens end at {batches.back.numel()}, the pack has {query.shape[0]} tokens"
+        )
         query, key = self._rotated(query, key, packed_seq_params)
         outputs = []
         for rows in batches.rows:

@@ -1,10 +1,11 @@
-"""Delayed scaling: an FP8 scale follows the largest magnitudes (amaxes) of earlier micro-batches, so a step reads each tensor only once.
+"""Delayed scaling: an FP8 scale follows the largest magnitudes (amaxes) of earlier micro-batches, so a step reads each
+tensor only once.
 
-A torch version with the bookkeeping of Transformer Engine 2.20 (`FP8GlobalStateManager`) under Megatron's HybridModel. Scales of inputs
-and weights change at the end of the decoder's forward pass, if gradients are enabled. Scales of gradients change at the end of its backward
-pass. Each change follows a max-reduction over the tensor-, data- and context-parallel ranks of the stage, whose n-th linears share their
-scales. A pass without gradients changes no scale, but its amaxes count in the next change. A weight keeps one scale for all micro-batches
-of a pass.
+A torch version with the bookkeeping of Transformer Engine 2.20 (`FP8GlobalStateManager`) under Megatron's HybridModel.
+Scales of inputs and weights change at the end of the decoder's forward pass, if gradients are enabled. Scales of
+gradients change at the end of its backward pass. Each change follows a max-reduction over the tensor-, data- and
+context-parallel ranks of the stage, whose n-th linears share their scales. A pass without gradients changes no scale,
+but its amaxes count in the next change. A weight keeps one scale for all micro-batches of a pass.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ INPUT, WEIGHT, GRADIENT = range(3)
 
 
 class DelayedScaling:
-    """Scales [n, 3] float32 of the input, weight and output gradient of n linears, and the history `amaxes` [length, n, 3] that sets
-    them.
+    """Scales [n, 3] float32 of the input, weight and output gradient of n linears, and the history `amaxes` [length, n,
+    3] that sets them.
 
-    Row 0 of `amaxes` collects for the coming change; until then it covers this rank only. The other rows are of earlier changes, oldest
-    first.
+    Row 0 of `amaxes` collects for the coming change; until then it covers this rank only. The other rows are of earlier
+    changes, oldest first.
     """
 
     def __init__(self, count: int, history: History, gradients: torch.dtype, group: dist.ProcessGroup):
@@ -45,12 +46,14 @@ class DelayedScaling:
         self.gradients = gradients
 
     def begin(self) -> None:
-        """Start a series of micro-batches with weights not rounded yet: drop the cached weight scales and the queues for recompute."""
+        """Start a series of micro-batches with weights not rounded yet: drop the cached weight scales and the queues
+        for recompute."""
         self._weight_scales.clear()
         self._recomputed.clear()
 
     def run(self, stack: Callable[..., Tensor], hidden: Tensor, **options: Any) -> Tensor:
-        """Run the decoder's forward pass `stack` and update the scales that depend on it. `hidden` [T, 1, H] enters the decoder."""
+        """Run the decoder's forward pass `stack` and update the scales that depend on it. `hidden` [T, 1, H] enters the
+        decoder."""
         self._forward, self._trains = True, torch.is_grad_enabled()
         if self._trains and hidden.requires_grad:
             hidden.register_hook(lambda gradient: self.update([GRADIENT]))
@@ -64,7 +67,8 @@ class DelayedScaling:
 
     def operands(self, index: int, x: Tensor, weight: Tensor) -> DelayedOperands:
         """Record the amaxes of x [..., in] and of the weight [out, in]. Return how linear `index` rounds them now."""
-        if not self._forward:  # recompute in the backward pass: reuse the first pass's scales; its amaxes are already recorded
+        # recompute in the backward pass: reuse the first pass's scales; its amaxes are already recorded
+        if not self._forward:
             return self._recomputed[index].popleft()
         if index not in self._weight_scales:
             self.note(index, WEIGHT, weight)
@@ -141,7 +145,13 @@ class Slot:
         return self.scaling.operands(self.index, x, weight)
 
 
-def delay(chunks: Sequence[nn.Module], linears: Sequence[Any], history: History, gradients: torch.dtype, group: dist.ProcessGroup) -> None:
+def delay(
+    chunks: Sequence[nn.Module],
+    linears: Sequence[Any],
+    history: History,
+    gradients: torch.dtype,
+    group: dist.ProcessGroup,
+) -> None:
     """Give the linears of the bare chunks delayed scales, in one `DelayedScaling` for all."""
     scaling = DelayedScaling(len(linears), history, gradients, group)
     for index, linear in enumerate(linears):

@@ -12,8 +12,8 @@ from megagrpo.policy.fp8.tensor import dense, is_fp8
 
 
 class DenseWeight:
-    """View of an FP8 parameter for code that slices tensors: the parameter's attributes, but `data` and `detach()` return a new dense
-    copy in its dtype, and `store` writes dense values back."""
+    """View of an FP8 parameter for code that slices tensors: the parameter's attributes, but `data` and `detach()`
+    return a new dense copy in its dtype, and `store` writes dense values back."""
 
     def __init__(self, weight: Tensor):
         self.weight = weight
@@ -37,8 +37,8 @@ class DenseWeight:
 
 @torch.no_grad()
 def write(weight: Tensor, values: Tensor) -> None:
-    """Replace the values of a weight by `values`, both [out, in]. An FP8 weight rounds them, and its master starts from the unrounded
-    values (`masters.remember`)."""
+    """Replace the values of a weight by `values`, both [out, in]. An FP8 weight rounds them, and its master starts from
+    the unrounded values (`masters.remember`)."""
     weight.copy_(values)
     if is_fp8(weight):
         remember(weight, values)

@@ -12,13 +12,14 @@ from megagrpo.platform import device
 from megagrpo.policy.fp8.megatron_patches import patch_recipe
 from megagrpo.policy.fp8.rounding import E4M3, E5M2, Tile
 
-BLOCKS = {"tensorwise": None, "blockwise": 128, "mxfp8": 32}  # elements along the summed dim that share a scale; None: all
+# elements along the summed dim that share a scale; None: all
+BLOCKS = {"tensorwise": None, "blockwise": 128, "mxfp8": 32}
 
 
 @dataclass(frozen=True)
 class History:
-    """How a scale of recipe `delayed` follows from `length` amaxes: from the largest of all ("max") or the newest ("most_recent"), divided
-    by 2^margin."""
+    """How a scale of recipe `delayed` follows from `length` amaxes: from the largest of all ("max") or the newest
+    ("most_recent"), divided by 2^margin."""
 
     length: int = 1024
     algo: str = "max"
@@ -45,7 +46,9 @@ class Fp8:
         if model.fp8_recipe == "none":
             return None
         if wrong := [i for i in model.bf16_layers if not -num_layers <= i < num_layers]:
-            problem = f"{wrong[0]} is out of range: the model has {num_layers} layers; use -{num_layers} to {num_layers - 1}"
+            problem = (
+                f"{wrong[0]} is out of range: the model has {num_layers} layers; use -{num_layers} to {num_layers - 1}"
+            )
             raise ValueError(f"model.bf16_layers: {problem}")
         history = History(model.fp8_amax_history_len, model.fp8_amax_compute_algo, model.fp8_margin)
         return cls(
@@ -58,13 +61,16 @@ class Fp8:
         )
 
     def megatron_config(self) -> dict[str, Any]:
-        """Return the fields of Megatron's configuration that select this recipe in Transformer Engine; `keep_in_bf16` sets the rest.
+        """Return the fields of Megatron's configuration that select this recipe in Transformer Engine; `keep_in_bf16`
+        sets the rest.
 
-        Without Transformer Engine it is empty, and `quantise_linears` emulates the recipe. Raises ValueError when this GPU does not
-        support the recipe.
+        Without Transformer Engine it is empty, and `quantise_linears` emulates the recipe. Raises ValueError when this
+        GPU does not support the recipe.
         """
         if problem := device.fp8_problem(self.recipe):
-            raise ValueError(f"model.fp8_recipe: {self.recipe} does not run here: {problem}; choose none or another recipe")
+            raise ValueError(
+                f"model.fp8_recipe: {self.recipe} does not run here: {problem}; choose none or another recipe"
+            )
         if not device.has_transformer_engine():
             return {}
         patch_recipe()

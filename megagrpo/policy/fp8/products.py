@@ -1,8 +1,8 @@
 """Linear layers whose products run in emulated FP8, without Transformer Engine.
 
-The emulation rounds the operands of all three products of a linear: forward, gradient of the input, gradient of the weight. It rounds to
-FP8 with the recipe's scales, as Transformer Engine 2.20 does, and accumulates in float32. It shows the effect of FP8 on a model's
-numbers. It is slower than no FP8, and it takes the memory of dense numbers.
+The emulation rounds the operands of all three products of a linear: forward, gradient of the input, gradient of the
+weight. It rounds to FP8 with the recipe's scales, as Transformer Engine 2.20 does, and accumulates in float32. It shows
+the effect of FP8 on a model's numbers. It is slower than no FP8, and it takes the memory of dense numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from megagrpo.policy.fp8.tensor import store_in_fp8
 
 
 class Operands(Protocol):
-    """Rounds the operands of one linear's products to FP8. `dim` is the dim that the product sums over. Results are float32."""
+    """Rounds the operands of one linear's products to FP8. `dim` is the dim that the product sums over. Results are
+    float32."""
 
     def input(self, x: Tensor, dim: int) -> Tensor:
         """Return x [rows, width], rounded."""
@@ -35,13 +36,21 @@ class Operands(Protocol):
         """Return the output's gradient [rows, width], rounded."""
 
 
-def quantise_linears(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int, amax_group: torch.distributed.ProcessGroup) -> None:
-    """Make the linears of the bare chunks' decoder layers, experts included, multiply in emulated FP8 as the recipe says.
+def quantise_linears(
+    chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int, amax_group: torch.distributed.ProcessGroup
+) -> None:
+    """Make the linears of the bare chunks' decoder layers, experts included, multiply in emulated FP8 as the recipe
+    says.
 
-    Weights keep their values, or are rounded to FP8 with `fp8.keeps_weights`. The ranks of `amax_group` share delayed scales.
+    Weights keep their values, or are rounded to FP8 with `fp8.keeps_weights`. The ranks of `amax_group` share delayed
+    scales.
     """
-    inside = [layer for layer in layers_of(chunks) if (layer.layer_number - 1) // layers_per_block not in fp8.bf16_layers]
-    linears: list[Any] = [m for layer in inside for m in layer.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))]
+    inside = [
+        layer for layer in layers_of(chunks) if (layer.layer_number - 1) // layers_per_block not in fp8.bf16_layers
+    ]
+    linears: list[Any] = [
+        m for layer in inside for m in layer.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear))
+    ]
     if fp8.keeps_weights:
         patch_optimizer()
     for linear in linears:
@@ -56,14 +65,16 @@ def quantise_linears(chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: in
 class Quantised:
     """A parallel linear whose products go through `fp8`.
 
-    As in Transformer Engine, a rank's part of a tensor has its own scales. An input that sequence parallelism gathers has the scales of
-    the whole.
+    As in Transformer Engine, a rank's part of a tensor has its own scales. An input that sequence parallelism gathers
+    has the scales of the whole.
     """
 
     fp8: CurrentScaling | Slot
     tp_group: torch.distributed.ProcessGroup
 
-    def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, **options: Any) -> Tensor:
+    def _forward_impl(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, *, sequence_parallel: bool, **options: Any
+    ) -> Tensor:
         if sequence_parallel:
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=self.tp_group)
         operands = self.fp8.operands(input, weight)
@@ -72,16 +83,20 @@ class Quantised:
 
 
 class Product(torch.autograd.Function):
-    """x W^T of x [..., in] and W [out, in] in FP8; the backward pass computes dy W, all-reduced over `group` if given, and dy^T x.
+    """x W^T of x [..., in] and W [out, in] in FP8; the backward pass computes dy W, all-reduced over `group` if given,
+    and dy^T x.
 
     Each product rounds its operands for itself. Results have the dtypes of x and W.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, operands: Operands, group: torch.distributed.ProcessGroup | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, operands: Operands, group: torch.distributed.ProcessGroup | None
+    ) -> Tensor:
         """Return the product [..., out]."""
         ctx.save_for_backward(x)
-        ctx.weight, ctx.operands, ctx.group = weight, operands, group  # the weight stays in memory anyway and may be an Fp8Tensor
+        # the weight stays in memory anyway and may be an Fp8Tensor
+        ctx.weight, ctx.operands, ctx.group = weight, operands, group
         product = operands.input(x.flatten(0, -2), 1) @ operands.weight(weight, 1).t()
         return product.to(x.dtype).view(*x.shape[:-1], -1)
 

@@ -20,7 +20,8 @@ def codes(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """Return x [...] in float32 after rounding x * scale to `dtype` and dividing by the scale. Values too large saturate."""
+    """Return x [...] in float32 after rounding x * scale to `dtype` and dividing by the scale. Values too large
+    saturate."""
     return codes(x, dtype, scale).float() / scale
 
 
@@ -51,8 +52,8 @@ def largest(tiles: Tensor) -> Tensor:
 
 
 def scale_for(magnitudes: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:
-    """Return float32 scales [...] that map each magnitude [...] to the largest number of `dtype`; with `power_of_two` they are rounded
-    down to a power of two.
+    """Return float32 scales [...] that map each magnitude [...] to the largest number of `dtype`; with `power_of_two`
+    they are rounded down to a power of two.
 
     The scale is 1 where a magnitude is 0 or not finite.
     """

@@ -24,10 +24,11 @@ from megagrpo.policy.fp8.megatron_patches import OutsideFp8
 
 @dataclass(frozen=True)
 class _Linear:
-    """Views of one linear's amaxes [length, 3] and scales [3]. Row 0 of the amaxes collects for the coming change, as in `DelayedScaling`.
+    """Views of one linear's amaxes [length, 3] and scales [3]. Row 0 of the amaxes collects for the coming change, as
+    in `DelayedScaling`.
 
-    The three columns are input, weight and output gradient. Transformer Engine keeps them in two places and has one more column, for
-    outputs, which are not rounded.
+    The three columns are input, weight and output gradient. Transformer Engine keeps them in two places and has one
+    more column, for outputs, which are not rounded.
     """
 
     amaxes: tuple[Tensor, ...]
@@ -47,10 +48,11 @@ class _Linear:
 
 @torch.no_grad()
 def sharded_scales(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, ShardedTensor]:
-    """Return amaxes [1 or experts, length, 3] and scales [1 or experts, 3] of every FP8 linear, by name; empty without delayed scaling.
+    """Return amaxes [1 or experts, length, 3] and scales [1 or experts, 3] of every FP8 linear, by name; empty without
+    delayed scaling.
 
-    Collective over the ranks that share scales: the amaxes noted since the last change of scales are max-reduced over them. This does
-    not change any later scale.
+    Collective over the ranks that share scales: the amaxes noted since the last change of scales are max-reduced over
+    them. This does not change any later scale.
     """
     linears = _linears(chunks)
     _share_newest([linear for group in linears.values() for linear in group], layout)
@@ -68,7 +70,8 @@ def sharded_scales(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, Sha
 
 @torch.no_grad()
 def load_scales(chunks: Sequence[nn.Module], loaded: dict[str, Tensor]) -> None:
-    """Load the tensors of a checkpoint: [1 or experts, length, 3] and [1 or experts, 3], keyed as in `sharded_scales`."""
+    """Load the tensors of a checkpoint: [1 or experts, length, 3] and [1 or experts, 3], keyed as in
+    `sharded_scales`."""
     for name, group in _linears(chunks).items():
         amaxes, scales = loaded[f"fp8.{name}.amaxes"], loaded[f"fp8.{name}.scales"]
         for linear, *values in zip(group, amaxes, scales, strict=True):
@@ -76,13 +79,15 @@ def load_scales(chunks: Sequence[nn.Module], loaded: dict[str, Tensor]) -> None:
 
 
 def _linears(chunks: Sequence[nn.Module]) -> dict[str, list[_Linear]]:
-    """Return this rank's FP8 linears by module name in the whole model, without expert numbers: one entry per local expert, else a
-    single one."""
+    """Return this rank's FP8 linears by module name in the whole model, without expert numbers: one entry per local
+    expert, else a single one."""
     linears: dict[str, list[_Linear]] = defaultdict(list)
     for chunk in chunks:
         for layer in (layer for layer in layers_of([chunk]) if not isinstance(layer, OutsideFp8)):
             for name, module in layer.named_modules():
-                linears[f"layers.{layer.layer_number - 1}.{re.sub(r'[.]local_experts[.][0-9]+', '', name)}"] += _of(module, chunk.config)
+                linears[f"layers.{layer.layer_number - 1}.{re.sub(r'[.]local_experts[.][0-9]+', '', name)}"] += _of(
+                    module, chunk.config
+                )
     return {name: group for name, group in linears.items() if group}
 
 
@@ -94,9 +99,11 @@ def _of(module: Any, config: TransformerConfig) -> Iterator[_Linear]:
 
 
 def _of_transformer_engine(module: Any, config: TransformerConfig) -> Iterator[_Linear]:
-    """Yield the views of a Transformer Engine module. Its `_extra_state` is no alternative: a pickle that Transformer Engine refuses to
-    load."""
-    if not hasattr(module, "fp8_meta") or not any(name.startswith("weight") for name, _ in module.named_parameters(recurse=False)):
+    """Yield the views of a Transformer Engine module. Its `_extra_state` is no alternative: a pickle that Transformer
+    Engine refuses to load."""
+    if not hasattr(module, "fp8_meta") or not any(
+        name.startswith("weight") for name, _ in module.named_parameters(recurse=False)
+    ):
         return
     meta, count = module.fp8_meta, getattr(module, "num_gemms", 1)
     if "scaling_fwd" not in meta:  # nothing has been multiplied yet

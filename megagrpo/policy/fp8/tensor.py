@@ -1,7 +1,9 @@
-"""Weights stored as FP8 numbers and scales between steps (`model.fp8_param`), and functions that read any weight, FP8 or not.
+"""Weights stored as FP8 numbers and scales between steps (`model.fp8_param`), and functions that read any weight, FP8
+or not.
 
-An FP8 weight is a tensor of Transformer Engine's classes or, without it, an `Fp8Tensor`. A product reads the same numbers as without
-`model.fp8_param`, where bf16 weights are rounded for each product. Both therefore take the same steps, bit for bit.
+An FP8 weight is a tensor of Transformer Engine's classes or, without it, an `Fp8Tensor`. A product reads the same
+numbers as without `model.fp8_param`, where bf16 weights are rounded for each product. Both therefore take the same
+steps, bit for bit.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from megagrpo.policy.fp8.rounding import E4M3, Tile, codes, largest, scale_for, 
 
 
 class Fp8Tensor(torch.Tensor):
-    """A matrix stored as e4m3 `numbers` [rows, width] uint8 and float32 `scales` [tiles down, tiles across]; numbers = rounded(value *
-    scale).
+    """A matrix stored as e4m3 `numbers` [rows, width] uint8 and float32 `scales` [tiles down, tiles across]; numbers =
+    rounded(value * scale).
 
-    To other code it has dtype `dtype`: operations use `dequantize()`, and `copy_` rounds its argument. In-place operations other than
-    `copy_` raise TypeError. Its counterparts are Transformer Engine's Float8Tensor and Float8BlockwiseQTensor, which need a GPU.
+    To other code it has dtype `dtype`: operations use `dequantize()`, and `copy_` rounds its argument. In-place
+    operations other than `copy_` raise TypeError. Its counterparts are Transformer Engine's Float8Tensor and
+    Float8BlockwiseQTensor, which need a GPU.
     """
 
     numbers: Tensor
@@ -39,16 +42,21 @@ class Fp8Tensor(torch.Tensor):
     def of(cls, dense: Tensor, tile: Tile, power_of_two: bool) -> Fp8Tensor:
         """Round `dense` [rows, width], whose dtype the result reports.
 
-        Each tile's largest magnitude maps to the largest e4m3 number; with `power_of_two` the scale is rounded down to a power of two.
+        Each tile's largest magnitude maps to the largest e4m3 number; with `power_of_two` the scale is rounded down to
+        a power of two.
         """
         down, across = (-(-size // by) for size, by in zip(dense.shape, tile, strict=True))
-        numbers, scales = dense.new_empty(dense.shape, dtype=torch.uint8), dense.new_empty(down, across, dtype=torch.float32)
+        numbers, scales = (
+            dense.new_empty(dense.shape, dtype=torch.uint8),
+            dense.new_empty(down, across, dtype=torch.float32),
+        )
         made = cls(numbers, scales, tile, power_of_two, dense.dtype)
         made.quantize(dense)
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of the tensors inside and the other attributes, the protocol of torch and Transformer Engine."""
+        """Return the names of the tensors inside and the other attributes, the protocol of torch and Transformer
+        Engine."""
         return ["numbers", "scales"], (self.tile, self.power_of_two, self.dtype)
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -73,7 +81,8 @@ class Fp8Tensor(torch.Tensor):
     from_float8 = dequantize
 
     def quantize_part(self, tiles: Tensor, part: slice = slice(None)) -> None:
-        """Round `tiles` of the whole matrix, as `rounding.tiled` cuts it, by the current scales; write `part` of the numbers.
+        """Round `tiles` of the whole matrix, as `rounding.tiled` cuts it, by the current scales; write `part` of the
+        numbers.
 
         `part` is a slice of the flattened matrix [rows * width].
         """
@@ -109,12 +118,14 @@ class Fp8Tensor(torch.Tensor):
 
 
 def is_fp8(weight: Tensor) -> bool:
-    """Return whether a weight [...] is stored as FP8 numbers and scales, in an `Fp8Tensor` or in Transformer Engine's classes."""
+    """Return whether a weight [...] is stored as FP8 numbers and scales, in an `Fp8Tensor` or in Transformer Engine's
+    classes."""
     return fp8_utils.is_float8tensor(weight)
 
 
 def dense(weight: Tensor) -> Tensor:
-    """Return a weight's values [...] in its dtype, without gradient: dequantized from FP8, or a plain tensor's own memory."""
+    """Return a weight's values [...] in its dtype, without gradient: dequantized from FP8, or a plain tensor's own
+    memory."""
     return weight.detach().dequantize() if is_fp8(weight) else weight.detach()
 
 
@@ -128,8 +139,8 @@ def _inner_names(weight: Any) -> list[str]:
 
 
 def copied(weight: Tensor) -> Tensor:
-    """Return a copy of a weight [...] without gradient and with its own storage. clone() of Transformer Engine's tensors would share the
-    scale."""
+    """Return a copy of a weight [...] without gradient and with its own storage. clone() of Transformer Engine's
+    tensors would share the scale."""
     if not is_fp8(weight):
         return weight.detach().clone()
     made = weight.detach()

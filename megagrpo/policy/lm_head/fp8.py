@@ -15,24 +15,30 @@ ROWS_AT_A_TIME = 2**14  # rows that exist in float32 at a time; a multiple of FP
 
 
 class Factor(NamedTuple):
-    """An operand of the kernel: values [rows, H]; with FP8 also float32 scales, [1] or [rows or rows / 128, H / 128], else None."""
+    """An operand of the kernel: values [rows, H]; with FP8 also float32 scales, [1] or [rows or rows / 128, H / 128],
+    else None."""
 
     values: Tensor
     scales: Tensor | None
 
 
 def in_fp8(values: Tensor, recipe: str, rows_per_block: int) -> Factor:
-    """Quantize `values` [rows, H], any float dtype, to float8_e4m3fn and the float32 scales to multiply it by; "blockwise" has one scale
-    per `rows_per_block` x 128.
+    """Quantize `values` [rows, H], any float dtype, to float8_e4m3fn and the float32 scales to multiply it by;
+    "blockwise" has one scale per `rows_per_block` x 128.
 
-    Each block's largest element becomes the largest e4m3 number; a block of zeros stays zero. Raises ValueError for another recipe.
+    Each block's largest element becomes the largest e4m3 number; a block of zeros stays zero. Raises ValueError for
+    another recipe.
     """
     if recipe not in RECIPES:
         raise ValueError(f"recipe: {recipe!r} is not one of {', '.join(RECIPES)}")
     limit = torch.finfo(torch.float8_e4m3fn).max
     rounded = torch.empty_like(values, dtype=torch.float8_e4m3fn)
     if recipe == "tensorwise":
-        largest = torch.linalg.vector_norm(values, torch.inf).float() if values.numel() else values.new_zeros((), dtype=torch.float32)
+        largest = (
+            torch.linalg.vector_norm(values, torch.inf).float()
+            if values.numel()
+            else values.new_zeros((), dtype=torch.float32)
+        )
         scale = torch.where(largest > 0, largest / limit, 1.0)
         for rows in chunks(values.shape[0], ROWS_AT_A_TIME):
             rounded[rows] = (values[rows].float() / scale).clamp_(-limit, limit).to(rounded.dtype)
@@ -49,4 +55,7 @@ def in_fp8(values: Tensor, recipe: str, rows_per_block: int) -> Factor:
         grid = (grid / scale[:, None, :, None]).clamp_(-limit, limit)
         rounded[rows] = grid.view_as(padded)[:height, :width].to(rounded.dtype)
         scales.append(scale)
-    return Factor(rounded, torch.cat(scales) if scales else values.new_zeros(0, -(-values.shape[1] // FP8_BLOCK), dtype=torch.float32))
+    return Factor(
+        rounded,
+        torch.cat(scales) if scales else values.new_zeros(0, -(-values.shape[1] // FP8_BLOCK), dtype=torch.float32),
+    )

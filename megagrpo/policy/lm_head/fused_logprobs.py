@@ -1,23 +1,25 @@
 """The LM head and its softmax in one Triton kernel, used by `vocab_logprobs(..., fused=True)`.
 
-Without gradients ahead of the backward pass (`upstream`), the forward pass is one product, and no logit is written to memory. A program
-multiplies one block of tokens with one part of the vocabulary, tile by tile, and keeps four numbers per token. torch combines the parts,
-then the tensor-parallel ranks.
+Without gradients ahead of the backward pass (`upstream`), the forward pass is one product, and no logit is written to
+memory. A program multiplies one block of tokens with one part of the vocabulary, tile by tile, and keeps four numbers
+per token. torch combines the parts, then the tensor-parallel ranks.
 
-With gradients it works on one chunk of tokens at a time. The kernel also writes the chunk's logits, 16 bits each, to scratch. Once the
-ranks know the chunk's normaliser, a second kernel turns the logits into gradients in place. Two cuBLAS products then make the gradients
-of hidden states and head. The scratch is `SCRATCH_BYTES` at most: a larger vocabulary means fewer tokens per chunk, not more memory.
+With gradients it works on one chunk of tokens at a time. The kernel also writes the chunk's logits, 16 bits each, to
+scratch. Once the ranks know the chunk's normaliser, a second kernel turns the logits into gradients in place. Two
+cuBLAS products then make the gradients of hidden states and head. The scratch is `SCRATCH_BYTES` at most: a larger
+vocabulary means fewer tokens per chunk, not more memory.
 
-- With gradients ahead of the backward pass: three products of N x V x H in all, as many as a head that keeps all logits. In addition
-  each logit is written once, read and written once, and read twice, at 2 bytes; each chunk adds to the head's gradient in float32.
+- With gradients ahead of the backward pass: three products of N x V x H in all, as many as a head that keeps all
+  logits. In addition each logit is written once, read and written once, and read twice, at 2 bytes; each chunk adds to
+  the head's gradient in float32.
 - Without: four products, since the forward pass keeps nothing.
 
-The 16-bit value is not the logit but its distance from the largest logit so far, so likely tokens are the most precise. Log-probs and
-entropy come from float32 sums.
+The 16-bit value is not the logit but its distance from the largest logit so far, so likely tokens are the most precise.
+Log-probs and entropy come from float32 sums.
 
-With an FP8 recipe hidden states and head are multiplied as float8_e4m3, scaled to its range. "tensorwise" has one scale per tensor.
-"blockwise" has one per token and 128 features, and one per 128 x 128 of the head. The gradients' products use the unquantized inputs, in
-their own dtype (a straight-through gradient). The FP8 copies take one byte per element.
+With an FP8 recipe hidden states and head are multiplied as float8_e4m3, scaled to its range. "tensorwise" has one scale
+per tensor. "blockwise" has one per token and 128 features, and one per 128 x 128 of the head. The gradients' products
+use the unquantized inputs, in their own dtype (a straight-through gradient). The FP8 copies take one byte per element.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ from megagrpo.policy.lm_head.vocab_shard import LOWEST, Softmax, VocabShard
 SCRATCH_BYTES = FUSED_SCRATCH_BYTES
 MAX_SPLITS = 128  # limit of the vocabulary's parts; each takes 16 bytes per token
 GRADIENT_TILE = 16  # tokens whose logits one program turns into gradients
-GROUP = 11  # blocks of tokens that share rows of the head in the L2 cache; 11 x 12 parts fill the 132 processors of an H100
+# blocks of tokens that share rows of the head in the L2 cache; 11 x 12 parts fill the 132 processors of an H100
+GROUP = 11
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ TILES = Tiles()
 FP8_TILES = Tiles(vocab=128, hidden=FP8_BLOCK)  # restarting the sums takes registers: half as many columns
 
 
-def refusal(hidden_dtype: torch.dtype, hidden_size: int, truncation: bool, exact_kl: bool, fp8: bool = False) -> str | None:
+def refusal(
+    hidden_dtype: torch.dtype, hidden_size: int, truncation: bool, exact_kl: bool, fp8: bool = False
+) -> str | None:
     """Return why the kernels cannot run, as the rest of a sentence; None when they can."""
     if exact_kl:
         return "exact KL needs the logits of two models"
@@ -72,16 +77,20 @@ def refusal(hidden_dtype: torch.dtype, hidden_size: int, truncation: bool, exact
 
 
 def num_splits(num_blocks: int, num_tiles: int, processors: int) -> int:
-    """Return the number of parts to split the vocabulary's tiles into, so that blocks of tokens times parts keep all processors busy.
+    """Return the number of parts to split the vocabulary's tiles into, so that blocks of tokens times parts keep all
+    processors busy.
 
     It is the number that takes the fewest rounds of tiles; on a tie the smallest.
     """
-    rounds = {s: -(-num_blocks * s // processors) * -(-num_tiles // s) for s in range(1, min(MAX_SPLITS, num_tiles) + 1)}
+    rounds = {
+        s: -(-num_blocks * s // processors) * -(-num_tiles // s) for s in range(1, min(MAX_SPLITS, num_tiles) + 1)
+    }
     return min(rounds, key=lambda s: (rounds[s], s))
 
 
 def chunk_tokens(num_columns: int, itemsize: int, tiles: Tiles) -> int:
-    """Return how many tokens' logits and references fit into the scratch; a multiple of a block if at least one block fits."""
+    """Return how many tokens' logits and references fit into the scratch; a multiple of a block if at least one block
+    fits."""
     bytes_per_token = _width(num_columns) * itemsize + -(-num_columns // tiles.vocab) * 4
     fitting = max(1, SCRATCH_BYTES // bytes_per_token)
     return fitting // tiles.tokens * tiles.tokens or fitting
@@ -93,7 +102,8 @@ def _width(num_columns: int) -> int:
 
 
 class FusedPass:
-    """One pass over the tokens, `chunk` at a time: their log-probs and entropy and, with `stores`, the gradients of their logits."""
+    """One pass over the tokens, `chunk` at a time: their log-probs and entropy and, with `stores`, the gradients of
+    their logits."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, task: HeadTask, stores: bool):
         self._hidden, self._weight, self._task, self._stores = hidden, weight, task, stores
@@ -108,14 +118,19 @@ class FusedPass:
     @cached_property
     def _factors(self) -> tuple[Factor, Factor]:
         """The operands: hidden states, and the head's rows without padding."""
-        hidden, head, recipe = self._hidden.detach().contiguous(), self._weight.detach()[: self._shard.num_rows], self._task.fp8
+        hidden, head, recipe = (
+            self._hidden.detach().contiguous(),
+            self._weight.detach()[: self._shard.num_rows],
+            self._task.fp8,
+        )
         if recipe is None:
             return Factor(hidden, None), Factor(head, None)
         return in_fp8(hidden, recipe, rows_per_block=1), in_fp8(head, recipe, rows_per_block=FP8_BLOCK)
 
     @cached_property
     def _scratch(self) -> Tensor:
-        """[chunk, width] memory with the inputs' element size: logits as float16 or float32, then their gradients in the inputs' dtype."""
+        """[chunk, width] memory with the inputs' element size: logits as float16 or float32, then their gradients in
+        the inputs' dtype."""
         return torch.empty(self.chunk, self._width, dtype=self._hidden.dtype, device=self._hidden.device)
 
     @cached_property
@@ -135,7 +150,8 @@ class FusedPass:
         self._statistics(rows)
 
     def _statistics(self, rows: slice) -> Tensor:
-        """Return the kernel's statistics [4, splits, n] float32. With `stores` the logits of `rows` are then in the scratch."""
+        """Return the kernel's statistics [4, splits, n] float32. With `stores` the logits of `rows` are then in the
+        scratch."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         from megagrpo.policy.lm_head import fused_logprobs_kernels as kernels
@@ -184,11 +200,11 @@ class FusedPass:
         return statistics
 
     def grad_logits(self, rows: slice, results: Tensor, upstream: Tensor) -> Tensor:
-        """Return the gradient of the logits before cap and temperature [n, v], in the inputs' dtype; it overwrites the logits in the
-        scratch.
+        """Return the gradient of the logits before cap and temperature [n, v], in the inputs' dtype; it overwrites the
+        logits in the scratch.
 
-        `results` is the result of `forward` for these rows. `upstream` holds the gradients of log-probs and, with `entropy_gradient`, of
-        entropy.
+        `results` is the result of `forward` for these rows. `upstream` holds the gradients of log-probs and, with
+        `entropy_gradient`, of entropy.
         """
         from megagrpo.policy.lm_head import fused_logprobs_kernels as kernels
 

@@ -1,8 +1,10 @@
-"""Triton kernels of the fused log-probs: an LM head whose logits stay on the chip, and the gradient of logits stored in memory.
+"""Triton kernels of the fused log-probs: an LM head whose logits stay on the chip, and the gradient of logits stored in
+memory.
 
-Operands are N tokens x H, and a rank's v rows of the head x H. Both are read through descriptors (TMA on Hopper and later), which return
-0 out of bounds. Products accumulate in float32. Under Triton's interpreter (TRITON_INTERPRET=1) the same kernels run on a CPU. The
-interpreter multiplies neither bfloat16 nor FP8, so there operands are cast to float32 first (`WIDEN`). This changes no product.
+Operands are N tokens x H, and a rank's v rows of the head x H. Both are read through descriptors (TMA on Hopper and
+later), which return 0 out of bounds. Products accumulate in float32. Under Triton's interpreter (TRITON_INTERPRET=1)
+the same kernels run on a CPU. The interpreter multiplies neither bfloat16 nor FP8, so there operands are cast to
+float32 first (`WIDEN`). This changes no product.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False
@@ -14,7 +16,8 @@ import triton
 import triton.language as tl
 
 SCALE_BLOCK = tl.constexpr(128)  # elements along H, and rows of the head, that share a scale with FP8 "blockwise"
-LEAST_STORED = tl.constexpr(-6e4)  # probability 0, and finite in 16 bits; minus infinity times a probability of 0 would be NaN
+# probability 0, and finite in 16 bits; minus infinity times a probability of 0 would be NaN
+LEAST_STORED = tl.constexpr(-6e4)
 VARYING = ["num_tokens", "num_columns", "num_splits"]  # not specialised: no second compilation for multiples of 16
 
 
@@ -42,7 +45,9 @@ def _logits(
     products = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
     if FP8 == "blockwise":
         tokens = first_token + tl.arange(0, BLOCK_N)
-        tl.static_assert(SCALE_BLOCK % BLOCK_V == 0 and BLOCK_H == SCALE_BLOCK, "a tile must not need two scales of the head")
+        tl.static_assert(
+            SCALE_BLOCK % BLOCK_V == 0 and BLOCK_H == SCALE_BLOCK, "a tile must not need two scales of the head"
+        )
         blocks = tl.cdiv(hidden_size, SCALE_BLOCK)
     for start in range(0, hidden_size, BLOCK_H):
         left, right = hidden.load([first_token, start]), weight.load([first_column, start])
@@ -55,7 +60,8 @@ def _logits(
             scales *= tl.load(weight_scale + first_column // SCALE_BLOCK * blocks + block)
             products += tl.dot(left, right.T, out_dtype=tl.float32) * scales[:, None]
         elif FP8 == "tensorwise":
-            # Hopper accumulates FP8 products with 14 bits; after every BLOCK_H of them the sum is added to the total in float32.
+            # Hopper accumulates FP8 products with 14 bits; after every BLOCK_H of them the sum is added to the total in
+            # float32.
             products = tl.dot(left, right.T, products, max_num_imprecise_acc=BLOCK_H)
         else:
             products = tl.dot(left, right.T, products, input_precision="ieee")
@@ -70,8 +76,8 @@ def _logits(
 def _locate(program, num_tokens, num_splits, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """Return (first token, split) of a program.
 
-    Programs that run at the same time cover GROUP blocks of tokens times as many splits as fit. They share both tokens and rows of the
-    head in the L2 cache.
+    Programs that run at the same time cover GROUP blocks of tokens times as many splits as fit. They share both tokens
+    and rows of the head in the L2 cache.
     """
     blocks = tl.cdiv(num_tokens, BLOCK_N)
     group = program // (GROUP * num_splits)
@@ -86,8 +92,10 @@ def head_statistics(
     weight,  # descriptor of [v, H], blocks [BLOCK_V, BLOCK_H]
     hidden_scale,  # float32, with FP8 "tensorwise" [1], with "blockwise" [N, H / 128]
     weight_scale,  # float32, with FP8 "tensorwise" [1], with "blockwise" [v / 128, H / 128]
-    columns_of_labels,  # [N] int64, the label's column among this rank's rows; outside 0 .. v where another rank holds it
-    statistics,  # [4, num_splits, N] float32: maximum z, sum e, sum e (z - maximum), the label's z; with e = exp(z - maximum)
+    # [N] int64, the label's column among this rank's rows; outside 0 .. v where another rank holds it
+    columns_of_labels,
+    # [4, num_splits, N] float32: maximum z, sum e, sum e (z - maximum), the label's z; with e = exp(z - maximum)
+    statistics,
     stored,  # descriptor of [N, v], blocks [BLOCK_N, BLOCK_V / 2], with STORE: z - references
     references,  # [v / BLOCK_V, N] float32, with STORE
     num_tokens,
@@ -106,11 +114,11 @@ def head_statistics(
     STORE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Compute the softmax statistics of one block of tokens over one of `num_splits` parts of the vocabulary, in one pass over the
-    logits z.
+    """Compute the softmax statistics of one block of tokens over one of `num_splits` parts of the vocabulary, in one
+    pass over the logits z.
 
-    With STORE the logits are also written, in the dtype of `stored`, minus the largest logit that this pass has seen so far (`references`).
-    Likely tokens, where rounding would matter, are therefore close to 0.
+    With STORE the logits are also written, in the dtype of `stored`, minus the largest logit that this pass has seen so
+    far (`references`). Likely tokens, where rounding would matter, are therefore close to 0.
     """
     first_token, split = _locate(tl.program_id(0), num_tokens, num_splits, BLOCK_N, GROUP)
     tokens = first_token + tl.arange(0, BLOCK_N)
@@ -135,7 +143,9 @@ def head_statistics(
         logits -= highest[:, None]
         if STORE:
             # Stores go through shared memory. Writing half a tile at a time leaves room for one more pipeline stage.
-            halves = tl.maximum(logits, LEAST_STORED).to(stored.dtype).reshape(BLOCK_N, 2, BLOCK_V // 2).permute(0, 2, 1)
+            halves = (
+                tl.maximum(logits, LEAST_STORED).to(stored.dtype).reshape(BLOCK_N, 2, BLOCK_V // 2).permute(0, 2, 1)
+            )
             left, right = halves.split()
             stored.store([first_token, first_column], left)
             stored.store([first_token, first_column + BLOCK_V // 2], right)
@@ -154,8 +164,11 @@ def head_statistics(
 
 
 @triton.jit
-def _gradient(log_p, columns, labels, at_labels, at_entropy, entropy, normaliser, temperature, cap, CAPPED: tl.constexpr):
-    """Return the gradient of logits before cap and temperature [n, v], from log p [n, v] and the gradients [n] of log-prob and entropy.
+def _gradient(
+    log_p, columns, labels, at_labels, at_entropy, entropy, normaliser, temperature, cap, CAPPED: tl.constexpr
+):
+    """Return the gradient of logits before cap and temperature [n, v], from log p [n, v] and the gradients [n] of
+    log-prob and entropy.
 
     d log p(label) / d z is 1 at the label, minus p. d entropy / d z is -p (log p + entropy).
     """
@@ -186,7 +199,8 @@ def gradient_of_stored(
     BLOCK_V: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Turn stored logits into gradients of logits before cap and temperature, elementwise; write 0 from `num_columns` to `width`."""
+    """Turn stored logits into gradients of logits before cap and temperature, elementwise; write 0 from `num_columns`
+    to `width`."""
     tile = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)

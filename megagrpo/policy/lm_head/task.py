@@ -16,7 +16,8 @@ Upstream = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class HeadTask:
-    """The arguments of a pass over N tokens, besides the two tensors that get gradients. They are those of `vocab_logprobs`."""
+    """The arguments of a pass over N tokens, besides the two tensors that get gradients. They are those of
+    `vocab_logprobs`."""
 
     labels: Tensor  # [N] int64, ids in the full vocabulary
     shard: VocabShard
@@ -30,7 +31,8 @@ class HeadTask:
     reverse: bool = False  # the direction of the KL
     fused: bool = False
     fp8: str | None = None
-    early_differs: Tensor | None = None  # [1] bool on the device: set where upstream's gradients differ from the actual ones
+    # [1] bool on the device: set where upstream's gradients differ from the actual ones
+    early_differs: Tensor | None = None
     into_main_grad: bool = False  # add the gradient of a bfloat16 head to its float32 `main_grad`
 
     @property
@@ -45,6 +47,6 @@ class HeadTask:
 
     @property
     def num_results(self) -> int:
-        """Number of values stored per token: the outputs, a log-normaliser of each model, and with a truncation the smallest kept
-        logit."""
+        """Number of values stored per token: the outputs, a log-normaliser of each model, and with a truncation the
+        smallest kept logit."""
         return 2 * self.num_outputs - 1 + bool(self.truncation)

@@ -37,31 +37,37 @@ def vocab_logprobs(
     fused: bool = False,
     fp8: str | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return (logprobs [N], entropy [N]) in nats, float32 (float64 for float64 inputs), of softmax(hidden weight^T / temperature).
+    """Return (logprobs [N], entropy [N]) in nats, float32 (float64 for float64 inputs), of softmax(hidden weight^T /
+    temperature).
 
-    The softmax is over the tokens that `truncation` keeps, and the label, which was sampled. With `logit_cap` logits x become cap tanh(x
-    / cap) before the temperature.
+    The softmax is over the tokens that `truncation` keeps, and the label, which was sampled. With `logit_cap` logits x
+    become cap tanh(x / cap) before the temperature.
 
-    `group` holds the tensor-parallel ranks (None: one rank holds all rows); all of them must call this with the same N. Rows at or above
-    `vocab_size` are padding with probability 0. Logits of only `chunk` tokens exist at a time. The gradient flows through logprobs, and
-    with `entropy_gradient` through entropy, to `hidden` and `weight`. The gradient of `hidden` is this rank's share: the caller sums it
-    over the group (the backward of Megatron's copy_to_tensor_model_parallel_region).
+    `group` holds the tensor-parallel ranks (None: one rank holds all rows); all of them must call this with the same N.
+    Rows at or above `vocab_size` are padding with probability 0. Logits of only `chunk` tokens exist at a time. The
+    gradient flows through logprobs, and with `entropy_gradient` through entropy, to `hidden` and `weight`. The gradient
+    of `hidden` is this rank's share: the caller sums it over the group (the backward of Megatron's
+    copy_to_tensor_model_parallel_region).
 
-    `upstream(rows, logprobs)` may compute, ahead of the backward pass, the gradient ([n],) of the log-probs [n] of tokens `rows`. With
-    `entropy_gradient`, `upstream(rows, logprobs, entropy)` returns two. Each chunk's logits then become gradients while they exist, in
-    three matrix products, as many as with all logits kept. Without it the backward pass recomputes the logits, a fourth product. It does
-    so too when the actual gradients differ from upstream's, with the same result. That comparison makes a GPU's host wait. With
-    `early_differs`, a [1] bool tensor on the device, the backward pass always takes upstream's gradients and sets `early_differs` where
-    they are wrong. The caller reads it later and repeats the pass without upstream.
+    `upstream(rows, logprobs)` may compute, ahead of the backward pass, the gradient ([n],) of the log-probs [n] of
+    tokens `rows`. With `entropy_gradient`, `upstream(rows, logprobs, entropy)` returns two. Each chunk's logits then
+    become gradients while they exist, in three matrix products, as many as with all logits kept. Without it the
+    backward pass recomputes the logits, a fourth product. It does so too when the actual gradients differ from
+    upstream's, with the same result. That comparison makes a GPU's host wait. With `early_differs`, a [1] bool tensor
+    on the device, the backward pass always takes upstream's gradients and sets `early_differs` where they are wrong.
+    The caller reads it later and repeats the pass without upstream.
 
-    `into_main_grad` adds the gradient of `weight` to its float32 `main_grad` (Megatron's sum), unrounded. With `upstream` the
-    forward pass adds it, which needs `early_differs`. An overlapped reduction excludes it: its hooks need a gradient that is passed on.
+    `into_main_grad` adds the gradient of `weight` to its float32 `main_grad` (Megatron's sum), unrounded. With
+    `upstream` the forward pass adds it, which needs `early_differs`. An overlapped reduction excludes it: its hooks
+    need a gradient that is passed on.
 
-    With `fused` Triton kernels compute the same. They write no logits, or write them to scratch of a bounded size, and round none of the
-    logits behind the results (`megagrpo/policy/lm_head/fused_logprobs.py`). They choose their own chunk. `fp8`, "tensorwise" or
-    "blockwise", makes them multiply FP8. Raises ValueError when the kernels cannot run.
+    With `fused` Triton kernels compute the same. They write no logits, or write them to scratch of a bounded size, and
+    round none of the logits behind the results (`megagrpo/policy/lm_head/fused_logprobs.py`). They choose their own
+    chunk. `fp8`, "tensorwise" or "blockwise", makes them multiply FP8. Raises ValueError when the kernels cannot run.
     """
-    if fused and (reason := fused_logprobs.refusal(hidden.dtype, hidden.shape[1], bool(truncation), exact_kl=False, fp8=bool(fp8))):
+    if fused and (
+        reason := fused_logprobs.refusal(hidden.dtype, hidden.shape[1], bool(truncation), exact_kl=False, fp8=bool(fp8))
+    ):
         raise ValueError(f"fused log-probs: {reason}")
     assert fused or fp8 is None
     task = HeadTask(
@@ -99,15 +105,16 @@ def vocab_logprobs_and_kl(
     early_differs: Tensor | None = None,
     into_main_grad: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (logprobs [N], entropy [N], kl [N]): the results of `vocab_logprobs` for the policy, and each token's exact KL to the
-    reference.
+    """Return (logprobs [N], entropy [N], kl [N]): the results of `vocab_logprobs` for the policy, and each token's
+    exact KL to the reference.
 
-    With p = softmax(hidden weight^T / temperature) of the policy and q of the reference, in nats, over the whole vocabulary: reverse is
-    KL(p || q) = sum p log(p / q), forward is KL(q || p) = sum q log(q / p). Nothing is sampled, so value and gradient are exact. The
-    gradient flows through logprobs and kl to the policy's `hidden` and `weight` as in `vocab_logprobs`; the reference gets none.
+    With p = softmax(hidden weight^T / temperature) of the policy and q of the reference, in nats, over the whole
+    vocabulary: reverse is KL(p || q) = sum p log(p / q), forward is KL(q || p) = sum q log(q / p). Nothing is sampled,
+    so value and gradient are exact. The gradient flows through logprobs and kl to the policy's `hidden` and `weight` as
+    in `vocab_logprobs`; the reference gets none.
 
-    The other arguments are as in `vocab_logprobs`. `chunk` counts tokens of each model. `upstream` gets the kl of its tokens as its last
-    argument and returns a gradient for it. Raises ValueError for another direction.
+    The other arguments are as in `vocab_logprobs`. `chunk` counts tokens of each model. `upstream` gets the kl of its
+    tokens as its last argument and returns a gradient for it. Raises ValueError for another direction.
     """
     if direction not in DIRECTIONS:
         raise ValueError(f"direction: {direction!r} is not one of {', '.join(DIRECTIONS)}")
@@ -129,31 +136,39 @@ def vocab_logprobs_and_kl(
 
 
 def _begin(task: HeadTask, hidden: Tensor, weight: Tensor, gradients: bool) -> _Pass | FusedPass:
-    """Return a pass over hidden [N, H] with head [V/tp, H]. With `gradients` it must be able to compute the logits' gradients too."""
+    """Return a pass over hidden [N, H] with head [V/tp, H]. With `gradients` it must be able to compute the logits'
+    gradients too."""
     return FusedPass(hidden, weight, task, stores=gradients) if task.fused else _Pass(hidden, weight, task)
 
 
 class _VocabHead(torch.autograd.Function):
     """(logprobs, entropy and, with a reference, kl), [N] each, of hidden [N, H] and weight [V/tp, H].
 
-    With `upstream` the forward pass also computes the gradients of both. The backward pass returns them if the actual upstream gradients
-    are equal to the early ones; otherwise it recomputes the logits.
+    With `upstream` the forward pass also computes the gradients of both. The backward pass returns them if the actual
+    upstream gradients are equal to the early ones; otherwise it recomputes the logits.
     """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tensor, ...]:
-        passing, num_tokens, outputs = _begin(task, hidden, weight, task.upstream is not None), hidden.shape[0], task.num_outputs
+        passing, num_tokens, outputs = (
+            _begin(task, hidden, weight, task.upstream is not None),
+            hidden.shape[0],
+            task.num_outputs,
+        )
         results = hidden.new_empty(task.num_results, num_tokens, dtype=wide(hidden.dtype))
         early_gradients = hidden.new_empty(len(task.differentiable), num_tokens, dtype=wide(hidden.dtype))
         gradients = None
         if task.upstream is not None:
-            # Where the caller repeats the pass after a wrong gradient, its sums are discarded: they may be changed here.
+            # Where the caller repeats the pass after a wrong gradient, its sums are discarded: they may be changed
+            # here.
             main_grad = None if task.early_differs is None else _main_grad(weight, task)
             gradients = HeadGradients(hidden, weight, task.shard, ctx.needs_input_grad[:2], main_grad)
         for rows in chunks(num_tokens, passing.chunk):
             results[:, rows] = passing.forward(rows)
             if gradients is not None and task.upstream is not None:
-                early_gradients[:, rows] = torch.stack(task.upstream(rows, *(results[index, rows] for index in task.differentiable)))
+                early_gradients[:, rows] = torch.stack(
+                    task.upstream(rows, *(results[index, rows] for index in task.differentiable))
+                )
                 gradients.add(rows, passing.grad_logits(rows, results[:, rows], early_gradients[:, rows]))
         ctx.save_for_backward(hidden, weight, results, early_gradients)
         ctx.task, ctx.gradients = task, None if gradients is None else gradients.result()
@@ -170,7 +185,9 @@ class _VocabHead(torch.autograd.Function):
         if ctx.gradients is not None and _taken(early_gradients, upstream, ctx.task.early_differs):
             return *ctx.gradients, None
         passing = _begin(ctx.task, hidden, weight, gradients=True)
-        gradients = HeadGradients(hidden, weight, ctx.task.shard, ctx.needs_input_grad[:2], _main_grad(weight, ctx.task))
+        gradients = HeadGradients(
+            hidden, weight, ctx.task.shard, ctx.needs_input_grad[:2], _main_grad(weight, ctx.task)
+        )
         for rows in chunks(hidden.shape[0], passing.chunk):
             passing.compute_logits_again(rows, results[:, rows])
             gradients.add(rows, passing.grad_logits(rows, results[:, rows], upstream[:, rows]))
@@ -178,12 +195,14 @@ class _VocabHead(torch.autograd.Function):
 
 
 def _main_grad(weight: Tensor, task: HeadTask) -> Tensor | None:
-    """Return the float32 sum of the weight's gradients [V/tp, H] to add to. None: autograd adds the gradient, in the weight's dtype."""
+    """Return the float32 sum of the weight's gradients [V/tp, H] to add to. None: autograd adds the gradient, in the
+    weight's dtype."""
     return getattr(weight, "main_grad", None) if task.into_main_grad else None
 
 
 def _taken(early: Tensor, actual: Tensor, differs: Tensor | None) -> bool:
-    """Return whether the backward pass takes the early gradients [1 to 3, N]: if they equal the actual ones, or the caller checks later."""
+    """Return whether the backward pass takes the early gradients [1 to 3, N]: if they equal the actual ones, or the
+    caller checks later."""
     if differs is None:
         return torch.equal(early, actual)
     differs |= ((early != actual) & ~(early.isnan() & actual.isnan())).any()
@@ -206,7 +225,8 @@ class _Pass:
             self._ref_logits = self._logits_of(self._task.ref, rows, self._ref_memory)
 
     def compute_logits_again(self, rows: slice, results: Tensor) -> None:
-        """Recompute the logits [n, v] of `rows` as `forward` left them; `results` [3 to 5, n] is the result of `forward`."""
+        """Recompute the logits [n, v] of `rows` as `forward` left them; `results` [3 to 5, n] is the result of
+        `forward`."""
         self.compute_logits(rows)
         if self._task.truncation:
             drop_below(self._logits, self._task.labels[rows], self._task.shard, results[-1])
@@ -231,17 +251,19 @@ class _Pass:
             return torch.stack((policy.logprobs, policy.entropy, policy.log_normaliser, *lowest))
         ref = Softmax.of(ref_logits, labels, task.shard, other=None if task.reverse else logits)
         first, second = (policy, ref) if task.reverse else (ref, policy)
-        # Normalisers are subtracted part by part: for nearly equal distributions the rounding error of a sum would exceed the KL.
+        # Normalisers are subtracted part by part: for nearly equal distributions the rounding error of a sum would
+        # exceed the KL.
         kl = first.cross / first.total + (second.maximum - first.maximum) + (second.total / first.total).log()
         return torch.stack((policy.logprobs, policy.entropy, kl, policy.log_normaliser, ref.log_normaliser))
 
     def grad_logits(self, rows: slice, results: Tensor, upstream: Tensor) -> Tensor:
         """Return the gradient of the policy's logits before the temperature [n, v], written over the logits.
 
-        `results` is the result of `forward` for these rows; `upstream` [1 to 3, n] holds the gradients of the outputs that take one.
+        `results` is the result of `forward` for these rows; `upstream` [1 to 3, n] holds the gradients of the outputs
+        that take one.
 
-        For p = softmax z, d log p(label) / d z is 1 at the label, minus p; d H / d z of the entropy H is -p (log p + H). For a capped
-        logit z = cap tanh(x / cap), d z / d x is 1 - (z / cap)^2.
+        For p = softmax z, d log p(label) / d z is 1 at the label, minus p; d H / d z of the entropy H is -p (log p +
+        H). For a capped logit z = cap tanh(x / cap), d z / d x is 1 - (z / cap)^2.
         """
         task, logits, normaliser = self._task, self._logits, results[self._task.num_outputs, :, None]
         scales: dict[int, Tensor] = dict(zip(task.differentiable, upstream[:, :, None] / task.temperature, strict=True))
@@ -250,7 +272,8 @@ class _Pass:
             at_labels = at_labels * self._slope(task.shard.pick(logits, task.labels[rows]), task.logit_cap)
         for columns in blocks(logits):
             slope = None if task.logit_cap is None else self._slope(logits[:, columns], task.logit_cap)
-            log_p, factor = logits[:, columns].sub_(normaliser), -scales[LOGPROBS]  # the factor of p; the label's term is added at the end
+            # the factor of p; the label's term is added at the end
+            log_p, factor = logits[:, columns].sub_(normaliser), -scales[LOGPROBS]
             if ENTROPY in scales:
                 factor = torch.add(log_p, results[ENTROPY, :, None]).mul_(-scales[ENTROPY]).add_(factor)
             if KL in scales:
@@ -263,7 +286,8 @@ class _Pass:
         return logits
 
     def _slope(self, logits: Tensor, cap: float) -> Tensor:
-        """Return the derivative of capped logits; `logits` are after the temperature. It is 0 where truncation dropped a logit."""
+        """Return the derivative of capped logits; `logits` are after the temperature. It is 0 where truncation dropped
+        a logit."""
         return (logits * (self._task.temperature / cap)).square_().neg_().add_(1).clamp_(min=0)
 
     def _grad_with_kl(self, log_p: Tensor, columns: slice, results: Tensor, factor: Tensor, scale: Tensor) -> None:

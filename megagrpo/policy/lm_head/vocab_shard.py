@@ -1,8 +1,8 @@
 """A vocabulary-sharded LM head, one chunk of tokens at a time; shared by the log-probs and the exact KL.
 
-A tensor-parallel rank holds rows [V/tp, H] of the head, v of which belong to a token. The others are padding and are never multiplied,
-so their probability and gradient are 0. The logits of a chunk of n tokens are [n, v] in float32 and overwrite the previous chunk's.
-Elementwise operations on them run by blocks of columns.
+A tensor-parallel rank holds rows [V/tp, H] of the head, v of which belong to a token. The others are padding and are
+never multiplied, so their probability and gradient are 0. The logits of a chunk of n tokens are [n, v] in float32 and
+overwrite the previous chunk's. Elementwise operations on them run by blocks of columns.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class VocabShard:
         return hidden.new_empty(min(chunk, hidden.shape[0]), self.num_rows, dtype=wide(hidden.dtype))
 
     def logits(self, hidden: Tensor, weight: Tensor, temperature: float, cap: float | None, memory: Tensor) -> Tensor:
-        """Return the logits [n, v] of hidden [n, H], at the start of `memory`: hidden weight^T, then cap tanh(x / cap) with a cap, then
-        / temperature."""
+        """Return the logits [n, v] of hidden [n, H], at the start of `memory`: hidden weight^T, then cap tanh(x / cap)
+        with a cap, then / temperature."""
         out, head = memory[: hidden.shape[0]], weight[: self.num_rows].t()
         if out.dtype == hidden.dtype:
             torch.mm(hidden, head, out=out)
@@ -71,7 +71,8 @@ class VocabShard:
             values.scatter_(1, column, torch.where(owned, put[:, None], values.gather(1, column)))
 
     def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (column [n, 1] of each label, whether this rank holds the label [n, 1]). For a label of another rank the column is 0."""
+        """Return (column [n, 1] of each label, whether this rank holds the label [n, 1]). For a label of another rank
+        the column is 0."""
         column = labels[:, None] - self.first_row
         owned = (column >= 0) & (column < self.num_rows)
         return torch.where(owned, column, 0), owned
@@ -100,8 +101,8 @@ class VocabShard:
 class Softmax:
     """The distributions of n tokens over the whole vocabulary, as statistics [n] each.
 
-    With logits z and e = exp(z - maximum): total = sum e, moment = sum e (z - maximum), picked = z of the label. cross = sum e (z - z'),
-    where z' are the logits of another model.
+    With logits z and e = exp(z - maximum): total = sum e, moment = sum e (z - maximum), picked = z of the label. cross
+    = sum e (z - z'), where z' are the logits of another model.
     """
 
     maximum: Tensor
@@ -112,7 +113,8 @@ class Softmax:
 
     @classmethod
     def of(cls, logits: Tensor, labels: Tensor, shard: VocabShard, other: Tensor | None = None) -> Softmax:
-        """Compute the statistics from this rank's logits [n, v], which stay unchanged. `other` holds another model's logits [n, v];
+        """Compute the statistics from this rank's logits [n, v], which stay unchanged. `other` holds another model's
+        logits [n, v];
         without it `cross` is 0.
 
         One maximum and four sums per token cross the ranks.
@@ -147,10 +149,18 @@ class Softmax:
 
 
 class HeadGradients:
-    """Accumulates the gradients of hidden [N, H] and weight [V/tp, H] over chunks of logits' gradients. A gradient that is not needed is
-    None. With `main_grad` [V/tp, H] float32 the weight's gradient is added to it, unrounded, and its result is None."""
+    """Accumulates the gradients of hidden [N, H] and weight [V/tp, H] over chunks of logits' gradients. A gradient that
+    is not needed is None. With `main_grad` [V/tp, H] float32 the weight's gradient is added to it, unrounded, and its
+    result is None."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, shard: VocabShard, needed: tuple[bool, bool], main_grad: Tensor | None = None):
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        shard: VocabShard,
+        needed: tuple[bool, bool],
+        main_grad: Tensor | None = None,
+    ):
         self._hidden, self._weight, self._num_rows = hidden, weight, shard.num_rows
         self._grad_hidden = torch.empty_like(hidden) if needed[0] else None
         # Chunks are summed in float32: in bfloat16 the later ones would be lost to rounding.
@@ -161,7 +171,8 @@ class HeadGradients:
         self._narrow: Tensor | None = None  # memory for the logits' gradients of a chunk in the dtype of hidden
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
-        """Add the contribution of tokens `rows`, from `grad_logits` [n, v], the gradient of the logits before the temperature."""
+        """Add the contribution of tokens `rows`, from `grad_logits` [n, v], the gradient of the logits before the
+        temperature."""
         grad_logits, hidden = self._narrowed(grad_logits), self._hidden[rows]
         if self._grad_hidden is not None:
             torch.mm(grad_logits, self._weight[: self._num_rows], out=self._grad_hidden[rows])
@@ -184,7 +195,8 @@ class HeadGradients:
         return self._narrow[: grad_logits.shape[0]].copy_(grad_logits)
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of hidden [N, H] and weight [V/tp, H] in their dtypes; None for one that is not needed or was added."""
+        """Return the gradients of hidden [N, H] and weight [V/tp, H] in their dtypes; None for one that is not needed
+        or was added."""
         if self._grad_weight is None or self._adds:
             return self._grad_hidden, None
         self._grad_weight[0 if self._empty else self._num_rows :] = 0
@@ -198,7 +210,8 @@ def chunks(num_tokens: int, chunk: int) -> Iterator[slice]:
 
 
 def blocks(logits: Tensor) -> Iterator[slice]:
-    """Yield consecutive slices of the columns of logits [n, v], of the device's preferred size for elementwise operations."""
+    """Yield consecutive slices of the columns of logits [n, v], of the device's preferred size for elementwise
+    operations."""
     width = max(1, device.block_elements() // logits.shape[0])
     for start in range(0, logits.shape[1], width):
         yield slice(start, start + width)

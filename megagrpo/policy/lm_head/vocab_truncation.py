@@ -1,8 +1,9 @@
-"""The tokens that a sampler with top-k, top-p or min-p can choose, found in vocabulary-sharded logits without gathering them.
+"""The tokens that a sampler with top-k, top-p or min-p can choose, found in vocabulary-sharded logits without gathering
+them.
 
-vLLM reports log-probs of the distribution it sampled from: the softmax over the tokens that these rules keep. The trainer drops the
-other tokens from its own logits to compute the same. The choice of tokens is a constant to the gradient. Every rule keeps the logits at
-or above some value, so one number per token describes it.
+vLLM reports log-probs of the distribution it sampled from: the softmax over the tokens that these rules keep. The
+trainer drops the other tokens from its own logits to compute the same. The choice of tokens is a constant to the
+gradient. Every rule keeps the logits at or above some value, so one number per token describes it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from megagrpo.types import Truncation
 
 
 def lowest_kept(logits: Tensor, shard: VocabShard, truncation: Truncation) -> Tensor:
-    """Return [n]: the smallest logit that the rules keep for each token, from this rank's logits [n, v] after the temperature; same
-    dtype.
+    """Return [n]: the smallest logit that the rules keep for each token, from this rank's logits [n, v] after the
+    temperature; same dtype.
 
-    The rules and their order are vLLM's. min-p keeps tokens with at least that share of the largest probability. Of the rest top-k keeps
-    the k largest, and all ties with the last. Of the rest, renormalised to 1, top-p keeps the largest until they add up to p.
+    The rules and their order are vLLM's. min-p keeps tokens with at least that share of the largest probability. Of the
+    rest top-k keeps the k largest, and all ties with the last. Of the rest, renormalised to 1, top-p keeps the largest
+    until they add up to p.
     """
     maximum = shard.maximum(logits)
     lowest = torch.full_like(maximum, LOWEST)
@@ -48,7 +50,8 @@ def drop_below(logits: Tensor, labels: Tensor, shard: VocabShard, lowest: Tensor
 
 
 def _kth_largest(logits: Tensor, shard: VocabShard, k: int) -> Tensor:
-    """Return [n]: the k-th largest logit over all ranks, LOWEST when there are fewer. Each rank sends k values per token."""
+    """Return [n]: the k-th largest logit over all ranks, LOWEST when there are fewer. Each rank sends k values per
+    token."""
     largest = logits.new_full((logits.shape[0], k), LOWEST)
     count = min(k, shard.num_rows)
     largest[:, :count] = logits.topk(count, dim=-1).values
@@ -56,11 +59,12 @@ def _kth_largest(logits: Tensor, shard: VocabShard, k: int) -> Tensor:
 
 
 def _nucleus(logits: Tensor, shard: VocabShard, p: float, maximum: Tensor, lowest: Tensor) -> Tensor:
-    """Return [n]: the smallest logit t at or above `lowest` such that the larger logits hold less than p of the probability.
+    """Return [n]: the smallest logit t at or above `lowest` such that the larger logits hold less than p of the
+    probability.
 
-    A bisection over the floating-point numbers that exp(logit - maximum) can take finds it. They lie in [0, 1], where floats are ordered
-    as the integers with the same bits. The result is exact after as many rounds as there are bits. Each round sums once over the logits
-    and all-reduces n numbers.
+    A bisection over the floating-point numbers that exp(logit - maximum) can take finds it. They lie in [0, 1], where
+    floats are ordered as the integers with the same bits. The result is exact after as many rounds as there are bits.
+    Each round sums once over the logits and all-reduces n numbers.
     """
     weights = (logits - maximum[:, None]).exp_().masked_fill_(logits < lowest[:, None], 0.0)
     as_integers = torch.int64 if weights.dtype == torch.float64 else torch.int32

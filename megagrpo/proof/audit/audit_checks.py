@@ -1,5 +1,5 @@
-"""Compares every quantity of a dumped step with its recomputed value, in the order in which the step computes them. The first difference
-shows where to look."""
+"""Compares every quantity of a dumped step with its recomputed value, in the order in which the step computes them. The
+first difference shows where to look."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from megagrpo.types import Dialogue, Prompt, Rollout
 
 
 def check_step(step: Step) -> Iterator[Check]:
-    """Yield all checks of a step, in order, as they finish. Expensive checks come last. Raises ConfigError when the run's own loss is
-    gone."""
+    """Yield all checks of a step, in order, as they finish. Expensive checks come last. Raises ConfigError when the
+    run's own loss is gone."""
     check_custom_loss(step.config.algorithm)
     yield _tokens(step)
     if len(step.updates) > 1:
@@ -44,7 +44,9 @@ def check_step(step: Step) -> Iterator[Check]:
     rows = [Rows(step, update) for update in step.updates]
     for of in rows:
         yield of.compare(
-            "advantages in the batch", "advantage", [torch.full((s.length,), a) for s, a in zip(step.samples, advantages, strict=True)]
+            "advantages in the batch",
+            "advantage",
+            [torch.full((s.length,), a) for s, a in zip(step.samples, advantages, strict=True)],
         )
         yield of.compare("rollout log-probs", "rollout_logprobs", [s.rollout_logprobs for s in step.samples])
     for of, result in zip(rows, recompute(step, advantages), strict=True):
@@ -53,12 +55,18 @@ def check_step(step: Step) -> Iterator[Check]:
 
 
 def _tokens(step: Step) -> Check:
-    """Check lengths against their limits, finish reasons against endings, text against tokens, and the batch's tokens against the
-    sampled ones."""
+    """Check lengths against their limits, finish reasons against endings, text against tokens, and the batch's tokens
+    against the sampled ones."""
     tokenizer, note = _tokenizer(step)
-    problems = [(problem, f"sample {i}") for i, sample in enumerate(step.samples) for problem in _sample_problems(sample, step, tokenizer)]
+    problems = [
+        (problem, f"sample {i}")
+        for i, sample in enumerate(step.samples)
+        for problem in _sample_problems(sample, step, tokenizer)
+    ]
     for update in step.updates:
-        for sample, token, token_id in zip(*(update.rows[name].tolist() for name in ("sample", "token", "token_id")), strict=True):
+        for sample, token, token_id in zip(
+            *(update.rows[name].tolist() for name in ("sample", "token", "token_id")), strict=True
+        ):
             if 0 <= sample < len(step.samples) and 0 <= token < step.samples[sample].length:
                 if (expected := int(step.samples[sample].token_ids[token])) != token_id:
                     problems.append((f"trained on {token_id}, sampled {expected}", f"sample {sample} token {token}"))
@@ -73,7 +81,11 @@ def _tokenizer(step: Step) -> tuple[Tokenizer | None, str]:
 
 
 def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) -> Iterator[str]:
-    rollout, response, reason = step.config.rollout, sample.token_ids[sample.prompt_length :].tolist(), sample.text["finish_reason"]
+    rollout, response, reason = (
+        step.config.rollout,
+        sample.token_ids[sample.prompt_length :].tolist(),
+        sample.text["finish_reason"],
+    )
     if sample.prompt_length > rollout.max_prompt_length:
         yield f"a prompt of {sample.prompt_length} tokens, rollout.max_prompt_length {rollout.max_prompt_length}"
     if not 0 < len(response) <= step.config.max_response_length:
@@ -85,7 +97,10 @@ def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) ->
     text, turn = tokenizer.decode(response), _last_turn(sample, response)
     stop, end = _first_stop(last := tokenizer.decode(turn), rollout.stop)
     if reason == "stop" and response[-1] not in tokenizer.eos_token_ids and not stop:
-        yield f"ended with token {response[-1]}, which is not an end token{' and completes no stop string' * bool(rollout.stop)}"
+        yield (
+            f"ended with token {response[-1]}, which is not an end "
+            f"token{' and completes no stop string' * bool(rollout.stop)}"
+        )
     if stop and _first_stop(tokenizer.decode(turn[:-1]), rollout.stop)[0]:
         yield f"has tokens after the stop string {stop!r}"
     if stop and sample.text["dialogue"] is None:
@@ -115,12 +130,15 @@ def _slices(step: Step) -> Check:
     for start in range(0, len(step.updates), width):
         trained = Counter(i for update in step.updates[start : start + width] for i in update.samples)
         wrong = [i for i in everyone if trained[i] != 1]
-        problems += [(f"in {trained[i]} optimizer steps of iteration {start // width + 1}", f"sample {i}") for i in wrong]
+        problems += [
+            (f"in {trained[i]} optimizer steps of iteration {start // width + 1}", f"sample {i}") for i in wrong
+        ]
     return _listed("samples", len(everyone) * (len(step.updates) // width), problems)
 
 
 def _masks(step: Step, update: DumpedUpdate) -> Check:
-    """Check that the loss tokens are the policy's tokens, each once. Samples without effect have none where they are left out."""
+    """Check that the loss tokens are the policy's tokens, each once. Samples without effect have none where they are
+    left out."""
     left_out = step.config.algorithm.leaves_out_zero_advantage
     expected = {
         (i, token)
@@ -131,14 +149,18 @@ def _masks(step: Step, update: DumpedUpdate) -> Check:
     trained = Counter(zip(update.rows["sample"].tolist(), update.rows["token"].tolist(), strict=True))
     problems = [("not in the loss", spot) for spot in sorted(expected - trained.keys())]
     problems += [("in the loss by mistake", spot) for spot in sorted(trained.keys() - expected)]
-    problems += [(f"in the loss {times} times", spot) for spot, times in sorted(trained.items()) if times > 1 and spot in expected]
+    problems += [
+        (f"in the loss {times} times", spot)
+        for spot, times in sorted(trained.items())
+        if times > 1 and spot in expected
+    ]
     placed = [(problem, f"sample {sample} token {token}") for problem, (sample, token) in problems]
     return _listed(named("masks", step, update), len(expected), placed)
 
 
 def _with_kl(step: Step, table: list[list[float | None]]) -> list[list[float | None]]:
-    """Return the table with one more reward for each scored sample: the sum of log(old / reference) over its tokens; for a masked sample
-    the mean of its group's others.
+    """Return the table with one more reward for each scored sample: the sum of log(old / reference) over its tokens;
+    for a masked sample the mean of its group's others.
 
     It is computed from the dumped rows, which have checks of their own.
     """
@@ -162,16 +184,21 @@ def _listed(quantity: str, count: int, problems: list[tuple[str, str]], note: st
 
 
 def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
-    """Return each sample's rewards by function, their weights, and the check. Dumped rewards stand in for user functions and for judges."""
+    """Return each sample's rewards by function, their weights, and the check. Dumped rewards stand in for user
+    functions and for judges."""
     functions = step.config.rewards.functions
     names = display_names(functions)
     again = [i for i, f in enumerate(functions) if f.function in REPEATABLE]
     values = [[s.text["rewards"][name] for name in names] for s in step.samples]
     pairs: list[tuple[float | None, float | None, str]] = []  # dumped, recomputed, place
     if again:
-        section = RewardsSection(functions=[functions[i] for i in again], timeout=step.config.rewards.timeout, workers=1)
+        section = RewardsSection(
+            functions=[functions[i] for i in again], timeout=step.config.rewards.timeout, workers=1
+        )
         with RewardScorer(section, step.config.rollout.max_completion_length) as scorer:
-            for sample, (row, scored) in enumerate(zip(values, scorer.score([_rollout(s) for s in step.samples]), strict=True)):
+            for sample, (row, scored) in enumerate(
+                zip(values, scorer.score([_rollout(s) for s in step.samples]), strict=True)
+            ):
                 for i, value in zip(again, scored.rewards.values(), strict=False):  # rewards of turns follow in the row
                     pairs.append((row[i], value, f"sample {sample} {names[i]}"))
                     row[i] = value
@@ -179,13 +206,20 @@ def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
     turns = [list(s.text["dialogue"]["rewards"].values()) if s.text["dialogue"] else [] for s in step.samples]
     values, weights = [row + own for row, own in zip(values, turns, strict=True)], weights + [1.0] * len(turns[0])
     summed = [naive_advantages.weighted_sum(row, weights) for row in values]
-    pairs += [(float(s.text["reward"]), reward, f"sample {i}") for i, (s, reward) in enumerate(zip(step.samples, summed, strict=True))]
+    pairs += [
+        (float(s.text["reward"]), reward, f"sample {i}")
+        for i, (s, reward) in enumerate(zip(step.samples, summed, strict=True))
+    ]
     not_run = [name for i, name in enumerate(names) if i not in again]
     said = [f"run again: {', '.join(names[i] for i in again)}"] if again else []
     said += [f"weighted sum of what is dumped: {', '.join(not_run)}"] if not_run else []
     dumped = [math.nan if value is None else value for value, _, _ in pairs]
     recomputed = [math.nan if value is None else value for _, value, _ in pairs]
-    return values, weights, compare("rewards", dumped, recomputed, ROUNDING, lambda i: pairs[i][2], note="; ".join(said))
+    return (
+        values,
+        weights,
+        compare("rewards", dumped, recomputed, ROUNDING, lambda i: pairs[i][2], note="; ".join(said)),
+    )
 
 
 def _rollout(sample: Sample) -> Rollout:
@@ -194,7 +228,9 @@ def _rollout(sample: Sample) -> Rollout:
     prompt = Prompt(text["prompt_id"], ids[: sample.prompt_length], text["prompt"], text["columns"], opened=opened)
     response, dialogue = ids[sample.prompt_length :], None
     if text["dialogue"] is not None:
-        written = torch.zeros(sample.length, dtype=torch.bool).index_fill(0, sample.places, True)[sample.prompt_length :]
+        written = torch.zeros(sample.length, dtype=torch.bool).index_fill(0, sample.places, True)[
+            sample.prompt_length :
+        ]
         dialogue = Dialogue(tuple(written.tolist()), **text["dialogue"])
     zeros = (0.0,) * len(response)
     return Rollout(prompt, response, zeros, text["finish_reason"], text["weight_version"], text["response"], dialogue)
@@ -213,16 +249,24 @@ def _numbers(step: Step, rows: Rows, result: Recomputed) -> Iterator[Check]:
         if rows.dumped(name) is not None:
             yield rows.compare(quantity, name, recomputed, tolerances.token, tolerances.average)
 
-    def single(quantity: str, dumped: float, recomputed: float, tolerance: float, size: float = 1.0, remark: str = "") -> Check:
-        return compare(named(quantity, step, update), [dumped], [recomputed], tolerance, lambda _: "", size, note=remark)
+    def single(
+        quantity: str, dumped: float, recomputed: float, tolerance: float, size: float = 1.0, remark: str = ""
+    ) -> Check:
+        return compare(
+            named(quantity, step, update), [dumped], [recomputed], tolerance, lambda _: "", size, note=remark
+        )
 
     for name, (value, border) in means(rows).items():
         quantity = name if "ratio" in name or name.startswith(("sampling/", "off_")) else f"mean {name}"
         yield single(quantity, update.metric(name), value, SUMMING + border)
     yield single("denominator", update.denominator, _denominator(step, update), EXACT)
-    yield single("loss", update.metric("loss"), result.loss, tolerances.loss, result.loss_size, note(step.config.algorithm))
+    yield single(
+        "loss", update.metric("loss"), result.loss, tolerances.loss, result.loss_size, note(step.config.algorithm)
+    )
     yield single("grad_norm", update.metric("grad_norm"), result.grad_norm, tolerances.grad_norm, 0.0)
 
 
 def _denominator(step: Step, update: DumpedUpdate) -> int:
-    return naive_loss.denominator(step.loss_lengths(update), step.config.algorithm.loss.average, step.config.rollout.max_completion_length)
+    return naive_loss.denominator(
+        step.loss_lengths(update), step.config.algorithm.loss.average, step.config.rollout.max_completion_length
+    )

@@ -20,8 +20,8 @@ SUMMING = 1e-5  # tolerance of a mean of many numbers
 class Check:
     """The result of one comparison: the number of values, and the value furthest beyond its tolerance.
 
-    For that value it holds the place, both values, their difference and the allowed difference. `average` is the mean difference, with
-    its limit if there is one. `note` names the method where there are several.
+    For that value it holds the place, both values, their difference and the allowed difference. `average` is the mean
+    difference, with its limit if there is one. `note` names the method where there are several.
     """
 
     quantity: str
@@ -49,15 +49,15 @@ def compare(
 ) -> Check:
     """Compare numbers pairwise.
 
-    The allowed difference is `tolerance` times `size`, or times the recomputed number if larger. A tensor of tolerances [n] is the
-    allowed difference itself. `average` limits the mean difference. NaN equals only NaN.
+    The allowed difference is `tolerance` times `size`, or times the recomputed number if larger. A tensor of tolerances
+    [n] is the allowed difference itself. `average` limits the mean difference. NaN equals only NaN.
     """
     measured, expected = (torch.as_tensor(values, dtype=torch.float64) for values in (dumped, recomputed))
     if not expected.numel():
         return Check(quantity, 0, True, 0.0, 0.0 if isinstance(tolerance, Tensor) else tolerance * size, note=note)
-    difference = torch.where((measured == expected) | (measured.isnan() & expected.isnan()), 0.0, (measured - expected).abs()).nan_to_num(
-        nan=math.inf
-    )
+    difference = torch.where(
+        (measured == expected) | (measured.isnan() & expected.isnan()), 0.0, (measured - expected).abs()
+    ).nan_to_num(nan=math.inf)
     if isinstance(tolerance, Tensor):
         allowed = tolerance.double().nan_to_num(nan=0.0)
     else:
@@ -65,7 +65,13 @@ def compare(
     worst = int((difference - allowed).argmax())
     mean = difference.mean().item()
     passed = bool((difference <= allowed).all()) and (average is None or mean <= average)
-    values = difference[worst].item(), allowed[worst].item(), locate(worst), measured[worst].item(), expected[worst].item()
+    values = (
+        difference[worst].item(),
+        allowed[worst].item(),
+        locate(worst),
+        measured[worst].item(),
+        expected[worst].item(),
+    )
     return Check(quantity, expected.numel(), passed, *values, mean, average, note)
 
 

@@ -1,5 +1,5 @@
-"""The policy term of the user's own loss, for the audit. It has no second formula, so the audit runs the user's function again: in float64,
-one response at a time. That checks everything around the formula, and not the formula."""
+"""The policy term of the user's own loss, for the audit. It has no second formula, so the audit runs the user's
+function again: in float64, one response at a time. That checks everything around the formula, and not the formula."""
 
 from __future__ import annotations
 

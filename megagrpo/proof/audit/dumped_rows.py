@@ -17,13 +17,19 @@ BORDER = 1e-5  # relative: a ratio this close to a bound may be on its other sid
 
 
 class Rows:
-    """The rows of one optimizer step that belong to a token of some sample. The check of the masks covers the others."""
+    """The rows of one optimizer step that belong to a token of some sample. The check of the masks covers the
+    others."""
 
     def __init__(self, step: Step, update: DumpedUpdate):
         self.step, self.update = step, update
         sample, token = update.rows["sample"].long(), update.rows["token"].long()
         lengths = torch.tensor([s.length for s in step.samples])
-        self._valid = (sample >= 0) & (sample < len(lengths)) & (token >= 0) & (token < lengths[sample.clamp(0, len(lengths) - 1)])
+        self._valid = (
+            (sample >= 0)
+            & (sample < len(lengths))
+            & (token >= 0)
+            & (token < lengths[sample.clamp(0, len(lengths) - 1)])
+        )
         self.sample, self.token = sample[self._valid], token[self._valid]
         self._place = (lengths.cumsum(0) - lengths)[self.sample] + self.token
 
@@ -41,7 +47,9 @@ class Rows:
         for sample, row in zip(self.step.samples, rows, strict=True):
             filled = torch.full((sample.length,), math.nan, dtype=torch.float64)
             if row is not None:
-                filled = row.double() if row.numel() == sample.length else filled.index_copy(0, sample.places, row.double())
+                filled = (
+                    row.double() if row.numel() == sample.length else filled.index_copy(0, sample.places, row.double())
+                )
             whole.append(filled)
         return torch.cat(whole)[self._place]
 
@@ -50,11 +58,18 @@ class Rows:
         ratio = torch.empty_like(log_ratio)
         for sample in self.sample.unique():
             mine = self.sample == sample
-            ratio[mine] = naive_loss.probability_ratio(log_ratio[mine], self.step.config.algorithm.importance_sampling_level)
+            ratio[mine] = naive_loss.probability_ratio(
+                log_ratio[mine], self.step.config.algorithm.importance_sampling_level
+            )
         return ratio
 
     def compare(
-        self, quantity: str, name: str, rows: Sequence[Tensor | None], tolerance: float = ROUNDING, average: float | None = None
+        self,
+        quantity: str,
+        name: str,
+        rows: Sequence[Tensor | None],
+        tolerance: float = ROUNDING,
+        average: float | None = None,
     ) -> Check:
         """Compare the dumped column `name` [n] with the values [L] or [Lr] of each sample."""
         quantity = named(quantity, self.step, self.update)
@@ -77,7 +92,10 @@ def means(rows: Rows) -> dict[str, tuple[float, float]]:
     algorithm = rows.step.config.algorithm
     apart = (old - rollout).abs()
     exact = naive.mismatch(old, rollout) | {"entropy": entropy.mean().item()}
-    exact |= {"sampling/sampling_logp_difference/mean": apart.mean().item(), "sampling/sampling_logp_difference/max": apart.max().item()}
+    exact |= {
+        "sampling/sampling_logp_difference/mean": apart.mean().item(),
+        "sampling/sampling_logp_difference/max": apart.max().item(),
+    }
     if algorithm.top_entropy_quantile < 1:
         threshold = naive_loss.top_threshold(entropy.tolist(), algorithm.top_entropy_quantile)
         exact["entropy/top"] = entropy[entropy >= threshold - ROUNDING].mean().item()
@@ -85,7 +103,11 @@ def means(rows: Rows) -> dict[str, tuple[float, float]]:
         full_kl = naive.estimated_kl(ref - policy, rows.ratio(policy - old), algorithm)
     if full_kl is not None:
         exact = {"kl": full_kl.mean().item()} | exact
-    return {name: (value, 0.0) for name, value in exact.items()} | _clip_ratios(rows, policy - old) | _corrections(rows, policy, old)
+    return (
+        {name: (value, 0.0) for name, value in exact.items()}
+        | _clip_ratios(rows, policy - old)
+        | _corrections(rows, policy, old)
+    )
 
 
 def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]]:
@@ -97,8 +119,8 @@ def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]
         weights = 1 / rows.sample.bincount()[rows.sample].double() / rows.sample.unique().numel()
 
     def share(*sides: tuple[float, int]) -> tuple[float, float]:
-        """Return the share of ratios beyond the (bound, sign) pairs, and the share close to one: above where A > 0 for sign 1, below
-        where A < 0 for sign -1."""
+        """Return the share of ratios beyond the (bound, sign) pairs, and the share close to one: above where A > 0 for
+        sign 1, below where A < 0 for sign -1."""
         none = torch.zeros_like(ratio)
         beyond = sum((((sign * ratio > sign * bound) & (sign * advantage > 0)).double() for bound, sign in sides), none)
         near = sum((((ratio / bound - 1).abs() < BORDER).double() for bound, _ in sides if bound), none)
@@ -109,12 +131,21 @@ def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]
     if algorithm.loss.clips != "ratio":
         return {}
     low, high = (1 - algorithm.epsilon, -1), (1 + algorithm.upper_epsilon, 1)
-    return {"clip_ratio/low_mean": share(low), "clip_ratio/high_mean": share(high), "clip_ratio/region_mean": share(low, high)}
+    return {
+        "clip_ratio/low_mean": share(low),
+        "clip_ratio/high_mean": share(high),
+        "clip_ratio/region_mean": share(low, high),
+    }
 
 
 def _corrections(rows: Rows, policy: Tensor, old: Tensor) -> dict[str, tuple[float, float]]:
-    """Return the weights for the engine's mismatch, and the share of tokens that off-policy masking keeps, one sample at a time."""
-    algorithm, rollout, advantage = rows.step.config.algorithm, rows.column("rollout_logprobs"), rows.column("advantage")
+    """Return the weights for the engine's mismatch, and the share of tokens that off-policy masking keeps, one sample
+    at a time."""
+    algorithm, rollout, advantage = (
+        rows.step.config.algorithm,
+        rows.column("rollout_logprobs"),
+        rows.column("advantage"),
+    )
     corrects, threshold = algorithm.importance_correction != "off", algorithm.off_policy_mask_threshold
     weights: list[Tensor] = []
     is_counted: list[Tensor] = []
@@ -127,7 +158,9 @@ def _corrections(rows: Rows, policy: Tensor, old: Tensor) -> dict[str, tuple[flo
             weights.append(of_sample if algorithm.importance_correction.startswith("token") else of_sample.mean()[None])
         if threshold is not None:
             distance = naive_loss.left_behind(of, algorithm)
-            is_counted.append(torch.full((len(of.old),), float(not (of.advantage < 0 and distance > threshold)), dtype=torch.float64))
+            is_counted.append(
+                torch.full((len(of.old),), float(not (of.advantage < 0 and distance > threshold)), dtype=torch.float64)
+            )
             near += len(of.old) * (of.advantage < 0 and abs(distance - threshold) < BORDER)
     metrics = {}
     if corrects:

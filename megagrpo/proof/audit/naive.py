@@ -1,8 +1,9 @@
-"""One GRPO step written as in the papers, in float64, one sample at a time: transformers' model, the full softmax, torch's autograd.
+"""One GRPO step written as in the papers, in float64, one sample at a time: transformers' model, the full softmax,
+torch's autograd.
 
-It uses no packing, chunks or parallelism, and none of the trainer's code, because the trainer is measured against it. The loss is in
-`naive_loss`, the advantages in `naive_advantages`. transformers computes rotary angles, and the routing of mixtures of experts, in
-float32 whatever the weights' dtype.
+It uses no packing, chunks or parallelism, and none of the trainer's code, because the trainer is measured against it.
+The loss is in `naive_loss`, the advantages in `naive_advantages`. transformers computes rotary angles, and the routing
+of mixtures of experts, in float32 whatever the weights' dtype.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from megagrpo.config import AlgorithmSection, RolloutSection
 def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Module:
     """Return a float64 model with the weights in `folder`, first rounded to `dtype` as in the trainer.
 
-    Under longrope the run's `longest` sequence selects the rotary angles, as in vLLM; transformers alone would select them for each
-    sequence.
+    Under longrope the run's `longest` sequence selects the rotary angles, as in vLLM; transformers alone would select
+    them for each sequence.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM  # slow to import
     from transformers.masking_utils import eager_mask
@@ -29,7 +30,8 @@ def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Modul
 
     AttentionInterface.register("naive", _attention)
     AttentionMaskInterface.register("naive", eager_mask)
-    kernels = dict(attn_implementation="naive", experts_implementation="eager")  # grouped products of experts do not support float64
+    # grouped products of experts do not support float64
+    kernels = dict(attn_implementation="naive", experts_implementation="eager")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **kernels).double().eval()
     for module in model.modules():  # transformers would round to float32 on the way
         if hasattr(module, "variance_epsilon"):
@@ -37,8 +39,10 @@ def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Modul
         elif type(module).__name__.startswith("Gemma") and type(module).__name__.endswith("RMSNorm"):
             module.forward = MethodType(_centred_rms_norm, module)
         elif longest and getattr(module, "rope_type", None) == "longrope":
-            module.original_inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, seq_len=longest)  # its angles for short sequences
-    model.get_input_embeddings().padding_idx = None  # torch gives the padding token no gradient, but chat models pad with an end token
+            # its angles for short sequences
+            module.original_inv_freq, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, seq_len=longest)
+    # torch gives the padding token no gradient, but chat models pad with an end token
+    model.get_input_embeddings().padding_idx = None
     return model
 
 
@@ -70,11 +74,11 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """softmax(scaling q k^T + mask) v with transformers' signature: query [1, h, L, d], key and value [1, g, L, d] -> [1, L, h, d],
-    float64.
+    """softmax(scaling q k^T + mask) v with transformers' signature: query [1, h, L, d], key and value [1, g, L, d] ->
+    [1, L, h, d], float64.
 
-    With a softcap scores x become softcap tanh(x / softcap). The mask covers windows too. `s_aux` [h] are scores of sinks, which take a
-    share of the weights and contribute 0.
+    With a softcap scores x become softcap tanh(x / softcap). The mask covers windows too. `s_aux` [h] are scores of
+    sinks, which take a share of the weights and contribute 0.
     """
     key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
     scores = scaling * query @ key.transpose(2, 3)
@@ -97,7 +101,8 @@ def log_softmax(model: nn.Module, token_ids: Tensor, rollout: RolloutSection) ->
 
 
 def _kept(logits: Tensor, rollout: RolloutSection) -> Tensor:
-    """Return [n, V] bool: the tokens that min-p keeps, then top-k, then top-p, which takes the largest until they sum to p."""
+    """Return [n, V] bool: the tokens that min-p keeps, then top-k, then top-p, which takes the largest until they sum
+    to p."""
     ordered, order = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     left = ordered * (ordered >= rollout.min_p * ordered[:, :1])
     if rollout.top_k:
@@ -107,7 +112,8 @@ def _kept(logits: Tensor, rollout: RolloutSection) -> Tensor:
 
 
 def router_probabilities(model: nn.Module, token_ids: Tensor, places: Tensor) -> Tensor:
-    """Return [layers x Lr, E]: the probabilities of each router of a mixture of experts at the tokens before `places` [Lr]."""
+    """Return [layers x Lr, E]: the probabilities of each router of a mixture of experts at the tokens before `places`
+    [Lr]."""
     layers = model(token_ids[None], output_router_logits=True).router_logits
     return torch.cat([layer[places - 1] for layer in layers]).softmax(dim=-1)
 
@@ -123,8 +129,8 @@ def balancing_slope(probabilities: Tensor, experts_per_token: int) -> Tensor:
 
 
 def kl_term(policy: Tensor, reference: Tensor, picked: Tensor, ratio: Tensor, algorithm: AlgorithmSection) -> Tensor:
-    """Return [Lr]: the KL term of each response token. policy and reference are [Lr, V] log-probs; picked [Lr] are the sampled tokens'
-    ids, ratio [Lr] their probability ratios."""
+    """Return [Lr]: the KL term of each response token. policy and reference are [Lr, V] log-probs; picked [Lr] are the
+    sampled tokens' ids, ratio [Lr] their probability ratios."""
     if algorithm.kl_estimator == "full_forward":
         return (reference.exp() * (reference - policy)).sum(dim=-1)
     if algorithm.kl_estimator == "full_reverse":
@@ -133,8 +139,8 @@ def kl_term(policy: Tensor, reference: Tensor, picked: Tensor, ratio: Tensor, al
 
 
 def estimated_kl(d: Tensor, ratio: Tensor, algorithm: AlgorithmSection) -> Tensor:
-    """Return the KL term of tokens with d = reference - policy log-prob and the probability ratio to the sampling policy; all have one
-    shape."""
+    """Return the KL term of tokens with d = reference - policy log-prob and the probability ratio to the sampling
+    policy; all have one shape."""
     clamped = d.clamp(-20, 20)
     estimates = {
         "k1": -d,

@@ -1,5 +1,5 @@
-"""Converts rewards to advantages, one response at a time, as the descriptions of `algorithm.advantage_estimator` and related keys define
-them. NaN means no reward."""
+"""Converts rewards to advantages, one response at a time, as the descriptions of `algorithm.advantage_estimator` and
+related keys define them. NaN means no reward."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> f
 def advantages(
     table: Sequence[Sequence[float | None]], weights: Sequence[float], group_size: int, algorithm: AlgorithmSection
 ) -> list[float]:
-    """Return one advantage per row of `table`, which holds one response's rewards by function. Responses to one prompt are adjacent."""
+    """Return one advantage per row of `table`, which holds one response's rewards by function. Responses to one prompt
+    are adjacent."""
     if algorithm.multi_objective_aggregation == "normalize_then_sum":
         return _whiten(_sums_of_normalized(table, weights, group_size))
     rewards = [weighted_sum(row, weights) for row in table]
@@ -30,17 +31,24 @@ def advantages(
     centred: list[float] = []
     for start in range(0, len(rewards), group_size):
         group = rewards[start : start + group_size]
-        centred += [_compared(reward, group[:i] + group[i + 1 :], algorithm.advantage_estimator) for i, reward in enumerate(group)]
+        centred += [
+            _compared(reward, group[:i] + group[i + 1 :], algorithm.advantage_estimator)
+            for i, reward in enumerate(group)
+        ]
     if algorithm.advantage_estimator == "reinforce_plus_plus_baseline":
         return [_divided(value, centred) for value in centred]
     if algorithm.scale_rewards == "none":
         return [0.0 if math.isnan(value) else value for value in centred]
     groups = [rewards[i - i % group_size :][:group_size] for i in range(len(rewards))]
-    return [_divided(value, rewards if algorithm.scale_rewards == "batch" else group) for value, group in zip(centred, groups, strict=True)]
+    return [
+        _divided(value, rewards if algorithm.scale_rewards == "batch" else group)
+        for value, group in zip(centred, groups, strict=True)
+    ]
 
 
 def _compared(reward: float, others: Sequence[float], estimator: str) -> float:
-    """Return the reward minus the mean of its group, for rloo minus the mean of the group's others; 0 if all rewards are equal."""
+    """Return the reward minus the mean of its group, for rloo minus the mean of the group's others; 0 if all rewards
+    are equal."""
     known = _known(others)
     if math.isnan(reward) or all(other == reward for other in known):
         return math.nan if math.isnan(reward) else 0.0
@@ -48,7 +56,8 @@ def _compared(reward: float, others: Sequence[float], estimator: str) -> float:
 
 
 def _divided(value: float, among: Sequence[float]) -> float:
-    """Return the value divided by the unbiased standard deviation of `among`; 0 for NaN, undivided with fewer than two known values."""
+    """Return the value divided by the unbiased standard deviation of `among`; 0 for NaN, undivided with fewer than two
+    known values."""
     known = _known(among)
     if math.isnan(value) or len(known) < 2:
         return 0.0 if math.isnan(value) else value
@@ -63,8 +72,11 @@ def _whiten(values: Sequence[float]) -> list[float]:
     return [_divided(value - statistics.fmean(known), known) for value in values]
 
 
-def _sums_of_normalized(table: Sequence[Sequence[float | None]], weights: Sequence[float], group_size: int) -> list[float]:
-    """Normalise every function's rewards within their group (GDPO), then return the weighted sums; NaN for a response without any score."""
+def _sums_of_normalized(
+    table: Sequence[Sequence[float | None]], weights: Sequence[float], group_size: int
+) -> list[float]:
+    """Normalise every function's rewards within their group (GDPO), then return the weighted sums; NaN for a response
+    without any score."""
     sums = [math.nan if all(value is None for value in row) else 0.0 for row in table]
     for column, weight in enumerate(weights):
         for start in range(0, len(table), group_size):

@@ -1,5 +1,5 @@
-"""The loss of one response in float64, as in the papers: every built-in loss, ratio, mask and correction. Values that depend on
-other responses come in as `WholeStep`."""
+"""The loss of one response in float64, as in the papers: every built-in loss, ratio, mask and correction. Values that
+depend on other responses come in as `WholeStep`."""
 
 from __future__ import annotations
 
@@ -79,12 +79,15 @@ def probability_ratio(log_ratio: Tensor, level: str) -> Tensor:
 
 
 def correction(of: Response, algorithm: AlgorithmSection) -> Tensor:
-    """Return [Lr]: each token's weight for the mismatch with the engine, trainer / engine, limited to the configured band."""
+    """Return [Lr]: each token's weight for the mismatch with the engine, trainer / engine, limited to the configured
+    band."""
     level, action = algorithm.importance_correction.split("_")
     low = algorithm.importance_correction_min or 0.0
     high = algorithm.importance_correction_max or math.inf
     log_ratio = torch.where(of.rollout.isnan(), 0.0, of.old - of.rollout)
-    log_ratio = {"token": log_ratio, "sequence": log_ratio.sum(), "geometric": log_ratio.mean()}[level].expand_as(log_ratio)
+    log_ratio = {"token": log_ratio, "sequence": log_ratio.sum(), "geometric": log_ratio.mean()}[level].expand_as(
+        log_ratio
+    )
     ratios = [math.exp(min(max(value, -20.0), 20.0)) for value in log_ratio.tolist()]
     inside = [low <= ratio <= high for ratio in ratios]
     weights = {
@@ -119,11 +122,17 @@ def sapo(of: Response, algorithm: AlgorithmSection) -> Tensor:
 def vespo(of: Response, algorithm: AlgorithmSection) -> Tensor:
     """[Lr]: -e^lambda W^k e^(-lambda W) A log policy, W the weight of the whole response, without gradient."""
     positive = of.advantage >= 0
-    k, scale = (algorithm.vespo_k_pos, algorithm.vespo_lambda_pos) if positive else (algorithm.vespo_k_neg, algorithm.vespo_lambda_neg)
+    k, scale = (
+        (algorithm.vespo_k_pos, algorithm.vespo_lambda_pos)
+        if positive
+        else (algorithm.vespo_k_neg, algorithm.vespo_lambda_neg)
+    )
     floor = math.log(1e-8)
     log_weight = sum(min(max(value, -20.0), 20.0) for value in (of.logprobs - of.old).tolist())
     if algorithm.importance_correction != "off":
-        log_weight += sum(min(max(math.log(w), floor), 20.0) if w else floor for w in correction(of, algorithm).tolist())
+        log_weight += sum(
+            min(max(math.log(w), floor), 20.0) if w else floor for w in correction(of, algorithm).tolist()
+        )
     log_weight = min(max(log_weight, floor), 20.0)
     phi = math.exp(max(scale + k * log_weight - scale * math.exp(log_weight), -700.0))
     return -phi * of.advantage * of.logprobs
@@ -183,5 +192,7 @@ def real_loss(scores: Tensor, advantages: Sequence[float], group_size: int) -> T
         group = list(zip(scores[start : start + group_size], advantages[start : start + group_size], strict=True))
         good, bad = [score for score, a in group if a > 0], [score for score, a in group if not a > 0]
         if good and bad:
-            losses.append((1 + sum(score.exp() for score in bad)).log() + (1 + sum((-score).exp() for score in good)).log())
+            losses.append(
+                (1 + sum(score.exp() for score in bad)).log() + (1 + sum((-score).exp() for score in good)).log()
+            )
     return sum(losses[1:], losses[0]) / math.ceil(len(scores) / group_size)

@@ -36,8 +36,8 @@ def is_decayed(name: str, dims: int) -> bool:
 
 
 def sizes(before: Sampled) -> Sampled:
-    """Return `before` with absolute values of all summands. Moments and movements computed from it are the scale of their rounding
-    errors."""
+    """Return `before` with absolute values of all summands. Moments and movements computed from it are the scale of
+    their rounding errors."""
     return replace(before, weight=before.weight.abs(), first=before.first.abs(), gradient=before.gradient.abs())
 
 
@@ -49,8 +49,8 @@ def moments(before: Sampled, train: TrainSection) -> tuple[Tensor, Tensor]:
 
 
 def movement(before: Sampled, number: int, decayed: bool, train: TrainSection, total: int) -> Tensor:
-    """Return [n]: the change that AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) makes to the weights in optimizer step `number`,
-    from 1."""
+    """Return [n]: the change that AdamW (Loshchilov and Hutter 2019, arXiv 1711.05101) makes to the weights in
+    optimizer step `number`, from 1."""
     first, second = moments(before, train)
     mean, square = first / (1 - train.adam_beta1**number), second / (1 - train.adam_beta2**number)
     decay = train.weight_decay * before.weight if decayed else 0.0

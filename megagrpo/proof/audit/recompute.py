@@ -28,8 +28,8 @@ class Elements:
 
 @dataclass
 class Recomputed:
-    """One recomputed optimizer step. Lists hold one row [Lr] float64 per sample, over the policy's tokens; None for samples without
-    effect."""
+    """One recomputed optimizer step. Lists hold one row [Lr] float64 per sample, over the policy's tokens; None for
+    samples without effect."""
 
     policy_logprobs: list[Tensor | None] = field(default_factory=list)
     old_logprobs: list[Tensor | None] = field(default_factory=list)
@@ -39,12 +39,13 @@ class Recomputed:
     loss: float = 0.0
     loss_size: float = 0.0  # `loss` of the terms' absolute values: the scale of its rounding error
     grad_norm: float = 0.0
-    sampled: dict[str, Elements] = field(default_factory=dict)  # by Hugging Face tensor name, if the dump samples the optimizer
+    # by Hugging Face tensor name, if the dump samples the optimizer
+    sampled: dict[str, Elements] = field(default_factory=dict)
 
 
 def recompute(step: Step, advantages: list[float]) -> Iterator[Recomputed]:
-    """Yield every optimizer step of `step`, recomputed with the `advantages` of its samples. At most two float64 models and one gradient
-    are in memory."""
+    """Yield every optimizer step of `step`, recomputed with the `advantages` of its samples. At most two float64 models
+    and one gradient are in memory."""
     reference = _model(step, step.reference).requires_grad_(False) if step.config.algorithm.beta else None
     old = _old_logprobs(step) if len(step.updates) > 1 else None
     for update in step.updates:
@@ -68,7 +69,12 @@ def _picked(policy: Tensor, sample: Sample) -> Tensor:
 
 
 def _recompute_update(
-    step: Step, update: DumpedUpdate, advantages: list[float], model: nn.Module, reference: nn.Module | None, old: list[Tensor] | None
+    step: Step,
+    update: DumpedUpdate,
+    advantages: list[float],
+    model: nn.Module,
+    reference: nn.Module | None,
+    old: list[Tensor] | None,
 ) -> Recomputed:
     algorithm, rollout = step.config.algorithm, step.config.rollout
     divisor = naive_loss.denominator(step.loss_lengths(update), algorithm.loss.average, rollout.max_completion_length)
@@ -108,7 +114,8 @@ def _recompute_update(
 
 @torch.no_grad()
 def _elements(model: nn.Module, update: DumpedUpdate) -> dict[str, Elements]:
-    """Return the sampled elements of every tensor that transformers' model has, with its checkpoints' names and shapes."""
+    """Return the sampled elements of every tensor that transformers' model has, with its checkpoints' names and
+    shapes."""
     if not update.optimizer:
         return {}
     weights = {name: parameter for name, parameter in model.named_parameters()}
@@ -118,7 +125,9 @@ def _elements(model: nn.Module, update: DumpedUpdate) -> dict[str, Elements]:
     elements = {}
     for name in update.optimizer.keys() & weights.keys():
         places = update.optimizer[name].places
-        elements[name] = Elements(weights[name].flatten()[places], gradients[name].flatten()[places], weights[name].dim())
+        elements[name] = Elements(
+            weights[name].flatten()[places], gradients[name].flatten()[places], weights[name].dim()
+        )
     return elements
 
 
@@ -137,17 +146,23 @@ def _response(step: Step, index: int, policy: Tensor, advantage: float, old: lis
     )
 
 
-def _policy_terms(response: Response, whole: WholeStep, index: int, algorithm: AlgorithmSection, share: float) -> list[Tensor]:
+def _policy_terms(
+    response: Response, whole: WholeStep, index: int, algorithm: AlgorithmSection, share: float
+) -> list[Tensor]:
     """Return [Lr] each: the policy term (for REAL the terms of its gradient) and the entropy bonus."""
     if algorithm.loss.whole_step:
-        of_policy = whole.real_slopes[index] * (response.logprobs - response.old) / response.old.numel() / algorithm.real_tau
+        of_policy = (
+            whole.real_slopes[index] * (response.logprobs - response.old) / response.old.numel() / algorithm.real_tau
+        )
     else:
         of_policy = naive_loss.policy_term(response, algorithm, whole.entropy_threshold) / share
     return [of_policy, -whole.bonus * response.entropy * (response.entropy >= whole.entropy_threshold)]
 
 
 @torch.no_grad()
-def _whole_step(step: Step, update: DumpedUpdate, advantages: list[float], model: nn.Module, old: list[Tensor] | None) -> WholeStep:
+def _whole_step(
+    step: Step, update: DumpedUpdate, advantages: list[float], model: nn.Module, old: list[Tensor] | None
+) -> WholeStep:
     """Compute the values that responses' losses take from each other, by running the model on all of them first."""
     algorithm, whole = step.config.algorithm, WholeStep()
     coefficient = update.metric("entropy_coef") if algorithm.entropy_bonus else 0.0
@@ -163,7 +178,10 @@ def _whole_step(step: Step, update: DumpedUpdate, advantages: list[float], model
         whole.entropy_threshold = naive_loss.top_threshold(entropies, algorithm.top_entropy_quantile)
     whole.bonus = coefficient / max(1, sum(value >= whole.entropy_threshold for value in entropies))
     if algorithm.loss.whole_step:
-        moved = [(responses[i].logprobs - responses[i].old).mean().item() if i in responses else 0.0 for i in range(len(advantages))]
+        moved = [
+            (responses[i].logprobs - responses[i].old).mean().item() if i in responses else 0.0
+            for i in range(len(advantages))
+        ]
         scores = (torch.tensor(moved, dtype=torch.float64) / algorithm.real_tau).requires_grad_()
         signs = [advantage if i in responses else 0.0 for i, advantage in enumerate(advantages)]
         with torch.enable_grad():

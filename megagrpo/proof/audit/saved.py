@@ -16,8 +16,8 @@ from megagrpo.config import ConfigError, RunConfig
 
 @dataclass(frozen=True)
 class Sample:
-    """One response with its prompt. `token_ids` and `rollout_logprobs` [L] cover both; `places` [Lr] are the positions of the policy's
-    tokens."""
+    """One response with its prompt. `token_ids` and `rollout_logprobs` [L] cover both; `places` [Lr] are the positions
+    of the policy's tokens."""
 
     token_ids: Tensor
     prompt_length: int
@@ -32,7 +32,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Some elements of a trained tensor around one optimizer step, float64 [n] each, at positions `places` [n] of the flattened tensor."""
+    """Some elements of a trained tensor around one optimizer step, float64 [n] each, at positions `places` [n] of the
+    flattened tensor."""
 
     places: Tensor
     weight: Tensor
@@ -44,8 +45,8 @@ class Sampled:
 
 @dataclass(frozen=True)
 class DumpedUpdate:
-    """One optimizer step on the samples with indices `samples`. `rows` holds the loss's inputs, one row per loss token; `weights` is the
-    folder of the weights before it."""
+    """One optimizer step on the samples with indices `samples`. `rows` holds the loss's inputs, one row per loss token;
+    `weights` is the folder of the weights before it."""
 
     number: int  # from 1
     samples: list[int]
@@ -63,8 +64,8 @@ class DumpedUpdate:
 
 @dataclass(frozen=True)
 class Step:
-    """One dumped step of a run. `model` is the folder of the run's initial weights, `reference` the folder of the reference's weights in
-    this step."""
+    """One dumped step of a run. `model` is the folder of the run's initial weights, `reference` the folder of the
+    reference's weights in this step."""
 
     folder: Path
     config: RunConfig
@@ -85,8 +86,8 @@ class Step:
 
 
 def load_step(run: Path, step: int, model: Path | None = None) -> Step:
-    """Return the dump of one step. `model` overrides the folder of the run's initial model. A reference with its own weights must be at
-    its old path.
+    """Return the dump of one step. `model` overrides the folder of the run's initial model. A reference with its own
+    weights must be at its old path.
 
     Raises ConfigError, naming the dumped steps, when this one does not exist, and when weights that it needs are gone.
     """
@@ -94,15 +95,22 @@ def load_step(run: Path, step: int, model: Path | None = None) -> Step:
     file = folder / "step.json"
     if not file.is_file():
         there = [str(int(p.parent.name.removeprefix("step_"))) for p in sorted(run.glob("dumps/step_*/step.json"))]
-        raise ConfigError(f"--step: {run} holds no dump of step {step}; it has {', '.join(there) or 'none: set debug.dump_steps'}")
+        raise ConfigError(
+            f"--step: {run} holds no dump of step {step}; it has {', '.join(there) or 'none: set debug.dump_steps'}"
+        )
     contents = json.loads(file.read_text())
     first = Path(contents["model"])
     reference, model = folder / contents["reference"], model or first
     reference = model if reference == first else reference
     if not (model / "config.json").is_file():
-        raise ConfigError(f"--model: {model} holds no config.json; give the folder of the model that the run started from")
+        raise ConfigError(
+            f"--model: {model} holds no config.json; give the folder of the model that the run started from"
+        )
     if not (reference / "config.json").is_file():
-        raise ConfigError(f"{file}: the reference {reference} holds no config.json; put the weights of model.reference_path back there")
+        raise ConfigError(
+            f"{file}: the reference {reference} holds no config.json; put the weights of model.reference_path back "
+            f"there"
+        )
     return Step(
         folder=folder,
         config=RunConfig.model_validate(contents["config"]),
@@ -119,7 +127,9 @@ def _samples(rows: dict[str, Tensor], texts: list[dict[str, Any]]) -> list[Sampl
     borders, prompts = rows["borders"].tolist(), rows["prompt_lengths"].tolist()
     spans = [slice(start, stop) for start, stop in itertools.pairwise(borders)]
     return [
-        Sample(rows["token_ids"][span], prompt, rows["rollout_logprobs"][span], rows["written"][span].nonzero()[:, 0], text)
+        Sample(
+            rows["token_ids"][span], prompt, rows["rollout_logprobs"][span], rows["written"][span].nonzero()[:, 0], text
+        )
         for span, prompt, text in zip(spans, prompts, texts, strict=True)
     ]
 
@@ -128,17 +138,22 @@ def _update(folder: Path, model: Path, number: int, saved: dict[str, Any]) -> Du
     weights = folder / saved["weights"] if saved["weights"] else model
     rows, optimizer = load_file(folder / saved["rows"]), _optimizer(folder, saved)
     taken = saved.get("optimizer_steps")
-    return DumpedUpdate(number, saved["samples"], weights, saved["denominator"], saved["metrics"], rows, optimizer, taken)
+    return DumpedUpdate(
+        number, saved["samples"], weights, saved["denominator"], saved["metrics"], rows, optimizer, taken
+    )
 
 
 def _optimizer(folder: Path, saved: dict[str, Any]) -> dict[str, Sampled]:
     tables = load_file(folder / saved["optimizer"]) if "optimizer" in saved else {}
     names = [key.removeprefix("places.") for key in tables if key.startswith("places.")]
-    return {name: Sampled(tables[f"places.{name}"], *tables[f"values.{name}"].double().unbind(1)) for name in sorted(names)}
+    return {
+        name: Sampled(tables[f"places.{name}"], *tables[f"values.{name}"].double().unbind(1)) for name in sorted(names)
+    }
 
 
 def following(step: Step, update: DumpedUpdate) -> DumpedUpdate | None:
-    """Return the optimizer step after `update`: in the same dump, or the first one of the next step, if that was dumped."""
+    """Return the optimizer step after `update`: in the same dump, or the first one of the next step, if that was
+    dumped."""
     if update.number < len(step.updates):
         return step.updates[update.number]
     number = int(step.folder.name.removeprefix("step_")) + 1

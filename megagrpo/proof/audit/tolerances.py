@@ -1,4 +1,5 @@
-"""Allowed distances of a run from float64, by the precision of the run. Imports nothing slow: `megagrpo audit --help` prints them."""
+"""Allowed distances of a run from float64, by the precision of the run. Imports nothing slow: `megagrpo audit --help`
+prints them."""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from dataclasses import dataclass
 class Tolerances:
     """Allowed distances of a run from float64.
 
-    `token` and `average` apply to log-probs, entropy and exact KL, of one token and on average over tokens, in nats. `loss` is relative
-    to the tokens' mean absolute loss. `grad_norm` is relative. `gradient` is relative in the Euclidean norm of one tensor.
+    `token` and `average` apply to log-probs, entropy and exact KL, of one token and on average over tokens, in nats.
+    `loss` is relative to the tokens' mean absolute loss. `grad_norm` is relative. `gradient` is relative in the
+    Euclidean norm of one tensor.
     """
 
     token: float

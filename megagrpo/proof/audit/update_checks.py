@@ -1,4 +1,5 @@
-"""Checks the optimizer step after the gradient against float64: learning rate, clipped gradient, Adam's update and moments."""
+"""Checks the optimizer step after the gradient against float64: learning rate, clipped gradient, Adam's update and
+moments."""
 
 from __future__ import annotations
 
@@ -30,7 +31,9 @@ def check_update(step: Step, update: DumpedUpdate, result: Recomputed) -> Iterat
         quantity = named("learning_rate", step, update)
         yield compare(quantity, [update.metric("learning_rate")], [rate], ROUNDING, lambda _: "", 0.0)
     if reason := _not_recomputed(step, update):
-        yield Check(named("weights after the update", step, update), 0, True, 0.0, 0.0, note=f"not recomputed: {reason}")
+        yield Check(
+            named("weights after the update", step, update), 0, True, 0.0, 0.0, note=f"not recomputed: {reason}"
+        )
         return
     assert number is not None, "a dump with a sample of the optimizer counts the steps before"
     names = [name for name in update.optimizer if name in result.sampled]
@@ -53,14 +56,19 @@ def check_update(step: Step, update: DumpedUpdate, result: Recomputed) -> Iterat
     weights = joined([result.sampled[name].weight for name in names])
     left = sorted(set(update.optimizer) - set(names))
     note = f"{len(left)} tensors have no counterpart in transformers' model, the first is {left[0]}" if left else ""
-    yield compare(named("weights in the optimizer", step, update), column("weight").to(dtype), weights, EXACT, locate, note=note)
+    yield compare(
+        named("weights in the optimizer", step, update), column("weight").to(dtype), weights, EXACT, locate, note=note
+    )
     moved = [torch.zeros_like(rows.weight) for rows in sampled.values()]
     added = moved
     if "grad_norm" in update.metrics:
         yield _gradients(step, update, result, sampled)
         pairs = [(rows, naive_optimizer.is_decayed(name, result.sampled[name].dims)) for name, rows in sampled.items()]
         moved = [naive_optimizer.movement(rows, number + 1, decays, train, total) for rows, decays in pairs]
-        added = [naive_optimizer.movement(naive_optimizer.sizes(rows), number + 1, decays, train, total).abs() for rows, decays in pairs]
+        added = [
+            naive_optimizer.movement(naive_optimizer.sizes(rows), number + 1, decays, train, total).abs()
+            for rows, decays in pairs
+        ]
     expected = joined(moved)
     allowed = UPDATE * expected.abs() + ROUNDING * joined(added) + FLOAT32 * column("weight").abs()
     quantity = named("weights after the update", step, update)
@@ -91,17 +99,26 @@ def _gradients(step: Step, update: DumpedUpdate, result: Recomputed, sampled: di
     return compare(quantity, errors, [0.0] * len(errors), tolerance, names.__getitem__, note="relative, by tensor")
 
 
-def _chained(step: Step, update: DumpedUpdate, sampled: dict[str, Sampled], locate: Callable[[int], str]) -> Iterator[Check]:
+def _chained(
+    step: Step, update: DumpedUpdate, sampled: dict[str, Sampled], locate: Callable[[int], str]
+) -> Iterator[Check]:
     """Check that the next dumped optimizer step started from the weights and moments that this one left."""
     later = following(step, update)
-    if later is None or later.optimizer.keys() != update.optimizer.keys() or later.steps_before is None or update.steps_before is None:
+    if (
+        later is None
+        or later.optimizer.keys() != update.optimizer.keys()
+        or later.steps_before is None
+        or update.steps_before is None
+    ):
         return
     taken = "grad_norm" in update.metrics
     if later.steps_before != update.steps_before + taken:  # the run resumed from another checkpoint in between
         return
 
     def both(now: Callable[[Sampled], Tensor], then: Callable[[Sampled], Tensor]) -> tuple[Tensor, Tensor]:
-        return torch.cat([then(later.optimizer[name]) for name in sampled]), torch.cat([now(rows) for rows in sampled.values()])
+        return torch.cat([then(later.optimizer[name]) for name in sampled]), torch.cat(
+            [now(rows) for rows in sampled.values()]
+        )
 
     dumped, expected = both(attrgetter("next_weight"), attrgetter("weight"))
     yield compare(named("weights of the next update", step, update), dumped, expected, EXACT, locate)
@@ -120,4 +137,6 @@ def _chained(step: Step, update: DumpedUpdate, sampled: dict[str, Sampled], loca
             return after(naive_optimizer.sizes(rows))
 
         _, added = both(size_after, attrgetter(name))
-        yield compare(named(f"{name} moment of the next update", step, update), dumped, expected, ROUNDING * added + TINY, locate)
+        yield compare(
+            named(f"{name} moment of the next update", step, update), dumped, expected, ROUNDING * added + TINY, locate
+        )

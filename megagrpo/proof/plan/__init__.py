@@ -1,5 +1,5 @@
-"""Preflight: checks a config against its model and number of ranks, and predicts the memory of each rank. Needs no GPU, no weights and
-no torch.
+"""Preflight: checks a config against its model and number of ranks, and predicts the memory of each rank. Needs no GPU,
+no weights and no torch.
 
 All problems are reported at once, as `key: what is wrong; what to do`.
 """
@@ -51,7 +51,14 @@ from megagrpo.proof.plan.plan_text import (
     weights_text,
     wrapped,
 )
-from megagrpo.proof.plan.planned_memory import GIB, engine_memory, on_shared_gpu, reload_bytes, smallest_gpu, trainer_memory
+from megagrpo.proof.plan.planned_memory import (
+    GIB,
+    engine_memory,
+    on_shared_gpu,
+    reload_bytes,
+    smallest_gpu,
+    trainer_memory,
+)
 from megagrpo.proof.plan.search import Candidate, search
 from megagrpo.proof.plan.shapes import model_shape
 from megagrpo.proof.plan.times import StepTimes, step_times
@@ -62,8 +69,8 @@ from megagrpo.proof.plan.workload import Lengths
 class Plan:
     """The result of a preflight. `problems` is empty when the run can start; `notes` do not prevent a start.
 
-    `memory` is phase -> part -> GiB on the fullest rank; empty without a model. `model` is the model's shape. `times` and `found` are
-    set only on request.
+    `memory` is phase -> part -> GiB on the fullest rank; empty without a model. `model` is the model's shape. `times`
+    and `found` are set only on request.
     """
 
     problems: list[Problem]
@@ -88,7 +95,9 @@ class Plan:
             lines += ["", *search_table(self.found)]
         for name, texts in (("note(s)", self.notes), ("problem(s)", self.problems)):
             lines += ["", f"{len(texts)} {name}"] if texts else []
-            lines += [part for text in texts for line in str(text).split("\n") for part in wrapped(f"  {line}", indent=4)]
+            lines += [
+                part for text in texts for line in str(text).split("\n") for part in wrapped(f"  {line}", indent=4)
+            ]
         return "\n".join(lines)
 
     def as_json(self) -> str:
@@ -96,34 +105,61 @@ class Plan:
         made: dict[str, Any] = {"problems": list(map(str, self.problems)), "notes": list(map(str, self.notes))}
         made |= {"rows": dict(row for row in self.rows if row[0])}
         made |= {"memory_gib": self.memory, "smallest_gpu_gib": self.smallest_gpu, "host_gib": self.host}
-        made["rules"] = [{"number": v.rule.number, "rule": v.rule.what, "state": v.state, "told_by": v.rule.elsewhere} for v in self.rules]
+        made["rules"] = [
+            {"number": v.rule.number, "rule": v.rule.what, "state": v.state, "told_by": v.rule.elsewhere}
+            for v in self.rules
+        ]
         if self.times:
             made["times"] = _times_json(self.times)
-        made["found"] = [{"overrides": one.overrides, "gib": one.gib, "times": _times_json(one.times)} for one in self.found]
+        made["found"] = [
+            {"overrides": one.overrides, "gib": one.gib, "times": _times_json(one.times)} for one in self.found
+        ]
         return json.dumps(made, indent=1)
 
 
 def _times_json(times: StepTimes) -> dict[str, Any]:
-    derived = {"step": times.step, "tokens_per_second_per_gpu": times.tokens_per_gpu, "mfu": times.mfu, "idle": times.idle}
+    derived = {
+        "step": times.step,
+        "tokens_per_second_per_gpu": times.tokens_per_gpu,
+        "mfu": times.mfu,
+        "idle": times.idle,
+    }
     return {"seconds": times.seconds, "gpus": times.gpus, "bubble": times.bubble} | derived
 
 
-def with_times(made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths: Lengths, searching: bool = False) -> Plan:
-    """Return the plan with the predicted seconds of its layout, if the layout can run, and with the fastest layouts when `searching`."""
+def with_times(
+    made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths: Lengths, searching: bool = False
+) -> Plan:
+    """Return the plan with the predicted seconds of its layout, if the layout can run, and with the fastest layouts
+    when `searching`."""
     if made.model is None:
         return made
-    where = f"{gpu.name}, {gpu.bf16_tflops:g} TFLOP/s in bf16, {gpu.memory_gib:g} GiB at {gpu.memory_gb_per_s:g} GB/s ({gpu.source})"
+    where = (
+        f"{gpu.name}, {gpu.bf16_tflops:g} TFLOP/s in bf16, {gpu.memory_gib:g} GiB at {gpu.memory_gb_per_s:g} GB/s "
+        f"({gpu.source})"
+    )
     rows = [*made.rows, ("kind", where)]
     rows.append(
-        ("lengths", f"{lengths.prompt:g} tokens a prompt and {lengths.response:g} a response on average, {lengths.longest:g} at most")
+        (
+            "lengths",
+            f"{lengths.prompt:g} tokens a prompt and {lengths.response:g} a response on average, {lengths.longest:g} "
+            f"at most",
+        )
     )
     unfit = gpu_problems(config, gpu)
     times = step_times(config, made.model, world_size, gpu, lengths) if made.memory and not unfit else None
     layouts = search(config, made.model, world_size, gpu, lengths) if searching and not unfit else []
     notes = list(made.notes)
     if searching and not layouts and not unfit:
-        text = f"no layout of {world_size} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, another rollout.tp or "
-        notes.append(Problem(("--search", "rollout.tp", "rollout.gpu_memory_utilization"), f"{text}rollout.gpu_memory_utilization"))
+        text = (
+            f"no layout of {world_size} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, "
+            f"another rollout.tp or "
+        )
+        notes.append(
+            Problem(
+                ("--search", "rollout.tp", "rollout.gpu_memory_utilization"), f"{text}rollout.gpu_memory_utilization"
+            )
+        )
     return replace(made, problems=made.problems + unfit, rows=rows, times=times, found=layouts, notes=notes)
 
 
@@ -137,9 +173,9 @@ def plan(
 ) -> Plan:
     """Return the plan of `config` on `world_size` ranks.
 
-    With `gpu_memory_gb`, the memory of each GPU in GiB, the run must also fit a GPU. With `host_memory_gb` the data that stays in a
-    node's RAM must fit that. With `has_data` False data files are not checked, without `fetch` no model is downloaded or
-    unpacked.
+    With `gpu_memory_gb`, the memory of each GPU in GiB, the run must also fit a GPU. With `host_memory_gb` the data
+    that stays in a node's RAM must fit that. With `has_data` False data files are not checked, without `fetch` no model
+    is downloaded or unpacked.
     """
     problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config)
     problems += own_code_problems(config) + output_problems(config)
@@ -174,11 +210,16 @@ def plan(
     problems += tokenizer_problems + unfit + expert_problems(config, model) + adapter_problems(config, model)
     problems += fp8_problems(config, model) + rollout_problems(config, model)
     made = Plan(problems, rows, notes=notes, model=model)
-    return judged(made if unfit else with_memory(made, config, world_size, gpu_memory_gb, host_memory_gb), gpu_memory_gb)
+    return judged(
+        made if unfit else with_memory(made, config, world_size, gpu_memory_gb, host_memory_gb), gpu_memory_gb
+    )
 
 
-def with_memory(made: Plan, config: RunConfig, world_size: int, gpu_memory_gb: float | None, host_memory_gb: float | None) -> Plan:
-    """Return the plan with the memory of each phase on the GPU and on the host, and the problems of memory that is too small."""
+def with_memory(
+    made: Plan, config: RunConfig, world_size: int, gpu_memory_gb: float | None, host_memory_gb: float | None
+) -> Plan:
+    """Return the plan with the memory of each phase on the GPU and on the host, and the problems of memory that is too
+    small."""
     parallel, model, has_gpu = config.parallel, made.model, gpu_memory_gb is not None
     assert model is not None, "memory is planned for a model that could be read"
     problems, rows = list(made.problems), list(made.rows)
@@ -188,7 +229,8 @@ def with_memory(made: Plan, config: RunConfig, world_size: int, gpu_memory_gb: f
         rows.insert([name for name, _ in rows].index("rollout") + 1, ("vLLM", cache_text(config, model, gpu_memory_gb)))
     rows.append(("GPU", gpu_text(config, smallest)))
     host = {}
-    if world_size % parallel.model_parallel_size == world_size % parallel.expert_parallel_size == 0:  # otherwise the layout does not exist
+    # otherwise the layout does not exist
+    if world_size % parallel.model_parallel_size == world_size % parallel.expert_parallel_size == 0:
         host = host_memory(config, model, world_size, gpu=has_gpu)
         rows.append(("host", host_text(host)))
         problems += [] if host_memory_gb is None else too_little_ram(host, host_memory_gb)

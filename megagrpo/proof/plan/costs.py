@@ -1,4 +1,5 @@
-"""What the operations of a traced step cost: FLOPs, bytes, kernel launches, messages and memory, by phase. Needs no torch."""
+"""What the operations of a traced step cost: FLOPs, bytes, kernel launches, messages and memory, by phase. Needs no
+torch."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Message:
-    """One collective or message: its phase, operation, bytes of the larger side on this rank, and ranks of its group."""
+    """One collective or message: its phase, operation, bytes of the larger side on this rank, and ranks of its
+    group."""
 
     phase: str
     operation: str
@@ -32,7 +34,8 @@ class Message:
 
 @dataclass
 class Costs:
-    """The launches and messages of a piece of work, each with the number of times it occurs, and the host's waits by phase."""
+    """The launches and messages of a piece of work, each with the number of times it occurs, and the host's waits by
+    phase."""
 
     kernels: Counter[Kernel] = field(default_factory=Counter)
     messages: Counter[Message] = field(default_factory=Counter)
@@ -58,8 +61,8 @@ def _sum[T](one: Mapping[T, float], other: Mapping[T, float], times: float) -> C
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced step of one rank: the `fixed` costs of a step, the costs of `each` micro-batch, and the bytes at the memory peak by the
-    phase that allocated them.
+    """A traced step of one rank: the `fixed` costs of a step, the costs of `each` micro-batch, and the bytes at the
+    memory peak by the phase that allocated them.
 
     `tokens` is the number of tokens of a micro-batch, `loss_tokens` the number of them in the loss.
     """

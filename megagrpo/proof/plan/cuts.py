@@ -1,7 +1,8 @@
-"""Predicts how vLLM shards a model over its workers: the boxes of Hugging Face tensors that each worker's loaders copy, from names and
-shapes.
+"""Predicts how vLLM shards a model over its workers: the boxes of Hugging Face tensors that each worker's loaders copy,
+from names and shapes.
 
-For planning only. A real sync learns the boxes from the loaders themselves (`lazy_tensors.py`); a test checks that both agree.
+For planning only. A real sync learns the boxes from the loaders themselves (`lazy_tensors.py`); a test checks that both
+agree.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ EMBEDDING, HEAD = "embed_tokens", "lm_head"
 class EngineLayout:
     """`servers` vLLM servers of `workers` each: tensor parallel x pipeline parallel x data-parallel copies.
 
-    With `ep` above 1 each expert is whole and the experts are sharded over `ep` workers of a stage. `ep` is `tp` or a multiple of it:
+    With `ep` above 1 each expert is whole and the experts are sharded over `ep` workers of a stage. `ep` is `tp` or a
+    multiple of it:
     the non-expert weights then have ep / tp data-parallel copies. Raises ProblemError for another `ep`.
     """
 
@@ -64,14 +66,18 @@ class _Worker:
         return _Worker(tp_rank, rest % layout.pp, rest // layout.pp)
 
 
-def wanted_boxes(shapes: Mapping[str, tuple[int, ...]], model: HfConfig, layout: EngineLayout) -> dict[str, dict[Box, list[int]]]:
-    """Return tensor -> box -> the workers that load it, numbered over all servers, for tensors with these names and full shapes.
+def wanted_boxes(
+    shapes: Mapping[str, tuple[int, ...]], model: HfConfig, layout: EngineLayout
+) -> dict[str, dict[Box, list[int]]]:
+    """Return tensor -> box -> the workers that load it, numbered over all servers, for tensors with these names and
+    full shapes.
 
     Raises ProblemError when vLLM cannot shard the model this way, or when a tensor's kind is unknown here.
     """
     stages = pipeline_stages(model.num_layers, layout.pp)
     every = range(0, layout.servers * layout.workers, layout.workers)
-    known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], dict[Box, list[int]]] = {}  # all layers of one stage are sharded alike
+    # all layers of one stage are sharded alike
+    known: dict[tuple[str, tuple[int, ...], tuple[int, ...]], dict[Box, list[int]]] = {}
     wanted = {}
     for name, shape in shapes.items():
         layer = layer_of(name)
@@ -79,12 +85,16 @@ def wanted_boxes(shapes: Mapping[str, tuple[int, ...]], model: HfConfig, layout:
         key = (name.replace(f".{layer}.", ".", 1), shape, tuple(places))
         if key not in known:
             boxes = _server_boxes(name, shape, model, layout, places)
-            known[key] = {box: [first + number for first in every for number in numbers] for box, numbers in boxes.items()}
+            known[key] = {
+                box: [first + number for first in every for number in numbers] for box, numbers in boxes.items()
+            }
         wanted[name] = known[key]
     return wanted
 
 
-def _server_boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, stages: list[int]) -> dict[Box, list[int]]:
+def _server_boxes(
+    name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, stages: list[int]
+) -> dict[Box, list[int]]:
     """Return box -> the workers of one server that load it, for a tensor that belongs to `stages`."""
     boxes: dict[Box, list[int]] = {}
     for number in range(layout.workers):
@@ -96,7 +106,8 @@ def _server_boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: En
 
 
 def pipeline_stages(layers: int, pp: int) -> list[range]:
-    """Return the decoder layers of each stage: equal numbers, with the remainder one each on the stages before the last."""
+    """Return the decoder layers of each stage: equal numbers, with the remainder one each on the stages before the
+    last."""
     counts = [layers // pp] * pp
     for stage in range(layers % pp):
         counts[-2 - stage] += 1
@@ -130,13 +141,17 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
         return [_part(name, shape, 1, 0, shape[1], layout.tp, worker.tp_rank)]
     mine = (layout.tp, worker.tp_rank)
     parts = min(layout.tp, model.num_kv_heads)
-    keys = (parts, worker.tp_rank * parts // layout.tp)  # several workers share a KV head if there are more workers than heads
+    # several workers share a KV head if there are more workers than heads
+    keys = (parts, worker.tp_rank * parts // layout.tp)
     if kind in ("k_proj", "v_proj"):
         return [_part(name, shape, 0, 0, shape[0], *keys)]
     if kind == "qkv_proj":
         rows = model.num_kv_heads * model.head_dim
         queries = shape[0] - 2 * rows
-        return [_part(name, shape, 0, 0, queries, *mine), *(_part(name, shape, 0, at, rows, *keys) for at in (queries, queries + rows))]
+        return [
+            _part(name, shape, 0, 0, queries, *mine),
+            *(_part(name, shape, 0, at, rows, *keys) for at in (queries, queries + rows)),
+        ]
     if kind == "gate_up_proj":
         half = shape[0] // 2
         return [_part(name, shape, 0, at, half, *mine) for at in (0, half)]
@@ -148,7 +163,9 @@ def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLay
 def _part(name: str, shape: tuple[int, ...], dim: int, start: int, length: int, parts: int, part: int) -> Box:
     """Return part `part` of `parts` equal parts of elements [start, start + length) along dimension `dim`."""
     if length % parts:
-        raise ProblemError(Problem(("rollout.tp",), f"{name} of shape {shape} cannot be cut into {parts} along dimension {dim}"))
+        raise ProblemError(
+            Problem(("rollout.tp",), f"{name} of shape {shape} cannot be cut into {parts} along dimension {dim}")
+        )
     step = length // parts
     return cut(shape, dim, start + part * step, start + part * step + step)
 
@@ -159,14 +176,17 @@ def _stacked_experts(name: str, shape: tuple[int, ...], model: HfConfig, layout:
         return cut(shape, 0, mine.start, mine.stop)
     if name.endswith("down_proj_bias"):
         return whole(shape)
-    dim = 1 if name.endswith("down_proj") else len(shape) - 1  # [expert, in, out] of down_proj, or [expert, in, gate and up interleaved]
+    # [expert, in, out] of down_proj, or [expert, in, gate and up interleaved]
+    dim = 1 if name.endswith("down_proj") else len(shape) - 1
     return _part(name, shape, dim, 0, shape[dim], layout.tp, worker.tp_rank)
 
 
 def _vocabulary(name: str, shape: tuple[int, ...], tp: int, tp_rank: int) -> Box:
     padded = -(-shape[0] // VOCAB_PADDING) * VOCAB_PADDING
     if padded % tp:
-        raise ProblemError(Problem(("rollout.tp",), f"{name} has {padded} rows with vLLM's padding, which tp={tp} does not divide"))
+        raise ProblemError(
+            Problem(("rollout.tp",), f"{name} has {padded} rows with vLLM's padding, which tp={tp} does not divide")
+        )
     step = padded // tp
     return cut(shape, 0, min(tp_rank * step, shape[0]), min(tp_rank * step + step, shape[0]))
 

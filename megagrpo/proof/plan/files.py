@@ -26,11 +26,14 @@ def output_problems(config: RunConfig) -> list[Problem]:
     there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
     if longest := [part for part in folder.parts if len(part.encode()) > LONGEST_NAME]:
         said = (
-            f"{longest[0][:50]}... has {len(longest[0].encode())} bytes; the limit for a file name is {LONGEST_NAME}; name another folder"
+            f"{longest[0][:50]}... has {len(longest[0].encode())} bytes; the limit for a file name is {LONGEST_NAME}; "
+            f"name another folder"
         )
         return [Problem(key, said, rule=25)]
     if len(str(folder.absolute()).encode()) > LONGEST_PATH:
-        return [Problem(key, f"{str(folder)[:50]}... is longer than {LONGEST_PATH} bytes; name another folder", rule=25)]
+        return [
+            Problem(key, f"{str(folder)[:50]}... is longer than {LONGEST_PATH} bytes; name another folder", rule=25)
+        ]
     if there.is_dir() and os.access(there, os.W_OK):
         return []
     why = "cannot be written to" if there.is_dir() else "is not a folder"
@@ -38,7 +41,8 @@ def output_problems(config: RunConfig) -> list[Problem]:
 
 
 def data_problems(config: RunConfig) -> list[Problem]:
-    """Return data files and chat templates that do not exist, and columns that a jsonl or csv file's first row lacks."""
+    """Return data files and chat templates that do not exist, and columns that a jsonl or csv file's first row
+    lacks."""
     data, problems = config.data, []
     sources: list[tuple[str, DatasetSection]] = [("data.train", data.train)]
     sources += [] if data.eval is None else [("data.eval", data.eval)]
@@ -47,33 +51,46 @@ def data_problems(config: RunConfig) -> list[Problem]:
         path = Path(os.path.expanduser(section.source))
         is_path = bool(data_suffix(path)) or path.is_absolute() or section.source.startswith(".")
         if is_path and not os.path.exists(path):
-            problems.append(Problem((f"{key}.source",), f"no file or folder {path.absolute()}; correct the path", rule=13))
+            problems.append(
+                Problem((f"{key}.source",), f"no file or folder {path.absolute()}; correct the path", rule=13)
+            )
         elif present := _columns(path):
             problems += _column_problems(config, key, section, present)
     template = data.chat_template
     if template is not None and Path(template).is_absolute() and "\n" not in template and not os.path.isfile(template):
-        problems.append(Problem(("data.chat_template",), f"no file {template}; correct the path, or write Jinja text or `none`", rule=16))
+        problems.append(
+            Problem(
+                ("data.chat_template",), f"no file {template}; correct the path, or write Jinja text or `none`", rule=16
+            )
+        )
     return problems
 
 
 def _column_problems(config: RunConfig, key: str, section: DatasetSection, present: list[str]) -> list[Problem]:
-    """Return columns that the keys of this data set name but its rows lack. An evaluation set may override the keys of `data`."""
+    """Return columns that the keys of this data set name but its rows lack. An evaluation set may override the keys of
+    `data`."""
     own = {name: getattr(section, name, None) for name in ("prompt_column", "columns", "extract_hash_answer")}
     named = {
-        name: (f"data.{name}", getattr(config.data, name)) if value is None else (f"{key}.{name}", value) for name, value in own.items()
+        name: (f"data.{name}", getattr(config.data, name)) if value is None else (f"{key}.{name}", value)
+        for name, value in own.items()
     }
     renamed_key, renamed = named["columns"]
     wanted = [(named["prompt_column"][0], named["prompt_column"][1])]
     wanted += [(f"{renamed_key}.{new}", old) for new, old in renamed.items()]
-    wanted += [(named["extract_hash_answer"][0], name) for name in named["extract_hash_answer"][1] if name not in renamed]
+    wanted += [
+        (named["extract_hash_answer"][0], name) for name in named["extract_hash_answer"][1] if name not in renamed
+    ]
     has = f"{section.source} has columns {', '.join(present)}"
     missing = [(where, name) for where, name in wanted if name not in present]
-    return [Problem((where, f"{key}.source"), f"no column `{name}`{column_hint(name, present)}; {has}", rule=13) for where, name in missing]
+    return [
+        Problem((where, f"{key}.source"), f"no column `{name}`{column_hint(name, present)}; {has}", rule=13)
+        for where, name in missing
+    ]
 
 
 def _columns(path: Path) -> list[str]:
-    """Return the column names of a jsonl or csv file, from its first rows, fields of objects included; empty for other sources and
-    unreadable files."""
+    """Return the column names of a jsonl or csv file, from its first rows, fields of objects included; empty for other
+    sources and unreadable files."""
     try:
         with path.open(encoding="utf-8-sig") as lines:
             if path.suffix == ".jsonl":
@@ -94,7 +111,10 @@ def data_notes(config: RunConfig) -> list[Problem]:
         rows = count if rows is None else min(rows, count)
     if rows is None or rows >= wanted:
         return []
-    said = f"{rows} prompts, but a step draws {wanted} (rollout.prompts_per_step) and repeats some; lower prompts_per_step or add prompts"
+    said = (
+        f"{rows} prompts, but a step draws {wanted} (rollout.prompts_per_step) and repeats some; lower "
+        f"prompts_per_step or add prompts"
+    )
     return [Problem(("data.train", "rollout.prompts_per_step"), said, rule=13)]
 
 
@@ -106,7 +126,10 @@ def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], 
         return [], []
     template = "chat_template" in settings or (folder / "chat_template.jinja").exists()
     if not template and config.data.chat_template is None:
-        said = f"the tokenizer in {folder} has no chat template, as is usual for base models; set one, or `none` for plain text"
+        said = (
+            f"the tokenizer in {folder} has no chat template, as is usual for base models; set one, or `none` for "
+            f"plain text"
+        )
         notes.append(Problem(("data.chat_template", "model.tokenizer"), said, rule=16))
     problems += _template_problems(config, folder, settings.get("chat_template"))
     tokens = _read(folder / "tokenizer.json")
@@ -116,19 +139,25 @@ def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], 
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     ids = [number for number in ids if isinstance(number, int)]
     if ids and max(ids) >= model.vocab_size:
-        said = f"token {max(ids)} of {folder} is outside of the model's vocab_size {model.vocab_size}; name the model's own tokenizer"
+        said = (
+            f"token {max(ids)} of {folder} is outside of the model's vocab_size {model.vocab_size}; name the "
+            f"model's own tokenizer"
+        )
         problems.append(Problem(("model.tokenizer", "model.path"), said, rule=19))
     problems += end_token_problems(folder, model.vocab_size)
     ends, raw = _read(folder / "generation_config.json").get("eos_token_id"), model.raw.get("eos_token_id")
     if not problems and ends is not None and raw is not None and set(_list(ends)) != set(_list(raw)):
-        said = f"generation_config.json ends responses at {_list(ends)}, config.json at {_list(raw)}; check that both are intended"
+        said = (
+            f"generation_config.json ends responses at {_list(ends)}, config.json at {_list(raw)}; check that both "
+            f"are intended"
+        )
         notes.append(Problem(("model.tokenizer", "model.path"), said, rule=17))
     return problems, notes
 
 
 def _template_problems(config: RunConfig, folder: Path, template: Any) -> list[Problem]:
-    """Return the first variable of `data.chat_template_kwargs` that the chat template does not use. `template` is the text in
-    tokenizer_config.json, if any."""
+    """Return the first variable of `data.chat_template_kwargs` that the chat template does not use. `template` is the
+    text in tokenizer_config.json, if any."""
     kwargs, file = config.data.chat_template_kwargs, folder / "chat_template.jinja"
     if not kwargs or isinstance(template, list):  # a list has several named templates
         return []
@@ -144,8 +173,8 @@ def _template_problems(config: RunConfig, folder: Path, template: Any) -> list[P
 
 
 def end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
-    """Return the problem of a generation_config.json that cannot be read, or whose end tokens the model does not have; empty without the
-    file."""
+    """Return the problem of a generation_config.json that cannot be read, or whose end tokens the model does not have;
+    empty without the file."""
     path, key = folder / "generation_config.json", ("model.path",)
     try:
         content = json.loads(path.read_text())
@@ -158,7 +187,10 @@ def end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
     ends = content.get("eos_token_id")
     ends = [] if ends is None else _list(ends)
     if odd := [end for end in ends if type(end) is not int or not 0 <= end < vocab_size]:
-        said = f"eos_token_id {odd[0]!r} in {path} is not a token of the model (vocab_size {vocab_size}); use an id below that"
+        said = (
+            f"eos_token_id {odd[0]!r} in {path} is not a token of the model (vocab_size {vocab_size}); use an id "
+            f"below that"
+        )
         return [Problem(key, said, rule=17)]
     return []
 

@@ -13,7 +13,8 @@ from megagrpo.proof.plan.shapes import expert_parameters, stage_parameters
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """FLOPs of one token's forward pass: the blocks' linears without experts (`dense`), its experts, and the LM head."""
+    """FLOPs of one token's forward pass: the blocks' linears without experts (`dense`), its experts, and the LM
+    head."""
 
     dense: float
     experts: float
@@ -26,7 +27,8 @@ class TokenFlops:
 
 @lru_cache(maxsize=64)
 def token_flops(model: HfConfig) -> TokenFlops:
-    """Return 2 FLOPs per parameter that a token uses (Kaplan et al. 2020, arXiv 2001.08361, table 1). The embedding lookup is free."""
+    """Return 2 FLOPs per parameter that a token uses (Kaplan et al. 2020, arXiv 2001.08361, table 1). The embedding
+    lookup is free."""
     alone = ParallelSection()
     used = expert_parameters(model) * model.experts.per_token / model.experts.count if model.experts else 0
     embedding = model.padded_vocab(1) * model.hidden_size
@@ -36,8 +38,8 @@ def token_flops(model: HfConfig) -> TokenFlops:
 
 @lru_cache(maxsize=1024)
 def attention_flops(model: HfConfig, length: float) -> float:
-    """Return the FLOPs of causal attention's forward pass over one sequence of `length` tokens: half of the score square, or the
-    window's band."""
+    """Return the FLOPs of causal attention's forward pass over one sequence of `length` tokens: half of the score
+    square, or the window's band."""
     total = 0.0
     for layer in range(model.num_layers):
         window = min(model.window(layer) or length, length)
@@ -49,8 +51,9 @@ def attention_flops(model: HfConfig, length: float) -> float:
 def model_flops(model: HfConfig, prompt: float, response: float, frozen: bool = False) -> float:
     """Return the FLOPs of one sample's forward and backward pass, without recompute, as MFU counts them.
 
-    The backward pass counts as two forward passes (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), and the LM head for response
-    tokens only. With `frozen` base weights, below adapters, weights have no gradients; the adapters' own FLOPs are ignored.
+    The backward pass counts as two forward passes (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), and the LM
+    head for response tokens only. With `frozen` base weights, below adapters, weights have no gradients; the adapters'
+    own FLOPs are ignored.
     """
     flops = token_flops(model)
     products = (prompt + response) * flops.blocks + response * flops.head
@@ -60,8 +63,8 @@ def model_flops(model: HfConfig, prompt: float, response: float, frozen: bool = 
 def step_flops(model: HfConfig, spans: Sequence[tuple[int, int]], num_loss: int, frozen: bool = False) -> float:
     """Return the FLOPs of one optimizer step's forward and backward pass over all ranks, counted as in `model_flops`.
 
-    `spans` and `num_loss` are the fields of `ComputedTokens`. A prompt that several samples share counts once, because it is computed once.
-    Recompute, a router's pass of its own and padding do not count.
+    `spans` and `num_loss` are the fields of `ComputedTokens`. A prompt that several samples share counts once, because
+    it is computed once. Recompute, a router's pass of its own and padding do not count.
     """
     flops = token_flops(model)
     products = sum(stop - start for start, stop in spans) * flops.blocks + num_loss * flops.head

@@ -1,4 +1,5 @@
-"""Predicts the host memory of the trainer's ranks: for checkpoints, for offloaded moments, and for state and activations off the GPU."""
+"""Predicts the host memory of the trainer's ranks: for checkpoints, for offloaded moments, and for state and
+activations off the GPU."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ from megagrpo.proof.plan.shapes import largest_chunks, layers_of_ranks, stage_ad
 MOVED = ("weights", "optimizer", "reference")  # to the host while vLLM generates
 
 
-def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: int = GPUS_PER_NODE, gpu: bool = False) -> dict[str, float]:
+def host_memory(
+    config: RunConfig, model: HfConfig, world_size: int, per_node: int = GPUS_PER_NODE, gpu: bool = False
+) -> dict[str, float]:
     """Return GiB of RAM on the fullest node, by purpose. Python and libraries are not counted.
 
     - `saving`: peak while a checkpoint is assembled.
@@ -32,10 +35,11 @@ def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: i
     - `offload`: pinned, state that `train.offload` moves there from a `gpu`.
     - `activations`: pinned too, of `model.offload_activations`.
 
-    With a sharded optimizer one of the ranks that share parameters gathers masters and moments in float32 (`fully_reshardable`), one
-    buffer after the other. Every rank holds its own part of the buffer. The gathering rank also holds three whole float32 tensors: the
-    parts as received, the tensor before, and the joined one. gloo itself needs about as much as one of them, which is not counted. The
-    gathering rank writes. With `run.async_save` it copies weights, masters and moments, otherwise only weights.
+    With a sharded optimizer one of the ranks that share parameters gathers masters and moments in float32
+    (`fully_reshardable`), one buffer after the other. Every rank holds its own part of the buffer. The gathering rank
+    also holds three whole float32 tensors: the parts as received, the tensor before, and the joined one. gloo itself
+    needs about as much as one of them, which is not counted. The gathering rank writes. With `run.async_save` it copies
+    weights, masters and moments, otherwise only weights.
     """
     p = config.parallel
     if config.lora.enabled:
@@ -46,13 +50,18 @@ def host_memory(config: RunConfig, model: HfConfig, world_size: int, per_node: i
     turns = gpu and takes_turns(config)
     moved = moved_bytes(config, model, world_size) if turns else [0.0] * p.pp
     activations = activation_bytes(config, model) if gpu else [0.0] * p.pp
-    beside = GIB * engine_memory(config, model)["vllm_weights"] if turns else 0.0  # weights of the sleeping server on the same GPU
-    for rank in range(world_size):  # ranks go tp fastest, then cp, dp, pp; a stage's expert ranks go etp fastest, then ep
+    # weights of the sleeping server on the same GPU
+    beside = GIB * engine_memory(config, model)["vllm_weights"] if turns else 0.0
+    # ranks go tp fastest, then cp, dp, pp; a stage's expert ranks go etp fastest, then ep
+    for rank in range(world_size):
         stage, index = divmod(rank, world_size // p.pp)
         outside = _Shard(trained[stage], index // p.tp, world_size // (p.pp * p.tp))
         inside = _Shard(experts[stage], index // (p.expert_tp * p.ep), world_size // p.expert_parallel_size)
         purposes = _rank(config, [outside, inside], chunks[stage])
-        ranks.append(purposes | {"saving": purposes["saving"] + beside, "offload": moved[stage], "activations": activations[stage]})
+        ranks.append(
+            purposes
+            | {"saving": purposes["saving"] + beside, "offload": moved[stage], "activations": activations[stage]}
+        )
     nodes = [ranks[first : first + per_node] for first in range(0, world_size, per_node)]
     return {name: max(sum(rank[name] for rank in node) for node in nodes) / GIB for name in ranks[0]}
 
@@ -65,8 +74,8 @@ def moved_bytes(config: RunConfig, model: HfConfig, world_size: int) -> list[flo
 def copied_bytes(config: RunConfig, model: HfConfig, world_size: int) -> list[float]:
     """Return, per stage, the bytes of one rank that `train.offload` copies in each step.
 
-    Everything is copied to the GPU. Only state that steps change is copied to the host: under adapters only the adapters' weights, and
-    the reference only in the steps that move it.
+    Everything is copied to the GPU. Only state that steps change is copied to the host: under adapters only the
+    adapters' weights, and the reference only in the steps that move it.
     """
     a, copied = config.algorithm, []
     adapters = stage_adapters(model, config.parallel, config.lora) if config.lora.enabled else None
@@ -84,7 +93,10 @@ def _moved(config: RunConfig, model: HfConfig, world_size: int) -> list[dict[str
 
 def activation_bytes(config: RunConfig, model: HfConfig) -> list[float]:
     """Return, per stage, the peak bytes of one rank that `model.offload_activations` keeps on the host."""
-    tokens, (_, stored, _) = config.train.max_tokens_per_micro_batch / config.parallel.cp, activation_elements(config, model, gpu=True)
+    tokens, (_, stored, _) = (
+        config.train.max_tokens_per_micro_batch / config.parallel.cp,
+        activation_elements(config, model, gpu=True),
+    )
     layers = [len(own) * in_flight(config, stage) for stage, own in enumerate(layers_of_ranks(model, config.parallel))]
     share = config.model.offload_activations
     return [max(0.0, count - NOT_OFFLOADED) * share * stored * tokens * weight_bytes(config) for count in layers]

@@ -16,7 +16,8 @@ HOP_SECONDS = 20e-6  # added each time the number of nodes doubles
 
 @dataclass(frozen=True)
 class Links:
-    """The links between ranks. Ranks are numbered tp fastest, then cp, dp, pp; `GPUS_PER_NODE` neighbours share a node."""
+    """The links between ranks. Ranks are numbered tp fastest, then cp, dp, pp; `GPUS_PER_NODE` neighbours share a
+    node."""
 
     gpu: Gpu
     per_node: int = GPUS_PER_NODE
@@ -27,7 +28,8 @@ class Links:
         return size / (peak * 1e9 * LINK_EFFICIENCY)
 
     def reduce_scatter(self, size: float, group: int, stride: int = 1) -> float:
-        """Return the seconds of a ring reduce-scatter or all-gather of `size` bytes in total over `group` ranks that are `stride` apart.
+        """Return the seconds of a ring reduce-scatter or all-gather of `size` bytes in total over `group` ranks that
+        are `stride` apart.
 
         On several nodes every rank of a node has its own ring, over its own share of the network cards.
         """
@@ -40,11 +42,13 @@ class Links:
         return 0.0 if group == 1 else self.latency(group) + 2 * self.seconds(size * (group - 1) / group, group)
 
     def latency(self, span: int) -> float:
-        """Return the latency of a collective over a group that spans `span` neighbouring ranks: a tree over its nodes."""
+        """Return the latency of a collective over a group that spans `span` neighbouring ranks: a tree over its
+        nodes."""
         return COLLECTIVE_SECONDS + HOP_SECONDS * log2(max(1, ceil(span / self.per_node)))
 
     def all_to_all(self, size: float, group: int, stride: int = 1) -> float:
-        """Return the seconds of an all-to-all: every rank has `size` bytes and sends an equal part to each rank, itself included.
+        """Return the seconds of an all-to-all: every rank has `size` bytes and sends an equal part to each rank, itself
+        included.
 
         Parts for ranks of the same node cross NVLink, the others the network.
         """
@@ -57,17 +61,21 @@ class Links:
 
 
 def layer_seconds(links: Links, p: ParallelSection, size: float, tokens: float, kv_size: float, sent: float) -> float:
-    """Return the seconds of one decoder layer's messages in a forward pass, for `tokens` tokens of a context-parallel rank.
+    """Return the seconds of one decoder layer's messages in a forward pass, for `tokens` tokens of a context-parallel
+    rank.
 
-    A token's hidden state has `size` bytes; its keys and values, for a rank's own heads, have `kv_size`. `sent` is the number of experts
-    per token, 0 in a layer without experts.
+    A token's hidden state has `size` bytes; its keys and values, for a rank's own heads, have `kv_size`. `sent` is the
+    number of experts per token, 0 in a layer without experts.
 
-    Tensor parallelism gathers and scatters the tokens around attention and around the MLP (Korthikanti et al. 2022, arXiv 2205.05198).
-    Context parallelism passes keys and values around. Expert parallelism sends each token to its experts and back.
+    Tensor parallelism gathers and scatters the tokens around attention and around the MLP (Korthikanti et al. 2022,
+    arXiv 2205.05198). Context parallelism passes keys and values around. Expert parallelism sends each token to its
+    experts and back.
     """
     around = 2 * links.reduce_scatter(tokens * size, p.tp)
     total = around + links.reduce_scatter(tokens * p.cp * kv_size, p.cp, p.tp)
     if not sent:
         return total + around
     own = tokens / p.tp * sent * size
-    return total + 2 * links.all_to_all(own, p.ep, p.expert_tp) + 2 * links.reduce_scatter(own * p.expert_tp, p.expert_tp)
+    return (
+        total + 2 * links.all_to_all(own, p.ep, p.expert_tp) + 2 * links.reduce_scatter(own * p.expert_tp, p.expert_tp)
+    )

@@ -1,5 +1,5 @@
-"""Predicts the seconds of the trainer's forward and backward pass. It counts, per layer and micro-batch, matrix products, memory traffic
-between them, kernel launches by the host, and messages. The formulas are in docs/plan.md."""
+"""Predicts the seconds of the trainer's forward and backward pass. It counts, per layer and micro-batch, matrix
+products, memory traffic between them, kernel launches by the host, and messages. The formulas are in docs/plan.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ EXPERT_LAYER_STARTS = 1.5e-3  # the same for a layer with experts, where the hos
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of the passes over all samples of a step: `forward`, and `backward` with recompute and the wait for offloaded activations.
+    """Seconds of the passes over all samples of a step: `forward`, and `backward` with recompute and the wait for
+    offloaded activations.
 
     `bubble` is the share of both in which pipeline stages are idle.
     """
@@ -38,15 +39,15 @@ class PassSeconds:
 
 
 def fill(config: RunConfig, lengths: Lengths) -> float:
-    """Return the share of a micro-batch's budget that whole samples fill. On average half a sample's room, or all but one sample's, is
-    left over."""
+    """Return the share of a micro-batch's budget that whole samples fill. On average half a sample's room, or all but
+    one sample's, is left over."""
     share = min(1.0, lengths.sample / config.train.max_tokens_per_micro_batch)
     return max(share, 1 - share / 2)
 
 
 def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths) -> PassSeconds:
-    """Return the seconds of a layout that fits the model and the ranks. Every data-parallel replica has equally many micro-batches per
-    step."""
+    """Return the seconds of a layout that fits the model and the ranks. Every data-parallel replica has equally many
+    micro-batches per step."""
     p, recompute = config.parallel, config.model.recompute
     samples = config.rollout.prompts_per_step * config.rollout.num_generations
     dp = world_size // p.model_parallel_size
@@ -60,11 +61,19 @@ def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, 
     cost = _Layers(config, model, gpu, tokens / p.cp, lengths)
     forward, talk = cost.forward, cost.messages
     recomputed = {"none": 0.0, "selective": cost.attention, "full": max(forward, cost.starts) + talk}[recompute]
-    trained = 1 if config.lora.enabled else 2  # backward products per forward one: with adapters weights have no gradients
+    # backward products per forward one: with adapters weights have no gradients
+    trained = 1 if config.lora.enabled else 2
     backward = max(trained * cost.products + 2 * (cost.attention + cost.traffic), cost.starts) + talk + recomputed
     backward += sum(max(0.0, cost.copies - seconds) for seconds in (max(forward, cost.starts), backward))
     handed = (p.pp > 1) * p.vpp * Links(gpu).seconds(tokens / p.cp * cost.token_bytes / p.tp, p.tp * p.cp * dp + 1)
-    head = lengths.response / lengths.sample * tokens / p.cp * token_flops(model).head / (cost.peak * DENSE_EFFICIENCY * p.tp)
+    head = (
+        lengths.response
+        / lengths.sample
+        * tokens
+        / p.cp
+        * token_flops(model).head
+        / (cost.peak * DENSE_EFFICIENCY * p.tp)
+    )
     passes = slices * count
     bubble = (p.pp - 1) / (p.vpp * count)
     ahead = passes * ((max(forward, cost.starts) + talk) / p.pp + head + handed) * (1 + bubble)
@@ -85,7 +94,9 @@ class _Layers:
         self.token_bytes = model.hidden_size * element
         uneven = IMBALANCE if p.ep > 1 else 1.0
         scores = attention_flops(model, lengths.sample) / lengths.sample
-        self.products = tokens / p.tp / self.peak * (flops.dense / DENSE_EFFICIENCY + uneven * flops.experts / EXPERT_EFFICIENCY)
+        self.products = (
+            tokens / p.tp / self.peak * (flops.dense / DENSE_EFFICIENCY + uneven * flops.experts / EXPERT_EFFICIENCY)
+        )
         self.products *= fp8_time(config, model, gpu)
         self.attention = tokens / p.tp / self.peak * scores / ATTENTION_EFFICIENCY
         touched = activation_elements(config, model, gpu=True)[0] + expert_output_elements(model, p.tp)
@@ -98,7 +109,9 @@ class _Layers:
         links = Links(gpu)
         self.messages = (model.num_layers - mixed) * layer_seconds(links, p, self.token_bytes, tokens, kv, 0)
         if mixed:
-            self.messages += mixed * layer_seconds(links, p, self.token_bytes, tokens, kv, uneven * model.mixture.per_token)
+            self.messages += mixed * layer_seconds(
+                links, p, self.token_bytes, tokens, kv, uneven * model.mixture.per_token
+            )
 
     @property
     def forward(self) -> float:

@@ -18,8 +18,8 @@ from megagrpo.rewards.target import Target, did_you_mean
 
 
 def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
-    """Return problems of a number of ranks that the layout does not divide, of a micro-batch that alignment cuts below the longest sample,
-    and of ranks that do not exist."""
+    """Return problems of a number of ranks that the layout does not divide, of a micro-batch that alignment cuts below
+    the longest sample, and of ranks that do not exist."""
     p, problems = config.parallel, []
     if world_size % p.model_parallel_size:
         nearest = [str(n) for n in _multiples(p.smallest_world, world_size)]
@@ -31,7 +31,8 @@ def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
     elif world_size % p.expert_parallel_size:
         nearest = [str(n) for n in _multiples(p.smallest_world, world_size)]
         said = (
-            f"{world_size} is not a multiple of parallel.ep x parallel.etp x parallel.pp = {p.ep} x {p.expert_tp} x {p.pp} = "
+            f"{world_size} is not a multiple of parallel.ep x parallel.etp x parallel.pp = {p.ep} x {p.expert_tp} x "
+            f"{p.pp} = "
             f"{p.expert_parallel_size}; use {' or '.join(nearest)} ranks"
         )
         problems.append(Problem(("world_size", "parallel.ep", "parallel.etp", "parallel.pp"), said, rule=6))
@@ -39,12 +40,16 @@ def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
     if budget // align * align < longest <= budget:
         factors = " x ".join(_align_factors(config))
         said = (
-            f"{budget} is cut to {budget // align * align}, a multiple of {factors} = {align}, and the longest sample has {longest} "
+            f"{budget} is cut to {budget // align * align}, a multiple of {factors} = {align}, and the longest sample "
+            f"has {longest} "
             f"tokens; use {ceil(longest / align) * align}"
         )
         problems.append(Problem(("train.max_tokens_per_micro_batch", *LONGEST_SAMPLE), said, rule=9))
     if unknown := [rank for rank in config.run.profile.ranks if rank >= world_size]:
-        said = f"rank {unknown[0]} does not exist: the run has {world_size} rank(s), counted from 0; leave ranks empty for all"
+        said = (
+            f"rank {unknown[0]} does not exist: the run has {world_size} rank(s), counted from 0; leave ranks "
+            f"empty for all"
+        )
         problems.append(Problem(("run.profile.ranks",), said))
     return problems
 
@@ -55,7 +60,9 @@ def _align_factors(config: RunConfig) -> list[str]:
     if recipe == "none":
         return ["2 x parallel.cp"] * (p.cp > 1) + ["parallel.tp"] * p.sequence_parallel
     return (
-        [f"{config.model.token_align} (model.fp8_recipe {recipe})"] + ["parallel.cp"] * (p.cp > 1) + ["parallel.tp"] * p.sequence_parallel
+        [f"{config.model.token_align} (model.fp8_recipe {recipe})"]
+        + ["parallel.cp"] * (p.cp > 1)
+        + ["parallel.tp"] * p.sequence_parallel
     )
 
 
@@ -63,16 +70,23 @@ def layout_notes(config: RunConfig, world_size: int) -> list[Problem]:
     """Return notes on settings that stop nothing: padding, ranks without samples, and a reference that never moves."""
     p, r, a, notes = config.parallel, config.rollout, config.algorithm, []
     if a.sync_ref_model and config.run.max_steps is not None and a.ref_model_sync_steps > config.run.max_steps:
-        said = f"{a.ref_model_sync_steps} is after the last step, run.max_steps {config.run.max_steps}, so the reference never moves"
+        said = (
+            f"{a.ref_model_sync_steps} is after the last step, run.max_steps {config.run.max_steps}, so the "
+            f"reference never moves"
+        )
         notes.append(Problem(("algorithm.ref_model_sync_steps", "run.max_steps"), said))
     if config.max_model_len % p.sequence_align:
-        said = f"every sample is padded to a multiple of 2 x cp = {p.sequence_align} tokens; the longest has {config.max_model_len}"
+        said = (
+            f"every sample is padded to a multiple of 2 x cp = {p.sequence_align} tokens; the longest has "
+            f"{config.max_model_len}"
+        )
         notes.append(Problem(("parallel.cp", *LONGEST_SAMPLE), said, rule=9))
     dp, slices = world_size // p.model_parallel_size, config.algorithm.steps_per_generation
     samples = r.prompts_per_step * r.num_generations // slices
     if samples < dp:
         said = (
-            f"an optimizer step has {samples} samples (responses, not prompts), fewer samples than data-parallel ranks, {dp}; use "
+            f"an optimizer step has {samples} samples (responses, not prompts), fewer samples than data-parallel "
+            f"ranks, {dp}; use "
             f"{ceil(dp * slices / r.num_generations)} prompts or more"
         )
         notes.append(Problem(("rollout.prompts_per_step", "rollout.num_generations"), said, rule=11))
@@ -84,7 +98,10 @@ def vocabulary_notes(config: RunConfig, model: HfConfig) -> list[Problem]:
     if model.vocab_size % tp == 0:
         return []
     padded = model.padded_vocab(tp)
-    said = f"the vocabulary of {model.vocab_size} is padded to {padded} for tp={tp}; exports and weight syncs remove the padding"
+    said = (
+        f"the vocabulary of {model.vocab_size} is padded to {padded} for tp={tp}; exports and weight syncs remove "
+        f"the padding"
+    )
     return [Problem(("parallel.tp",), said, rule=4)]
 
 
@@ -95,14 +112,18 @@ def _multiples(of: int, near: int) -> list[int]:
 
 
 def expert_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
-    """Return requirements and limits of a mixture of experts that the config violates, and expert settings on a model without experts."""
+    """Return requirements and limits of a mixture of experts that the config violates, and expert settings on a model
+    without experts."""
     p, coefficient = config.parallel, config.algorithm.router_aux_loss_coef
     balance, problems = ("algorithm.router_aux_loss_coef",), []
     if model.experts and config.train.optimizer == "muon":
         said = f"muon does not support the experts of {model.family}; choose adam"
         problems.append(Problem(("train.optimizer",), said))
     if model.experts and model.experts.per_token > model.experts.count:
-        said = f"num_experts_per_tok {model.experts.per_token} exceeds the model's {model.experts.count} experts; correct config.json"
+        said = (
+            f"num_experts_per_tok {model.experts.per_token} exceeds the model's {model.experts.count} experts; "
+            f"correct config.json"
+        )
         problems.append(Problem(("model",), said, rule=7))
     if model.experts and p.tp > 1 and not p.sequence_parallel:
         said = f"false, but the experts of {model.family} need it with parallel.tp={p.tp}; set it to true"
@@ -116,8 +137,8 @@ def expert_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
 
 
 def adapter_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
-    """Return problems of LoRA's target modules: unknown projections, projections inside experts, and modules that vLLM takes no adapter
-    for."""
+    """Return problems of LoRA's target modules: unknown projections, projections inside experts, and modules that vLLM
+    takes no adapter for."""
     named = [] if config.lora.target_modules == "all-linear" else config.lora.projections
     inside = [name for name in named if name in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]
     problems, targets = [], ("lora.target_modules",)
@@ -129,13 +150,19 @@ def adapter_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
         said = f"{model.family} has no {', '.join(odd)}; name some of {', '.join(own)}, or choose all-linear"
         problems.append(Problem(targets, said))
     fused = {"gate_up_proj"} & set(own) & set(config.lora.projections)
-    if config.lora.syncs_adapters and fused and "qkv_proj" not in own:  # of GLM vLLM expects gate_proj and up_proj apart
-        said = f"vLLM takes no adapter of the gate_up_proj of {model.family}; choose merged, or name other projections in "
+    # of GLM vLLM expects gate_proj and up_proj apart
+    if config.lora.syncs_adapters and fused and "qkv_proj" not in own:
+        said = (
+            f"vLLM takes no adapter of the gate_up_proj of {model.family}; choose merged, or name other projections in "
+        )
         problems.append(Problem(("lora.sync", *targets), f"{said}lora.target_modules"))
     if config.model.base_storage != "none":
         problems += storage_problems(config, model)
     if config.lora.enabled and model.experts and inside:
-        said = f"{', '.join(inside)} of {model.family} are inside its experts, which have no adapters; leave them out, or choose "
+        said = (
+            f"{', '.join(inside)} of {model.family} are inside its experts, which have no adapters; leave them "
+            f"out, or choose "
+        )
         problems.append(Problem(targets, f"{said}all-linear, which means all other projections"))
     return problems
 
@@ -147,7 +174,12 @@ def fp8_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
         return []
     if wrong := [i for i in m.bf16_layers if not -model.num_layers <= i < model.num_layers]:
         ends = f"-{model.num_layers} to {model.num_layers - 1}"
-        problems.append(Problem(("model.bf16_layers",), f"{wrong[0]} is out of range: the model has {model.num_layers} layers; use {ends}"))
+        problems.append(
+            Problem(
+                ("model.bf16_layers",),
+                f"{wrong[0]} is out of range: the model has {model.num_layers} layers; use {ends}",
+            )
+        )
     if m.moe_router_padding_for_quantization and not model.experts:
         said = f"true needs experts, but {model.family} has none; set it to false"
         problems.append(Problem(("model.moe_router_padding_for_quantization",), said))
@@ -155,7 +187,8 @@ def fp8_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
     return problems + [
         Problem(
             ("model.fp8_recipe", "parallel.tp"),
-            f"{m.fp8_recipe} needs multiples of {align}, but a rank's part of {what} is {size:g}; choose none or another layout",
+            f"{m.fp8_recipe} needs multiples of {align}, but a rank's part of {what} is {size:g}; choose none or "
+            f"another layout",
         )
         for what, size in odd
     ]
@@ -168,7 +201,9 @@ def gpu_problems(config: RunConfig, gpu: Gpu) -> list[Problem]:
         others = "none, tensorwise, delayed or blockwise" if gpu.fp8_tflops else "none"
         problems.append(Problem(("model.fp8_recipe",), f"{recipe} does not run on {gpu.name}; choose {others}"))
     if config.train.fused_logprobs and not gpu.hopper:
-        problems.append(Problem(("train.fused_logprobs",), f"true needs a Hopper GPU, but the GPU is {gpu.name}; set it to false"))
+        problems.append(
+            Problem(("train.fused_logprobs",), f"true needs a Hopper GPU, but the GPU is {gpu.name}; set it to false")
+        )
     return problems
 
 
@@ -177,7 +212,10 @@ def transport_problems(config: RunConfig) -> list[Problem]:
     r = config.rollout
     if r.weight_sync_transport != "p2p" or r.placed != "colocated":
         return []
-    said = "p2p uses NCCL, which refuses two processes on one GPU, but rollout.placement is colocated; set the transport to auto"
+    said = (
+        "p2p uses NCCL, which refuses two processes on one GPU, but rollout.placement is colocated; set the "
+        "transport to auto"
+    )
     return [Problem(("rollout.weight_sync_transport", "rollout.placement"), said)]
 
 
@@ -186,7 +224,11 @@ def _linear_sizes(config: RunConfig, model: HfConfig) -> dict[str, float]:
     p, mla, heads = config.parallel, model.mla, model.num_heads / config.parallel.tp
     sizes: dict[str, float] = {"hidden_size": model.hidden_size}
     if mla:
-        sizes |= {"q_lora_rank": mla.query_rank or 0, "kv_lora_rank": mla.kv_rank, "heads x qk_head_dim": heads * model.head_dim}
+        sizes |= {
+            "q_lora_rank": mla.query_rank or 0,
+            "kv_lora_rank": mla.kv_rank,
+            "heads x qk_head_dim": heads * model.head_dim,
+        }
         sizes |= {
             "heads x (qk_nope_head_dim + v_head_dim)": heads * (mla.nope_dim + mla.value_dim),
             "heads x v_head_dim": heads * mla.value_dim,
@@ -206,9 +248,17 @@ def storage_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
     """Return what prevents storing weights in fewer bits (`model.base_storage`)."""
     storage, tp = config.model.base_storage, config.parallel.tp
     if model.experts:
-        return [Problem(("model.base_storage",), f"{storage} does not support experts, which {model.family} has; choose none")]
+        return [
+            Problem(
+                ("model.base_storage",), f"{storage} does not support experts, which {model.family} has; choose none"
+            )
+        ]
     inputs = {"hidden_size": model.hidden_size, "heads x head_dim": model.num_heads * model.head_dim / tp}
-    odd = [(what, size) for what, size in (inputs | {"intermediate_size": model.intermediate_size / tp}).items() if size % 64]
+    odd = [
+        (what, size)
+        for what, size in (inputs | {"intermediate_size": model.intermediate_size / tp}).items()
+        if size % 64
+    ]
     keys, fix = ("model.base_storage", "parallel.tp"), "choose none or another tp"
     return [Problem(keys, f"a rank's part of {what} is {size:g}, not a multiple of 64; {fix}") for what, size in odd]
 
@@ -226,8 +276,8 @@ def reward_problems(config: RunConfig) -> list[Problem]:
 
 
 def _pass_function_problems(config: RunConfig) -> list[Problem]:
-    """Return the problem of an `evaluation.pass_function` that is no reward. A scheduler or an environment may give rewards by other
-    names."""
+    """Return the problem of an `evaluation.pass_function` that is no reward. A scheduler or an environment may give
+    rewards by other names."""
     name, names = config.evaluation.pass_function, reward_registry.display_names(config.rewards.functions)
     if name is None or name in names or config.multi_turn.scheduler or config.multi_turn.environment:
         return []
@@ -238,7 +288,9 @@ def _pass_function_problems(config: RunConfig) -> list[Problem]:
 def own_code_problems(config: RunConfig) -> list[Problem]:
     """Return files and names of the user's own loss, callbacks and trackers that do not exist."""
     named = {f"run.callbacks.{i}": (name, "callback") for i, name in enumerate(config.run.callbacks)}
-    named |= {f"run.trackers.{i}": (name, "tracker") for i, name in enumerate(config.run.trackers) if name not in PACKAGES}
+    named |= {
+        f"run.trackers.{i}": (name, "tracker") for i, name in enumerate(config.run.trackers) if name not in PACKAGES
+    }
     if config.algorithm.loss.custom:
         named["algorithm.loss_type"] = (config.algorithm.loss_type, "loss")
     problems: list[Problem] = []
@@ -265,7 +317,12 @@ def undefined(target: Target, key: str, rule: int | None = 18) -> list[Problem]:
         return []  # the run reports the error
     defined = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
     names = set(defined) | {node.id for node in body if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    names |= {alias.asname or alias.name for node in body if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    names |= {
+        alias.asname or alias.name
+        for node in body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
     if target.attribute in names or "*" in names:
         return []
     hint = did_you_mean(target.attribute, names)
@@ -292,23 +349,35 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
     shared_out = r.enable_expert_parallel
     valid = [tp for tp in range(1, model.num_heads + 1) if vllm_can_split(model, tp, shared_out)]
     if not r.urls and r.tp not in valid:
-        widths = f" and intermediate_size={' and '.join(map(str, widths))}" if (widths := _mlp_widths(model, shared_out)) else ""
+        widths = (
+            f" and intermediate_size={' and '.join(map(str, widths))}"
+            if (widths := _mlp_widths(model, shared_out))
+            else ""
+        )
         said = (
-            f"vLLM cannot split {model.num_heads} heads, {model.num_kv_heads} KV heads, vocabulary {_vllm_vocab(model)}{widths} over "
+            f"vLLM cannot split {model.num_heads} heads, {model.num_kv_heads} KV heads, vocabulary "
+            f"{_vllm_vocab(model)}{widths} over "
             f"tp={r.tp}; valid tp: {', '.join(map(str, valid))}"
         )
         problems.append(Problem(("rollout.tp", "model.path"), said))
     if not r.urls and shared_out and not model.experts:
         problems.append(Problem(("rollout.enable_expert_parallel",), f"{model.family} has no experts; set it to false"))
     if not r.urls and shared_out and model.experts and model.experts.count < r.tp * r.dp:
-        said = f"{r.tp} x rollout.dp {r.dp} workers share {model.experts.count} experts, which leaves workers without any; lower one"
+        said = (
+            f"{r.tp} x rollout.dp {r.dp} workers share {model.experts.count} experts, which leaves workers without "
+            f"any; lower one"
+        )
         problems.append(Problem(("rollout.tp", "rollout.dp", "rollout.enable_expert_parallel"), said))
     if not r.urls and r.pp > model.num_layers:
-        said = f"{r.pp} stages share {model.num_layers} layers, which leaves stages without any; set it to {model.num_layers} or less"
+        said = (
+            f"{r.pp} stages share {model.num_layers} layers, which leaves stages without any; set it to "
+            f"{model.num_layers} or less"
+        )
         problems.append(Problem(("rollout.pp", "model.path"), said))
     if config.max_model_len > model.max_positions:
         said = (
-            f"max_prompt_length {r.max_prompt_length} + {config.response_limit} = {config.max_model_len} tokens, but the model's limit is "
+            f"max_prompt_length {r.max_prompt_length} + {config.response_limit} = {config.max_model_len} tokens, but "
+            f"the model's limit is "
             f"{model.max_positions} (max_position_embeddings); shorten by {config.max_model_len - model.max_positions}"
         )
         problems.append(Problem(("rollout.max_completion_length", *LONGEST_SAMPLE), said, rule=14))
@@ -316,20 +385,28 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
         longest = r.max_prompt_length + held_out.max_completion_length
         if name and config.max_model_len < longest > model.max_positions:
             said = (
-                f"max_prompt_length {r.max_prompt_length} + {held_out.max_completion_length} = {longest} tokens, but the model's limit is "
+                f"max_prompt_length {r.max_prompt_length} + {held_out.max_completion_length} = {longest} tokens, but "
+                f"the model's limit is "
                 f"{model.max_positions} (max_position_embeddings); shorten by {longest - model.max_positions}"
             )
-            problems.append(Problem((f"evaluation.sets.{name}.max_completion_length", "rollout.max_prompt_length"), said, rule=14))
+            problems.append(
+                Problem((f"evaluation.sets.{name}.max_completion_length", "rollout.max_prompt_length"), said, rule=14)
+            )
     needed = kv_bytes(config, model, config.max_model_len) / GIB
     if not r.urls and needed > r.kv_cache_gb:
-        said = f"{r.kv_cache_gb:g} cannot hold one sequence of {config.max_model_len} tokens; use {ceil(needed * 10) / 10:g} or more"
+        said = (
+            f"{r.kv_cache_gb:g} cannot hold one sequence of {config.max_model_len} tokens; use "
+            f"{ceil(needed * 10) / 10:g} or more"
+        )
         problems.append(Problem(("rollout.kv_cache_gb", *LONGEST_SAMPLE), said, rule=14))
     return problems
 
 
 def vllm_can_split(model: HfConfig, tp: int, experts_shared_out: bool = False) -> bool:
     """Whether vLLM starts on `model` with `tp` workers; with `experts_shared_out` each worker has whole experts."""
-    whole = not any(size % tp for size in (model.num_heads, _vllm_vocab(model), *_mlp_widths(model, experts_shared_out)))
+    whole = not any(
+        size % tp for size in (model.num_heads, _vllm_vocab(model), *_mlp_widths(model, experts_shared_out))
+    )
     return whole and (model.num_kv_heads % tp == 0 or tp % model.num_kv_heads == 0)
 
 
@@ -353,11 +430,18 @@ def cache_problems(config: RunConfig, ram: float) -> list[Problem]:
     r = config.rollout
     if r.urls or r.servers * r.kv_cache_gb <= ram:
         return []
-    said = f"{r.kv_cache_gb:g} x rollout.servers {r.servers} = {r.kv_cache_gb * r.servers:g} GiB, but this machine has {ram:.1f} GiB of RAM"
+    said = (
+        f"{r.kv_cache_gb:g} x rollout.servers {r.servers} = {r.kv_cache_gb * r.servers:g} GiB, but this machine "
+        f"has {ram:.1f} GiB of RAM"
+    )
     return [Problem(("rollout.kv_cache_gb", "rollout.servers"), f"{said}; lower one of them", rule=20)]
 
 
-KEPT_IN_RAM = {"offload": "train.offload", "moments": "train.optimizer_offload", "activations": "model.offload_activations"}
+KEPT_IN_RAM = {
+    "offload": "train.offload",
+    "moments": "train.optimizer_offload",
+    "activations": "model.offload_activations",
+}
 
 
 def too_little_ram(host: dict[str, float], ram: float) -> list[Problem]:
@@ -367,38 +451,56 @@ def too_little_ram(host: dict[str, float], ram: float) -> list[Problem]:
         return []
     largest, parts = max(in_ram, key=in_ram.__getitem__), ", ".join(f"{key} {size:.1f}" for key, size in in_ram.items())
     less = "lower it" if largest == "model.offload_activations" else "set it to false"
-    said = f"the ranks of a node keep {sum(in_ram.values()):.1f} GiB in RAM ({parts}), but the node has {ram:.1f}; {less}"
+    said = (
+        f"the ranks of a node keep {sum(in_ram.values()):.1f} GiB in RAM ({parts}), but the node has {ram:.1f}; {less}"
+    )
     return [Problem((largest, *(key for key in in_ram if key != largest)), said)]
 
 
-def too_big(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float) -> Problem:
+def too_big(
+    config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]], smallest: float, gpu: float
+) -> Problem:
     """Return the problem of a trainer rank or vLLM server that does not fit `gpu` GiB, with the keys to change."""
     r = config.rollout
     trainer = max(sum(parts.values()) for parts in memory.values())
-    cuts = "parallel.tp, parallel.ep, parallel.pp or parallel.cp" if model.experts else "parallel.tp, parallel.pp or parallel.cp"
+    cuts = (
+        "parallel.tp, parallel.ep, parallel.pp or parallel.cp"
+        if model.experts
+        else "parallel.tp, parallel.pp or parallel.cp"
+    )
     less = f"raise {cuts}, lower train.max_tokens_per_micro_batch, or set model.recompute=full"
     reload, left = reload_bytes(config, model) / GIB, (1 - r.gpu_memory_utilization) * gpu
     if r.placed == "dedicated" and trainer < gpu and left < reload:
         said = (
-            f"vLLM's {r.gpu_memory_utilization:g} of a GPU leaves {left:.1f} GiB, but a weight sync reloads a module of {reload:.1f} GiB "
-            f"beside it; lower rollout.gpu_memory_utilization to {int((1 - reload / gpu) * 100) / 100:g}, or raise rollout.tp"
+            f"vLLM's {r.gpu_memory_utilization:g} of a GPU leaves {left:.1f} GiB, but a weight sync reloads a module "
+            f"of {reload:.1f} GiB "
+            f"beside it; lower rollout.gpu_memory_utilization to {int((1 - reload / gpu) * 100) / 100:g}, or raise "
+            f"rollout.tp"
         )
         return Problem(("rollout.gpu_memory_utilization", "rollout.tp"), said, rule=20)
     if (r.placed != "colocated" or takes_turns(config)) and trainer < gpu:
         said = (
-            f"vLLM's {r.gpu_memory_utilization:g} of a GPU must hold its part of the weights and the longest sequence, which needs "
+            f"vLLM's {r.gpu_memory_utilization:g} of a GPU must hold its part of the weights and the longest sequence, "
+            f"which needs "
             f"{smallest:.1f} GiB, but a GPU has {gpu:g}; raise rollout.tp or rollout.gpu_memory_utilization"
         )
         return Problem(("rollout.tp", "rollout.gpu_memory_utilization"), said, rule=20)
     if r.placed != "colocated" or takes_turns(config):
-        return Problem(("parallel.tp",), f"a trainer rank needs {trainer:.1f} GiB, but a GPU has {gpu:g}; {less}", rule=20)
+        return Problem(
+            ("parallel.tp",), f"a trainer rank needs {trainer:.1f} GiB, but a GPU has {gpu:g}; {less}", rule=20
+        )
     room = (gpu - trainer) / gpu
     if room > 0.05:
-        fix = f"lower it to {int(room * 100) / 100:g} or raise rollout.tp" if room < r.gpu_memory_utilization else "raise it or rollout.tp"
+        fix = (
+            f"lower it to {int(room * 100) / 100:g} or raise rollout.tp"
+            if room < r.gpu_memory_utilization
+            else "raise it or rollout.tp"
+        )
     else:
         fix = less
     said = (
-        f"a trainer rank of {trainer:.1f} GiB and vLLM's {r.gpu_memory_utilization:g} of the GPU need {smallest:.1f} GiB, but it has "
+        f"a trainer rank of {trainer:.1f} GiB and vLLM's {r.gpu_memory_utilization:g} of the GPU need {smallest:.1f} "
+        f"GiB, but it has "
         f"{gpu:g}; {fix}"
     )
     return Problem(("rollout.gpu_memory_utilization", "rollout.tp"), said, rule=20)

@@ -1,4 +1,5 @@
-"""Lists the numbered rules that a run must satisfy before it starts, and marks the rules that only the run's own machine can check."""
+"""Lists the numbered rules that a run must satisfy before it starts, and marks the rules that only the run's own
+machine can check."""
 
 from __future__ import annotations
 
@@ -77,7 +78,11 @@ def verdicts(problems: Sequence[Problem], notes: Sequence[Problem], gpu: bool) -
 def rules_text(verdicts: Sequence[RuleVerdict]) -> str:
     """Return one line: how many rules hold, which ones do not, and which ones cannot be checked here."""
     parts = [f"{sum(v.state == 'holds' for v in verdicts)} of {len(verdicts)} hold (docs/plan.md numbers them)"]
-    for state, what in (("broken", "broken"), ("note", "worth a look"), ("unknown", "cannot be checked on this machine")):
+    for state, what in (
+        ("broken", "broken"),
+        ("note", "worth a look"),
+        ("unknown", "cannot be checked on this machine"),
+    ):
         if numbers := [str(v.rule.number) for v in verdicts if v.state == state]:
             parts.append(f"{what}: {', '.join(numbers)}")
     return "; ".join(parts)

@@ -16,7 +16,8 @@ from megagrpo.proof.plan.times import StepTimes
 
 
 def wrapped(line: str, indent: int) -> list[str]:
-    """Wrap `line` at spaces to `WIDTH` columns; later lines are indented by `indent` spaces. A long word stays whole."""
+    """Wrap `line` at spaces to `WIDTH` columns; later lines are indented by `indent` spaces. A long word stays
+    whole."""
     if len(line) <= WIDTH:
         return [line.rstrip()]
     return textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
@@ -53,7 +54,8 @@ def model_text(path: str, model: HfConfig) -> str:
 def experts_text(config: RunConfig, model: HfConfig, world_size: int) -> str:
     p, experts = config.parallel, model.mixture
     return (
-        f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token; the ranks of a stage = etp {p.expert_tp} x "
+        f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token; the ranks of a stage = etp "
+        f"{p.expert_tp} x "
         f"ep {p.ep} x {max(1, world_size // p.expert_parallel_size)} copies, {experts.count // p.ep} experts on each"
     )
 
@@ -62,7 +64,10 @@ def lora_text(lora: LoraSection, model: HfConfig) -> str:
     trained = sum(stage_adapters(model, ParallelSection(), lora))
     share = trained / num_parameters(model)
     where = ", ".join(adapted_projections(model, lora))
-    return f"rank {lora.rank}, scale {lora.scale:g}, on {where}: {trained:,} trained parameters, {share:.2%} of the model's"
+    return (
+        f"rank {lora.rank}, scale {lora.scale:g}, on {where}: {trained:,} trained parameters, {share:.2%} of the "
+        f"model's"
+    )
 
 
 def rollout_text(config: RunConfig) -> str:
@@ -79,19 +84,21 @@ def rollout_text(config: RunConfig) -> str:
 
 
 def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
-    """Return the weights and KV cache on each GPU of a server that the run starts, and the number of sequences that fit."""
+    """Return the weights and KV cache on each GPU of a server that the run starts, and the number of sequences that
+    fit."""
     memory, r = engine_memory(config, model, gpu), config.rollout
     fit = int(memory["kv_cache"] * GIB / kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS))
     wanted = min(r.max_num_seqs, ceil(r.prompts_per_step * r.num_generations / r.servers))
     return (
-        f"on each GPU {memory['vllm_weights']:.1f} GiB of weights and {memory['kv_cache']:.1f} GiB of KV cache, {fit:,} sequences of "
+        f"on each GPU {memory['vllm_weights']:.1f} GiB of weights and {memory['kv_cache']:.1f} GiB of KV cache, "
+        f"{fit:,} sequences of "
         f"{config.max_model_len} tokens; a server gets {wanted:,} at once"
     )
 
 
 def weights_text(config: RunConfig, gpu: bool | None) -> str:
-    """Return the weight sync's transport and its reason; with and without GPUs when `gpu` is None. Only colocated servers are known to be
-    on several hosts."""
+    """Return the weight sync's transport and its reason; with and without GPUs when `gpu` is None. Only colocated
+    servers are known to be on several hosts."""
     transports, one_host = {}, config.run.nodes == 1 or config.rollout.placed != "colocated"
     for has_gpu, where in ((True, "on GPUs"), (False, "without GPUs")):
         if gpu in (has_gpu, None):
@@ -111,7 +118,8 @@ def step_text(config: RunConfig, dp: int) -> str:
     tokens = samples * config.max_model_len
     per_rank = max(config.parallel.pp, ceil(tokens / dp / t.max_tokens_per_micro_batch))
     return (
-        f"{r.prompts_per_step} prompts x {r.num_generations} generations = {samples} samples, at most {tokens:,} tokens = "
+        f"{r.prompts_per_step} prompts x {r.num_generations} generations = {samples} samples, at most {tokens:,} "
+        f"tokens = "
         f"{per_rank} micro-batch(es) of {t.max_tokens_per_micro_batch:,} on each of {dp} data-parallel rank(s)"
     )
 
@@ -129,7 +137,9 @@ def gpu_text(config: RunConfig, smallest: float) -> str:
 def host_text(host: dict[str, float]) -> str:
     """Return the trainer's RAM on the fullest node."""
     purposes = f"{host['moments']:.1f} GiB for moments, " if host["moments"] else ""
-    purposes += f"{host['offload']:.1f} GiB, pinned, for state offloaded while vLLM generates, " if host["offload"] else ""
+    purposes += (
+        f"{host['offload']:.1f} GiB, pinned, for state offloaded while vLLM generates, " if host["offload"] else ""
+    )
     purposes += f"{host['activations']:.1f} GiB, pinned, for activations, " if host["activations"] else ""
     after = f"; {host['writing']:.1f} GiB until it is written" if host["writing"] else ""
     return f"{purposes}{host['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is assembled{after}"
@@ -140,7 +150,10 @@ def memory_table(memory: dict[str, dict[str, float]]) -> Sequence[str]:
     known = dict.fromkeys(part for phase in phases for part, size in memory[phase].items() if size)
     parts = [part for part in known if part != "total"] + ["total"]
     beside = ", and of the vLLM server on its GPU" * ("kv_cache" in known)
-    columns = [[f" {part:>7}", *(f" {sizes.get(part, 0):{max(7, len(part))}.2f}" for sizes in memory.values())] for part in parts]
+    columns = [
+        [f" {part:>7}", *(f" {sizes.get(part, 0):{max(7, len(part))}.2f}" for sizes in memory.values())]
+        for part in parts
+    ]
     rows = side_by_side([f"{name:<10}" for name in ("", *memory)], columns)
     return [f"trainer, GiB on the fullest rank{beside}", *rows]
 

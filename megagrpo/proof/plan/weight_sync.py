@@ -25,7 +25,8 @@ MESSAGE_SECONDS = 20e-6  # latency of one message
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The transfers of one sync from `num_sources` trainer ranks to `num_workers` engine workers, at `element_bytes` per element."""
+    """The transfers of one sync from `num_sources` trainer ranks to `num_workers` engine workers, at `element_bytes`
+    per element."""
 
     transfers: Transfers
     engine: EngineLayout
@@ -35,21 +36,26 @@ class SyncPlan:
     element_bytes: int
 
     def seconds(self, link_gb_per_s: float) -> tuple[float, str]:
-        """Return the seconds that the busiest end needs for its bytes and messages, and the name of that end. Sending and receiving
-        overlap."""
+        """Return the seconds that the busiest end needs for its bytes and messages, and the name of that end. Sending
+        and receiving overlap."""
         sources, workers, _ = self.transfers.messages
         ends = {}
         for kind, index, elements, count in (
             ("rank", sources, self.transfers.sent(self.num_sources), self.num_sources),
             ("worker", workers, self.transfers.received(self.num_workers), self.num_workers),
         ):
-            times = elements * self.element_bytes / (link_gb_per_s * 1e9) + np.bincount(index, minlength=count) * MESSAGE_SECONDS
+            times = (
+                elements * self.element_bytes / (link_gb_per_s * 1e9)
+                + np.bincount(index, minlength=count) * MESSAGE_SECONDS
+            )
             ends[f"{kind} {int(times.argmax())}"] = float(times.max())
         busiest = max(ends, key=ends.__getitem__)
         return ends[busiest], busiest
 
 
-def plan_sync(model: HfConfig, parallel: ParallelSection, world_size: int, engine: EngineLayout, element_bytes: int) -> SyncPlan:
+def plan_sync(
+    model: HfConfig, parallel: ParallelSection, world_size: int, engine: EngineLayout, element_bytes: int
+) -> SyncPlan:
     """Return the plan for these two layouts. Raises ValueError when the model cannot be sharded into either."""
     alone = init_layout(ParallelSection())
     try:
@@ -58,15 +64,20 @@ def plan_sync(model: HfConfig, parallel: ParallelSection, world_size: int, engin
         alone.close()
     wanted = wanted_boxes(shapes, model, engine)
     elements = sum(size(box) * len(workers) for boxes in wanted.values() for box, workers in boxes.items())
-    return SyncPlan(plan_transfers(holders, wanted), engine, world_size, engine.servers * engine.workers, elements, element_bytes)
+    return SyncPlan(
+        plan_transfers(holders, wanted), engine, world_size, engine.servers * engine.workers, elements, element_bytes
+    )
 
 
 def rows_of(config: RunConfig, world_size: int, link_gb_per_s: float | None = None) -> list[tuple[str, str]]:
-    """Return the rows that `megagrpo plan` shows. Raises ValueError when vLLM cannot shard the model as the section `rollout` requires."""
+    """Return the rows that `megagrpo plan` shows. Raises ValueError when vLLM cannot shard the model as the section
+    `rollout` requires."""
     r = config.rollout
     engine = EngineLayout(tp=r.tp, pp=r.pp, ep=r.tp * r.dp if r.enable_expert_parallel else 1, servers=r.servers)
     element_bytes = 4 if config.model.precision == "fp32" else 2
-    made = plan_sync(parse_hf_config(model_shape(config.model.path)), config.parallel, world_size, engine, element_bytes)
+    made = plan_sync(
+        parse_hf_config(model_shape(config.model.path)), config.parallel, world_size, engine, element_bytes
+    )
     return sync_rows(made, link_gb_per_s or LINK_GB_PER_S)
 
 
@@ -79,19 +90,36 @@ def sync_rows(made: SyncPlan, link_gb_per_s: float = LINK_GB_PER_S) -> list[tupl
     cuts = "".join(f" x {name} {count}" for name, count in (("pp", engine.pp), ("ep", engine.ep)) if count > 1)
     pairs = made.num_sources * made.num_workers
     return [
-        ("sync", f"{made.num_sources:,} rank(s) -> {engine.servers} server(s) of {engine.workers} worker(s), tp {engine.tp}{cuts}"),
+        (
+            "sync",
+            f"{made.num_sources:,} rank(s) -> {engine.servers} server(s) of {engine.workers} worker(s), tp "
+            f"{engine.tp}{cuts}",
+        ),
         ("moved", f"{_bytes(moved.total * one)}; the workers want {_bytes(made.wanted * one)}, each element once"),
         ("sent", _spread(moved.sent(made.num_sources) * one, "rank")),
         ("received", _spread(moved.received(made.num_workers) * one, "worker")),
-        ("links", f"{len(links):,} of {pairs:,} rank-worker pairs; the fullest carries {_bytes(max(links.values()) * one)}"),
-        ("messages", f"{len(messages):,}, {_bytes(messages.mean() * one)} on average, packed from {len(moved.source):,} slices"),
-        ("seconds", f"{seconds:.3g} at {link_gb_per_s:g} GB/s a link and {MESSAGE_SECONDS * 1e6:g} us a message; {busiest} is the busiest"),
+        (
+            "links",
+            f"{len(links):,} of {pairs:,} rank-worker pairs; the fullest carries {_bytes(max(links.values()) * one)}",
+        ),
+        (
+            "messages",
+            f"{len(messages):,}, {_bytes(messages.mean() * one)} on average, packed from {len(moved.source):,} slices",
+        ),
+        (
+            "seconds",
+            f"{seconds:.3g} at {link_gb_per_s:g} GB/s a link and {MESSAGE_SECONDS * 1e6:g} us a message; {busiest} is "
+            f"the busiest",
+        ),
     ]
 
 
 def _spread(totals: np.ndarray, who: str) -> str:
     """Return mean, maximum and their ratio, as text."""
-    return f"{_bytes(totals.mean())} by each {who} on average, {_bytes(totals.max())} at most: {totals.max() / totals.mean():.2f} x"
+    return (
+        f"{_bytes(totals.mean())} by each {who} on average, {_bytes(totals.max())} at most: "
+        f"{totals.max() / totals.mean():.2f} x"
+    )
 
 
 def _bytes(count: float) -> str:

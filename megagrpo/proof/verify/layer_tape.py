@@ -1,4 +1,5 @@
-"""Records the inputs and outputs of every layer in one pass, and replays a pass with another model's recorded inputs."""
+"""Records the inputs and outputs of every layer in one pass, and replays a pass with another model's recorded
+inputs."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ PARTS = ("attention", "mlp")
 class Crossings:
     """The tensors of one layer, on the host, one per micro-batch in order.
 
-    `before` and `after` are the hidden states [rows, 1, H] around the layer. `added` is the output of its attention or MLP. `gradient`
-    is the gradient of `after`.
+    `before` and `after` are the hidden states [rows, 1, H] around the layer. `added` is the output of its attention or
+    MLP. `gradient` is the gradient of `after`.
     """
 
     before: list[Tensor] = field(default_factory=list)
@@ -37,8 +38,8 @@ Tape = dict[Key, Crossings]
 
 
 def layers_of(chunks: Sequence[nn.Module]) -> dict[Key, nn.Module]:
-    """Return the layers of this rank's bare chunks. A hybrid layer is half a decoder layer: first attention, then the MLP or the
-    experts."""
+    """Return the layers of this rank's bare chunks. A hybrid layer is half a decoder layer: first attention, then the
+    MLP or the experts."""
     layers: list[nn.Module] = [layer for chunk in chunks for layer in attrgetter("decoder.layers")(chunk)]
     numbered: list[tuple[int, nn.Module]] = [(attrgetter("layer_number")(layer) - 1, layer) for layer in layers]
     return {(number // LAYERS_PER_BLOCK, PARTS[number % LAYERS_PER_BLOCK]): layer for number, layer in numbered}
@@ -48,9 +49,9 @@ def layers_of(chunks: Sequence[nn.Module]) -> dict[Key, nn.Module]:
 def recording(chunks: Sequence[nn.Module], like: Tape | None = None) -> Iterator[Tape]:
     """Context manager: record a forward and backward pass of the chunks inside it.
 
-    With `like` each layer gets the hidden states of this tape, and in the backward pass its gradient. The differences between the two
-    tapes are then each layer's own; the model's final output is meaningless. Activations must not be recomputed, and both passes must
-    run the same micro-batches in the same order.
+    With `like` each layer gets the hidden states of this tape, and in the backward pass its gradient. The differences
+    between the two tapes are then each layer's own; the model's final output is meaningless. Activations must not be
+    recomputed, and both passes must run the same micro-batches in the same order.
     """
     tape: Tape = defaultdict(Crossings)
     with contextlib.ExitStack() as hooks:
@@ -63,10 +64,14 @@ def recording(chunks: Sequence[nn.Module], like: Tape | None = None) -> Iterator
         yield tape
 
 
-def _hooks(crossings: Crossings, like: Crossings | None) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+def _hooks(
+    crossings: Crossings, like: Crossings | None
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Return the hooks before a layer, after its attention or MLP, and after the layer."""
 
-    def before(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before(
+        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         hidden = kwargs["hidden_states"]
         if like is not None:
             hidden = _InPlaceOf.apply(hidden, like.before[len(crossings.before)].to(hidden))

@@ -1,7 +1,7 @@
 """Compares layouts of a run with one process, as a table or as JSON.
 
-By itself it starts the ranks of each layout on this machine. Under megagrpo launch, or any launcher that sets WORLD_SIZE, every layout
-must fit the existing ranks, and rank 0 starts the single process beside them.
+By itself it starts the ranks of each layout on this machine. Under megagrpo launch, or any launcher that sets
+WORLD_SIZE, every layout must fit the existing ranks, and rank 0 starts the single process beside them.
 """
 
 from __future__ import annotations
@@ -52,12 +52,18 @@ class Case:
 
 
 def verify_layouts(
-    path: Path, overrides: Sequence[str], layout: Sequence[str] = (), ranks: int | None = None, json: bool = False, full: bool = False
+    path: Path,
+    overrides: Sequence[str],
+    layout: Sequence[str] = (),
+    ranks: int | None = None,
+    json: bool = False,
+    full: bool = False,
 ) -> int:
-    """Return 0 when every layout computes what one process computes, 1 when one does not. Raises ConfigError when a layout cannot be
-    tried.
+    """Return 0 when every layout computes what one process computes, 1 when one does not. Raises ConfigError when a
+    layout cannot be tried.
 
-    `layout` holds texts such as "tp=2,pp=2,dp=2"; empty: the config's own layout. `ranks` is the number of ranks where dp is not given.
+    `layout` holds texts such as "tp=2,pp=2,dp=2"; empty: the config's own layout. `ranks` is the number of ranks where
+    dp is not given.
     """
     quiet()
     world = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
@@ -68,7 +74,8 @@ def verify_layouts(
     if world is not None:
         return _in_world(path, cases, json, full)
     _check_machine(cases)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the exception makes run_ranks kill the ranks
+    # the exception makes run_ranks kill the ranks
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         return _report(path, cases, lambda case: _timed(_on_this_machine, case), OneProcess(), json, full)
     except KeyboardInterrupt:
@@ -77,7 +84,8 @@ def verify_layouts(
 
 
 def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int | None) -> Case:
-    """Return the case of one layout. Raises ConfigError when the text is no layout, or the real model cannot be sharded that way."""
+    """Return the case of one layout. Raises ConfigError when the text is no layout, or the real model cannot be sharded
+    that way."""
     dp = None
     if layout is not None:
         sizes, dp = parse_layout(layout)
@@ -85,7 +93,9 @@ def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int |
     config = load_config(path, overrides)
     replica = config.parallel.model_parallel_size
     if dp is not None and ranks not in (None, dp * replica):
-        raise ConfigError(f"--layout {layout}: needs {dp * replica} ranks, and there are {ranks}; leave dp or --ranks out")
+        raise ConfigError(
+            f"--layout {layout}: needs {dp * replica} ranks, and there are {ranks}; leave dp or --ranks out"
+        )
     ranks = ranks or (dp * replica if dp else config.parallel.smallest_world)
     if problems := plan(config, ranks, has_data=False).problems:
         raise ConfigError(io.listed(path, problems))
@@ -95,7 +105,8 @@ def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int |
 
 
 def parse_layout(text: str) -> tuple[str, int | None]:
-    """Parse "tp=2,dp=2,sequence_parallel" to ("{tp: 2, sequence_parallel: true}" as the config's `parallel` section, dp if given).
+    """Parse "tp=2,dp=2,sequence_parallel" to ("{tp: 2, sequence_parallel: true}" as the config's `parallel` section, dp
+    if given).
     Raises ConfigError for an invalid text."""
     words = [word.strip() for word in re.split(r",(?![^\[]*\])", text)]
     pairs = [word.partition("=")[::2] if "=" in word else (word, "true") for word in words]
@@ -111,7 +122,9 @@ def parse_layout(text: str) -> tuple[str, int | None]:
 def layout_text(parallel: ParallelSection, dp: int) -> str:
     """Return the layout in the form that `--layout` takes."""
     plain = ParallelSection().model_dump()
-    options = {key: value for key, value in parallel.model_dump().items() if value != plain[key] and key != "timeout_minutes"}
+    options = {
+        key: value for key, value in parallel.model_dump().items() if value != plain[key] and key != "timeout_minutes"
+    }
     if dp > 1 or not options:
         options["dp"] = dp
     return ",".join(key if value is True else f"{key}={value}".replace(" ", "") for key, value in options.items())
@@ -124,7 +137,8 @@ def _check_machine(cases: Sequence[Case]) -> None:
         if case.ranks > limit:
             why = f"this machine has {limit} GPU(s)" if gpus else f"without GPUs, {limit} are started at most"
             raise ConfigError(
-                f"--layout {case.text}: needs {case.ranks} ranks, and {why}; name a smaller layout of the same kind, or start "
+                f"--layout {case.text}: needs {case.ranks} ranks, and {why}; name a smaller layout of the same kind, "
+                f"or start "
                 f"megagrpo verify with `megagrpo launch {case.ranks} verify ...`"
             )
 
@@ -153,7 +167,9 @@ def _timed[T](action: Callable[..., T], *args: Any) -> tuple[T, float]:
     return result, time.monotonic() - started
 
 
-def _report(path: Path, cases: Sequence[Case], step: Callable[[Case], Timed], one_process: OneProcess, json: bool, full: bool) -> int:
+def _report(
+    path: Path, cases: Sequence[Case], step: Callable[[Case], Timed], one_process: OneProcess, json: bool, full: bool
+) -> int:
     """Compare and print one case after the other; `step(case)` returns its outcome and its seconds."""
     verdicts = []
     if not json:
@@ -186,8 +202,8 @@ class OneProcess:
         self._known: dict[str, Outcome] = {}
 
     def step(self, case: Case) -> tuple[Outcome, Outcome | None]:
-        """Return the outcome in float32 on the CPU, and the outcome in the run's precision and on its device, None where these are the
-        same."""
+        """Return the outcome in float32 on the CPU, and the outcome in the run's precision and on its device, None
+        where these are the same."""
         plain = plainly(case.small)
         float32 = dict(precision="fp32", fp8_recipe="none", fp8_format="auto", bf16_layers=[], fp8_param=False)
         exact = plain.model_copy(update=dict(model=plain.model.model_copy(update=float32)))
@@ -198,5 +214,7 @@ class OneProcess:
         key = f"{on_cpu} {config.model_dump_json()} {model!r}"
         if key not in self._known:
             env = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-            (self._known[key],) = run_ranks(take_step, 1, config, model, random_samples(), timeout=TIMEOUT, env=env, start=self._start)
+            (self._known[key],) = run_ranks(
+                take_step, 1, config, model, random_samples(), timeout=TIMEOUT, env=env, start=self._start
+            )
         return self._known[key]

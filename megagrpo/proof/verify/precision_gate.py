@@ -1,4 +1,5 @@
-"""Checks whether a run may compute in FP8, and which layers should stay in bf16: `megagrpo verify CONFIG --precision`."""
+"""Checks whether a run may compute in FP8, and which layers should stay in bf16: `megagrpo verify CONFIG
+--precision`."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ from megagrpo.proof.verify.layer_tape import PARTS
 from megagrpo.proof.verify.precision import PrecisionErrors, batch_of, measure
 from megagrpo.types import TrainSample
 
-THRESHOLD = 0.2  # relative error of a layer's contribution to the hidden states; on SmolLM2-135M rounding alone is 2 to 13 %
+# relative error of a layer's contribution to the hidden states; on SmolLM2-135M rounding alone is 2 to 13 %
+THRESHOLD = 0.2
 OF_GRADIENTS = 3.0  # weight gradients may be this many times as far off: more rounded products precede them
-ALLOWED_MISMATCH = 1.05  # limit of `token_mult_prob_error` if `rollout.mismatch_threshold` is empty, as in NeMo-RL's functional tests
+# limit of `token_mult_prob_error` if `rollout.mismatch_threshold` is empty, as in NeMo-RL's functional tests
+ALLOWED_MISMATCH = 1.05
 TOKENS = 2048
 TIMEOUT = 3600.0  # seconds
 
@@ -53,17 +56,25 @@ class PrecisionVerdict:
 
 
 def verify_precision(
-    path: Path, overrides: Sequence[str], threshold: float = THRESHOLD, tokens: int = TOKENS, fix: Path | None = None, json: bool = False
+    path: Path,
+    overrides: Sequence[str],
+    threshold: float = THRESHOLD,
+    tokens: int = TOKENS,
+    fix: Path | None = None,
+    json: bool = False,
 ) -> int:
-    """Return 0 when log-probs and all layers are close enough to the run's own precision, 1 when not. Raises ConfigError when it cannot
-    be tried.
+    """Return 0 when log-probs and all layers are close enough to the run's own precision, 1 when not. Raises
+    ConfigError when it cannot be tried.
 
-    `fix` is a file for the config in which the bad layers stay in bf16. That config is then measured too, and its result decides.
+    `fix` is a file for the config in which the bad layers stay in bf16. That config is then measured too, and its
+    result decides.
     """
     quiet()
     config = load_config(path, overrides)
     if config.model.fp8_recipe == "none":
-        raise ConfigError("model.fp8_recipe: none computes nothing in FP8; name a recipe, as in model.fp8_recipe=blockwise")
+        raise ConfigError(
+            "model.fp8_recipe: none computes nothing in FP8; name a recipe, as in model.fp8_recipe=blockwise"
+        )
     world = int(os.environ.get("WORLD_SIZE", config.parallel.smallest_world))
     if problems := plan(config, world).problems:
         raise ConfigError(io.listed(path, problems))
@@ -87,7 +98,10 @@ def verify_precision(
         in_bf16 = sorted({*(layer % hf_config.num_layers for layer in config.model.bf16_layers), *verdict.bad_layers})
         fixed = config.model_copy(update=dict(model=config.model.model_copy(update=dict(bf16_layers=in_bf16))))
         if is_first:
-            comment = f"Written by megagrpo verify --precision: layers that are more than {threshold:g} off in FP8 stay in bf16."
+            comment = (
+                f"Written by megagrpo verify --precision: layers that are more than {threshold:g} off in FP8 "
+                f"stay in bf16."
+            )
             io.save_changes(fixed, load_config(path), path, fix, comment)
         tell(f"\n{fix}: {path} with {len(in_bf16)} of {hf_config.num_layers} layers in bf16; measured again:")
         verdict = judge(load_config(fix))
@@ -98,10 +112,13 @@ def verify_precision(
 
 
 def _texts(config: RunConfig, folder: Path, tokens: int) -> list[Tensor]:
-    """Return prompts of the training data, `tokens` tokens in all: text that the model knows, without any generation."""
+    """Return prompts of the training data, `tokens` tokens in all: text that the model knows, without any
+    generation."""
     tokenizer = tokenizer_of(config, folder)
     try:
-        source = PromptSource(config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed)
+        source = PromptSource(
+            config.data.train, config.data, tokenizer, config.rollout.max_prompt_length, config.run.seed
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     texts, total = [], 0
@@ -112,9 +129,13 @@ def _texts(config: RunConfig, folder: Path, tokens: int) -> list[Tensor]:
     return texts
 
 
-def _measure(config: RunConfig, hf_config: HfConfig, folder: Path, samples: Sequence[TrainSample], world: int) -> PrecisionErrors:
+def _measure(
+    config: RunConfig, hf_config: HfConfig, folder: Path, samples: Sequence[TrainSample], world: int
+) -> PrecisionErrors:
     config = config.model_copy(update=dict(model=config.model.model_copy(update=dict(recompute="none"))))
-    plain = config.model_copy(update=dict(model=config.model.model_copy(update=dict(fp8_recipe="none", bf16_layers=[], fp8_param=False))))
+    plain = config.model_copy(
+        update=dict(model=config.model.model_copy(update=dict(fp8_recipe="none", bf16_layers=[], fp8_param=False)))
+    )
     if "WORLD_SIZE" in os.environ:
         return measure(config, plain, hf_config, folder, samples)
     try:
@@ -137,7 +158,11 @@ def header(config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample
 def as_text(verdict: PrecisionVerdict) -> str:
     """Return one line per decoder layer, and the overall errors."""
     errors, limit = verdict.errors, verdict.threshold
-    lines = ["", f"{'':9}{'attention':^24}{'mlp':^24}", f"  {'layer':>5}" + f"{'activation':>13}{'gradient':>11}" * 2 + f"{'drift':>11}"]
+    lines = [
+        "",
+        f"{'':9}{'attention':^24}{'mlp':^24}",
+        f"  {'layer':>5}" + f"{'activation':>13}{'gradient':>11}" * 2 + f"{'drift':>11}",
+    ]
     by_layer = {(e.layer, e.part): e for e in errors.layers}
     for layer in sorted({e.layer for e in errors.layers}):
         halves = [by_layer[layer, part] for part in PARTS]
@@ -151,9 +176,14 @@ def as_text(verdict: PrecisionVerdict) -> str:
         f"gradient   of all layers together {errors.gradient:.1e}",
     ]
     if verdict.bad_layers:
-        lines.append(f"FAIL: layers {', '.join(map(str, verdict.bad_layers))} are too far off; --fix FILE keeps them in bf16")
+        lines.append(
+            f"FAIL: layers {', '.join(map(str, verdict.bad_layers))} are too far off; --fix FILE keeps them in bf16"
+        )
     elif not verdict.passed:
-        lines.append("FAIL: no layer is too far off, all of them together are; another recipe, or more layers in model.bf16_layers")
+        lines.append(
+            "FAIL: no layer is too far off, all of them together are; another recipe, or more layers in "
+            "model.bf16_layers"
+        )
     else:
         lines.append("pass")
     return "\n".join(lines)
@@ -161,5 +191,10 @@ def as_text(verdict: PrecisionVerdict) -> str:
 
 def as_json(path: Path, verdict: PrecisionVerdict) -> str:
     """Return one JSON object: all measurements, and the config's layers in bf16."""
-    values = dict(config=str(path), passed=verdict.passed, bad_layers=verdict.bad_layers, bf16_layers=verdict.config.model.bf16_layers)
+    values = dict(
+        config=str(path),
+        passed=verdict.passed,
+        bad_layers=verdict.bad_layers,
+        bf16_layers=verdict.config.model.bf16_layers,
+    )
     return json_text.dumps(values | asdict(verdict.errors), indent=1)

@@ -21,18 +21,20 @@ CAP = 2.0  # cap of scores and logits, near their size here
 WINDOW = 7  # tokens: shorter than most prompts
 NUM_PROMPTS, GROUP_SIZE = 4, 3
 LOGPROB_CHUNK = 16
-LOGIT_SCALE = 0.4  # about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
+# about the standard deviation of logits over temperature; the rollout log-probs are then near the policy's
+LOGIT_SCALE = 0.4
 HANG_MINUTES = 5.0
-# The first step of AdamW is lr * gradient / (|gradient| + epsilon). Usual rates move a weight by less than float32 rounding. With an
-# epsilon near 0 the step is a sign, which turns the rounding error of a zero into a whole step. These values make it follow the gradient.
+# The first step of AdamW is lr * gradient / (|gradient| + epsilon). Usual rates move a weight by less than float32
+# rounding. With an epsilon near 0 the step is a sign, which turns the rounding error of a zero into a whole step. These
+# values make it follow the gradient.
 LEARNING_RATE, ADAM_EPSILON = 1e-2, 1e-3
 
 
 def shrink_config(config: RunConfig) -> RunConfig:
     """Return `config` for the small model and batch.
 
-    Settings that decide how a step is computed stay: parallelism, precision, recompute, loss, KL, clipping, sampling temperature,
-    packing, shared prompts, optimizer.
+    Settings that decide how a step is computed stay: parallelism, precision, recompute, loss, KL, clipping, sampling
+    temperature, packing, shared prompts, optimizer.
     """
     longest = MAX_PROMPT + MAX_RESPONSE
     changes: dict[str, dict[str, Any]] = {
@@ -41,10 +43,14 @@ def shrink_config(config: RunConfig) -> RunConfig:
         "model": dict(bf16_layers=[end for end in (0, -1) if end in config.model.bf16_layers]),
         "lora": dict(rank=min(config.lora.rank, 4), alpha=1.0, dropout=0.0, adapter_path=None),
         "parallel": dict(
-            timeout_minutes=min(config.parallel.timeout_minutes, HANG_MINUTES), pipeline_layers=_few_layers(config.parallel.pipeline_layers)
+            timeout_minutes=min(config.parallel.timeout_minutes, HANG_MINUTES),
+            pipeline_layers=_few_layers(config.parallel.pipeline_layers),
         ),
         "rollout": dict(
-            max_prompt_length=MAX_PROMPT, max_completion_length=MAX_RESPONSE, prompts_per_step=NUM_PROMPTS, num_generations=GROUP_SIZE
+            max_prompt_length=MAX_PROMPT,
+            max_completion_length=MAX_RESPONSE,
+            prompts_per_step=NUM_PROMPTS,
+            num_generations=GROUP_SIZE,
         ),
         "train": dict(
             learning_rate=LEARNING_RATE,
@@ -57,7 +63,9 @@ def shrink_config(config: RunConfig) -> RunConfig:
             logprob_chunk=LOGPROB_CHUNK,
         ),
     }
-    return RunConfig.model_validate({name: values | changes.get(name, {}) for name, values in config.model_dump().items()})
+    return RunConfig.model_validate(
+        {name: values | changes.get(name, {}) for name, values in config.model_dump().items()}
+    )
 
 
 def _few_layers(stages: list[int] | None) -> list[int] | None:
@@ -66,7 +74,8 @@ def _few_layers(stages: list[int] | None) -> list[int] | None:
 
 
 def plainly(config: RunConfig) -> RunConfig:
-    """Return `config` on one process, without features that only save time or memory: no recompute, sharing, offload or fusion.
+    """Return `config` on one process, without features that only save time or memory: no recompute, sharing, offload or
+    fusion.
 
     The optimizer is sharded only for FP8 weights, which are rounded from sharded masters.
     """
@@ -75,7 +84,9 @@ def plainly(config: RunConfig) -> RunConfig:
         update=dict(
             parallel=ParallelSection(timeout_minutes=config.parallel.timeout_minutes),
             model=config.model.model_copy(update=dict(recompute="none", fusions=[], offload_activations=0.0)),
-            train=config.train.model_copy(update=in_chunks | dict(share_prompts=False, distributed_optimizer=config.model.fp8_param)),
+            train=config.train.model_copy(
+                update=in_chunks | dict(share_prompts=False, distributed_optimizer=config.model.fp8_param)
+            ),
         )
     )
 
@@ -85,8 +96,10 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
 
     The widths of hidden states and latents, and a rank's parts of heads and MLPs, are multiples of `unit`. It keeps:
 
-    - the family with its biases and norms, tied or untied embeddings, query heads per KV head, and several or one KV heads per rank
-    - whether heads add up to the hidden size, the rotary scaling, and whether all layers have a window, or some, or none
+    - the family with its biases and norms, tied or untied embeddings, query heads per KV head, and several or one KV
+      heads per rank
+    - whether heads add up to the hidden size, the rotary scaling, and whether all layers have a window, or some, or
+      none
     - of a mixture of experts, whether a token has several experts and whether some layer has none
     - of latent attention, whether queries come from a latent, and whether experts are chosen by groups
     """
@@ -106,7 +119,9 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
     if real.mla is not None:
         latent, half = padded(12, unit), padded(4, unit)
         small |= dict(q_lora_rank=padded(20, unit) if real.mla.query_rank else None, kv_lora_rank=latent)
-        small |= dict(qk_nope_head_dim=padded(8, unit), qk_rope_head_dim=half, v_head_dim=padded(6, unit), head_dim=half)
+        small |= dict(
+            qk_nope_head_dim=padded(8, unit), qk_rope_head_dim=half, v_head_dim=padded(6, unit), head_dim=half
+        )
     if real.experts is not None:
         count = max(4, 2 * parallel.ep)
         small |= dict(
@@ -128,23 +143,37 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
         small |= dict(final_logit_softcapping=CAP)
     if real.windows:
         kinds = (SLIDING, FULL) if None in real.windows else (SLIDING,)
-        small |= dict(sliding_window=WINDOW, layer_types=[kinds[layer % len(kinds)] for layer in range(small["num_hidden_layers"])])
+        small |= dict(
+            sliding_window=WINDOW,
+            layer_types=[kinds[layer % len(kinds)] for layer in range(small["num_hidden_layers"])],
+        )
     elif "layer_types" in raw:
         small |= dict(layer_types=[FULL] * small["num_hidden_layers"])
     read = (*COMMON, *FAMILIES[real.family].keys, *raw)
-    return parse_hf_config(raw | {key: value for key, value in small.items() if key in read} | _short_factors(raw, head_dim))
+    return parse_hf_config(
+        raw | {key: value for key, value in small.items() if key in read} | _short_factors(raw, head_dim)
+    )
 
 
 def _short_factors(raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """Return the rotary parameters with the longrope factors that smaller heads need."""
     if rope(raw)["rope_type"] != "longrope":
         return {}
-    key, count = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling", int(head_dim * rotated_share(raw, 1.0)) // 2
-    return {key: {name: value[:count] if name in ("short_factor", "long_factor") else value for name, value in raw[key].items()}}
+    key, count = (
+        "rope_parameters" if raw.get("rope_parameters") else "rope_scaling",
+        int(head_dim * rotated_share(raw, 1.0)) // 2,
+    )
+    return {
+        key: {
+            name: value[:count] if name in ("short_factor", "long_factor") else value
+            for name, value in raw[key].items()
+        }
+    }
 
 
 def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
-    """Return the weight called `name`, float32 in `shape`. It depends only on the arguments, so every layout starts from the same model.
+    """Return the weight called `name`, float32 in `shape`. It depends only on the arguments, so every layout starts
+    from the same model.
 
     Matrices keep the scale of their input. Norms and biases differ from 1 and 0, where an error could hide.
     """
@@ -157,8 +186,8 @@ def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -
 
 
 def random_samples(seed: int = 1) -> list[TrainSample]:
-    """Return groups of responses with many lengths to prompts of many lengths: two truncated, some with zero advantage, some with
-    foreign tokens in the middle.
+    """Return groups of responses with many lengths to prompts of many lengths: two truncated, some with zero advantage,
+    some with foreign tokens in the middle.
 
     Every token of the policy has a unique rollout log-prob, which identifies the token wherever it was packed.
     """

@@ -42,17 +42,22 @@ class Outcome:
     logprobs: Tensor  # [N] of every loss token before the step, in an order that is the same in every layout
     gradients: Tensors  # gradients of the loss over its denominator, before clipping
     weights: Tensors  # weights after the step
-    disagreement: float  # largest relative difference of a gradient or weight between two ranks that hold the same part of it
+    # largest relative difference of a gradient or weight between two ranks that hold the same part of it
+    disagreement: float
     padding: float  # largest gradient of the vocabulary's padding, which belongs to no token
     extremes: frozenset[str] = frozenset()  # metrics that are the largest or smallest of single tokens
 
 
 def take_step(
-    config: RunConfig, hf_config: HfConfig, samples: Sequence[TrainSample], weights: Callable[[str, tuple[int, ...]], Tensor] | None = None
+    config: RunConfig,
+    hf_config: HfConfig,
+    samples: Sequence[TrainSample],
+    weights: Callable[[str, tuple[int, ...]], Tensor] | None = None,
 ) -> Outcome | None:
     """Take one GRPO step on `samples` in the layout of `config`; return the outcome on rank 0, None elsewhere.
 
-    `weights(name, shape)` returns the model's tensors by Hugging Face name; None: random tensors. The policy is moved away from them;
+    `weights(name, shape)` returns the model's tensors by Hugging Face name; None: random tensors. The policy is moved
+    away from them;
     the reference of a KL term keeps them. Collective over the world, which stays open for another layout.
     """
     layout = init_layout(config.parallel, config.run.seed)
@@ -83,7 +88,8 @@ def prepare(
     samples: Sequence[TrainSample],
     weights: Callable[[str, tuple[int, ...]], Tensor] | None = None,
 ) -> tuple[MegatronPolicy, TrainBatch, list[Tensor | None]]:
-    """Return (policy, this rank's batch with all inputs of the loss, the policy's log-probs [T] of each micro-batch) before a step."""
+    """Return (policy, this rank's batch with all inputs of the loss, the policy's log-probs [T] of each micro-batch)
+    before a step."""
     policy = MegatronPolicy(config, layout, hf_config)
     fill_weights(policy, hf_config, layout, weights or partial(random_tensor, temperature=config.rollout.temperature))
     reference = Reference(policy) if config.algorithm.beta else None
@@ -99,10 +105,16 @@ def prepare(
 
 @torch.no_grad()
 def fill_weights(
-    policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, weights: Callable[[str, tuple[int, ...]], Tensor] = random_tensor
+    policy: MegatronPolicy,
+    hf_config: HfConfig,
+    layout: Layout,
+    weights: Callable[[str, tuple[int, ...]], Tensor] = random_tensor,
 ) -> None:
     """Fill this rank's parameters with the shards of `weights(name, shape)`; the vocabulary's padding is 0."""
-    for _, parameter, of_parameter in (*blocks(policy.chunks, hf_config, layout), *adapter_blocks(policy.chunks, hf_config, layout)):
+    for _, parameter, of_parameter in (
+        *blocks(policy.chunks, hf_config, layout),
+        *adapter_blocks(policy.chunks, hf_config, layout),
+    ):
         fill(parameter, of_parameter, lambda b: weights(b.name, b.shape)[b.slices])
 
 
@@ -123,7 +135,8 @@ def _move_away(policy: MegatronPolicy) -> None:
 
 
 def _old_logprobs(batch: TrainBatch, logprobs: list[Tensor | None]) -> list[Tensor]:
-    """Return old log-probs [T] of each micro-batch, far enough from the policy's to clip some tokens. They depend on the token alone."""
+    """Return old log-probs [T] of each micro-batch, far enough from the policy's to clip some tokens. They depend on
+    the token alone."""
     return [_shifted(m, rows) for m, rows in zip(batch.micro_batches, logprobs, strict=True)]
 
 
@@ -135,7 +148,8 @@ def _shifted(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:
 
 
 def _rows_of_tokens(batch: TrainBatch, logprobs: list[Tensor | None], layout: Layout) -> Tensor | None:
-    """Return the log-probs of all ranks' loss tokens, sorted by rollout log-prob, which is unique per token; on rank 0."""
+    """Return the log-probs of all ranks' loss tokens, sorted by rollout log-prob, which is unique per token; on rank
+    0."""
     mine: dict[float, float] = {}
     if layout.is_last_stage and layout.tp_rank == 0:
         for micro_batch, rows in zip(batch.micro_batches, logprobs, strict=True):
@@ -153,11 +167,11 @@ def _rows_of_tokens(batch: TrainBatch, logprobs: list[Tensor | None], layout: La
 def whole_tensors(
     policy: MegatronPolicy, hf_config: HfConfig, layout: Layout, part: Callable[[Parameter], Tensor]
 ) -> tuple[Tensors, float, float]:
-    """Return `part(parameter)` of every trained parameter as whole tensors in Hugging Face shapes, merged from all ranks' blocks; on
-    rank 0, empty elsewhere.
+    """Return `part(parameter)` of every trained parameter as whole tensors in Hugging Face shapes, merged from all
+    ranks' blocks; on rank 0, empty elsewhere.
 
-    The second result is the largest relative difference between ranks with the same block, the third the largest element outside all
-    blocks.
+    The second result is the largest relative difference between ranks with the same block, the third the largest
+    element outside all blocks.
     """
     mine, padding = [], 0.0
     for _, parameter, of_parameter in trained_blocks(policy.chunks, hf_config, layout):
@@ -186,7 +200,8 @@ def whole_tensors(
 
 
 def relative_error(measured: Tensor, expected: Tensor) -> float:
-    """Return |measured - expected| / |expected|, Euclidean norms; 0 when both are equal. The tensors [...] have equal shapes."""
+    """Return |measured - expected| / |expected|, Euclidean norms; 0 when both are equal. The tensors [...] have equal
+    shapes."""
     difference = (measured - expected).norm().item()
     return difference and difference / max(expected.norm().item(), torch.finfo(torch.float64).tiny)
 

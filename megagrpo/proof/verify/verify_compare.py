@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from megagrpo.proof.verify.verified_step import Outcome, relative_error
 
-# Tolerance between two float32 computations, relative to the size of the quantity. The order of float32 sums moves it by 1e-8 to 3e-6;
+# Tolerance between two float32 computations, relative to the size of the quantity. The order of float32 sums moves it
+# by 1e-8 to 3e-6;
 # the mildest fault we know moves a gradient by 1e-2.
 FLOAT32 = {
     "loss": 1e-6,
@@ -18,8 +19,9 @@ FLOAT32 = {
     "replica": 1e-5,  # ranks that hold the same part of a tensor
     "padding": 0.0,  # gradient of the vocabulary's padding
 }
-# Other precisions and devices round more, by amounts that differ between tensors. These are measured: the distance of one process in the
-# same precision from one process in float32. A layout may be NOISE times as far; in bfloat16 and FP8 it may always be ROUNDING away.
+# Other precisions and devices round more, by amounts that differ between tensors. These are measured: the distance of
+# one process in the same precision from one process in float32. A layout may be NOISE times as far; in bfloat16 and FP8
+# it may always be ROUNDING away.
 NOISE, ROUNDING = 3.0, 2.0**-7
 SMALLEST = 1.0  # below this, losses and metrics (in nats or shares) are compared absolutely
 
@@ -45,11 +47,13 @@ class Distance:
         return self.error / self.tolerance if self.tolerance else (float("inf") if self.error else 0.0)
 
 
-def compare(outcome: Outcome, expected: Outcome, rounded: Outcome | None = None, coarse: bool = False) -> list[Distance]:
+def compare(
+    outcome: Outcome, expected: Outcome, rounded: Outcome | None = None, coarse: bool = False
+) -> list[Distance]:
     """Return the distance of every quantity of `outcome` from `expected`, one process in float32.
 
-    `rounded` is one process in the precision and on the device of `outcome`, if these differ: it measures the effect of rounding alone.
-    Raises ValueError when the outcomes hold different quantities.
+    `rounded` is one process in the precision and on the device of `outcome`, if these differ: it measures the effect of
+    rounding alone. Raises ValueError when the outcomes hold different quantities.
     """
     noise = distances(rounded, expected) if rounded is not None else {}
     return [
@@ -65,14 +69,19 @@ def _tolerance(kind: str, noise: float | None, coarse: bool) -> float:
 
 
 def distances(outcome: Outcome, expected: Outcome) -> dict[tuple[str, str], float]:
-    """Return (kind, name) -> relative difference. Raises ValueError when the two outcomes do not hold the same quantities."""
+    """Return (kind, name) -> relative difference. Raises ValueError when the two outcomes do not hold the same
+    quantities."""
     errors: dict[tuple[str, str], float] = {}
     for name, ours, theirs in _pairs("metrics", outcome.metrics, expected.metrics):
         # An extreme over tokens is only as exact as a log-prob, not as a mean.
-        kind = {"loss": "loss", "grad_norm": "gradient norm"}.get(name, "log-prob" if name in expected.extremes else "metric")
+        kind = {"loss": "loss", "grad_norm": "gradient norm"}.get(
+            name, "log-prob" if name in expected.extremes else "metric"
+        )
         errors[kind, name] = abs(ours - theirs) / max(abs(theirs), SMALLEST)
     if outcome.logprobs.shape != expected.logprobs.shape:
-        raise ValueError(f"this layout has {outcome.logprobs.numel()} loss tokens, but one process has {expected.logprobs.numel()}")
+        raise ValueError(
+            f"this layout has {outcome.logprobs.numel()} loss tokens, but one process has {expected.logprobs.numel()}"
+        )
     if expected.logprobs.numel():
         largest = expected.logprobs.abs().max().item()
         errors["log-prob", "policy"] = (outcome.logprobs - expected.logprobs).abs().max().item() / max(largest, 1.0)

@@ -17,7 +17,10 @@ from megagrpo.proof.verify.verify_compare import Distance, silent_tensors, worst
 from megagrpo.types import TrainSample
 
 MOST_SHOWN = 8  # limit of the wrong quantities that are shown
-ABOUT = {"replica": "between ranks that hold the same part of a tensor", "padding": "gradient of the vocabulary's padding"}
+ABOUT = {
+    "replica": "between ranks that hold the same part of a tensor",
+    "padding": "gradient of the vocabulary's padding",
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ def header(config: RunConfig, model: HfConfig, samples: Sequence[TrainSample]) -
     lines = (
         f"model   {config.model.path} shrunk: {model.family}, {model.num_layers} layers of width {model.hidden_size}, "
         f"{model.num_heads} heads, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}; random weights",
-        f"step    {len(samples)} samples with {tokens} response tokens, {algorithm.loss_type}, beta {algorithm.beta:g}, {dtype}, "
+        f"step    {len(samples)} samples with {tokens} response tokens, {algorithm.loss_type}, beta "
+        f"{algorithm.beta:g}, {dtype}, "
         f"recompute {config.model.recompute}; reference: one process in float32",
     )
     return "\n".join(part for line in lines for part in wrapped(line, indent=8))
@@ -80,7 +84,8 @@ def as_text(verdict: Verdict, full: bool = False) -> str:
 
 
 def _row(text: str, numbers: str) -> list[str]:
-    """Return a text with its numbers at the right edge. A long text is wrapped, and its numbers stand behind the last part."""
+    """Return a text with its numbers at the right edge. A long text is wrapped, and its numbers stand behind the last
+    part."""
     *before, last = wrapped(text, WIDTH - len(numbers), indent=4, whole_words=False)
     return [*before, f"{last:<{WIDTH - len(numbers)}}{numbers}"]
 
@@ -107,8 +112,12 @@ def _describe(distance: Distance, verdict: Verdict, outcome: Outcome, full: bool
 def summary(verdicts: Sequence[Verdict]) -> str:
     passed = sum(v.passed for v in verdicts)
     if passed == len(verdicts):
-        return f"\n{passed} of {passed} layouts match one process" if passed > 1 else "\nthis layout matches one process"
-    return "\n" + "\n".join(wrapped(f"FAIL: {', '.join(v.layout for v in verdicts if not v.passed)}", whole_words=False))
+        return (
+            f"\n{passed} of {passed} layouts match one process" if passed > 1 else "\nthis layout matches one process"
+        )
+    return "\n" + "\n".join(
+        wrapped(f"FAIL: {', '.join(v.layout for v in verdicts if not v.passed)}", whole_words=False)
+    )
 
 
 def as_json(path: Path, verdicts: Sequence[Verdict]) -> str:
@@ -132,4 +141,7 @@ def as_json(path: Path, verdicts: Sequence[Verdict]) -> str:
 
 def _finite(distance: Distance) -> dict[str, Any]:
     values = asdict(distance) | dict(passed=distance.passed)
-    return {key: None if isinstance(value, float) and not abs(value) < float("inf") else value for key, value in values.items()}
+    return {
+        key: None if isinstance(value, float) and not abs(value) < float("inf") else value
+        for key, value in values.items()
+    }

@@ -16,22 +16,27 @@ from megagrpo.records.report.shown_responses import text_of
 
 
 def rows(config: dict[str, Any], privacy: Privacy) -> list[list[Any]]:
-    """Return [key, value, default, changed] of every key, in order. A key without a default, or that this version lacks, has None there
-    and counts as changed if it has a value. Values are without paths of the machine and credentials."""
+    """Return [key, value, default, changed] of every key, in order. A key without a default, or that this version
+    lacks, has None there and counts as changed if it has a value. Values are without paths of the machine and
+    credentials."""
     defaults = _defaults()
     found = []
     for key, value in _flat(config):
         known = defaults.get(_pattern(key, defaults), PydanticUndefined)
         default = None if known is PydanticUndefined else _text(known)
         changed = value is not None and value != known
-        text = "<credential>" if value and isinstance(value, str) and SECRET_KEY.search(key) else privacy.text(_text(value))
+        text = (
+            "<credential>"
+            if value and isinstance(value, str) and SECRET_KEY.search(key)
+            else privacy.text(_text(value))
+        )
         found.append([printable(key), text, default, changed])
     return found
 
 
 def tell_apart(configs: Sequence[dict[str, Any]], shown: Sequence[list[list[Any]]]) -> None:
-    """Number the values of several runs that differ and are shown alike because their paths are shortened, as in "…/data/train.jsonl (2)".
-    Changes `shown`, the rows of the configs."""
+    """Number the values of several runs that differ and are shown alike because their paths are shortened, as in
+    "…/data/train.jsonl (2)". Changes `shown`, the rows of the configs."""
     originals = [{printable(key): _text(value) for key, value in _flat(config)} for config in configs]
     kinds: dict[tuple[str, str], list[str]] = {}
     for values, table in zip(originals, shown, strict=True):

@@ -1,4 +1,5 @@
-"""Reads a run's folder. Files of older versions and of runs in progress are accepted: a missing file or field is empty."""
+"""Reads a run's folder. Files of older versions and of runs in progress are accepted: a missing file or field is
+empty."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ class StepRewards:
 class RunFiles:
     """The contents of a run's folder, without its responses.
 
-    `steps` and `evaluations` are the lines of `metrics.jsonl` in order of steps; the last line of a step counts. `damaged` counts the
-    lines of each file that cannot be read.
+    `steps` and `evaluations` are the lines of `metrics.jsonl` in order of steps; the last line of a step counts.
+    `damaged` counts the lines of each file that cannot be read.
     """
 
     folder: Path
@@ -87,7 +88,9 @@ def read_run(folder: Path) -> RunFiles:
         raise ConfigError(f"{folder}: no such folder; name the folder of a run, such as runs/quickstart")
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
-        raise ConfigError(f"{folder}: holds no metrics.jsonl, so it is not the folder of a run; name a folder such as runs/quickstart")
+        raise ConfigError(
+            f"{folder}: holds no metrics.jsonl, so it is not the folder of a run; name a folder such as runs/quickstart"
+        )
     damaged: dict[str, int] = {}
     steps: dict[int, Row] = {}
     evaluations: dict[int, Row] = {}
@@ -109,7 +112,8 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def read_lines(file: Path, damaged: dict[str, int], steps: Collection[int] | None = None) -> Iterator[Row]:
-    """Yield the JSON objects of a file that have a step, of the named steps only if `steps` is given; nothing if the file is missing.
+    """Yield the JSON objects of a file that have a step, of the named steps only if `steps` is given; nothing if the
+    file is missing.
 
     Lines that cannot be read are counted in `damaged`. The end of the last line of a run in progress may be missing.
     """
@@ -132,7 +136,8 @@ def read_lines(file: Path, damaged: dict[str, int], steps: Collection[int] | Non
 
 
 def rewards_per_step(file: Path) -> dict[int, StepRewards]:
-    """Return step -> rewards of the responses in `completions.jsonl`. Lines in the format of a run are searched, not parsed."""
+    """Return step -> rewards of the responses in `completions.jsonl`. Lines in the format of a run are searched, not
+    parsed."""
     steps: dict[int, StepRewards] = {}
     if file.is_file():
         with open(file, "rb") as lines:
@@ -148,7 +153,11 @@ def rewards_per_step(file: Path) -> dict[int, StepRewards]:
 
 def _reward_in(line: bytes) -> float | None:
     try:
-        value = match[1] if (match := _REWARD.match(line, max(0, line.find(b'"finish_reason"')))) else json.loads(line).get("reward")
+        value = (
+            match[1]
+            if (match := _REWARD.match(line, max(0, line.find(b'"finish_reason"'))))
+            else json.loads(line).get("reward")
+        )
         reward = math.nan if value in (None, b"null") else float(value)
     except (ValueError, TypeError, RecursionError):
         return None

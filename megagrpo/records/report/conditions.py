@@ -1,4 +1,5 @@
-"""Conditions in the metrics of a run that are alarms: each function returns the steps in which one holds, or None without its metric."""
+"""Conditions in the metrics of a run that are alarms: each function returns the steps in which one holds, or None
+without its metric."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def _numbers(run: RunFiles, ending: str) -> dict[str, dict[int, float]]:
 
 
 def _lost(run: RunFiles) -> tuple[dict[str, dict[int, float]], dict[int, float]] | None:
-    """Return the unscorable responses of each function that has some, and per step the fewest that no function can have scored.
+    """Return the unscorable responses of each function that has some, and per step the fewest that no function can have
+    scored.
 
     Functions for different rows, which complement each other, lose none. None without the metric.
     """
@@ -70,15 +72,23 @@ def unscored_counts(run: RunFiles) -> list[str]:
     some, _ = _lost(run) or ({}, {})
     size, prompts = (number(run.setting(f"rollout.{key}")) or 0 for key in ("num_generations", "prompts_per_step"))
     total = sum((number(row.get("dynamic_sample/groups_drawn")) or prompts) * size for row in run.steps)
-    return [f"{name} could not score {sum(steps.values()):,.0f} of {total:,.0f} responses" for name, steps in some.items()]
+    return [
+        f"{name} could not score {sum(steps.values()):,.0f} of {total:,.0f} responses" for name, steps in some.items()
+    ]
 
 
 def constant(run: RunFiles) -> dict[str, float]:
-    """Return function -> value of the functions that gave all responses of all steps the same, if there are enough steps."""
+    """Return function -> value of the functions that gave all responses of all steps the same, if there are enough
+    steps."""
     found = {}
     for name, spread in _numbers(run, "std").items():
         means = set(_numbers(run, "mean").get(name, {}).values())
-        if len(spread) >= FEWEST_STEPS and not any(spread.values()) and len(means) == 1 and name not in ON_LONG_RESPONSES:
+        if (
+            len(spread) >= FEWEST_STEPS
+            and not any(spread.values())
+            and len(means) == 1
+            and name not in ON_LONG_RESPONSES
+        ):
             found[name] = means.pop()
     return found
 

@@ -47,7 +47,8 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A condition in the metrics: its name, and a function that returns the steps that violate it, or None if nothing can be checked."""
+    """A condition in the metrics: its name, and a function that returns the steps that violate it, or None if nothing
+    can be checked."""
 
     name: str
     finding: Finding
@@ -57,7 +58,8 @@ class Check:
 
 
 def findings(run: RunFiles) -> dict[str, Any]:
-    """Return the alarms of the run, [name, evidence] of the checks that passed, and the checks that the run's metrics do not allow."""
+    """Return the alarms of the run, [name, evidence] of the checks that passed, and the checks that the run's metrics
+    do not allow."""
     alarms, passed, unknown = [], [], []
     for check in CHECKS:
         steps = check.violations(run)
@@ -74,7 +76,12 @@ def findings(run: RunFiles) -> dict[str, Any]:
 
 def _add_warnings(run: RunFiles, alarms: list[Finding]) -> None:
     """Add the warnings of `messages.jsonl` to the alarm that they belong to, or to an alarm of their own."""
-    rest = Finding("Other warnings", "The run printed these warnings.", "Each warning says what to do.", page="docs/troubleshooting.md")
+    rest = Finding(
+        "Other warnings",
+        "The run printed these warnings.",
+        "Each warning says what to do.",
+        page="docs/troubleshooting.md",
+    )
     steps: set[int] = set()
     by_metric = {alarm.metric: alarm for alarm in alarms}
     inputs = [(words, replace(finding, texts=[])) for words, finding in INPUTS]
@@ -133,7 +140,8 @@ INPUTS = [
         ("prompts are longer than", "prompts repeat an earlier one", "prompts are also in"),
         Finding(
             "Prompts are dropped, truncated or repeated",
-            "The run trains on fewer or on other prompts than the data set has, or evaluates on prompts that it trains on.",
+            "The run trains on fewer or on other prompts than the data set has, or evaluates on prompts that it trains "
+            "on.",
             "Raise rollout.max_prompt_length, or remove the rows.",
             page="docs/commands.md, section Check data and rewards",
         ),
@@ -145,7 +153,8 @@ CHECKS = [
         Finding(
             "The run ended before its last step",
             "No message says that the run finished or was asked to stop: an error ended it, or it was killed.",
-            "The last lines of the console, or of the job's log, name the error. Continue from the last checkpoint with --resume.",
+            "The last lines of the console, or of the job's log, name the error. Continue from the last checkpoint "
+            "with --resume.",
             "error",
             metric="run",
             page="docs/troubleshooting.md",
@@ -156,9 +165,11 @@ CHECKS = [
         "trainer and engine agree",
         Finding(
             "Trainer and engine disagree",
-            "token_mult_prob_error left its normal range: vLLM samples from other weights, or from another distribution, than the trainer "
+            "token_mult_prob_error left its normal range: vLLM samples from other weights, or from another "
+            "distribution, than the trainer "
             "computes.",
-            "After a jump, look at weight_version in completions.jsonl and at vllm_0.log. From the first step on, check "
+            "After a jump, look at weight_version in completions.jsonl and at vllm_0.log. From the first step on, "
+            "check "
             "rollout.quantization and rollout.extra_args, and audit a dumped step.",
             metric="mismatch/alarms",
         ),
@@ -170,7 +181,8 @@ CHECKS = [
         Finding(
             "Optimizer steps were skipped",
             "Loss or gradient was NaN or infinite. A skipped step changes no weight, moment or learning rate.",
-            "One skipped step in a long run is harmless. Otherwise lower train.learning_rate, or dump a step with debug.dump_steps.",
+            "One skipped step in a long run is harmless. Otherwise lower train.learning_rate, or dump a step with "
+            "debug.dump_steps.",
             "error",
             metric="train/skipped_steps",
         ),
@@ -180,8 +192,10 @@ CHECKS = [
         "reward, loss, entropy and gradient norm were numbers",
         Finding(
             "Metrics are not numbers",
-            "Reward, loss, entropy or gradient norm is recorded as NaN or infinite in these steps. The curves have gaps there.",
-            "Without a reward, look at rewards/NAME/unscorable and at the responses of these steps. Otherwise look for skipped steps.",
+            "Reward, loss, entropy or gradient norm is recorded as NaN or infinite in these steps. The curves have "
+            "gaps there.",
+            "Without a reward, look at rewards/NAME/unscorable and at the responses of these steps. Otherwise look for "
+            "skipped steps.",
             "error",
             metric="reward loss entropy grad_norm",
         ),
@@ -192,7 +206,8 @@ CHECKS = [
         Finding(
             "A reward function failed",
             "A function raised, died, hung, or returned no finite number. These responses scored 0.",
-            "The console shows the first traceback with its completion. Correct the function, or raise rewards.timeout.",
+            "The console shows the first traceback with its completion. Correct the function, or raise "
+            "rewards.timeout.",
             metric="rewards/*/exceptions",
         ),
         above_zero("/exceptions", "/timeouts"),
@@ -201,7 +216,8 @@ CHECKS = [
         "rewards could score the responses",
         Finding(
             "Rewards could not score responses",
-            "A function returned None and no other one scored these responses: the gold of their rows is missing or unreadable. They teach "
+            "A function returned None and no other one scored these responses: the gold of their rows is missing or "
+            "unreadable. They teach "
             "nothing.",
             "megagrpo check names the rows and the column. Correct or remove the rows.",
             metric="rewards/*/unscorable",
@@ -224,9 +240,12 @@ CHECKS = [
         "groups have something to learn from",
         Finding(
             "Most groups have equal rewards",
-            "frac_reward_zero_std is above one half at the end. Groups with equal rewards have no gradient, so most of the work of these "
-            "steps teaches nothing. With a high reward the prompts have become too easy, with a low one they are too hard.",
-            "Stop here if the reward is as high as it can be. Otherwise change the prompts, draw others with algorithm.dynamic_sample, "
+            "frac_reward_zero_std is above one half at the end. Groups with equal rewards have no gradient, so most of "
+            "the work of these "
+            "steps teaches nothing. With a high reward the prompts have become too easy, with a low one they are too "
+            "hard.",
+            "Stop here if the reward is as high as it can be. Otherwise change the prompts, draw others with "
+            "algorithm.dynamic_sample, "
             "raise rollout.num_generations, or use a reward with values between 0 and 1.",
             metric="frac_reward_zero_std",
         ),
@@ -237,7 +256,8 @@ CHECKS = [
         "responses fit their length limit",
         Finding(
             "Many responses are truncated",
-            "completions/clipped_ratio stays above one half: responses reach rollout.max_completion_length before their end.",
+            "completions/clipped_ratio stays above one half: responses reach rollout.max_completion_length before "
+            "their end.",
             "Raise rollout.max_completion_length, or add the reward soft_overlong.",
             metric="completions/clipped_ratio",
         ),
@@ -248,7 +268,8 @@ CHECKS = [
         "the policy did not collapse",
         Finding(
             "The policy collapsed",
-            "The entropy fell to 0 and the reward is not higher than at the start: the policy is sure of wrong answers.",
+            "The entropy fell to 0 and the reward is not higher than at the start: the policy is sure of wrong "
+            "answers.",
             "Lower train.learning_rate, or raise algorithm.epsilon_high or algorithm.beta.",
             "error",
             metric="entropy",
@@ -259,7 +280,8 @@ CHECKS = [
         "held-out prompts did not get worse",
         Finding(
             "The evaluation fell",
-            "The last evaluation is lower than the first one: the policy gets worse on prompts that it does not train on.",
+            "The last evaluation is lower than the first one: the policy gets worse on prompts that it does not train "
+            "on.",
             "Use a checkpoint of an earlier step. Lower train.learning_rate, or raise algorithm.beta.",
             metric="evaluation",
             page="docs/evaluation.md",

@@ -1,7 +1,8 @@
 """Writes the page: one HTML file that loads nothing.
 
-All text of the run is in base64, so no text can end a script or open a tag, and the code of the page inserts it with `textContent`. The
-content security policy allows only the scripts and styles of this file, by their hashes, and no connection.
+All text of the run is in base64, so no text can end a script or open a tag, and the code of the page inserts it with
+`textContent`. The content security policy allows only the scripts and styles of this file, by their hashes, and no
+connection.
 """
 
 from __future__ import annotations
@@ -16,14 +17,26 @@ from pathlib import Path
 from megagrpo.records.report.payload import Payload
 
 STATIC = Path(__file__).with_name("static")
-SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "plots.js", "overview.js", "tokens.js", "responses.js", "details.js", "main.js")
+SCRIPTS = (
+    "uPlot.iife.min.js",
+    "base.js",
+    "charts.js",
+    "plots.js",
+    "overview.js",
+    "tokens.js",
+    "responses.js",
+    "details.js",
+    "main.js",
+)
 STYLES = ("uPlot.min.css", "page.css")
 
 
 def render(data: Payload) -> str:
     """Return the HTML of a page."""
     head = base64.b64encode(gzip.compress(data.head.encode(), 9, mtime=0)).decode()
-    chunks = "\n".join(f'<script type="text/plain" id="chunk-{name}">{text}</script>' for name, text in data.chunks.items())
+    chunks = "\n".join(
+        f'<script type="text/plain" id="chunk-{name}">{text}</script>' for name, text in data.chunks.items()
+    )
     return (
         template()
         .replace("{{policy}}", policy())
@@ -51,7 +64,10 @@ def static_bytes() -> int:
 def policy() -> str:
     """Return the content security policy: nothing but this file's script and style."""
     script, style = (f"'sha256-{_sha256(joined(names))}'" for names in (SCRIPTS, STYLES))
-    return f"default-src 'none'; script-src {script}; style-src {style}; img-src data:; base-uri 'none'; form-action 'none'"
+    return (
+        f"default-src 'none'; script-src {script}; style-src {style}; img-src data:; base-uri 'none'; form-action "
+        f"'none'"
+    )
 
 
 @cache

@@ -1,4 +1,5 @@
-"""Builds the data of the page: one JSON value for everything but responses, and one compressed chunk per step of responses."""
+"""Builds the data of the page: one JSON value for everything but responses, and one compressed chunk per step of
+responses."""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ def payload(runs: Sequence[RunFiles], static_bytes: int) -> Payload:
         share = (MAX_BYTES - used) // (len(runs) - index)
         chosen.append(choose(run, max(0, share), set().union(*(one.prompts for one in chosen))))
         used += sum(map(len, chosen[-1].chunks.values()))
-        described[index]["responses"] = {"steps": [[s, *counts] for s, counts in chosen[-1].shown.items()], "count": chosen[-1].responses}
+        described[index]["responses"] = {
+            "steps": [[s, *counts] for s, counts in chosen[-1].shown.items()],
+            "count": chosen[-1].responses,
+        }
         described[index]["damaged"] = {printable(name): count for name, count in run.damaged.items()}
     head = {"version": _version(), "made": round(time.time()), "runs": described}
     chunks = {f"{index}-{step}": text for index, one in enumerate(chosen) for step, text in one.chunks.items()}
@@ -50,7 +54,8 @@ def payload(runs: Sequence[RunFiles], static_bytes: int) -> Payload:
 
 
 def labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Return a name for each run that no other run of the page has: its own, else with the last parts of its folder, else with a number."""
+    """Return a name for each run that no other run of the page has: its own, else with the last parts of its folder,
+    else with a number."""
     names = [run.name for run in runs]
     found = list(names)
     for depth in (1, 2, 3):
@@ -58,13 +63,18 @@ def labels(runs: Sequence[RunFiles]) -> list[str]:
         for i, run in enumerate(runs):
             tail = "/".join(run.folder.resolve().parts[1:][-depth:])
             if found[i] in alike:
-                found[i] = tail if tail.endswith(f"/{names[i]}") else names[i] if tail == names[i] else f"{names[i]} ({tail})"
+                found[i] = (
+                    tail if tail.endswith(f"/{names[i]}") else names[i] if tail == names[i] else f"{names[i]} ({tail})"
+                )
     found = [printable(run.privacy.text(label)) for run, label in zip(runs, found, strict=True)]
-    return [f"{label} #{found[:i].count(label) + 1}" if found.count(label) > 1 else label for i, label in enumerate(found)]
+    return [
+        f"{label} #{found[:i].count(label) + 1}" if found.count(label) > 1 else label for i, label in enumerate(found)
+    ]
 
 
 def describe(run: RunFiles, steps_per_point: int, evaluations_per_point: int) -> dict[str, Any]:
-    """Return everything that the page shows of a run, except its responses. Only names of metrics and keys may name a machine."""
+    """Return everything that the page shows of a run, except its responses. Only names of metrics and keys may name a
+    machine."""
     start = run.last_start
     notes = {
         "name": printable(run.name),
@@ -72,7 +82,9 @@ def describe(run: RunFiles, steps_per_point: int, evaluations_per_point: int) ->
         "state": state(run),
         "model": printable(str(run.setting("model.path") or "")),
         "facts": facts(run),
-        "versions": {printable(str(k)): printable(str(v)) for k, v in start.get("versions", {}).items()} if start else {},
+        "versions": {printable(str(k)): printable(str(v)) for k, v in start.get("versions", {}).items()}
+        if start
+        else {},
         "device": printable(str(start.get("device") or "")),
         "findings": findings(run),
         "messages": messages(run),
@@ -88,13 +100,18 @@ def describe(run: RunFiles, steps_per_point: int, evaluations_per_point: int) ->
 
 
 def with_reward_range(run: RunFiles) -> list[Row]:
-    """Return the steps with `reward_low` and `reward_high`: one standard deviation around the mean, within the rewards of the step.
+    """Return the steps with `reward_low` and `reward_high`: one standard deviation around the mean, within the rewards
+    of the step.
 
     A step whose responses are not in `completions.jsonl` has none.
     """
     rows = []
     for row in run.steps:
-        mean, spread, rewards = number(row.get("reward")), number(row.get("reward_std_batch")), run.rewards.get(row["step"])
+        mean, spread, rewards = (
+            number(row.get("reward")),
+            number(row.get("reward_std_batch")),
+            run.rewards.get(row["step"]),
+        )
         if mean is not None and spread is not None and rewards is not None and rewards.low <= rewards.high:
             row = row | {
                 "reward_low": max(mean - spread, min(mean, rewards.low)),
@@ -107,7 +124,10 @@ def with_reward_range(run: RunFiles) -> list[Row]:
 def facts(run: RunFiles) -> list[list[str]]:
     """Return pairs of name and text that describe the run in one line."""
     of = run.setting
-    algorithm = [str(of("algorithm.loss_type") or ""), f"KL {of('algorithm.beta'):g}" if number(of("algorithm.beta")) else "no KL"]
+    algorithm = [
+        str(of("algorithm.loss_type") or ""),
+        f"KL {of('algorithm.beta'):g}" if number(of("algorithm.beta")) else "no KL",
+    ]
     if number(of("lora.rank")):
         algorithm.append(f"LoRA rank {of('lora.rank')}")
     if number(of("rollout.max_staleness")):
@@ -116,7 +136,9 @@ def facts(run: RunFiles) -> list[list[str]]:
     step = f"{of('rollout.prompts_per_step')} prompts × {group} responses" if group else ""
     rewards = [str(one.get("function", "")) for one in of("rewards.functions") or [] if isinstance(one, dict)]
     sizes = layout(run)
-    axes = [f"{axis} {sizes[axis]}" for axis in ("tp", "cp", "pp", "dp", "ep") if (sizes[axis] or 1) > 1] or ["one rank"]
+    axes = [f"{axis} {sizes[axis]}" for axis in ("tp", "cp", "pp", "dp", "ep") if (sizes[axis] or 1) > 1] or [
+        "one rank"
+    ]
     found = [
         ("algorithm", " · ".join(filter(None, algorithm)) if run.config else ""),
         ("step", step),
@@ -144,7 +166,10 @@ def layout(run: RunFiles) -> dict[str, Any]:
 
 def messages(run: RunFiles) -> list[list[Any]]:
     """Return step, time and text of the run's messages; the first and last ones of many."""
-    rows = [[row["step"], number_or_none(row.get("wall_time")), printable(str(row.get("text", "")))[:2000]] for row in run.messages]
+    rows = [
+        [row["step"], number_or_none(row.get("wall_time")), printable(str(row.get("text", "")))[:2000]]
+        for row in run.messages
+    ]
     if len(rows) <= MOST_MESSAGES:
         return rows
     half = MOST_MESSAGES // 2

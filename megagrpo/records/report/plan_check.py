@@ -19,13 +19,16 @@ PHASES = ("generate", "logprobs", "train", "sync")
 
 
 def plan_against_measured(run: RunFiles) -> dict[str, Any]:
-    """Return predicted memory by phase in GiB, predicted and measured seconds by phase, and notes that say what is missing."""
+    """Return predicted memory by phase in GiB, predicted and measured seconds by phase, and notes that say what is
+    missing."""
     memory_notes: list[str] = []
     times_notes: list[str] = []
     made: dict[str, Any] = {"memory": {}, "peak": None, "predicted": {}, "mfu": None}
     made |= {"memory_notes": memory_notes, "times_notes": times_notes}
     made["measured"] = {phase: _mean(run, f"time/{phase}") for phase in (*PHASES, "step")}
-    made["measured_peak"] = max((v for row in run.steps if (v := number(row.get("memory_gb"))) is not None), default=None)
+    made["measured_peak"] = max(
+        (v for row in run.steps if (v := number(row.get("memory_gb"))) is not None), default=None
+    )
     made["measured_mfu"] = _mean(run, "mfu")
     try:
         config = RunConfig.model_validate(run.config)
@@ -37,29 +40,40 @@ def plan_against_measured(run: RunFiles) -> dict[str, Any]:
             planned = with_times(planned, config, int(ranks), gpu, lengths)
     except ValidationError as error:
         count = error.error_count()
-        memory_notes.append(f"The plan is not available: resolved.yaml does not fit this version of megagrpo ({count} problem(s)).")
+        memory_notes.append(
+            f"The plan is not available: resolved.yaml does not fit this version of megagrpo ({count} problem(s))."
+        )
         return made
     except (ConfigError, ProblemError, ValueError, OSError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         memory_notes.append(printable(f"The plan is not available: {first}"))
         return made
-    made["memory"] = {phase: {part: number(size) for part, size in parts.items()} for phase, parts in planned.memory.items()}
+    made["memory"] = {
+        phase: {part: number(size) for part, size in parts.items()} for phase, parts in planned.memory.items()
+    }
     made["peak"] = max((parts["total"] for parts in made["memory"].values()), default=None)
     if not planned.memory:
         memory_notes.append(printable("The plan predicts no memory: " + "; ".join(map(str, planned.problems[:1]))))
     elif memory is None:
         memory_notes.append(
-            "Measured memory is the resident memory of the whole process on a CPU: Python, its libraries and freed memory included. "
+            "Measured memory is the resident memory of the whole process on a CPU: Python, its libraries and freed "
+            "memory included. "
             "The plan counts tensors only."
         )
     if any("vllm_weights" in parts for parts in planned.memory.values()):
-        memory_notes.append("vLLM runs in processes of its own: its weights and cache are not part of the measured peak.")
+        memory_notes.append(
+            "vLLM runs in processes of its own: its weights and cache are not part of the measured peak."
+        )
     if planned.times is not None:
-        made["predicted"] = {phase: number(planned.times.seconds[phase]) for phase in PHASES} | {"step": number(planned.times.step)}
+        made["predicted"] = {phase: number(planned.times.seconds[phase]) for phase in PHASES} | {
+            "step": number(planned.times.step)
+        }
         made["mfu"] = number(planned.times.mfu)
     elif gpu is None:
         known = ", ".join(GPUS)
-        times_notes.append(f"The plan predicts seconds for these GPUs: {known}. This run's device is another one, or is not recorded.")
+        times_notes.append(
+            f"The plan predicts seconds for these GPUs: {known}. This run's device is another one, or is not recorded."
+        )
     return made
 
 

@@ -1,7 +1,7 @@
 """Removes from the page's text what names a machine or a person: absolute paths, users, hosts, credentials.
 
-Settings, messages and notes lose all of them. Prompts and responses are what the model read and wrote, so they lose only the folders of
-this run and of home directories.
+Settings, messages and notes lose all of them. Prompts and responses are what the model read and wrote, so they lose
+only the folders of this run and of home directories.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 GENERIC = frozenset(("root", "localhost", "127.0.0.1", "0.0.0.0"))  # names that every machine has
-PUBLIC = frozenset(("huggingface.co", "github.com", "arxiv.org", "docs.vllm.ai", "pytorch.org"))  # hosts that messages link to
+# hosts that messages link to
+PUBLIC = frozenset(("huggingface.co", "github.com", "arxiv.org", "docs.vllm.ai", "pytorch.org"))
 NETWORK = frozenset(("http://", "https://", "ws://", "wss://", "tcp://", "grpc://", "ssh://"))
 SHORTEST = 2  # characters of a name
 HOME = re.compile(r"(?<![\w.])/(?:home|Users|users)/[^/\s:'\"<>|,;()\[\]{}\\]+|(?<![\w./])/root(?![\w.-])")
@@ -25,13 +26,16 @@ PATH = re.compile(r"(?<![\w.…:/<>-])~?(?:/[^\s/:'\"<>|,;()\[\]{}\\]+)+(?<!\.)"
 WINDOWS = re.compile(r"(?<!\w)[A-Za-z]:\\(?:[^\s\\:'\"<>|]+\\)+")
 URL = re.compile(r"(?<!\w)(\w+://)([^/\s@'\"]+@)?([\w.-]+|\[[0-9a-fA-F:]+\])")
 ADDRESS = re.compile(r"\b(?:10|100|169|172|192)\.\d{1,3}\.\d{1,3}\.\d{1,3}\b")
-TOKEN = re.compile(r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{8,}|(?i:\bbearer\s+)[\w.~+/=-]{16,}")
+TOKEN = re.compile(
+    r"\b(?:hf_|sk-|ghp_|gho_|github_pat_|glpat-|xox[abp]-|AKIA)[\w-]{8,}|(?i:\bbearer\s+)[\w.~+/=-]{16,}"
+)
 SECRET_KEY = re.compile(r"(?:token|secret|password|credentials?|(?:api|access|private)_?key)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """What one run's page hides: `folders`, some of them `homes`, and `names`. A pattern is None if there is nothing to hide."""
+    """What one run's page hides: `folders`, some of them `homes`, and `names`. A pattern is None if there is nothing to
+    hide."""
 
     homes: frozenset[str]
     folders: re.Pattern[str] | None
@@ -42,14 +46,16 @@ class Privacy:
         return self._without_folders(text, "") if "/" in text else text
 
     def text(self, text: str) -> str:
-        """Return a setting, message or note without absolute paths, names of users and hosts, addresses and credentials."""
+        """Return a setting, message or note without absolute paths, names of users and hosts, addresses and
+        credentials."""
         text = URL.sub(_public, TOKEN.sub("<credential>", text.replace("file:///", "/")))
         text = PATH.sub(_last_parts, WINDOWS.sub("…/", self._without_folders(text, "/{}")))
         text = ADDRESS.sub("<host>", text)
         return self.names.sub("<name>", text) if self.names is not None else text
 
     def _without_folders(self, text: str, last: str) -> str:
-        """Write known folders as "…", and home directories as "~". `last` formats the name of a folder that ends a path."""
+        """Write known folders as "…", and home directories as "~". `last` formats the name of a folder that ends a
+        path."""
 
         def shortened(match: re.Match[str]) -> str:
             folder, inside = match[0], match.string.startswith("/", match.end())
@@ -60,7 +66,8 @@ class Privacy:
         return HOME.sub("~", text)
 
     def row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return a line of `completions.jsonl` or `tokens.jsonl`: notes of rewards as `text`, everything else as `data`.
+        """Return a line of `completions.jsonl` or `tokens.jsonl`: notes of rewards as `text`, everything else as
+        `data`.
 
         Tokens that spell a hidden folder are left out.
         """
@@ -88,9 +95,18 @@ def privacy_of(folder: Path, config: dict[str, Any], lock: str = "") -> Privacy:
     homes |= {one for one in folders if HOME.fullmatch(one)}
     hosts = {urlsplit(text).hostname or "" for text in texts if re.match(r"https?://", text)} - PUBLIC
     hosts |= {socket.gethostname(), os.environ.get("SLURMD_NODENAME", ""), *re.findall(r"on host (\S+)", lock)}
-    names = {*_users(folder), *_homes([*texts, *folders]), *hosts, *(host.partition(".")[0] for host in hosts if not host[:1].isdigit())}
+    names = {
+        *_users(folder),
+        *_homes([*texts, *folders]),
+        *hosts,
+        *(host.partition(".")[0] for host in hosts if not host[:1].isdigit()),
+    }
     names = {name for name in names if len(name) >= SHORTEST and not name.isdigit() and name.lower() not in GENERIC}
-    return Privacy(frozenset(homes), _any_of(folders | homes, "(?<![\\w.])", "(?![\\w-])"), _any_of(names, "(?<![^\\W_])", "(?![^\\W_])"))
+    return Privacy(
+        frozenset(homes),
+        _any_of(folders | homes, "(?<![\\w.])", "(?![\\w-])"),
+        _any_of(names, "(?<![^\\W_])", "(?![^\\W_])"),
+    )
 
 
 def _any_of(words: Iterable[str], before: str, after: str) -> re.Pattern[str] | None:

@@ -1,4 +1,5 @@
-"""Chooses and rounds the numbers that the page shows: curves of at most `MAX_POINTS` points, and the run's main figures."""
+"""Chooses and rounds the numbers that the page shows: curves of at most `MAX_POINTS` points, and the run's main
+figures."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ NOT_CURVES = ("step", "wall_time")
 
 
 def rows_per_point(rows: Sequence[Sequence[Row]]) -> int:
-    """Return how many rows the points of these curves average, so that a page has `MAX_POINTS`. It is the same number for all runs, so
-    equal runs of different lengths have equal curves."""
+    """Return how many rows the points of these curves average, so that a page has `MAX_POINTS`. It is the same number
+    for all runs, so equal runs of different lengths have equal curves."""
     return max(1, math.ceil(max(map(len, rows)) * len(rows) / MAX_POINTS))
 
 
@@ -29,7 +30,8 @@ def number(value: Any, digits: int = DIGITS) -> float | None:
 
 
 def curves(rows: Sequence[Row], per_point: int = 1) -> dict[str, Any]:
-    """Return steps, seconds since the first row, and one list of values per metric. Each point is the mean of `per_point` neighbours.
+    """Return steps, seconds since the first row, and one list of values per metric. Each point is the mean of
+    `per_point` neighbours.
 
     A metric that a row lacks is None there.
     """
@@ -74,22 +76,32 @@ def result(run: RunFiles) -> dict[str, Any]:
         "began": min(walls) if walls else None,
         "tokens": int(math.fsum(tokens)) if tokens else None,
         "tokens_per_second": number(math.fsum(tokens) / math.fsum(times)) if tokens and math.fsum(times) > 0 else None,
-        "peak_memory_gb": max((value for row in steps if (value := number(row.get("memory_gb"))) is not None), default=None),
+        "peak_memory_gb": max(
+            (value for row in steps if (value := number(row.get("memory_gb"))) is not None), default=None
+        ),
         "starts": len(run.starts) or None,
     }
 
 
 def main_evaluation(run: RunFiles) -> dict[str, Any] | None:
-    """Return name, first and last value, and steps of the evaluation metric that says most; None without evaluations."""
+    """Return name, first and last value, and steps of the evaluation metric that says most; None without
+    evaluations."""
     name, values = evaluation_values(run)
     if not values:
         return None
     (first_step, first), (last_step, last) = values[0], values[-1]
-    return {"name": name.removeprefix("eval/"), "first": first, "last": last, "steps": [first_step, last_step], "count": len(values)}
+    return {
+        "name": name.removeprefix("eval/"),
+        "first": first,
+        "last": last,
+        "steps": [first_step, last_step],
+        "count": len(values),
+    }
 
 
 def evaluation_values(run: RunFiles) -> tuple[str, list[tuple[int, float]]]:
-    """Return the name and the (step, value) pairs of the evaluation metric that says most: pass@1, else the reward, of the first set."""
+    """Return the name and the (step, value) pairs of the evaluation metric that says most: pass@1, else the reward, of
+    the first set."""
     names = list(dict.fromkeys(name for row in run.evaluations for name in row if name.startswith("eval/")))
     for name in [n for n in names if n.endswith("pass@1")] + [n for n in names if n.endswith("/reward")]:
         values = [(row["step"], value) for row in run.evaluations if (value := number(row.get(name))) is not None]
@@ -99,7 +111,8 @@ def evaluation_values(run: RunFiles) -> tuple[str, list[tuple[int, float]]]:
 
 
 def state(run: RunFiles) -> dict[str, str]:
-    """Return the state of the run and a text that says so. `failed`: it ended early and no message says why; `stopped` otherwise."""
+    """Return the state of the run and a text that says so. `failed`: it ended early and no message says why; `stopped`
+    otherwise."""
     done = run.steps[-1]["step"] if run.steps else 0
     limit = run.setting("run.max_steps")
     texts = [str(message.get("text", "")) for message in run.messages[-5:]]

@@ -1,7 +1,7 @@
 """Chooses which steps, groups and responses the page holds, and compresses each step on its own.
 
-A page holds the whole of a small run. Of a larger run it holds steps at even distances, the first, the last, the best and the worst one,
-and of each step the groups that teach most, until the size limit is reached.
+A page holds the whole of a small run. Of a larger run it holds steps at even distances, the first, the last, the best
+and the worst one, and of each step the groups that teach most, until the size limit is reached.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Chosen:
 
 
 def choose(run: RunFiles, budget: int, prompts: Collection[str] = ()) -> Chosen:
-    """Return the responses of the run that fit into `budget` bytes of the page. Groups of `prompts`, which other runs on the page show,
-    come first."""
+    """Return the responses of the run that fit into `budget` bytes of the page. Groups of `prompts`, which other runs
+    on the page show, come first."""
     steps = chosen_steps(run, sorted(run.rewards))
     groups = {step: groups_of(rows, _group_size(run)) for step, rows in _rows_by_step(run, steps).items()}
     chosen, room = Chosen(), budget * 3 // 4  # base64 takes four characters for three bytes
@@ -71,12 +71,21 @@ def choose(run: RunFiles, budget: int, prompts: Collection[str] = ()) -> Chosen:
 
 
 def chosen_steps(run: RunFiles, steps: Sequence[int], most: int = MAX_STEPS) -> list[int]:
-    """Return at most `most` of the steps: the first, the last, the ones with the best and the worst reward, others at even distances."""
+    """Return at most `most` of the steps: the first, the last, the ones with the best and the worst reward, others at
+    even distances."""
     if len(steps) <= most:
         return list(steps)
     recorded = set(steps)
-    rewards = {row["step"]: value for row in run.steps if (value := number(row.get("reward"))) is not None and row["step"] in recorded}
-    special = {max(rewards, key=lambda s: (rewards[s], -s)), min(rewards, key=lambda s: (rewards[s], s))} if rewards else set()
+    rewards = {
+        row["step"]: value
+        for row in run.steps
+        if (value := number(row.get("reward"))) is not None and row["step"] in recorded
+    }
+    special = (
+        {max(rewards, key=lambda s: (rewards[s], -s)), min(rewards, key=lambda s: (rewards[s], s))}
+        if rewards
+        else set()
+    )
     even = most - len(special)
     return sorted(special | {steps[round(i * (len(steps) - 1) / (even - 1))] for i in range(even)})
 
@@ -84,13 +93,18 @@ def chosen_steps(run: RunFiles, steps: Sequence[int], most: int = MAX_STEPS) -> 
 def offers(groups: dict[int, list[dict[str, Any]]], prompts: Collection[str] = ()) -> Iterator[tuple[int, int]]:
     """Yield (step, index of the group): the most interesting group of every step, then the second one, and so on.
 
-    The steps of a round are the last, the first, then steps between, so that a page with little room still covers the run.
+    The steps of a round are the last, the first, then steps between, so that a page with little room still covers the
+    run.
     """
     steps = sorted(groups)
-    spread = sorted(range(len(steps)), key=lambda i: (i != len(steps) - 1, i != 0, -(i & -i)))  # by the largest power of 2 in the index
+    # by the largest power of 2 in the index
+    spread = sorted(range(len(steps)), key=lambda i: (i != len(steps) - 1, i != 0, -(i & -i)))
     ranked = {step: ranking(of_step) for step, of_step in groups.items()}
     if prompts:
-        ranked = {step: sorted(order, key=lambda i: prompt_key(groups[step][i]) not in prompts) for step, order in ranked.items()}
+        ranked = {
+            step: sorted(order, key=lambda i: prompt_key(groups[step][i]) not in prompts)
+            for step, order in ranked.items()
+        }
     for place in range(max(map(len, ranked.values()), default=0)):
         for i in spread:
             if place < len(ranked[steps[i]]):
@@ -98,7 +112,8 @@ def offers(groups: dict[int, list[dict[str, Any]]], prompts: Collection[str] = (
 
 
 def groups_of(rows: Sequence[Row], size: int | None) -> list[dict[str, Any]]:
-    """Return the groups of one step, in order, as the page shows them. `size` is the number of responses per prompt, if known."""
+    """Return the groups of one step, in order, as the page shows them. `size` is the number of responses per prompt, if
+    known."""
     cuts = [0]
     for i in range(1, len(rows)):
         same = rows[i].get("prompt_id") == rows[i - 1].get("prompt_id")
@@ -122,7 +137,10 @@ def messages_of(prompt: Any) -> list[list[str]]:
     """Return a prompt as pairs of role and text."""
     if not isinstance(prompt, list):
         return [["user", text_of(prompt)]]
-    return [[text_of(m.get("role", "")), text_of(m.get("content"))] if isinstance(m, dict) else ["", text_of(m)] for m in prompt]
+    return [
+        [text_of(m.get("role", "")), text_of(m.get("content"))] if isinstance(m, dict) else ["", text_of(m)]
+        for m in prompt
+    ]
 
 
 def text_of(value: Any) -> str:
@@ -136,21 +154,28 @@ def text_of(value: Any) -> str:
 
 
 def ranking(groups: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the indices of a step's groups, most interesting first: with tokens, then the best, the worst, then by spread of rewards."""
+    """Return the indices of a step's groups, most interesting first: with tokens, then the best, the worst, then by
+    spread of rewards."""
 
     def rewards(group: dict[str, Any]) -> list[float]:
         return [r["reward"] for r in group["responses"] if r["reward"] is not None]
 
     spread = [statistics.pstdev(values) if (values := rewards(group)) else 0.0 for group in groups]
     mean = [statistics.fmean(values) if (values := rewards(group)) else 0.0 for group in groups]
-    extremes = {max(range(len(groups)), key=mean.__getitem__), min(range(len(groups)), key=mean.__getitem__)} if groups else set()
+    extremes = (
+        {max(range(len(groups)), key=mean.__getitem__), min(range(len(groups)), key=mean.__getitem__)}
+        if groups
+        else set()
+    )
     with_tokens = [_has_tokens(group) for group in groups]
     return sorted(range(len(groups)), key=lambda i: (not with_tokens[i], i not in extremes, -spread[i], i))
 
 
 def without_tokens(group: dict[str, Any]) -> dict[str, Any]:
     """Return the group without the numbers of its tokens; the texts stay."""
-    responses = [{name: value for name, value in response.items() if name != "tokens"} for response in group["responses"]]
+    responses = [
+        {name: value for name, value in response.items() if name != "tokens"} for response in group["responses"]
+    ]
     return group | {"responses": responses}
 
 
@@ -165,7 +190,11 @@ def _rows_by_step(run: RunFiles, steps: Sequence[int]) -> dict[int, list[Row]]:
         rows[row["step"]].append(run.privacy.row(row))
     for row in read_lines(run.folder / TOKENS, run.damaged, wanted):
         of_step, sample = rows[row["step"]], row.get("sample")
-        if isinstance(sample, int) and 0 <= sample < len(of_step) and of_step[sample].get("prompt_id") == row.get("prompt_id"):
+        if (
+            isinstance(sample, int)
+            and 0 <= sample < len(of_step)
+            and of_step[sample].get("prompt_id") == row.get("prompt_id")
+        ):
             of_step[sample]["tokens"] = run.privacy.row(row)
     return {step: of_step for step, of_step in rows.items() if of_step}
 
@@ -180,7 +209,9 @@ def _response(row: Row) -> dict[str, Any]:
     response: dict[str, Any] = {
         "text": text_of(row.get("completion")),
         "reward": number(row.get("reward")),
-        "rewards": {printable(str(name)): number(value) for name, value in rewards.items()} if isinstance(rewards, dict) else {},
+        "rewards": {printable(str(name)): number(value) for name, value in rewards.items()}
+        if isinstance(rewards, dict)
+        else {},
         "advantage": number(row.get("advantage")),
         "length": number(row.get("num_tokens")),
         "cut": row.get("finish_reason") == "length",
@@ -208,7 +239,11 @@ def _tokens(row: Row) -> dict[str, Any]:
 
 
 def _numbers(values: Any) -> list[float | None]:
-    return [v if isinstance(v, (int, float)) and math.isfinite(v) else None for v in values] if isinstance(values, list) else []
+    return (
+        [v if isinstance(v, (int, float)) and math.isfinite(v) else None for v in values]
+        if isinstance(values, list)
+        else []
+    )
 
 
 def _compressed(groups: Sequence[dict[str, Any]]) -> bytes:

@@ -1,4 +1,5 @@
-"""Writes `metrics.jsonl`, `completions.jsonl` and `messages.jsonl`, the source of truth: all other output can be rebuilt from them."""
+"""Writes `metrics.jsonl`, `completions.jsonl` and `messages.jsonl`, the source of truth: all other output can be
+rebuilt from them."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from megagrpo.records.sinks.sink import TrackedRun
 
 
 class JsonlSink:
-    """Writes `metrics.jsonl`, one line per step or evaluation, `completions.jsonl`, one line per rollout, and `messages.jsonl`, one
-    line per message with the last finished step.
+    """Writes `metrics.jsonl`, one line per step or evaluation, `completions.jsonl`, one line per rollout, and
+    `messages.jsonl`, one line per message with the last finished step.
 
     Each call returns after its lines were passed to the kernel.
     """

@@ -1,4 +1,5 @@
-"""Writes to MLflow, to a server or to a local database: metrics, the config as parameters, and tables of completions as artifacts."""
+"""Writes to MLflow, to a server or to a local database: metrics, the config as parameters, and tables of completions as
+artifacts."""
 
 from __future__ import annotations
 
@@ -47,9 +48,14 @@ class MlflowSink(TrackerSink):
     def _new(self, run: TrackedRun) -> str:
         options = run.config.run.mlflow
         name = options.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
-        created = self._client.create_run(self._experiment(name), run_name=options.name or run.name, tags=dict(options.tags))
+        created = self._client.create_run(
+            self._experiment(name), run_name=options.name or run.name, tags=dict(options.tags)
+        )
         run_id: str = created.info.run_id
-        params = [self._entities.Param(_ODD.sub("_", key), str(value)[:LONGEST_PARAM]) for key, value in flat(run.config).items()]
+        params = [
+            self._entities.Param(_ODD.sub("_", key), str(value)[:LONGEST_PARAM])
+            for key, value in flat(run.config).items()
+        ]
         for start in range(0, len(params), PER_BATCH):
             self._client.log_batch(run_id, params=params[start : start + PER_BATCH])
         self._client.log_text(run_id, as_yaml(run.config), "config.yaml")
@@ -71,7 +77,9 @@ class MlflowSink(TrackerSink):
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         metric, now = self._entities.Metric, int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[metric(metric_name(name), value, now, step) for name, value in metrics.items()])
+        self._client.log_batch(
+            self._id, metrics=[metric(metric_name(name), value, now, step) for name, value in metrics.items()]
+        )
 
     evaluation = step
 

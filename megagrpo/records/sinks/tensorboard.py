@@ -34,7 +34,11 @@ class TensorBoardSink(TrackerSink):
         parts = ["prompt", _verbatim(prompt_text(shown[0]["prompt"]))]
         for row in shown:
             numbers = {"reward": row["reward"], **row["rewards"], **row.get("extra", {}), "advantage": row["advantage"]}
-            parts += ["response", _verbatim(row["completion"]), _verbatim(", ".join(f"{k} {v}" for k, v in numbers.items()))]
+            parts += [
+                "response",
+                _verbatim(row["completion"]),
+                _verbatim(", ".join(f"{k} {v}" for k, v in numbers.items())),
+            ]
         self._writer.add_text("completions", "\n\n".join(parts), step)
 
     def close(self) -> None:

@@ -40,7 +40,9 @@ class TrackioSink(TrackerSink):
 
     def table(self, step: int, rows: Sequence[Row]) -> None:
         columns, cells = table(rows)
-        self._run.log({"completions": self._table(data=[dict(zip(columns, line, strict=True)) for line in cells])}, step=step)
+        self._run.log(
+            {"completions": self._table(data=[dict(zip(columns, line, strict=True)) for line in cells])}, step=step
+        )
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):

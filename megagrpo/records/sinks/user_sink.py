@@ -10,7 +10,8 @@ from megagrpo.platform.process import user_code
 from megagrpo.records.completions import Row
 from megagrpo.records.sinks.sink import TrackedRun
 
-METHODS = {"step": 2, "evaluation": 2, "completions": 2, "message": 1, "close": 0}  # name -> number of arguments after self
+# name -> number of arguments after self
+METHODS = {"step": 2, "evaluation": 2, "completions": 2, "message": 1, "close": 0}
 TAKES = {
     "step": "(self, step, metrics)",
     "evaluation": "(self, step, metrics)",
@@ -69,5 +70,7 @@ def load_class(name: str) -> type[Any]:
         try:
             inspect.signature(method).bind(*[None] * (1 + METHODS[name]))
         except TypeError as error:
-            raise ValueError(f"cannot be called: {name}: {error}; write {name}{TAKES[name]}: docs/trackers.md") from None
+            raise ValueError(
+                f"cannot be called: {name}: {error}; write {name}{TAKES[name]}: docs/trackers.md"
+            ) from None
     return sink

@@ -11,8 +11,8 @@ from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
 
 class WandbSink(TrackerSink):
-    """Continues the same wandb run after a restart. The x-axis of all charts is the metric `step`, because a resumed run may log a step
-    again, and wandb drops rows whose own step does not grow."""
+    """Continues the same wandb run after a restart. The x-axis of all charts is the metric `step`, because a resumed
+    run may log a step again, and wandb drops rows whose own step does not grow."""
 
     def __init__(self, run: TrackedRun):
         import wandb  # not always installed

@@ -16,16 +16,18 @@ log = get_logger(__name__)
 
 
 class CodeExecution:
-    """Returns 1.0 when the completion's program passes all tests of column `tests`, or prints column `expected_output`; else 0.0. With
-    `partial` it returns the share of passed tests. Returns None for a row whose tests cannot be read, check nothing, or do not exist:
-    `row_fault` tells why.
+    """Returns 1.0 when the completion's program passes all tests of column `tests`, or prints column `expected_output`;
+    else 0.0. With `partial` it returns the share of passed tests. Returns None for a row whose tests cannot be read,
+    check nothing, or do not exist: `row_fault` tells why.
 
-    docs/rewards.md#programs has the shapes of `tests`, the further columns, and the rule for which part of a completion is the program.
+    docs/rewards.md#programs has the shapes of `tests`, the further columns, and the rule for which part of a completion
+    is the program.
 
-    Python tests and calls run after the program in the same process, within `seconds` in total. Each input runs the program again, within
-    `seconds`. Outputs and returned values are compared here.
+    Python tests and calls run after the program in the same process, within `seconds` in total. Each input runs the
+    program again, within `seconds`. Outputs and returned values are compared here.
 
-    `sandbox: required` raises ValueError when the kernel lacks a guarantee of the sandbox; `best_effort` logs the missing ones.
+    `sandbox: required` raises ValueError when the kernel lacks a guarantee of the sandbox; `best_effort` logs the
+    missing ones.
     """
 
     needs_columns = (("tests", "expected_output"),)
@@ -81,7 +83,9 @@ class CodeExecution:
             row = {name: values[i] for name, values in columns.items() if values is not None}
             read = self._read(row)
             prompt, prefix = prompts[i] if prompts else "", prefixes[i] if prefixes else ""
-            scores.append(None if isinstance(read, str) else self._score(text_of(completion), read, row, prompt, prefix or ""))
+            scores.append(
+                None if isinstance(read, str) else self._score(text_of(completion), read, row, prompt, prefix or "")
+            )
         return scores
 
     def row_fault(self, **columns: Any) -> str | None:
@@ -103,7 +107,10 @@ class CodeExecution:
     def _limited(self, tests: RowTests) -> RowTests:
         for _, output in tests.pairs:
             if len("\n".join(_lines(output)).encode("utf-8", "replace")) > self._limits.output_kb << 10:
-                raise ValueError(f"an expected output has {len(output) >> 10} KB, above output_kb {self._limits.output_kb}: {output!r:.50}")
+                raise ValueError(
+                    f"an expected output has {len(output) >> 10} KB, above output_kb {self._limits.output_kb}: "
+                    f"{output!r:.50}"
+                )
         return tests
 
     def _score(self, text: str, tests: RowTests, row: dict[str, Any], prompt: Any, prefix: str) -> float:
@@ -123,7 +130,14 @@ class CodeExecution:
         passed: list[bool] = []
         setup = self._setup(program, tests, context)
         if tests.calls:
-            checks = Checks(setup=setup, steps=[], function=tests.function, calls=tests.calls, count=len(tests.calls), stop_early=False)
+            checks = Checks(
+                setup=setup,
+                steps=[],
+                function=tests.function,
+                calls=tests.calls,
+                count=len(tests.calls),
+                stop_early=False,
+            )
             limit = (1 << 20) + 4 * len(json.dumps(tests.expected))
             ran = run(program, self._limits, checks, packages=self._packages, report_bytes=limit)
             passed += tests.right(ran.results)
@@ -131,12 +145,14 @@ class CodeExecution:
             steps, stop = tests.python.steps, not self._partial
             checks = Checks(setup=setup, steps=steps, function="", calls=[], count=python, stop_early=stop)
             ran = run(program, self._limits, checks, packages=self._packages)
-            ended_early = ran.ended != "done" and len(ran.passed) == python and all(ran.passed)  # code after the last test raised
+            # code after the last test raised
+            ended_early = ran.ended != "done" and len(ran.passed) == python and all(ran.passed)
             passed += ran.passed[:-1] if ended_early else ran.passed
         return passed
 
     def _setup(self, program: str, tests: RowTests, context: str) -> str:
-        """Return code that runs before a program: the prompt's own, and imports of names that a site such as LeetCode provides."""
+        """Return code that runs before a program: the prompt's own, and imports of names that a site such as LeetCode
+        provides."""
         found = outline(program)
         if found is None or not (tests.function or context or "Solution" in found.defines):
             return ""
@@ -148,7 +164,8 @@ class CodeExecution:
 
 
 def _context(row: dict[str, Any], prompt: Any) -> str:
-    """Return the code in the row's starter code or in its prompt that ends in the function `entry_point` without a body; "" without one."""
+    """Return the code in the row's starter code or in its prompt that ends in the function `entry_point` without a
+    body; "" without one."""
     name = str(row["entry_point"])
     for text in (row.get("starter_code"), text_of(prompt) if prompt else ""):
         code = program_of(text, {name}) if isinstance(text, str) else None

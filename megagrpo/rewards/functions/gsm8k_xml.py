@@ -1,8 +1,9 @@
-r"""The five rewards of the Unsloth notebook for GSM8K, 3.5 in total: <reasoning> and <answer> tags around a whole number.
+r"""The five rewards of the Unsloth notebook for GSM8K, 3.5 in total: <reasoning> and <answer> tags around a whole
+rnumber.
 
-Each scores exactly as the notebook's function does, including its errors. `fixed: true` corrects them as the docstrings describe. The
-notebook prints the first completion of each batch; here the console and completions.jsonl show completions. For the first three rewards a
-tag that the chat template has opened (`prefixes`) is part of the response.
+Each scores exactly as the notebook's function does, including its errors. `fixed: true` corrects them as the docstrings
+describe. The notebook prints the first completion of each batch; here the console and completions.jsonl show
+completions. For the first three rewards a tag that the chat template has opened (`prefixes`) is part of the response.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ def xml_answer(text: str) -> str:
 
 
 def xmlcount(completions: list[Any], fixed: bool = False, prefixes: list[str] | None = None) -> list[float]:
-    r"""Return 0.125 for each of the four tags that occurs exactly once on a line of its own, minus 0.001 per character after </answer>.
+    r"""Return 0.125 for each of the four tags that occurs exactly once on a line of its own, minus 0.001 per character
+    rafter </answer>.
 
-    The notebook applies the penalty twice. With "\n<answer>\n" it counts the text after "\n</answer>\n", or the whole text without that
-    tag. With "\n</answer>" it counts one character less than follows, so a text that ends there gains 0.001. `fixed` counts the characters
-    after "\n</answer>" once, without one final newline.
+    The notebook applies the penalty twice. With "\n<answer>\n" it counts the text after "\n</answer>\n", or the whole
+    text without that tag. With "\n</answer>" it counts one character less than follows, so a text that ends there gains
+    0.001. `fixed` counts the characters after "\n</answer>" once, without one final newline.
     """
     return [_xmlcount(text, fixed) for text in whole_texts(completions, prefixes)]
 
@@ -49,15 +51,16 @@ def _xmlcount(text: str, fixed: bool) -> float:
 def soft_format(completions: list[Any], fixed: bool = False, prefixes: list[str] | None = None) -> list[float]:
     """Return 0.5 for a completion that begins with <reasoning>...</reasoning> <answer>...</answer>.
 
-    The notebook's pattern allows no line break inside the tags, so it rejects the format of its own system prompt; `fixed` allows line
-    breaks.
+    The notebook's pattern allows no line break inside the tags, so it rejects the format of its own system prompt;
+    `fixed` allows line breaks.
     """
     pattern = re.compile(_SOFT, re.DOTALL if fixed else 0)
     return [0.5 if pattern.match(text) else 0.0 for text in whole_texts(completions, prefixes)]
 
 
 def strict_format(completions: list[Any], fixed: bool = False, prefixes: list[str] | None = None) -> list[float]:
-    """Return 0.5 for exactly the four tags on lines of their own, around one line of reasoning and one of answer, with a final newline.
+    """Return 0.5 for exactly the four tags on lines of their own, around one line of reasoning and one of answer, with
+    a final newline.
 
     `fixed` allows several lines inside, and a missing final newline.
     """
@@ -77,7 +80,8 @@ def whole_number(completions: list[Any], fixed: bool = False) -> list[float]:
 def correctness(completions: list[Any], answer: list[Any], fixed: bool = False) -> list[float | None]:
     """Return 2.0 when the answer equals the text of column `answer`, else 0.0.
 
-    `fixed` compares numbers, so "1,000", "1000.0" and "$1000" equal 1000. It returns None for an `answer` without a number.
+    `fixed` compares numbers, so "1,000", "1000.0" and "$1000" equal 1000. It returns None for an `answer` without a
+    number.
     """
     answers = [xml_answer(text_of(c)) for c in completions]
     if not fixed:

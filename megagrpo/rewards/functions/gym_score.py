@@ -21,9 +21,9 @@ def reasoning_gym(
 ) -> list[float]:
     """Return the task family's score, 0 to 1, of the answer in each completion.
 
-    `extract`: "tag" takes the last <answer>...</answer>, or the whole completion without one; "number" takes the last number. Many families
-    give partial credit to an answer that contains the gold one, so "number" is the stricter choice for arithmetic. Raises ValueError for
-    another `extract`.
+    `extract`: "tag" takes the last <answer>...</answer>, or the whole completion without one; "number" takes the last
+    number. Many families give partial credit to an answer that contains the gold one, so "number" is the stricter
+    choice for arithmetic. Raises ValueError for another `extract`.
     """
     if extract not in ("tag", "number"):
         raise ValueError(f"reasoning_gym: extract {extract!r} must be 'tag' or 'number'")

@@ -23,11 +23,14 @@ class ServiceError(RuntimeError):
 class JsonService:
     """A client that POSTs JSON to `url`.
 
-    It retries up to `retries` times after a refused or dropped connection, a timeout of `timeout` seconds, or an overload status. It waits
-    0.5, 1, 2, ... seconds with jitter, or as the server's Retry-After says. Other error codes fail at once.
+    It retries up to `retries` times after a refused or dropped connection, a timeout of `timeout` seconds, or an
+    overload status. It waits 0.5, 1, 2, ... seconds with jitter, or as the server's Retry-After says. Other error codes
+    fail at once.
     """
 
-    def __init__(self, url: str, timeout: float, retries: int, headers: dict[str, str] | None = None, first_wait: float = 0.5):
+    def __init__(
+        self, url: str, timeout: float, retries: int, headers: dict[str, str] | None = None, first_wait: float = 0.5
+    ):
         self.url, self._timeout, self._retries, self._first_wait = url, timeout, retries, first_wait
         self._headers = {"Content-Type": "application/json", **(headers or {})}
         self._client: httpx.AsyncClient | None = None

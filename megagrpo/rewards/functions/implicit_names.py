@@ -5,19 +5,35 @@ from __future__ import annotations
 from collections.abc import Set
 
 _MODULES = (
-    *("bisect", "cmath", "collections", "copy", "datetime", "decimal", "functools", "fractions", "heapq", "itertools", "json", "math"),
+    *(
+        "bisect",
+        "cmath",
+        "collections",
+        "copy",
+        "datetime",
+        "decimal",
+        "functools",
+        "fractions",
+        "heapq",
+        "itertools",
+        "json",
+        "math",
+    ),
     *("operator", "random", "re", "statistics", "string", "sys", "time", "typing"),
 )
 _IMPORTS = {
-    "typing": "Any Callable Deque DefaultDict Dict FrozenSet Generator Generic Iterable Iterator List Literal Mapping NamedTuple Optional "
+    "typing": "Any Callable Deque DefaultDict Dict FrozenSet Generator Generic Iterable Iterator List Literal Mapping "
+    "NamedTuple Optional "
     "Sequence Set Tuple Type TypeVar Union",
     "collections": "ChainMap Counter OrderedDict defaultdict deque namedtuple",
     "heapq": "heapify heappop heappush heappushpop heapreplace merge nlargest nsmallest",
     "bisect": "bisect_left bisect_right insort insort_left insort_right",
     "functools": "cache cmp_to_key lru_cache partial reduce total_ordering",
-    "itertools": "accumulate chain combinations combinations_with_replacement compress count cycle dropwhile groupby islice pairwise "
+    "itertools": "accumulate chain combinations combinations_with_replacement compress count cycle dropwhile groupby "
+    "islice pairwise "
     "permutations product repeat starmap takewhile tee zip_longest",
-    "math": "ceil comb cos dist e exp factorial fabs floor gcd hypot inf isqrt lcm log log10 log2 nan perm pi prod sin sqrt tan trunc",
+    "math": "ceil comb cos dist e exp factorial fabs floor gcd hypot inf isqrt lcm log log10 log2 nan perm pi prod "
+    "sin sqrt tan trunc",
     "string": "ascii_letters ascii_lowercase ascii_uppercase digits punctuation",
     "operator": "add and_ attrgetter itemgetter mul or_ sub xor",
     "random": "choice randint shuffle",

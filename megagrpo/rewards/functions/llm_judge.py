@@ -28,13 +28,13 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 class LlmJudge:
-    """Returns the judge's score, scaled from `low`..`high` to 0..1. Returns None, counted as an exception, when the judge fails or gives no
-    score.
+    """Returns the judge's score, scaled from `low`..`high` to 0..1. Returns None, counted as an exception, when the
+    judge fails or gives no score.
 
-    `url` is the server's base, such as http://host:8000/v1. `template` is the judge's task, text or a file, with {prompt}, {completion},
-    {low}, {high} and any column in braces. `pattern` finds the score: the first group of its last match. `cache` is an SQLite file with all
-    answers, so that no question is asked twice, even by another run. A provider's key is read from the environment variable `api_key_env`.
-    `options` are more fields of the request.
+    `url` is the server's base, such as http://host:8000/v1. `template` is the judge's task, text or a file, with
+    {prompt}, {completion}, {low}, {high} and any column in braces. `pattern` finds the score: the first group of its
+    last match. `cache` is an SQLite file with all answers, so that no question is asked twice, even by another run. A
+    provider's key is read from the environment variable `api_key_env`. `options` are more fields of the request.
     """
 
     completions_per_call = 1  # so that rewards.concurrency counts requests
@@ -87,7 +87,8 @@ class LlmJudge:
             "low": f"{self._low:g}",
             "high": f"{self._high:g}",
         }
-        task = _FIELD.sub(lambda field: str(values[field[1]]), self._template)  # braces inside the filled-in values stay
+        # braces inside the filled-in values stay
+        task = _FIELD.sub(lambda field: str(values[field[1]]), self._template)
         messages = [{"role": "user", "content": task}]
         if self._system is not None:
             messages.insert(0, {"role": "system", "content": self._system})
@@ -114,7 +115,9 @@ class LlmJudge:
             raise ServiceError(f"{self._service.url}: no score in the judge's response: {text[-300:]!r}")
         score = float(matches[-1][1])
         if not self._low <= score <= self._high:
-            raise ServiceError(f"{self._service.url}: the judge's score {score:g} is not from {self._low:g} to {self._high:g}")
+            raise ServiceError(
+                f"{self._service.url}: the judge's score {score:g} is not from {self._low:g} to {self._high:g}"
+            )
         return (score - self._low) / (self._high - self._low)
 
 

@@ -1,4 +1,5 @@
-"""Rewards for a mathematical answer that equals the gold answer. docs/answers.md states which part of a response is the answer.
+"""Rewards for a mathematical answer that equals the gold answer. docs/answers.md states which part of a response is the
+answer.
 
 math-verify's time limits use SIGALRM, so these functions run in the main thread of a reward worker only.
 """
@@ -28,17 +29,20 @@ def accuracy(
     prefixes: list[str] | None = None,
     as_trl: bool = False,
 ) -> list[float | None]:
-    r"""Return 1.0 where the answer of a completion equals the gold answer in column `solution` (or else `answer`), else 0.0; None where the
-    gold is empty.
+    r"""Return 1.0 where the answer of a completion equals the gold answer in column `solution` (or else `answer`), else
+    0.0; None where the gold is empty.
 
-    `as_trl` scores as TRL's `accuracy_reward` does, with math-verify alone: the first <answer>, or else \boxed{...} or anchored LaTeX. It
-    gives None for a gold that math-verify cannot read, such as "(1,2)" outside of $...$.
+    `as_trl` scores as TRL's `accuracy_reward` does, with math-verify alone: the first <answer>, or else \boxed{...} or
+    anchored LaTeX. It gives None for a gold that math-verify cannot read, such as "(1,2)" outside of $...$.
     """
     golds = _golds(solution, answer)
     texts = [text_of(c) for c in completions]
     if as_trl:
         return [_score_as_trl(text, str(gold)) for text, gold in zip(texts, golds, strict=True)]
-    return [_score(text, prefix, gold) for text, prefix, gold in zip(texts, prefixes or [""] * len(texts), golds, strict=True)]
+    return [
+        _score(text, prefix, gold)
+        for text, prefix, gold in zip(texts, prefixes or [""] * len(texts), golds, strict=True)
+    ]
 
 
 def reasoning_accuracy(
@@ -48,8 +52,8 @@ def reasoning_accuracy(
     delimiters: tuple[str, ...] = ("</think>",),
     as_trl: bool = False,
 ) -> list[float | None]:
-    """Return the `accuracy` of the text after the last occurrence of the first delimiter that occurs; 0.0 without any: the reasoning did
-    not end.
+    """Return the `accuracy` of the text after the last occurrence of the first delimiter that occurs; 0.0 without any:
+    the reasoning did not end.
 
     `as_trl` scores as TRL's `reasoning_accuracy_reward` does.
     """
@@ -81,10 +85,11 @@ def cosine(
     clamp: bool = True,
     as_trl: bool = False,
 ) -> list[float | None]:
-    """Return `accuracy` scaled by length in tokens: longer right answers earn less, longer wrong answers lose less; None as in `accuracy`.
+    """Return `accuracy` scaled by length in tokens: longer right answers earn less, longer wrong answers lose less;
+    None as in `accuracy`.
 
-    `max_len` defaults to the rollout's maximum. The other defaults are TRL's (`get_cosine_scaled_reward`). ms-swift's `cosine` has
-    min_len_value_wrong -0.5, max_len_value_wrong 0.0 and no clamp above `max_len`.
+    `max_len` defaults to the rollout's maximum. The other defaults are TRL's (`get_cosine_scaled_reward`). ms-swift's
+    `cosine` has min_len_value_wrong -0.5, max_len_value_wrong 0.0 and no clamp above `max_len`.
     """
     limit = max_completion_length if max_len is None else max_len
     values = (min_len_value_wrong, max_len_value_wrong, min_len_value_correct, max_len_value_correct)
@@ -96,7 +101,8 @@ def cosine(
 
 
 def gold_fault(solution: Any = None, answer: Any = None) -> str | None:
-    """Return why no response to a row can be scored, or can be right except by repeating a long text; None for a good row."""
+    """Return why no response to a row can be scored, or can be right except by repeating a long text; None for a good
+    row."""
     name, gold = ("answer", answer) if solution is None else ("solution", solution)
     text = gold_answer(gold)
     if text is None:
@@ -112,14 +118,19 @@ for _function in (accuracy, reasoning_accuracy, cosine):
 
 
 def gold_answer(gold: Any) -> str | None:
-    r"""Return the answer in a gold value: a number or text as it is, a list joined, or the part that `final_answer` finds in a solution.
+    r"""Return the answer in a gold value: a number or text as it is, a list joined, or the part that `final_answer`
+    rfinds in a solution.
 
     None if it is empty.
     """
     if gold is None or gold != gold:
         return None
     text = (", ".join(map(str, gold)) if isinstance(gold, (list, tuple)) else str(gold)).strip()
-    marked = final_answer(text) if any(mark in text for mark in ("</think>", "</answer>", "\\boxed", "\\fbox", "####", "nswer")) else text
+    marked = (
+        final_answer(text)
+        if any(mark in text for mark in ("</think>", "</answer>", "\\boxed", "\\fbox", "####", "nswer"))
+        else text
+    )
     return marked or None
 
 

@@ -1,7 +1,9 @@
-r"""The last number of a text, by value; docs/rewards.md#the-last-number states the rule. Imports only the standard library.
+r"""The last number of a text, by value; docs/rewards.md#the-last-number states the rule. Imports only the standard
+rlibrary.
 
-A line is split from left to right into tokens: numbers, and names, exponents, dates or versions, whose digits are no numbers. No token
-contains a line break, so reading starts at the last line. Each pattern takes linear time for any text.
+A line is split from left to right into tokens: numbers, and names, exponents, dates or versions, whose digits are no
+numbers. No token contains a line break, so reading starts at the last line. Each pattern takes linear time for any
+text.
 """
 
 from __future__ import annotations
@@ -11,7 +13,8 @@ from collections import deque
 from collections.abc import Iterator
 from decimal import Context, Decimal
 
-_LETTER = r"A-Za-z\u00aa\u00b5\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u052f"  # Latin, Greek, Cyrillic: scripts with spaces between words
+# Latin, Greek, Cyrillic: scripts with spaces between words
+_LETTER = r"A-Za-z\u00aa\u00b5\u00ba\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u052f"
 _CURRENCY = r"$\u00a2-\u00a5\u0e3f\u20a0-\u20cf"
 _INTEGER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:[ '_]\d{3})+(?!\d)|\d{1,2}(?:,\d\d(?!\d)){1,9}+,\d{3}(?!\d)|\d++)"
 _DECIMALS = r"(?:\.\d++)?+"
@@ -54,28 +57,34 @@ _BESIDE = re.compile(rf"[\s.*_()\[\]{{}}\\\"'+%{_CURRENCY}]*")  # what may stand
 _LATEX_SPACE = re.compile(r"\\[,;: ]|~")
 _LATEX_NOTHING = re.compile(r"\\!|\\(?=[$%])|\{(?=,\})|(?<=\{,)\}")
 _SAME: dict[int, int | str] = {c: c - 0xFEE0 for c in range(0xFF01, 0xFF5F)}  # full-width forms
-_SAME |= dict.fromkeys(map(ord, "\u2212\u2013\u2010\u2011\ufe63\u2796"), "-") | dict.fromkeys(map(ord, "\u2044\u2215"), "/")
+_SAME |= dict.fromkeys(map(ord, "\u2212\u2013\u2010\u2011\ufe63\u2796"), "-") | dict.fromkeys(
+    map(ord, "\u2044\u2215"), "/"
+)
 _SAME |= dict.fromkeys(map(ord, "\u00a0\u2007\u2009\u202f\u3000"), " ") | dict.fromkeys(map(ord, "\u2019\u02bc"), "'")
 _SAME |= {0xFFE0: "¢", 0xFFE1: "£", 0xFFE5: "¥"}
-_VULGAR = dict(zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "1/2 1/3 2/3 1/4 3/4 1/5 2/5 3/5 4/5 1/6 5/6 1/8 3/8 5/8 7/8".split(), strict=True))
+_VULGAR = dict(
+    zip("½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞", "1/2 1/3 2/3 1/4 3/4 1/5 2/5 3/5 4/5 1/6 5/6 1/8 3/8 5/8 7/8".split(), strict=True)
+)
 _DIGIT = re.compile(rf"[\d{''.join(_VULGAR)}]")
 _VULGAR_FRACTION = re.compile(rf"(\d ?)?([{''.join(_VULGAR)}])")
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-")
 
-_AFTER_OPERAND = re.compile(rf"(?:[{_LETTER})\]}}%°-]|\d|[⁰¹²³⁴⁵⁶⁷⁸⁹])\Z")  # a minus that follows at once subtracts, or joins two words
+# a minus that follows at once subtracts, or joins two words
+_AFTER_OPERAND = re.compile(rf"(?:[{_LETTER})\]}}%°-]|\d|[⁰¹²³⁴⁵⁶⁷⁸⁹])\Z")
 _BEFORE_SIGN = re.compile(  # a minus with a space after it is a sign after these, after a relation and after a verb
     r"(?:[=(\[{<>≈≤≥≠≡:;,±×/^|+-]|\\(?:approx|sim|leq?|geq?|neq?|equiv|to|times|cdot|[Rr]ightarrow|implies)"
     r"|\b(?:is|are|was|equals?|gives|to|be))\Z"
 )
 
-_MAX_DIGITS = 20  # of both parts of a fraction, and of a power's base: two values are the same, or differ within 64 digits
+# of both parts of a fraction, and of a power's base: two values are the same, or differ within 64 digits
+_MAX_DIGITS = 20
 _MAX_EXPONENT = 9999
 _QUOTIENT, _POWER = Context(prec=64), Context(prec=99 * _MAX_DIGITS)
 
 
 def last_number(text: str) -> Decimal | None:
-    """Return the value of the last number in `text`, with all its digits; a fraction has 64. None without a number, and if the last one is
-    a division by zero or beyond the limits on exponents."""
+    """Return the value of the last number in `text`, with all its digits; a fraction has 64. None without a number, and
+    if the last one is a division by zero or beyond the limits on exponents."""
     backwards = text[::-1]
     digit = _DIGIT.search(backwards)
     while digit:
@@ -98,7 +107,8 @@ def only_number(text: str) -> Decimal | None:
 
 
 def is_plain(text: str) -> bool:
-    """Return whether `text` is one number, with nothing else but a currency or percent sign, brackets and punctuation."""
+    """Return whether `text` is one number, with nothing else but a currency or percent sign, brackets and
+    punctuation."""
     line = _same(text.strip())
     if only_number(line) is None:
         return False
@@ -114,9 +124,12 @@ def number_text(value: Decimal) -> str:
 
 
 def _same(line: str) -> str:
-    """Return the line with one character for each kind of minus, space, slash and digit, and without LaTeX's spacing."""
+    """Return the line with one character for each kind of minus, space, slash and digit, and without LaTeX's
+    spacing."""
     if not line.isascii():
-        line = _VULGAR_FRACTION.sub(lambda m: f"{m[1]} {_VULGAR[m[2]]}" if m[1] else _VULGAR[m[2]], line.translate(_SAME))
+        line = _VULGAR_FRACTION.sub(
+            lambda m: f"{m[1]} {_VULGAR[m[2]]}" if m[1] else _VULGAR[m[2]], line.translate(_SAME)
+        )
     if "\\" in line or "~" in line or "{," in line:
         line = _LATEX_NOTHING.sub("", _LATEX_SPACE.sub(" ", line))
     return line
@@ -131,7 +144,8 @@ def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:
 
 
 def _value(token: re.Match[str]) -> Decimal | None:
-    """Return the value of a number without its sign; None for a division by zero, and beyond the limits on digits and exponents."""
+    """Return the value of a number without its sign; None for a division by zero, and beyond the limits on digits and
+    exponents."""
     if fraction := token["frac"] or token["rest"]:
         top, bottom = _parts(fraction)
         return _quotient(top, bottom, token["digits"] or "")
@@ -145,7 +159,8 @@ def _value(token: re.Match[str]) -> Decimal | None:
 
 
 def _exponent(text: str) -> int:
-    """Return the integer in `-3`, `^3`, `^{-3}`, `**3` or a superscript; of a longer one only that it is beyond every limit."""
+    """Return the integer in `-3`, `^3`, `^{-3}`, `**3` or a superscript; of a longer one only that it is beyond every
+    limit."""
     return int(text.translate(_SUPERSCRIPTS).strip("^*{} ")[:8])
 
 

@@ -1,4 +1,5 @@
-"""Reads the tests of a row, in the shapes that public data sets have, as what the sandbox runs. docs/rewards.md lists the shapes."""
+"""Reads the tests of a row, in the shapes that public data sets have, as what the sandbox runs. docs/rewards.md lists
+the shapes."""
 
 from __future__ import annotations
 
@@ -17,10 +18,30 @@ from megagrpo.rewards.functions.python_tests import PythonTests, read_python_tes
 # Columns that a row may have beside `tests` and `expected_output`.
 COLUMNS = ("entry_point", "fn_name", "metadata", "starter_code", "test_setup_code", "test_imports", "language")
 _INPUTS, _OUTPUTS = ("input", "inputs", "stdin"), ("output", "outputs", "expected_output", "stdout")
-_OF_STREAMS, _OF_CALLS = ("stdin", "stdin_stdout", "stdio", "standard_input"), ("functional", "function_call", "function", "call_based")
+_OF_STREAMS, _OF_CALLS = (
+    ("stdin", "stdin_stdout", "stdio", "standard_input"),
+    ("functional", "function_call", "function", "call_based"),
+)
 _PYTHON = ("python", "python3", "py", "py3", "pypy", "pypy3", "cpython")
 _OTHER_LANGUAGES = (
-    *("bash", "c", "c#", "c++", "cpp", "cs", "csharp", "go", "golang", "haskell", "java", "javascript", "js", "julia", "kotlin", "lua"),
+    *(
+        "bash",
+        "c",
+        "c#",
+        "c++",
+        "cpp",
+        "cs",
+        "csharp",
+        "go",
+        "golang",
+        "haskell",
+        "java",
+        "javascript",
+        "js",
+        "julia",
+        "kotlin",
+        "lua",
+    ),
     *("ocaml", "perl", "php", "python2", "r", "ruby", "rust", "scala", "shell", "sql", "swift", "typescript", "ts"),
 )
 _METHOD = re.compile(r"^[ \t]*def[ \t]+([A-Za-z]\w*)", re.MULTILINE)
@@ -28,7 +49,8 @@ _METHOD = re.compile(r"^[ \t]*def[ \t]+([A-Za-z]\w*)", re.MULTILINE)
 
 @dataclass
 class RowTests:
-    """What checks a program: pairs of input and output, calls of `function`, or Python. `expected` are the values of the calls."""
+    """What checks a program: pairs of input and output, calls of `function`, or Python. `expected` are the values of
+    the calls."""
 
     pairs: list[tuple[str, str]] = field(default_factory=list)
     function: str = ""
@@ -48,25 +70,34 @@ class RowTests:
         return len(self.pairs) + len(self.calls) + self.python.count
 
     def right(self, results: list[Any]) -> list[bool]:
-        """Tell which calls returned the expected value. `results` has a list with the value per call, None after an exception.
+        """Tell which calls returned the expected value. `results` has a list with the value per call, None after an
+        exception.
 
-        APPS wraps each expected value in a list, and some data sets write it as JSON: the reading that most calls agree with counts.
+        APPS wraps each expected value in a list, and some data sets write it as JSON: the reading that most calls agree
+        with counts.
         """
         readings = [self.expected]
         if all(isinstance(value, list) and len(value) == 1 for value in self.expected):
             readings.append([value[0] for value in self.expected])
         if all(isinstance(value, str) for value in self.expected):
             readings.append([_literal(value) for value in self.expected])
-        rights = [[r is not None and equal(r[0], e) for r, e in zip(results, expected, strict=False)] for expected in readings]
+        rights = [
+            [r is not None and equal(r[0], e) for r, e in zip(results, expected, strict=False)] for expected in readings
+        ]
         return max(rights, key=sum)
 
 
 def equal(value: Any, expected: Any) -> bool:
-    """Compare a returned value with the expected one, both as JSON reads them: tuples are lists, and floats are equal to 6 digits."""
+    """Compare a returned value with the expected one, both as JSON reads them: tuples are lists, and floats are equal
+    to 6 digits."""
     if isinstance(expected, list):
         return isinstance(value, list) and len(value) == len(expected) and all(map(equal, value, expected))
     if isinstance(expected, dict):
-        return isinstance(value, dict) and value.keys() == expected.keys() and all(equal(value[key], expected[key]) for key in expected)
+        return (
+            isinstance(value, dict)
+            and value.keys() == expected.keys()
+            and all(equal(value[key], expected[key]) for key in expected)
+        )
     if isinstance(value, float) or isinstance(expected, float):
         if not (isinstance(value, (int, float)) and isinstance(expected, (int, float))):
             return False
@@ -75,14 +106,19 @@ def equal(value: Any, expected: Any) -> bool:
 
 
 def read_tests(tests: Any = None, expected_output: Any = None, packages: bool = True, **facts: Any) -> RowTests:
-    """Read a row's tests. `facts` are its values of `COLUMNS`. Raises ValueError, with column and value, when they are unknown."""
+    """Read a row's tests. `facts` are its values of `COLUMNS`. Raises ValueError, with column and value, when they are
+    unknown."""
     _check_language(facts.get("language"), _OTHER_LANGUAGES)
     reader = _RowReader(facts, packages)
     reader.read(tests)
     if expected_output is not None:
         reader.tests.pairs.append(("", _text(expected_output, "expected_output")))
     if not reader.tests.count:
-        raise ValueError(f"`tests` is empty: {tests!r:.100}" if tests is not None else "neither `tests` nor `expected_output` has a value")
+        raise ValueError(
+            f"`tests` is empty: {tests!r:.100}"
+            if tests is not None
+            else "neither `tests` nor `expected_output` has a value"
+        )
     if reader.tests.calls and all(value is None for value in reader.tests.expected):
         raise ValueError("`tests` checks nothing: each expected value is None")
     return reader.tests
@@ -115,8 +151,12 @@ class _RowReader:
             raise ValueError(f"`tests` has no known shape: {tests!r:.100}")
 
     def _read_python(self, texts: list[str]) -> None:
-        setup = "\n".join(_text(self._facts[c], c) for c in ("test_imports", "test_setup_code") if not _is_empty(self._facts.get(c)))
-        self.tests.python = read_python_tests([_unfenced(t) for t in texts], setup, self._function({}), self._is_installed)
+        setup = "\n".join(
+            _text(self._facts[c], c) for c in ("test_imports", "test_setup_code") if not _is_empty(self._facts.get(c))
+        )
+        self.tests.python = read_python_tests(
+            [_unfenced(t) for t in texts], setup, self._function({}), self._is_installed
+        )
 
     def _is_installed(self, module: str) -> bool:
         return module in sys.stdlib_module_names or (self._packages and importlib.util.find_spec(module) is not None)
@@ -133,7 +173,9 @@ class _RowReader:
         if not _is_empty(tests.get("assert_case")):
             self.read(tests["assert_case"])
             return
-        inputs, outputs = (next((tests[key] for key in keys if tests.get(key) is not None), None) for keys in (_INPUTS, _OUTPUTS))
+        inputs, outputs = (
+            next((tests[key] for key in keys if tests.get(key) is not None), None) for keys in (_INPUTS, _OUTPUTS)
+        )
         if outputs is None and not any(key in tests for key in _OUTPUTS):
             raise ValueError(f"`tests` has no known shape: a dict with the keys {', '.join(map(str, tests))}")
         if isinstance(inputs, list) and isinstance(outputs, list) and not (is_case and self._function(tests)):
@@ -154,7 +196,9 @@ class _RowReader:
     def _add_cases(self, tests: Mapping[str, Any], inputs: list[Any], outputs: list[Any]) -> None:
         kind = tests.get("testtype") or tests.get("type") or ""
         if kind and kind not in (*_OF_STREAMS, *_OF_CALLS):
-            raise ValueError(f"`tests` has cases of the type {kind!r}; known are {', '.join((*_OF_STREAMS[:2], *_OF_CALLS[:2]))}")
+            raise ValueError(
+                f"`tests` has cases of the type {kind!r}; known are {', '.join((*_OF_STREAMS[:2], *_OF_CALLS[:2]))}"
+            )
         function = self._function(tests)
         if kind in _OF_STREAMS or not (function or kind):
             self.tests.pairs += [(_text(i, "tests"), _text(o, "tests")) for i, o in zip(inputs, outputs, strict=True)]
@@ -163,7 +207,8 @@ class _RowReader:
             methods = [m for m in _METHOD.findall(str(self._facts.get("starter_code") or "")) if not m.startswith("__")]
             if not methods:
                 raise ValueError(
-                    "`tests` calls a function, and the row names none in `fn_name`, `entry_point`, `metadata` or `starter_code`"
+                    "`tests` calls a function, and the row names none in `fn_name`, `entry_point`, `metadata` or "
+                    "`starter_code`"
                 )
             function = methods[0]
         if not re.fullmatch(r"[A-Za-z_]\w*(?:\(\))?(?:\.[A-Za-z_]\w*)*", function):
@@ -173,11 +218,14 @@ class _RowReader:
         self.tests.function = function
         for given, value in zip(inputs, outputs, strict=True):
             self.tests.calls.append(_arguments(given))
-            self.tests.expected.append(_literal(value) if isinstance(given, str) and isinstance(value, str) else _json(value))
+            self.tests.expected.append(
+                _literal(value) if isinstance(given, str) and isinstance(value, str) else _json(value)
+            )
 
 
 def _arguments(given: Any) -> tuple[list[Any], dict[str, Any]]:
-    """Return positional and keyword arguments. A text has one JSON value per line (LiveCodeBench), or `a = 1, b = 2` (LeetCode)."""
+    """Return positional and keyword arguments. A text has one JSON value per line (LiveCodeBench), or `a = 1, b = 2`
+    (LeetCode)."""
     if isinstance(given, list):
         return _json(given), {}
     if isinstance(given, dict):
@@ -236,14 +284,17 @@ def _metadata(value: Any) -> Mapping[str, Any]:
 
 
 def _check_language(language: Any, others: tuple[str, ...] = ()) -> None:
-    """Raise ValueError for a language that is not Python; with `others`, only for one of them, because the column may mean prose."""
+    """Raise ValueError for a language that is not Python; with `others`, only for one of them, because the column may
+    mean prose."""
     name = str(language or "").strip().lower()
     if name and name not in _PYTHON and (name in others or not others):
         raise ValueError(f"`language` is {language!r}, and only Python programs run")
 
 
 def _is_empty(value: Any) -> bool:
-    return value is None or (isinstance(value, (str, list, tuple, dict)) and not (value.strip() if isinstance(value, str) else value))
+    return value is None or (
+        isinstance(value, (str, list, tuple, dict)) and not (value.strip() if isinstance(value, str) else value)
+    )
 
 
 def _text(value: Any, column: str) -> str:
@@ -252,7 +303,8 @@ def _text(value: Any, column: str) -> str:
     if isinstance(value, (list, tuple)):
         if not all(isinstance(line, str) for line in value):
             raise ValueError(
-                f"`{column}` has arguments for a function, and the row names none in `fn_name` or `entry_point`: {value!r:.100}"
+                f"`{column}` has arguments for a function, and the row names none in `fn_name` or `entry_point`: "
+                f"{value!r:.100}"
             )
         return "\n".join(value)
     if isinstance(value, dict):
@@ -263,4 +315,6 @@ def _text(value: Any, column: str) -> str:
 def _unfenced(text: str) -> str:
     """Remove a fence around tests."""
     lines = text.strip().split("\n")
-    return "\n".join(lines[1:-1]) if len(lines) > 2 and lines[0].startswith("```") and lines[-1].strip() == "```" else text
+    return (
+        "\n".join(lines[1:-1]) if len(lines) > 2 and lines[0].startswith("```") and lines[-1].strip() == "```" else text
+    )

@@ -25,8 +25,8 @@ _PROVIDED = frozenset(dir(builtins)) | {"__name__", "__file__", "exit", "quit"}
 
 @dataclass(frozen=True)
 class Outline:
-    """What Python code binds at its top level (`defines`, with the methods of a class `Solution`), the names that it uses and never binds
-    (`unbound`), and whether it calls something and binds all names that it uses (`is_whole`)."""
+    """What Python code binds at its top level (`defines`, with the methods of a class `Solution`), the names that it
+    uses and never binds (`unbound`), and whether it calls something and binds all names that it uses (`is_whole`)."""
 
     defines: frozenset[str]
     unbound: frozenset[str]
@@ -64,8 +64,8 @@ def outline(code: str) -> Outline | None:
 def fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield language (lower case, "" without one) and content of each fenced block.
 
-    A block ends at a fence of the same character that is at least as long, at the next fence with a language, or with the text. A fence
-    inside a triple-quoted string does not end it.
+    A block ends at a fence of the same character that is at least as long, at the next fence with a language, or with
+    the text. A fence inside a triple-quoted string does not end it.
     """
     lines = text.replace("\r\n", "\n").split("\n")
     i = 0
@@ -105,7 +105,8 @@ def _content(lines: list[str], begin: int, fence: str) -> tuple[list[str], int]:
         first = first or end
         for quote in in_quotes:
             in_quotes[quote] ^= bool(line.count(quote) % 2)
-    return first or (lines[begin:], len(lines))  # a string that never ends: the code is broken, so the first fence ends it
+    # a string that never ends: the code is broken, so the first fence ends it
+    return first or (lines[begin:], len(lines))
 
 
 def _dedent(line: str, count: int) -> str:
@@ -113,12 +114,13 @@ def _dedent(line: str, count: int) -> str:
 
 
 def program_of(text: str, names: Set[str] = frozenset(), prefix: str = "", context: str = "") -> str | None:
-    """Return the program of a response; None without one. `names` are the names that the tests call, empty for input and output.
+    """Return the program of a response; None without one. `names` are the names that the tests call, empty for input
+    and output.
 
-    The candidates are the Python blocks that parse: fenced blocks without a language or with Python's, and the whole text without any
-    fence. The program is the last candidate that defines the most of `names`. Without `names` it is the last block that calls something and
-    binds all names that it uses, else the last candidate. A block that defines nothing of `names` may continue `context`, code that ends
-    in a function without its body.
+    The candidates are the Python blocks that parse: fenced blocks without a language or with Python's, and the whole
+    text without any fence. The program is the last candidate that defines the most of `names`. Without `names` it is
+    the last block that calls something and binds all names that it uses, else the last candidate. A block that defines
+    nothing of `names` may continue `context`, code that ends in a function without its body.
     """
     rest = after_thought(text, prefix)
     if rest is None:

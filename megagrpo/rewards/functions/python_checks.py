@@ -9,12 +9,21 @@ from itertools import pairwise
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.TryStar, ast.Match, ast.AsyncFor, ast.AsyncWith)
 PROGRAM_MODULES = ("solution", "__main__")  # names under which tests may import the program
-_RAISES = ("raises", "assertRaises", "assertRaisesRegex", "warns", "assertWarns", "assertWarnsRegex", "assertLogs", "assertNoLogs")
+_RAISES = (
+    "raises",
+    "assertRaises",
+    "assertRaisesRegex",
+    "warns",
+    "assertWarns",
+    "assertWarnsRegex",
+    "assertLogs",
+    "assertNoLogs",
+)
 
 
 def is_check(statement: ast.stmt, own_functions: Container[str], source: str) -> bool:
-    """Tell whether a statement checks something itself. `own_functions` are defined in the same text: their bodies tell whether they check.
-    `source` is the text from the statement on, where an `elif` is not an `if`."""
+    """Tell whether a statement checks something itself. `own_functions` are defined in the same text: their bodies tell
+    whether they check. `source` is the text from the statement on, where an `elif` is not an `if`."""
     if isinstance(statement, ast.Assert):
         return constant(statement.test) is None
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
@@ -36,14 +45,18 @@ def inside(statement: ast.stmt) -> Iterator[ast.stmt]:
 
 
 def before_failures(statement: ast.stmt) -> Iterator[ast.stmt]:
-    """Yield the statements directly inside a statement that can return before a failure: `try: ... return`, then `assert False`."""
+    """Yield the statements directly inside a statement that can return before a failure: `try: ... return`, then
+    `assert False`."""
     body = getattr(statement, "body", [])
     yield from (first for first, then in pairwise(body) if fails(then) and isinstance(first, COMPOUND))
 
 
 def can_fail(statement: ast.stmt) -> bool:
     """Tell whether a statement contains one that fails, outside of definitions."""
-    return any(fails(inner) or (not isinstance(inner, (Function, ast.ClassDef)) and can_fail(inner)) for inner in inside(statement))
+    return any(
+        fails(inner) or (not isinstance(inner, (Function, ast.ClassDef)) and can_fail(inner))
+        for inner in inside(statement)
+    )
 
 
 def fails(statement: ast.stmt) -> bool:
@@ -74,14 +87,18 @@ def required(function: Function) -> list[str]:
     """Return the names of the positional parameters without a default, and of keyword-only ones."""
     arguments = function.args
     positional = [a.arg for a in (*arguments.posonlyargs, *arguments.args)]
-    keywords = [a.arg for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
+    keywords = [
+        a.arg for a, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None
+    ]
     return positional[: len(positional) - len(arguments.defaults)] + keywords
 
 
 def parameter_names(mark: ast.Call) -> list[str]:
     """Return the names that a mark `parametrize` gives values to."""
     names = [*mark.args, *(k.value for k in mark.keywords if k.arg == "argnames")][:1]
-    texts = [n.value for node in names for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+    texts = [
+        n.value for node in names for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)
+    ]
     return [name.strip() for text in texts for name in text.split(",")]
 
 
@@ -92,7 +109,8 @@ def called_name(node: ast.expr) -> str:
 
 
 def main_names(tree: ast.Module) -> set[str]:
-    """Return how a text calls what runs all its tests: `unittest.main`, `pytest.main`, or their names after an import."""
+    """Return how a text calls what runs all its tests: `unittest.main`, `pytest.main`, or their names after an
+    import."""
     names = set[str]()
     for node in tree.body:
         if isinstance(node, ast.Import):
@@ -103,8 +121,8 @@ def main_names(tree: ast.Module) -> set[str]:
 
 
 def program_imports(tree: ast.Module, installed: Callable[[str], bool]) -> set[str]:
-    """Return the names that tests import from the program. Raises ValueError for another module that is not installed, unless the import is
-    tried."""
+    """Return the names that tests import from the program. Raises ValueError for another module that is not installed,
+    unless the import is tried."""
     tried = {id(n) for t in ast.walk(tree) if isinstance(t, ast.Try) for s in t.body for n in ast.walk(s)}
     names, aliases = set[str](), set[str]()
     for node in ast.walk(tree):
@@ -119,6 +137,9 @@ def program_imports(tree: ast.Module, installed: Callable[[str], bool]) -> set[s
             modules = [a.name for a in node.names if a.name not in PROGRAM_MODULES]
         for module in modules if id(node) not in tried else []:
             if module.startswith(".") or not installed(module.partition(".")[0]):
-                raise ValueError(f"`tests` imports `{module}`, which is not installed; the program is the module `{PROGRAM_MODULES[0]}`")
+                raise ValueError(
+                    f"`tests` imports `{module}`, which is not installed; the program is the module "
+                    f"`{PROGRAM_MODULES[0]}`"
+                )
     attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)] if aliases else []
     return names | {n.attr for n in attributes if isinstance(n.value, ast.Name) and n.value.id in aliases}

@@ -1,7 +1,8 @@
 """Reads tests that are Python: finds their checks, and cuts a text into steps that the sandbox runs one after another.
 
-A check is an `assert`, a call whose name begins with `assert`, a `with pytest.raises(...)`, or an `if` or `try` that can raise. A test is a
-top-level statement with checks, a test function of pytest, a test method of `unittest.TestCase`, or an assert of `check(candidate)`.
+A check is an `assert`, a call whose name begins with `assert`, a `with pytest.raises(...)`, or an `if` or `try` that
+can raise. A test is a top-level statement with checks, a test function of pytest, a test method of `unittest.TestCase`,
+or an assert of `check(candidate)`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def __rows__(*marked):
         if mark.name == "parametrize":
             names, values = (*mark.args, *(mark.kwargs[k] for k in ("argnames", "argvalues") if k in mark.kwargs))[:2]
             names = [n.strip() for n in names.split(",") if n.strip()] if isinstance(names, str) else list(names)
-            values = [v.values if type(v).__name__ == "ParameterSet" else (v,) if len(names) == 1 else v for v in values]
+            one = len(names) == 1
+            values = [v.values if type(v).__name__ == "ParameterSet" else (v,) if one else v for v in values]
             rows = [{**row, **dict(zip(names, value))} for row in rows for value in values]
     return rows
 
@@ -54,17 +56,19 @@ def __value__(value):
 
 @dataclass
 class PythonTests:
-    """The steps of a row's Python tests, as `sandbox.Checks` describes them, the number of tests in them, and the names that they take
-    from the program."""
+    """The steps of a row's Python tests, as `sandbox.Checks` describes them, the number of tests in them, and the names
+    that they take from the program."""
 
     steps: list[tuple[str, str]] = field(default_factory=list)
     count: int = 0
     names: frozenset[str] = frozenset()
 
 
-def read_python_tests(texts: Sequence[str], setup: str, entry_point: str, installed: Callable[[str], bool]) -> PythonTests:
-    """Read a row's texts of tests, which share one namespace. `setup` runs before them. `installed` tells whether a module can be
-    imported.
+def read_python_tests(
+    texts: Sequence[str], setup: str, entry_point: str, installed: Callable[[str], bool]
+) -> PythonTests:
+    """Read a row's texts of tests, which share one namespace. `setup` runs before them. `installed` tells whether a
+    module can be imported.
 
     Raises ValueError, with the reason, when the texts check nothing or need something that the sandbox lacks.
     """
@@ -103,7 +107,9 @@ class _Reader:
             self._starts.append(self._starts[-1] + len(line) + 1)
         outlined = outline(text)
         if outlined is None:
-            raise ValueError(f"`tests` is neither JSON nor valid Python{_reason(text)}: {' '.join(text.split())!r:.100}")
+            raise ValueError(
+                f"`tests` is neither JSON nor valid Python{_reason(text)}: {' '.join(text.split())!r:.100}"
+            )
         self.outline = outlined
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -120,10 +126,16 @@ class _Reader:
         with_checks = {id(s) for s in body if self._mark_checks(s)}
         checking = self._checking(with_checks)
         run = [s for s in body if not isinstance(s, (Function, ast.ClassDef))]
-        called = {called_name(n) for s in run for n in ast.walk(s) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
+        called = {
+            called_name(n) for s in run for n in ast.walk(s) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+        }
         cases = {name for name in self._classes if self._is_case(name)}
         kinds = [(s, self._kind(s, id(s) in with_checks, checking - cases)) for s in body]
-        calls = [*self._entry_calls(checking, called), *self._function_calls(checking, called), *self._class_calls(cases)]
+        calls = [
+            *self._entry_calls(checking, called),
+            *self._function_calls(checking, called),
+            *self._class_calls(cases),
+        ]
         self.count += sum(kind != "setup" for kind, _ in calls) + sum(kind == "check" for _, kind in kinds)
         self.checks = bool(with_checks)
         harness = [("setup", _RUN_CASE)] * bool(cases) + [("setup", _RUN_PYTEST)] * any(
@@ -131,18 +143,25 @@ class _Reader:
         )
         return [*self._cut(kinds), *harness, *calls]
 
-    # ------------------------------------------------------------------------------------------------------------- statements
+    # ------------------------------------------------------------------------------------------------------- statements
 
     def _main_guard_inlined(self) -> Iterator[ast.stmt]:
-        """Yield the top-level statements. Code under `if __name__ == "__main__"` runs too; `unittest.main()` and `pytest.main()` do not."""
+        """Yield the top-level statements. Code under `if __name__ == "__main__"` runs too; `unittest.main()` and
+        `pytest.main()` do not."""
         runners = main_names(self._tree)
         for statement in self._tree.body:
-            guard = isinstance(statement, ast.If) and isinstance(statement.test, ast.Compare) and isinstance(statement.test.left, ast.Name)
+            guard = (
+                isinstance(statement, ast.If)
+                and isinstance(statement.test, ast.Compare)
+                and isinstance(statement.test.left, ast.Name)
+            )
             if guard and statement.test.left.id == "__name__":  # type: ignore[attr-defined]
                 self._replace(statement.test, "True")  # type: ignore[attr-defined]
             for inner in [statement, *(statement.body if guard else [])]:  # type: ignore[attr-defined]
                 if isinstance(inner, ast.Expr) and any(
-                    ast.unparse(n.func) in runners for n in ast.walk(inner) if isinstance(n, ast.Call) and called_name(n)
+                    ast.unparse(n.func) in runners
+                    for n in ast.walk(inner)
+                    if isinstance(n, ast.Call) and called_name(n)
                 ):
                     self._replace(inner, "pass")
             yield statement
@@ -156,7 +175,9 @@ class _Reader:
                 found = True
                 begin = self._offset(inner.lineno, inner.col_offset)
                 indent = self._text[self._starts[inner.lineno - 1] : begin]
-                self._edits.append((begin, begin, f"__checked__()\n{indent}" if isinstance(inner, COMPOUND) else "__checked__(); "))
+                self._edits.append(
+                    (begin, begin, f"__checked__()\n{indent}" if isinstance(inner, COMPOUND) else "__checked__(); ")
+                )
             before = list(before_failures(inner))
             statements += [(s, s in before) for s in inside(inner)]
         return found
@@ -184,8 +205,8 @@ class _Reader:
         return "check" if uses and any(isinstance(n, ast.Call) for n in nodes) else "setup"
 
     def _cut(self, kinds: list[tuple[ast.stmt, str]]) -> Iterator[tuple[str, str]]:
-        """Yield the edited text of the statements: one step per check, and one for the statements between two checks. Statements that share
-        a line stay together."""
+        """Yield the edited text of the statements: one step per check, and one for the statements between two checks.
+        Statements that share a line stay together."""
         begin, kind, last = 0, "setup", 0
         for statement, its_kind in kinds:
             first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
@@ -198,10 +219,11 @@ class _Reader:
             last = statement.end_lineno or first
         yield kind, self._edited(begin, len(self._text))
 
-    # ------------------------------------------------------------------------------------------------------------------ calls
+    # ------------------------------------------------------------------------------------------------------------ calls
 
     def _entry_calls(self, checking: set[str], called: set[str]) -> Iterator[tuple[str, str]]:
-        """Yield the call of HumanEval's `check(candidate)`. Its asserts count one by one when they are statements of its body."""
+        """Yield the call of HumanEval's `check(candidate)`. Its asserts count one by one when they are statements of
+        its body."""
         check = self._functions.get("check")
         if check is None or "check" in called or "check" not in checking or len(required(check)) != 1:
             return
@@ -239,7 +261,9 @@ class _Reader:
         for name in self._classes:
             if name in cases:
                 for method, function in self._methods(name).items():
-                    if method.startswith("test") and not any(called_name(d).startswith("skip") for d in function.decorator_list):
+                    if method.startswith("test") and not any(
+                        called_name(d).startswith("skip") for d in function.decorator_list
+                    ):
                         yield self._test_kind(function, set()), f"__case__({name}, {method!r})"
             elif name.startswith("Test"):
                 methods = self._methods(name)
@@ -248,10 +272,15 @@ class _Reader:
                 if "setup_class" in methods:
                     yield "setup", f"{name}.setup_class()"
                 before = [m for m in ("setup_method", "setUp") if m in methods]
-                starts = "".join(f"; __object__.{m}({', '.join(['None'] * len(required(methods[m])[1:]))})" for m in before)
+                starts = "".join(
+                    f"; __object__.{m}({', '.join(['None'] * len(required(methods[m])[1:]))})" for m in before
+                )
                 for method, function in methods.items():
                     if any(called_name(d) == "fixture" for d in function.decorator_list):
-                        raise ValueError(f"`tests`: class `{name}` has the fixture `{method}`; only module-level fixtures are supported")
+                        raise ValueError(
+                            f"`tests`: class `{name}` has the fixture `{method}`; only module-level fixtures are "
+                            f"supported"
+                        )
                     if method.startswith("test"):
                         call = self._call(f"{name}.{method}", f"__object__.{method}", function, [name])
                         yield self._test_kind(function, set()), f"__object__ = {name}(){starts}\n{call}"
@@ -264,7 +293,8 @@ class _Reader:
         for decorator in marks:
             if called_name(decorator) in _SELECTING:
                 raise ValueError(
-                    f"`tests`: test function `{name}` has the mark `{called_name(decorator)}`, which only pytest itself can read"
+                    f"`tests`: test function `{name}` has the mark `{called_name(decorator)}`, which only pytest "
+                    f"itself can read"
                 )
         by_pytest = all(".mark." in ast.unparse(d) for d in function.decorator_list)
         rows = [d for d in marks if called_name(d) == "parametrize"]
@@ -293,7 +323,9 @@ class _Reader:
 
     def _entry_value(self, function: str, parameter: str) -> str:
         if not self._entry:
-            raise ValueError(f"`tests` defines `{function}({parameter})`, and the row has no `entry_point` to call it with")
+            raise ValueError(
+                f"`tests` defines `{function}({parameter})`, and the row has no `entry_point` to call it with"
+            )
         if not _ENTRY.fullmatch(self._entry):
             raise ValueError(f"`entry_point` is not a function's name: {self._entry!r:.100}")
         self.calls_entry = True
@@ -311,7 +343,7 @@ class _Reader:
                 methods |= self._methods(base.id)
         return methods | {s.name: s for s in node.body if isinstance(s, Function)}
 
-    # ------------------------------------------------------------------------------------------------------------------- text
+    # ------------------------------------------------------------------------------------------------------------- text
 
     def _offset(self, line: int, column: int) -> int:
         """Return the index in the text of a position of `ast`, whose columns are bytes of UTF-8."""

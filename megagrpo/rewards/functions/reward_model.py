@@ -14,9 +14,10 @@ from megagrpo.rewards.functions.text_rewards import encodable, text_of
 class RewardModel:
     """Returns the model's logit for each prompt with its completion (the definition of TRL's reward models).
 
-    Messages are formatted with the chat template of the model's own tokenizer. A plain-text prompt and its completion are concatenated, or
-    with `as_chat` turned into a user and an assistant message. No special tokens are added, padding is on the right, and texts are
-    truncated to `max_length` tokens. `device` is `cpu`, or a GPU such as `cuda:0` with free memory beside the trainer and vLLM.
+    Messages are formatted with the chat template of the model's own tokenizer. A plain-text prompt and its completion
+    are concatenated, or with `as_chat` turned into a user and an assistant message. No special tokens are added,
+    padding is on the right, and texts are truncated to `max_length` tokens. `device` is `cpu`, or a GPU such as
+    `cuda:0` with free memory beside the trainer and vLLM.
     """
 
     def __init__(
@@ -36,11 +37,17 @@ class RewardModel:
             raise ValueError(f"model:{path}: batch_size {batch_size} must be 1 or more")
         torch.set_num_threads(threads)
         self._tokenizer = AutoTokenizer.from_pretrained(tokenizer or path)
-        model, report = AutoModelForSequenceClassification.from_pretrained(path, dtype=getattr(torch, dtype), output_loading_info=True)
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            path, dtype=getattr(torch, dtype), output_loading_info=True
+        )
         if model.config.num_labels != 1:
-            raise ValueError(f"model:{path}: it has {model.config.num_labels} labels; a reward model has one (num_labels 1)")
+            raise ValueError(
+                f"model:{path}: it has {model.config.num_labels} labels; a reward model has one (num_labels 1)"
+            )
         if report["missing_keys"]:
-            raise ValueError(f"model:{path}: not a reward model: its weights lack {', '.join(sorted(report['missing_keys']))}")
+            raise ValueError(
+                f"model:{path}: not a reward model: its weights lack {', '.join(sorted(report['missing_keys']))}"
+            )
         if self._tokenizer.pad_token is None:
             self._tokenizer.pad_token = self._tokenizer.eos_token
         model.config.pad_token_id = self._tokenizer.pad_token_id
@@ -51,7 +58,8 @@ class RewardModel:
     def __call__(self, prompts: list[Any], completions: list[Any]) -> list[float]:
         texts = [self._text(p, c) for p, c in zip(prompts, completions, strict=True)]
         rewards = [0.0] * len(texts)
-        by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # sorted, because a batch is padded to its longest text
+        # sorted, because a batch is padded to its longest text
+        by_length = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         for places in batched(by_length, self._batch_size):
             inputs = self._tokenizer(
                 [texts[i] for i in places],

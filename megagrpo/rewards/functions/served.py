@@ -17,12 +17,14 @@ SECRET = re.compile("authorization|cookie|key|token|secret|password", re.IGNOREC
 
 
 class ServedReward:
-    """Requests the reward of each completion from `url`. Returns None, counted as an exception, when the server fails or returns null.
+    """Requests the reward of each completion from `url`. Returns None, counted as an exception, when the server fails
+    or returns null.
 
-    A path that ends in /classify or /pooling belongs to vLLM with a one-label classification model. It gets prompt and completion as text,
-    or as messages for the server's chat template; the reward is the logit, without activation. Any other address gets {"prompts": [...],
-    "completions": ["...", ...], "columns": {name: [...]}} with the columns named in `columns`, for one group or at most `batch_size` of its
-    completions. It must respond with {"rewards": [number or null, ...]}.
+    A path that ends in /classify or /pooling belongs to vLLM with a one-label classification model. It gets prompt and
+    completion as text, or as messages for the server's chat template; the reward is the logit, without activation. Any
+    other address gets {"prompts": [...], "completions": ["...", ...], "columns": {name: [...]}} with the columns named
+    in `columns`, for one group or at most `batch_size` of its completions. It must respond with {"rewards": [number or
+    null, ...]}.
 
     A value of `headers` that begins with $ names an environment variable that holds the value to send.
     """
@@ -40,7 +42,10 @@ class ServedReward:
         headers: dict[str, str] | None = None,
     ):
         if (batch_size is not None and batch_size < 1) or retries < 0 or timeout <= 0:
-            raise ValueError(f"{url}: batch_size {batch_size} must be 1 or more, retries {retries} 0 or more and timeout {timeout} above 0")
+            raise ValueError(
+                f"{url}: batch_size {batch_size} must be 1 or more, retries {retries} 0 or more and timeout {timeout} "
+                f"above 0"
+            )
         self._kind = urlsplit(url).path.rstrip("/").rpartition("/")[2]
         self._is_vllm = self._kind in ("classify", "pooling")
         if self._is_vllm and columns:
@@ -63,16 +68,23 @@ class ServedReward:
         answer = await self._service.post(body | {"columns": dict(zip(self._columns, columns, strict=True))})
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != len(rows):
-            raise InvalidRewards(f'{self._service.url}: wanted {{"rewards": [{len(rows)} numbers or nulls]}}, got {str(answer)[:300]}')
+            raise InvalidRewards(
+                f'{self._service.url}: wanted {{"rewards": [{len(rows)} numbers or nulls]}}, got {str(answer)[:300]}'
+            )
         return rewards
 
     async def _ask_vllm(self, rows: list[tuple[Any, ...]]) -> list[float | None]:
-        """Request rewards from vLLM. One request may have many texts but only one chat; vLLM batches requests itself."""
+        """Request rewards from vLLM. One request may have many texts but only one chat; vLLM batches requests
+        itself."""
         common = {**self._model, "use_activation": False, "add_special_tokens": False}
         if self._kind == "pooling":
             common["task"] = "classify"
         if isinstance(rows[0][0], str):
-            answers = [await self._service.post({**common, "input": [prompt + text_of(completion) for prompt, completion in rows]})]
+            answers = [
+                await self._service.post(
+                    {**common, "input": [prompt + text_of(completion) for prompt, completion in rows]}
+                )
+            ]
         else:
             bodies = [{**common, "messages": [*prompt, *completion]} for prompt, completion in rows]
             answers = await asyncio.gather(*(self._service.post(body) for body in bodies))
@@ -88,16 +100,19 @@ class ServedReward:
 
 
 def _revealed(url: str, headers: dict[str, str]) -> dict[str, str]:
-    """Return the headers with environment variables replaced. Raises ValueError for a variable that is not set, and for a literal secret,
-    which the config and resolved.yaml would expose."""
+    """Return the headers with environment variables replaced. Raises ValueError for a variable that is not set, and for
+    a literal secret, which the config and resolved.yaml would expose."""
     revealed = {}
     for name, value in headers.items():
         if not value.startswith("$"):
             if SECRET.search(name):
                 raise ValueError(
-                    f"{url}: args.headers.{name} must not be a literal secret; write $NAME to read it from an environment variable"
+                    f"{url}: args.headers.{name} must not be a literal secret; write $NAME to read it from an "
+                    f"environment variable"
                 )
             revealed[name] = value
         elif (revealed.setdefault(name, os.environ.get(value[1:], ""))) == "":
-            raise ValueError(f"{url}: args.headers.{name} is {value}, but the environment variable {value[1:]} is not set; export it")
+            raise ValueError(
+                f"{url}: args.headers.{name} is {value}, but the environment variable {value[1:]} is not set; export it"
+            )
     return revealed

@@ -1,4 +1,5 @@
-"""Rewards that need only the standard library. Each returns one float per completion of a batch, or None where it cannot score."""
+"""Rewards that need only the standard library. Each returns one float per completion of a batch, or None where it
+cannot score."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
 
 
 def whole_texts(completions: list[Any], prefixes: list[str] | None) -> list[str]:
-    """Return the text of each completion after its prefix: the tag that the chat template opened for the response, such as "<think>\\n"."""
+    """Return the text of each completion after its prefix: the tag that the chat template opened for the response, such
+    as "<think>\\n"."""
     return [prefix + text_of(c) for prefix, c in zip(prefixes or [""] * len(completions), completions, strict=True)]
 
 
@@ -39,7 +41,8 @@ def first_answer(text: str) -> str | None:
 
 
 def exact_number(completions: list[Any], answer: list[Any], prefixes: list[str] | None = None) -> list[float | None]:
-    """Return 1.0 when the last number of the completion's answer equals the number of column `answer` ("72", 72, "... #### 72"), else 0.0.
+    """Return 1.0 when the last number of the completion's answer equals the number of column `answer` ("72", 72, "...
+    #### 72"), else 0.0.
 
     docs/rewards.md states what a number is. Returns None when `answer` has no number or several.
     """
@@ -59,7 +62,8 @@ def _gold_number(value: Any) -> Decimal | None:
 
 
 def _number_fault(answer: Any = None) -> str | None:
-    """Return why a row cannot be scored: its gold is not one number, or has words or units, which no reward compares."""
+    """Return why a row cannot be scored: its gold is not one number, or has words or units, which no reward
+    compares."""
     part = number_part(str(answer))
     if part is not None and is_plain(part):
         return None
@@ -71,10 +75,11 @@ vars(exact_number)["row_fault"] = _number_fault
 
 
 def format(completions: list[Any], prefixes: list[str] | None = None) -> list[float]:
-    """Return 1.0 for exactly `<think>...</think><answer>...</answer>`; white space is allowed between the two, but not before or after.
+    """Return 1.0 for exactly `<think>...</think><answer>...</answer>`; white space is allowed between the two, but not
+    before or after.
 
-    This is the pattern of DeepSeek-R1's prompt as ms-swift scores it: further tags inside the outermost pair are accepted. A `<think>` that
-    the chat template has opened (`prefixes`) is part of the response.
+    This is the pattern of DeepSeek-R1's prompt as ms-swift scores it: further tags inside the outermost pair are
+    accepted. A `<think>` that the chat template has opened (`prefixes`) is part of the response.
     """
     return [float(_is_r1_format(text)) for text in whole_texts(completions, prefixes)]
 
@@ -94,24 +99,30 @@ def think_format(completions: list[Any], prefixes: list[str] | None = None) -> l
 
 
 def react_format(completions: list[Any], prefixes: list[str] | None = None) -> list[float]:
-    """Return 1.0 for `<think>...</think>` followed by `Action: ... Action Input: ...` (ms-swift's `react_format`). A `<think>` that the
-    chat template has opened (`prefixes`) is part of the response."""
+    """Return 1.0 for `<think>...</think>` followed by `Action: ... Action Input: ...` (ms-swift's `react_format`). A
+    `<think>` that the chat template has opened (`prefixes`) is part of the response."""
     return [float(_REACT.match(text) is not None) for text in whole_texts(completions, prefixes)]
 
 
 def soft_overlong(
-    completion_ids: list[list[int]], max_completion_length: int, cache_length: int | None = None, floor: float | None = -1.0
+    completion_ids: list[list[int]],
+    max_completion_length: int,
+    cache_length: int | None = None,
+    floor: float | None = -1.0,
 ) -> list[float]:
-    """Return DAPO's soft length penalty (eq. 13), in tokens: 0 up to max_completion_length - cache_length, then linear to -1 at the
-    maximum.
+    """Return DAPO's soft length penalty (eq. 13), in tokens: 0 up to max_completion_length - cache_length, then linear
+    to -1 at the maximum.
 
-    `max_completion_length` defaults to the rollout's, `cache_length` to a fifth of it. Longer responses get `floor`; with `floor: null` the
-    penalty keeps falling, as in ms-swift. With cache_length 0 there is no slope: above the maximum the penalty is `floor`.
+    `max_completion_length` defaults to the rollout's, `cache_length` to a fifth of it. Longer responses get `floor`;
+    with `floor: null` the penalty keeps falling, as in ms-swift. With cache_length 0 there is no slope: above the
+    maximum the penalty is `floor`.
     """
     cache = max_completion_length // 5 if cache_length is None else cache_length
     if not 0 <= cache <= max_completion_length or (cache == 0 and floor is None):
         low = 1 if floor is None else 0
-        raise ValueError(f"soft_overlong: cache_length {cache} must be from {low} to max_completion_length {max_completion_length}")
+        raise ValueError(
+            f"soft_overlong: cache_length {cache} must be from {low} to max_completion_length {max_completion_length}"
+        )
     return [_length_penalty(len(ids), max_completion_length - cache, cache, floor) for ids in completion_ids]
 
 
@@ -132,13 +143,17 @@ def cosine_value(
     max_len_value_correct: float = 0.5,
     clamp: bool = True,
 ) -> float:
-    """Interpolate along half a cosine, from the value at length 0 to the value at `max_len` tokens (Yeo et al. 2025, eq. 1).
+    """Interpolate along half a cosine, from the value at length 0 to the value at `max_len` tokens (Yeo et al. 2025,
+    eq. 1).
 
-    Longer responses keep the value at `max_len`. Without `clamp` the cosine continues, so twice the length earns the value at length 0.
+    Longer responses keep the value at `max_len`. Without `clamp` the cosine continues, so twice the length earns the
+    value at length 0.
     """
     if max_len <= 0:
         raise ValueError(f"cosine: max_len {max_len} must be above 0")
-    first, last = (min_len_value_correct, max_len_value_correct) if correct else (min_len_value_wrong, max_len_value_wrong)
+    first, last = (
+        (min_len_value_correct, max_len_value_correct) if correct else (min_len_value_wrong, max_len_value_wrong)
+    )
     progress = min(length / max_len, 1.0) if clamp else length / max_len
     return last + (first - last) * (1 + math.cos(progress * math.pi)) / 2
 

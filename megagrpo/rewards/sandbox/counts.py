@@ -1,6 +1,8 @@
-"""Counts what a sandboxed program takes of the kernel: the kernel asks this process before each counted call (seccomp user notification).
+"""Counts what a sandboxed program takes of the kernel: the kernel asks this process before each counted call (seccomp
+user notification).
 
-A call's numbers are in registers, so the program cannot change them after the check. The kernel drops a request whose process has died.
+A call's numbers are in registers, so the program cannot change them after the check. The kernel drops a request whose
+process has died.
 """
 
 from __future__ import annotations
@@ -18,16 +20,17 @@ EAGAIN = 11
 NOTIF_RECV, NOTIF_SEND, FLAG_CONTINUE = 0xC0502100, 0xC0182101, 1
 _QUESTION, _ANSWER = struct.Struct("QIIiIQ6Q"), struct.Struct("QqiI")  # struct seccomp_notif and seccomp_notif_resp
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_SPANS = [_PAGE * (_PAGE // 8) ** level for level in range(1, 5)]  # bytes of addresses that one page table covers, for each level of tables
+# bytes of addresses that one page table covers, for each level of tables
+_SPANS = [_PAGE * (_PAGE // 8) ** level for level in range(1, 5)]
 _MAPPING, _LOCK = 1024, 256  # bytes that the kernel takes for a mapping and a file lock, rounded up
 
 
 class Counts:
     """Answers the requests of process `pid`. A context manager.
 
-    Allows `max_threads` at a time, `max_files` creations in total, and `max_kernel` bytes of kernel memory at a time: page tables and
-    records of mappings, buffers of sockets, file locks. `mailbox` is the socket through which the process sends the listener. `fileno()` is
-    the mailbox until then, and the listener afterwards.
+    Allows `max_threads` at a time, `max_files` creations in total, and `max_kernel` bytes of kernel memory at a time:
+    page tables and records of mappings, buffers of sockets, file locks. `mailbox` is the socket through which the
+    process sends the listener. `fileno()` is the mailbox until then, and the listener afterwards.
     """
 
     def __init__(self, mailbox: socket.socket, pid: int, max_threads: int, max_files: int, max_kernel: int):
@@ -54,7 +57,8 @@ class Counts:
             os.close(self._listener)
 
     def answer(self) -> bool:
-        """Receive the listener or answer one call; call this when `fileno()` is readable. Returns False when no more calls come."""
+        """Receive the listener or answer one call; call this when `fileno()` is readable. Returns False when no more
+        calls come."""
         if self._listener is None:
             _, descriptors, _, _ = socket.recv_fds(self._mailbox, 64, 1)
             self._listener = next(iter(descriptors), None)
@@ -84,12 +88,14 @@ class Counts:
             case "MMAP" | "MREMAP":
                 tables = sum(arguments[2 if name == "MREMAP" else 1] // span + 2 for span in _SPANS)
                 return self._kernel_memory(thread, tables * _PAGE + 2 * _MAPPING)
-        # MUNMAP or MPROTECT split a mapping in three at most. Where memory was unmapped, the stack or the heap can grow by as much.
+        # MUNMAP or MPROTECT split a mapping in three at most. Where memory was unmapped, the stack or the heap can grow
+        # by as much.
         return self._kernel_memory(thread, 2 * _MAPPING + 2 * _PAGE * arguments[1] // _SPANS[0], frees=name == "MUNMAP")
 
     def _kernel_memory(self, asking: int, most: int, frees: bool = False) -> int:
-        """Return 0 or the error for a call that takes `most` bytes of kernel memory at most. Measures only when the sum of such calls since
-        the last measurement would exceed the limit. The last 1/32 is left for calls that free memory."""
+        """Return 0 or the error for a call that takes `most` bytes of kernel memory at most. Measures only when the sum
+        of such calls since the last measurement would exceed the limit. The last 1/32 is left for calls that free
+        memory."""
         needed = most if frees else most + self._max_kernel // 32
         self._taking.pop(asking, None)
         if needed > self._kernel_left:
@@ -106,8 +112,8 @@ class Counts:
         return 0
 
     def _measured(self) -> int:
-        """Return the bytes of kernel memory that the process can fill now: the page tables that its mappings need when every page is
-        touched, the records of mappings, and the buffers of its open sockets."""
+        """Return the bytes of kernel memory that the process can fill now: the page tables that its mappings need when
+        every page is touched, the records of mappings, and the buffers of its open sockets."""
         total, last = 0, [-1] * len(_SPANS)
         with open(f"/proc/{self._pid}/maps", "rb") as maps:
             for line in maps:
@@ -120,7 +126,9 @@ class Counts:
                     total += _PAGE * (highest // span - max(last[level], lowest // span - 1))
                     last[level] = highest // span
         folder = f"/proc/{self._pid}/fd/"
-        return total + self._socket_bytes * sum(os.readlink(folder + name).startswith("socket:") for name in os.listdir(folder))
+        return total + self._socket_bytes * sum(
+            os.readlink(folder + name).startswith("socket:") for name in os.listdir(folder)
+        )
 
     def _is_hung_up(self) -> bool:
         poll = select.poll()
@@ -128,7 +136,8 @@ class Counts:
         return any(event & select.POLLHUP for _, event in poll.poll(0))
 
     def _thread(self, asking: int) -> int:
-        """Return 0 or the error for a thread that starts another. A thread that asks again has finished starting its previous one."""
+        """Return 0 or the error for a thread that starts another. A thread that asks again has finished starting its
+        previous one."""
         try:
             alive = {int(entry) for entry in os.listdir(f"/proc/{self._pid}/task")}
         except OSError:

@@ -1,4 +1,5 @@
-"""Runs a program and what checks it, inside the confined process of `child`. Imports only the standard library's built-in modules.
+"""Runs a program and what checks it, inside the confined process of `child`. Imports only the standard library's
+built-in modules.
 
 Results go to the parent one by one, so the ones before a deadline count. The last one tells whether everything ran.
 """
@@ -15,11 +16,14 @@ if TYPE_CHECKING:
 EXEC, COMPILE, ITERATE, LENGTH = exec, compile, iter, len  # a program can replace the built-in names
 
 
-def execute(program: str, checks: "Checks | None", result: "Callable[[object], None]", end: "Callable[[], None]") -> None:
-    """Run a program, then its checks in the same namespace. `result` gets what each check gives, `end` ends the process.
+def execute(
+    program: str, checks: "Checks | None", result: "Callable[[object], None]", end: "Callable[[], None]"
+) -> None:
+    """Run a program, then its checks in the same namespace. `result` gets what each check gives, `end` ends the
+    process.
 
-    Without checks the program is `__main__`, and its exit status is the result. With checks it is the module `solution`, which tests can
-    import, and `if __name__ == "__main__"` does not run.
+    Without checks the program is `__main__`, and its exit status is the result. With checks it is the module
+    `solution`, which tests can import, and `if __name__ == "__main__"` does not run.
     """
     builtins.exit = builtins.quit = sys.exit  # type: ignore[assignment]  # `site`, which does not run here, defines the two
     module = type(sys)("__main__" if checks is None else "solution")
@@ -76,7 +80,8 @@ def find(names: dict[str, object], path: str) -> "Callable[..., object]":
 
 
 def call(names: dict[str, object], checks: "Checks", result: "Callable[[object], None]") -> None:
-    """Call the program's function with each row of arguments. A result is a list with the value, or None after an exception."""
+    """Call the program's function with each row of arguments. A result is a list with the value, or None after an
+    exception."""
     for arguments, keywords in ITERATE(checks["calls"]):
         try:
             value = find(names, checks["function"])(*arguments, **keywords)
@@ -87,7 +92,8 @@ def call(names: dict[str, object], checks: "Checks", result: "Callable[[object],
 
 
 def run_steps(names: dict[str, object], checks: "Checks", result: "Callable[[object], None]") -> None:
-    """Run the steps of Python tests. A step that sets up and raises ends them; so does a failed test with `stop_early`."""
+    """Run the steps of Python tests. A step that sets up and raises ends them; so does a failed test with
+    `stop_early`."""
     counted: list[None] = []
     stop = checks["stop_early"]
 

@@ -1,4 +1,5 @@
-"""Runs untrusted programs in a process that the kernel confines (`child`), and finds the guarantees that this kernel cannot give."""
+"""Runs untrusted programs in a process that the kernel confines (`child`), and finds the guarantees that this kernel
+cannot give."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 class Limits:
     """Resource limits of a program. `seconds` is wall-clock time; CPU time is limited to the next whole number.
 
-    `memory_mb` limits its mappings, and `kernel_bytes` what the kernel keeps for them, for sockets and for file locks. `file_mb` and
-    `max_files` (folders count) limit all files together, including deleted ones that are still open.
+    `memory_mb` limits its mappings, and `kernel_bytes` what the kernel keeps for them, for sockets and for file locks.
+    `file_mb` and `max_files` (folders count) limit all files together, including deleted ones that are still open.
     """
 
     seconds: float = 5.0
@@ -56,9 +57,9 @@ class Limits:
 class Checks(TypedDict):
     """What checks a program after it has run: `steps`, or calls of a function.
 
-    A step is (kind, Python code): "setup", "test", or "check", a test that also has to call `__checked__()`. Inside a step,
-    `with __test__():` reports one more test and `__function__(path)` finds the program's function. A call is positional and keyword
-    arguments.
+    A step is (kind, Python code): "setup", "test", or "check", a test that also has to call `__checked__()`. Inside a
+    step, `with __test__():` reports one more test and `__function__(path)` finds the program's function. A call is
+    positional and keyword arguments.
     """
 
     setup: str  # Python code that runs before the program
@@ -94,9 +95,9 @@ class Job(TypedDict):
 class Ran:
     """The result of a program. `ended` is "done" (also after an exception), "time", "output" or "died".
 
-    `results` has one entry per test (a boolean) or call (a list with its value, None after an exception); without checks it has one
-    entry, whether the exit status is 0. It is shorter when the program ended earlier or stopped, and "done" then is "died". `walls` tells
-    for each restriction whether it was in place.
+    `results` has one entry per test (a boolean) or call (a list with its value, None after an exception); without
+    checks it has one entry, whether the exit status is 0. It is shorter when the program ended earlier or stopped, and
+    "done" then is "died". `walls` tells for each restriction whether it was in place.
     """
 
     ended: str
@@ -119,8 +120,8 @@ def run(
     packages: bool = True,
     report_bytes: int = 1 << 20,
 ) -> Ran:
-    """Run a Python program, then `tests` (texts of Python, or `Checks`) in the same namespace, in a temporary folder that is removed
-    afterwards. `report_bytes` limits the length of all results."""
+    """Run a Python program, then `tests` (texts of Python, or `Checks`) in the same namespace, in a temporary folder
+    that is removed afterwards. `report_bytes` limits the length of all results."""
     if isinstance(tests, list):
         steps = [("test", test.encode("utf-8", "replace").decode()) for test in tests]
         tests = Checks(setup="", steps=steps, function="", calls=[], count=len(steps), stop_early=False)
@@ -155,7 +156,12 @@ def _watch(job: Job, folder: Path, limits: Limits, report_bytes: int) -> Ran:
         file.seek(0)
         reports, their_reports = os.pipe()
         mailbox, their_mailbox = socket.socketpair()
-        environment = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+        environment = {
+            "PYTHONHASHSEED": "0",
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "PATH": "/usr/bin:/bin",
+        }
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", _CHILD, str(their_reports), str(their_mailbox.fileno())],
             stdin=file,
@@ -187,7 +193,9 @@ def _watch(job: Job, folder: Path, limits: Limits, report_bytes: int) -> Ran:
     return Ran(ended, stdout.decode("utf-8", "replace"), results[:count], walls)
 
 
-def _read(process: subprocess.Popen[bytes], reports: int, counts: Counts, limits: Limits, report_bytes: int) -> tuple[str, bytes, bytes]:
+def _read(
+    process: subprocess.Popen[bytes], reports: int, counts: Counts, limits: Limits, report_bytes: int
+) -> tuple[str, bytes, bytes]:
     """Read the program's output and reports, and answer its counted calls, until it ends or reaches a limit."""
     deadline = time.monotonic() + limits.seconds
     assert process.stdout is not None, "the process writes to a pipe"
@@ -220,7 +228,8 @@ def _read(process: subprocess.Popen[bytes], reports: int, counts: Counts, limits
 
 
 def _messages(report: bytes) -> Iterator[dict[str, Any]]:
-    """Parse the reports of the process. The program can write to the same descriptor, so any bytes may be in between."""
+    """Parse the reports of the process. The program can write to the same descriptor, so any bytes may be in
+    between."""
     for line in report.splitlines():
         try:
             message = json.loads(line)
@@ -247,7 +256,8 @@ def _linux() -> tuple[int, int]:
 
 @cache
 def _module_path(packages: bool) -> list[str]:
-    """Return the import path of programs: the standard library and, with `packages`, the packages installed beside this one."""
+    """Return the import path of programs: the standard library and, with `packages`, the packages installed beside this
+    one."""
     paths = sysconfig.get_paths()
     standard = [paths["stdlib"], paths["platstdlib"], str(Path(paths["stdlib"]) / "lib-dynload")]
     return list(dict.fromkeys(standard + ([paths["purelib"], paths["platlib"]] if packages else [])))
@@ -257,13 +267,22 @@ def _module_path(packages: bool) -> list[str]:
 def _readable(packages: bool) -> list[str]:
     """Return the files that Python needs to run."""
     prefixes = [sys.base_prefix, *_module_path(packages), sysconfig.get_config_var("LIBDIR") or "/usr/lib"]
-    system = ["/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime"]
+    system = [
+        "/usr/lib",
+        "/usr/lib64",
+        "/lib",
+        "/lib64",
+        "/usr/local/lib",
+        "/usr/share/zoneinfo",
+        "/etc/ld.so.cache",
+        "/etc/localtime",
+    ]
     devices = ["/dev/null", "/dev/urandom", "/dev/random"]
     own = [p for p in prefixes if p not in ("/", "/usr")]
     return [p for p in dict.fromkeys(own + system + devices) if os.path.exists(p)]
 
 
-# ------------------------------------------------------------------------------------------------------------------ guarantees
+# ----------------------------------------------------------------------------------------------------------- guarantees
 
 _TCP = """
 import socket
@@ -359,7 +378,8 @@ thread.join()
 
 
 def missing_guarantees(walls: tuple[str, ...] = WALLS) -> dict[str, str]:
-    """Try to break each guarantee of the sandbox on this machine. Returns guarantee -> the program that broke it; empty when all hold.
+    """Try to break each guarantee of the sandbox on this machine. Returns guarantee -> the program that broke it; empty
+    when all hold.
 
     ValueError when not even a harmless program runs."""
     limits = Limits(seconds=20.0, memory_mb=256, file_mb=1, kernel_mb=4)
@@ -372,7 +392,13 @@ def missing_guarantees(walls: tuple[str, ...] = WALLS) -> dict[str, str]:
             "no network": [_TCP.format(port=port), _UDP.format(port=port)],
             "no file outside its folder": [_FILES, _WRITE.format(path=str(outside / "x"))],
             "no other process": [_PROCESSES, _SIGNALS.format(pid=os.getpid()), _OWNERS.format(pid=os.getpid())],
-            "bounded memory": [_MEMORY.format(memory=512), _TABLES.format(kernel_bytes=limits.kernel_bytes), _HOLES, _DESCRIPTORS, _PIPES],
+            "bounded memory": [
+                _MEMORY.format(memory=512),
+                _TABLES.format(kernel_bytes=limits.kernel_bytes),
+                _HOLES,
+                _DESCRIPTORS,
+                _PIPES,
+            ],
             "bounded files": [_DISK.format(file_mb=limits.file_mb), _FOLDERS.format(max_files=limits.max_files)],
             "bounded threads": [_THREADS.format(max_threads=limits.max_threads)],
         }

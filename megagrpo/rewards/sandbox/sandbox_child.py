@@ -1,14 +1,18 @@
-"""The process that a program of a completion runs in: `python -I -S child.py REPORTS MAILBOX`, started by `sandbox.run`.
+"""The process that a program of a completion runs in: `python -I -S child.py REPORTS MAILBOX`, started by
+`sandbox.run`.
 
-It reads a job (marshal) from standard input, puts up the walls that the kernel offers, reports them and the results of tests (JSON) on the
-descriptor REPORTS, and executes the program. It imports nothing of this project but `execution` and `system_calls`. The walls also hold for
-what the program imports and for its threads. None of them needs root:
+It reads a job (marshal) from standard input, puts up the walls that the kernel offers, reports them and the results of
+tests (JSON) on the descriptor REPORTS, and executes the program. It imports nothing of this project but `execution` and
+`system_calls`. The walls also hold for what the program imports and for its threads. None of them needs root:
 
-- Landlock: the program can open the job's folder, and Python's own files to read. Where the kernel lacks it, a mount namespace does that.
-- seccomp: no sockets, no new processes, no signals to others, no tracing, no way around (io_uring, namespaces, memory outside of limits).
-- user, mount and network namespaces: no network device, and a folder in memory that the kernel limits and removes with the process.
-- counts: the parent answers each new thread, each call that takes memory of the kernel and, where the folder lies on a disk, each new file
-  (seccomp's user notification).
+- Landlock: the program can open the job's folder, and Python's own files to read. Where the kernel lacks it, a mount
+  namespace does that.
+- seccomp: no sockets, no new processes, no signals to others, no tracing, no way around (io_uring, namespaces, memory
+  outside of limits).
+- user, mount and network namespaces: no network device, and a folder in memory that the kernel limits and removes with
+  the process.
+- counts: the parent answers each new thread, each call that takes memory of the kernel and, where the folder lies on a
+  disk, each new file (seccomp's user notification).
 - resource limits: processor time, memory, size of a file, descriptors.
 """
 
@@ -58,11 +62,12 @@ def limit_resources(job: "Job", file_bytes: int) -> None:
         resource.setrlimit(limit, (value, value))
 
 
-# ------------------------------------------------------------------------------------------------------------------ namespaces
+# ----------------------------------------------------------------------------------------------------------- namespaces
 
 
 def enter_namespaces() -> bool:
-    """Enter a user namespace without network devices and with its own mounts. Returns False where the kernel or a container forbids it."""
+    """Enter a user namespace without network devices and with its own mounts. Returns False where the kernel or a
+    container forbids it."""
     uid, gid = os.getuid(), os.getgid()
     if not succeeded(LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS)):
         return False
@@ -71,12 +76,14 @@ def enter_namespaces() -> bool:
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(text)
     except OSError:
-        pass  # the user stays unmapped, as root without capabilities does: the process has fewer rights, the network is gone
+        # the user stays unmapped, as root without capabilities does: the process has fewer rights, the network is gone
+        pass
     return True
 
 
 def mount_read_only(job: "Job") -> bool:
-    """Mount a new root: the readable files, read-only, and the job's folder, in limited memory. Returns False when that fails."""
+    """Mount a new root: the readable files, read-only, and the job's folder, in limited memory. Returns False when that
+    fails."""
     try:
         return _mount_read_only(job)
     except OSError:  # an unmapped user cannot create files in a new file system
@@ -107,7 +114,8 @@ def _mount_read_only(job: "Job") -> bool:
         if not any(succeeded(mount(None, inside.encode(), None, flags | more, None)) for more in locked):
             return False
     os.makedirs(root + folder)
-    limits = f"size={job['file_mb']}m,nr_inodes={job['max_files'] + 1},mode=700"  # the folder itself counts as one inode
+    # the folder itself counts as one inode
+    limits = f"size={job['file_mb']}m,nr_inodes={job['max_files'] + 1},mode=700"
     if not succeeded(mount(b"tmpfs", (root + folder).encode(), b"tmpfs", MS_NOSUID | MS_NODEV, limits.encode())):
         return False
     if not succeeded(mount(None, root.encode(), None, MS_REMOUNT | MS_RDONLY, None)):
@@ -122,12 +130,12 @@ def drop_capabilities() -> None:
     LIBC.capset(header, bytes(24))
 
 
-# -------------------------------------------------------------------------------------------------------------------- Landlock
+# ------------------------------------------------------------------------------------------------------------- Landlock
 
 
 def restrict_files(job: "Job") -> bool:
-    """Restrict file access with Landlock (Linux 5.13): read access to the readable files, full access to the job's folder. Returns False
-    where the kernel lacks Landlock."""
+    """Restrict file access with Landlock (Linux 5.13): read access to the readable files, full access to the job's
+    folder. Returns False where the kernel lacks Landlock."""
     create, add, restrict = 444, 445, 446
     version = min(LIBC.syscall(create, None, ctypes.c_size_t(0), 1), job["landlock_abi"])
     if version < 1:
@@ -159,19 +167,25 @@ def restrict_files(job: "Job") -> bool:
     return done
 
 
-# --------------------------------------------------------------------------------------------------------------------- seccomp
+# -------------------------------------------------------------------------------------------------------------- seccomp
 
 
 def filter_calls(calls: "ModuleType", counts: bool, limits_files: bool, mailbox: int) -> tuple[bool, bool]:
-    """Install the filters of `system_calls`. With `counts`, send a listener to the parent through `mailbox`, the descriptor of a socket.
+    """Install the filters of `system_calls`. With `counts`, send a listener to the parent through `mailbox`, the
+    descriptor of a socket.
 
-    Returns whether calls are denied and whether the parent counts. A process has at most one listener, so the parent cannot count where a
-    container's runtime already listens. The second filter denies the call that sends the listener, so it is installed afterwards.
+    Returns whether calls are denied and whether the parent counts. A process has at most one listener, so the parent
+    cannot count where a container's runtime already listens. The second filter denies the call that sends the listener,
+    so it is installed afterwards.
     """
     machine = os.uname().machine
     if machine not in calls.ARCHITECTURES or sys.maxsize <= 2**32:
         return False, False
-    listener = install(calls.pack(calls.build_counter(machine, limits_files)), SECCOMP_FILTER_FLAG_NEW_LISTENER) if counts else -1
+    listener = (
+        install(calls.pack(calls.build_counter(machine, limits_files)), SECCOMP_FILTER_FLAG_NEW_LISTENER)
+        if counts
+        else -1
+    )
     if listener >= 0:
         channel = _socket.socket(fileno=mailbox)
         channel.sendmsg([b"listener"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("i", listener))])
@@ -182,13 +196,14 @@ def filter_calls(calls: "ModuleType", counts: bool, limits_files: bool, mailbox:
 
 
 def install(instructions: bytes, flags: int = 0) -> int:
-    """Install a packed filter. Returns the descriptor of its listener, 0 without a listener, or a negative number when it fails."""
+    """Install a packed filter. Returns the descriptor of its listener, 0 without a listener, or a negative number when
+    it fails."""
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
     program = struct.pack("HxxxxxxQ", len(instructions) // 8, ctypes.addressof(buffer))
     return LIBC.syscall(SECCOMP[os.uname().machine], SECCOMP_SET_MODE_FILTER, flags, program)
 
 
-# ------------------------------------------------------------------------------------------------------------------ the program
+# ---------------------------------------------------------------------------------------------------------- the program
 
 
 def feed_input(text: bytes) -> None:
@@ -227,7 +242,9 @@ def main() -> None:
     reports, mailbox = map(int, sys.argv[1:])
     job: Job = marshal.load(open(0, "rb", closefd=False))
 
-    def report(message: object, write: "Callable[[int, bytes], int]" = os.write, as_json: "Callable[[object], str]" = as_json) -> None:
+    def report(
+        message: object, write: "Callable[[int, bytes], int]" = os.write, as_json: "Callable[[object], str]" = as_json
+    ) -> None:
         left = as_json(message).encode() + b"\n"
         while left:
             left = left[write(reports, left) :]
@@ -253,7 +270,9 @@ def main() -> None:
     os.close(mailbox)
     report({"walls": walls})
     token = job["token"]
-    execution.execute(job["program"], job["checks"], lambda value: report({"token": token, "result": value}), lambda: os._exit(0))
+    execution.execute(
+        job["program"], job["checks"], lambda value: report({"token": token, "result": value}), lambda: os._exit(0)
+    )
 
 
 if __name__ == "__main__":

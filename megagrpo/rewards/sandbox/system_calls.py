@@ -1,7 +1,9 @@
-"""The seccomp filters of a sandboxed program: which system calls fail, and which the parent counts. The stricter of both results applies.
+"""The seccomp filters of a sandboxed program: which system calls fail, and which the parent counts. The stricter of
+both results applies.
 
-Numbers are pairs (x86_64, aarch64), None where the architecture has no such call. The kernel reads commands and flags as 32 bits, so the
-filter compares the low 32 bits of an argument. Calls of other ABIs of the same machine (i386, x32, 32-bit ARM) kill the process or fail.
+Numbers are pairs (x86_64, aarch64), None where the architecture has no such call. The kernel reads commands and flags
+as 32 bits, so the filter compares the low 32 bits of an argument. Calls of other ABIs of the same machine (i386, x32,
+32-bit ARM) kill the process or fail.
 """
 
 import struct
@@ -66,7 +68,8 @@ DENIED = {
     "keyctl": (250, 219),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
-    # System V and POSIX objects outlive the process and are shared with others. An id is enough to reach one that exists.
+    # System V and POSIX objects outlive the process and are shared with others. An id is enough to reach one that
+    # exists.
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
@@ -136,7 +139,8 @@ CREATES = {  # a file or folder, always
     "symlink": (88, None),
     "symlinkat": (266, 36),
 }
-CLONE_THREAD, CLONE_FILES, CLOSE_RANGE_UNSHARE = 0x10000, 0x400, 2  # the limit on descriptors holds for one table of the process
+# the limit on descriptors holds for one table of the process
+CLONE_THREAD, CLONE_FILES, CLOSE_RANGE_UNSHARE = 0x10000, 0x400, 2
 PRCTLS = (3, 4, 15, 16, 23, 38, 39)  # dumpable, thread names, capability sets, no new privileges
 LOCKS = (6, 7, 37, 38)  # fcntl: F_SETLK, F_SETLKW and those of an open file; no limit counts locks
 MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20  # together: memory that stays while one page of it is mapped
@@ -160,18 +164,22 @@ def fail(error: int) -> int:
 
 
 def build_counter(machine: str, limits_files: bool) -> Code:
-    """Build the filter that lets the parent answer each new thread, the calls that take kernel memory (mappings, locks, socket pairs) and,
-    with `limits_files`, each call that can create a file."""
+    """Build the filter that lets the parent answer each new thread, the calls that take kernel memory (mappings, locks,
+    socket pairs) and, with `limits_files`, each call that can create a file."""
     audit, column = ARCHITECTURES[machine]
     code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), _give(ALLOW), (_LOAD, 0, 0, 0)]
     for numbers in (CLONE, MMAP, MUNMAP, MREMAP, MPROTECT, SOCKETPAIR):
         code += _call(numbers[column], [_give(COUNT)])
-    code += _call(FCNTL[column], [_argument(1), *(step for c in LOCKS for step in ((_EQUAL, 0, 1, c), _give(COUNT))), _give(ALLOW)])
+    code += _call(
+        FCNTL[column],
+        [_argument(1), *(step for c in LOCKS for step in ((_EQUAL, 0, 1, c), _give(COUNT))), _give(ALLOW)],
+    )
     return [*code, *(_creations(column, COUNT) if limits_files else []), _give(ALLOW)]
 
 
 def build_filter(machine: str, pid: int, counts: bool, limits_files: bool) -> Code:
-    """Build the filter of denied calls for process `pid`. With `limits_files` and without `counts`, calls that can create a file fail."""
+    """Build the filter of denied calls for process `pid`. With `limits_files` and without `counts`, calls that can
+    create a file fail."""
     audit, column = ARCHITECTURES[machine]
     code = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, audit), _give(KILL), (_LOAD, 0, 0, 0)]
     code += [(_AT_LEAST, 0, 1, NEWEST + 1), _give(fail(ENOSYS))]  # also every call of the x32 ABI
@@ -185,12 +193,16 @@ def build_filter(machine: str, pid: int, counts: bool, limits_files: bool) -> Co
     code += _call(TGKILL[column], _only(0, (pid,), EPERM))
     code += _call(PRLIMIT[column], _only(0, (0,), EPERM))
     code += _call(PRCTL[column], _only(0, PRCTLS, EINVAL))  # the signal at the parent's death stays set
-    code += _call(FCNTL[column], _all_but(1, (*SENDS_SIGNALS, F_SETLEASE, F_SETPIPE_SZ, *(() if counts else LOCKS)), EPERM))
+    code += _call(
+        FCNTL[column], _all_but(1, (*SENDS_SIGNALS, F_SETLEASE, F_SETPIPE_SZ, *(() if counts else LOCKS)), EPERM)
+    )
     code += _call(IOCTL[column], _only(1, IOCTLS, ENOTTY))
     # A datagram socket can send to any address, so only pairs of streams.
     stream = [_argument(1), (_AND, 0, 0, SOCK_TYPES), (_EQUAL, 1, 0, SOCK_STREAM), _give(fail(EPERM)), _give(ALLOW)]
     code += _call(SOCKETPAIR[column], [_argument(0), (_EQUAL, 1, 0, AF_UNIX), _give(fail(EPERM)), *stream])
-    code += _call(RENAMEAT2[column], [_argument(4), (_ANY_BIT, 0, 1, RENAME_WHITEOUT), _give(fail(EPERM)), _give(ALLOW)])
+    code += _call(
+        RENAMEAT2[column], [_argument(4), (_ANY_BIT, 0, 1, RENAME_WHITEOUT), _give(fail(EPERM)), _give(ALLOW)]
+    )
     # Before Landlock's ABI 3 a file that may be read could be truncated by opening it.
     truncates = [(_AND, 0, 0, O_TRUNC | O_ACCMODE), (_EQUAL, 0, 1, O_TRUNC), _give(fail(EPERM))]
     if limits_files:
@@ -211,7 +223,9 @@ def _opens(column: int, *checks: Code) -> Code:
     """Run each of `checks` on the flags of `open` and `openat`; allow calls that pass all."""
     code = []
     for numbers, flags in ((OPEN, 1), (OPENAT, 2)):
-        code += _call(numbers[column], [*(step for check in checks for step in (_argument(flags), *check)), _give(ALLOW)])
+        code += _call(
+            numbers[column], [*(step for check in checks for step in (_argument(flags), *check)), _give(ALLOW)]
+        )
     return code
 
 

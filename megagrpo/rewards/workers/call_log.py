@@ -1,6 +1,8 @@
-"""What a reward function logs during one call, with TRL's `log_extra` and `log_metric`: columns of the completions table, and numbers.
+"""What a reward function logs during one call, with TRL's `log_extra` and `log_metric`: columns of the completions
+table, and numbers.
 
-Imports little, because every worker process reads this file. A wrong use of the two changes no reward: it is reported by text.
+Imports little, because every worker process reads this file. A wrong use of the two changes no reward: it is reported
+by text.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ OWN_METRICS = frozenset({"mean", "std", "timeouts", "exceptions", "unscorable", 
 MOST_NAMES = 100  # columns, and metrics, of a call
 LONGEST_NAME = 100  # characters
 
-Logged = dict[str, Any]  # {"columns": name -> values, "metrics": name -> number, "problems": texts}, as it travels to the trainer
+# {"columns": name -> values, "metrics": name -> number, "problems": texts}, as it travels to the trainer
+Logged = dict[str, Any]
 
 
 class CallLog:
@@ -27,10 +30,12 @@ class CallLog:
         self._count = count
         self._columns: dict[str, list[Any]] = {}
         self._metrics: dict[str, list[float]] = {}
-        self._problems: dict[str, str] = {}  # by the name they concern, so that a loop does not report each of its turns
+        # by the name they concern, so that a loop does not report each of its turns
+        self._problems: dict[str, str] = {}
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
-        """Add a column to the completions table: one value per completion of the call. A later call with the same name replaces it."""
+        """Add a column to the completions table: one value per completion of the call. A later call with the same name
+        replaces it."""
         try:
             name = _checked_name(column, self._columns)
             values = values.tolist() if hasattr(values, "tolist") else values
@@ -91,7 +96,9 @@ def _cell(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         number = float(value)
         return number if math.isfinite(number) else None
-    raise TypeError(f"a value is a {type(value).__name__}, {value!r:.100}; a value is text, a number, a boolean or None")
+    raise TypeError(
+        f"a value is a {type(value).__name__}, {value!r:.100}; a value is text, a number, a boolean or None"
+    )
 
 
 def _number(value: Any) -> float:
@@ -110,7 +117,10 @@ def is_logged(value: Any, count: int) -> bool:
     """Whether `value`, received from a worker, is the log of a call that scored `count` completions."""
     match value:
         case {"columns": dict() as columns, "metrics": dict() as metrics, "problems": list() as problems}:
-            cells_valid = all(isinstance(cells, list) and len(cells) == count and all(map(_is_cell, cells)) for cells in columns.values())
+            cells_valid = all(
+                isinstance(cells, list) and len(cells) == count and all(map(_is_cell, cells))
+                for cells in columns.values()
+            )
             numbers_valid = all(type(number) is float and math.isfinite(number) for number in metrics.values())
             return cells_valid and numbers_valid and all(type(problem) is str for problem in problems)
     return False

@@ -1,7 +1,8 @@
 """Messages to and from a process that runs user code: length-prefixed JSON over a socket. Nothing is unpickled.
 
-A frame is 4 bytes, the length of the rest, and JSON in UTF-8. Floats keep their exact bits, NaN and infinities included. The trainer may
-send more types than JSON has (`as_json` lists them). It receives plain JSON only, whatever the other side sent.
+A frame is 4 bytes, the length of the rest, and JSON in UTF-8. Floats keep their exact bits, NaN and infinities
+included. The trainer may send more types than JSON has (`as_json` lists them). It receives plain JSON only, whatever
+the other side sent.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class ProtocolError(RuntimeError):
 
 
 class Channel:
-    """One end of a connection. A worker uses the blocking `send` and `receive`, a trainer the non-blocking `post`, `flush` and `arrived`.
+    """One end of a connection. A worker uses the blocking `send` and `receive`, a trainer the non-blocking `post`,
+    `flush` and `arrived`.
 
     `trusted`: the other side runs no user code, so its messages may have any length.
     """
@@ -62,8 +64,8 @@ class Channel:
         return bool(self._incoming)
 
     def post(self, message: Any) -> None:
-        """Send as much of a message as the socket takes now. Raises TypeError or ValueError, with nothing sent, when it cannot be encoded
-        as JSON."""
+        """Send as much of a message as the socket takes now. Raises TypeError or ValueError, with nothing sent, when it
+        cannot be encoded as JSON."""
         self._outgoing += _frame(message, _WITHOUT_LIMIT)
         self.flush()
 
@@ -71,14 +73,17 @@ class Channel:
         """Continue to send. Does nothing when the other side is gone; `arrived` reports that."""
         try:
             while self._outgoing:
-                del self._outgoing[: self._socket.send(self._outgoing[:_AT_ONCE], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)]
+                del self._outgoing[
+                    : self._socket.send(self._outgoing[:_AT_ONCE], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                ]
         except BlockingIOError:
             pass
         except OSError:
             self._outgoing.clear()
 
     def arrived(self) -> list[Any]:
-        """Return the messages that are complete. Raises EOFError when the other side is gone, ProtocolError for an invalid message."""
+        """Return the messages that are complete. Raises EOFError when the other side is gone, ProtocolError for an
+        invalid message."""
         try:
             read = self._socket.recv(_AT_ONCE, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -96,13 +101,13 @@ class Channel:
     # -- blocking
 
     def send(self, message: Any) -> None:
-        """Send a message. Raises TypeError or ValueError, with nothing sent, when it cannot be encoded as JSON or is too long; OSError when
-        the other side is gone."""
+        """Send a message. Raises TypeError or ValueError, with nothing sent, when it cannot be encoded as JSON or is
+        too long; OSError when the other side is gone."""
         self._socket.sendall(_frame(message, LONGEST))
 
     def receive(self, seconds: float | None = None) -> Any:
-        """Wait for the next message and return it. Raises TimeoutError when it is not complete within `seconds`, and the errors of
-        `arrived`."""
+        """Wait for the next message and return it. Raises TimeoutError when it is not complete within `seconds`, and
+        the errors of `arrived`."""
         ends = None if seconds is None else time.monotonic() + seconds
         while (message := self._next()) is None:
             left = None if ends is None else ends - time.monotonic()
@@ -137,15 +142,17 @@ class Channel:
 
 
 def _frame(message: Any, longest: int) -> bytes:
-    text = json.dumps(message, ensure_ascii=False).encode(errors="surrogatepass")  # json.loads reads lone surrogates back
+    # json.loads reads lone surrogates back
+    text = json.dumps(message, ensure_ascii=False).encode(errors="surrogatepass")
     if len(text) > longest:
         raise ValueError(f"a message of {len(text)} bytes; {longest} are allowed")
     return _HEAD.pack(len(text)) + text
 
 
-# ------------------------------------------------------------------------------------------------------------------ types beyond JSON
+# ---------------------------------------------------------------------------------------------------- types beyond JSON
 
-_TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # type -> (encoder to a value that `as_json` knows, decoder)
+# type -> (encoder to a value that `as_json` knows, decoder)
+_TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     tuple: (list, tuple),
     set: (list, set),
     frozenset: (list, frozenset),
@@ -156,7 +163,10 @@ _TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {  # typ
     datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
     datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
     datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
-    datetime.timedelta: (lambda value: [value.days, value.seconds, value.microseconds], lambda parts: datetime.timedelta(*parts)),
+    datetime.timedelta: (
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda parts: datetime.timedelta(*parts),
+    ),
     SimpleNamespace: (vars, lambda members: SimpleNamespace(**members)),
     Target: (lambda value: list(vars(value).values()), lambda parts: Target(*parts)),
     dict: (lambda value: [[key, item] for key, item in value.items()], dict),  # dicts with keys that are not strings
@@ -166,7 +176,8 @@ _BY_NAME = {kind.__name__: build for kind, (_, build) in _TYPES.items()}
 
 
 def as_json(value: Any) -> Any:
-    """Encode `value` as plain JSON that `from_json` decodes, including tuples, sets, dates, bytes and keys that are not strings.
+    """Encode `value` as plain JSON that `from_json` decodes, including tuples, sets, dates, bytes and keys that are not
+    strings.
 
     NumPy arrays and numbers become lists and numbers. Raises TypeError that names any other type.
     """
@@ -182,10 +193,14 @@ def as_json(value: Any) -> Any:
     for base in _BASES:  # subclasses, including NumPy's, become the plain value
         if isinstance(value, base):
             return as_json(base(value))
-    for method in ("tolist", "to_pydatetime", "to_pytimedelta"):  # of NumPy; of pandas, for parquet's times in nanoseconds
+    # of NumPy; of pandas, for parquet's times in nanoseconds
+    for method in ("tolist", "to_pydatetime", "to_pytimedelta"):
         if hasattr(value, method):
             return as_json(getattr(value, method)())
-    raise TypeError(f"a {kind.__module__}.{kind.__qualname__} cannot be passed to a worker; convert it to numbers, text, lists or dicts")
+    raise TypeError(
+        f"a {kind.__module__}.{kind.__qualname__} cannot be passed to a worker; convert it to numbers, text, lists or "
+        f"dicts"
+    )
 
 
 def from_json(value: Any) -> Any:

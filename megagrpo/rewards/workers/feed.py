@@ -1,4 +1,5 @@
-"""A queue that feeds calls to a running worker pool: any thread puts items in, and the pool's thread polls a connection for them."""
+"""A queue that feeds calls to a running worker pool: any thread puts items in, and the pool's thread polls a connection
+for them."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ class FeedEnded(Exception):
 
 
 class Feed:
-    """The queue. `put` and `end` are thread-safe; the pool's thread calls `take` when `connection` is readable. `expand` turns an item into
-    calls in that thread."""
+    """The queue. `put` and `end` are thread-safe; the pool's thread calls `take` when `connection` is readable.
+    `expand` turns an item into calls in that thread."""
 
     def __init__(self, expand: Callable[[Any], Iterable[Any]]):
         self._expand = expand

@@ -1,4 +1,5 @@
-"""Forwarding of a worker's output to standard error: control characters are escaped, and excessive output is dropped."""
+"""Forwarding of a worker's output to standard error: control characters are escaped, and excessive output is
+dropped."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _LOOKS = 64  # reads from a closed pipe; a pipe holds at most a MiB
 
 
 class Output:
-    """The pipe to which a worker writes its standard output and error. The trainer forwards it whenever it waits for workers."""
+    """The pipe to which a worker writes its standard output and error. The trainer forwards it whenever it waits for
+    workers."""
 
     def __init__(self, name: str):
         self._name = name
@@ -49,7 +51,10 @@ class Output:
         text = printable(self._text.decode(allowed))
         if len(allowed) < len(read) and not self._was_cut:
             self._was_cut = True
-            text += f"\n[{self._name} has printed {BURST >> 10} KiB; output above {PER_SECOND} bytes per second is dropped from now on]\n"
+            text += (
+                f"\n[{self._name} has printed {BURST >> 10} KiB; output above {PER_SECOND} bytes per second is "
+                f"dropped from now on]\n"
+            )
         with suppress(OSError, ValueError):  # standard error is closed
             sys.stderr.write(text)
             sys.stderr.flush()

@@ -34,8 +34,8 @@ _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 class Call:
     """One call of a function in a worker of `lane`.
 
-    `action` is "describe", "score" (called as a reward function), "row_faults" (its `row_fault` is called with each of `rows`) or "call"
-    (called with exactly these arguments). `tag` belongs to the caller.
+    `action` is "describe", "score" (called as a reward function), "row_faults" (its `row_fault` is called with each of
+    `rows`) or "call" (called with exactly these arguments). `tag` belongs to the caller.
     """
 
     target: Target
@@ -50,8 +50,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a call. `kind` is "result", "error" (it raised, or its worker died), "invalid" (its result is no list of one value per
-    completion) or "timeout"; `value` is the result or the error text."""
+    """The outcome of a call. `kind` is "result", "error" (it raised, or its worker died), "invalid" (its result is no
+    list of one value per completion) or "timeout"; `value` is the result or the error text."""
 
     kind: str
     value: Any
@@ -71,11 +71,11 @@ class _UnexpectedMessage(ProtocolError):
 
 
 class Worker:
-    """One worker process, with its own session and temporary folder, so that killing it also removes the reward's child processes and
-    files.
+    """One worker process, with its own session and temporary folder, so that killing it also removes the reward's child
+    processes and files.
 
-    With a `capacity` it runs up to that many coroutines concurrently. Without one it runs plain functions in its main thread, one at a
-    time.
+    With a `capacity` it runs up to that many coroutines concurrently. Without one it runs plain functions in its main
+    thread, one at a time.
     """
 
     def __init__(self, lane: str, capacity: int | None, search_path: str | None):
@@ -120,7 +120,9 @@ class Worker:
         self._count += 1
         now = time.monotonic()
         try:
-            self.channel.post(as_json([self._count, call.action, call.target, call.options, call.arguments, call.timeout]))
+            self.channel.post(
+                as_json([self._count, call.action, call.target, call.options, call.arguments, call.timeout])
+            )
         except (TypeError, ValueError, RecursionError) as error:
             return [(call, Outcome("error", f"its arguments cannot be sent to a worker: {error}", 0.0))]
         self.running[self._count] = _Running(call, now, now + LOAD_SECONDS)
@@ -129,7 +131,8 @@ class Worker:
     def _is_dead_or_out_of_sync(self) -> bool:
         """Whether an idle worker has died, or has sent anything although no call is open."""
         try:
-            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # its id stays taken until `kill`
+            # its id stays taken until `kill`
+            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             return ended is not None or bool(self.channel.arrived()) or self.channel.has_half_a_message
         except (EOFError, ProtocolError):
             return True
@@ -137,8 +140,8 @@ class Worker:
     def receive(self) -> list[tuple[Call, Outcome | None]]:
         """Return the calls that are finished, each with its outcome.
 
-        When the worker died or broke the protocol, all its calls are returned. An outcome of None means: unclear which call caused it, so
-        the pool runs the call again without others.
+        When the worker died or broke the protocol, all its calls are returned. An outcome of None means: unclear which
+        call caused it, so the pool runs the call again without others.
         """
         over: list[tuple[Call, Outcome | None]] = []
         try:
@@ -161,9 +164,13 @@ class Worker:
                     running.is_loaded, running.begun = True, time.monotonic()
                     running.deadline = running.begun + running.call.timeout + (GRACE_SECONDS if self.capacity else 0.0)
                 return []
-            case [int() as number, "result" | "error" | "invalid" | "timeout" as kind, value, float() as seconds] if number in self.running:
+            case [int() as number, "result" | "error" | "invalid" | "timeout" as kind, value, float() as seconds] if (
+                number in self.running
+            ):
                 call = self.running[number].call
-                if not math.isfinite(seconds) or not (_is_result_of(call, value) if kind == "result" else isinstance(value, str)):
+                if not math.isfinite(seconds) or not (
+                    _is_result_of(call, value) if kind == "result" else isinstance(value, str)
+                ):
                     raise ProtocolError(f"it sent a malformed {kind}")
                 del self.running[number]
                 return [(call, Outcome(kind, value, seconds))]
@@ -183,13 +190,18 @@ class Worker:
         self.restart()
         return self._blame(lost, "timeout", "no answer in time")
 
-    def _blame(self, lost: list[_Running], kind: str, reason: str, blames: bool = True) -> list[tuple[Call, Outcome | None]]:
+    def _blame(
+        self, lost: list[_Running], kind: str, reason: str, blames: bool = True
+    ) -> list[tuple[Call, Outcome | None]]:
         """Return each lost call with its outcome: the failure if only this call can have caused it, else None.
 
         With `blames` False a finished call may have caused it, so only a call that runs `alone` fails.
         """
         now = time.monotonic()
-        return [(r.call, Outcome(kind, reason, now - r.begun) if len(lost) == 1 and (blames or r.call.alone) else None) for r in lost]
+        return [
+            (r.call, Outcome(kind, reason, now - r.begun) if len(lost) == 1 and (blames or r.call.alone) else None)
+            for r in lost
+        ]
 
     def restart(self) -> None:
         self.kill()
@@ -199,7 +211,8 @@ class Worker:
         self.running = {}
         self.channel.close()
         try:
-            os.killpg(self.process.pid, signal.SIGKILL)  # the group still exists while child processes of the reward run
+            # the group still exists while child processes of the reward run
+            os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
         self.process.wait()
@@ -220,13 +233,17 @@ class WorkerPool:
         self.add_lane(SHARED, workers)
 
     def add_lane(self, lane: str, workers: int = 1, capacity: int | None = None) -> None:
-        """Add workers for the calls of `lane` only. With a `capacity` each worker runs up to that many coroutines concurrently."""
+        """Add workers for the calls of `lane` only. With a `capacity` each worker runs up to that many coroutines
+        concurrently."""
         self._workers += [Worker(lane, capacity, self._search_path) for _ in range(workers)]
 
-    def run(self, calls: Iterable[Call], on_done: Callable[[Call, Outcome], Iterable[Call]], feed: Feed | None = None) -> None:
+    def run(
+        self, calls: Iterable[Call], on_done: Callable[[Call, Outcome], Iterable[Call]], feed: Feed | None = None
+    ) -> None:
         """Run all calls. `on_done` gets each outcome, in any order, and may return more calls to run.
 
-        A `feed` supplies more calls until it raises FeedEnded, which this method propagates. Raises ValueError when the pool is closed.
+        A `feed` supplies more calls until it raises FeedEnded, which this method propagates. Raises ValueError when the
+        pool is closed.
         """
         if not self._workers:
             raise ValueError("the reward workers are closed")
@@ -248,8 +265,8 @@ class WorkerPool:
     def drop(self, is_wanted: Callable[[Call], bool]) -> None:
         """Drop unwanted calls during `run`; called by `on_done` or the feed's `expand`.
 
-        Calls that have not started are removed. Workers without any wanted call are restarted. Outcomes of other running calls still
-        arrive.
+        Calls that have not started are removed. Workers without any wanted call are restarted. Outcomes of other
+        running calls still arrive.
         """
         for calls in self._pending.values():
             wanted = [call for call in calls if is_wanted(call)]
@@ -268,8 +285,8 @@ class WorkerPool:
             self._pending[call.lane].append(call)
 
     def _wait(self, feed: Feed | None) -> list[tuple[Call, Outcome | None]]:
-        """Wait for a result, a new item of the feed, or the next deadline. Returns finished calls; an outcome of None means to retry the
-        call."""
+        """Wait for a result, a new item of the feed, or the next deadline. Returns finished calls; an outcome of None
+        means to retry the call."""
         busy = [worker for worker in self._workers if worker.running]
         if not busy and feed is None:
             return []
@@ -287,13 +304,16 @@ class WorkerPool:
         return over
 
     def _ready(self, busy: list[Worker], feed: Feed | None, until: float) -> set[int]:
-        """Wait until a worker responds, prints, or can take more of its call, or the feed has an item. Returns the ready descriptors."""
+        """Wait until a worker responds, prints, or can take more of its call, or the feed has an item. Returns the
+        ready descriptors."""
         watched = select.poll()
         for worker in self._workers:
             if not worker.output.ended:
                 watched.register(worker.output.fileno(), select.POLLIN)
         for worker in busy:
-            watched.register(worker.channel.fileno(), select.POLLIN | (select.POLLOUT if worker.channel.has_more_to_send else 0))
+            watched.register(
+                worker.channel.fileno(), select.POLLIN | (select.POLLOUT if worker.channel.has_more_to_send else 0)
+            )
         if feed is not None:
             watched.register(feed.connection.fileno(), select.POLLIN)
         left = None if until == math.inf else max(0, math.ceil(1000 * (until - time.monotonic())))
@@ -315,12 +335,18 @@ def _is_result_of(call: Call, value: Any) -> bool:
         return isinstance(value, dict)
     if call.action == "row_faults":
         rows = call.arguments["rows"]
-        return isinstance(value, list) and len(value) == len(rows) and all(isinstance(fault, str | None) for fault in value)
+        return (
+            isinstance(value, list)
+            and len(value) == len(rows)
+            and all(isinstance(fault, str | None) for fault in value)
+        )
     if call.action == "score":
         count = len(call.arguments["completions"])
         match value:
             case [list() as rewards, logged]:
-                are_rewards = len(rewards) == count and all(type(reward) in (float, str, type(None)) for reward in rewards)
+                are_rewards = len(rewards) == count and all(
+                    type(reward) in (float, str, type(None)) for reward in rewards
+                )
                 return are_rewards and is_logged(logged, count)
         return False
     return True

@@ -10,7 +10,8 @@ from itertools import islice
 from typing import Any
 
 LARGEST = 1e15  # limit on a reward's magnitude: sums of such squares still fit into float32
-_SHORT = reprlib.Repr(maxstring=100, maxother=100, maxlong=100)  # a value may be deep or large, or its own repr may raise
+# a value may be deep or large, or its own repr may raise
+_SHORT = reprlib.Repr(maxstring=100, maxother=100, maxlong=100)
 
 
 class InvalidRewards(ValueError):
@@ -18,14 +19,18 @@ class InvalidRewards(ValueError):
 
 
 def reward_of(value: Any) -> float:
-    """Convert a reward to float64. Booleans, numbers, and scalars of NumPy and torch are accepted; text and containers are not.
+    """Convert a reward to float64. Booleans, numbers, and scalars of NumPy and torch are accepted; text and containers
+    are not.
 
-    Raises TypeError that names the type of another value, ValueError for a number that is not finite or larger than LARGEST.
+    Raises TypeError that names the type of another value, ValueError for a number that is not finite or larger than
+    LARGEST.
     """
     if not isinstance(value, numbers.Real) and getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real):
-        raise TypeError(f"it returned a {type(value).__name__}, {_SHORT.repr(value)}; a reward must be a number or None")
+        raise TypeError(
+            f"it returned a {type(value).__name__}, {_SHORT.repr(value)}; a reward must be a number or None"
+        )
     try:
         number = float(value)
     except OverflowError:
@@ -33,25 +38,33 @@ def reward_of(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError(f"it returned {number}, which is not finite")
     if abs(number) > LARGEST:
-        raise ValueError(f"it returned {number:g}; a reward must lie within ±{LARGEST:g}, or the statistics of a step overflow float32")
+        raise ValueError(
+            f"it returned {number:g}; a reward must lie within ±{LARGEST:g}, or the statistics of a step overflow "
+            f"float32"
+        )
     return number
 
 
 def rewards_of(values: Any, count: int) -> list[float | str | None]:
-    """Convert the rewards of `count` completions. Each is a number, None, or an error text that concerns this completion only.
+    """Convert the rewards of `count` completions. Each is a number, None, or an error text that concerns this
+    completion only.
 
     Raises InvalidRewards when `values` is not a list-like iterable, or has another length.
     """
     fix = "return a list, one number or None per completion, in their order"
     if getattr(values, "ndim", 1) > 1:
-        raise InvalidRewards(f"it returned an array of shape {tuple(values.shape)} for {count} completions; {fix}: shape ({count},)")
+        raise InvalidRewards(
+            f"it returned an array of shape {tuple(values.shape)} for {count} completions; {fix}: shape ({count},)"
+        )
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str | bytes | bytearray | Mapping | Set) or not isinstance(values, Iterable):
         what = "None" if values is None else f"a {type(values).__name__}"
         raise InvalidRewards(f"it returned {what} for {count} completions; {fix}")
     listed = list(islice(values, count + 1))  # an iterator may be endless
     if len(listed) != count:
-        returned = len(values) if isinstance(values, Sized) else f"more than {count}" if len(listed) > count else len(listed)
+        returned = (
+            len(values) if isinstance(values, Sized) else f"more than {count}" if len(listed) > count else len(listed)
+        )
         raise InvalidRewards(f"it returned {returned} rewards for {count} completions; {fix}")
     return [None if value is None else _reward_or_problem(value) for value in listed]
 

@@ -1,10 +1,10 @@
 """The process that runs reward functions, tools and schedulers, started and killed by `pool.Worker`:
 `python -m megagrpo.rewards.workers.worker functions|coroutines FD`.
 
-It reads [number, action, target, options, arguments, timeout] from the socket FD (channel.py) and answers each with [number, "started"]
-when the function is loaded, and then [number, "result", value, seconds], [number, "error", text, seconds], [number, "invalid", text,
-seconds] for a result that is no list of one value per completion or, for a coroutine that it has cancelled at its deadline, [number,
-"timeout", text, seconds]. It imports no torch of its own.
+It reads [number, action, target, options, arguments, timeout] from the socket FD (channel.py) and answers each with
+[number, "started"] when the function is loaded, and then [number, "result", value, seconds], [number, "error", text,
+seconds], [number, "invalid", text, seconds] for a result that is no list of one value per completion or, for a
+coroutine that it has cancelled at its deadline, [number, "timeout", text, seconds]. It imports no torch of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ _OWN_FILES = (__file__, user_code.__file__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded function, or an instance of a class. `options` are passed with each call; a class got its options at construction."""
+    """A loaded function, or an instance of a class. `options` are passed with each call; a class got its options at
+    construction."""
 
     function: Callable[..., Any]
     options: dict[str, Any]
@@ -65,7 +66,8 @@ def load(target: Target, options: dict[str, Any]) -> Loaded:
         described = _signature(loaded, target, options)
         options = {**dict(target.preset), **options}
         function = loaded(**options) if is_class and not described["unknown"] else loaded
-        needs = getattr(function, "needs_columns", described["needs"])  # an instance may need other columns than its class
+        # an instance may need other columns than its class
+        needs = getattr(function, "needs_columns", described["needs"])
         described["needs"] = tuple(n for n in needs if is_class or set(n).isdisjoint(options))
         described["independent"] = target.independent or bool(getattr(function, "independent", False))
         _loaded[key] = Loaded(function, {} if is_class else options, bool(target.plugins), described)
@@ -81,7 +83,10 @@ def find(target: Target) -> Callable[..., Any]:
             raise ValueError(f"rewards.plugins registers `{taken[0]}`, which is the name of a built-in; choose another")
         if target.attribute not in orms:
             known = ", ".join([*orms, *BUILT_IN])
-            raise ValueError(f"no reward function `{target.attribute}`{did_you_mean(target.attribute, [*orms, *BUILT_IN])}; known: {known}")
+            raise ValueError(
+                f"no reward function `{target.attribute}`{did_you_mean(target.attribute, [*orms, *BUILT_IN])}; known: "
+                f"{known}"
+            )
         return orms[target.attribute]
     return user_code.load(target.location, target.attribute)
 
@@ -114,7 +119,9 @@ def _value_of_failure(function: Callable[..., Any]) -> float | None:
     try:
         return None if value is None else reward_of(value)
     except (TypeError, ValueError):
-        raise ValueError(f"its attribute value_of_failure is {value!r:.100}; it must be a finite number or None") from None
+        raise ValueError(
+            f"its attribute value_of_failure is {value!r:.100}; it must be a finite number or None"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -142,7 +149,8 @@ def call(loaded: Loaded, arguments: dict[str, Any], log: CallLog) -> Any:
 
 
 def explain(error: BaseException, whole: bool) -> str:
-    """Return the error with its traceback, without frames of this program; or one line with the place where it was raised."""
+    """Return the error with its traceback, without frames of this program; or one line with the place where it was
+    raised."""
     report = traceback.TracebackException.from_exception(error)
     seen: traceback.TracebackException | None = report
     while seen is not None:
@@ -155,7 +163,7 @@ def explain(error: BaseException, whole: bool) -> str:
     return f"{type(error).__name__}: {str(error)[:_LONGEST_REPORT]}{where}"
 
 
-# ----------------------------------------------------------------------------------------------------------------- the two kinds
+# -------------------------------------------------------------------------------------------------------- the two kinds
 
 
 def serve_functions(channel: Channel) -> None:
@@ -199,15 +207,22 @@ def _result(action: str, loaded: Loaded, arguments: dict[str, Any]) -> Any:
 
 
 def _row_fault(loaded: Loaded, row: dict[str, Any]) -> str | None:
-    """Return why the function says that it cannot score a row, or why it cannot say so; None for a row without a fault."""
+    """Return why the function says that it cannot score a row, or why it cannot say so; None for a row without a
+    fault."""
     find_fault = loaded.function.row_fault  # type: ignore[attr-defined]
     takes = _named(find_fault, skip_first=False)
     names = [p.name for p in takes.named]
     try:
-        fault = find_fault(**{name: value for name, value in (row | loaded.options).items() if takes.open or name in names})
+        fault = find_fault(
+            **{name: value for name, value in (row | loaded.options).items() if takes.open or name in names}
+        )
     except Exception as error:
         return f"its row_fault fails: {explain(error, whole=False)}"
-    return fault if fault is None or isinstance(fault, str) else f"its row_fault returned {type(fault).__name__}; return a text or None"
+    return (
+        fault
+        if fault is None or isinstance(fault, str)
+        else f"its row_fault returned {type(fault).__name__}; return a text or None"
+    )
 
 
 async def _await(awaitable: Any) -> Any:
@@ -246,7 +261,13 @@ async def serve_coroutines(channel: Channel) -> None:
 
 
 async def _answer(
-    channel: Channel, number: int, action: str, target: Target, options: dict[str, Any], arguments: dict[str, Any], timeout: float
+    channel: Channel,
+    number: int,
+    action: str,
+    target: Target,
+    options: dict[str, Any],
+    arguments: dict[str, Any],
+    timeout: float,
 ) -> None:
     begun, limit = time.perf_counter(), None
     try:
@@ -271,7 +292,8 @@ async def _answer(
 
 
 def tie_to_parent() -> None:
-    """Have the kernel kill this process with the trainer, even while a reward holds the GIL, and kill it first when memory runs out."""
+    """Have the kernel kill this process with the trainer, even while a reward holds the GIL, and kill it first when
+    memory runs out."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")

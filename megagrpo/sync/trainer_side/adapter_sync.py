@@ -1,7 +1,8 @@
 """Weight sync of LoRA adapters only: the model's weights stay in the engine.
 
-The adapters go through shared memory as a PEFT folder, which every server loads under a new name per version. Requests use that name, so no
-request is served with another version. Every worker reports the checksums of its adapter; they must equal the checksums of the written one.
+The adapters go through shared memory as a PEFT folder, which every server loads under a new name per version. Requests
+use that name, so no request is served with another version. Every worker reports the checksums of its adapter; they
+must equal the checksums of the written one.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ Sums = dict[str, list[str]]  # projection (layers.0.self_attn.q_proj) -> [checks
 
 
 class AdapterSync(WeightSync):
-    """A `WeightSync` whose `push` takes blocks from `megagrpo.models.bridge.parameter_blocks.adapter_blocks`. `base` is the model as the config names
-    it."""
+    """A `WeightSync` whose `push` takes blocks from `megagrpo.models.bridge.parameter_blocks.adapter_blocks`. `base` is
+    the model as the config names it."""
 
     def __init__(self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str):
         shared = SharedMemory(layout, dtype)
@@ -41,7 +42,9 @@ class AdapterSync(WeightSync):
         self._delivered_adapter: tuple[Path, Sums, int] | None = None
 
     @torch.no_grad()
-    def push(self, parameters: Weights, weight_version: int, handover: Handover = NO_HANDOVER, task: Task = SILENT_TASK) -> SyncReport:
+    def push(
+        self, parameters: Weights, weight_version: int, handover: Handover = NO_HANDOVER, task: Task = SILENT_TASK
+    ) -> SyncReport:
         """Send the current adapters to the engine as `weight_version`. Collective.
 
         Raises WeightSyncError on every rank when any part fails; the engine keeps its previous adapter.
@@ -55,19 +58,26 @@ class AdapterSync(WeightSync):
         handover.before_sending()
         try:
             blocks, dtype = cast(Parameters, list(parameters)), DTYPES[self.dtype]
-            save_adapter(blocks, self.layout, folder, self.lora, self.base, dtype, lambda *item: self._note(sums, *item))
+            save_adapter(
+                blocks, self.layout, folder, self.lora, self.base, dtype, lambda *item: self._note(sums, *item)
+            )
         except (OSError, ValueError) as error:  # a disk error, or NaN or infinity in a weight
             raise WeightSyncError(f"weight version {weight_version} was not written: {error}") from error
         handover.before_serving()
         published = time.perf_counter()
-        outcome = self.ranks.all_gather_objects(self._deliver_adapter(folder, sums, weight_version) if first else None)[0]
+        outcome = self.ranks.all_gather_objects(self._deliver_adapter(folder, sums, weight_version) if first else None)[
+            0
+        ]
         if isinstance(outcome, str):
             raise WeightSyncError(f"weight version {weight_version} did not reach the engine: {outcome}")
         ended = time.perf_counter()
-        return SyncReport(weight_version, published - started, ended - published, ended - started, self._checksum_seconds, *outcome)
+        return SyncReport(
+            weight_version, published - started, ended - published, ended - started, self._checksum_seconds, *outcome
+        )
 
     def load_last(self, url: str) -> int:
-        """Load the adapter of the last `push` into the server at `url`; returns its version. See `WeightSync.load_last`."""
+        """Load the adapter of the last `push` into the server at `url`; returns its version. See
+        `WeightSync.load_last`."""
         assert self.engine is not None, "rank 0 drives the engine"
         with self._driving:
             if self._delivered_adapter is None:
@@ -82,7 +92,8 @@ class AdapterSync(WeightSync):
         started = time.perf_counter()
         total = str(checksum(values))
         self._checksum_seconds += time.perf_counter() - started
-        sums.setdefault(name.removeprefix(f"{PEFT}model.").rpartition(".lora_")[0], []).append(total)  # A comes before B
+        # A comes before B
+        sums.setdefault(name.removeprefix(f"{PEFT}model.").rpartition(".lora_")[0], []).append(total)
 
     def _deliver_adapter(self, folder: Path, sums: Sums, version: int) -> tuple[int, int] | str:
         """Load the adapter into the engine, on rank 0; return (bytes written, bytes read), or an error message.
@@ -111,7 +122,10 @@ def verify_adapter(sums: Sums, reports: list[dict[str, Any]]) -> None:
     Raises WeightSyncError, naming the worker and the projection, otherwise.
     """
     for report in reports:
-        if odd := sorted(name for name in sums.keys() | report["sums"].keys() if sums.get(name) != report["sums"].get(name)):
+        if odd := sorted(
+            name for name in sums.keys() | report["sums"].keys() if sums.get(name) != report["sums"].get(name)
+        ):
             raise WeightSyncError(
-                f"{report['server']}, worker {report['worker']}: adapter of {odd[0]}: the checksums differ from the written ones"
+                f"{report['server']}, worker {report['worker']}: adapter of {odd[0]}: the checksums differ from the "
+                f"written ones"
             )

@@ -1,7 +1,7 @@
 """Weight sync through CUDA IPC, for servers that share the trainer's GPUs.
 
-It works like the shared memory transport, but each rank packs its blocks into a buffer on its GPU, which the workers of its node map. The
-buffer lives for one update.
+It works like the shared memory transport, but each rank packs its blocks into a buffer on its GPU, which the workers of
+its node map. The buffer lives for one update.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from megagrpo.sync.wire.manifest import WeightSyncError
 
 
 class CudaIpc(SharedMemory):
-    """The transport for servers that share the trainer's GPUs. `device` is this rank's GPU. The manifest and the workers' reports still go
-    through files."""
+    """The transport for servers that share the trainer's GPUs. `device` is this rank's GPU. The manifest and the
+    workers' reports still go through files."""
 
     def __init__(
         self,
@@ -39,7 +39,8 @@ class CudaIpc(SharedMemory):
     ):
         if name := expandable_segments(os.environ):
             raise ValueError(
-                f"{name}: expandable_segments:True and rollout.weight_sync_transport cuda_ipc exclude each other, because most containers "
+                f"{name}: expandable_segments:True and rollout.weight_sync_transport cuda_ipc exclude each other, "
+                f"because most containers "
                 "do not permit to map such memory; unset the variable, or set the transport to shared_memory"
             )
         super().__init__(ranks, dtype, folder, seconds, nodes)
@@ -71,7 +72,9 @@ class CudaIpc(SharedMemory):
                 first = sum(list(of_node.values())[:index])
                 handles[url] = {name: of_buffer[first : first + of_node[url]] for name, of_buffer in exported.items()}
         files = (update.manifest, update.folder, update.seconds, update.slots, update.to_write, servers)
-        return HandleUpdate(*files, elsewhere=update.elsewhere, crossings=update.crossings, handles=handles, buffers=buffers)
+        return HandleUpdate(
+            *files, elsewhere=update.elsewhere, crossings=update.crossings, handles=handles, buffers=buffers
+        )
 
     def _node_of(self, server: str) -> int:
         return self.nodes.servers.get(server, self.node) if self.nodes.many else self.node
@@ -81,7 +84,8 @@ class CudaIpc(SharedMemory):
 
 
 def expandable_segments(environment: Mapping[str, str]) -> str | None:
-    """Return the variable that makes torch's allocator use expandable segments, or None. torch and vLLM read the first one that is set."""
+    """Return the variable that makes torch's allocator use expandable segments, or None. torch and vLLM read the first
+    one that is set."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if text := environment.get(name, ""):
             return name if "expandable_segments:true" in text.lower().replace(" ", "") else None
@@ -91,7 +95,9 @@ def expandable_segments(environment: Mapping[str, str]) -> str | None:
 class DeviceSlots(Slots):
     """This rank's blocks in one buffer on its GPU; both slots use the same buffer."""
 
-    def __init__(self, parameters: Sequence[Weight], ranks: Ranks, dtype: str, folder: Path, nodes: Nodes, device: torch.device):
+    def __init__(
+        self, parameters: Sequence[Weight], ranks: Ranks, dtype: str, folder: Path, nodes: Nodes, device: torch.device
+    ):
         super().__init__(parameters, ranks, dtype, folder, nodes)
         self.device = device
 
@@ -107,7 +113,8 @@ class DeviceSlots(Slots):
 class HandleUpdate(FileUpdate):
     """One update whose blocks are in GPU memory."""
 
-    handles: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)  # server -> buffer -> one handle per worker
+    # server -> buffer -> one handle per worker
+    handles: dict[str, dict[str, list[dict[str, Any]]]] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def request(self, server: str) -> dict[str, Any]:
@@ -115,7 +122,8 @@ class HandleUpdate(FileUpdate):
         return super().request(server) | {"handles": self.handles[server]}
 
     def done(self) -> None:
-        """Free the buffer. torch keeps memory while a handle counts, so count down the handles of workers that did not report."""
+        """Free the buffer. torch keeps memory while a handle counts, so count down the handles of workers that did not
+        report."""
         super().done()
         for name in self.buffers:
             for handle in self._unused(name):

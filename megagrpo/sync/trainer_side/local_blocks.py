@@ -28,7 +28,8 @@ class LocalBlocks:
                     of_tensor.append((block, name, param))
         self._layer: int | None = None
         self._values: dict[str, Tensor] = {}  # parameter -> its values
-        self._in_order: dict[tuple[str, Box], Tensor] = {}  # (tensor, box) -> the block in the order of the Hugging Face tensor
+        # (tensor, box) -> the block in the order of the Hugging Face tensor
+        self._in_order: dict[tuple[str, Box], Tensor] = {}
 
     @property
     def keys(self) -> list[BlockKey]:
@@ -36,7 +37,8 @@ class LocalBlocks:
         return [key_of(block) for blocks in self.blocks.values() for block, *_ in blocks]
 
     def check(self, roster: Roster | None, rank: int, dtype: torch.dtype) -> None:
-        """Raises WeightSyncError when a weight is NaN or infinite in `dtype`, the engine's, or a block of the roster is missing."""
+        """Raises WeightSyncError when a weight is NaN or infinite in `dtype`, the engine's, or a block of the roster is
+        missing."""
         sent = [(name, param, blocks[0].name) for name, param, blocks in self.parameters if blocks]
         if (bad := first_false([finite_as(param.detach(), dtype) for _, param, _ in sent])) is not None:
             name, _, tensor = sent[bad]
@@ -56,8 +58,8 @@ class LocalBlocks:
             self._in_order.clear()
 
     def read(self, tensor: str, part: Box) -> Tensor:
-        """Return the elements of `part` of `tensor`, in the shape of the part and the dtype of the parameter. A block of this rank must
-        hold it."""
+        """Return the elements of `part` of `tensor`, in the shape of the part and the dtype of the parameter. A block
+        of this rank must hold it."""
         block, name, param = next(entry for entry in self.blocks[tensor] if intersect(entry[0].box, part) == part)
         key = tensor, block.box
         if key not in self._in_order:

@@ -1,7 +1,7 @@
 """Which rank writes which block for the servers of its own node, and which blocks must first travel from another node.
 
-With colocated servers on several nodes every node has its own files, and its ranks write the whole model to them. A block that no rank of a
-node holds is received by one of its ranks from a rank that holds it.
+With colocated servers on several nodes every node has its own files, and its ranks write the whole model to them. A
+block that no rank of a node holds is received by one of its ranks from a rank that holds it.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Shares:
 def share_out(sizes: Sizes, nodes: Sequence[int]) -> Shares:
     """Choose for each node the ranks that write its blocks. `nodes` is the index of every rank's node.
 
-    Larger blocks are assigned first, each to the least loaded rank. The first node that holds a block sends it to nodes that do not. Every
-    rank that calls this function with the same arguments gets the same result.
+    Larger blocks are assigned first, each to the least loaded rank. The first node that holds a block sends it to nodes
+    that do not. Every rank that calls this function with the same arguments gets the same result.
     """
     counts = {key: count for of_rank in sizes for key, count in of_rank}
     writer: dict[BlockKey, list[int]] = {key: [] for key in counts}
@@ -98,11 +98,15 @@ def share_out(sizes: Sizes, nodes: Sequence[int]) -> Shares:
 
 
 def exchange(
-    transfers: Sequence[Transfer], rank: int, buffer_of: Callable[[BlockKey], Tensor], received: Callable[[BlockKey], None]
+    transfers: Sequence[Transfer],
+    rank: int,
+    buffer_of: Callable[[BlockKey], Tensor],
+    received: Callable[[BlockKey], None],
 ) -> None:
     """Send and receive `transfers`, each to or from `rank`, over the default process group, one layer at a time.
 
-    `buffer_of` gives the bytes [n] uint8 of a block to send, or to receive into. `received` is called with each block that has arrived.
+    `buffer_of` gives the bytes [n] uint8 of a block to send, or to receive into. `received` is called with each block
+    that has arrived.
     """
     for _, group in groupby(transfers, key=lambda one: layer_of(one.key[0])):
         of_layer = list(group)

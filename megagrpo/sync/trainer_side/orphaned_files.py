@@ -1,10 +1,11 @@
-"""Removes files in shared memory when the process that published weights in them ends by SIGKILL, even together with its supervisors.
+"""Removes files in shared memory when the process that published weights in them ends by SIGKILL, even together with
+its supervisors.
 
     python orphaned_files.py PARENT_PID FOLDER
 
-Besides the folder of the weights, it removes the segments of servers that ended with the parent. The process has a session of its own, so a
-signal to the trainer's process group does not reach it. It looks at its parent five times a second. Until the parent has ended it imports
-the standard library only: it must start at once and stay small.
+Besides the folder of the weights, it removes the segments of servers that ended with the parent. The process has a
+session of its own, so a signal to the trainer's process group does not reach it. It looks at its parent five times a
+second. Until the parent has ended it imports the standard library only: it must start at once and stay small.
 """
 
 from __future__ import annotations
@@ -16,19 +17,23 @@ import time
 from pathlib import Path
 
 PERIOD = 0.2  # seconds between two looks at the parent
-ATTEMPTS = range(10, 50)  # fewest and most removals, one each period: servers and other ranks end a little later than the parent
+# fewest and most removals, one each period: servers and other ranks end a little later than the parent
+ATTEMPTS = range(10, 50)
 
 
 def remove_when_orphaned(folder: Path) -> subprocess.Popen[bytes]:
     """Start the process for `folder`. The caller kills it after it has removed the folder itself."""
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(folder)]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 def main(parent: int, folder: Path) -> None:
     while os.getppid() == parent:
         time.sleep(PERIOD)
-    sys.path.append(str(Path(__file__).resolve().parents[3]))  # this file is run by its path, so the package is not importable
+    # this file is run by its path, so the package is not importable
+    sys.path.append(str(Path(__file__).resolve().parents[3]))
     from megagrpo.platform.process.shm_names import remove_stale
 
     for attempt in range(ATTEMPTS.stop):

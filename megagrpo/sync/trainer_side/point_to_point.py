@@ -1,8 +1,10 @@
-"""The p2p transport: trainer ranks send weights directly to workers, by gloo between CPUs or NCCL between GPUs, across hosts.
+"""The p2p transport: trainer ranks send weights directly to workers, by gloo between CPUs or NCCL between GPUs, across
+hosts.
 
-Every rank and worker knows which boxes each rank holds and each worker wants, and computes the same plan from this. A rank packs the slices
-of one layer for one worker into messages of bounded size, and keeps a few messages in flight. Replicas of a block share the sending. Every
-element crosses the wire once per worker that wants it. Plan and process group are reused until a server or worker is replaced.
+Every rank and worker knows which boxes each rank holds and each worker wants, and computes the same plan from this. A
+rank packs the slices of one layer for one worker into messages of bounded size, and keeps a few messages in flight.
+Replicas of a block share the sending. Every element crosses the wire once per worker that wants it. Plan and process
+group are reused until a server or worker is replaced.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ from megagrpo.sync.wire.sync_plan import layer_of, plan_transfers
 
 @dataclass(frozen=True)
 class Invitation:
-    """The data that every rank needs for an update: address and secret of rank 0's board, the index of the attempt, and the servers."""
+    """The data that every rank needs for an update: address and secret of rank 0's board, the index of the attempt, and
+    the servers."""
 
     host: str
     port: int
@@ -68,10 +71,13 @@ class _Readiness(NamedTuple):
 class PointToPoint:
     """The transport for servers with their own GPUs or on other hosts.
 
-    `device` holds this rank's tensors. `seconds` limits one attempt of a sync, `megabytes` the size of one message, in MiB.
+    `device` holds this rank's tensors. `seconds` limits one attempt of a sync, `megabytes` the size of one message, in
+    MiB.
     """
 
-    def __init__(self, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float = 300.0, megabytes: float = 64.0):
+    def __init__(
+        self, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float = 300.0, megabytes: float = 64.0
+    ):
         self.ranks, self.dtype, self.device, self.seconds = ranks, dtype, device, seconds
         self.limit = max(1, int(megabytes * 2**20) // DTYPES[dtype].itemsize)  # elements in one message
         self.board: Board | None = None
@@ -114,7 +120,10 @@ class PointToPoint:
         if problems := [rank.problem for rank in everyone if rank.problem]:
             raise WeightSyncError("; ".join(problems))
         roster = self.roster or self._enroll([rank.keys or [] for rank in everyone])
-        invitation, group = everyone[0].invitation, everyone[0].group if len({rank.group for rank in everyone}) == 1 else None
+        invitation, group = (
+            everyone[0].invitation,
+            everyone[0].group if len({rank.group for rank in everyone}) == 1 else None,
+        )
         assert invitation is not None, "rank 0 invites"
         if invitation.servers != self.servers:  # the workers' numbers have changed
             self.leave_group()
@@ -123,12 +132,13 @@ class PointToPoint:
         return DirectUpdate(manifest, self, blocks, invitation, len(everyone), group, Deadline(self.seconds))
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Gather `value` from every rank, in rank order. No timeout here: each rank's part in an update has its own deadline."""
+        """Gather `value` from every rank, in rank order. No timeout here: each rank's part in an update has its own
+        deadline."""
         return self.ranks.all_gather_objects(value)
 
     def _invite(self, engine: Engine) -> Invitation:
-        """Return the invitation, on rank 0: the address of the board, the attempt, and the servers. Starts the board when it must move or
-        is missing."""
+        """Return the invitation, on rank 0: the address of the board, the attempt, and the servers. Starts the board
+        when it must move or is missing."""
         servers = engine.workers()
         host = _meeting_address(servers)
         if self.board is None or self.board.host != host:
@@ -162,16 +172,20 @@ class PointToPoint:
         return self.planned
 
     def drifted(self, layer: int, one: int, other: int, deadline: Deadline) -> str:
-        """Return the error text for workers `one` and `other` that want the same slices of a layer and received different values.
+        """Return the error text for workers `one` and `other` that want the same slices of a layer and received
+        different values.
 
-        The text names the ranks that sent the layer to only one of the two workers, or else all ranks that sent it to `one`.
+        The text names the ranks that sent the layer to only one of the two workers, or else all ranks that sent it to
+        `one`.
         """
         assert self.planned is not None, "a report follows a plan"
         boxes, roster = self.planned.boxes, self._known_roster()
         notes = self._notes(boxes, deadline)
         transfers = plan_transfers(roster.holders, wanted_by([notes[key] for key in boxes], roster.tensors))
         of_layer = np.array([layer_of(name) == layer for name in transfers.names])[transfers.tensor]
-        senders = [set(transfers.source[of_layer & (transfers.destination == worker)].tolist()) for worker in (one, other)]
+        senders = [
+            set(transfers.source[of_layer & (transfers.destination == worker)].tolist()) for worker in (one, other)
+        ]
         ranks = ", ".join(map(str, sorted(senders[0] ^ senders[1] or senders[0])))
         return f"replicas of {layer_text(layer)} on ranks {ranks} differ"
 
@@ -257,7 +271,8 @@ class DirectUpdate:
         return [report for report in reports if report is not None]
 
     def send(self, task: Task = SILENT_TASK) -> SendReport:
-        """Send this rank's slices to all workers. When this fails, leave the group, stop all waiting processes, and raise the error."""
+        """Send this rank's slices to all workers. When this fails, leave the group, stop all waiting processes, and
+        raise the error."""
         try:
             return self._send(task)
         except Exception as error:
@@ -267,7 +282,8 @@ class DirectUpdate:
             raise
 
     def give_up(self, why: str) -> None:
-        """Leave the reason `why` on the board: every process that waits for a note of this update stops with an error."""
+        """Leave the reason `why` on the board: every process that waits for a note of this update stops with an
+        error."""
         board = self.transport.board
         with contextlib.suppress(WeightSyncError):  # without a board no process waits for long
             if board is not None and not board.has(self.keys.stop):  # keep the first reason
@@ -279,24 +295,29 @@ class DirectUpdate:
     def verify(self, reports: Sequence[dict[str, Any]]) -> None:
         """Check that workers which want the same slices received the same values, from whichever replica.
 
-        Each worker has already compared each slice with the checksum that came with it. Raises WeightSyncError naming layer, ranks and
-        workers.
+        Each worker has already compared each slice with the checksum that came with it. Raises WeightSyncError naming
+        layer, ranks and workers.
         """
         verify_versions(self.manifest, reports)
         boxes = self.transport.planned.boxes if self.transport.planned is not None else []
-        alike: dict[str, tuple[int, dict[str, int]]] = {}  # boxes -> the first worker that wants them, and its checksum per layer
+        # boxes -> the first worker that wants them, and its checksum per layer
+        alike: dict[str, tuple[int, dict[str, int]]] = {}
         for report in reports:
             worker = self._first_worker(report["server"]) + report["worker"]
             first, sums = alike.setdefault(boxes[worker], (worker, report["layers"]))
             if differ := [int(layer) for layer, total in report["layers"].items() if sums[layer] != total]:
                 problem = self.transport.drifted(differ[0], first, worker, self.deadline)
-                raise WeightSyncError(f"{problem}: {self._name(first)} and {self._name(worker)} received different values")
+                raise WeightSyncError(
+                    f"{problem}: {self._name(first)} and {self._name(worker)} received different values"
+                )
 
     def verify_bytes(self, sent: int, received: int) -> None:
-        """Raises WeightSyncError unless all ranks together sent, and all workers together received, exactly the bytes that the workers
-        need."""
+        """Raises WeightSyncError unless all ranks together sent, and all workers together received, exactly the bytes
+        that the workers need."""
         if not sent == received == self.needed_bytes:
-            raise WeightSyncError(f"the ranks sent {sent} bytes and the workers received {received}; expected {self.needed_bytes}")
+            raise WeightSyncError(
+                f"the ranks sent {sent} bytes and the workers received {received}; expected {self.needed_bytes}"
+            )
 
     def _send(self, task: Task) -> SendReport:
         """Join the board, agree with the workers, plan, and send."""
@@ -320,16 +341,23 @@ class DirectUpdate:
         return t.board
 
     def _decide(self, board: Board) -> None:
-        """Publish the members of this update and their group, on rank 0, after every worker has left its boxes on the board."""
+        """Publish the members of this update and their group, on rank 0, after every worker has left its boxes on the
+        board."""
         t = self.transport
         if not board.has(t.roster_key):
             board.put(t.roster_key, t._known_roster().as_json())
         workers = range(sum(self.invitation.servers.values()))
         notes = [board.take(self.keys.worker(w), self._name(w), self.deadline, stop=self.keys.stop) for w in workers]
         new_group = f"group{self.invitation.attempt}"
-        group = self.group if self.group is not None and all(note["group"] == self.group for note in notes) else new_group
+        group = (
+            self.group if self.group is not None and all(note["group"] == self.group for note in notes) else new_group
+        )
         board.put(self.keys.members, asdict(Members([note["boxes"] for note in notes], group)))
-        before, noted, t.num_noted = UpdateKeys(f"update{self.invitation.attempt - 1}"), range(t.num_noted), len(workers)
+        before, noted, t.num_noted = (
+            UpdateKeys(f"update{self.invitation.attempt - 1}"),
+            range(t.num_noted),
+            len(workers),
+        )
         board.remove([before.members, before.stop, *map(before.worker, noted), *map(before.report, noted)])
 
     def _join_group(self, board: Board, members: Members) -> Exchange:
@@ -370,7 +398,10 @@ class DirectUpdate:
         self.checksum_seconds += sum(seconds for _, seconds in totals)
         # A GPU's checksums stay there: a wait per slice would cost more than the copies.
         sums.copy_(torch.stack([_word(total) for total, _ in totals]))
-        peer, what = self.num_ranks + message.destination, f"sending {describe(message)} to {self._name(message.destination)}"
+        peer, what = (
+            self.num_ranks + message.destination,
+            f"sending {describe(message)} to {self._name(message.destination)}",
+        )
         return Parcel(buffer, peer, message.tag, what)
 
     def _first_worker(self, server: str) -> int:
@@ -388,8 +419,8 @@ class DirectUpdate:
 
 
 def _meeting_address(servers: Collection[str]) -> str:
-    """Return the address of this host that all `servers`, and ranks on other hosts, can reach; "" when no single address serves all of
-    them.
+    """Return the address of this host that all `servers`, and ranks on other hosts, can reach; "" when no single
+    address serves all of them.
 
     A server on this host also reaches an address that other hosts reach.
     """

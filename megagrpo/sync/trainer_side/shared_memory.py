@@ -1,10 +1,12 @@
 """The shared_memory transport, for servers on the hosts of the trainer's ranks.
 
-Every trainer rank writes the blocks it owns to a file, layer by layer: of the replicas of a block, one rank owns it. Every worker of the
-engine reads only the slices that its loaders copy, each as soon as it is written. The rank's ledger records its progress
-(`sync/wire/ledger.py`). Two slots alternate, so the next version never overwrites slices that a worker still reads.
+Every trainer rank writes the blocks it owns to a file, layer by layer: of the replicas of a block, one rank owns it.
+Every worker of the engine reads only the slices that its loaders copy, each as soon as it is written. The rank's ledger
+records its progress (`sync/wire/ledger.py`). Two slots alternate, so the next version never overwrites slices that a
+worker still reads.
 
-On several nodes each node has its own files, with the whole model, for its own servers (`sync/trainer_side/node_shares.py`).
+On several nodes each node has its own files, with the whole model, for its own servers
+(`sync/trainer_side/node_shares.py`).
 """
 
 from __future__ import annotations
@@ -44,11 +46,19 @@ class _Readiness(NamedTuple):
 class SharedMemory:
     """The transport for servers on the hosts of the ranks. Construction is collective; `close` removes its files.
 
-    With `nodes` the ranks are on several hosts, each with its own servers. Raises ValueError for ranks on several hosts without `nodes`.
-    With `seconds`, a rank that has not written its weights this long after another rank is an error, which names the rank and the tensor.
+    With `nodes` the ranks are on several hosts, each with its own servers. Raises ValueError for ranks on several hosts
+    without `nodes`. With `seconds`, a rank that has not written its weights this long after another rank is an error,
+    which names the rank and the tensor.
     """
 
-    def __init__(self, ranks: Ranks, dtype: str, folder: Path = SHARED_MEMORY, seconds: float | None = None, nodes: Nodes | None = None):
+    def __init__(
+        self,
+        ranks: Ranks,
+        dtype: str,
+        folder: Path = SHARED_MEMORY,
+        seconds: float | None = None,
+        nodes: Nodes | None = None,
+    ):
         self.ranks, self.dtype, self.seconds = ranks, dtype, seconds
         self._published: Slots | None = None
         self._blocks: list[list[BlockInFile]] = []  # per rank
@@ -97,7 +107,8 @@ class SharedMemory:
         atexit.unregister(self.close)
 
     def prepare(self, parameters: Sequence[Weight], version: int, engine: Engine | None) -> FileUpdate:
-        """Check this rank's weights, reserve memory for them, and return an update with the blocks of all ranks. Collective.
+        """Check this rank's weights, reserve memory for them, and return an update with the blocks of all ranks.
+        Collective.
 
         Raises WeightSyncError on every rank when any rank has a problem.
         """
@@ -126,7 +137,9 @@ class SharedMemory:
         self.all_gather(None)  # rank 0 sends requests to all servers next
         if self.ranks.world_rank == 0:
             numbers = [{key: number for number, (key, _) in enumerate(blocks)} for blocks in self._blocks]
-            update.crossings = [(one, numbers[one.sender][one.key], numbers[one.receiver][one.key]) for one in slots.shares.transfers]
+            update.crossings = [
+                (one, numbers[one.sender][one.key], numbers[one.receiver][one.key]) for one in slots.shares.transfers
+            ]
             update.elsewhere = {
                 node: NodeFiles(self._manifest(files, version, node), folder, self.nodes.servers_of(node))
                 for node, folder in self.folders.items()
@@ -135,14 +148,17 @@ class SharedMemory:
         return update
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Gather `value` from every rank, in rank order. Raises WeightSyncError naming late ranks, and the parameter each of them is at."""
+        """Gather `value` from every rank, in rank order. Raises WeightSyncError naming late ranks, and the parameter
+        each of them is at."""
         if self.seconds is None:
             return self.ranks.all_gather_objects(value)
         try:
             return self.ranks.all_gather_objects(value, self.seconds)
         except TimeoutError as error:
             bookmarks = {rank: self.folder / f"rank{rank}.at" for rank in getattr(error, "ranks", [])}
-            stuck_in = "".join(f"; rank {rank} is stuck in: {Bookmark.read(path)}" for rank, path in bookmarks.items() if path.exists())
+            stuck_in = "".join(
+                f"; rank {rank} is stuck in: {Bookmark.read(path)}" for rank, path in bookmarks.items() if path.exists()
+            )
             raise WeightSyncError(f"phase publish: {error} (rollout.weight_sync_timeout){stuck_in}") from error
 
     def _manifest(self, files: list[str], version: int, node: int) -> Manifest:
@@ -155,7 +171,9 @@ class SharedMemory:
                     continue
                 for number, ((name, shape, box), offset) in enumerate(blocks):
                     parts.setdefault(name, (shape, []))[1].append(SharedBlock(rank, files[rank], offset, box, number))
-            self._tensors[slot] = {name: SharedTensor(parts[name][0], tuple(parts[name][1])) for name in sorted(parts, key=by_layer)}
+            self._tensors[slot] = {
+                name: SharedTensor(parts[name][0], tuple(parts[name][1])) for name in sorted(parts, key=by_layer)
+            }
         return Manifest(version, self.dtype, self._tensors[slot])
 
     def _slots(self, parameters: Sequence[Weight]) -> Slots:
@@ -174,10 +192,14 @@ class FileUpdate:
     seconds: float | None
     slots: Slots
     to_write: list[BlockToWrite]
-    elsewhere: dict[int, NodeFiles] = field(default_factory=dict, kw_only=True)  # rank 0: node -> its files, for all other nodes
-    crossings: list[tuple[Transfer, int, int]] = field(default_factory=list, kw_only=True)  # rank 0: with its numbers at both ends
-    written: list[tuple[int, ...]] = field(default_factory=list, kw_only=True)  # rank 0, on several nodes: rank -> checksums of its blocks
-    servers: dict[str, int] | None = None  # `cuda_ipc`: url -> number of workers, all of which must take part. None: any server, any time
+    # rank 0: node -> its files, for all other nodes
+    elsewhere: dict[int, NodeFiles] = field(default_factory=dict, kw_only=True)
+    # rank 0: with its numbers at both ends
+    crossings: list[tuple[Transfer, int, int]] = field(default_factory=list, kw_only=True)
+    # rank 0, on several nodes: rank -> checksums of its blocks
+    written: list[tuple[int, ...]] = field(default_factory=list, kw_only=True)
+    # `cuda_ipc`: url -> number of workers, all of which must take part. None: any server, any time
+    servers: dict[str, int] | None = None
 
     @property
     def path(self) -> Path:
@@ -185,8 +207,8 @@ class FileUpdate:
         return self.folder / f"manifest{self.manifest.version % NUM_SLOTS}.json"
 
     def request(self, server: str) -> dict[str, Any]:
-        """Return the request for the workers of `server`. Writes the manifest if it does not exist, and empties the server's folder of
-        reports."""
+        """Return the request for the workers of `server`. Writes the manifest if it does not exist, and empties the
+        server's folder of reports."""
         for _, folder, servers in self.elsewhere.values():
             if server in servers:
                 return self._order(folder / self.path.name, replies_of(folder, server))
@@ -198,7 +220,12 @@ class FileUpdate:
         return self._order(self.path, replies)
 
     def _order(self, manifest: Path, replies: Path) -> dict[str, Any]:
-        return {"manifest": str(manifest), "version": self.manifest.version, "replies": str(replies), "seconds": self.seconds}
+        return {
+            "manifest": str(manifest),
+            "version": self.manifest.version,
+            "replies": str(replies),
+            "seconds": self.seconds,
+        }
 
     def reports_by_http(self, server: str) -> bool:
         """Whether the reports of the workers of `server` are on another node."""
@@ -209,24 +236,32 @@ class FileUpdate:
         return [json.loads(path.read_text()) for path in sorted(replies_of(self.folder, server).glob("worker*.json"))]
 
     def activity(self, server: str) -> dict[str, str]:
-        """Return worker -> the operation it is in, for workers without a report. Workers that have never seen an update are missing."""
+        """Return worker -> the operation it is in, for workers without a report. Workers that have never seen an update
+        are missing."""
         folder = replies_of(self.folder, server)
         workers = {path.stem.removeprefix("worker"): path for path in sorted(folder.glob("worker*.at"))}
-        return {worker: Bookmark.read(path) for worker, path in workers.items() if not (folder / f"worker{worker}.json").exists()}
+        return {
+            worker: Bookmark.read(path)
+            for worker, path in workers.items()
+            if not (folder / f"worker{worker}.json").exists()
+        }
 
     def send(self, task: Task = SILENT_TASK) -> SendReport:
         """Write this rank's blocks, layer by layer as workers want them."""
         return self.slots.write(self.to_write, self.manifest.version, task)
 
     def all_sent(self, reports: Sequence[SendReport]) -> None:
-        """Keep the checksums of all ranks for `verify`. Raises WeightSyncError when a block changed on its way to another node."""
+        """Keep the checksums of all ranks for `verify`. Raises WeightSyncError when a block changed on its way to
+        another node."""
         if not self.elsewhere:
             return
         self.written = [report.checksums for report in reports]
         for one, sent, got in self.crossings:
             if self.written[one.sender][sent] != self.written[one.receiver][got]:
                 what = f"{one.key[0]}{brackets(one.key[2])}"
-                raise WeightSyncError(f"{what} changed on its way from rank {one.sender} to rank {one.receiver} of another node")
+                raise WeightSyncError(
+                    f"{what} changed on its way from rank {one.sender} to rank {one.receiver} of another node"
+                )
 
     def give_up(self, why: str) -> None:
         """Does nothing: no rank waits for a server here."""
@@ -236,20 +271,30 @@ class FileUpdate:
         self.to_write.clear()
 
     def verify(self, reports: Sequence[dict[str, Any]]) -> None:
-        """Compare the slices in the workers' reports with the manifest and the ledgers' checksums. Raises WeightSyncError."""
+        """Compare the slices in the workers' reports with the manifest and the ledgers' checksums. Raises
+        WeightSyncError."""
         ledgers = Ledgers(self.folder, self.manifest.version)
         try:
             remote = {url for files in self.elsewhere.values() for url in files.servers}
-            verify(self.manifest, ledgers.checksums(self.manifest), [report for report in reports if report["server"] not in remote])
+            verify(
+                self.manifest,
+                ledgers.checksums(self.manifest),
+                [report for report in reports if report["server"] not in remote],
+            )
         finally:
             ledgers.close()
         for manifest, _, servers in self.elsewhere.values():
-            blocks = ((name, index, block) for name, tensor in manifest.tensors.items() for index, block in enumerate(tensor.blocks))
+            blocks = (
+                (name, index, block)
+                for name, tensor in manifest.tensors.items()
+                for index, block in enumerate(tensor.blocks)
+            )
             written = {(name, index): self.written[block.rank][block.number] for name, index, block in blocks}
             verify(manifest, written, [report for report in reports if report["server"] in servers])
 
     def verify_bytes(self, sent: int, received: int) -> None:
-        """Does nothing: the number of bytes read depends on the slices that the workers keep. `verify` checks that they read everything."""
+        """Does nothing: the number of bytes read depends on the slices that the workers keep. `verify` checks that they
+        read everything."""
 
 
 def replies_of(folder: Path, server: str) -> Path:

@@ -32,8 +32,8 @@ BlockToWrite = tuple[str, Parameter, Block]  # parameter name, parameter, and on
 class Slots:
     """This rank's files in shared memory, and the blocks that this rank publishes. Construction is collective.
 
-    Blocks lie in the files in the order in which they are written: parameter by parameter, as the engine asks for them. Blocks that this
-    rank receives from another node follow.
+    Blocks lie in the files in the order in which they are written: parameter by parameter, as the engine asks for them.
+    Blocks that this rank receives from another node follow.
     """
 
     def __init__(self, parameters: Sequence[Weight], ranks: Ranks, dtype: str, folder: Path, nodes: Nodes):
@@ -42,8 +42,13 @@ class Slots:
         sizes = ranks.all_gather_objects(list(elements.items()))
         shares = share_out(sizes, nodes.of_ranks)
         elements |= {key: count for of_rank in sizes for key, count in of_rank}
-        owned_keys = [{key_of(block): None for block in blocks if self.rank in shares.writer[key_of(block)]} for _, _, blocks in parameters]
-        by_parameter = sorted((sorted(keys, key=_position) for keys in owned_keys if keys), key=lambda keys: _position(keys[0]))
+        owned_keys = [
+            {key_of(block): None for block in blocks if self.rank in shares.writer[key_of(block)]}
+            for _, _, blocks in parameters
+        ]
+        by_parameter = sorted(
+            (sorted(keys, key=_position) for keys in owned_keys if keys), key=lambda keys: _position(keys[0])
+        )
         self.blocks: list[BlockInFile] = []
         self.numbers: dict[BlockKey, int] = {}  # key of a block -> its index in `blocks`
         self.size = 0
@@ -90,7 +95,8 @@ class Slots:
         return [to_write[number] for number in sorted(to_write)]
 
     def open(self, weight_version: int) -> str:
-        """Reserve memory for a version, reset its ledger, and return the name that blocks use for the memory ("" without blocks)."""
+        """Reserve memory for a version, reset its ledger, and return the name that blocks use for the memory (""
+        without blocks)."""
         if not self.blocks:
             return ""
         path = ledger_path(self.folder, self.rank, weight_version)
@@ -108,7 +114,8 @@ class Slots:
         return str(path), self.buffers[str(path)]
 
     def write(self, to_write: Sequence[BlockToWrite], weight_version: int, task: Task = SILENT_TASK) -> SendReport:
-        """Cast and copy every block; workers may read a block as soon as it is written. On an error the ledger withdraws the version."""
+        """Cast and copy every block; workers may read a block as soon as it is written. On an error the ledger
+        withdraws the version."""
         if not self.blocks:
             return SendReport(0)
         ledger = self.ledgers[ledger_path(self.folder, self.rank, weight_version)]
@@ -118,7 +125,9 @@ class Slots:
         written: list[tuple[int, int, int | Tensor]] = []  # block, end of its bytes, checksum; not yet in the ledger
 
         def note_written() -> None:
-            for (block_number, end_of_block, _), total in zip(written, on_host([total for *_, total in written]), strict=True):
+            for (block_number, end_of_block, _), total in zip(
+                written, on_host([total for *_, total in written]), strict=True
+            ):
                 ledger.note(weight_version, block_number, total, end_of_block)
             written.clear()
 
@@ -182,7 +191,8 @@ def _not_finite(parameter: str, tensor: str) -> WeightSyncError:
 def allocate(path: Path, count: int) -> Tensor:
     """Create and map a file of `count` bytes in shared memory, [count] uint8.
 
-    Space is reserved now, because a write to full shared memory would kill the process. Raises WeightSyncError when shared memory is full.
+    Space is reserved now, because a write to full shared memory would kill the process. Raises WeightSyncError when
+    shared memory is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove(path)
@@ -195,7 +205,8 @@ def allocate(path: Path, count: int) -> Tensor:
             raise
         free = shutil.disk_usage(path.parent).free
         raise WeightSyncError(
-            f"{path.parent.parent} is full: a slot of this rank's weights takes {count / 2**20:.0f} MiB, {free / 2**20:.0f} MiB are "
+            f"{path.parent.parent} is full: a slot of this rank's weights takes {count / 2**20:.0f} MiB, "
+            f"{free / 2**20:.0f} MiB are "
             "free; enlarge it (docker run --shm-size, mount -o remount,size=) or free some"
         ) from error
     finally:
@@ -214,5 +225,6 @@ def _position(key: BlockKey) -> tuple[int, str, Box]:
 
 
 def by_layer(tensor: str) -> tuple[int, str]:
-    """Sort key that keeps the tensors of a layer together: vLLM buffers every layer that has begun to load until it is complete."""
+    """Sort key that keeps the tensors of a layer together: vLLM buffers every layer that has begun to load until it is
+    complete."""
     return layer_of(tensor), tensor

@@ -1,10 +1,12 @@
 """Moves the policy's weights to the engine, shard to shard, and verifies that they arrived.
 
-Every trainer rank offers the blocks it holds, and every worker of the engine takes only the slices that its loaders copy. No tensor is
-gathered. A transport moves the slices: `shared_memory.py`, `point_to_point.py` or `cuda_ipc.py`. This file holds the common part.
+Every trainer rank offers the blocks it holds, and every worker of the engine takes only the slices that its loaders
+copy. No tensor is gathered. A transport moves the slices: `shared_memory.py`, `point_to_point.py` or `cuda_ipc.py`.
+This file holds the common part.
 
-An update counts only after its reports are verified. Each element of each tensor arrived, the checksums of received and sent slices are
-equal, and the version is the one sent. Until then the engine stays paused. A trainer that shares its GPU moves its state in a `Handover`.
+An update counts only after its reports are verified. Each element of each tensor arrived, the checksums of received and
+sent slices are equal, and the version is the one sent. Until then the engine stays paused. A trainer that shares its
+GPU moves its state in a `Handover`.
 """
 
 from __future__ import annotations
@@ -25,7 +27,16 @@ from megagrpo.sync.trainer_side.cuda_ipc import CudaIpc
 from megagrpo.sync.trainer_side.node_shares import Nodes
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
-from megagrpo.sync.trainer_side.transport import NO_HANDOVER, Handover, Parameter, Ranks, SendReport, Transport, TransportUpdate, Weight
+from megagrpo.sync.trainer_side.transport import (
+    NO_HANDOVER,
+    Handover,
+    Parameter,
+    Ranks,
+    SendReport,
+    Transport,
+    TransportUpdate,
+    Weight,
+)
 from megagrpo.sync.trainer_side.transport import Weights as Weights
 from megagrpo.sync.wire.manifest import DTYPES, WeightSyncError, addends, in_addends
 
@@ -36,8 +47,8 @@ class SyncReport:
 
     If a server died, the push was restarted: `total_seconds` covers all attempts, every other number only the last one.
 
-    `send_seconds` and `read_seconds` overlap, and both lie within `load_seconds`. `send_seconds` is for the slowest rank. `read_seconds` is
-    the copy time of the slowest worker, including the wait for slices that are not sent yet.
+    `send_seconds` and `read_seconds` overlap, and both lie within `load_seconds`. `send_seconds` is for the slowest
+    rank. `read_seconds` is the copy time of the slowest worker, including the wait for slices that are not sent yet.
     """
 
     weight_version: int
@@ -70,10 +81,11 @@ class _Sent(NamedTuple):
 
 
 class WeightSync:
-    """Pushes weights from all ranks to the engine. Every rank constructs one and calls `push`; only rank 0 uses `engine`.
+    """Pushes weights from all ranks to the engine. Every rank constructs one and calls `push`; only rank 0 uses
+    `engine`.
 
-    `dtype` is the engine's, "float32" or "bfloat16": weights are cast on their way; another dtype is a ValueError. `say` receives a warning
-    when a push restarts. A context manager; `close` frees the transport.
+    `dtype` is the engine's, "float32" or "bfloat16": weights are cast on their way; another dtype is a ValueError.
+    `say` receives a warning when a push restarts. A context manager; `close` frees the transport.
     """
 
     def __init__(
@@ -89,7 +101,8 @@ class WeightSync:
         assert engine is not None or ranks.world_rank > 0, "rank 0 drives the engine"
         self.engine, self.ranks, self.dtype, self.say = engine, ranks, dtype, say
         self.transport: Transport = transport or SharedMemory(ranks, dtype)
-        self._delivered: TransportUpdate | None = None  # the last update that all ranks have sent; `load_last` loads it again
+        # the last update that all ranks have sent; `load_last` loads it again
+        self._delivered: TransportUpdate | None = None
         self._driving = threading.Lock()  # `push` and `load_last` call the engine from two threads
 
     def __enter__(self) -> WeightSync:
@@ -103,12 +116,16 @@ class WeightSync:
         self.transport.close()
 
     @torch.no_grad()
-    def push(self, parameters: Weights, weight_version: int, handover: Handover = NO_HANDOVER, task: Task = SILENT_TASK) -> SyncReport:
-        """Send the current parameters to the engine as `weight_version`. Collective. `task` counts the bytes that this rank sends.
+    def push(
+        self, parameters: Weights, weight_version: int, handover: Handover = NO_HANDOVER, task: Task = SILENT_TASK
+    ) -> SyncReport:
+        """Send the current parameters to the engine as `weight_version`. Collective. `task` counts the bytes that this
+        rank sends.
 
-        `parameters` comes from `megagrpo.models.bridge.parameter_blocks.blocks`: (parameter name, parameter [...], its blocks), with the same parameters
-        on every call. Raises WeightSyncError on every rank when any part fails. Then the engine is paused, and `push` may be called again.
-        When a required server dies, the push restarts with the remaining servers, or with the same server once it is back.
+        `parameters` comes from `megagrpo.models.bridge.parameter_blocks.blocks`: (parameter name, parameter [...], its
+        blocks), with the same parameters on every call. Raises WeightSyncError on every rank when any part fails. Then
+        the engine is paused, and `push` may be called again. When a required server dies, the push restarts with the
+        remaining servers, or with the same server once it is back.
         """
         started = time.perf_counter()
         handover.before_sending()
@@ -132,18 +149,20 @@ class WeightSync:
             handover.before_sending()  # the weights are already offloaded if the server died during resume
 
     def _as_sent(self, name: str, param: Parameter, blocks: Sequence[Block]) -> Weight:
-        """Return the parameter and blocks in the form that is sent. For a bfloat16 engine, a tensor that vLLM keeps in float32 is split
-        into `addends`."""
+        """Return the parameter and blocks in the form that is sent. For a bfloat16 engine, a tensor that vLLM keeps in
+        float32 is split into `addends`."""
         if not any(in_addends(block.name, self.dtype) for block in blocks):
             return name, param, blocks
         sent = addends(param.detach().float())
         return name, sent, [with_last_dim(block, sent.shape[-1]) for block in blocks]
 
     def load_last(self, url: str) -> int | None:
-        """Load the weights of the last `push` into the restarted server at `url`. Call it on rank 0 only, from any thread.
+        """Load the weights of the last `push` into the restarted server at `url`. Call it on rank 0 only, from any
+        thread.
 
-        Returns their version, or None when the transport needs all ranks, so the server must wait for the next `push`. Before the first
-        push it loads nothing and returns the engine's version. Raises WeightSyncError when the load fails; the server stays paused.
+        Returns their version, or None when the transport needs all ranks, so the server must wait for the next `push`.
+        Before the first push it loads nothing and returns the engine's version. Raises WeightSyncError when the load
+        fails; the server stays paused.
         """
         assert self.engine is not None, "rank 0 drives the engine"
         with self._driving:
@@ -155,8 +174,11 @@ class WeightSync:
             self.engine.resume(self._delivered, only=[url])
             return self._delivered.manifest.version
 
-    def _deliver(self, update: TransportUpdate, task: Task) -> tuple[float, int, int, float, float] | WeightSyncError | None:
-        """Send from every rank while the engine loads and verifies; return the last five fields of a `SyncReport`, or the error, on rank 0.
+    def _deliver(
+        self, update: TransportUpdate, task: Task
+    ) -> tuple[float, int, int, float, float] | WeightSyncError | None:
+        """Send from every rank while the engine loads and verifies; return the last five fields of a `SyncReport`, or
+        the error, on rank 0.
 
         This method does not raise, because the other ranks wait for its result. It returns None on other ranks.
         """
@@ -170,20 +192,28 @@ class WeightSync:
             everyone: list[_Sent] = self.transport.all_gather(_Sent(problem, report, time.perf_counter() - began))
         if loading is None:
             return None
-        version, problems, failure = update.manifest.version, [rank.problem for rank in everyone if rank.problem], loading.exception()
+        version, problems, failure = (
+            update.manifest.version,
+            [rank.problem for rank in everyone if rank.problem],
+            loading.exception(),
+        )
         try:
             if problems:
                 problems += [_text(failure)] if failure is not None else []
                 raise _kind(failure)("; ".join(problems))
             update.all_sent([rank.report for rank in everyone])
-            self._delivered = update  # set before the result is known: a server that died during this update gets it from `load_last`
+            # set before the result is known: a server that died during this update gets it from `load_last`
+            self._delivered = update
             reports = loading.result()
             update.verify(reports)
             num_bytes = sum(rank.report.num_bytes for rank in everyone), sum(report["bytes"] for report in reports)
             update.verify_bytes(*num_bytes)
         except Exception as error:
             return _not_reached(version, error)
-        checksums, read = (max((report.get(key, 0.0) for report in reports), default=0.0) for key in ("checksum_seconds", "read_seconds"))
+        checksums, read = (
+            max((report.get(key, 0.0) for report in reports), default=0.0)
+            for key in ("checksum_seconds", "read_seconds")
+        )
         sent = max(rank.seconds for rank in everyone)
         return max(rank.report.checksum_seconds for rank in everyone) + checksums, *num_bytes, sent, read
 
@@ -209,10 +239,18 @@ class WeightSync:
 
 
 def make_transport(
-    name: str, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float, megabytes: float, nodes: Nodes | None = None
+    name: str,
+    ranks: Ranks,
+    dtype: str,
+    device: torch.device,
+    *,
+    seconds: float,
+    megabytes: float,
+    nodes: Nodes | None = None,
 ) -> Transport:
-    """Construct the transport `name`: shared_memory, p2p or cuda_ipc. Collective. `seconds` and `megabytes` are described in
-    `PointToPoint`. `nodes` are the nodes of servers that the ranks' hosts share; None for one node, and for p2p."""
+    """Construct the transport `name`: shared_memory, p2p or cuda_ipc. Collective. `seconds` and `megabytes` are
+    described in `PointToPoint`. `nodes` are the nodes of servers that the ranks' hosts share; None for one node, and
+    for p2p."""
     if name == "p2p":
         return PointToPoint(ranks, dtype, device, seconds=seconds, megabytes=megabytes)
     if name == "cuda_ipc":

@@ -34,7 +34,8 @@ class Ranks(Protocol):
         """Index of this rank."""
 
     def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
-        """Gather `obj` from every rank, in rank order. Raises TimeoutError when a rank does not join within `within` seconds."""
+        """Gather `obj` from every rank, in rank order. Raises TimeoutError when a rank does not join within `within`
+        seconds."""
 
 
 class Handover:
@@ -52,7 +53,8 @@ NO_HANDOVER = Handover()
 
 @dataclass(frozen=True)
 class SendReport:
-    """The bytes that one rank sent in one update, the seconds it spent on checksums, and the checksums that other nodes need."""
+    """The bytes that one rank sent in one update, the seconds it spent on checksums, and the checksums that other nodes
+    need."""
 
     num_bytes: int
     checksum_seconds: float = 0.0
@@ -63,10 +65,12 @@ class TransportUpdate(WeightUpdate, Protocol):
     """One update in progress."""
 
     def send(self, task: Task = SILENT_TASK) -> SendReport:
-        """Send this rank's part, while the engine loads it. Every rank calls it. `task` counts the bytes. Raises when sending fails."""
+        """Send this rank's part, while the engine loads it. Every rank calls it. `task` counts the bytes. Raises when
+        sending fails."""
 
     def all_sent(self, reports: Sequence[SendReport]) -> None:
-        """Rank 0: every rank has sent; `reports` has one report per rank. Raises WeightSyncError when two reports contradict each other."""
+        """Rank 0: every rank has sent; `reports` has one report per rank. Raises WeightSyncError when two reports
+        contradict each other."""
 
     def verify(self, reports: Sequence[dict[str, Any]]) -> None:
         """Check the workers' reports, on rank 0: every server received everything unchanged.
@@ -75,10 +79,12 @@ class TransportUpdate(WeightUpdate, Protocol):
         """
 
     def verify_bytes(self, sent: int, received: int) -> None:
-        """Raises WeightSyncError unless `sent` bytes of all ranks and `received` bytes of all workers are the bytes that had to move."""
+        """Raises WeightSyncError unless `sent` bytes of all ranks and `received` bytes of all workers are the bytes
+        that had to move."""
 
     def give_up(self, why: str) -> None:
-        """Rank 0: stop the ranks that still wait for a server, such as a dead one. The engine has finished, with or without success."""
+        """Rank 0: stop the ranks that still wait for a server, such as a dead one. The engine has finished, with or
+        without success."""
 
     def done(self) -> None:
         """Every rank: release the update. No worker reads it any longer, with or without success."""
@@ -88,11 +94,12 @@ class Transport(Protocol):
     """Creates updates. Each rank has one transport."""
 
     def prepare(self, parameters: Sequence[Weight], version: int, engine: Engine | None) -> TransportUpdate:
-        """Create an update with the current parameters. Collective. Raises WeightSyncError on every rank, before the engine receives any
-        request."""
+        """Create an update with the current parameters. Collective. Raises WeightSyncError on every rank, before the
+        engine receives any request."""
 
     def all_gather(self, value: Any) -> list[Any]:
-        """Gather `value` from every rank, in rank order. Raises WeightSyncError for late ranks, if the transport detects them."""
+        """Gather `value` from every rank, in rank order. Raises WeightSyncError for late ranks, if the transport
+        detects them."""
 
     def close(self) -> None:
         """Free the transport's resources. Does nothing on a second call."""

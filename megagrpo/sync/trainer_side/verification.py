@@ -1,6 +1,7 @@
 """Verifies that every server read the written weights: completely, unchanged, and of the right version.
 
-`verify` is for transports whose workers read memory that the ranks wrote. `p2p` has its own check, `DirectUpdate.verify`.
+`verify` is for transports whose workers read memory that the ranks wrote. `p2p` has its own check,
+`DirectUpdate.verify`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ Reads = dict[tuple[str, int], dict[Box, int]]  # (tensor, index of its block) ->
 
 
 def verify(manifest: Manifest, written: Mapping[tuple[str, int], int], reports: Sequence[dict[str, Any]]) -> None:
-    """Check that each server read all of `manifest` as it was written. Raises WeightSyncError, naming the rank and the tensor, otherwise.
+    """Check that each server read all of `manifest` as it was written. Raises WeightSyncError, naming the rank and the
+    tensor, otherwise.
 
-    `written` maps (tensor, index of a block of it) to the block's checksum. Per server, the slices that its workers read must cover every
-    tensor. A block that was read whole must have its checksum. Where slices tile a block, their checksums must add up to the block's
-    checksum. For overlapping slices that are not equal, only coverage is checked.
+    `written` maps (tensor, index of a block of it) to the block's checksum. Per server, the slices that its workers
+    read must cover every tensor. A block that was read whole must have its checksum. Where slices tile a block, their
+    checksums must add up to the block's checksum. For overlapping slices that are not equal, only coverage is checked.
     """
     verify_versions(manifest, reports)
     for server in sorted({report["server"] for report in reports}):
@@ -33,7 +35,8 @@ def verify(manifest: Manifest, written: Mapping[tuple[str, int], int], reports: 
 
 
 def verify_versions(manifest: Manifest, reports: Sequence[dict[str, Any]]) -> None:
-    """Check that all reports are about the manifest's version, for any transport. Raises WeightSyncError, naming the worker, otherwise."""
+    """Check that all reports are about the manifest's version, for any transport. Raises WeightSyncError, naming the
+    worker, otherwise."""
     for report in reports:
         if report["version"] != manifest.version:
             who = f"{report['server']}, worker {report['worker']}"
@@ -41,13 +44,16 @@ def verify_versions(manifest: Manifest, reports: Sequence[dict[str, Any]]) -> No
 
 
 def _reads(reports: Sequence[dict[str, Any]]) -> Reads:
-    """Return the slices that the workers of one server read. Raises WeightSyncError when two reads of a slice have different checksums."""
+    """Return the slices that the workers of one server read. Raises WeightSyncError when two reads of a slice have
+    different checksums."""
     reads: Reads = {}
     for report in reports:
         for name, index, part, total in report["reads"]:
             box = (tuple(part[0]), tuple(part[1]))
             if reads.setdefault((name, index), {}).setdefault(box, total) != total:
-                raise WeightSyncError(f"{report['server']}, worker {report['worker']}: {name}{brackets(box)} changed while it was read")
+                raise WeightSyncError(
+                    f"{report['server']}, worker {report['worker']}: {name}{brackets(box)} changed while it was read"
+                )
     return reads
 
 

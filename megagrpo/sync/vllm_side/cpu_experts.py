@@ -1,4 +1,5 @@
-"""Expert parallelism in vLLM for CPU: patches that give the kernel a worker's local expert indices, and exchange tokens between copies."""
+"""Expert parallelism in vLLM for CPU: patches that give the kernel a worker's local expert indices, and exchange tokens
+between copies."""
 
 from __future__ import annotations
 
@@ -15,9 +16,10 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 def use_expert_map() -> None:
     """Give experts of other workers weight 0 on this worker, so that the sum over workers covers all experts.
 
-    vLLM for CPU (seen in 0.32) passes global expert indices to the kernel. The kernel then reads past the end of the worker's weights, and
-    the server dies in its first forward pass. The patched method raises NotImplementedError for models that weigh the inputs of their
-    experts. Remove this patch when a server with `--enable-expert-parallel` responds without it; the tests check that.
+    vLLM for CPU (seen in 0.32) passes global expert indices to the kernel. The kernel then reads past the end of the
+    worker's weights, and the server dies in its first forward pass. The patched method raises NotImplementedError for
+    models that weigh the inputs of their experts. Remove this patch when a server with `--enable-expert-parallel`
+    responds without it; the tests check that.
     """
     if hasattr(CPUUnquantizedExperts.apply, "__wrapped__"):
         return
@@ -27,7 +29,9 @@ def use_expert_map() -> None:
     def apply(self: CPUUnquantizedExperts, **arguments: Any) -> None:
         if (expert_map := arguments["expert_map"]) is not None:
             if arguments["apply_router_weight_on_input"]:
-                raise NotImplementedError("vLLM for CPU: expert parallelism does not support apply_router_weight_on_input")
+                raise NotImplementedError(
+                    "vLLM for CPU: expert parallelism does not support apply_router_weight_on_input"
+                )
             local = expert_map[arguments["topk_ids"].long()]  # -1 for an expert of another worker
             arguments["topk_weights"] = arguments["topk_weights"].masked_fill(local < 0, 0.0)
             arguments["topk_ids"] = local.clamp(min=0).to(arguments["topk_ids"].dtype)
@@ -39,15 +43,18 @@ def use_expert_map() -> None:
 def exchange_tokens() -> None:
     """Let data-parallel copies gather each other's tokens, and add up their experts' outputs.
 
-    vLLM for CPU (seen in 0.32) has an all-to-all manager, but its communicator lacks the two collectives that the manager calls. The first
-    request then ends the server with a NotImplementedError. Remove this patch when a server with `--data-parallel-size 2` and
-    `--enable-expert-parallel` responds without it; the tests check that.
+    vLLM for CPU (seen in 0.32) has an all-to-all manager, but its communicator lacks the two collectives that the
+    manager calls. The first request then ends the server with a NotImplementedError. Remove this patch when a server
+    with `--data-parallel-size 2` and `--enable-expert-parallel` responds without it; the tests check that.
     """
     if "all_gatherv" in vars(CpuCommunicator):
         return
 
-    def all_gatherv(self: CpuCommunicator, tensors: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None) -> Any:
-        """Concatenate the tensors [size of the rank, ...] of all ranks. gloo gathers equal sizes only, so rows are padded."""
+    def all_gatherv(
+        self: CpuCommunicator, tensors: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
+    ) -> Any:
+        """Concatenate the tensors [size of the rank, ...] of all ranks. gloo gathers equal sizes only, so rows are
+        padded."""
         if isinstance(tensors, list):
             return [all_gatherv(self, tensor, dim, sizes) for tensor in tensors]
         sizes = sizes or [tensors.shape[0]] * self.world_size

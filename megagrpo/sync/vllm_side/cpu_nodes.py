@@ -12,9 +12,10 @@ from vllm.v1.executor.multiproc_executor import WorkerProc
 def count_workers_of_a_node() -> None:
     """Let workers of one node answer through shared memory, and workers of other nodes through sockets.
 
-    vLLM (seen in 0.32) takes the number of GPUs of a host as the number of workers of a node. Without GPUs it takes each worker for a node,
-    so a node with two workers does not start: its executor finds no queue in shared memory (AssertionError). Remove this patch when a
-    server of four workers on two nodes responds without it; the tests check that.
+    vLLM (seen in 0.32) takes the number of GPUs of a host as the number of workers of a node. Without GPUs it takes
+    each worker for a node, so a node with two workers does not start: its executor finds no queue in shared memory
+    (AssertionError). Remove this patch when a server of four workers on two nodes responds without it; the tests check
+    that.
     """
     if hasattr(WorkerProc._init_message_queues, "__wrapped__"):
         return

@@ -1,4 +1,5 @@
-"""Pipeline parallelism in vLLM for CPU: a patch that creates a stage's buffers for the hidden states of the stage before it."""
+"""Pipeline parallelism in vLLM for CPU: a patch that creates a stage's buffers for the hidden states of the stage
+before it."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 def make_stage_buffers() -> None:
     """Create the buffers before the first forward pass of a stage.
 
-    vLLM (seen in 0.32) creates them in the warm-up, which it leaves out on a CPU with eager execution and a given cache size. The first
-    request then ends the server with an AssertionError. Remove this patch when a server with `--pipeline-parallel-size 2` responds without
-    it; the tests check that.
+    vLLM (seen in 0.32) creates them in the warm-up, which it leaves out on a CPU with eager execution and a given cache
+    size. The first request then ends the server with an AssertionError. Remove this patch when a server with
+    `--pipeline-parallel-size 2` responds without it; the tests check that.
     """
     if hasattr(CPUModelRunner.sync_and_gather_intermediate_tensors, "__wrapped__"):
         return

@@ -1,8 +1,9 @@
 """The worker side of weight sync: a vLLM weight-transfer engine that reads only the slices its loaders copy.
 
-vLLM finds `register` through the entry point group `vllm.general_plugins`. Select it with `--weight-transfer-config '{"backend":
-"megagrpo"}'`. vLLM answers 200 to a partial update and to corrupted data. So every worker checks completeness before the update is
-finished, and leaves a report. The trainer verifies the reports before the engine may serve.
+vLLM finds `register` through the entry point group `vllm.general_plugins`. Select it with `--weight-transfer-config
+'{"backend": "megagrpo"}'`. vLLM answers 200 to a partial update and to corrupted data. So every worker checks
+completeness before the update is finished, and leaves a report. The trainer verifies the reports before the engine may
+serve.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Register the backend in this process, and tie EngineCore and workers to the life of their parent. vLLM calls this function in
-    every process, sometimes more than once."""
+    """Register the backend in this process, and tie EngineCore and workers to the life of their parent. vLLM calls this
+    function in every process, sometimes more than once."""
     tie_process_tree()
     name_segments_by_owner()
     listen_on_own_address()
@@ -58,9 +59,10 @@ def register() -> None:
 
 
 def patch_executor() -> None:
-    """Patch the executor of CPU workers: `count_workers_of_a_node`, and shared-memory files that carry the engine's process. vLLM names
-    them after their file store."""
-    from vllm.v1.executor import multiproc_executor  # imports most of vLLM, which the plugin loader has not done in every process
+    """Patch the executor of CPU workers: `count_workers_of_a_node`, and shared-memory files that carry the engine's
+    process. vLLM names them after their file store."""
+    # imports most of vLLM, which the plugin loader has not done in every process
+    from vllm.v1.executor import multiproc_executor
 
     from megagrpo.sync.vllm_side.cpu_nodes import count_workers_of_a_node
 
@@ -77,9 +79,9 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """The version and the location of the weights of one update.
 
-    With `manifest`, the weights are in memory that the manifest describes, written within `seconds`; `replies` is the folder for this
-    server's reports. With `handles` (memory -> one handle per worker) this memory is on GPUs. With `direct`, the weights come from the
-    trainer's ranks.
+    With `manifest`, the weights are in memory that the manifest describes, written within `seconds`; `replies` is the
+    folder for this server's reports. With `handles` (memory -> one handle per worker) this memory is on GPUs. With
+    `direct`, the weights come from the trainer's ranks.
     """
 
     version: int = -1
@@ -93,9 +95,10 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """The weight-transfer engine of one worker.
 
-    After a failed update every layer has either all of its old weights or all of its new ones, so the next update starts clean. The trainer
-    keeps the engine paused until an update succeeds. Failures are reported, never raised. When several workers raise, vLLM (seen in 0.32)
-    reads only the first answer. It then takes the other answers for answers to its next call.
+    After a failed update every layer has either all of its old weights or all of its new ones, so the next update
+    starts clean. The trainer keeps the engine paused until an update succeeds. Failures are reported, never raised.
+    When several workers raise, vLLM (seen in 0.32) reads only the first answer. It then takes the other answers for
+    answers to its next call.
     """
 
     init_info_cls = InitInfo
@@ -130,7 +133,8 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
-        """Abstract up to vLLM 0.27. Raises NotImplementedError, because our trainer does not use vLLM's trainer side."""
+        """Abstract up to vLLM 0.27. Raises NotImplementedError, because our trainer does not use vLLM's trainer
+        side."""
         raise NotImplementedError
 
     def start_weight_update(self) -> None:
@@ -144,8 +148,8 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load everything that the manifest lists. The base class would synchronize an accelerator, which fails on a machine without
-        one."""
+        """Load everything that the manifest lists. The base class would synchronize an accelerator, which fails on a
+        machine without one."""
         self.info, self.request = self.parse_update_info(update_info), None
         self._begin("update")
         try:
@@ -169,11 +173,14 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         maps: Maps = self.files
         if info.handles is not None:
             maps = DeviceMaps({name: handles[self.worker] for name, handles in info.handles.items()}, self.device)
-        ledgers = Ledgers(Path(info.manifest).parent, info.version, info.seconds, *([self.bookmark.note] if self.bookmark else []))
+        ledgers = Ledgers(
+            Path(info.manifest).parent, info.version, info.seconds, *([self.bookmark.note] if self.bookmark else [])
+        )
         return manifest, MappedBlocks(manifest, self.worker, maps, ledgers)
 
     def finish_weight_update(self) -> None:
-        """Put the new parameters in place and report. An update that failed, or that received no weights, is aborted."""
+        """Put the new parameters in place and report. An update that failed, or that received no weights, is
+        aborted."""
         if self.reader is None or not self.reloading:
             self._abort()
             self.open = False
@@ -219,8 +226,8 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.reloading = False
 
     def _begin(self, phase: str) -> None:
-        """Write the phase to this worker's bookmark, which the trainer reads when the worker hangs. The path is unknown before the first
-        update."""
+        """Write the phase to this worker's bookmark, which the trainer reads when the worker hangs. The path is unknown
+        before the first update."""
         if not self.info.replies:
             return
         path = Path(self.info.replies) / f"worker{self.worker}.at"
@@ -246,11 +253,12 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def refresh_packed_copies(model: nn.Module) -> None:
-    """Rebuild the packed copies that vLLM for CPU keeps beside the parameters; a reload leaves them stale (seen in 0.32 and 0.33).
+    """Rebuild the packed copies that vLLM for CPU keeps beside the parameters; a reload leaves them stale (seen in 0.32
+    and 0.33).
 
-    Experts: `UnquantizedFusedMoEMethod` skips its packing step on every reload. Tied heads: the head itself is never loaded, so the packed
-    copy of the shared weight stays stale. Remove either part when a reload without it gives the log-probs of a fresh engine; the tests of
-    weight sync check that.
+    Experts: `UnquantizedFusedMoEMethod` skips its packing step on every reload. Tied heads: the head itself is never
+    loaded, so the packed copy of the shared weight stays stale. Remove either part when a reload without it gives the
+    log-probs of a fresh engine; the tests of weight sync check that.
     """
     seen: dict[int, nn.Module] = {}
     for module in model.modules():

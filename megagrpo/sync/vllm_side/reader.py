@@ -1,5 +1,5 @@
-"""A worker's view of the trainer's weights: reads exactly the slices that loaders copy, and records what was announced, fetched and
-read."""
+"""A worker's view of the trainer's weights: reads exactly the slices that loaders copy, and records what was announced,
+fetched and read."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class BlockSource(Protocol):
     bytes: int
 
     def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
-        """Return the disjoint parts that make up `box` of tensor `name`: (index of the block, part). Raises LookupError for a part that
-        no rank holds."""
+        """Return the disjoint parts that make up `box` of tensor `name`: (index of the block, part). Raises LookupError
+        for a part that no rank holds."""
 
     def values(self, name: str, index: int, part: Box) -> Tensor:
         """Return the elements of one of these parts, in its shape and the manifest's dtype, with any strides."""
@@ -39,7 +39,8 @@ class BlockSource(Protocol):
         """Raises WeightSyncError when the source knows the checksum of this part and `total` differs."""
 
     def proof(self, reads: Mapping[tuple[str, int, Box], int]) -> dict[str, Any]:
-        """Return the fields of the report by which the trainer verifies the reads: (tensor, index of the block, part) -> checksum."""
+        """Return the fields of the report by which the trainer verifies the reads: (tensor, index of the block, part)
+        -> checksum."""
 
     def drain(self) -> None:
         """Receive everything that is still in flight, after the loaders have seen every tensor."""
@@ -52,14 +53,15 @@ class Maps(Protocol):
     """Memory of the trainer's ranks that this process can read."""
 
     def bytes_of(self, name: str) -> Tensor:
-        """Return all bytes of the memory that blocks call `name`, [n] uint8. Raises OSError or WeightSyncError when it cannot be mapped."""
+        """Return all bytes of the memory that blocks call `name`, [n] uint8. Raises OSError or WeightSyncError when it
+        cannot be mapped."""
 
 
 class MappedBlocks:
     """Blocks in memory that this worker maps; each block is readable once its rank has written it.
 
-    `reader` is the worker's index: if several blocks hold an element, workers read it from different ones. Raises WeightSyncError for a
-    block that is missing or exceeds its memory.
+    `reader` is the worker's index: if several blocks hold an element, workers read it from different ones. Raises
+    WeightSyncError for a block that is missing or exceeds its memory.
     """
 
     def __init__(self, manifest: Manifest, reader: int, maps: Maps, ledgers: Ledgers):
@@ -76,16 +78,18 @@ class MappedBlocks:
                 except OSError as error:
                     raise WeightSyncError(f"{who} cannot be read: {error.strerror}") from error
                 if block.offset + count > self.memory[block.file].numel():
-                    raise WeightSyncError(f"{who} holds {self.memory[block.file].numel()} bytes; {count} were expected at {block.offset}")
+                    raise WeightSyncError(
+                        f"{who} holds {self.memory[block.file].numel()} bytes; {count} were expected at {block.offset}"
+                    )
 
     def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
-        """Return parts that cover each element of `box` once. Where several blocks hold an element, readers with different indices use
-        different ones."""
+        """Return parts that cover each element of `box` once. Where several blocks hold an element, readers with
+        different indices use different ones."""
         return cover(box, [block.box for block in self.manifest.tensors[name].blocks], self.reader)
 
     def values(self, name: str, index: int, part: Box) -> Tensor:
-        """Return a view of the mapped memory with the shape of `part`, after the block is written. Raises WeightSyncError when the rank is
-        late or has died."""
+        """Return a view of the mapped memory with the shape of `part`, after the block is written. Raises
+        WeightSyncError when the rank is late or has died."""
         block = self.manifest.tensors[name].blocks[index]
         count = size(block.box) * self.dtype.itemsize
         self.ledgers.wait_for(block.rank, block.offset + count, name)
@@ -138,11 +142,14 @@ class BlankBlocks:
 
 
 class ShardReader:
-    """The source of lazy tensors for one weight update. It records what the loaders do, for checks that every parameter was filled.
+    """The source of lazy tensors for one weight update. It records what the loaders do, for checks that every parameter
+    was filled.
 
     - `wanted`: the boxes that loaders announced; `fetched`: how often each box was fetched.
-    - `reads`: the slices that were read, with their checksums. Checksums on a GPU are transferred and checked one layer at a time.
-    - `arrivals`: how many elements each destination is to receive; `copies`: the last lazy tensor copied to each destination.
+    - `reads`: the slices that were read, with their checksums. Checksums on a GPU are transferred and checked one layer
+      at a time.
+    - `arrivals`: how many elements each destination is to receive; `copies`: the last lazy tensor copied to each
+      destination.
     - `blank`: return zeros, because `source` has no data. `note` receives a description of each fetch before it starts.
     """
 
@@ -154,19 +161,21 @@ class ShardReader:
         self.wanted: set[tuple[str, Box]] = set()
         self.fetched: Counter[tuple[str, Box]] = Counter()
         self._reads: dict[tuple[str, int, Box], int] = {}  # (tensor, block index, part) -> checksum
-        self._unchecked: list[tuple[str, int, Box, int | Tensor]] = []  # reads of one layer whose checksums are on the device
+        # reads of one layer whose checksums are on the device
+        self._unchecked: list[tuple[str, int, Box, int | Tensor]] = []
         self.arrivals: dict[int, dict[tuple[Any, ...], int]] = {}  # storage -> (offset, size, stride) -> elements
         self.copies: dict[int, LazyTensor] = {}  # storage -> the last lazy tensor that was copied to it
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, lazy tensor) for every tensor of the manifest, in its order, with the Hugging Face shape. The dtype is the
-        manifest's, or float32 for a tensor that travels as addends."""
+        """Yield (name, lazy tensor) for every tensor of the manifest, in its order, with the Hugging Face shape. The
+        dtype is the manifest's, or float32 for a tensor that travels as addends."""
         for name, tensor in self.manifest.tensors.items():
             shape, dtype = (tensor.shape[:-1], torch.float32) if self._in_addends(name) else (tensor.shape, self.dtype)
             yield name, LazyTensor.of(name, shape, dtype, self)
 
     def announce(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """Record that a loader copies `view` [...] to `destination` [...]. Raises WeightSyncError when no rank has a part of `view`."""
+        """Record that a loader copies `view` [...] to `destination` [...]. Raises WeightSyncError when no rank has a
+        part of `view`."""
         if not view.numel():
             return
         self.arrive(destination)
@@ -219,15 +228,16 @@ class ShardReader:
         return ((*lo, 0), (*hi, shape[-1])), strides
 
     def fill(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """Copy the elements of `view` [...] to `destination` [...]. The checksum is computed during the copy when both are in the tensor's
-        order."""
+        """Copy the elements of `view` [...] to `destination` [...]. The checksum is computed during the copy when both
+        are in the tensor's order."""
         started = time.perf_counter()
         if not (view.numel() and self._fill_in_order(name, view, destination)):
             destination.copy_(self.fetch(name, view))
         self.seconds += time.perf_counter() - started
 
     def _fill_in_order(self, name: str, view: Tensor, destination: Tensor) -> bool:
-        """Copy part by part, if `destination` has the elements of the box of `view` in their order and dtype; return whether it does."""
+        """Copy part by part, if `destination` has the elements of the box of `view` in their order and dtype; return
+        whether it does."""
         plain = destination.is_contiguous() and destination.dtype == self.dtype and destination.device.type == "cpu"
         if not plain or self.blank or self._in_addends(name):
             return False
@@ -255,7 +265,9 @@ class ShardReader:
             return self.source.parts(name, box)
         except LookupError as error:
             shape = self.manifest.tensors[name].shape
-            raise WeightSyncError(f"{name}: {error} of shape {shape}; the trainer published only part of this tensor") from error
+            raise WeightSyncError(
+                f"{name}: {error} of shape {shape}; the trainer published only part of this tensor"
+            ) from error
 
     def _read(self, name: str, index: int, part: Box) -> Tensor:
         values = self.source.values(name, index, part)
@@ -276,7 +288,8 @@ class ShardReader:
             self.check_reads()
 
     def check_reads(self) -> None:
-        """Check and record the reads whose checksums are still on the device. Raises WeightSyncError when one is wrong."""
+        """Check and record the reads whose checksums are still on the device. Raises WeightSyncError when one is
+        wrong."""
         unchecked, self._unchecked = self._unchecked, []
         for (name, index, part, _), total in zip(unchecked, on_host([total for *_, total in unchecked]), strict=True):
             self.source.check(name, index, part, total)
@@ -307,4 +320,6 @@ def window(part: Box, box: Box) -> tuple[slice, ...]:
 def _in_order(view: Tensor, strides: list[int] | None) -> bool:
     """Whether a view, with these strides inside its box, has the elements of the box in the box's order."""
     contiguous = torch.empty(view.shape, device="meta").stride()
-    return strides is not None and all(n == 1 or a == b for n, a, b in zip(view.shape, strides, contiguous, strict=True))
+    return strides is not None and all(
+        n == 1 or a == b for n, a, b in zip(view.shape, strides, contiguous, strict=True)
+    )

@@ -1,5 +1,5 @@
-"""Blocks that arrive in messages of the trainer's ranks. Rounds of messages (`transfer.messages`) are received in the order of the plan, a
-few ahead of the loaders that read them."""
+"""Blocks that arrive in messages of the trainer's ranks. Rounds of messages (`transfer.messages`) are received in the
+order of the plan, a few ahead of the loaders that read them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class ReceivePlan:
     limit: int
 
     @staticmethod
-    def of(rounds: Mapping[Round, list[Message]], blocks: Mapping[str, tuple[Box, ...]], boxes: BoxCounts, limit: int) -> ReceivePlan:
+    def of(
+        rounds: Mapping[Round, list[Message]], blocks: Mapping[str, tuple[Box, ...]], boxes: BoxCounts, limit: int
+    ) -> ReceivePlan:
         """Return the plan for loaders that fetch `boxes`. Raises LookupError for a box that no rank holds."""
         copies: Counter[tuple[str, Box]] = Counter()
         for (name, box), times in boxes.items():
@@ -46,7 +48,8 @@ class ReceivePlan:
 
 @dataclass(frozen=True)
 class _RoundInFlight:
-    """One round that this worker receives: its messages, a buffer [bytes] uint8 for each of them, and the pending receives."""
+    """One round that this worker receives: its messages, a buffer [bytes] uint8 for each of them, and the pending
+    receives."""
 
     layer: int
     messages: list[Message]
@@ -57,7 +60,8 @@ class _RoundInFlight:
 class ReceivedBlocks:
     """The `BlockSource` of a `p2p` update. Elements are of `dtype`. Construction starts to receive the first rounds.
 
-    A part stays in memory until its last copy. Loaders that do not read the layers in order therefore cost memory for all parts in between.
+    A part stays in memory until its last copy. Loaders that do not read the layers in order therefore cost memory for
+    all parts in between.
     """
 
     def __init__(self, plan: ReceivePlan, exchange: Exchange, dtype: torch.dtype, deadline: Deadline):
@@ -66,19 +70,22 @@ class ReceivedBlocks:
         self.in_flight: deque[_RoundInFlight] = deque()
         self.arrived: dict[tuple[str, Box], Tensor] = {}  # (tensor, part) -> its elements
         self._sums: dict[tuple[str, Box], tuple[int, int]] = {}  # (tensor, part) -> sending rank, and its checksum
-        self._arrived_sums: list[tuple[Message, Tensor]] = []  # messages whose checksums [slices] int64 are not in `_sums` yet
+        # messages whose checksums [slices] int64 are not in `_sums` yet
+        self._arrived_sums: list[tuple[Message, Tensor]] = []
         self.copies_left = Counter(plan.copies)
         self.bytes = 0
         self._post()
 
     def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
-        """Return the parts that make up `box`: (index of the block, part). Raises LookupError for a part that no rank holds."""
+        """Return the parts that make up `box`: (index of the block, part). Raises LookupError for a part that no rank
+        holds."""
         return parts_of(box, self.plan.blocks[name], self.plan.limit)
 
     def values(self, name: str, index: int, part: Box) -> Tensor:
         """Return the elements of a part, in its shape and the engine's dtype, after it has arrived.
 
-        Raises WeightSyncError when the sender is gone or late, or when the loaders request a part they did not announce.
+        Raises WeightSyncError when the sender is gone or late, or when the loaders request a part they did not
+        announce.
         """
         # Rounds are in layer order, so a part of this layer cannot arrive in a round of a later layer.
         while (name, part) not in self.arrived and self.in_flight and self.in_flight[0].layer <= layer_of(name):
@@ -95,13 +102,17 @@ class ReceivedBlocks:
             raise WeightSyncError(wrong_checksum(rank, name, part, total, written))
 
     def proof(self, reads: Mapping[tuple[str, int, Box], int]) -> dict[str, Any]:
-        """Return the sum of the checksums of each layer, which the trainer compares between workers that want the same slices.
+        """Return the sum of the checksums of each layer, which the trainer compares between workers that want the same
+        slices.
 
-        Every part was already checked against the sender's checksum. Raises WeightSyncError when a part arrived and was not read.
+        Every part was already checked against the sender's checksum. Raises WeightSyncError when a part arrived and was
+        not read.
         """
         if unread := self.sums().keys() - {(name, part) for name, _, part in reads}:
             name, part = min(unread)
-            raise WeightSyncError(f"{name}{brackets(part)} arrived from rank {self._sums[name, part][0]} and was not read")
+            raise WeightSyncError(
+                f"{name}{brackets(part)} arrived from rank {self._sums[name, part][0]} and was not read"
+            )
         layers: Counter[int] = Counter()
         for (name, _, _), total in reads.items():
             layers[layer_of(name)] += total
@@ -126,7 +137,12 @@ class ReceivedBlocks:
             (layer, _), messages = self.to_come.popleft()
             buffers = [empty_message(message, self.dtype, self.exchange.device) for message in messages]
             parcels = [
-                Parcel(buffer, message.source, message.tag, f"receiving {describe(message)} from trainer rank {message.source}")
+                Parcel(
+                    buffer,
+                    message.source,
+                    message.tag,
+                    f"receiving {describe(message)} from trainer rank {message.source}",
+                )
                 for buffer, message in zip(buffers, messages, strict=True)
             ]
             self.in_flight.append(_RoundInFlight(layer, messages, buffers, self.exchange.receive(parcels)))
@@ -139,20 +155,26 @@ class ReceivedBlocks:
             elements, sums = message_views(buffer, message, self.dtype)
             self.bytes += elements.nbytes
             for item in message.slices:
-                self.arrived[item.tensor, item.box] = elements[item.offset : item.offset + size(item.box)].view(extent(item.box))
+                self.arrived[item.tensor, item.box] = elements[item.offset : item.offset + size(item.box)].view(
+                    extent(item.box)
+                )
             self._arrived_sums.append((message, sums.clone()))  # a view would keep the whole message
         self._post()
 
     def sums(self) -> dict[tuple[str, Box], tuple[int, int]]:
-        """(tensor, part) -> sending rank and checksum of all parts that arrived. One transfer serves all messages since the last call."""
+        """(tensor, part) -> sending rank and checksum of all parts that arrived. One transfer serves all messages since
+        the last call."""
         if self._arrived_sums:
             totals = iter(torch.cat([sums for _, sums in self._arrived_sums]).tolist())
             for message, _ in self._arrived_sums:
-                self._sums |= {(item.tensor, item.box): (message.source, next(totals) % 2**64) for item in message.slices}
+                self._sums |= {
+                    (item.tensor, item.box): (message.source, next(totals) % 2**64) for item in message.slices
+                }
             self._arrived_sums = []
         return self._sums
 
 
 def parts_of(box: Box, blocks: tuple[Box, ...], limit: int) -> list[tuple[int, Box]]:
-    """Return the parts of blocks that make up `box`, each at most `limit` elements, cut as in `megagrpo.sync.wire.messages.rounds`."""
+    """Return the parts of blocks that make up `box`, each at most `limit` elements, cut as in
+    `megagrpo.sync.wire.messages.rounds`."""
     return [(index, piece) for index, part in cover(box, blocks) for piece in pieces(part, limit)]

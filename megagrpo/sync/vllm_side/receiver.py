@@ -1,6 +1,7 @@
 """The worker's end of the p2p transport: receives weights that trainer ranks send directly.
 
-An update has four steps: join the trainer's board, agree with all ranks and workers, plan the messages, and receive them.
+An update has four steps: join the trainer's board, agree with all ranks and workers, plan the messages, and receive
+them.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from megagrpo.sync.wire.sync_plan import plan_transfers
 
 
 class Receiver:
-    """A worker's part in updates. Its connection to the board, its process group, the boxes of its loaders and its plan are reused.
+    """A worker's part in updates. Its connection to the board, its process group, the boxes of its loaders and its plan
+    are reused.
 
-    `device` holds the buffers of messages. In the methods, `number` is the index of this worker, counted over all servers.
+    `device` holds the buffers of messages. In the methods, `number` is the index of this worker, counted over all
+    servers.
     """
 
     def __init__(self, device: torch.device):
@@ -44,7 +47,8 @@ class Receiver:
     ) -> tuple[Manifest, ReceivedBlocks]:
         """Take part in an update, and return the manifest of the trainer's weights and the source of their values.
 
-        `worker` is this worker's index within its server. `dry_run` returns the boxes that the loaders fetch. Raises WeightSyncError.
+        `worker` is this worker's index within its server. `dry_run` returns the boxes that the loaders fetch. Raises
+        WeightSyncError.
         """
         number, deadline = request.first_worker + worker, Deadline(request.seconds)
         manifest = self.join(request, version, deadline)
@@ -55,11 +59,13 @@ class Receiver:
     def join(self, request: DirectRequest, version: int, deadline: Deadline) -> Manifest:
         """Step 1: connect to the trainer's board and return the manifest of the trainer's weights.
 
-        Raises WeightSyncError when the board cannot be reached, or when the weights and this worker are on different kinds of device.
+        Raises WeightSyncError when the board cannot be reached, or when the weights and this worker are on different
+        kinds of device.
         """
         if request.device != self.device.type:
             raise WeightSyncError(
-                f"the trainer's weights are on {request.device} and this worker is on {self.device.type}; p2p requires the same device type"
+                f"the trainer's weights are on {request.device} and this worker is on {self.device.type}; p2p requires "
+                f"the same device type"
             )
         board = self._board_of(request, deadline)
         if self.roster is None or request.roster != self.roster_key:
@@ -67,7 +73,9 @@ class Receiver:
             self.roster_key, self.boxes, self.boxes_key, self.planned = request.roster, Counter(), "", None
         return self.roster.manifest(version, request.dtype)
 
-    def agree(self, request: DirectRequest, number: int, dry_run: Callable[[], BoxCounts], deadline: Deadline) -> Members:
+    def agree(
+        self, request: DirectRequest, number: int, dry_run: Callable[[], BoxCounts], deadline: Deadline
+    ) -> Members:
         """Step 2: leave this worker's boxes and group on the board, and return rank 0's decision about all workers.
 
         `dry_run` is called when the boxes are not known yet.
@@ -88,14 +96,19 @@ class Receiver:
         assert self.board is not None and self.roster is not None, "`join` reads the roster"
         arguments = self.roster_key, members.boxes, request.limit, number
         if self.planned is None or self.planned[0] != arguments:
-            notes = {key: boxes_of_json(self.board.take(key, "another worker's boxes", deadline)) for key in set(members.boxes)}
+            notes = {
+                key: boxes_of_json(self.board.take(key, "another worker's boxes", deadline))
+                for key in set(members.boxes)
+            }
             wanted = wanted_by([notes[key] for key in members.boxes], self.roster.tensors)
             messages = rounds(plan_transfers(self.roster.holders, wanted), request.limit, destination=number)
             blocks = {name: tuple(boxes) for name, boxes in self.roster.holders.items()}
             self.planned = arguments, ReceivePlan.of(messages, blocks, self.boxes, request.limit)
         return self.planned[1]
 
-    def receive(self, request: DirectRequest, number: int, members: Members, plan: ReceivePlan, deadline: Deadline) -> ReceivedBlocks:
+    def receive(
+        self, request: DirectRequest, number: int, members: Members, plan: ReceivePlan, deadline: Deadline
+    ) -> ReceivedBlocks:
         """Step 4: join the process group, unless this worker is in it, and start to receive the plan's first rounds.
 
         The rest arrives as the loaders read from the result.
@@ -109,7 +122,8 @@ class Receiver:
         return self.received
 
     def report(self, request: DirectRequest, worker: int, report: dict[str, Any]) -> None:
-        """Leave this worker's report on the board. Does nothing when the board is gone, because then no process reads it."""
+        """Leave this worker's report on the board. Does nothing when the board is gone, because then no process reads
+        it."""
         if self.board is not None:
             with contextlib.suppress(WeightSyncError):
                 self.board.put(request.keys.report(request.first_worker + worker), report)
@@ -129,7 +143,8 @@ class Receiver:
         self.board = None
 
     def _board_of(self, request: DirectRequest, deadline: Deadline) -> Board:
-        """Return the connection to the board that `request` names; connect when it is another board, or no longer responds."""
+        """Return the connection to the board that `request` names; connect when it is another board, or no longer
+        responds."""
         address = request.host, request.port, request.secret
         if self.board is None or address != self.address or not self.board.answers():
             self.close()

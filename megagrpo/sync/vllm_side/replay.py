@@ -1,7 +1,8 @@
 """Loads weights again without the model's loaders: replays the copies of the first load, layer by layer.
 
-A model's own loaders take about a millisecond of Python per tensor, and copy the same slices every time. A mixture of experts has tens of
-thousands of tensors. So the first update records the copies. Later updates replay the record through the same steps of vLLM's reload.
+A model's own loaders take about a millisecond of Python per tensor, and copy the same slices every time. A mixture of
+experts has tens of thousands of tensors. So the first update records the copies. Later updates replay the record
+through the same steps of vLLM's reload.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ AHEAD = 2  # filled layers that may wait for processing
 class Cut:
     """One copy of a loader: its destination, and its source.
 
-    The destination is `region` of `parameter`. The source is `view`, a meta tensor inside tensor `name`, or `constant` when `view` is None.
+    The destination is `region` of `parameter`. The source is `view`, a meta tensor inside tensor `name`, or `constant`
+    when `view` is None.
     """
 
     parameter: str
@@ -44,12 +46,13 @@ class Cut:
 
 
 class Recorder(TorchDispatchMode):
-    """Records the copies that a model's loaders make during a reload: enter it around the load. `layers` has the copies of each module.
-    `reason` says why the record cannot be replayed; "" means it can."""
+    """Records the copies that a model's loaders make during a reload: enter it around the load. `layers` has the copies
+    of each module. `reason` says why the record cannot be replayed; "" means it can."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
-        self.homes: dict[int, tuple[nn.Module, str, Tensor]] = {}  # storage -> module, name, tensor; the tensor keeps the storage alive
+        # storage -> module, name, tensor; the tensor keeps the storage alive
+        self.homes: dict[int, tuple[nn.Module, str, Tensor]] = {}
         for module in model.modules():
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 self.homes[tensor.untyped_storage()._cdata] = module, name, tensor
@@ -69,7 +72,11 @@ class Recorder(TorchDispatchMode):
         module, name, whole = home
         region = _region_of(target)
         value: Any = rest[0] if rest else None
-        if isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.data_ptr() == target.data_ptr() != 0:
+        if (
+            isinstance(value, Tensor)
+            and not isinstance(value, LazyTensor)
+            and value.data_ptr() == target.data_ptr() != 0
+        ):
             return  # a tensor that the reload never moves aside is copied to itself
         if func is aten.copy_.default and isinstance(value, LazyTensor) and isinstance(value.source, ShardReader):
             cut = Cut(name, region, value.name_, value.view_)
@@ -101,16 +108,21 @@ class Recipe:
         """Whether `manifest` has the dtype, tensors and shapes of the recorded update."""
         if manifest is self.manifest:
             return True
-        shapes, recorded = ({name: tensor.shape for name, tensor in each.tensors.items()} for each in (manifest, self.manifest))
+        shapes, recorded = (
+            {name: tensor.shape for name, tensor in each.tensors.items()} for each in (manifest, self.manifest)
+        )
         return manifest.dtype == self.manifest.dtype and shapes == recorded
 
     def boxes(self, box_of: Callable[[str, Tensor], tuple[Box, Any]]) -> Iterator[tuple[str, Box]]:
         """Yield (tensor, box) for every fetch that `run` makes."""
         for cuts in self.layers.values():
-            yield from ((cut.name, box_of(cut.name, cut.view)[0]) for cut in cuts if cut.view is not None and cut.view.numel())
+            yield from (
+                (cut.name, box_of(cut.name, cut.view)[0]) for cut in cuts if cut.view is not None and cut.view.numel()
+            )
 
     def run(self, reader: ShardReader) -> None:
-        """Fill every layer and let vLLM process it. On a CPU the next layer is read while vLLM processes the one before."""
+        """Fill every layer and let vLLM process it. On a CPU the next layer is read while vLLM processes the one
+        before."""
         with _processing() as process:
             for layer, cuts in self.layers.items():
                 materialize_layer(layer, get_layerwise_info(layer))
@@ -125,8 +137,8 @@ class Recipe:
 
 @contextmanager
 def _processing() -> Iterator[Callable[[nn.Module], None]]:
-    """Yield the function that runs vLLM's processing of a filled layer. On a CPU it runs in a worker thread, beside the next copies; on
-    a GPU it runs on this thread, in stream order."""
+    """Yield the function that runs vLLM's processing of a filled layer. On a CPU it runs in a worker thread, beside the
+    next copies; on a GPU it runs on this thread, in stream order."""
     if not current_platform.is_cpu():
         yield _process
         return

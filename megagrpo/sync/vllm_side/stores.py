@@ -8,14 +8,16 @@ import socket
 from typing import Any
 
 MODULES = ("torch.distributed.rendezvous", "vllm.distributed.utils")
-"""The modules that create the stores of process groups: torch's for a group's address, vLLM's for data-parallel copies."""
+"""The modules that create the stores of process groups: torch's for a group's address, vLLM's for data-parallel
+copies."""
 
 
 def listen_on_own_address() -> None:
     """Make the stores of this process's groups listen on the address of their rendezvous.
 
-    By itself torch's TCPStore listens on every address, has no password, and lets any host change what the processes of a server tell each
-    other. torch closes the socket passed to it. A second store of this process at the same port shares the first one's server.
+    By itself torch's TCPStore listens on every address, has no password, and lets any host change what the processes of
+    a server tell each other. torch closes the socket passed to it. A second store of this process at the same port
+    shares the first one's server.
     """
     for name in MODULES:
         module: Any = importlib.import_module(name)
@@ -31,7 +33,9 @@ def _private(store: Any) -> Any:
         if is_master and options.get("master_listen_fd") is None:
             family = socket.AF_INET6 if ":" in host_name else socket.AF_INET
             try:
-                options["master_listen_fd"] = socket.create_server((host_name, port), family=family, backlog=4096).detach()
+                options["master_listen_fd"] = socket.create_server(
+                    (host_name, port), family=family, backlog=4096
+                ).detach()
             except OSError:  # this process has a store at this port, or torch reports the port that is taken
                 pass
         return store(host_name, port, *arguments, is_master=is_master, **options)

@@ -1,9 +1,10 @@
-"""Runs vLLM's OpenAI API server, or with --headless a node's workers, without a GPU. Imports vLLM once instead of once per process.
+"""Runs vLLM's OpenAI API server, or with --headless a node's workers, without a GPU. Imports vLLM once instead of once
+per process.
 
-vLLM for CPU starts its engine and workers with the start method "spawn", only so that each can get its own OpenMP settings. Our servers
-share one set (`VLLM_CPU_OMP_THREADS_BIND=nobind`), so the processes fork, as they do by default on a GPU. Forking saves two imports of
-vLLM, 10 to 25 s each, per start. With --wait the process imports vLLM before its server is known. Remove this file when vLLM for CPU
-follows `VLLM_WORKER_MULTIPROC_METHOD`.
+vLLM for CPU starts its engine and workers with the start method "spawn", only so that each can get its own OpenMP
+settings. Our servers share one set (`VLLM_CPU_OMP_THREADS_BIND=nobind`), so the processes fork, as they do by default
+on a GPU. Forking saves two imports of vLLM, 10 to 25 s each, per start. With --wait the process imports vLLM before its
+server is known. Remove this file when vLLM for CPU follows `VLLM_WORKER_MULTIPROC_METHOD`.
 """
 
 import functools
@@ -25,8 +26,8 @@ def _fork_instead_of_spawn() -> None:
 
 
 def _wait_for_server() -> None:
-    """Take the arguments of the server that the trainer hands over (engine/servers/early_start.py), and show them in `ps`. Its token stays in
-    standard input."""
+    """Take the arguments of the server that the trainer hands over (engine/servers/early_start.py), and show them in
+    `ps`. Its token stays in standard input."""
     from setproctitle import setproctitle
 
     server = receive()
@@ -37,8 +38,8 @@ def _wait_for_server() -> None:
 
 
 def _nap_instead_of_spin() -> None:
-    """Make processes sleep 0.5 ms between polls for messages. vLLM polls in a busy loop, so the engine takes a core from the worker it
-    waits for. Remove this patch when vLLM has a setting for it."""
+    """Make processes sleep 0.5 ms between polls for messages. vLLM polls in a busy loop, so the engine takes a core
+    from the worker it waits for. Remove this patch when vLLM has a setting for it."""
     from vllm.distributed.device_communicators import shm_broadcast
 
     shm_broadcast.sched_yield = functools.partial(time.sleep, 0.0005)
@@ -60,5 +61,7 @@ if __name__ == "__main__":
     gc.enable()
     headless = "--headless" in sys.argv
     runpy.run_module(
-        "megagrpo.sync.vllm_side.headless" if headless else "vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True
+        "megagrpo.sync.vllm_side.headless" if headless else "vllm.entrypoints.openai.api_server",
+        run_name="__main__",
+        alter_sys=True,
     )

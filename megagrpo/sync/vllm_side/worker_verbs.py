@@ -1,5 +1,5 @@
-"""Methods that the trainer calls on every vLLM worker over `/collective_rpc`. `--worker-extension-cls` mixes them into vLLM's worker
-class."""
+"""Methods that the trainer calls on every vLLM worker over `/collective_rpc`. `--worker-extension-cls` mixes them into
+vLLM's worker class."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class WorkerVerbs:
         return self.weight_transfer_engine.error
 
     def weight_update_report(self) -> str:
-        """Return this worker's report on the last weight update as JSON, or "" without one; for a trainer on another node."""
+        """Return this worker's report on the last weight update as JSON, or "" without one; for a trainer on another
+        node."""
         return self.weight_transfer_engine.report
 
     def quantization(self) -> str:
@@ -38,9 +39,11 @@ class WorkerVerbs:
         return self.vllm_config.model_config.quantization or "none"
 
     def adapter_checksums(self) -> dict[str, list[str]]:
-        """Return the checksums of the latest adapter: projection (layers.0.self_attn.q_proj) -> [checksum of A, checksum of B * scale].
+        """Return the checksums of the latest adapter: projection (layers.0.self_attn.q_proj) -> [checksum of A,
+        checksum of B * scale].
 
-        A and B are whole, in vLLM's dtype for adapters. The checksums are text, because other JSON readers have no 64-bit integers.
+        A and B are whole, in vLLM's dtype for adapters. The checksums are text, because other JSON readers have no
+        64-bit integers.
         """
         manager = self.model_runner.lora_manager._adapter_manager
         adapters = manager.list_adapters()
@@ -51,7 +54,9 @@ class WorkerVerbs:
             packed = isinstance(weights.lora_a, list)
             names = manager.packed_modules[name] if packed else [name]
             a, b = (weights.lora_a, weights.lora_b) if packed else ([weights.lora_a], [weights.lora_b])
-            sums |= {projection: [_sum(x), _sum(y)] for projection, x, y in zip(names, a, b, strict=True) if x is not None}
+            sums |= {
+                projection: [_sum(x), _sum(y)] for projection, x, y in zip(names, a, b, strict=True) if x is not None
+            }
         return {name.partition("model.")[2]: of_adapter for name, of_adapter in sums.items()}
 
 

@@ -1,7 +1,7 @@
 """Which rank sends which part of a tensor to which reader: arithmetic on boxes, no tensors, no communication.
 
-The trainer's ranks hold boxes of Hugging Face tensors, called blocks in `models/families/blocks.py`. A worker of the engine wants boxes that may
-be cut elsewhere.
+The trainer's ranks hold boxes of Hugging Face tensors, called blocks in `models/families/blocks.py`. A worker of the
+engine wants boxes that may be cut elsewhere.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from megagrpo.models.families.boxes import Box, brackets, intersect, size, subtr
 
 
 def cover(box: Box, holders: Sequence[Box], reader: int = 0) -> list[tuple[int, Box]]:
-    """Return which holder sends which part of `box`, as (index into `holders`, part). Each element of `box` occurs exactly once.
+    """Return which holder sends which part of `box`, as (index into `holders`, part). Each element of `box` occurs
+    exactly once.
 
-    Where several holders hold the same elements, readers with different numbers start at different holders. Raises LookupError, with the
-    first uncovered box, when the holders do not cover `box`.
+    Where several holders hold the same elements, readers with different numbers start at different holders. Raises
+    LookupError, with the first uncovered box, when the holders do not cover `box`.
     """
     uncovered: list[Box] = [box]
     parts: list[tuple[int, Box]] = []
@@ -39,8 +40,9 @@ def cover(box: Box, holders: Sequence[Box], reader: int = 0) -> list[tuple[int, 
 def owners(keys_of: Sequence[Iterable[tuple[Hashable, int]]]) -> dict[Hashable, int]:
     """Choose one rank for each key that several ranks hold: key -> rank.
 
-    `keys_of` has one list of (key, size) per rank. Larger keys are assigned first, each to the least loaded of its holders, so replicas
-    share the work. Every rank that calls this function with the same `keys_of` gets the same result.
+    `keys_of` has one list of (key, size) per rank. Larger keys are assigned first, each to the least loaded of its
+    holders, so replicas share the work. Every rank that calls this function with the same `keys_of` gets the same
+    result.
     """
     holders: dict[Hashable, list[int]] = {}
     sizes: dict[Hashable, int] = {}

@@ -32,10 +32,11 @@ class Checked(NamedTuple):
 def checksum(values: Tensor, column: int = 0) -> int:
     """Return the sum, modulo 2**64, of the elements read as unsigned integers of their own width.
 
-    `values` is [...] float32, bfloat16 or float16, with any strides. Each element is shifted by its position within 8 bytes of its row, so
-    a row is summed 8 bytes at a time. `column` is the index of the first element along the last dimension of the whole tensor. The
-    checksums of the parts of a tensor add up to the checksum of the tensor. The checksum detects lost, zeroed, stale and flipped elements,
-    and swapped neighbours. It does not detect other swaps, such as two swapped rows.
+    `values` is [...] float32, bfloat16 or float16, with any strides. Each element is shifted by its position within 8
+    bytes of its row, so a row is summed 8 bytes at a time. `column` is the index of the first element along the last
+    dimension of the whole tensor. The checksums of the parts of a tensor add up to the checksum of the tensor. The
+    checksum detects lost, zeroed, stale and flipped elements, and swapped neighbours. It does not detect other swaps,
+    such as two swapped rows.
     """
     values = values.detach() if values.dim() else values.detach()[None]
     if is_host(values) and _whole_words(values, column):
@@ -44,7 +45,8 @@ def checksum(values: Tensor, column: int = 0) -> int:
 
 
 def device_checksum(values: Tensor, column: int = 0) -> Tensor:
-    """Return `checksum` as a [] int64 tensor on the device of `values`, without waiting for it. Sums above 2**63 are negative."""
+    """Return `checksum` as a [] int64 tensor on the device of `values`, without waiting for it. Sums above 2**63 are
+    negative."""
     values = values.detach() if values.dim() else values.detach()[None]
     if _whole_words(values, column):
         return values.view(-1).view(torch.int64).sum()
@@ -69,14 +71,17 @@ def is_host(values: Tensor) -> bool:
 
 def _whole_words(values: Tensor, column: int) -> bool:
     lanes = 8 // values.element_size()
-    return values.is_contiguous() and not (values.shape[-1] % lanes or column % lanes or values.storage_offset() % lanes)
+    return values.is_contiguous() and not (
+        values.shape[-1] % lanes or column % lanes or values.storage_offset() % lanes
+    )
 
 
 def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
     """Copy `source` to `target`, cast to the dtype of `target`, and return the checksum of the copy.
 
-    `target` [...] is contiguous and holds the part `box` of a tensor in its order. `source` [...] has as many elements, in any shape that
-    the order allows, and any strides. Dtypes are float32, bfloat16 or float16, and may differ. On a GPU the host does not wait.
+    `target` [...] is contiguous and holds the part `box` of a tensor in its order. `source` [...] has as many elements,
+    in any shape that the order allows, and any strides. Dtypes are float32, bfloat16 or float16, and may differ. On a
+    GPU the host does not wait.
     """
     shape = extent(box) or (1,)
     column = box[0][-1] if box[0] else 0
@@ -89,10 +94,13 @@ def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
     bits, same_format = _bits(flat), target.dtype == source.dtype and source.device.type == "cpu"
     words = bits.view(np.int64) if whole_words else None
     total, at, seconds, limit = 0, 0, 0.0, CHUNK // target.element_size()
-    pieces: Iterator[Tensor] | Iterator[np.ndarray] = _pieces(_bits(source), limit) if same_format else _pieces(source, limit)
+    pieces: Iterator[Tensor] | Iterator[np.ndarray] = (
+        _pieces(_bits(source), limit) if same_format else _pieces(source, limit)
+    )
     for piece in pieces:
         count = math.prod(piece.shape)
-        if isinstance(piece, np.ndarray):  # NumPy copies on this thread: a chunk is done before a thread of a pool would wake up
+        # NumPy copies on this thread: a chunk is done before a thread of a pool would wake up
+        if isinstance(piece, np.ndarray):
             np.copyto(bits[at : at + count].reshape(piece.shape), piece)
         else:
             flat[at : at + count].view(piece.shape).copy_(piece)
@@ -108,8 +116,8 @@ def copy_checked(target: Tensor, source: Tensor, box: Box) -> Checked:
 
 
 def finite_as(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [] bool, on the device of `values` [...]: whether all of them are finite in `dtype`, to which they will be cast. The host does
-    not wait for a GPU."""
+    """Return [] bool, on the device of `values` [...]: whether all of them are finite in `dtype`, to which they will be
+    cast. The host does not wait for a GPU."""
     if not values.numel():
         return torch.ones((), dtype=torch.bool, device=values.device)
     limit = _TOO_LARGE if (values.dtype, dtype) == (torch.float32, torch.bfloat16) else math.inf
@@ -118,14 +126,15 @@ def finite_as(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def first_false(flags: Sequence[Tensor]) -> int | None:
-    """Return the index of the first [] bool tensor that is False, or None. The flags are on one device; one transfer brings them."""
+    """Return the index of the first [] bool tensor that is False, or None. The flags are on one device; one transfer
+    brings them."""
     numbers = torch.stack(list(flags)).tolist() if flags else []
     return next((index for index, fine in enumerate(numbers) if not fine), None)
 
 
 def _pieces[T: (Tensor, np.ndarray)](source: T, limit: int) -> Iterator[T]:
-    """Yield parts of `source` [...] with at most `limit` elements each, in element order. Each part is a range of one dimension and whole
-    in all later dimensions."""
+    """Yield parts of `source` [...] with at most `limit` elements each, in element order. Each part is a range of one
+    dimension and whole in all later dimensions."""
     shape = source.shape
     inner = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     dim = next((dim for dim, count in enumerate(inner) if count <= limit), len(shape))
@@ -140,5 +149,6 @@ def _pieces[T: (Tensor, np.ndarray)](source: T, limit: int) -> Iterator[T]:
 
 
 def _bits(values: Tensor) -> np.ndarray:
-    """Return the elements of `values` [...] as integers of their own width, same shape and strides, because NumPy has no bfloat16."""
+    """Return the elements of `values` [...] as integers of their own width, same shape and strides, because NumPy has
+    no bfloat16."""
     return values.view(_INTEGERS[values.element_size()]).numpy()

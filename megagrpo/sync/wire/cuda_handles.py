@@ -1,7 +1,8 @@
-"""CUDA IPC handles: GPU memory of one process that other processes on the same GPUs map. A handle is plain JSON, never pickle.
+"""CUDA IPC handles: GPU memory of one process that other processes on the same GPUs map. A handle is plain JSON, never
+pickle.
 
-A handle holds the values that `torch.multiprocessing` would pickle for a flat tensor of bytes. Its reference counter covers one mapping, so
-each worker gets its own handle. The memory is freed when every worker has released its mapping.
+A handle holds the values that `torch.multiprocessing` would pickle for a flat tensor of bytes. Its reference counter
+covers one mapping, so each worker gets its own handle. The memory is freed when every worker has released its mapping.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from megagrpo.sync.wire.manifest import WeightSyncError
 
-# Arguments of `rebuild_cuda_tensor` from the eighth on, with their types; the first seven are fixed because the tensor is flat bytes.
+# Arguments of `rebuild_cuda_tensor` from the eighth on, with their types; the first seven are fixed because the tensor
+# is flat bytes.
 FIELDS = {
     "storage_handle": bytes,
     "storage_size_bytes": int,
@@ -29,10 +31,11 @@ FIELDS = {
 
 
 def export(buffer: Tensor) -> dict[str, Any]:
-    """Return a handle of `buffer` [n] uint8, a flat tensor on a GPU, for one other process. The tensor must live until that process has
-    mapped and released it."""
+    """Return a handle of `buffer` [n] uint8, a flat tensor on a GPU, for one other process. The tensor must live until
+    that process has mapped and released it."""
     assert buffer.is_cuda and buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.storage_offset() == 0
-    # The ledger orders reads after writes. An event would need a GPU that the other process sees, so no event is waited for.
+    # The ledger orders reads after writes. An event would need a GPU that the other process sees, so no event is waited
+    # for.
     return pack(buffer.numel(), (*reduce_tensor(buffer)[1][-len(FIELDS) : -1], False))
 
 
@@ -45,14 +48,19 @@ def release(handle: dict[str, Any]) -> None:
 
 def pack(count: int, values: tuple[Any, ...]) -> dict[str, Any]:
     """Return the fields of a handle of `count` bytes as JSON values."""
-    texts = [base64.b64encode(value).decode() if kind is bytes else value for value, kind in zip(values, FIELDS.values(), strict=True)]
+    texts = [
+        base64.b64encode(value).decode() if kind is bytes else value
+        for value, kind in zip(values, FIELDS.values(), strict=True)
+    ]
     return {"count": count} | dict(zip(FIELDS, texts, strict=True))
 
 
 def unpack(handle: dict[str, Any]) -> tuple[int, tuple[Any, ...]]:
     """Return the arguments that `pack` received: (count, values). Raises WeightSyncError when `handle` is malformed."""
     if handle.keys() != {"count", *FIELDS}:
-        raise WeightSyncError(f"a CUDA IPC handle has the fields {', '.join(sorted(handle))}; expected {', '.join(FIELDS)}, count")
+        raise WeightSyncError(
+            f"a CUDA IPC handle has the fields {', '.join(sorted(handle))}; expected {', '.join(FIELDS)}, count"
+        )
     values: list[Any] = []
     for name, kind in {"count": int, **FIELDS}.items():
         value = handle[name]
@@ -67,14 +75,15 @@ def unpack(handle: dict[str, Any]) -> tuple[int, tuple[Any, ...]]:
 
 
 class DeviceMaps:
-    """Memory behind `handles`, mapped on this worker's device. The exporting GPU need not be visible to this process."""
+    """Memory behind `handles`, mapped on this worker's device. The exporting GPU need not be visible to this
+    process."""
 
     def __init__(self, handles: dict[str, dict[str, Any]], device: torch.device):
         self.handles, self.device = handles, device
 
     def bytes_of(self, name: str) -> Tensor:
-        """Return all bytes of the memory `name`, [n] uint8 on the GPU. Raises WeightSyncError when the handle is missing, or CUDA cannot
-        open it."""
+        """Return all bytes of the memory `name`, [n] uint8 on the GPU. Raises WeightSyncError when the handle is
+        missing, or CUDA cannot open it."""
         if name not in self.handles:
             raise WeightSyncError(f"no CUDA IPC handle received for the GPU memory {name}")
         count, fields = unpack(self.handles[name])

@@ -1,7 +1,9 @@
-"""Rendezvous between trainer ranks and vLLM workers for `p2p` weight sync: a board for notes, and a process group for tensors.
+"""Rendezvous between trainer ranks and vLLM workers for `p2p` weight sync: a board for notes, and a process group for
+tensors.
 
-Both exist beside the default process groups of vLLM's workers and of the trainer's ranks. One group holds the trainer's ranks, first, and
-then the workers of all servers, in order. The backend is gloo for CPU tensors and NCCL for GPU tensors.
+Both exist beside the default process groups of vLLM's workers and of the trainer's ranks. One group holds the trainer's
+ranks, first, and then the workers of all servers, in order. The backend is gloo for CPU tensors and NCCL for GPU
+tensors.
 """
 
 from __future__ import annotations
@@ -49,15 +51,24 @@ class Deadline:
 class Board:
     """An authenticated key-value store for JSON notes between trainer ranks and workers.
 
-    Rank 0 of the trainer serves the board; the others connect. It listens only on the address `host` ("" means all addresses of this host).
-    It picks `port` when `port` is 0. Raises WeightSyncError when the board cannot be reached.
+    Rank 0 of the trainer serves the board; the others connect. It listens only on the address `host` ("" means all
+    addresses of this host). It picks `port` when `port` is 0. Raises WeightSyncError when the board cannot be reached.
 
-    The TCPStore below accepts every connection. So each note carries an HMAC of its key and text, made with `secret`. A note with a wrong
-    HMAC is an error and is never parsed. Process groups rendezvous under keys that begin with an HMAC of the group's name. Errors call the
-    board `name`.
+    The TCPStore below accepts every connection. So each note carries an HMAC of its key and text, made with `secret`. A
+    note with a wrong HMAC is an error and is never parsed. Process groups rendezvous under keys that begin with an HMAC
+    of the group's name. Errors call the board `name`.
     """
 
-    def __init__(self, host: str, port: int, deadline: Deadline, secret: str, *, serve: bool = False, name: str = "the trainer's board"):
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        deadline: Deadline,
+        secret: str,
+        *,
+        serve: bool = False,
+        name: str = "the trainer's board",
+    ):
         self.host, self._secret, self._name = host, secret.encode(), name
         try:
             # By itself torch would listen on every address. torch closes the socket passed to it.
@@ -78,7 +89,8 @@ class Board:
         return hmac.digest(self._secret, f"{key}\n{text}".encode(), "sha256").hex()
 
     def put(self, key: str, value: Any) -> None:
-        """Leave a note; the board has stored it when this method returns. Raises WeightSyncError when the board is gone."""
+        """Leave a note; the board has stored it when this method returns. Raises WeightSyncError when the board is
+        gone."""
         try:
             text = json.dumps(value)
             self.store.set(key, self._code(key, text) + text)
@@ -94,20 +106,23 @@ class Board:
             raise WeightSyncError(f"connection to {self._name} lost: {_first_line(error)}") from None
 
     def find(self, key: str) -> Any:
-        """Return a note, or None when it does not exist. Raises WeightSyncError when the board is gone or the note's HMAC is wrong."""
+        """Return a note, or None when it does not exist. Raises WeightSyncError when the board is gone or the note's
+        HMAC is wrong."""
         if not self.has(key):
             return None
         note = self.store.get(key)
         code, text = note[:CODE_LENGTH], note[CODE_LENGTH:].decode(errors="replace")
         if not hmac.compare_digest(code, self._code(key, text).encode()):
-            raise WeightSyncError(f"{self._name}: note {key} has an invalid HMAC; a process without this run's secret wrote it")
+            raise WeightSyncError(
+                f"{self._name}: note {key} has an invalid HMAC; a process without this run's secret wrote it"
+            )
         return json.loads(text)
 
     def take(self, key: str, what: str, deadline: Deadline, stop: str = "") -> Any:
         """Wait for a note and return it; the note stays on the board.
 
-        Raises WeightSyncError, which names `what` was awaited, when the deadline passes. The same error is raised when a note `stop`
-        appears; that note holds the reason.
+        Raises WeightSyncError, which names `what` was awaited, when the deadline passes. The same error is raised when
+        a note `stop` appears; that note holds the reason.
         """
         pause = 0.001  # not `TCPStore.wait`: it logs warnings unless the key exists at once
         while (value := self.find(key)) is None:
@@ -135,7 +150,8 @@ class Board:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A buffer in flight to or from `peer`: a contiguous tensor [...] of any dtype, sent as bytes. `what` describes it for errors."""
+    """A buffer in flight to or from `peer`: a contiguous tensor [...] of any dtype, sent as bytes. `what` describes it
+    for errors."""
 
     buffer: Tensor
     peer: int
@@ -161,11 +177,14 @@ class Exchange:
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = deadline.left()
                 self.group = dist.ProcessGroupNCCL(store, rank, size, options)
-                self.group.eager_connect_single_device(device)  # connect while all ranks take part: later calls involve only some
+                # connect while all ranks take part: later calls involve only some
+                self.group.eager_connect_single_device(device)
             else:
                 self.group = dist.ProcessGroupGloo(store, rank, size, _gloo_options(board.host, deadline))
         except RuntimeError as error:
-            raise WeightSyncError(f"cannot form the process group of {size} ranks and workers: {_first_line(error)}") from None
+            raise WeightSyncError(
+                f"cannot form the process group of {size} ranks and workers: {_first_line(error)}"
+            ) from None
 
     def send(self, parcels: Sequence[Parcel]) -> list[Pending]:
         """Start to send all parcels at once. Raises WeightSyncError when a send cannot start."""
@@ -197,7 +216,8 @@ class Exchange:
 
 
 def _gloo_options(host: str, deadline: Deadline) -> Any:
-    """Make gloo listen only on the interface that leads to the board. GLOO_SOCKET_IFNAME, unless it is `lo`, overrides the interface."""
+    """Make gloo listen only on the interface that leads to the board. GLOO_SOCKET_IFNAME, unless it is `lo`, overrides
+    the interface."""
     gloo: Any = dist.ProcessGroupGloo
     options, named = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
     options._timeout = deadline.left()
@@ -208,8 +228,8 @@ def _gloo_options(host: str, deadline: Deadline) -> Any:
 
 
 def wait(pending: Sequence[Pending], deadline: Deadline) -> None:
-    """Wait until every operation has finished. Raises WeightSyncError, with the operation's description, when one fails or the deadline
-    passes."""
+    """Wait until every operation has finished. Raises WeightSyncError, with the operation's description, when one fails
+    or the deadline passes."""
     for work, what in pending:
         try:
             work.wait(deadline.left())
@@ -219,8 +239,8 @@ def wait(pending: Sequence[Pending], deadline: Deadline) -> None:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Clear the frames of a caught exception. An in-flight message in a frame keeps its group's connections open, and the peers would keep
-    waiting."""
+    """Clear the frames of a caught exception. An in-flight message in a frame keeps its group's connections open, and
+    the peers would keep waiting."""
     traceback.clear_frames(error.__traceback__)
 
 
@@ -239,7 +259,8 @@ def is_here(url: str) -> bool:
 
 
 def _route(url: str) -> tuple[str, str]:
-    """Return (this host's address, the server's address) on the route to the server at `url`. Raises OSError when there is no route."""
+    """Return (this host's address, the server's address) on the route to the server at `url`. Raises OSError when there
+    is no route."""
     parts = urlsplit(url)
     family, kind, *_, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

@@ -1,7 +1,8 @@
 """Progress of each trainer rank that writes its blocks, for workers that read the blocks while the rank writes.
 
-A rank keeps one ledger per slot: a file of 64-bit words beside the blocks. The words hold the version, the number of bytes written, and a
-checksum per block. The rank holds a lock on the file; the kernel releases the lock when the rank dies.
+A rank keeps one ledger per slot: a file of 64-bit words beside the blocks. The words hold the version, the number of
+bytes written, and a checksum per block. The rank holds a lock on the file; the kernel releases the lock when the rank
+dies.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def ledger_path(folder: Path, rank: int, version: int) -> Path:
 def fence() -> None:
     """Memory fence: other processes see this thread's earlier reads and writes before its later ones.
 
-    Acquiring a lock holds back later operations, and releasing it holds back earlier ones. No processor moves an acquire before a release
-    that precedes it. So no operation crosses the release and acquire in the middle. x86 keeps the order of stores and of loads anyway; ARM
-    does not.
+    Acquiring a lock holds back later operations, and releasing it holds back earlier ones. No processor moves an
+    acquire before a release that precedes it. So no operation crosses the release and acquire in the middle. x86 keeps
+    the order of stores and of loads anyway; ARM does not.
     """
     for _ in range(2):
         with _FENCE:
@@ -45,10 +46,11 @@ def fence() -> None:
 
 
 class Ledger:
-    """The ledger of one slot, on the writing side. `words` [HEADER + blocks] uint64 maps the file at `path`; `close` releases the lock.
+    """The ledger of one slot, on the writing side. `words` [HEADER + blocks] uint64 maps the file at `path`; `close`
+    releases the lock.
 
-    Version and bytes written share one word, stored atomically: a reader cannot mistake an older version's progress for this one's. Raises
-    BlockingIOError when another process holds the lock.
+    Version and bytes written share one word, stored atomically: a reader cannot mistake an older version's progress for
+    this one's. Raises BlockingIOError when another process holds the lock.
     """
 
     def __init__(self, path: Path, words: np.ndarray):
@@ -61,7 +63,8 @@ class Ledger:
         self._set_progress(version << VERSION_SHIFT)
 
     def note(self, version: int, number: int, checksum: int, end: int) -> None:
-        """Record that block `number`, and everything before byte `end`, is written. `end` is rounded up to ALIGNMENT."""
+        """Record that block `number`, and everything before byte `end`, is written. `end` is rounded up to
+        ALIGNMENT."""
         self.words[HEADER + number] = checksum
         self._set_progress(version << VERSION_SHIFT | -(-end // ALIGNMENT))
 
@@ -81,10 +84,17 @@ class Ledger:
 class Ledgers:
     """The ledgers of all ranks in `folder`, on the reading side, for one version.
 
-    A rank that has not finished within `seconds` of construction is an error (None: no limit). `note` receives a description of each wait.
+    A rank that has not finished within `seconds` of construction is an error (None: no limit). `note` receives a
+    description of each wait.
     """
 
-    def __init__(self, folder: Path, version: int, seconds: float | None = None, note: Callable[[str], None] = lambda activity: None):
+    def __init__(
+        self,
+        folder: Path,
+        version: int,
+        seconds: float | None = None,
+        note: Callable[[str], None] = lambda activity: None,
+    ):
         self.folder, self.version, self.note = folder, version, note
         self.seconds, self.ends = seconds, math.inf if seconds is None else time.monotonic() + seconds
         self._open: dict[int, tuple[BinaryIO, np.ndarray]] = {}  # rank -> file, words
@@ -113,7 +123,8 @@ class Ledgers:
         self._written_before[rank] = written
 
     def checksums(self, manifest: Manifest) -> dict[tuple[str, int], int]:
-        """Return (tensor, index of a block of the tensor) -> the checksum of the written block. Call it when all ranks have finished."""
+        """Return (tensor, index of a block of the tensor) -> the checksum of the written block. Call it when all ranks
+        have finished."""
         fence()
         return {
             (name, index): int(self._ledger_of(block.rank)[1][HEADER + block.number])

@@ -1,8 +1,10 @@
-"""The manifest of one weight version: every tensor, its shape and its blocks. All transports use it, and the error type of a weight sync.
+"""The manifest of one weight version: every tensor, its shape and its blocks. All transports use it, and the error type
+of a weight sync.
 
-With `shared_memory` and `cuda_ipc` the trainer (`sync/trainer_side/`) writes the manifest to a file that the engine's workers (`sync/vllm_side/`)
-read. It then also locates each block: in a file per rank and slot, or in a rank's GPU buffer. `ledger.py` records the trainer's progress.
-With `p2p` both ends build the manifest from the roster. Both sides compute the same checksum (`checksums.py`).
+With `shared_memory` and `cuda_ipc` the trainer (`sync/trainer_side/`) writes the manifest to a file that the engine's
+workers (`sync/vllm_side/`) read. It then also locates each block: in a file per rank and slot, or in a rank's GPU
+buffer. `ledger.py` records the trainer's progress. With `p2p` both ends build the manifest from the roster. Both sides
+compute the same checksum (`checksums.py`).
 """
 
 from __future__ import annotations
@@ -22,16 +24,17 @@ from torch import Tensor
 from megagrpo.models.families.boxes import Box, brackets
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# vLLM keeps these tensors in float32 for every compute dtype. A bfloat16 engine receives each element as ADDENDS bfloat16 numbers that sum
-# to it, along one extra dimension. Rounded to bfloat16, biases of ten or more would select other experts.
+# vLLM keeps these tensors in float32 for every compute dtype. A bfloat16 engine receives each element as ADDENDS
+# bfloat16 numbers that sum to it, along one extra dimension. Rounded to bfloat16, biases of ten or more would select
+# other experts.
 EXACT = ("e_score_correction_bias",)
 ADDENDS = 3
 ALIGNMENT = 64  # bytes; every block begins at a multiple in its file
 
 
 class WeightSyncError(RuntimeError):
-    """New weights did not reach the engine completely. The message names the rank and the tensor. The engine stays paused; a retry may
-    succeed."""
+    """New weights did not reach the engine completely. The message names the rank and the tensor. The engine stays
+    paused; a retry may succeed."""
 
 
 def wrong_checksum(rank: int, name: str, box: Box, read: int, written: int) -> str:
@@ -41,10 +44,11 @@ def wrong_checksum(rank: int, name: str, box: Box, read: int, written: int) -> s
 
 @dataclass(frozen=True)
 class SharedBlock:
-    """The part `box` of one tensor, contiguous from byte `offset` of `file`. `number` is its index among the blocks of `rank` there.
+    """The part `box` of one tensor, contiguous from byte `offset` of `file`. `number` is its index among the blocks of
+    `rank` there.
 
-    `file` is a path, or with `cuda_ipc` the name of a rank's buffer. With `p2p` `rank` is the first rank that holds the box; `file`,
-    `offset` and `number` are not used.
+    `file` is a path, or with `cuda_ipc` the name of a rank's buffer. With `p2p` `rank` is the first rank that holds the
+    box; `file`, `offset` and `number` are not used.
     """
 
     rank: int
@@ -70,7 +74,8 @@ class SharedTensor:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All weights of one version. `dtype` is a key of DTYPES. `tensors` is in the order in which the engine should load them."""
+    """All weights of one version. `dtype` is a key of DTYPES. `tensors` is in the order in which the engine should load
+    them."""
 
     version: int
     dtype: str
@@ -112,7 +117,8 @@ def addends(values: Tensor) -> Tensor:
 
 
 class Bookmark:
-    """The current activity of a process, one line in a file, which other processes can read while this process hangs."""
+    """The current activity of a process, one line in a file, which other processes can read while this process
+    hangs."""
 
     SIZE = 512
 

@@ -18,7 +18,8 @@ def empty_message(message: Message, dtype: torch.dtype, device: torch.device) ->
 
 
 def message_views(buffer: Tensor, message: Message, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return two views of `buffer` [bytes] uint8: the message's elements [elements] of `dtype`, and the checksums [slices] int64."""
+    """Return two views of `buffer` [bytes] uint8: the message's elements [elements] of `dtype`, and the checksums
+    [slices] int64."""
     count = _size_of_elements(message, dtype)
     return buffer[:count].view(dtype)[: message.elements], buffer[count:].view(torch.int64)
 

@@ -1,8 +1,8 @@
 """The messages of a `p2p` weight sync, and their order. Pure arithmetic; both ends compute the same result.
 
-All slices that one rank sends to one worker for one layer are packed into as few messages as the size limit allows. The k-th messages of a
-layer, over all pairs, form one round. Processes that handle the rounds in order cannot deadlock, however many rounds are in flight: the
-process that is furthest behind can always proceed.
+All slices that one rank sends to one worker for one layer are packed into as few messages as the size limit allows. The
+k-th messages of a layer, over all pairs, form one round. Processes that handle the rounds in order cannot deadlock,
+however many rounds are in flight: the process that is furthest behind can always proceed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Slice:
 
 @dataclass(frozen=True)
 class Message:
-    """The elements that rank `source` sends to worker `destination` in one round. `tag` is the index of the message within the pair."""
+    """The elements that rank `source` sends to worker `destination` in one round. `tag` is the index of the message
+    within the pair."""
 
     source: int
     destination: int
@@ -46,7 +47,9 @@ IN_FLIGHT = 2  # rounds in flight at once, at each end
 Round = tuple[int, int]  # (layer, index within the layer)
 
 
-def rounds(transfers: Transfers, limit: int, *, source: int | None = None, destination: int | None = None) -> dict[Round, list[Message]]:
+def rounds(
+    transfers: Transfers, limit: int, *, source: int | None = None, destination: int | None = None
+) -> dict[Round, list[Message]]:
     """Return round -> messages, in order, of one rank (`source`), of one worker (`destination`), or of all.
 
     No message has more than `limit` elements: a larger slice is cut.
@@ -60,7 +63,9 @@ def rounds(transfers: Transfers, limit: int, *, source: int | None = None, desti
     for row in np.flatnonzero(chosen):
         name = transfers.names[transfers.tensor[row]]
         pair = int(transfers.source[row]), int(transfers.destination[row])
-        streams[*pair, layer_of(name)] += [(name, piece) for piece in pieces(transfers.boxes[transfers.box[row]], limit)]
+        streams[*pair, layer_of(name)] += [
+            (name, piece) for piece in pieces(transfers.boxes[transfers.box[row]], limit)
+        ]
     by_round: dict[Round, list[Message]] = defaultdict(list)
     tags: dict[tuple[int, int], int] = defaultdict(int)
     for sender, worker, layer in sorted(streams):

@@ -1,4 +1,5 @@
-"""The notes that trainer ranks and workers leave on the board (`exchange.Board`) in one `p2p` update, and the request that starts it."""
+"""The notes that trainer ranks and workers leave on the board (`exchange.Board`) in one `p2p` update, and the request
+that starts it."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class UpdateKeys:
         return f"{self.update}/stop"
 
     def worker(self, number: int) -> str:
-        """Key of the note with which worker `number`, counted over all servers, takes part: the key of its boxes, and its group."""
+        """Key of the note with which worker `number`, counted over all servers, takes part: the key of its boxes, and
+        its group."""
         return f"{self.update}/worker{number}"
 
     def report(self, number: int) -> str:
@@ -63,7 +65,8 @@ class DirectRequest:
 
 @dataclass(frozen=True)
 class Members:
-    """Rank 0's decision about one update: the key of each worker's boxes, in the order of the workers, and the process group's name."""
+    """Rank 0's decision about one update: the key of each worker's boxes, in the order of the workers, and the process
+    group's name."""
 
     boxes: list[str]
     group: str

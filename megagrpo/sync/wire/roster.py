@@ -40,7 +40,12 @@ class Roster:
     @staticmethod
     def of_json(data: dict[str, Any]) -> Roster:
         """Return the roster from its JSON form."""
-        return Roster({name: (tuple(shape), {box_of_json(box): ranks for box, ranks in boxes}) for name, (shape, boxes) in data.items()})
+        return Roster(
+            {
+                name: (tuple(shape), {box_of_json(box): ranks for box, ranks in boxes})
+                for name, (shape, boxes) in data.items()
+            }
+        )
 
 
 def box_of_json(data: Any) -> Box:
@@ -63,8 +68,8 @@ def by_tensor(boxes: Iterable[tuple[str, Box]]) -> WorkerBoxes:
 
 
 def wanted_by(boxes_of: Sequence[WorkerBoxes], names: Iterable[str]) -> dict[str, dict[Box, list[int]]]:
-    """Return tensor -> box -> the workers that want the box, with tensors in the order of `names`. `boxes_of` holds the boxes of each
-    worker."""
+    """Return tensor -> box -> the workers that want the box, with tensors in the order of `names`. `boxes_of` holds the
+    boxes of each worker."""
     wanted: dict[str, dict[Box, list[int]]] = {}
     for name in names:
         for worker, boxes in enumerate(boxes_of):

@@ -1,8 +1,9 @@
-"""The plan of a `p2p` weight sync as data: each row sends one slice of a tensor from a rank to a worker. No tensors, no communication.
+"""The plan of a `p2p` weight sync as data: each row sends one slice of a tensor from a rank to a worker. No tensors, no
+communication.
 
-Both sides use boxes of Hugging Face tensors: a trainer rank holds boxes (its blocks), and a worker wants boxes (the slices its loaders
-copy). The plan gives every worker each wanted element exactly once, from a rank that holds it. The plan depends only on its arguments, so
-every rank computes it locally.
+Both sides use boxes of Hugging Face tensors: a trainer rank holds boxes (its blocks), and a worker wants boxes (the
+slices its loaders copy). The plan gives every worker each wanted element exactly once, from a rank that holds it. The
+plan depends only on its arguments, so every rank computes it locally.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import numpy as np
 from megagrpo.models.families.boxes import Box, size
 from megagrpo.sync.wire.box_slices import cover
 
-BoxMap = Mapping[str, Mapping[Box, Sequence[int]]]  # tensor -> box -> the ranks that hold the box, or the workers that want it
-SMALL = 2**19  # elements; a smaller message costs more to start than to send, so its slices join another message of the same pair
+# tensor -> box -> the ranks that hold the box, or the workers that want it
+BoxMap = Mapping[str, Mapping[Box, Sequence[int]]]
+# elements; a smaller message costs more to start than to send, so its slices join another message of the same pair
+SMALL = 2**19
 
 
 @dataclass(frozen=True)
 class Transfers:
     """One row per slice sent: `boxes[box]` of `names[tensor]`, from rank `source` to worker `destination`.
 
-    A message holds all slices of one layer from one source to one destination; `messages.rounds` cuts it where it exceeds the size limit.
-    Tensors outside of all layers count as one more layer.
+    A message holds all slices of one layer from one source to one destination; `messages.rounds` cuts it where it
+    exceeds the size limit. Tensors outside of all layers count as one more layer.
     """
 
     names: tuple[str, ...]
@@ -68,9 +71,10 @@ class Transfers:
 def plan_transfers(holders: BoxMap, wanted: BoxMap) -> Transfers:
     """Assign a sending rank to every slice that a worker wants, for every tensor in `wanted`.
 
-    A slice with a single holder comes from that rank. The other slices are grouped by holders, worker and layer; groups with fewer replicas
-    are assigned first, then larger ones. Each group goes to the replica that sends the least so far. A small group joins a message that is
-    sent anyway, if any. Raises LookupError, with tensor and box, when no rank holds a wanted box.
+    A slice with a single holder comes from that rank. The other slices are grouped by holders, worker and layer; groups
+    with fewer replicas are assigned first, then larger ones. Each group goes to the replica that sends the least so
+    far. A small group joins a message that is sent anyway, if any. Raises LookupError, with tensor and box, when no
+    rank holds a wanted box.
     """
     pieces = _pieces(holders, wanted)
     chosen = _choose(pieces, [layer_of(name) for name in wanted])
@@ -82,7 +86,9 @@ def plan_transfers(holders: BoxMap, wanted: BoxMap) -> Transfers:
     table = np.fromiter((value for row in rows for value in row), dtype=np.int64).reshape(-1, 5)
     tensor, box, elements, source = (np.repeat(table[:, column], table[:, 3]) for column in (0, 1, 2, 4))
     source[source < 0] = chosen
-    destination = np.fromiter((worker for *_, workers in pieces for worker in workers), dtype=np.int64, count=len(source))
+    destination = np.fromiter(
+        (worker for *_, workers in pieces for worker in workers), dtype=np.int64, count=len(source)
+    )
     return Transfers(tuple(wanted), tuple(boxes), tensor, box, source, destination, elements)
 
 
@@ -91,11 +97,13 @@ def layer_of(name: str) -> int:
     return next((int(word) for word in name.split(".") if word.isdigit()), -1)
 
 
-Piece = tuple[int, Box, int, tuple[int, ...], tuple[int, ...]]  # tensor index, part, elements, ranks that hold it, workers that want it
+# tensor index, part, elements, ranks that hold it, workers that want it
+Piece = tuple[int, Box, int, tuple[int, ...], tuple[int, ...]]
 
 
 def _pieces(holders: BoxMap, wanted: BoxMap) -> list[Piece]:
-    """Cut every wanted box along the blocks that hold it. Tensors with the same shape and layout are cut alike, so the cuts are cached."""
+    """Cut every wanted box along the blocks that hold it. Tensors with the same shape and layout are cut alike, so the
+    cuts are cached."""
     cuts: dict[tuple[Box, tuple[Box, ...]], list[tuple[int, Box, int]]] = {}
     pieces: list[Piece] = []
     for number, (name, wants) in enumerate(wanted.items()):
@@ -115,7 +123,8 @@ def _pieces(holders: BoxMap, wanted: BoxMap) -> list[Piece]:
 def _choose(pieces: list[Piece], layers: Sequence[int]) -> list[int]:
     """Return the sending rank for each worker of each piece that several ranks hold, in order of the pieces."""
     load: Counter[int] = Counter()
-    sending: dict[tuple[int, tuple[int, ...]], set[int]] = defaultdict(set)  # (layer, workers) -> ranks that send them a message
+    # (layer, workers) -> ranks that send them a message
+    sending: dict[tuple[int, tuple[int, ...]], set[int]] = defaultdict(set)
     groups: Counter[tuple[tuple[int, ...], int, int]] = Counter()  # (ranks that hold it, worker, layer) -> elements
     for tensor, _, count, ranks, workers in pieces:
         if len(ranks) == 1:
@@ -124,21 +133,30 @@ def _choose(pieces: list[Piece], layers: Sequence[int]) -> list[int]:
         else:
             for worker in workers:
                 groups[ranks, worker, layers[tensor]] += count
-    sharing: dict[int, list[tuple[int, ...]]] = defaultdict(list)  # worker -> sets of workers, itself included, that want the same slice
+    # worker -> sets of workers, itself included, that want the same slice
+    sharing: dict[int, list[tuple[int, ...]]] = defaultdict(list)
     for workers in {workers for _, workers in sending}:
         for worker in workers:
             sharing[worker].append(workers)
     chosen: dict[tuple[tuple[int, ...], int, int], int] = {}
-    for group, count in sorted(groups.items(), key=lambda item: (len(item[0][0]), -item[1])):  # stable: ties stay in order
+    # stable: ties stay in order
+    for group, count in sorted(groups.items(), key=lambda item: (len(item[0][0]), -item[1])):
         ranks, worker, layer = group
         preferred = []
         if count <= SMALL:
-            senders = sending[layer, (worker,)].union(*(sending.get((layer, workers), ()) for workers in sharing[worker]))
+            senders = sending[layer, (worker,)].union(
+                *(sending.get((layer, workers), ()) for workers in sharing[worker])
+            )
             preferred = [rank for rank in ranks if rank in senders]
         chosen[group] = min(preferred or ranks, key=lambda rank: (load[rank], rank))
         load[chosen[group]] += count
         sending[layer, (worker,)].add(chosen[group])
-    return [chosen[ranks, worker, layers[tensor]] for tensor, _, _, ranks, workers in pieces if len(ranks) > 1 for worker in workers]
+    return [
+        chosen[ranks, worker, layers[tensor]]
+        for tensor, _, _, ranks, workers in pieces
+        if len(ranks) > 1
+        for worker in workers
+    ]
 
 
 def _totals(index: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
@@ -149,6 +167,7 @@ def _totals(index: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
 
 
 def _grouped(keys: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct values of `keys` [n], sorted, and the sum of `counts` [n] for each: two arrays [distinct] int64."""
+    """Return the distinct values of `keys` [n], sorted, and the sum of `counts` [n] for each: two arrays [distinct]
+    int64."""
     distinct, index = np.unique(keys, return_inverse=True)
     return distinct, _totals(index, counts, len(distinct))

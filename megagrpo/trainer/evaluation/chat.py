@@ -41,7 +41,10 @@ class Chat:
         token_ids = self.tokenizer.render(prompt, self.system, self.template)
         room = self.limit - len(token_ids)
         if room < 1:
-            raise ValueError(f"the conversation has {len(token_ids)} tokens and the server holds {self.limit}; start over with /reset")
+            raise ValueError(
+                f"the conversation has {len(token_ids)} tokens and the server holds {self.limit}; start over with "
+                f"/reset"
+            )
         sampling = replace(self.sampling, max_tokens=min(room, self.sampling.max_tokens))
         seed = derive_seed(self.seed, self.turns)
         answer = self.engine.generate([Prompt(0, token_ids, prompt)], 1, sampling, seed)[0][0].text
@@ -54,7 +57,8 @@ class Chat:
 
 
 def answer(options: argparse.Namespace) -> None:
-    """Start the servers and run the prompt or the conversation. `options` are those of `megagrpo generate` with the config.
+    """Start the servers and run the prompt or the conversation. `options` are those of `megagrpo generate` with the
+    config.
 
     Raises ConfigError for mistakes in the command line or config.
     """
@@ -70,7 +74,8 @@ def answer(options: argparse.Namespace) -> None:
 
 
 def connect(serving: Serving, options: argparse.Namespace) -> Chat:
-    """Start the servers and return a conversation with them. The config's training settings fill in what the command line does not set."""
+    """Start the servers and return a conversation with them. The config's training settings fill in what the command
+    line does not set."""
     config: RunConfig = options.config
     rollout, seed = config.rollout, config.run.seed if options.seed is None else options.seed
     folder = serving.find(options.checkpoint, options.adapter)
@@ -83,9 +88,13 @@ def connect(serving: Serving, options: argparse.Namespace) -> Chat:
         limit = min(wanted, load_hf_config(folder).max_positions)
     serving.start(limit)
     trained = sampling_params(rollout, tokenizer.eos_token_ids)
-    chosen = {name: getattr(options, name) for name in ("top_p", "top_k", "min_p") if getattr(options, name) is not None}
+    chosen = {
+        name: getattr(options, name) for name in ("top_p", "top_k", "min_p") if getattr(options, name) is not None
+    }
     temperature = trained.temperature if options.temperature is None else options.temperature
-    sampling = replace(trained, temperature=temperature, max_tokens=max_tokens, truncation=replace(trained.truncation, **chosen))
+    sampling = replace(
+        trained, temperature=temperature, max_tokens=max_tokens, truncation=replace(trained.truncation, **chosen)
+    )
     system = config.data.system_prompt if options.system is None else options.system
     return Chat(serving.engine(tokenizer), tokenizer, sampling, system, template, limit, seed)
 

@@ -35,11 +35,15 @@ def evaluate_offline(
         dialogues = make_dialogues(config, tokenizer, base_folder, resources)
         sets = load_sets(config, tokenizer, *((dialogues.tools, dialogues.columns) if dialogues else ()))
         if not sets:
-            raise ValueError("evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval")
+            raise ValueError(
+                "evaluation.sets: there is nothing to evaluate; name sets, or held-out prompts in data.eval"
+            )
         for warning in (warning for held_out in sets for warning in held_out.warnings):
             warn(f"warning: {warning}")
         serving.start()
-        rewards = resources.enter_context(RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder))
+        rewards = resources.enter_context(
+            RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
+        )
         check_columns(sets, rewards)
     except ValueError as error:
         raise ConfigError(str(error)) from error
@@ -48,7 +52,9 @@ def evaluate_offline(
     if dialogues is not None:
         engine = dialogues.wrap(serving.engine(tokenizer))
 
-    def collect(prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> tuple[list[ScoredRollout], dict[str, float]]:
+    def collect(
+        prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int
+    ) -> tuple[list[ScoredRollout], dict[str, float]]:
         return generate_and_score(engine, rewards, prompts, n, sampling, seed, phases)
 
     responses: dict[str, list[dict[str, Any]]] = {}
@@ -77,9 +83,12 @@ def response(scored: ScoredRollout) -> dict[str, Any]:
 
 def table(metrics: dict[str, float], names: Sequence[str]) -> str:
     """Return one line per set: reward, length, share of truncated responses, every pass@k and maj@k."""
-    by_set = {name: {key.removeprefix(f"{name}/" if name else ""): value for key, value in metrics.items()} for name in names}
+    by_set = {
+        name: {key.removeprefix(f"{name}/" if name else ""): value for key, value in metrics.items()} for name in names
+    }
     estimates = sorted(
-        {key for of_set in by_set.values() for key in of_set if key.startswith(("pass@", "maj@")) and "/" not in key}, key=_order
+        {key for of_set in by_set.values() for key in of_set if key.startswith(("pass@", "maj@")) and "/" not in key},
+        key=_order,
     )
     width = max(len("set"), *(len(name or "data.eval") for name in names))
     heads = ["reward", "length", "cut", *estimates]
@@ -87,7 +96,9 @@ def table(metrics: dict[str, float], names: Sequence[str]) -> str:
         [f"  {head:>8}", *(f"  {of_set[key]:8.3f}" if key in of_set else f"  {'-':>8}" for of_set in by_set.values())]
         for head, key in zip(heads, (*COLUMNS, *estimates), strict=True)
     ]
-    return "\n".join(side_by_side([f"{name:{width}}" for name in ("set", *(name or "data.eval" for name in by_set))], columns))
+    return "\n".join(
+        side_by_side([f"{name:{width}}" for name in ("set", *(name or "data.eval" for name in by_set))], columns)
+    )
 
 
 def _order(estimate: str) -> tuple[bool, int]:

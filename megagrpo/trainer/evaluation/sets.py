@@ -26,8 +26,8 @@ Collect = Callable[[Sequence[Prompt], int, SamplingParams, int], tuple[list[Scor
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One held-out set. `name` is "" for the set of `data.eval`; `function` is the reward function that decides whether a response
-    passes."""
+    """One held-out set. `name` is "" for the set of `data.eval`; `function` is the reward function that decides whether
+    a response passes."""
 
     name: str
     prompts: list[Prompt]
@@ -45,8 +45,11 @@ class HeldOut:
         return f"evaluation.sets.{self.name}" if self.name else "data.eval"
 
 
-def load_sets(config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = (), columns: Sequence[str] = ()) -> list[HeldOut]:
-    """Load the held-out sets of the config. `tools` are shown in their prompts; `columns` are additional reward columns.
+def load_sets(
+    config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = (), columns: Sequence[str] = ()
+) -> list[HeldOut]:
+    """Load the held-out sets of the config. `tools` are shown in their prompts; `columns` are additional reward
+    columns.
 
     Raises ValueError for a set that cannot be used, and for a pass_function that is not a reward.
     """
@@ -55,7 +58,9 @@ def load_sets(config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str,
     function = evaluation.pass_function or names[0]
     if function not in names:
         hint = did_you_mean(function, names)
-        raise ValueError(f"evaluation.pass_function: no reward function `{function}`{hint}; name one of {', '.join(names)}")
+        raise ValueError(
+            f"evaluation.pass_function: no reward function `{function}`{hint}; name one of {', '.join(names)}"
+        )
     scorers = dict(zip(names, (f.function for f in config.rewards.functions), strict=False))
     answer = extractor(evaluation.answer, scorers.get(function, ""))
     sets = []
@@ -84,9 +89,13 @@ def check_columns(sets: Sequence[HeldOut], rewards: RewardScorer) -> None:
 
 
 def evaluate(
-    sets: Sequence[HeldOut], collect: Collect, seed: int, see: Callable[[HeldOut, list[ScoredRollout]], None] = lambda *_: None
+    sets: Sequence[HeldOut],
+    collect: Collect,
+    seed: int,
+    see: Callable[[HeldOut, list[ScoredRollout]], None] = lambda *_: None,
 ) -> dict[str, float]:
-    """Generate and score responses to every set. Returns the metrics, prefixed `NAME/`; `see` gets each set's responses.
+    """Generate and score responses to every set. Returns the metrics, prefixed `NAME/`; `see` gets each set's
+    responses.
 
     Each set has a fixed seed, so two evaluations differ only by the policy.
     """
@@ -101,10 +110,11 @@ def evaluate(
 
 
 def metrics_of(held_out: HeldOut, scored: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Return lengths, finish reasons, mean rewards, pass@k and maj@k of the responses to one set, which are in prompt order.
+    """Return lengths, finish reasons, mean rewards, pass@k and maj@k of the responses to one set, which are in prompt
+    order.
 
-    A response passes when `function` gives it `pass_reward` or more; a response that it cannot score does not pass. Prompts without any
-    response that it can score are left out of pass@k and maj@k.
+    A response passes when `function` gives it `pass_reward` or more; a response that it cannot score does not pass.
+    Prompts without any response that it can score are left out of pass@k and maj@k.
     """
     metrics = rollout_metrics(scored)
     if known := [s.reward for s in scored if not math.isnan(s.reward)]:

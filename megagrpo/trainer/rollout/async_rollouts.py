@@ -1,10 +1,13 @@
-"""Asynchronous generation: groups of responses are requested ahead of training, scored, and collected when their step comes.
+"""Asynchronous generation: groups of responses are requested ahead of training, scored, and collected when their step
+comes.
 
-A group is requested at most `max_staleness` steps before the step that trains on it, and each step ends with one weight sync. So no token
-is older than `max_staleness` weight versions, unless its group was delayed. A group that is too old is dropped and generated again.
+A group is requested at most `max_staleness` steps before the step that trains on it, and each step ends with one weight
+sync. So no token is older than `max_staleness` weight versions, unless its group was delayed. A group that is too old
+is dropped and generated again.
 
-Groups are started and handed out in the order in which their prompts are drawn, whichever finishes first. So a run trains on the same
-prompts in the same order, whatever the timing. `max_staleness` steps of other groups hide the latency of a slow group.
+Groups are started and handed out in the order in which their prompts are drawn, whichever finishes first. So a run
+trains on the same prompts in the same order, whatever the timing. `max_staleness` steps of other groups hide the
+latency of a slow group.
 """
 
 from __future__ import annotations
@@ -33,14 +36,22 @@ class Finished(NamedTuple):
 
 
 class AsyncPool:
-    """Generates groups in background threads: `ask` requests them, `take` hands them out. Prompts are identified by their `place`.
+    """Generates groups in background threads: `ask` requests them, `take` hands them out. Prompts are identified by
+    their `place`.
 
-    Each group is scored as soon as it is finished. If no group finishes for `straggler_seconds`, the groups that `take` waits for are
-    truncated. A context manager: leaving it interrupts the engine.
+    Each group is scored as soon as it is finished. If no group finishes for `straggler_seconds`, the groups that `take`
+    waits for are truncated. A context manager: leaving it interrupts the engine.
     """
 
-    def __init__(self, engine: Engine, rewards: RewardScorer, max_staleness: int, straggler_seconds: float | None = None):
-        self.engine, self.rewards, self.max_staleness, self.straggler_seconds = engine, rewards, max_staleness, straggler_seconds
+    def __init__(
+        self, engine: Engine, rewards: RewardScorer, max_staleness: int, straggler_seconds: float | None = None
+    ):
+        self.engine, self.rewards, self.max_staleness, self.straggler_seconds = (
+            engine,
+            rewards,
+            max_staleness,
+            straggler_seconds,
+        )
         self._counted: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._under_way: set[int] = set()
@@ -67,11 +78,13 @@ class AsyncPool:
         with self._changed:
             return self._under_way | self._finished.keys()
 
-    def ask(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, step: int, at_once: bool = False) -> None:
+    def ask(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, step: int, at_once: bool = False
+    ) -> None:
         """Request `n` rollouts of each prompt; returns immediately.
 
-        Generation starts when the engine works on all prompts requested before, or immediately with `at_once`. Groups kept in a checkpoint
-        are used instead of new ones. `step` has the meaning of `RewardScorer.begin`.
+        Generation starts when the engine works on all prompts requested before, or immediately with `at_once`. Groups
+        kept in a checkpoint are used instead of new ones. `step` has the meaning of `RewardScorer.begin`.
         """
         prompts = [prompt for prompt in prompts if not self._restore(prompt, n, step)]
         if not prompts:
@@ -82,17 +95,26 @@ class AsyncPool:
         with self._changed:
             self._count_idle()
             self._under_way |= {place_of(prompt) for prompt in prompts}
-        thread = threading.Thread(target=self._work, args=(prompts, n, sampling, seed, step, before, begun), name="pool", daemon=True)
+        thread = threading.Thread(
+            target=self._work, args=(prompts, n, sampling, seed, step, before, begun), name="pool", daemon=True
+        )
         self._threads.append(thread)
         thread.start()
 
     def take(
-        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, step: int, task: Task = SILENT_TASK
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        sampling: SamplingParams,
+        seed: int,
+        step: int,
+        task: Task = SILENT_TASK,
     ) -> list[Scoring]:
-        """Return the scoring of `n` rollouts of each prompt, in the order of `prompts`; the caller finishes it. Blocks until all are
-        generated. `task` counts the responses.
+        """Return the scoring of `n` rollouts of each prompt, in the order of `prompts`; the caller finishes it. Blocks
+        until all are generated. `task` counts the responses.
 
-        `sampling`, `seed` and `step` apply to prompts that were not requested before. An error of a background thread is raised here.
+        `sampling`, `seed` and `step` apply to prompts that were not requested before. An error of a background thread
+        is raised here.
         """
         requested = self.asked
         self.ask([prompt for prompt in prompts if prompt.place not in requested], n, sampling, seed, step, at_once=True)
@@ -113,14 +135,14 @@ class AsyncPool:
         return scorings
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the groups that are finished and not handed out, as JSON values. Rewards are left out, because they are computed again.
-        In-flight groups are left out too: they are requested again."""
+        """Return the groups that are finished and not handed out, as JSON values. Rewards are left out, because they
+        are computed again. In-flight groups are left out too: they are requested again."""
         with self._changed:
             return [packed(place, group.rollouts) for place, group in sorted(self._finished.items())]
 
     def load_state_dict(self, state: Sequence[dict[str, Any]]) -> None:
-        """Restore the groups of `state`; each is used when its prompt is requested. Call this before the first sync of a resumed run,
-        because that sync gives the checkpoint's weights the next version."""
+        """Restore the groups of `state`; each is used when its prompt is requested. Call this before the first sync of
+        a resumed run, because that sync gives the checkpoint's weights the next version."""
         self._restored = {group["place"]: group for group in state}
 
     def counters(self) -> dict[str, float]:
@@ -130,8 +152,8 @@ class AsyncPool:
         return {f"async/{name}": float(counted[name]) for name in ("dropped", "cut")}
 
     def measured(self) -> dict[str, float]:
-        """Return the share of time since the last call without any in-flight group (`idle/servers`), and the current numbers of in-flight
-        and of waiting groups."""
+        """Return the share of time since the last call without any in-flight group (`idle/servers`), and the current
+        numbers of in-flight and of waiting groups."""
         with self._changed:
             self._count_idle()
             now = time.monotonic()
@@ -152,10 +174,12 @@ class AsyncPool:
         return True
 
     def _await_any(self, places: Container[int]) -> dict[int, Finished]:
-        """Wait until at least one of `places` is finished and return all that are; an empty dict after `straggler_seconds`."""
+        """Wait until at least one of `places` is finished and return all that are; an empty dict after
+        `straggler_seconds`."""
         with self._changed:
             self._changed.wait_for(
-                lambda: self._failure is not None or any(place in places for place in self._finished), self.straggler_seconds
+                lambda: self._failure is not None or any(place in places for place in self._finished),
+                self.straggler_seconds,
             )
             if self._failure is not None:
                 failure, self._failure = self._failure, None  # cleared, because the caller may retry after some errors
@@ -191,7 +215,9 @@ class AsyncPool:
         if before is not None:
             before.wait()
         try:
-            self.engine.generate(prompts, n, sampling, seed, lambda i, group: self._keep(place_of(prompts[i]), group, step), begun.set)
+            self.engine.generate(
+                prompts, n, sampling, seed, lambda i, group: self._keep(place_of(prompts[i]), group, step), begun.set
+            )
         except BaseException as error:
             with self._changed:
                 self._count_idle()
@@ -218,7 +244,8 @@ class AsyncPool:
         self._finished[place] = Finished(group, scoring)
 
     def _count_idle(self) -> None:
-        """Add up the time without in-flight groups. The caller holds the lock, before the set of in-flight groups changes."""
+        """Add up the time without in-flight groups. The caller holds the lock, before the set of in-flight groups
+        changes."""
         now = time.monotonic()
         if not self._under_way:
             self._idle += now - self._since
@@ -229,7 +256,10 @@ def packed(place: int, group: Sequence[Rollout]) -> dict[str, Any]:
     """Convert a group to JSON values; arrays are in base64, token ids as int32, log-probs as float64."""
     rollouts = [
         vars(rollout)
-        | {"response_ids": _encoded(rollout.response_ids, np.int32), "rollout_logprobs": _encoded(rollout.rollout_logprobs, np.float64)}
+        | {
+            "response_ids": _encoded(rollout.response_ids, np.int32),
+            "rollout_logprobs": _encoded(rollout.rollout_logprobs, np.float64),
+        }
         for rollout in group
     ]
     for rollout in rollouts:
@@ -238,8 +268,8 @@ def packed(place: int, group: Sequence[Rollout]) -> dict[str, Any]:
 
 
 def unpacked(saved: dict[str, Any], prompt: Prompt) -> list[Rollout]:
-    """Restore a group from its JSON values. Weight versions grow by one, because a resumed run syncs the checkpoint's weights as the next
-    version."""
+    """Restore a group from its JSON values. Weight versions grow by one, because a resumed run syncs the checkpoint's
+    weights as the next version."""
     return [
         Rollout(
             prompt,

@@ -1,4 +1,5 @@
-"""The rollouts of a step: each replica generates and scores its share of the prompts, and every rank gets all rollouts."""
+"""The rollouts of a step: each replica generates and scores its share of the prompts, and every rank gets all
+rollouts."""
 
 from __future__ import annotations
 
@@ -30,13 +31,14 @@ class StopRequested(Exception):
 
 
 class NoRollouts(EngineError):
-    """The engine of a rank failed; the message names the rank and the cause. Raised on every rank, before the step has trained anything."""
+    """The engine of a rank failed; the message names the rank and the cause. Raised on every rank, before the step has
+    trained anything."""
 
 
 @dataclass
 class Collector:
-    """Generates and scores rollouts on all replicas. `engine` and `rewards` exist on the leader rank of each replica and are None on other
-    ranks. So does `pool`, with asynchronous generation only."""
+    """Generates and scores rollouts on all replicas. `engine` and `rewards` exist on the leader rank of each replica
+    and are None on other ranks. So does `pool`, with asynchronous generation only."""
 
     layout: Layout
     engine: Generator | None
@@ -50,12 +52,14 @@ class Collector:
     def collect(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """Generate and score `num_generations` rollouts of each prompt. Returns them in prompt order, with the summed counters. Collective.
+        """Generate and score `num_generations` rollouts of each prompt. Returns them in prompt order, with the summed
+        counters. Collective.
 
         Raises StopRequested on every rank when any rank was asked to stop, NoRollouts when a rank's engine fails.
         """
         self.stop_if_requested()  # the engine may lack the current weights: `Trainer.sync` skips the push then
-        prompts = numbered(prompts)  # before prompts are split over the replicas, so that no two replicas sample the same group
+        # before prompts are split over the replicas, so that no two replicas sample the same group
+        prompts = numbered(prompts)
         ahead = self.pool is not None and all(prompt.place is not None for prompt in prompts)
 
         def part() -> tuple[list[tuple[int, list[ScoredRollout]]], dict[str, float]] | str | EngineError | None:
@@ -65,7 +69,9 @@ class Collector:
                 if self.pool is not None and ahead:
                     scored, counted = take_scored(self.pool, *arguments)
                 else:
-                    assert self.engine is not None and self.rewards is not None, "the leader rank of a replica generates and scores"
+                    assert self.engine is not None and self.rewards is not None, (
+                        "the leader rank of a replica generates and scores"
+                    )
                     scored, counted = generate_and_score(self.engine, self.rewards, *arguments)
             except EngineInterrupted:
                 return None
@@ -82,42 +88,54 @@ class Collector:
         return [s for _, scored in groups for s in scored], summed([counted for _, counted in parts])
 
     def _of_all(self, part: Callable[[], Any]) -> list[Any]:
-        """Run `part` on the leader rank of each replica and return the results of all ranks (None for the others). Collective."""
+        """Run `part` on the leader rank of each replica and return the results of all ranks (None for the others).
+        Collective."""
         parts = run_and_agree(self.layout, part, here=self.layout.is_dp_leader)
         self.stop_if_requested()
         for rank, failure in enumerate(parts):
             if isinstance(failure, EngineError):
-                raise NoRollouts(str(failure) if rank == self.layout.world_rank else f"rank {rank}: {failure}") from failure
+                raise NoRollouts(
+                    str(failure) if rank == self.layout.world_rank else f"rank {rank}: {failure}"
+                ) from failure
         return parts
 
-    def ask(self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int, step: int) -> None:
-        """Request this replica's share of the prompts of the step after `step` steps, without those that were requested before."""
+    def ask(
+        self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int, step: int
+    ) -> None:
+        """Request this replica's share of the prompts of the step after `step` steps, without those that were requested
+        before."""
         assert self.pool is not None, "a run with rollout.max_staleness has a pool"
         mine, requested = [numbered(prompts)[i] for i in self._own_places(prompts)], self.pool.asked
-        self.pool.ask([prompt for prompt in mine if prompt.place not in requested], num_generations, sampling, seed, step)
+        self.pool.ask(
+            [prompt for prompt in mine if prompt.place not in requested], num_generations, sampling, seed, step
+        )
 
     def finished_ahead(self) -> list[dict[str, Any]]:
-        """Return the groups of all replicas that are generated and not collected, for `AsyncPool.load_state_dict`. Collective."""
+        """Return the groups of all replicas that are generated and not collected, for `AsyncPool.load_state_dict`.
+        Collective."""
         everyone = self.layout.all_gather_objects([] if self.pool is None else self.pool.state_dict())
         return [group for groups in everyone for group in groups]
 
     def _own_slice(self, prompts: Sequence[Prompt]) -> range:
-        """The range of `prompts` that this replica generates: contiguous, and of equal size on all replicas up to one prompt."""
+        """The range of `prompts` that this replica generates: contiguous, and of equal size on all replicas up to one
+        prompt."""
         return range(*(len(prompts) * r // self.layout.dp_size for r in (self.layout.dp_rank, self.layout.dp_rank + 1)))
 
     def _own_places(self, prompts: Sequence[Prompt]) -> list[int]:
-        """The indices of `prompts` that this replica generates when prompts are requested ahead. A prompt's replica depends on its place
-        alone."""
+        """The indices of `prompts` that this replica generates when prompts are requested ahead. A prompt's replica
+        depends on its place alone."""
         return [i for i, prompt in enumerate(prompts) if place_of(prompt) % self.layout.dp_size == self.layout.dp_rank]
 
     def reward_tracebacks(self, names: Sequence[str]) -> str:
-        """Return the first traceback of each of these reward functions, from the lowest rank that has one. Collective."""
+        """Return the first traceback of each of these reward functions, from the lowest rank that has one.
+        Collective."""
         everyone = self.layout.all_gather_objects({} if self.rewards is None else self.rewards.tracebacks)
         known = {name: text for tracebacks in reversed(everyone) for name, text in tracebacks.items()}
         return "\n".join(known[name] for name in names if name in known)
 
     def stop(self, number: int) -> None:
-        """Request a stop because of signal `number`. The current step is finished, or abandoned if it still generates."""
+        """Request a stop because of signal `number`. The current step is finished, or abandoned if it still
+        generates."""
         self.stop_signal = number
         if self.engine is not None:
             self.engine.interrupt()
@@ -159,8 +177,8 @@ def generate_and_score(
     phases: Phases,
     step: int = 0,
 ) -> tuple[list[ScoredRollout], dict[str, float]]:
-    """Return `num_generations` scored rollouts of each prompt, in prompt order, and the summed counters. `step` has the meaning of
-    `RewardScorer.begin`. Raises EngineInterrupted when the engine was interrupted."""
+    """Return `num_generations` scored rollouts of each prompt, in prompt order, and the summed counters. `step` has the
+    meaning of `RewardScorer.begin`. Raises EngineInterrupted when the engine was interrupted."""
     with rewards.begin(step) as scoring:  # a group is scored while other groups are generated
         with phases("generate") as task:
             task.expect(len(prompts) * num_generations, "responses")
@@ -201,8 +219,8 @@ def summed(counters: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Return lengths and finish reasons of the responses, mean and std of each reward function over the rollouts it could score, and the
-    numbers that functions logged, averaged over the rollouts of their calls."""
+    """Return lengths and finish reasons of the responses, mean and std of each reward function over the rollouts it
+    could score, and the numbers that functions logged, averaged over the rollouts of their calls."""
     lengths = [s.rollout.length for s in scored]
     ended = [length for s, length in zip(scored, lengths, strict=True) if s.rollout.finish_reason != "length"]
     metrics = {
@@ -228,14 +246,15 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def staleness(scored: Sequence[ScoredRollout], weight_version: int) -> dict[str, float]:
-    """Return the mean and maximum number of weight versions between the sampling of a token and the policy that trains on it."""
+    """Return the mean and maximum number of weight versions between the sampling of a token and the policy that trains
+    on it."""
     ages = [weight_version - version for s in scored for version in s.rollout.token_versions]
     return {"staleness/mean": statistics.fmean(ages), "staleness/max": float(max(ages))}
 
 
 def dialogue_metrics(dialogues: Sequence[Dialogue]) -> dict[str, float]:
-    """Return turns and tool calls per response, the share of tool calls that failed (TRL's definitions), and the number of failed
-    dialogues."""
+    """Return turns and tool calls per response, the share of tool calls that failed (TRL's definitions), and the number
+    of failed dialogues."""
     if not dialogues:
         return {}
     calls, failures = (sum(getattr(d, name) for d in dialogues) for name in ("tool_calls", "tool_failures"))

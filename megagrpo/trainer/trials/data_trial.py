@@ -16,7 +16,8 @@ TRAIN = "data.train"
 
 @dataclass(frozen=True)
 class SourceTrial:
-    """A data set as the run sees it. `lengths` are tokens of every row's prompt; `text` is one rendered prompt, that of row `row`.
+    """A data set as the run sees it. `lengths` are tokens of every row's prompt; `text` is one rendered prompt, that of
+    row `row`.
     `opened` is the end of the prompt that opens a thought for the response, as "<think>", or empty."""
 
     key: str
@@ -57,7 +58,9 @@ def describe(
     tools: Sequence[dict[str, Any]],
 ) -> SourceTrial:
     """Return the description of a data set. `prompt` is the one to show."""
-    text = tokenizer.rendered(prompt.messages, data.system_prompt, read_chat_template(data.chat_template), tools, prompt.template_kwargs)
+    text = tokenizer.rendered(
+        prompt.messages, data.system_prompt, read_chat_template(data.chat_template), tools, prompt.template_kwargs
+    )
     return SourceTrial(
         key=key,
         source=section.source,
@@ -82,7 +85,10 @@ def repeated_warning(key: str, repeated: Sequence[tuple[int, int]], num_prompts:
     if not repeated:
         return []
     row, first = repeated[0]
-    return [f"{key}: {len(repeated)} of {num_prompts} prompts repeat an earlier one, first row {row} (as row {first}); remove the rows"]
+    return [
+        f"{key}: {len(repeated)} of {num_prompts} prompts repeat an earlier one, first row {row} (as row {first}); "
+        f"remove the rows"
+    ]
 
 
 def shared_warning(key: str, shared: Sequence[tuple[int, int]], num_prompts: int) -> list[str]:

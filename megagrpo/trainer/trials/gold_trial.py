@@ -1,4 +1,5 @@
-"""Tries a reward function: each row's own gold, golds of other rows and empty responses, with counts of what scores best."""
+"""Tries a reward function: each row's own gold, golds of other rows and empty responses, with counts of what scores
+best."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ type RowFault = tuple[int, str]  # a row, and why a function cannot score it
 
 @dataclass(frozen=True)
 class RowTrial:
-    """The values of one row: of its own gold in the form that scores most, of another row's gold in this form, and of an empty response.
+    """The values of one row: of its own gold in the form that scores most, of another row's gold in this form, and of
+    an empty response.
     None: cannot be scored. `best`: the gold scores more than the other two. `gold` is empty for a row without one."""
 
     row: int
@@ -45,12 +47,15 @@ class RowTrial:
 class RewardTrial:
     """What one reward function gives on `rows` of the `num_rows` rows that were chosen; fewer when the time is over.
 
-    `column` holds the gold, `kind` is the type of its values or "program", and `form` the form in which most golds score best.
-    `needs_gold`: the function names a column of the data; `reads_columns`: it takes one. `opened` is the thought that prompts open.
-    Counts of rows: `best`: the gold scores more than an empty response and another row's gold; `unscored`: the gold gets None;
-    `without_gold`; `too_long`: the gold has more than `limit` tokens, `longest` is (row, tokens) of the longest; `failed`: the function
-    fails, `failure` says how. `row_faults` are the rows that the function says it cannot score; None if it does not look.
-    `gold`, `other` and `empty` are means of the values, `milliseconds` the mean time of a response. `constant`: all values are equal.
+    `column` holds the gold, `kind` is the type of its values or "program", and `form` the form in which most golds
+    score best. `needs_gold`: the function names a column of the data; `reads_columns`: it takes one. `opened` is the
+    thought that prompts open.
+    Counts of rows: `best`: the gold scores more than an empty response and another row's gold; `unscored`: the gold
+    gets None; `without_gold`; `too_long`: the gold has more than `limit` tokens, `longest` is (row, tokens) of the
+    longest; `failed`: the function fails, `failure` says how. `row_faults` are the rows that the function says it
+    cannot score; None if it does not look.
+    `gold`, `other` and `empty` are means of the values, `milliseconds` the mean time of a response. `constant`: all
+    values are equal.
     """
 
     data: str
@@ -105,10 +110,12 @@ class Means:
 
 
 class FunctionTrial:
-    """The trial of the function `name` on the rows of `prompts`, whose golds are in the column `golds`. A function that asks a `service`
-    gets one row, in one form."""
+    """The trial of the function `name` on the rows of `prompts`, whose golds are in the column `golds`. A function that
+    asks a `service` gets one row, in one form."""
 
-    def __init__(self, means: Means, name: str, prompts: Sequence[Prompt], golds: GoldColumn | None, service: bool = False):
+    def __init__(
+        self, means: Means, name: str, prompts: Sequence[Prompt], golds: GoldColumn | None, service: bool = False
+    ):
         self._scorer, self._tokenizer, self._max_tokens = means.scorer, means.tokenizer, means.max_tokens
         self._name, self._golds, self._ends = name, golds, time.monotonic() + means.seconds
         self._forms = [*golds.forms[: 1 if service else None]] if golds else []
@@ -136,7 +143,9 @@ class FunctionTrial:
             self._try(part)
 
     def _try(self, rows: list[_Row]) -> None:
-        for row, (empty, *_) in zip(rows, self._score(rows, [[""] * PAIR for _ in rows], "an empty response"), strict=True):
+        for row, (empty, *_) in zip(
+            rows, self._score(rows, [[""] * PAIR for _ in rows], "an empty response"), strict=True
+        ):
             row.empty = empty
         tries_all = rows[0] is self.rows[0]  # the first row decides which form comes first
         for form in self._forms:
@@ -147,16 +156,24 @@ class FunctionTrial:
                 self.rows = [row for row in self.rows if row not in left]  # what they score is not known
                 break
             texts = [[in_form(form, text, row.prompt.opened) for text in (row.gold or "", *row.wrong)] for row in left]
-            for row, (gold, *wrong) in zip(left, self._score(left, texts, f"a gold of column `{self._column}`"), strict=True):
+            for row, (gold, *wrong) in zip(
+                left, self._score(left, texts, f"a gold of column `{self._column}`"), strict=True
+            ):
                 row.golds[form] = gold, wrong
-                if self._is_best(gold, wrong, row.empty) and (not row.best or self._worth(gold) > self._worth(row.golds[row.best][0])):
+                if self._is_best(gold, wrong, row.empty) and (
+                    not row.best or self._worth(gold) > self._worth(row.golds[row.best][0])
+                ):
                     row.best = form
         used = Counter(row.best for row in self.rows if row.best)
         self._forms.sort(key=lambda form: -used[form])  # the next rows begin with the form that this function reads
 
     def _is_best(self, gold: float | None, wrong: list[float | None], empty: float | None) -> bool:
         others = [self._worth(value) for value in wrong]
-        return gold is not None and self._worth(gold) > max(self._worth(empty), min(others)) and self._worth(gold) >= max(others)
+        return (
+            gold is not None
+            and self._worth(gold) > max(self._worth(empty), min(others))
+            and self._worth(gold) >= max(others)
+        )
 
     def _worth(self, value: float | None) -> float:
         return -math.inf if value is None else value * (self.weight or 1.0)
@@ -181,7 +198,10 @@ class FunctionTrial:
     def _fail(self, row: _Row, what: str, reason: str) -> None:
         row.failed = True
         reason = reason or self._scorer.tracebacks.get(self._name, "").strip().split("\n")[-1]
-        self.failure = self.failure or f"`{self._name}` fails for {what}, row {row.prompt.prompt_id}: {reason}; correct the function"
+        self.failure = (
+            self.failure
+            or f"`{self._name}` fails for {what}, row {row.prompt.prompt_id}: {reason}; correct the function"
+        )
 
     def is_constant(self) -> bool:
         """Whether every response got the same value, a long one included."""
@@ -189,13 +209,16 @@ class FunctionTrial:
             return False
         long = response(self.rows[0].prompt, self._tokenizer, AGAIN)
         ids = (long.response_ids * self._max_tokens)[: self._max_tokens]
-        long = replace(long, response_ids=ids, rollout_logprobs=(0.0,) * len(ids), text=AGAIN * len(ids), finish_reason="length")
+        long = replace(
+            long, response_ids=ids, rollout_logprobs=(0.0,) * len(ids), text=AGAIN * len(ids), finish_reason="length"
+        )
         with self._scorer.begin(names=[self._name]) as scoring:
             scoring.add(0, [long] * PAIR)
             return {scored.rewards[self._name] for scored in scoring.finish()} == self._seen
 
     def reads_gold(self) -> bool:
-        """Whether a value depends on the row: a response that is the gold of one row and wrong for another one must differ for both."""
+        """Whether a value depends on the row: a response that is the gold of one row and wrong for another one must
+        differ for both."""
         own = {(form, row.gold): value for row in self.rows for form, (value, _) in row.golds.items()}
         pairs = [
             (own[form, text], value)
@@ -212,7 +235,10 @@ class FunctionTrial:
         trials = [self._row_trial(row, reads) for row in self.rows]
         tried = [trial for trial, row in zip(trials, self.rows, strict=True) if row.golds]
         forms = Counter(row.best for row in self.rows if row.best and reads)
-        lengths = [(len(self._tokenizer.encode(row.gold or "", add_special_tokens=False)), row.prompt.prompt_id) for row in self.rows]
+        lengths = [
+            (len(self._tokenizer.encode(row.gold or "", add_special_tokens=False)), row.prompt.prompt_id)
+            for row in self.rows
+        ]
         (longest, row), too_long = max(lengths), sum(length > self._max_tokens for length, _ in lengths)
         return RewardTrial(
             data=data,

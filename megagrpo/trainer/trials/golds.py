@@ -11,7 +11,8 @@ from typing import Any
 from megagrpo.data.text_rows import ANSWERS, names_in, nested
 from megagrpo.types import Prompt
 
-PROGRAMS = ("canonical_solution", "solution", "solutions", "code", "completion", "gold_standard_solution")  # usual names of a right program
+# usual names of a right program
+PROGRAMS = ("canonical_solution", "solution", "solutions", "code", "completion", "gold_standard_solution")
 TESTS = ("tests", "test", "test_list", "test_cases", "input_output", "expected_output")  # columns that judge a program
 OUTPUT = "expected_output"
 OPENING, CLOSING = "<think>\n", "\n</think>\n\n"
@@ -21,19 +22,27 @@ FENCE = "```python\nGOLD\n```"
 FORMS = (
     *("GOLD", r"\boxed{GOLD}", "<answer>GOLD</answer>", "#### GOLD", "Answer: GOLD", "The answer is $GOLD$."),
     *(THOUGHT + r"\boxed{GOLD}", THOUGHT + "<answer>GOLD</answer>", THOUGHT + r"<answer>\boxed{GOLD}</answer>"),
-    *("<reasoning>\nI work it out.\n</reasoning>\n<answer>\nGOLD\n</answer>\n", THOUGHT + "Action: answer\nAction Input: GOLD"),
+    *(
+        "<reasoning>\nI work it out.\n</reasoning>\n<answer>\nGOLD\n</answer>\n",
+        THOUGHT + "Action: answer\nAction Input: GOLD",
+    ),
 )
 PROGRAM_FORMS = (FENCE, "GOLD", THOUGHT + FENCE, f"{THOUGHT}<answer>\n{FENCE}\n</answer>")
 
 
 def in_form(form: str, gold: str, opened: str) -> str:
-    """Return the response with this gold. `opened` is the end of a prompt that opens a thought: the response continues and closes it."""
+    """Return the response with this gold. `opened` is the end of a prompt that opens a thought: the response continues
+    and closes it."""
     text = form.replace("GOLD", gold)
     if not opened:
         return text
     closing = f"\n</{opened[opened.index('<') + 1 : opened.index('>')]}>\n\n"
     before, is_thought, after = text.partition(CLOSING)
-    return f"{before.removeprefix(OPENING)}{closing}{after}" if is_thought else f"{THOUGHT[len(OPENING) : -len(CLOSING)]}{closing}{text}"
+    return (
+        f"{before.removeprefix(OPENING)}{closing}{after}"
+        if is_thought
+        else f"{THOUGHT[len(OPENING) : -len(CLOSING)]}{closing}{text}"
+    )
 
 
 @dataclass(frozen=True)
@@ -69,15 +78,17 @@ class GoldColumn:
 def find_golds(prompts: Sequence[Prompt], needs: Sequence[Sequence[str]]) -> GoldColumn | None:
     """Return the column of the golds for a reward function with these required columns; None without any.
 
-    For a function that runs programs: a column with a usual name of a program, else the expected output. For another one: a column that it
-    needs, else one with a usual name, else a field with a usual name.
+    For a function that runs programs: a column with a usual name of a program, else the expected output. For another
+    one: a column that it needs, else one with a usual name, else a field with a usual name.
     """
     needed = [name for alternatives in needs for name in alternatives]
     if any(name in TESTS for name in needed):
         columns = [GoldColumn(name, holds_programs=True) for name in (*PROGRAMS, OUTPUT)]
     else:
         fields = (name for name in names_in(prompts[0].columns) if "." in name and name.rpartition(".")[2] in ANSWERS)
-        columns = [GoldColumn(name) for name in (*sorted(needed, key=lambda name: name not in ANSWERS), *ANSWERS, *fields)]
+        columns = [
+            GoldColumn(name) for name in (*sorted(needed, key=lambda name: name not in ANSWERS), *ANSWERS, *fields)
+        ]
     return next((column for column in columns if any(column.gold(prompt) for prompt in prompts)), None)
 
 
@@ -95,7 +106,8 @@ def _question(prompt: Prompt) -> str:
 
 
 def wrong_answers(golds: Sequence[str | None], row: int, count: int) -> list[str]:
-    """Return up to `count` different golds of the rows that follow, none equal to the gold of `row`; else a text that is no row's gold."""
+    """Return up to `count` different golds of the rows that follow, none equal to the gold of `row`; else a text that
+    is no row's gold."""
     own = golds[row]
     seen = {_plain(own or "")}
     found: list[str] = []

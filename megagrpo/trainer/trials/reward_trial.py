@@ -1,4 +1,5 @@
-"""Tries every reward function on rows of the data, and says which rows, functions or columns a run cannot learn from."""
+"""Tries every reward function on rows of the data, and says which rows, functions or columns a run cannot learn
+from."""
 
 from __future__ import annotations
 
@@ -24,10 +25,15 @@ NEXT_ROWS = 5  # further rows that a warning names
 
 
 def try_rewards(
-    config: RunConfig, base_folder: Path, sets: Mapping[str, tuple[Sequence[Prompt], int]], tokenizer: Tokenizer, models: bool
+    config: RunConfig,
+    base_folder: Path,
+    sets: Mapping[str, tuple[Sequence[Prompt], int]],
+    tokenizer: Tokenizer,
+    models: bool,
 ) -> Iterator[RewardTrial | str]:
-    """Yield the names of functions that are not called, and the trial of each other function on each of the `sets`, which are prompts and
-    the limit of a response by config key. Without `models` reward models are not loaded, and servers are asked about one row.
+    """Yield the names of functions that are not called, and the trial of each other function on each of the `sets`,
+    which are prompts and the limit of a response by config key. Without `models` reward models are not loaded, and
+    servers are asked about one row.
 
     Raises ValueError for functions that cannot be loaded, and for columns that they miss.
     """
@@ -36,7 +42,9 @@ def try_rewards(
     names = display_names(functions)
     yield from (name for name, target in zip(names, targets, strict=True) if target.heavy and not models)
     chosen = [
-        f.model_copy(update={"name": name}) for f, name, target in zip(functions, names, targets, strict=True) if models or not target.heavy
+        f.model_copy(update={"name": name})
+        for f, name, target in zip(functions, names, targets, strict=True)
+        if models or not target.heavy
     ]
     if not chosen:
         return
@@ -66,7 +74,8 @@ def start_warnings(
 ) -> list[str]:
     """Return the warnings for the log of a run that starts.
 
-    Golds are tried for a few seconds, and only if all functions are built-in and repeatable: a call of another function may have effects.
+    Golds are tried for a few seconds, and only if all functions are built-in and repeatable: a call of another function
+    may have effects.
     """
     lines = [*train.warnings, *repeated_warning(TRAIN, train.repeated(), len(train))]
     for one in held_out:
@@ -91,15 +100,22 @@ def _check_columns(scorer: RewardScorer, key: str, prompt: Prompt) -> None:
 
 
 def _gold_hint(prompt: Prompt) -> str:
-    """Return how to pass the right answer to rewards when it is a field of a column, as in verl's rows; else an empty string."""
-    fields = [name for name in names_in(prompt.columns) if name not in prompt.columns and name.rpartition(".")[2] in ANSWERS]
+    """Return how to pass the right answer to rewards when it is a field of a column, as in verl's rows; else an empty
+    string."""
+    fields = [
+        name for name in names_in(prompt.columns) if name not in prompt.columns and name.rpartition(".")[2] in ANSWERS
+    ]
     return f"; data.columns={{answer: {fields[0]}}} passes the field `{fields[0]}` as `answer`" if fields else ""
 
 
 def unscorable(faults: Mapping[str, Sequence[RowFault]]) -> dict[int, str]:
     """Return row -> `NAME: phrase` of the rows in which every function that looks for faults finds one."""
     by_function = [{row: f"`{name}`: {phrase}" for row, phrase in found} for name, found in faults.items()]
-    return {row: said for row, said in (by_function[0] if by_function else {}).items() if all(row in other for other in by_function)}
+    return {
+        row: said
+        for row, said in (by_function[0] if by_function else {}).items()
+        if all(row in other for other in by_function)
+    }
 
 
 def fault_warnings(key: str, num_rows: int, faults: Mapping[int, str]) -> list[str]:
@@ -107,7 +123,10 @@ def fault_warnings(key: str, num_rows: int, faults: Mapping[int, str]) -> list[s
     if not faults:
         return []
     row = min(faults)
-    return [f"{key}: {len(faults)} of {num_rows} rows cannot be scored, first row {row}: {faults[row]}; correct or remove the rows"]
+    return [
+        f"{key}: {len(faults)} of {num_rows} rows cannot be scored, first row {row}: {faults[row]}; correct or remove "
+        f"the rows"
+    ]
 
 
 def reward_warnings(key: str, trials: Sequence[RewardTrial]) -> list[str]:
@@ -118,7 +137,9 @@ def reward_warnings(key: str, trials: Sequence[RewardTrial]) -> list[str]:
     best = {row.row for trial in counted for row in trial.trials if row.best}
     found = unscorable({trial.function: trial.row_faults for trial in counted if trial.row_faults is not None})
     refused = {trial.function: dict(trial.row_faults or []) for trial in counted}
-    scored = {row.row for trial in counted for row in trial.trials if row.best and row.row not in refused[trial.function]}
+    scored = {
+        row.row for trial in counted for row in trial.trials if row.best and row.row not in refused[trial.function]
+    }
     faults = {row: said for row, said in found.items() if row not in scored}
     clear = best | set(faults)
     lines = fault_warnings(key, max(trial.num_rows for trial in trials), faults)
@@ -128,23 +149,27 @@ def reward_warnings(key: str, trials: Sequence[RewardTrial]) -> list[str]:
 
 
 def _of_function(trial: RewardTrial, clear: Collection[int]) -> list[str]:
-    """Return a line when a function gives all responses the same, for rows without a gold, and for golds that are too long."""
+    """Return a line when a function gives all responses the same, for rows without a gold, and for golds that are too
+    long."""
     lines = []
     if trial.constant and not trial.needs_gold:
         after = f", after `{trial.opened}` at the end of the prompt" if trial.opened else ""
         lines.append(
-            f"rewards.functions: `{trial.function}` gives every response {_number(trial.empty)}: golds in all forms{after}, golds of other "
+            f"rewards.functions: `{trial.function}` gives every response {_number(trial.empty)}: golds in all "
+            f"forms{after}, golds of other "
             "rows, empty and long ones; correct the function, or remove it"
         )
     if missing := [row.row for row in trial.trials if trial.column and not row.gold and row.row not in clear]:
         lines.append(
-            f"{trial.data}: {len(missing)} of {trial.rows} rows have no gold in column `{trial.column}`, first row {missing[0]}; "
+            f"{trial.data}: {len(missing)} of {trial.rows} rows have no gold in column `{trial.column}`, first row "
+            f"{missing[0]}; "
             "fill the column, or remove the rows"
         )
     if trial.too_long:
         row, length = trial.longest
         lines.append(
-            f"{trial.data}: {trial.too_long} of {trial.rows} golds in column `{trial.column}` are longer than the {trial.limit} tokens of "
+            f"{trial.data}: {trial.too_long} of {trial.rows} golds in column `{trial.column}` are longer than the "
+            f"{trial.limit} tokens of "
             f"rollout.max_completion_length, longest in row {row}: {length}; raise the limit"
         )
     return lines
@@ -153,21 +178,30 @@ def _of_function(trial: RewardTrial, clear: Collection[int]) -> list[str]:
 def _golds(key: str, trials: Sequence[RewardTrial], clear: Collection[int]) -> list[str]:
     """Return a line for golds that do not score best with any function."""
     telling = [trial for trial in trials if trial.best]
-    doubtful = [(trial, row) for trial in telling or trials for row in trial.trials if row.gold and row.row not in clear]
+    doubtful = [
+        (trial, row) for trial in telling or trials for row in trial.trials if row.gold and row.row not in clear
+    ]
     rows = sorted({row.row for _, row in doubtful})
     if not rows or not any(trial.reads_columns for trial in trials):
         return []
     # Of several functions, show one that reads a column and can score the row.
-    trial, row = min((p for p in doubtful if p[1].row == rows[0]), key=lambda p: (not p[0].needs_gold, p[1].value is None))
+    trial, row = min(
+        (p for p in doubtful if p[1].row == rows[0]), key=lambda p: (not p[0].needs_gold, p[1].value is None)
+    )
     gold = row.gold if len(row.gold) <= SHOWN else f"{row.gold[: SHOWN - 3]}..."
     values = (
-        f"row {row.row}: `{trial.function}` gives {gold!r} ({trial.kind}, column `{trial.column}`) {_number(row.value)}, another row's "
+        f"row {row.row}: `{trial.function}` gives {gold!r} ({trial.kind}, column `{trial.column}`) "
+        f"{_number(row.value)}, another row's "
         f"gold {_number(row.other)}, an empty response {_number(row.empty)}"
     )
     if telling:
         also = f"; also rows {', '.join(map(str, rows[1 : 1 + NEXT_ROWS]))}" if len(rows) > 1 else ""
-        return [f"{key}: {len(rows)} of {trial.rows} golds do not score best, {values}; correct or remove the rows{also}"]
-    fix = "look for the format of its tests in docs/rewards.md" if trial.kind == PROGRAM else "compare values of one type"
+        return [
+            f"{key}: {len(rows)} of {trial.rows} golds do not score best, {values}; correct or remove the rows{also}"
+        ]
+    fix = (
+        "look for the format of its tests in docs/rewards.md" if trial.kind == PROGRAM else "compare values of one type"
+    )
     said = f"no reward gives a gold of {key} more than an empty response and another row's gold"
     return [f"rewards.functions: {said}, {values}; {fix}, and look at what the function searches for"]
 

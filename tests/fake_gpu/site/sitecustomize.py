@@ -1,10 +1,10 @@
-"""Python runs this file first in each process on fake GPUs: as soon as the process has imported torch, it computes by kernels.py and
-exports memory by ipc.py.
+"""Python runs this file first in each process on fake GPUs: as soon as the process has imported torch, it computes by
+kernels.py and exports memory by ipc.py.
 
 Transformer Engine is hidden unless MEGAGRPO_FAKE_GPU_TE is set, because only test_te.py replaces its kernels.
 
-The preloaded runtime does not read CUDA_VISIBLE_DEVICES. Its number of entries becomes the number of GPUs here. With no entry the process
-starts again without the runtime.
+The preloaded runtime does not read CUDA_VISIBLE_DEVICES. Its number of entries becomes the number of GPUs here. With no
+entry the process starts again without the runtime.
 """
 
 import importlib.abc

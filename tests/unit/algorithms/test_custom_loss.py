@@ -24,7 +24,9 @@ SMALLEST = "model: {path: m}\ndata: {train: {source: a.jsonl}}\nrewards: {functi
 
 def example() -> str:
     """The custom loss file from the page."""
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "def clipped" in block)
+    (code,) = (
+        block for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "def clipped" in block
+    )
     return code
 
 
@@ -35,7 +37,11 @@ def file(tmp_path):
 
 
 def settings(**algorithm):
-    base = {"model": {"path": "x"}, "data": {"train": {"source": "x"}}, "rewards": {"functions": [{"function": "exact_number"}]}}
+    base = {
+        "model": {"path": "x"},
+        "data": {"train": {"source": "x"}},
+        "rewards": {"functions": [{"function": "exact_number"}]},
+    }
     return RunConfig.model_validate(base | {"algorithm": algorithm})
 
 
@@ -51,7 +57,9 @@ def step(config):
 
 
 @pytest.mark.parametrize("built_in", AVERAGES)
-@pytest.mark.parametrize("options", [{}, dict(importance_correction="token_truncate"), dict(importance_sampling_level="sequence")], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(importance_correction="token_truncate"), dict(importance_sampling_level="sequence")], ids=str
+)
 def test_the_example_of_the_page_has_the_bits_of_the_loss_that_it_repeats(file, built_in, options):
     loss, gradient, _ = step(settings(loss_type=f"{file}:clipped", loss_average=AVERAGES[built_in], **options))
     expected, right, _ = step(settings(loss_type=built_in, **options))
@@ -78,7 +86,9 @@ def test_samples_without_advantage_are_computed_because_a_loss_of_ones_own_may_t
 
 def test_a_built_in_loss_keeps_its_average():
     with pytest.raises(
-        ValueError, match=r"algorithm.loss_average: tokens only applies to a custom loss, but loss_type grpo averages by sequence_means"
+        ValueError,
+        match=r"algorithm.loss_average: tokens only applies to a custom loss, but loss_type grpo averages by "
+        r"sequence_means",
     ):
         settings(loss_type="grpo", loss_average="tokens")
 
@@ -98,7 +108,8 @@ BODIES = {
     "returned torch.int64 [8] for 8 tokens": "return tokens.logprobs.long()",
     "returned NaN or infinity for log-probs between -3 and 0": "return tokens.logprobs.log()",
     "has no gradient in tokens.logprobs": "return tokens.ratio.detach() * tokens.advantages",
-    "has a gradient of NaN or infinity": "return (tokens.advantages * 0 + tokens.logprobs - tokens.logprobs.detach()).abs().sqrt()",
+    "has a gradient of NaN or "
+    "infinity": "return (tokens.advantages * 0 + tokens.logprobs - tokens.logprobs.detach()).abs().sqrt()",
 }
 
 
@@ -121,15 +132,21 @@ def test_values_at_masked_tokens_do_not_count_when_a_loss_is_tried(tmp_path):
 
 def test_a_wrong_signature_is_named(tmp_path):
     (tmp_path / "bad.py").write_text("def bad(logprobs, old, advantages):\n    return logprobs\n")
-    with pytest.raises(ProblemError, match=r"bad` cannot be called as a loss: missing a required argument: 'advantages'; a loss takes"):
+    with pytest.raises(
+        ProblemError, match=r"bad` cannot be called as a loss: missing a required argument: 'advantages'; a loss takes"
+    ):
         make_loss(settings(loss_type=f"{tmp_path}/bad.py:bad"))
 
 
 def test_a_file_that_is_missing_and_one_that_raises_are_named(tmp_path):
-    with pytest.raises(ProblemError, match=rf"cannot be loaded: FileNotFoundError: no file {tmp_path}/none.py; correct the file"):
+    with pytest.raises(
+        ProblemError, match=rf"cannot be loaded: FileNotFoundError: no file {tmp_path}/none.py; correct the file"
+    ):
         make_loss(settings(loss_type=f"{tmp_path}/none.py:f"))
     (tmp_path / "raises.py").write_text("import nothing_of_that_name\n")
-    with pytest.raises(ProblemError, match=rf"ModuleNotFoundError: No module named 'nothing_of_that_name' \({tmp_path}/raises.py:1\)"):
+    with pytest.raises(
+        ProblemError, match=rf"ModuleNotFoundError: No module named 'nothing_of_that_name' \({tmp_path}/raises.py:1\)"
+    ):
         make_loss(settings(loss_type=f"{tmp_path}/raises.py:f"))
 
 
@@ -144,7 +161,9 @@ def test_the_plan_finds_a_missing_file_and_a_missing_name_without_running_the_fi
     assert len(found) == 1 and said.format(tmp_path) in found[0].text and found[0].rule is None
 
 
-@pytest.mark.parametrize(("value", "got"), [("cisp", "'cisp'); did you mean cispo?"), ("7", "'7')"), ("my_loss.py", "'my_loss.py')")])
+@pytest.mark.parametrize(
+    ("value", "got"), [("cisp", "'cisp'); did you mean cispo?"), ("7", "'7')"), ("my_loss.py", "'my_loss.py')")]
+)
 def test_what_is_neither_a_loss_nor_a_name_in_a_file_is_refused_with_the_choices(tmp_path, value, got):
     (tmp_path / "run.yaml").write_text(SMALLEST)
     with pytest.raises(ConfigError) as refused:
@@ -160,7 +179,9 @@ def response(length):
     return Response(rows[0].requires_grad_(), *rows[1:], places=torch.arange(length), advantage=-0.8)
 
 
-@pytest.mark.parametrize("options", [{}, dict(importance_correction="token_mask", importance_correction_max=1.2)], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, dict(importance_correction="token_mask", importance_correction_max=1.2)], ids=str
+)
 def test_the_audit_runs_the_loss_again_in_float64(file, options):
     own, built_in = (settings(loss_type=name, **options).algorithm for name in (f"{file}:clipped", "dapo"))
     found, expected = (policy_term(response(9), algorithm, 0.0) for algorithm in (own, built_in))
@@ -170,7 +191,10 @@ def test_the_audit_runs_the_loss_again_in_float64(file, options):
 
 def test_the_audit_of_a_run_whose_loss_is_gone_says_so_at_once(tmp_path):
     config = settings(loss_type=f"{tmp_path}/gone.py:f")
-    with pytest.raises(ConfigError, match=r"algorithm.loss_type: `.*gone.py:f` cannot be loaded: .*; the audit runs the loss of the run"):
+    with pytest.raises(
+        ConfigError,
+        match=r"algorithm.loss_type: `.*gone.py:f` cannot be loaded: .*; the audit runs the loss of the run",
+    ):
         list(check_step(type("Step", (), {"config": config})()))
 
 

@@ -1,4 +1,5 @@
-"""Top-entropy mask, entropy bonus and its adaptive weight against TRL's own numbers (tests/vectors) and plain arithmetic."""
+"""Top-entropy mask, entropy bonus and its adaptive weight against TRL's own numbers (tests/vectors) and plain
+arithmetic."""
 
 import itertools
 import json
@@ -14,13 +15,17 @@ from megagrpo.types import TrainState
 MISC = json.loads((Path(__file__).parents[2] / "vectors" / "trl_misc.json").read_text())
 
 
-# With 0, TRL and we keep the token of highest entropy; for float64 input TRL rounds the threshold above it and keeps no token.
+# With 0, TRL and we keep the token of highest entropy; for float64 input TRL rounds the threshold above it and keeps no
+# token.
 COMPARABLE = [c for c in MISC["high_entropy_mask"]["cases"] if c["top_entropy_quantile"] > 0]
 
 
 @pytest.mark.parametrize("case", COMPARABLE, ids=lambda c: f"top {c['top_entropy_quantile']}")
 def test_the_tokens_kept_are_those_trl_keeps(case):
-    entropy, mask = torch.tensor(MISC["high_entropy_mask"]["entropy"]), torch.tensor(MISC["high_entropy_mask"]["mask"]).bool()
+    entropy, mask = (
+        torch.tensor(MISC["high_entropy_mask"]["entropy"]),
+        torch.tensor(MISC["high_entropy_mask"]["mask"]).bool(),
+    )
     threshold = threshold_of_top(entropy[mask], case["top_entropy_quantile"])
     assert ((entropy >= threshold) & mask).int().tolist() == case["keep"]
 
@@ -54,7 +59,9 @@ def test_the_adaptive_weight_goes_where_trls_goes():
 
 
 def test_an_adaptive_weight_is_measured_on_the_tokens_it_counts():
-    algorithm = AlgorithmSection(use_adaptive_entropy=True, entropy_coef=0.1, top_entropy_quantile=0.5, entropy_target=1.0)
+    algorithm = AlgorithmSection(
+        use_adaptive_entropy=True, entropy_coef=0.1, top_entropy_quantile=0.5, entropy_target=1.0
+    )
     state = TrainState()
     adapt_bonus(state, {"entropy": 0.5, "entropy/top": 2.0}, algorithm)
     assert (state.entropy_coef, state.last_entropy) == (0.095, 2.0) and bonus_coefficient(state, algorithm) == 0

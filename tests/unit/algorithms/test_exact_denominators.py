@@ -38,13 +38,16 @@ def moved(logprobs: torch.Tensor) -> torch.Tensor:
 
 
 def contributions(name: str, rules: PackingRules, dp_size: int, dtype: torch.dtype) -> dict[float, float]:
-    """For each token, identified by its rollout log-prob: the derivative of the step's loss by the policy's log-prob."""
+    """For each token, identified by its rollout log-prob: the derivative of the step's loss by the policy's
+    log-prob."""
     config, found = tiny_run(algorithm=dict(beta=0.1) | LOSSES[name]), {}
     batches = [pack(random_samples(), rules, rank, dp_size) for rank in range(dp_size)]
     divisor = denominator(batches[0], config.algorithm.loss.average, config.rollout.max_completion_length)
     if name == "real":
         sums = [
-            sample_sums(m.with_terms(old_logprobs=m.rollout_logprobs), moved(m.rollout_logprobs)) for b in batches for m in b.micro_batches
+            sample_sums(m.with_terms(old_logprobs=m.rollout_logprobs), moved(m.rollout_logprobs))
+            for b in batches
+            for m in b.micro_batches
         ]
         terms = RealTerms.of(torch.cat(sums), batches[0].samples, GROUP_SIZE, config.algorithm.real_tau)
     for batch in batches:

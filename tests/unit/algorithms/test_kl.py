@@ -1,4 +1,5 @@
-"""Estimators against the exact KL of small categorical distributions: averages are sums over all tokens, weighted by probability."""
+"""Estimators against the exact KL of small categorical distributions: averages are sums over all tokens, weighted by
+probability."""
 
 import math
 
@@ -11,7 +12,8 @@ VOCAB = 7
 
 
 def distributions(seed):
-    """Log-probs [VOCAB] float64 of policy (from logits with gradient), reference, and a third distribution that sampled."""
+    """Log-probs [VOCAB] float64 of policy (from logits with gradient), reference, and a third distribution that
+    sampled."""
     generator = torch.Generator().manual_seed(seed)
     logits, ref, sampler = (torch.randn(VOCAB, generator=generator, dtype=torch.float64) for _ in range(3))
     logits.requires_grad_()
@@ -49,7 +51,9 @@ def nothing(policy, ref):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("name", "corrected"), [("k1", False), ("k3", False), ("low_var", False), ("k1", True), ("k3", True)])
+@pytest.mark.parametrize(
+    ("name", "corrected"), [("k1", False), ("k3", False), ("low_var", False), ("k1", True), ("k3", True)]
+)
 def test_unbiased_estimators_average_to_the_kl(name, corrected, seed):
     mean, _, (_, policy, ref) = averages(name, corrected, seed=seed)
     torch.testing.assert_close(mean, reverse_kl(policy, ref).detach(), rtol=1e-12, atol=0)

@@ -13,11 +13,14 @@ from megagrpo.config import RunConfig
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 
 CASES = json.loads((Path(__file__).parents[2] / "vectors" / "swift_advantage.json").read_text())["cases"]
-OUR_NAMES = {"reinforce_plus_plus": ("reinforce_plus_plus_baseline", "batch"), "grpo": ("grpo", "group")}  # ms-swift's centres on the group
+# ms-swift's centres on the group
+OUR_NAMES = {"reinforce_plus_plus": ("reinforce_plus_plus_baseline", "batch"), "grpo": ("grpo", "group")}
 
 
 def config(**sections) -> RunConfig:
-    values = dict(model=dict(path="x"), data=dict(train=dict(source="x")), rewards=dict(functions=[dict(function="exact_number")]))
+    values = dict(
+        model=dict(path="x"), data=dict(train=dict(source="x")), rewards=dict(functions=[dict(function="exact_number")])
+    )
     return RunConfig.model_validate(values | sections)
 
 
@@ -28,11 +31,17 @@ def scored(reward: float) -> ScoredRollout:
 @pytest.mark.parametrize("case", [c for c in CASES if "kl_values" in c], ids=lambda c: c["name"])
 def test_advantages_are_ms_swifts(case):
     estimator, scale = OUR_NAMES[case["advantage_estimator"]]
-    algorithm = dict(beta=case["beta"], kl_in_reward=True, kl_estimator="k1", advantage_estimator=estimator, scale_rewards=scale)
+    algorithm = dict(
+        beta=case["beta"], kl_in_reward=True, kl_estimator="k1", advantage_estimator=estimator, scale_rewards=scale
+    )
     settings = config(algorithm=algorithm, rollout=dict(num_generations=case["num_generations"]))
     # A response without any score counts as 0 in ms-swift; ours leaves it out of its group.
-    rewards = [sum(w * (r or 0) for w, r in zip(case["reward_weights"], row, strict=True)) for row in case["rewards_per_func"]]
-    penalized = less_kl([scored(r) for r in rewards], torch.tensor(case["kl_values"], dtype=torch.float64), case["beta"])
+    rewards = [
+        sum(w * (r or 0) for w, r in zip(case["reward_weights"], row, strict=True)) for row in case["rewards_per_func"]
+    ]
+    penalized = less_kl(
+        [scored(r) for r in rewards], torch.tensor(case["kl_values"], dtype=torch.float64), case["beta"]
+    )
     assert [s.reward for s in penalized] == pytest.approx(case["rewards"])
     assert [s.rewards["f"] for s in penalized] == rewards  # reported rewards do not change
     expected = torch.tensor(case["advantages"], dtype=torch.float64)

@@ -25,12 +25,17 @@ OPTIONS = {name: dict(loss_type=name) for name in LOSSES} | {
 
 
 def settings(**algorithm):
-    base = {"model": {"path": "x"}, "data": {"train": {"source": "x"}}, "rewards": {"functions": [{"function": "exact_number"}]}}
+    base = {
+        "model": {"path": "x"},
+        "data": {"train": {"source": "x"}},
+        "rewards": {"functions": [{"function": "exact_number"}]},
+    }
     return RunConfig.model_validate(base | {"algorithm": algorithm, "rollout": {"num_generations": 2}})
 
 
 def step(name, advantages, lengths, policy=-1.1, old=-1.2):
-    """(loss, gradient [T], loss mask) of responses of these lengths to one prompt, with these log-probs for all tokens, in one batch."""
+    """(loss, gradient [T], loss mask) of responses of these lengths to one prompt, with these log-probs for all tokens,
+    in one batch."""
     config = settings(**OPTIONS[name])
     samples = []
     for index, (advantage, length) in enumerate(zip(advantages, lengths, strict=True)):
@@ -40,7 +45,9 @@ def step(name, advantages, lengths, policy=-1.1, old=-1.2):
     batch = batch.with_terms(old_logprobs=torch.full((batch.num_tokens,), old))
     logprobs = torch.full((batch.num_tokens,), policy, requires_grad=True)
     if name == "real":
-        slopes, values = RealTerms.of(sample_sums(batch, logprobs.detach()), range(len(samples)), 2, 0.5).rows(batch, max(sum(lengths), 1))
+        slopes, values = RealTerms.of(sample_sums(batch, logprobs.detach()), range(len(samples)), 2, 0.5).rows(
+            batch, max(sum(lengths), 1)
+        )
         batch = batch.with_terms(real_slopes=slopes, real_values=values)
     numerator = make_loss(config)(LossInputs(logprobs, torch.zeros_like(logprobs), batch)).numerator
     (gradient,) = torch.autograd.grad(numerator, logprobs)
@@ -131,7 +138,9 @@ def test_advantages_of_equal_rewards_and_of_none_are_0(estimator, scale):
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_of_two_responses_one_is_better_and_one_as_much_worse(estimator, scale):
-    (better, worse), (nothing, _) = group_advantages(torch.tensor([[1.0, 0.0], [math.nan, 0.5]]), scale, estimator).tolist()
+    (better, worse), (nothing, _) = group_advantages(
+        torch.tensor([[1.0, 0.0], [math.nan, 0.5]]), scale, estimator
+    ).tolist()
     assert better == pytest.approx(-worse) and better > 0 and nothing == 0
 
 

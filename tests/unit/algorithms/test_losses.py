@@ -17,7 +17,11 @@ PROMPT = 2  # tokens before each response
 
 
 def config(**algorithm):
-    base = {"model": {"path": "x"}, "data": {"train": {"source": "x"}}, "rewards": {"functions": [{"function": "exact_number"}]}}
+    base = {
+        "model": {"path": "x"},
+        "data": {"train": {"source": "x"}},
+        "rewards": {"functions": [{"function": "exact_number"}]},
+    }
     return RunConfig.model_validate(base | {"algorithm": algorithm})
 
 
@@ -66,7 +70,9 @@ def test_loss_and_gradient_equal_the_reference_systems(case):
     assert loss.item() == pytest.approx(case["loss"], rel=1e-6, abs=1e-8)
     (grad,) = torch.autograd.grad(loss, policy)
     mask = torch.tensor(inputs["mask"]).bool()
-    torch.testing.assert_close(grad[batch.loss_mask], torch.tensor(case["grad_logps"]).double()[mask], rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        grad[batch.loss_mask], torch.tensor(case["grad_logps"]).double()[mask], rtol=1e-5, atol=1e-7
+    )
     assert grad[~batch.loss_mask].abs().max() == 0
     if "kl" in case["metrics"] and "trl" in case["source"]:
         assert output.metrics["kl"].value.item() == pytest.approx(case["metrics"]["kl"], rel=1e-6)

@@ -1,4 +1,5 @@
-"""Mismatch metrics between trainer and engine log-probs, as NeMo-RL and TRL define them, against naive formulas for each token."""
+"""Mismatch metrics between trainer and engine log-probs, as NeMo-RL and TRL define them, against naive formulas for
+each token."""
 
 import math
 
@@ -7,7 +8,13 @@ import torch
 
 from megagrpo.algorithms.mismatch import mismatch_metrics
 
-MEANS = ["token_mult_prob_error", "gen_kl_error", "policy_kl_error", "js_divergence_error", "sampling/sampling_logp_difference/mean"]
+MEANS = [
+    "token_mult_prob_error",
+    "gen_kl_error",
+    "policy_kl_error",
+    "js_divergence_error",
+    "sampling/sampling_logp_difference/mean",
+]
 MAX = "sampling/sampling_logp_difference/max"
 
 
@@ -27,7 +34,8 @@ def naive(old, rollout):
         "token_mult_prob_error": max(p / q, q / p),
         "gen_kl_error": p / q - math.log(p / q) - 1,
         "policy_kl_error": q / p - math.log(q / p) - 1,
-        "js_divergence_error": 0.5 * (p / mixture - math.log(p / mixture) - 1) + 0.5 * (q / mixture - math.log(q / mixture) - 1),
+        "js_divergence_error": 0.5 * (p / mixture - math.log(p / mixture) - 1)
+        + 0.5 * (q / mixture - math.log(q / mixture) - 1),
         "sampling/sampling_logp_difference/mean": abs(old - rollout),
     }
 
@@ -68,7 +76,9 @@ def test_sums_over_parts_give_the_whole():
     parts = [mismatch_metrics(old[cut], rollout[cut], mask[cut]) for cut in (slice(0, 1), slice(1, 60), slice(60, 97))]
     for name in MEANS:
         merged = parts[0][name].merge(parts[1][name]).merge(parts[2][name])
-        assert merged.sum.item() == pytest.approx(whole[name].sum.item(), rel=1e-12) and merged.count == whole[name].count
+        assert (
+            merged.sum.item() == pytest.approx(whole[name].sum.item(), rel=1e-12) and merged.count == whole[name].count
+        )
     assert parts[0][MAX].merge(parts[1][MAX]).merge(parts[2][MAX]) == whole[MAX]
 
 

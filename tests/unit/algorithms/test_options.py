@@ -34,15 +34,25 @@ REFUSED = {
     "algorithm.importance_correction: token_mask is not supported: real compares whole": dict(
         loss_type="real", importance_correction="token_mask"
     ),
-    "algorithm.off_policy_mask_threshold: 0.0 is not supported: real compares whole": dict(loss_type="real", off_policy_mask_threshold=0.0),
-    "algorithm.top_entropy_quantile: 0.2 is not supported: real compares whole": dict(loss_type="real", top_entropy_quantile=0.2),
+    "algorithm.off_policy_mask_threshold: 0.0 is not supported: real compares whole": dict(
+        loss_type="real", off_policy_mask_threshold=0.0
+    ),
+    "algorithm.top_entropy_quantile: 0.2 is not supported: real compares whole": dict(
+        loss_type="real", top_entropy_quantile=0.2
+    ),
     "algorithm.entropy_coef_min: 2.0 is above": dict(use_adaptive_entropy=True, entropy_coef_min=2.0),
     "algorithm.importance_correction: sequence_mask counts token weights twice": dict(
         loss_type="vespo", importance_correction="sequence_mask"
     ),
-    "algorithm.importance_correction: token_mask needs": dict(importance_correction="token_mask", importance_correction_max=None),
-    "algorithm.importance_correction_min: 3.0 is not below": dict(importance_correction="token_mask", importance_correction_min=3.0),
-    "algorithm.scale_rewards: group, but advantage_estimator reinforce_plus_plus divides": dict(advantage_estimator="reinforce_plus_plus"),
+    "algorithm.importance_correction: token_mask needs": dict(
+        importance_correction="token_mask", importance_correction_max=None
+    ),
+    "algorithm.importance_correction_min: 3.0 is not below": dict(
+        importance_correction="token_mask", importance_correction_min=3.0
+    ),
+    "algorithm.scale_rewards: group, but advantage_estimator reinforce_plus_plus divides": dict(
+        advantage_estimator="reinforce_plus_plus"
+    ),
     "algorithm.scale_rewards: group, but advantage_estimator reinforce_plus_plus_baseline divides": dict(
         advantage_estimator="reinforce_plus_plus_baseline"
     ),
@@ -61,7 +71,11 @@ def test_options_that_contradict_each_other_are_refused(beginning):
 
 def of_the_loss(**algorithm):
     """(loss, gradient [T]) of a batch for which the policy differs a lot from the one that sampled."""
-    base = {"model": {"path": "x"}, "data": {"train": {"source": "x"}}, "rewards": {"functions": [{"function": "exact_number"}]}}
+    base = {
+        "model": {"path": "x"},
+        "data": {"train": {"source": "x"}},
+        "rewards": {"functions": [{"function": "exact_number"}]},
+    }
     config = RunConfig.model_validate(base | {"algorithm": algorithm})
     batch = pack(random_samples(), PackingRules(max_tokens=1000))
     (rows,) = batch.micro_batches
@@ -118,7 +132,9 @@ def test_every_correction_is_another():
     modes = [*get_args(AlgorithmSection.model_fields["importance_correction"].annotation)]
     sequences = Sequences.of(torch.tensor([0, 2, 4]), torch.ones(4, dtype=torch.bool))
     log_ratios = torch.tensor([0.3, -0.1, 0.02, 0.03])
-    found = [correction_weights(log_ratios, torch.zeros(4), sequences, mode, 0.9, 1.1)[0] for mode in modes if mode != "off"]
+    found = [
+        correction_weights(log_ratios, torch.zeros(4), sequences, mode, 0.9, 1.1)[0] for mode in modes if mode != "off"
+    ]
     assert len({tuple(weights.tolist()) for weights in [*found, torch.ones(4)]}) == len(modes) == 8
 
 
@@ -126,7 +142,9 @@ def test_every_estimator_and_scale_is_another():
     rewards = torch.tensor([[1.0, 0.2, 0.5], [3.0, 2.0, 0.0]])
     pairs = [(scale, estimator) for estimator in ("grpo", "rloo") for scale in ("group", "batch", "none")]
     pairs += [("batch", "reinforce_plus_plus"), ("batch", "reinforce_plus_plus_baseline")]
-    assert len({tuple(group_advantages(rewards, *pair).flatten().round(decimals=6).tolist()) for pair in pairs}) == len(pairs)
+    assert len({tuple(group_advantages(rewards, *pair).flatten().round(decimals=6).tolist()) for pair in pairs}) == len(
+        pairs
+    )
 
 
 ADAPTIVE = {"entropy_target": 0.05, "entropy_coef_delta": 0.1, "entropy_coef_min": 0.304, "entropy_coef_max": 0.2}
@@ -135,7 +153,11 @@ ADAPTIVE = {"entropy_target": 0.05, "entropy_coef_delta": 0.1, "entropy_coef_min
 @pytest.mark.parametrize("option", ADAPTIVE)
 def test_an_option_of_the_adaptive_bonus_changes_its_weight(option):
     def weights(**changed):
-        algorithm, state, found = AlgorithmSection(**dict(use_adaptive_entropy=True, entropy_coef=0.3) | changed), TrainState(), []
+        algorithm, state, found = (
+            AlgorithmSection(**dict(use_adaptive_entropy=True, entropy_coef=0.3) | changed),
+            TrainState(),
+            [],
+        )
         for entropy in (0.1, 0.1, 0.5, 0.5, 0.1):
             adapt_bonus(state, {"entropy": entropy}, algorithm)
             found.append((state.entropy_coef, bonus_coefficient(state, algorithm)))

@@ -1,4 +1,5 @@
-"""What docs/coming_from_{verl,nemo_rl,openrlhf}.md say of formulas: each trainer's own formula, written down here, beside ours."""
+"""What docs/coming_from_{verl,nemo_rl,openrlhf}.md say of formulas: each trainer's own formula, written down here,
+beside ours."""
 
 import torch
 
@@ -13,7 +14,8 @@ LENGTHS = (5, 3, 8)
 
 
 def batch(seed=0):
-    """Log-probs (policy, old, engine) [T] float64 of three sequences, their borders and advantages [T] of both signs."""
+    """Log-probs (policy, old, engine) [T] float64 of three sequences, their borders and advantages [T] of both
+    signs."""
     generator = torch.Generator().manual_seed(seed)
     total = sum(LENGTHS)
     old = -2 * torch.rand(total, generator=generator, dtype=torch.float64)
@@ -65,7 +67,9 @@ def test_gspo_of_verl_is_sequence_token_and_that_of_openrlhf_sequence():
 
 
 def test_k3_of_verl_nemo_rl_and_openrlhf_is_low_var():
-    log_ratio = torch.tensor([-30.0, -15.0, -5.0, -2.0, -0.1, 0.0, 0.3, 4.0, 9.0, 25.0], dtype=torch.float64, requires_grad=True)
+    log_ratio = torch.tensor(
+        [-30.0, -15.0, -5.0, -2.0, -0.1, 0.0, 0.3, 4.0, 9.0, 25.0], dtype=torch.float64, requires_grad=True
+    )
     ours = ESTIMATORS["low_var"](log_ratio, torch.zeros_like(log_ratio))
     bounded = (-log_ratio).clamp(-20, 20)
     same(ours, (bounded.exp() - bounded - 1).clamp(-10, 10), log_ratio)
@@ -86,7 +90,8 @@ def test_bands_of_the_correction_cut_or_drop_as_the_rows_say():
 
     torch.testing.assert_close(ours("token_truncate", None, 1.5), ratio.clamp(max=1.5))  # verl's token, NeMo-RL's tis
     torch.testing.assert_close(ours("token_truncate", 0.5, 1.5), ratio.clamp(0.5, 1.5))  # OpenRLHF's clip
-    torch.testing.assert_close(ours("token_mask", 0.5, 1.5), torch.where(inside, ratio, 0.0))  # two bounds, icepop, mask
+    # two bounds, icepop, mask
+    torch.testing.assert_close(ours("token_mask", 0.5, 1.5), torch.where(inside, ratio, 0.0))
     product = sequences.spread(sequences.sums(old - engine)).exp()
     torch.testing.assert_close(ours("sequence_truncate", None, 1.5), product.clamp(max=1.5))  # verl's sequence
 

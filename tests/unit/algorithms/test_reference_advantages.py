@@ -30,8 +30,8 @@ def summed(rewards, weights):
     return torch.where(rewards.isnan().all(-1), math.nan, total)
 
 
-# Our metric is the share of groups without any advantage. TRL's does not count a group with one scored response, and covers the batch where
-# TRL divides by the batch.
+# Our metric is the share of groups without any advantage. TRL's does not count a group with one scored response, and
+# covers the batch where TRL divides by the batch.
 FRACTION_DIFFERS = ["one_scorable_in_group/group"]
 
 
@@ -57,7 +57,8 @@ def test_trl(case):
 SWIFT_DIFFERS = {
     "R1/grpo/gdpo": "it adds 1e-8 to the standard deviations of gdpo, ours is TRL's 1e-4",
     "R1/rloo/gdpo": "the same; and ours refuses rloo with gdpo, which overrides it there",
-    "R2/grpo/kl_in_reward": "a response that no function could score counts as 0 there, and ours leaves it out as TRL does",
+    "R2/grpo/kl_in_reward": "a response that no function could score counts as 0 there, and ours leaves it out as TRL "
+    "does",
     "R2/reinforce_plus_plus/kl_in_reward": "the same",
 }
 
@@ -80,7 +81,8 @@ def _of_ms_swift(case, rewards):
     if scale == "gdpo":
         of_functions = table(case["rewards_per_func"], case["num_generations"])
         return normalized_sum_advantages(of_functions, torch.tensor(case["reward_weights"])).flatten()
-    if estimator == "reinforce_plus_plus":  # it subtracts the group mean; with another scale than the batch it equals grpo
+    # it subtracts the group mean; with another scale than the batch it equals grpo
+    if estimator == "reinforce_plus_plus":
         estimator = "reinforce_plus_plus_baseline" if scale == "batch" else "grpo"
     return group_advantages(rewards, scale, estimator).flatten()
 
@@ -90,7 +92,12 @@ def test_correction_weights_equal_trls(case):
     inputs = case["inputs"]
     lengths = [len(ids) for ids in inputs["completion_ids"]]
     old, sampled = (
-        torch.cat([torch.tensor([float(x) for x in row[:n]], dtype=torch.float64) for row, n in zip(inputs[name], lengths, strict=True)])
+        torch.cat(
+            [
+                torch.tensor([float(x) for x in row[:n]], dtype=torch.float64)
+                for row, n in zip(inputs[name], lengths, strict=True)
+            ]
+        )
         for name in ("old_per_token_logps", "sampling_per_token_logps")
     )
     ends = [ids[-1] in (inputs["eos_token_id"], inputs["pad_token_id"]) for ids in inputs["completion_ids"]]
@@ -124,5 +131,8 @@ def test_reinforce_plus_plus_compares_with_the_whole_batch():
     rewards = torch.tensor([[1.0, 1.0], [0.0, 0.5]])
     std = rewards.std().double()
     torch.testing.assert_close(
-        group_advantages(rewards, "group", "reinforce_plus_plus"), (rewards.double() - 0.625) / (std + 1e-4), rtol=1e-6, atol=1e-6
+        group_advantages(rewards, "group", "reinforce_plus_plus"),
+        (rewards.double() - 0.625) / (std + 1e-4),
+        rtol=1e-6,
+        atol=1e-6,
     )

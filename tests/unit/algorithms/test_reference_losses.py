@@ -25,16 +25,21 @@ PROMPT = 2  # tokens before each response
 
 
 def settings(**algorithm):
-    base = {"model": {"path": "x"}, "data": {"train": {"source": "x"}}, "rewards": {"functions": [{"function": "exact_number"}]}}
+    base = {
+        "model": {"path": "x"},
+        "data": {"train": {"source": "x"}},
+        "rewards": {"functions": [{"function": "exact_number"}]},
+    }
     rollout = {name: algorithm.pop(name) for name in ("max_completion_length", "num_generations") if name in algorithm}
     if algorithm.get("loss_type") == "cispo" and algorithm.get("epsilon_high") is None:
-        algorithm["epsilon_high"] = algorithm.get("epsilon", 0.2)  # the reference systems' default; ours must be configured
+        # the reference systems' default; ours must be configured
+        algorithm["epsilon_high"] = algorithm.get("epsilon", 0.2)
     return RunConfig.model_validate(base | {"algorithm": algorithm, "rollout": rollout})
 
 
 class Rows:
-    """The vectors' padded [B, T] rows as one packed micro-batch, and back. Masked positions stay in it, because a mask may have holes.
-    `pack` applies `mask_truncated_completions` to `truncated` [B] responses."""
+    """The vectors' padded [B, T] rows as one packed micro-batch, and back. Masked positions stay in it, because a mask
+    may have holes. `pack` applies `mask_truncated_completions` to `truncated` [B] responses."""
 
     def __init__(self, inputs, mask, truncated=None):
         mask = torch.tensor(mask, dtype=torch.bool)
@@ -45,7 +50,14 @@ class Rows:
             response = torch.cat([torch.zeros(PROMPT, dtype=torch.bool), row])
             length = PROMPT + self.width
             samples.append(
-                TrainSample(torch.arange(length), response, torch.zeros(length), advantage, index=len(samples), truncated=bool(cut))
+                TrainSample(
+                    torch.arange(length),
+                    response,
+                    torch.zeros(length),
+                    advantage,
+                    index=len(samples),
+                    truncated=bool(cut),
+                )
             )
         self.step = pack(samples, replace(UNLIMITED, mask_truncated=True))
         (batch,) = self.step.micro_batches
@@ -79,7 +91,9 @@ def of_the_whole_step(batch, policy, entropy, rows, config):
     if algorithm.entropy_coef:
         found["entropy_weights"] = counted * (algorithm.entropy_coef * rows.divisor(config) / counted.sum())
     if algorithm.loss_type == "real":
-        terms = RealTerms.of(sample_sums(batch, policy), rows.step.samples, config.rollout.num_generations, algorithm.real_tau)
+        terms = RealTerms.of(
+            sample_sums(batch, policy), rows.step.samples, config.rollout.num_generations, algorithm.real_tau
+        )
         found["real_slopes"], found["real_values"] = terms.rows(batch, rows.divisor(config))
     return found
 
@@ -135,7 +149,8 @@ def test_trl(case):
     if reference["tool_mask"] is not None:
         mask = mask * torch.tensor(reference["tool_mask"])
     weights = {}
-    if reference["is_ratio"] is not None:  # TRL takes them as weights; the corresponding engine log-probs are exp(old) / weight
+    # TRL takes them as weights; the corresponding engine log-probs are exp(old) / weight
+    if reference["is_ratio"] is not None:
         words |= {"importance_correction": "token_truncate", "importance_correction_max": 1e9}
         ratio = torch.tensor(reference["is_ratio"], dtype=torch.float64).clamp(min=1e-12)
         weights = {"rollout_logprobs": (torch.tensor(inputs["old"], dtype=torch.float64) - ratio.log()).tolist()}
@@ -147,7 +162,14 @@ def test_trl(case):
         scale=_trl_scale(reference, mask),
         batch_changes=lambda rows: {name: rows.pack(values) for name, values in weights.items()},
     )
-    names = ("entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio", "kl")
+    names = (
+        "entropy",
+        "clip_ratio/low_mean",
+        "clip_ratio/high_mean",
+        "clip_ratio/region_mean",
+        "cispo_clip_ratio",
+        "kl",
+    )
     for name in names:
         if name in case["metrics"]:
             assert metrics[name] == pytest.approx(case["metrics"][name], rel=1e-5), name
@@ -201,9 +223,11 @@ SWIFT_DIFFERS = {
     "grpo/rollout_is/token_truncate/C2": "its correction weighs the KL term too",
     "grpo/rollout_is/token_mask/C2": "its correction weighs the KL term too",
     "grpo/rollout_is/sequence_truncate/C2": "its correction weighs the KL term too",
-    "grpo/rollout_is/sequence_mask/C2": "its correction weighs the KL term too, and tokens of a kept sequence by their own ratios",
+    "grpo/rollout_is/sequence_mask/C2": "its correction weighs the KL term too, and tokens of a kept sequence by "
+    "their own ratios",
 }
-# Token losses: ms-swift's divisor also counts the tokens of filtered responses; ours and TRL's count only the loss's tokens.
+# Token losses: ms-swift's divisor also counts the tokens of filtered responses; ours and TRL's count only the loss's
+# tokens.
 SWIFT_COUNTS_FILTERED = ("cispo/overlong_filter_rows1,4",)
 SWIFT_CASES = [(engine, case) for engine, file in SWIFT.items() for case in file["cases"]]
 
@@ -261,8 +285,8 @@ def _check_swift(engine, case, scale=None):
 
 
 def _swift_scale(engine, reference, mask):
-    """Megatron's schedule and the Trainer divide by the micro-batches afterwards, so ms-swift multiplies token losses by their number
-    first."""
+    """Megatron's schedule and the Trainer divide by the micro-batches afterwards, so ms-swift multiplies token losses
+    by their number first."""
     if reference["loss_type"] not in ("dapo", "cispo", "fipo", *(["bnpo"] if engine == "megatron" else [])):
         return 1.0
     accumulated = reference["num_microbatches"] if engine == "megatron" else reference["gradient_accumulation_steps"]
@@ -278,7 +302,8 @@ def test_gmpo(case):
 
 
 def test_the_loss_of_trls_first_release():
-    """The reference's gradient includes a policy's ratio to itself, which has a gradient; its value is only the KL term."""
+    """The reference's gradient includes a policy's ratio to itself, which has a gradient; its value is only the KL
+    term."""
     check(
         SEED["trl_e95f9fb"] | {"beta": 0.04},
         SEED["inputs"] | {"old": SEED["inputs"]["new"], "entropy": SEED["inputs"]["old"]},
@@ -287,7 +312,8 @@ def test_the_loss_of_trls_first_release():
     )
 
 
-# Ours divides once by the step's tokens; the reference divides each mini-batch by its own, and does not divide the sum by their number.
+# Ours divides once by the step's tokens; the reference divides each mini-batch by its own, and does not divide the sum
+# by their number.
 SEED_DIFFERS = ["mini_batch_2"]
 
 

@@ -1,4 +1,5 @@
-"""KL estimators, masks, sequence weights, log-probs and the first releases' losses equal the reference systems' results (tests/vectors)."""
+"""KL estimators, masks, sequence weights, log-probs and the first releases' losses equal the reference systems' results
+(tests/vectors)."""
 
 import json
 import math
@@ -70,14 +71,18 @@ def test_vespos_weights_are_trls(ratios, expected):
     correction = None if ratios is None else tensor(given[ratios]).flatten()
     tokens = Tokens(moved, torch.zeros_like(moved), moved.exp(), signs, sequences, correction)
     (gradient,) = torch.autograd.grad(vespo(tokens, AlgorithmSection(loss_type="vespo")).sum(), moved)
-    torch.testing.assert_close((-gradient * signs).view(-1, width)[:, :1], tensor(given[expected]), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(
+        (-gradient * signs).view(-1, width)[:, :1], tensor(given[expected]), rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("case", MISC["logprob_entropy"]["cases"], ids=lambda c: f"temperature {c['temperature']}")
 def test_logprobs_and_entropy_of_logits_are_trls(case):
     logits = tensor(MISC["logprob_entropy"]["logits"])
     labels, hidden = torch.tensor(MISC["logprob_entropy"]["index"]).flatten(), logits.flatten(0, 1)
-    found = vocab_logprobs(hidden, torch.eye(hidden.shape[1], dtype=torch.float64), labels, temperature=case["temperature"])
+    found = vocab_logprobs(
+        hidden, torch.eye(hidden.shape[1], dtype=torch.float64), labels, temperature=case["temperature"]
+    )
     for values, name in zip(found, ("logps", "entropy"), strict=True):
         torch.testing.assert_close(values, tensor(case[name]).flatten(), rtol=1e-9, atol=1e-12)
 
@@ -93,7 +98,9 @@ def test_logprobs_of_the_lm_head_are_those_of_trls_kernel():
 
 @pytest.mark.parametrize("case", MISC["nanstd"], ids=lambda c: f"dim {c['dim']}")
 def test_standard_deviations_without_nan_are_trls(case):
-    values = tensor([[float(x) for x in row] for row in case["x"]] if case["dim"] is not None else [float(x) for x in case["x"]])
+    values = tensor(
+        [[float(x) for x in row] for row in case["x"]] if case["dim"] is not None else [float(x) for x in case["x"]]
+    )
     expected = [float(x) for x in case["std"]] if case["dim"] is not None else float(case["std"])
     torch.testing.assert_close(nanstd(values, dim=case["dim"] or 0), tensor(expected), equal_nan=True)
 
@@ -101,7 +108,9 @@ def test_standard_deviations_without_nan_are_trls(case):
 def test_the_advantages_of_the_first_release():
     case = SEED["advantage_0f5ffad26"]
     rewards = tensor(case["rewards"]).view(-1, case["G"])
-    torch.testing.assert_close(group_advantages(rewards, "group").flatten(), tensor(case["advantages"]), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        group_advantages(rewards, "group").flatten(), tensor(case["advantages"]), rtol=1e-6, atol=1e-7
+    )
     assert reward_statistics(rewards)["reward_std"] == pytest.approx(case["reward_std"])
     assert reward_statistics(rewards)["reward"] == pytest.approx(case["reward"])
 

@@ -24,7 +24,9 @@ def scored_rollouts(inputs):
         group = i // inputs["num_generations"]
         prompt = Prompt(group, (100 + group, *PROMPT), "")
         finish_reason = "stop" if ids[-1] in ends else "length"
-        made.append(ScoredRollout(Rollout(prompt, tuple(ids), (-1.0,) * len(ids), finish_reason, 1, ""), {"f0": reward}, reward))
+        made.append(
+            ScoredRollout(Rollout(prompt, tuple(ids), (-1.0,) * len(ids), finish_reason, 1, ""), {"f0": reward}, reward)
+        )
     return made
 
 
@@ -35,8 +37,12 @@ def test_masks_and_counts_equal_trls(case, share_prompts, num_ranks):
     inputs = case["inputs"]
     scored = scored_rollouts(inputs)
     advantages = group_advantages(rewards_by_group(scored, inputs["num_generations"]), inputs["scale_rewards"])
-    torch.testing.assert_close(advantages.flatten(), torch.tensor(case["advantages"], dtype=torch.float64), rtol=1e-5, atol=1e-6)
-    rules = PackingRules(max_tokens=20, share_prompts=share_prompts, mask_truncated=inputs["mask_truncated_completions"])
+    torch.testing.assert_close(
+        advantages.flatten(), torch.tensor(case["advantages"], dtype=torch.float64), rtol=1e-5, atol=1e-6
+    )
+    rules = PackingRules(
+        max_tokens=20, share_prompts=share_prompts, mask_truncated=inputs["mask_truncated_completions"]
+    )
     batches = [pack(to_samples(scored, advantages), rules, rank, num_ranks) for rank in range(num_ranks)]
     assert {(b.num_tokens, b.num_sequences) for b in batches} == {(case["num_items_in_batch"], len(scored))}
     found = torch.zeros(len(scored), dtype=torch.int64)

@@ -1,4 +1,5 @@
-"""Dry runs of the GPU benchmarks without a GPU: their numbers add up, and parts that fail or hang do not stop the others."""
+"""Dry runs of the GPU benchmarks without a GPU: their numbers add up, and parts that fail or hang do not stop the
+others."""
 
 import json
 import re
@@ -23,10 +24,13 @@ from megagrpo.proof.plan.workload import Lengths
 ROOT = Path(__file__).parents[3]
 KNOWN = {"0.5b": 494.0e6, "1.5b": 1543.7e6, "7b": 7615.6e6, "30b-a3b": 30532.1e6}  # published parameter counts
 CASE = re.compile(
-    r"^(?P<name>\S+): \w+, (?P<layers>\d+) layers of \d+, (?P<parameters>\d+) parameters, (?P<blocks>\d+) of the blocks and "
-    r"(?P<head>\d+) of the head meet a token\n  samples +(?P<samples>\d+), (?P<tokens>\d+) tokens, (?P<responses>\d+) of responses.*\n"
+    r"^(?P<name>\S+): \w+, (?P<layers>\d+) layers of \d+, (?P<parameters>\d+) parameters, (?P<blocks>\d+) of the "
+    r"blocks and "
+    r"(?P<head>\d+) of the head meet a token\n  samples +(?P<samples>\d+), (?P<tokens>\d+) tokens, (?P<responses>\d+) "
+    r"of responses.*\n"
     r"  train step +(?P<flops>\S+) FLOPs = (?P<sum>.*) \+ 3 x (?P<attention>\S+)\n"
-    r"  predicted +(?P<seconds>\S+) s = (?P<tflops>\d+) TFLOP/s; log-probs (?P<logprobs>\S+) s; (?P<gib>\S+) GiB \(bf16\)",
+    r"  predicted +(?P<seconds>\S+) s = (?P<tflops>\d+) TFLOP/s; log-probs (?P<logprobs>\S+) s; (?P<gib>\S+) GiB "
+    r"\(bf16\)",
     re.MULTILINE,
 )
 
@@ -51,7 +55,9 @@ def test_a_dry_train_step_counts_six_flops_for_each_parameter_and_token_and_fits
         if int(case["layers"]) == whole["num_hidden_layers"]:
             assert int(case["parameters"]) == pytest.approx(KNOWN[case["name"]], rel=1e-3)
         # Attention scores and their products with values: half of all token pairs in a sample of maximal length.
-        width = whole["num_attention_heads"] * whole.get("head_dim", whole["hidden_size"] // whole["num_attention_heads"])
+        width = whole["num_attention_heads"] * whole.get(
+            "head_dim", whole["hidden_size"] // whole["num_attention_heads"]
+        )
         assert 0 < attention < int(case["layers"]) * 4 * width * tokens * 2048 / 2
 
 
@@ -69,7 +75,10 @@ def test_a_small_gpu_gets_fewer_layers_and_those_that_are_asked_for_are_there(ca
 
 def test_a_dry_train_step_predicts_each_precision_and_says_why_one_cannot_be(capsys):
     said = dry(train_step, capsys, "--models", "7b", "--recipes", "none", "tensorwise", "blockwise", "blockwise_kept")
-    predicted = {name: (float(s), float(gib)) for s, gib, name in re.findall(r"predicted +(\S+) s = .* (\S+) GiB \((\w+)\)", said)}
+    predicted = {
+        name: (float(s), float(gib))
+        for s, gib, name in re.findall(r"predicted +(\S+) s = .* (\S+) GiB \((\w+)\)", said)
+    }
     seconds, gib = ({name: pair[i] for name, pair in predicted.items()} for i in (0, 1))
     assert seconds.keys() == {"bf16", "tensorwise", "blockwise", "blockwise_kept"}
     assert seconds["bf16"] > 1.2 * seconds["blockwise"] and gib["bf16"] == gib["blockwise_kept"] < gib["blockwise"]
@@ -92,9 +101,14 @@ def test_a_dry_sleep_and_wake_has_the_plans_memory(capsys):
     generate, train, text = said()
     moved = float(re.search(r"(\S+) GiB leave the GPU", text)[1])
     assert generate == 55.6 and "0.4 x 139 = 55.6 GiB" in text
-    assert moved == pytest.approx(14 * KNOWN["1.5b"] / 2**30, rel=0.01)  # weights 2, masters 4, moments 8; gradients (4) stay on the device
+    # weights 2, masters 4, moments 8; gradients (4) stay on the device
+    assert moved == pytest.approx(14 * KNOWN["1.5b"] / 2**30, rel=0.01)
     beside, same, text = said("train.offload=false")
-    assert beside == pytest.approx(55.6 + 18 * KNOWN["1.5b"] / 2**30, rel=0.01) and same == train and "nothing leaves the GPU" in text
+    assert (
+        beside == pytest.approx(55.6 + 18 * KNOWN["1.5b"] / 2**30, rel=0.01)
+        and same == train
+        and "nothing leaves the GPU" in text
+    )
 
 
 def test_dry_logprobs_count_products_and_bytes(capsys):
@@ -102,7 +116,10 @@ def test_dry_logprobs_count_products_and_bytes(capsys):
     assert "T=4096 H=3584 V=151936" in said
     rows = {line[:26].strip(): line[26:].split() for line in said.splitlines() if line.startswith(("fused", "chunked"))}
     flops = 2 * 4096 * 151936 * 3584 / 1e12
-    assert rows["fused"][:2] == ["3", f"{3 * flops:.1f}"] and rows["fused, late gradients"][:2] == ["4", f"{4 * flops:.1f}"]
+    assert rows["fused"][:2] == ["3", f"{3 * flops:.1f}"] and rows["fused, late gradients"][:2] == [
+        "4",
+        f"{4 * flops:.1f}",
+    ]
     assert rows["fused, pass"][1:] == [f"{flops:.1f}", "0.01", "0.00"]
     assert float(rows["fused"][2]) < 1.02 < float(rows["chunked"][2])
 
@@ -121,9 +138,16 @@ def test_a_dry_whole_step_shows_the_plan_and_the_command(model, capsys):
 
 
 def test_a_whole_step_is_the_median_of_its_later_steps_beside_a_plan_for_the_lengths_it_had():
-    line = {"completions/mean_length": 24.0, "token_mult_prob_error": 1.001, "memory_gb": 4.0, "weight_sync/gigabytes": 0.27}
+    line = {
+        "completions/mean_length": 24.0,
+        "token_mult_prob_error": 1.001,
+        "memory_gb": 4.0,
+        "weight_sync/gigabytes": 0.27,
+    }
     line |= {"num_tokens": 64 * (40 + 24), "tokens_per_second": 1000.0}
-    lines = [line | {f"time/{phase}": seconds for phase in (*whole_step.PHASES, "step")} for seconds in (9.0, 1.0, 3.0, 2.0)]
+    lines = [
+        line | {f"time/{phase}": seconds for phase in (*whole_step.PHASES, "step")} for seconds in (9.0, 1.0, 3.0, 2.0)
+    ]
     config = load_config(whole_step.QUICKSTART, ["rollout.max_completion_length=24"])
     rows = dict(row.split(maxsplit=1) for row in whole_step.report(config, lines, GPUS["h200"]).splitlines()[1:7])
     assert {row.split()[0] for row in rows.values()} == {"2.000"} and rows["reward"].split()[1] == "-"
@@ -151,7 +175,12 @@ def test_parts_that_fail_or_hang_do_not_stop_the_others_and_what_is_done_is_not_
     ):
         assert line in results
     report = json.loads((tmp_path / "report.json").read_text())
-    assert {name: part["exit_code"] for name, part in report["parts"].items()} == {"well": 0, "fails": 3, "hangs": None, "last": 0}
+    assert {name: part["exit_code"] for name, part in report["parts"].items()} == {
+        "well": 0,
+        "fails": 3,
+        "hangs": None,
+        "last": 0,
+    }
     assert (
         "half" in report["parts"]["fails"]["output"]
         and report["findings"]
@@ -178,9 +207,14 @@ def test_a_table_is_aligned_and_prints_what_is_missing_as_a_dash(capsys):
 @pytest.mark.skipif(device.has_gpu(), reason="a GPU measures other models")
 def test_the_scripts_measure_where_there_is_no_gpu_too():
     small = ["rollout.max_prompt_length=32", "rollout.max_completion_length=32", "model.precision=fp32"]
-    words = ["--models", "tiny", "--recipes", "none", "--steps", "1", *small]  # its process group ends with its own process
+    # its process group ends with its own process
+    words = ["--models", "tiny", "--recipes", "none", "--steps", "1", *small]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.gpu.train_step", *words], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "benchmarks.gpu.train_step", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [line.split() for line in done.stdout.splitlines() if line.startswith("tiny/2")]

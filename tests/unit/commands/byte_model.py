@@ -14,7 +14,9 @@ TEMPLATE = "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>
 def save_byte_model(folder: Path) -> None:
     """Write the model's files; the file of weights is empty."""
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    bare = tokenizers.Tokenizer(tokenizers.models.BPE({character: i for i, character in enumerate(alphabet)}, merges=[]))
+    bare = tokenizers.Tokenizer(
+        tokenizers.models.BPE({character: i for i, character in enumerate(alphabet)}, merges=[])
+    )
     bare.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = tokenizers.decoders.ByteLevel()
     bare.add_special_tokens(["<|start|>", "<|end|>"])

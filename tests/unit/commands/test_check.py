@@ -80,11 +80,25 @@ def test_it_shows_data_lengths_a_prompt_and_what_rewards_give(folder, capsys):
     assert "  dropped   1 of 4: longer than the limit, first row 3 (data.overlong_prompts)\n" in out
     assert f"data.eval: {folder}/heldout.jsonl\n  rows      1\n" in out and "    | held out<|end|><|start|>" in out
     assert "    | <|start|>user\n" in out
-    assert "rewards of data.train, mean values on 3 rows\n" in out and "rewards of data.eval, mean values on 1 rows\n" in out
-    table = [line.split()[:-1] for line in out.splitlines() if line.startswith(("  right ", "  brief ")) and "/" in line]
-    assert table[:2] == [["right", "1", "3/3", "0", "1", "0", "none"], ["brief", "0.5", "0/3", "0", "0.5", "0.5", "0.5"]]
-    assert table[2:] == [["right", "1", "1/1", "0", "1", "0", "none"], ["brief", "0.5", "0/1", "0", "0.5", "0.5", "0.5"]]
-    assert out.count("warning: ") == 1 and "warning: data.train: 1 of 4 prompts are longer than rollout.max_prompt_length 40" in out
+    assert (
+        "rewards of data.train, mean values on 3 rows\n" in out
+        and "rewards of data.eval, mean values on 1 rows\n" in out
+    )
+    table = [
+        line.split()[:-1] for line in out.splitlines() if line.startswith(("  right ", "  brief ")) and "/" in line
+    ]
+    assert table[:2] == [
+        ["right", "1", "3/3", "0", "1", "0", "none"],
+        ["brief", "0.5", "0/3", "0", "0.5", "0.5", "0.5"],
+    ]
+    assert table[2:] == [
+        ["right", "1", "1/1", "0", "1", "0", "none"],
+        ["brief", "0.5", "0/1", "0", "0.5", "0.5", "0.5"],
+    ]
+    assert (
+        out.count("warning: ") == 1
+        and "warning: data.train: 1 of 4 prompts are longer than rollout.max_prompt_length 40" in out
+    )
     assert check(folder, "rollout.max_prompt_length=80") == 0
     assert "no problem found; the plan is valid on 1 rank(s)" in capsys.readouterr().out
 
@@ -99,7 +113,13 @@ def test_as_json_it_holds_every_length_and_row(folder, capsys):
         *("data.train", "right", "answer", "str", "GOLD", 4, 4)
     ]
     assert right["trials"][3] == {"row": 3, "gold": "<3>", "value": 1.0, "other": 0.0, "empty": None, "best": True}
-    assert (brief["best"], brief["gold"], brief["other"], brief["empty"], brief["constant"]) == (0, 0.5, 0.5, 0.5, False)
+    assert (brief["best"], brief["gold"], brief["other"], brief["empty"], brief["constant"]) == (
+        0,
+        0.5,
+        0.5,
+        0.5,
+        False,
+    )
     assert found["problems"] == [] and all(trial["milliseconds"] >= 0 for trial in found["rewards"])
 
 
@@ -108,11 +128,17 @@ def test_as_json_it_holds_every_length_and_row(folder, capsys):
     [
         (
             ["rewards.functions.1.function={folder}/rewards.py:fails_on_nothing"],
-            ["`fails_on_nothing` fails for an empty response, row 0: ZeroDivisionError: float division by zero; correct the function"],
+            [
+                "`fails_on_nothing` fails for an empty response, row 0: ZeroDivisionError: float division by zero; "
+                "correct the function"
+            ],
         ),
         (
             ["rewards.functions.1.function={folder}/rewards.py:one_for_all"],
-            ["`one_for_all` fails for an empty response, row 0: it returned 1 rewards for 2 completions; return a list"],
+            [
+                "`one_for_all` fails for an empty response, row 0: it returned 1 rewards for 2 completions; return a "
+                "list"
+            ],
         ),
         (
             ["rewards.functions.1={{function: {folder}/rewards.py:slow, timeout: 0.3}}"],
@@ -123,7 +149,10 @@ def test_as_json_it_holds_every_length_and_row(folder, capsys):
             ["data.train.source={folder}/gone.jsonl"],
             ["1 problem(s)\n  data.train.source: no file or folder", "gone.jsonl; correct the path"],
         ),
-        (["data.columns={{answer: anser}}"], ["data.columns.answer: data.train has no column `anser`; it has prompt, answer, level"]),
+        (
+            ["data.columns={{answer: anser}}"],
+            ["data.columns.answer: data.train has no column `anser`; it has prompt, answer, level"],
+        ),
         (
             ["data.overlong_prompts=error"],
             ["1 of 4 prompts are longer than rollout.max_prompt_length 40 (longest: 68 tokens, first: row 3)"],
@@ -146,8 +175,10 @@ def test_an_answer_that_no_reward_prefers_to_nothing_is_a_warning(folder, capsys
     assert check(folder, *words, f"rewards.functions.0.function={folder}/rewards.py:compares_text") == 0
     out = capsys.readouterr().out
     said = (
-        "warning: rewards.functions: no reward gives a gold of data.train more than an empty response and another row's gold, row 0: "
-        "`compares_text` gives '2' (int, column `answer`) 0, another row's gold 0, an empty response 0; compare values of one type"
+        "warning: rewards.functions: no reward gives a gold of data.train more than an empty response and another "
+        "row's gold, row 0: "
+        "`compares_text` gives '2' (int, column `answer`) 0, another row's gold 0, an empty response 0; compare values "
+        "of one type"
     )
     assert said in out and "no problem found" not in out
     assert check(folder, *words, f"rewards.functions.0.function={folder}/rewards.py:boxed") == 0
@@ -173,7 +204,11 @@ def test_a_reward_model_is_not_loaded_without_being_asked_for(folder, capsys):
 
 def test_the_tools_of_a_conversation_are_shown_and_rendered(folder, capsys):
     (folder / "tools.jinja").write_text("{% for t in tools %}{{ t.function.name }} {% endfor %}" + TEMPLATE)
-    words = [f"multi_turn.tools=[{folder}/rewards.py:add]", f"data.chat_template={folder}/tools.jinja", "rollout.max_prompt_length=64"]
+    words = [
+        f"multi_turn.tools=[{folder}/rewards.py:add]",
+        f"data.chat_template={folder}/tools.jinja",
+        "rollout.max_prompt_length=64",
+    ]
     assert check(folder, *words) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "tools: add" in out and "    | add <|start|>user" in out
@@ -191,5 +226,8 @@ def test_prompts_that_are_rendered_already_are_a_warning(folder, capsys):
     for key in ("data.train", "data.eval"):
         assert check(folder, f"{key}.source={folder}/rendered.jsonl") == 0
         out = capsys.readouterr().out
-        assert f"warning: {key}: 1 of 1 prompts already hold `<|start|>` (first: row 0), and the chat template renders them again" in out
+        assert (
+            f"warning: {key}: 1 of 1 prompts already hold `<|start|>` (first: row 0), and the chat template renders "
+            f"them again" in out
+        )
         assert "no problem found" not in out

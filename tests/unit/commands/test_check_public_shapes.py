@@ -9,16 +9,37 @@ import yaml
 from megagrpo.__main__ import main
 from tests.unit.commands.byte_model import save_byte_model
 
-DAPO = "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer. Problem: {}?"
+DAPO = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer. Problem: {}?"
+)
 MATHEMATICS = {
     "math_500": [
-        {"problem": f"Problem {i}", "solution": f"So we get $\\boxed{{{answer}}}$.", "answer": answer, "subject": "Algebra", "level": 2}
+        {
+            "problem": f"Problem {i}",
+            "solution": f"So we get $\\boxed{{{answer}}}$.",
+            "answer": answer,
+            "subject": "Algebra",
+            "level": 2,
+        }
         for i, answer in enumerate(
-            [r"\left( 3, \frac{\pi}{2} \right)", "p - q", r"\frac{14}{3}", r"\text{Evelyn}", "[-2,7]", r"2\sqrt{5}", "3, 5, 7", "42_9"]
+            [
+                r"\left( 3, \frac{\pi}{2} \right)",
+                "p - q",
+                r"\frac{14}{3}",
+                r"\text{Evelyn}",
+                "[-2,7]",
+                r"2\sqrt{5}",
+                "3, 5, 7",
+                "42_9",
+            ]
         )
     ],
     "gsm8k": [
-        {"question": "Half of 48 more clips?", "answer": "Half is 48/2 = <<48/2=24>>24.\nIn all 48+24 = <<48+24=72>>72 clips.\n#### 72"},
+        {
+            "question": "Half of 48 more clips?",
+            "answer": "Half is 48/2 = <<48/2=24>>24.\nIn all 48+24 = <<48+24=72>>72 clips.\n#### 72",
+        },
         {"question": "How many eggs?", "answer": "5 times 425 is <<5*425=2125>>2,125.\n#### 2,125"},
         {"question": "How much is left?", "answer": "10-15 = <<10-15=-5>>-5 dollars.\n#### -5"},
         {"question": "What is the share?", "answer": "1/4 = <<1/4=0.25>>0.25.\n#### 0.25"},
@@ -34,7 +55,11 @@ MATHEMATICS = {
         for i, answer in enumerate(["34", "113", "-1", "2021"])
     ],
     "deepscaler": [
-        {"problem": "A distance?", "answer": r"-\frac{2}{3}", "solution": "1. We have two.\n2. So\n\\boxed{-\\frac{2}{3}}"},
+        {
+            "problem": "A distance?",
+            "answer": r"-\frac{2}{3}",
+            "solution": "1. We have two.\n2. So\n\\boxed{-\\frac{2}{3}}",
+        },
         {"problem": "A count?", "answer": "26", "solution": ""},
         {"problem": "A sum?", "answer": "$128$", "solution": ""},
         {"problem": "A set?", "answer": r"(-\infty, 5]", "solution": "By 1. it is that."},
@@ -46,7 +71,8 @@ PROGRAMS = {
             "task_id": f"HumanEval/{i}",
             "prompt": f"from typing import List\n\n\ndef {name}(xs: List[int]) -> int:\n    'Return a number of xs.'\n",
             "canonical_solution": f"    return {body}\n",
-            "test": f"\n\nMETADATA = {{\n    'author': 'x'\n}}\n\n\ndef check(candidate):\n    assert candidate([1, 2]) == {right}\n",
+            "test": f"\n\nMETADATA = {{\n    'author': 'x'\n}}\n\n\ndef check(candidate):\n    assert candidate([1, "
+            f"2]) == {right}\n",
             "entry_point": name,
         }
         for i, (name, body, right) in enumerate([("total", "sum(xs)", 3), ("most", "max(xs)", 2)])
@@ -66,7 +92,9 @@ PROGRAMS = {
         {
             "problem_id": 0,
             "question": "Print the sum of two numbers.",
-            "solutions": json.dumps(["a, b = map(int, input().split())\nprint(a + b)\n", "print(eval(input().replace(' ', '+')))\n"]),
+            "solutions": json.dumps(
+                ["a, b = map(int, input().split())\nprint(a + b)\n", "print(eval(input().replace(' ', '+')))\n"]
+            ),
             "input_output": json.dumps({"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}),
             "starter_code": "",
         },
@@ -82,7 +110,8 @@ PROGRAMS = {
         {
             "question": f"Write {name}.",
             "solution": f"def {name}(a):\n    return {body}",
-            "test": f"from solution import {name}\n\ndef test_two():\n    assert {name}(2) == {right} and {name}(0) == 0\n",
+            "test": f"from solution import {name}\n\ndef test_two():\n    assert {name}(2) == {right} and {name}(0) "
+            f"== 0\n",
         }
         for name, body, right in [("double", "2 * a", 4), ("cube", "a ** 3", 8)]
     ],
@@ -120,7 +149,8 @@ def folder(tmp_path_factory) -> Path:
 
 
 def table(folder: Path, names: list[str], functions: str, capsys) -> dict[tuple[str, str], list[str]]:
-    """Check a config that trains on the first data set and evaluates on the others. Returns the cells by data set and function."""
+    """Check a config that trains on the first data set and evaluates on the others. Returns the cells by data set and
+    function."""
     sets = "".join(f"    {name}: {{source: {name}.jsonl, {CONFIGS[name]}}}\n" for name in names[1:])
     keys = yaml.safe_load(f"{{{CONFIGS[names[0]]}}}")
     train = f"data: {json.dumps({'train': {'source': f'{names[0]}.jsonl'}, 'eval': None} | keys)}\n"
@@ -133,7 +163,13 @@ def table(folder: Path, names: list[str], functions: str, capsys) -> dict[tuple[
     for line in capsys.readouterr().out.splitlines():
         if line.startswith("rewards of "):
             key = line.split(",")[0].rpartition(".")[2]
-        elif key and line.startswith("  ") and line.split()[0] in functions and "reads" not in line and "no column" not in line:
+        elif (
+            key
+            and line.startswith("  ")
+            and line.split()[0] in functions
+            and "reads" not in line
+            and "no column" not in line
+        ):
             cells[names[0] if key == "train" else key, line.split()[0]] = line.split()[2:-1]
     return cells
 
@@ -148,5 +184,6 @@ def test_every_gold_of_mathematics_scores_best(folder, capsys):
 def test_every_gold_program_passes_its_tests(folder, capsys):
     found = table(folder, list(PROGRAMS), "[{function: code_execution, args: {packages: false}}]", capsys)
     for name in PROGRAMS:
-        expected = ["2/2", "0", "1", "0", "0"] if name != "livecodebench" else ["-", "0", "none", "none", "0"]  # it has no solutions
+        # it has no solutions
+        expected = ["2/2", "0", "1", "0", "0"] if name != "livecodebench" else ["-", "0", "none", "none", "0"]
         assert found[name, "code_execution"] == expected, name

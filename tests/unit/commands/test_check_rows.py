@@ -65,7 +65,9 @@ def folder(tmp_path_factory) -> Path:
     made = tmp_path_factory.mktemp("check_rows")
     save_byte_model(made / "model")
     prompts = ["What?", "Why?", "How?", "When?", "What?", "Where?", "Whom?", "Who?"]
-    rows(made / "train.jsonl", [{"prompt": prompt, "answer": gold} for prompt, gold in zip(prompts, GOLDS, strict=True)])
+    rows(
+        made / "train.jsonl", [{"prompt": prompt, "answer": gold} for prompt, gold in zip(prompts, GOLDS, strict=True)]
+    )
     rows(made / "heldout.jsonl", [{"prompt": prompt, "answer": "<5>"} for prompt in ("Which?", "Why?")])
     rows(made / "clean.jsonl", [{"prompt": f"{i}?", "answer": f"<{i}>"} for i in range(100)])
     (made / "rewards.py").write_text(REWARDS)
@@ -93,12 +95,16 @@ def test_each_kind_of_row_and_prompt_is_one_warning_with_count_row_and_fix(folde
     assert check(folder, "data.eval={{source: {folder}/heldout.jsonl}}", "--strict") == 1
     assert warnings(capsys.readouterr().out) == [
         "data.train: 1 of 8 prompts repeat an earlier one, first row 4 (as row 0); remove the rows",
-        "data.eval: 1 of 2 prompts are also in data.train, first row 1 (row 1 of data.train); remove them from one of the two",
-        "data.train: 1 of 8 rows cannot be scored, first row 7: `right`: `answer` holds a unit: '12 km'; correct or remove the rows",
-        "data.train: 1 of 8 golds do not score best, row 6: `right` gives 'bad' (str, column `answer`) 0, another row's gold 0, an empty "
+        "data.eval: 1 of 2 prompts are also in data.train, first row 1 (row 1 of data.train); remove them from one of "
+        "the two",
+        "data.train: 1 of 8 rows cannot be scored, first row 7: `right`: `answer` holds a unit: '12 km'; correct or "
+        "remove the rows",
+        "data.train: 1 of 8 golds do not score best, row 6: `right` gives 'bad' (str, column `answer`) 0, another "
+        "row's gold 0, an empty "
         "response 0; correct or remove the rows",
         "data.train: 2 of 8 rows have no gold in column `answer`, first row 2; fill the column, or remove the rows",
-        "data.train: 1 of 8 golds in column `answer` are longer than the 64 tokens of rollout.max_completion_length, longest in row 5: 65; "
+        "data.train: 1 of 8 golds in column `answer` are longer than the 64 tokens of rollout.max_completion_length, "
+        "longest in row 5: 65; "
         "raise the limit",
     ]
 
@@ -107,17 +113,31 @@ def test_json_has_the_same_counts(folder, capsys):
     assert check(folder, "data.eval={{source: {folder}/heldout.jsonl}}", "--json", "--strict") == 1
     found = json.loads(capsys.readouterr().out)
     train, held_out = found["sources"]
-    assert (train["num_repeated"], train["num_trained_on"], held_out["num_repeated"], held_out["num_trained_on"]) == (1, 0, 0, 1)
-    (right, _), names = found["rewards"], ("rows", "best", "unscored", "without_gold", "too_long", "longest", "failed", "row_faults")
+    assert (train["num_repeated"], train["num_trained_on"], held_out["num_repeated"], held_out["num_trained_on"]) == (
+        1,
+        0,
+        0,
+        1,
+    )
+    (right, _), names = (
+        found["rewards"],
+        ("rows", "best", "unscored", "without_gold", "too_long", "longest", "failed", "row_faults"),
+    )
     assert [right[name] for name in names] == [8, 5, 0, 2, 1, [5, 65], 0, [[7, "`answer` holds a unit: '12 km'"]]]
     assert [row["row"] for row in right["trials"] if not row["best"]] == [2, 3, 6] and len(found["warnings"]) == 6
 
 
 def test_a_row_that_another_function_scores_is_no_warning(folder, capsys):
-    rows(folder / "mixed.jsonl", [{"prompt": f"{i}?", "answer": gold} for i, gold in enumerate(["<0>", "3 km", "<1>", "4 km"])])
+    rows(
+        folder / "mixed.jsonl",
+        [{"prompt": f"{i}?", "answer": gold} for i, gold in enumerate(["<0>", "3 km", "<1>", "4 km"])],
+    )
     assert check(folder, "data.train.source={folder}/mixed.jsonl", functions("right", "kilometres"), "--strict") == 0
     out = capsys.readouterr().out
-    assert [line.split()[:4] for line in out.splitlines() if "/4 " in line] == [["right", "1", "4/4", "0"], ["kilometres", "1", "2/4", "2"]]
+    assert [line.split()[:4] for line in out.splitlines() if "/4 " in line] == [
+        ["right", "1", "4/4", "0"],
+        ["kilometres", "1", "2/4", "2"],
+    ]
     assert "  kilometres  reads `answer` from \\boxed{GOLD}\n" in out
     assert check(folder, "data.train.source={folder}/mixed.jsonl", functions("right", "wants_a_word"), "--strict") == 0
 
@@ -125,8 +145,16 @@ def test_a_row_that_another_function_scores_is_no_warning(folder, capsys):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("always", "`always` gives every response 0.5: golds in all forms, golds of other rows, empty and long ones; correct the function"),
-        ("longest", "no reward gives a gold of data.train more than an empty response and another row's gold, row 0: `longest` gives"),
+        (
+            "always",
+            "`always` gives every response 0.5: golds in all forms, golds of other rows, empty and long ones; correct "
+            "the function",
+        ),
+        (
+            "longest",
+            "no reward gives a gold of data.train more than an empty response and another row's gold, row 0: `longest` "
+            "gives",
+        ),
         ("thinks", ""),  # a format is no answer
         ("wants_a_word", ""),
     ],
@@ -140,7 +168,11 @@ def test_a_function_that_tells_nothing_is_a_warning(folder, name, said, capsys):
 @pytest.mark.parametrize(
     ("name", "golds", "said"),
     [
-        ("one_for_unreadable", ["<0>", "?", "<2>"], ["1 of 3 golds do not score best, row 1: `one_for_unreadable` gives '?' (str, column"]),
+        (
+            "one_for_unreadable",
+            ["<0>", "?", "<2>"],
+            ["1 of 3 golds do not score best, row 1: `one_for_unreadable` gives '?' (str, column"],
+        ),
         (
             "zero_is_missing",
             [1, 0, [0], 2],
@@ -164,18 +196,28 @@ def test_rows_are_spread_over_the_data_set_and_a_failing_one_is_named(folder, ca
     said = "`half` fails for a gold of column `answer`, row 0: KeyError: 'three'; correct the function"
     assert said in capsys.readouterr().err
     assert check(folder, "data.train.source={folder}/clean.jsonl", functions("after_thought")) == 2
-    assert "`after_thought` fails for an empty response, row 0: IndexError: list index out of range" in capsys.readouterr().err
+    assert (
+        "`after_thought` fails for an empty response, row 0: IndexError: list index out of range"
+        in capsys.readouterr().err
+    )
     assert check(folder, "--rows", "0") == 2 and "--rows 0: must be 1 or more" in capsys.readouterr().err
 
 
 def test_a_thought_that_the_template_opens_is_shown_and_continued(folder, capsys):
     (folder / "opens.jinja").write_text(TEMPLATE + "assistant\n<think>\n")
-    words = ["data.train.source={folder}/clean.jsonl", "data.chat_template={folder}/opens.jinja", "rollout.max_prompt_length=64"]
+    words = [
+        "data.train.source={folder}/clean.jsonl",
+        "data.chat_template={folder}/opens.jinja",
+        "rollout.max_prompt_length=64",
+    ]
     assert check(folder, *words, functions("closes", "thinks"), "--rows", "3") == 0
     out = capsys.readouterr().out
     assert "  opened    `<think>`: a response continues the thought that the prompt has opened\n" in out
-    assert [line.split()[2:-1] for line in out.splitlines() if line.startswith("  closes") and "/" in line] == [["0/3", "0", "1", "1", "0"]]
+    assert [line.split()[2:-1] for line in out.splitlines() if line.startswith("  closes") and "/" in line] == [
+        ["0/3", "0", "1", "1", "0"]
+    ]
     (said,) = warnings(out)
     assert said.startswith(
-        "rewards.functions: `thinks` gives every response 0: golds in all forms, after `<think>` at the end of the prompt"
+        "rewards.functions: `thinks` gives every response 0: golds in all forms, after `<think>` at the end of the "
+        "prompt"
     )

@@ -1,4 +1,5 @@
-"""Completion scripts, in the shells themselves: a stand-in for `megagrpo` prints the words that a shell has completed."""
+"""Completion scripts, in the shells themselves: a stand-in for `megagrpo` prints the words that a shell has
+completed."""
 
 import os
 import pty
@@ -110,9 +111,15 @@ def test_the_lists_of_a_word_that_is_still_empty(folder, capsys):
     script = script_of("bash", capsys)
     assert listed(script, folder, "") == [*COMMANDS, "--help", "--version"]
     assert listed(script, folder, "train", "") == ["megagrpo:", "mine.yaml", "bin/", "my folder/", "runs/"]
-    assert "rollout." in listed(script, folder, "train", "x.yaml", "") and listed(script, folder, "keys", "ru") == ["run"]
+    assert "rollout." in listed(script, folder, "train", "x.yaml", "") and listed(script, folder, "keys", "ru") == [
+        "run"
+    ]
     assert listed(script, folder, "report", "")[:2] == ["runs/mine", "runs/theirs"]
-    assert listed(script, folder, "eval", "x.yaml", "--checkpoint", "")[:3] == ["latest", "best", "runs/mine/checkpoints/step_000008"]
+    assert listed(script, folder, "eval", "x.yaml", "--checkpoint", "")[:3] == [
+        "latest",
+        "best",
+        "runs/mine/checkpoints/step_000008",
+    ]
     assert listed(script, folder, "completion", "") == list(SHELLS)
     assert listed(script, folder, "train", "x.yaml", "run.resume=") == ["run.resume=true", "run.resume=false"]
     assert listed(script, folder, "fly", "") == []
@@ -121,12 +128,18 @@ def test_the_lists_of_a_word_that_is_still_empty(folder, capsys):
 def test_a_script_completes_without_starting_python(folder, capsys):
     """Only the program that prints the completions runs, with nothing but the shell's own commands."""
     (folder / "script").write_text(script_of("bash", capsys))
-    shell = ["bash", "-c", 'source ./script; PATH=; /bin/sh -c "$_megagrpo_program" megagrpo train x.yaml train.learning_r']
+    shell = [
+        "bash",
+        "-c",
+        'source ./script; PATH=; /bin/sh -c "$_megagrpo_program" megagrpo train x.yaml train.learning_r',
+    ]
     ended = subprocess.run(shell, cwd=folder, capture_output=True, text=True)
     assert (ended.stdout, ended.stderr) == ("train.learning_rate=\n", "")
 
 
 def test_printing_a_script_imports_nothing_slow():
     code = "import sys; from megagrpo.__main__ import main; main(['completion', 'zsh'])\n"
-    code += "sys.exit(str({'torch', 'vllm', 'megatron', 'transformers', 'numpy', 'datasets', 'rich'} & sys.modules.keys()))"
+    code += (
+        "sys.exit(str({'torch', 'vllm', 'megatron', 'transformers', 'numpy', 'datasets', 'rich'} & sys.modules.keys()))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == "set()\n"

@@ -16,7 +16,9 @@ OK, WARN, FAIL, SKIPPED = (
 
 
 def test_exit_codes_tell_failures_from_warnings():
-    codes = [exit_code(found, strict) for found in ([OK, SKIPPED], [OK, WARN], [WARN, FAIL]) for strict in (False, True)]
+    codes = [
+        exit_code(found, strict) for found in ([OK, SKIPPED], [OK, WARN], [WARN, FAIL]) for strict in (False, True)
+    ]
     assert codes == [0, 0, 0, 1, 2, 2]
 
 
@@ -30,7 +32,9 @@ def test_each_line_has_state_subject_finding_and_fix():
 
 
 def test_the_command_checks_this_machine_for_a_run_and_writes_a_report(tmp_path, capsys):
-    code = main(["doctor", "configs/quickstart.yaml", "world_size=1", "--json", "--report", str(tmp_path / "report.json")])
+    code = main(
+        ["doctor", "configs/quickstart.yaml", "world_size=1", "--json", "--report", str(tmp_path / "report.json")]
+    )
     printed = capsys.readouterr()
     said = json.loads(printed.out)
     assert said["needs"]["source"] == "quickstart" and said["needs"]["ram"] >= 1

@@ -1,4 +1,5 @@
-"""What `megagrpo export` and `merge` refuse before anything is exported: options for the hub, and paths that are no checkpoints."""
+"""What `megagrpo export` and `merge` refuse before anything is exported: options for the hub, and paths that are no
+checkpoints."""
 
 import pytest
 
@@ -42,7 +43,10 @@ NEWEST = "name a checkpoint, the newest is {run}/checkpoints/step_000002"
         ("checkpoints/latest", f"does not exist; {NEWEST}"),
         ("checkpoints/best", f"does not exist; {NEWEST}"),
         (RESOLVED, "is a file; name the folder of a checkpoint"),
-        ("checkpoints/.step_000004.partial", f"is incomplete: it is still being written, or its run was killed; {NEWEST}"),
+        (
+            "checkpoints/.step_000004.partial",
+            f"is incomplete: it is still being written, or its run was killed; {NEWEST}",
+        ),
         ("", f"is the folder of a run; {NEWEST}"),
         ("checkpoints", f"is the folder of a run's checkpoints; {NEWEST}"),
         ("checkpoints/step_000002", None),
@@ -70,4 +74,7 @@ def test_a_folder_of_another_kind_is_named(files, why, tmp_path):
 
 def test_a_folder_that_does_not_exist_is_not_exported(tmp_path, capfd):
     assert main(["export", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
-    assert f"error: CHECKPOINT: {tmp_path}/none does not exist" in capfd.readouterr().err and not (tmp_path / "out").exists()
+    assert (
+        f"error: CHECKPOINT: {tmp_path}/none does not exist" in capfd.readouterr().err
+        and not (tmp_path / "out").exists()
+    )

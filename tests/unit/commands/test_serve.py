@@ -1,4 +1,5 @@
-"""`megagrpo serve`: its instructions for a trainer elsewhere, and when it ends. tests/slurm runs it with real servers."""
+"""`megagrpo serve`: its instructions for a trainer elsewhere, and when it ends. tests/slurm runs it with real
+servers."""
 
 import os
 import subprocess
@@ -48,11 +49,16 @@ def test_a_server_that_dies_is_started_again_and_with_the_last_one_for_good_it_e
     watching.join(timeout=20)
     assert ended == [False]
     first, second = capsys.readouterr().err.splitlines()
-    assert f"warning: vLLM server {stand.urls[0]} was killed by SIGKILL; restarting it, 1 of 1 times (rollout.max_restarts)" in first
+    assert (
+        f"warning: vLLM server {stand.urls[0]} was killed by SIGKILL; restarting it, 1 of 1 times "
+        f"(rollout.max_restarts)" in first
+    )
     assert f"{stand.urls[0]} was killed by SIGKILL; restart limit 1 reached (rollout.max_restarts); log: " in second
 
 
-@pytest.mark.parametrize("wedged", [pytest.param(False, id="stopped", marks=pytest.mark.full), pytest.param(True, id="wedged")])
+@pytest.mark.parametrize(
+    "wedged", [pytest.param(False, id="stopped", marks=pytest.mark.full), pytest.param(True, id="wedged")]
+)
 def test_a_server_that_hangs_is_ended_and_started_again(wedged, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(serve, "SERVE_LOOP_SECONDS", 0.01)
     impatient(monkeypatch)
@@ -74,7 +80,10 @@ def test_a_server_that_hangs_is_ended_and_started_again(wedged, tmp_path, monkey
     ending, again = capsys.readouterr().err.splitlines()
     engine = "is up, but its engine has not responded for 0.6 s (rollout.weight_sync_timeout)"
     words = engine if wedged else "has not passed a health check for 0.5 s"
-    assert ending == f"warning: vLLM server {again.split()[3]} {words}; killing it" and "restarting it, 1 of 1 times" in again
+    assert (
+        ending == f"warning: vLLM server {again.split()[3]} {words}; killing it"
+        and "restarting it, 1 of 1 times" in again
+    )
 
 
 def test_time_in_which_this_process_did_not_run_does_not_count_as_silence(monkeypatch):
@@ -118,13 +127,24 @@ def test_servers_listen_where_the_trainer_reaches_them_and_leave_it_its_gpus(mon
     [
         ((), "", "rollout.token_file: servers for a remote trainer need its token; `openssl rand -hex 32` makes one"),
         ((), "short", "MEGAGRPO_TOKEN: a token must be one word of 16 or more characters"),
-        (("rollout.token_file=/nowhere/token",), "", "rollout.token_file: /nowhere/token cannot be read: No such file or directory"),
-        (("--head", "127.0.0.1"), "a-token-of-the-tests-1234", "--head: 127.0.0.1 only applies to servers on several nodes"),
+        (
+            ("rollout.token_file=/nowhere/token",),
+            "",
+            "rollout.token_file: /nowhere/token cannot be read: No such file or directory",
+        ),
+        (
+            ("--head", "127.0.0.1"),
+            "a-token-of-the-tests-1234",
+            "--head: 127.0.0.1 only applies to servers on several nodes",
+        ),
         (("model.path=/nowhere",), "a-token-of-the-tests-1234", "model.path: /nowhere does not exist"),
     ],
 )
 def test_a_wrong_input_of_serve_is_named_before_torch_is_imported(words, token, message, tmp_path):
-    code = f"import sys; from megagrpo.__main__ import main; code = main({['serve', str(QUICKSTART), '--urls', 'urls', *words]!r})\n"
+    code = (
+        f"import sys; from megagrpo.__main__ import main; code = "
+        f"main({['serve', str(QUICKSTART), '--urls', 'urls', *words]!r})\n"
+    )
     code += "print(code, sorted({'torch', 'vllm', 'transformers', 'megatron', 'numpy'} & sys.modules.keys()))"
     own = {name: value for name, value in os.environ.items() if not name.startswith("MEGAGRPO_TOKEN")}
     own |= {"SLURMD_NODENAME": "n2"} | ({"MEGAGRPO_TOKEN": token} if token else {})

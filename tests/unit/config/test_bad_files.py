@@ -25,7 +25,9 @@ from megagrpo.records.run_lock import RunLock
 from megagrpo.trainer.time_limit import check_time_limit
 
 LLAMA = dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-LLAMA |= dict(intermediate_size=128, vocab_size=256, max_position_embeddings=2048, rms_norm_eps=1e-6, tie_word_embeddings=True)
+LLAMA |= dict(
+    intermediate_size=128, vocab_size=256, max_position_embeddings=2048, rms_norm_eps=1e-6, tie_word_embeddings=True
+)
 
 
 class Letters(Tokenizer):
@@ -96,7 +98,9 @@ def server(answer: bytes, content_type: str):
         httpd.server_close()
 
 
-@pytest.mark.parametrize("answer", ["null", "[]", "{}", '{"results": []}', '{"results": null}', "7", "<html>hello</html>", ""])
+@pytest.mark.parametrize(
+    "answer", ["null", "[]", "{}", '{"results": []}', '{"results": null}', "7", "<html>hello</html>", ""]
+)
 def test_a_server_that_is_no_vllm_is_named(answer):
     with server(answer.encode(), "text/html" if answer.startswith("<") else "application/json") as url:
         with pytest.raises(ValueError) as caught:
@@ -128,7 +132,10 @@ def test_a_run_folder_that_cannot_be_made_is_named():
 
 
 def test_a_time_limit_without_time_for_a_step_is_refused_at_once():
-    said = r"^run\.time_limit: 0:01:45 is 105 s, of which 105 s are for a checkpoint, so no step can begin; raise it above 105 s"
+    said = (
+        r"^run\.time_limit: 0:01:45 is 105 s, of which 105 s are for a checkpoint, so no step can begin; raise it "
+        r"above 105 s"
+    )
     with pytest.raises(ConfigError, match=said):
         check_time_limit("0:01:45")
     check_time_limit("0:01:46")
@@ -149,12 +156,22 @@ NO_UTF8 = {"a.jsonl": b'{"prompt": "\xff\xfe"}\n', "a.csv": b"prompt\n\xff\n", "
 @pytest.mark.parametrize(("name", "content"), NO_UTF8.items(), ids=NO_UTF8)
 def test_data_that_are_no_utf8_are_named(tmp_path, name, content):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"^data\.train\.source: .*{name} is not UTF-8 text \(.*\); save it in UTF-8$"):
+    with pytest.raises(
+        ValueError, match=rf"^data\.train\.source: .*{name} is not UTF-8 text \(.*\); save it in UTF-8$"
+    ):
         load_rows(DatasetSection(source=str(tmp_path / name)), "data.train", 1, "prompt")
 
 
 def test_small_sizes_keep_their_digits():
-    sizes = {0: "0 bytes", 512: "512 bytes", 1024: "1 KiB", 3_575_644: "3.41 MiB", 2**30: "1 GiB", 97 * 2**30: "97 GiB", 2**40: "1 TiB"}
+    sizes = {
+        0: "0 bytes",
+        512: "512 bytes",
+        1024: "1 KiB",
+        3_575_644: "3.41 MiB",
+        2**30: "1 GiB",
+        97 * 2**30: "97 GiB",
+        2**40: "1 TiB",
+    }
     assert {size: readable(size) for size in sizes} == sizes
 
 

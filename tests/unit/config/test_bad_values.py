@@ -49,39 +49,51 @@ VALUES = {
     "run.name=": "run.name: must match the pattern ^[A-Za-z0-9][A-Za-z0-9._-]*$ (got '')",
     "run.name='a'": "run.name: must match the pattern ^[A-Za-z0-9][A-Za-z0-9._-]*$ (got \"'a'\"); leave the quotes out",
     "model.precision='bf16'": "model.precision: must be 'auto', 'bf16' or 'fp32' (got \"'bf16'\"); did you mean bf16?",
-    "algorithm={importance_correction: false}": "algorithm.importance_correction: must be 'off', 'token_truncate', 'token_mask', ",
+    "algorithm={importance_correction: "
+    "false}": "algorithm.importance_correction: must be 'off', 'token_truncate', 'token_mask', ",
     "run.trackers=wandb": "run.trackers: must be a list (got 'wandb'); write [wandb]",
-    "run.max_steps=20 # twenty": "run.max_steps=20 # twenty, line 1, column 3: not valid YAML: the text from # on is a comment, which",
-    "run.wandb.tags=[a, #b]": "run.wandb.tags=[a, #b], line 1, column 4: not valid YAML: the text from # on is a comment, which",
-    "data.train.options={a: '#', b: #}": "data.train.options={a: '#', b: #}, line 1, column 12: not valid YAML: the text from # on is a",
+    "run.max_steps=20 # twenty": "run.max_steps=20 # twenty, line 1, column 3: not valid YAML: the text from # on is "
+    "a comment, which",
+    "run.wandb.tags=[a, #b]": "run.wandb.tags=[a, #b], line 1, column 4: not valid YAML: the text from # on is a "
+    "comment, which",
+    "data.train.options={a: '#', b: "
+    "#}": "data.train.options={a: '#', b: #}, line 1, column 12: not valid YAML: the text from # on is a",
     "rollout.token_file=": "rollout.token_file: must not be empty; write a name or a path, or leave it out",
-    "run.output_dir=~no_such_user/runs": "run.output_dir: ~no_such_user/runs: this machine has no user no_such_user; write the folder out",
-    "data.train.source=a\udcffb.jsonl": "data.train.source: 'a\\udcffb.jsonl' contains a lone surrogate, \\udcff, which files and "
+    "run.output_dir=~no_such_user/runs": "run.output_dir: ~no_such_user/runs: this machine has no user no_such_user; "
+    "write the folder out",
+    "data.train.source=a\udcffb.jsonl": "data.train.source: 'a\\udcffb.jsonl' contains a lone surrogate, \\udcff, "
+    "which files and "
     "tokenizers reject; rename it in UTF-8",
     "rewards.functions=3": "rewards.functions: must be a list (got 3)",
     "train=3": "train: must be a mapping of `key: value` (got 3)",
-    "run.seed=18446744073709551616": "run.seed: must be at most 9223372036854775807 = 2^63 - 1 (got 18446744073709551616)",
+    "run.seed=18446744073709551616": "run.seed: must be at most 9223372036854775807 = 2^63 - 1 (got "
+    "18446744073709551616)",
     "run.max_steps=true": "run.max_steps: must be a number, not true or false (got True)",
     "debug.dump_steps=[1, true]": "debug.dump_steps: must be a number, not true or false (got [1, True])",
     "train.learning_rate=false": "train.learning_rate: must be a number, not true or false (got False)",
     "rollout.temperature=2.01": "rollout.temperature: must be at most 2 (got 2.01)",
     "rollout.temperature=1e-30": "rollout.temperature: must be at least 0.01 (got 1e-30)",
-    "evaluation.temperature=1e-30": "evaluation.temperature: must be 0 (greedy) or at least 0.01, the lowest temperature that vLLM",
+    "evaluation.temperature=1e-30": "evaluation.temperature: must be 0 (greedy) or at least 0.01, the lowest "
+    "temperature that vLLM",
     "evaluation.temperature=3": "evaluation.temperature: must be at most 2 (got 3)",
     "rollout.port=70000": "rollout.port: must be at most 65535 (got 70000)",
     "rollout.servers=100000": "rollout.servers: must be at most 4096 (got 100000)",
     "rewards.workers=100000000": "rewards.workers: must be at most 4096 (got 100000000)",
     "multi_turn.workers=100000000": "multi_turn.workers: must be at most 4096 (got 100000000)",
-    "rollout.prompts_per_step=1000000000000": "rollout.prompts_per_step: 1000000000000 x num_generations 8 = 8000000000000 samples; the "
+    "rollout.prompts_per_step=1000000000000": "rollout.prompts_per_step: 1000000000000 x num_generations 8 = "
+    "8000000000000 samples; the "
     "limit per step is 10000000; lower one of them",
     "rollout.startup_timeout=1e300": "rollout.startup_timeout: must be at most 100000000 (got 1e+300)",
     "parallel.timeout_minutes=1e300": "parallel.timeout_minutes: must be at most 1000000 (got 1e+300)",
     "run.time_limit=9999999999999:00:00": "run.time_limit: must match the pattern",
     f"run.name={'a' * 300}": "run.name: must have at most 200 characters (got 'aaa",
-    "rollout.urls=['http://a:99999']": "rollout.urls.0: http://a:99999 is not a valid URL: Port out of range 0-65535; write it as",
-    "rollout.urls=['http://a:1', localhost]": "rollout.urls.1: localhost does not start with http:// or https://; write it as http://HOST:",
+    "rollout.urls=['http://a:99999']": "rollout.urls.0: http://a:99999 is not a valid URL: Port out of range 0-65535; "
+    "write it as",
+    "rollout.urls=['http://a:1', "
+    "localhost]": "rollout.urls.1: localhost does not start with http:// or https://; write it as http://HOST:",
     "rollout.urls=['http://']": "rollout.urls.0: http:// has no valid host name; write it as http://HOST:PORT",
-    "rollout.urls=['http://[a']": "rollout.urls.0: http://[a is not a valid URL: Invalid IPv6 URL; write it as http://HOST:PORT",
+    "rollout.urls=['http://[a']": "rollout.urls.0: http://[a is not a valid URL: Invalid IPv6 URL; write it as "
+    "http://HOST:PORT",
 }
 
 
@@ -91,11 +103,16 @@ def test_a_value_that_nothing_could_run_with_is_refused(path, override):
 
 
 def test_a_misspelt_choice_gets_the_nearest_one(path):
-    assert refusal(path, "algorithm.loss_type=dappo").endswith("'fipo', or your own as FILE.py:NAME (got 'dappo'); did you mean dapo?")
+    assert refusal(path, "algorithm.loss_type=dappo").endswith(
+        "'fipo', or your own as FILE.py:NAME (got 'dappo'); did you mean dapo?"
+    )
 
 
 def test_ports_of_all_servers_exist(path):
-    said = "rollout.port: 65535 with rollout.servers 2 needs ports up to 65536, above the limit 65535; lower it, or set it to 0"
+    said = (
+        "rollout.port: 65535 with rollout.servers 2 needs ports up to 65536, above the limit 65535; lower it, or "
+        "set it to 0"
+    )
     assert refusal(path, "rollout.port=65535", "rollout.servers=2") == said
     assert load_config(path, ["rollout.port=65534", "rollout.servers=2"])
 
@@ -109,10 +126,16 @@ def test_ports_of_all_servers_exist(path):
         ("run: " + "[" * 60 + "]" * 60, "lists and mappings are nested deeper than 50 levels; write them flat"),
         ("run: {seed: " + "9" * 5000 + "}", "line 4, column 13: not valid YAML: run.seed: the integer has 5000 digits"),
         ("run: &a {x: *a}", "run.x: the value contains itself; write the values out"),
-        ("a: &a [" + "1," * 999 + "]\nb: &b [" + "*a," * 99 + "]\nc: [*b, *b]", "more than 100000 values, the limit; write fewer"),
+        (
+            "a: &a [" + "1," * 999 + "]\nb: &b [" + "*a," * 99 + "]\nc: [*b, *b]",
+            "more than 100000 values, the limit; write fewer",
+        ),
         ('run: {output_dir: "a\\0b"}', "run.output_dir: 'a\\x00b' contains a zero byte"),
         ('run: {output_dir: "a\\ud800b"}', "run.output_dir: 'a\\ud800b' contains a lone surrogate"),
-        ("run: {seed: !!timestamp 2}", "run.seed: '2' is not a valid value of the tag tag:yaml.org,2002:timestamp; leave the tag out"),
+        (
+            "run: {seed: !!timestamp 2}",
+            "run.seed: '2' is not a valid value of the tag tag:yaml.org,2002:timestamp; leave the tag out",
+        ),
         ("run: !!set {a}", "run: the tag tag:yaml.org,2002:set is not supported; leave it out"),
     ],
     ids=lambda text: text[:20],
@@ -128,7 +151,9 @@ def test_yaml_that_a_config_cannot_hold_is_named_with_line_and_key(path, yaml, s
 
 def test_a_device_without_end_is_no_config(path):
     path.write_text("defaults: /dev/zero\n")
-    assert refusal(path).startswith("/dev/zero: the file has more than 10000000 bytes, the limit for a config (named by `defaults:` in ")
+    assert refusal(path).startswith(
+        "/dev/zero: the file has more than 10000000 bytes, the limit for a config (named by `defaults:` in "
+    )
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**23  # in KiB
 
 
@@ -151,12 +176,15 @@ def test_a_home_folder_of_an_unknown_user_is_no_model(path):
 @pytest.mark.parametrize("reward", ["http://", "http:///score", "https://a:99999/score"])
 def test_a_reward_without_a_host_is_refused(path, model, reward):
     (said,) = problems(path, model, f"rewards.functions.0.function={reward}")
-    assert said.startswith(f"rewards.functions.0.function: `{reward}` ") and said.endswith("; write it as http://HOST:PORT/PATH")
+    assert said.startswith(f"rewards.functions.0.function: `{reward}` ") and said.endswith(
+        "; write it as http://HOST:PORT/PATH"
+    )
 
 
 def test_caches_that_the_machine_has_no_memory_for_are_refused(path, model):
     assert problems(path, model, "rollout.kv_cache_gb=100000", host_memory_gb=31.25) == [
-        "rollout.kv_cache_gb: 100000 x rollout.servers 1 = 100000 GiB, but this machine has 31.2 GiB of RAM; lower one of them"
+        "rollout.kv_cache_gb: 100000 x rollout.servers 1 = 100000 GiB, but this machine has 31.2 GiB of RAM; lower one "
+        "of them"
     ]
     (said,) = problems(path, model, "rollout.servers=4000", host_memory_gb=31.25)
     assert said.startswith("rollout.kv_cache_gb: 2 x rollout.servers 4000")
@@ -184,7 +212,9 @@ def test_end_tokens_that_cannot_be_read_or_that_the_model_lacks_are_refused(path
 
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
-@pytest.mark.parametrize("rope", [{"rope_type": "helix", "factor": 2.0}, {"type": "helix"}, "helix", [1], {"rope_type": ["yarn"]}])
+@pytest.mark.parametrize(
+    "rope", [{"rope_type": "helix", "factor": 2.0}, {"type": "helix"}, "helix", [1], {"rope_type": ["yarn"]}]
+)
 def test_a_rotary_scaling_that_is_not_known_is_refused(path, model, key, rope):
     (model / "config.json").write_text(json.dumps(LLAMA | {key: rope}))
     (said,) = problems(path, model)
@@ -192,7 +222,9 @@ def test_a_rotary_scaling_that_is_not_known_is_refused(path, model, key, rope):
 
 
 def test_a_rotary_scaling_that_only_vllm_would_read_is_refused_too(path, model):
-    (model / "config.json").write_text(json.dumps(LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "helix"}}))
+    (model / "config.json").write_text(
+        json.dumps(LLAMA | {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"type": "helix"}})
+    )
     (said,) = problems(path, model)
     assert said.startswith("model: rope_type 'helix' is not supported for llama; supported: default, ")
 
@@ -200,4 +232,7 @@ def test_a_rotary_scaling_that_only_vllm_would_read_is_refused_too(path, model):
 def test_a_folder_that_linux_has_no_name_for_is_refused(path, model):
     config = load_config(path, [f"model.path={model}", f"run.output_dir={'b' * 300}"])
     (said,) = map(str, plan(config, 1).problems)
-    assert said.startswith("run.output_dir: bbbb") and "has 300 bytes; the limit for a file name is 255; name another folder" in said
+    assert (
+        said.startswith("run.output_dir: bbbb")
+        and "has 300 bytes; the limit for a file name is 255; name another folder" in said
+    )

@@ -57,9 +57,16 @@ def test_all_problems_come_at_once_with_key_value_and_suggestion(tmp_path):
 
 
 def test_fields_that_disagree_are_all_reported(tmp_path):
-    path = write(tmp_path, SMALLEST + "parallel: {sequence_parallel: true, pp: 2, pipeline_layers: [4]}\nevaluation: {steps: 2}\n")
+    path = write(
+        tmp_path,
+        SMALLEST + "parallel: {sequence_parallel: true, pp: 2, pipeline_layers: [4]}\nevaluation: {steps: 2}\n",
+    )
     _, *rest = problems(path)
-    assert [p.split(":")[0] for p in rest] == ["parallel.sequence_parallel", "parallel.pipeline_layers", "evaluation.steps"]
+    assert [p.split(":")[0] for p in rest] == [
+        "parallel.sequence_parallel",
+        "parallel.pipeline_layers",
+        "evaluation.steps",
+    ]
     assert "[4] has 1 number(s), but pp 2 x vpp 1 = 2 stages; give one number of layers per stage" in rest[1]
 
 
@@ -76,8 +83,14 @@ def test_an_exact_kl_takes_no_correction(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["train.fused_logprobs=true", "rollout.top_k=5"], "train.fused_logprobs: true writes no logits, which rollout.top_p"),
-        (["train.fused_logprobs=true", "algorithm.kl_estimator=full_reverse"], "which kl_estimator full_reverse needs; set it to false"),
+        (
+            ["train.fused_logprobs=true", "rollout.top_k=5"],
+            "train.fused_logprobs: true writes no logits, which rollout.top_p",
+        ),
+        (
+            ["train.fused_logprobs=true", "algorithm.kl_estimator=full_reverse"],
+            "which kl_estimator full_reverse needs; set it to false",
+        ),
         (
             ["train.logprobs_fp8_recipe=blockwise"],
             "logprobs_fp8_recipe: blockwise needs the fused kernels; choose none",
@@ -88,10 +101,15 @@ def test_fused_logprobs_are_not_asked_for_what_they_cannot_do(tmp_path, override
     path = write(tmp_path, SMALLEST)
     (problem,) = problems(path, "algorithm.beta=0.1", *overrides)[1:]
     assert said in problem
-    assert load_config(path, ["train.fused_logprobs=true", "train.logprobs_fp8_recipe=blockwise", "algorithm.kl_estimator=full_reverse"])
+    assert load_config(
+        path,
+        ["train.fused_logprobs=true", "train.logprobs_fp8_recipe=blockwise", "algorithm.kl_estimator=full_reverse"],
+    )
 
 
-@pytest.mark.parametrize(("override", "left_out"), [("run.seed=1", True), ("algorithm.skip_zero_advantage=false", False)])
+@pytest.mark.parametrize(
+    ("override", "left_out"), [("run.seed=1", True), ("algorithm.skip_zero_advantage=false", False)]
+)
 def test_samples_without_advantage_are_computed_when_told_so(tmp_path, override, left_out):
     path = write(tmp_path, SMALLEST)
     assert load_config(path, [override]).algorithm.leaves_out_zero_advantage == left_out
@@ -134,7 +152,8 @@ def test_a_wrong_value_does_not_cause_a_second_problem_about_its_default(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("1e-5", 1e-5), ("1E+2", 100.0), (".5", 0.5), ("2", 2.0), ("6.02e23", 6.02e23), ("'1e-5'", 1e-5)]
+    ("text", "value"),
+    [("1e-5", 1e-5), ("1E+2", 100.0), (".5", 0.5), ("2", 2.0), ("6.02e23", 6.02e23), ("'1e-5'", 1e-5)],
 )
 def test_numbers_are_numbers(tmp_path, text, value):
     config = load_config(write(tmp_path, SMALLEST), [f"train.learning_rate={text}"])
@@ -144,11 +163,17 @@ def test_numbers_are_numbers(tmp_path, text, value):
 def test_words_that_older_yaml_takes_for_booleans_or_times_stay_words(tmp_path):
     written = write(tmp_path, SMALLEST + "algorithm: {importance_correction: off}\n")
     config = load_config(written, ["data.columns={a: yes, b: 1:30}", "run.name=off"])
-    assert config.algorithm.importance_correction == "off" and config.run.name == "off" and config.data.columns == {"a": "yes", "b": "1:30"}
+    assert (
+        config.algorithm.importance_correction == "off"
+        and config.run.name == "off"
+        and config.data.columns == {"a": "yes", "b": "1:30"}
+    )
 
 
 def test_values_inside_free_options_keep_their_yaml_types(tmp_path):
-    config = load_config(write(tmp_path, SMALLEST), ["data.train.options={seed: 3, p: 1e-2, on: true, none: null, s: '8'}"])
+    config = load_config(
+        write(tmp_path, SMALLEST), ["data.train.options={seed: 3, p: 1e-2, on: true, none: null, s: '8'}"]
+    )
     assert config.data.train.options == {"seed": 3, "p": 0.01, "on": True, "none": None, "s": "8"}
 
 
@@ -156,7 +181,9 @@ def test_defaults_chain_merges_sections_and_replaces_lists(tmp_path):
     (tmp_path / "sub").mkdir()
     write(tmp_path, SMALLEST + "train: {learning_rate: 1e-4, weight_decay: 0.1}\n", "base.yaml")
     write(tmp_path, "defaults: base.yaml\ntrain: {learning_rate: 2e-4}\n", "middle.yaml")
-    leaf = write(tmp_path / "sub", "defaults: ../middle.yaml\nrewards: {functions: [{function: format}]}\n", "leaf.yaml")
+    leaf = write(
+        tmp_path / "sub", "defaults: ../middle.yaml\nrewards: {functions: [{function: format}]}\n", "leaf.yaml"
+    )
     config = load_config(leaf, ["train.weight_decay=0.3"])
     assert (config.train.learning_rate, config.train.weight_decay) == (2e-4, 0.3)
     assert [f.function for f in config.rewards.functions] == ["format"]
@@ -171,7 +198,10 @@ def test_a_circle_of_defaults_is_named(tmp_path):
 
 def test_an_error_about_a_missing_parent_names_the_file_that_refers_to_it(tmp_path):
     leaf = write(tmp_path, "defaults: gone.yaml\n")
-    with pytest.raises(ConfigError, match=r"gone.yaml: cannot read it: No such file or directory \(named by `defaults:` in .*run.yaml\)"):
+    with pytest.raises(
+        ConfigError,
+        match=r"gone.yaml: cannot read it: No such file or directory \(named by `defaults:` in .*run.yaml\)",
+    ):
         load_config(leaf)
 
 
@@ -191,7 +221,10 @@ def test_broken_files_are_named_with_the_place(tmp_path, text, message):
 
 def test_overrides_reach_list_elements_and_empty_sections(tmp_path):
     path = write(tmp_path, SMALLEST)
-    config = load_config(path, ["rewards.functions.0.weight=2", "--data.eval.source=held.jsonl", "rewards.functions.0.args.tolerance=0.1"])
+    config = load_config(
+        path,
+        ["rewards.functions.0.weight=2", "--data.eval.source=held.jsonl", "rewards.functions.0.args.tolerance=0.1"],
+    )
     assert config.rewards.functions[0].weight == 2 and config.rewards.functions[0].args == {"tolerance": 0.1}
     assert config.data.eval.source == os.path.abspath("held.jsonl") and config.data.eval.split == "train"
 
@@ -241,13 +274,18 @@ def test_experts_cannot_be_shared_out_over_one_worker(tmp_path):
     [
         (
             ["rollout.dp=2"],
-            "rollout.dp: 2 copies of the attention share experts, but rollout.enable_expert_parallel is false; set it to true",
+            "rollout.dp: 2 copies of the attention share experts, but rollout.enable_expert_parallel is false; set it "
+            "to true",
         ),
         (
             ["rollout.dp=2", "rollout.enable_expert_parallel=true", "run.nodes=2", "rollout.servers=2"],
-            "rollout.dp: 2 needs servers whose reports the trainer can read, but colocated servers are on 2 nodes; choose dedicated",
+            "rollout.dp: 2 needs servers whose reports the trainer can read, but colocated servers are on 2 nodes; "
+            "choose dedicated",
         ),
-        (["rollout.pp=2", "lora.rank=8", "lora.sync=adapter"], "rollout.pp: rollout.tp 1 x rollout.pp 2, but lora.sync adapter supports"),
+        (
+            ["rollout.pp=2", "lora.rank=8", "lora.sync=adapter"],
+            "rollout.pp: rollout.tp 1 x rollout.pp 2, but lora.sync adapter supports",
+        ),
     ],
 )
 def test_sizes_of_a_server_that_contradict_each_other_are_refused(overrides, said, tmp_path):
@@ -256,13 +294,19 @@ def test_sizes_of_a_server_that_contradict_each_other_are_refused(overrides, sai
 
 
 MULTI_TURN = {
-    "multi_turn.max_turns=3": "multi_turn.max_turns: has no effect without a scheduler, tools or an environment; name one",
-    "multi_turn={tools: [calculator], scheduler_args: {attempts: 3}}": "multi_turn.scheduler_args: needs a scheduler; set",
-    "multi_turn={scheduler: math_tip_trick, tool_parser: 'vllm:hermes'}": "multi_turn.tool_parser: vllm:hermes needs tools; name tools",
+    "multi_turn.max_turns=3": "multi_turn.max_turns: has no effect without a scheduler, tools or an environment; name "
+    "one",
+    "multi_turn={tools: [calculator], scheduler_args: {attempts: "
+    "3}}": "multi_turn.scheduler_args: needs a scheduler; set",
+    "multi_turn={scheduler: math_tip_trick, tool_parser: "
+    "'vllm:hermes'}": "multi_turn.tool_parser: vllm:hermes needs tools; name tools",
     "multi_turn={tools: [calculator], tool_parser: xml}": "multi_turn.tool_parser: must match the pattern",
-    "multi_turn={scheduler: math_tip_trick, max_tool_calling_iterations: 2}": "multi_turn.max_tool_calling_iterations: 2 needs tools",
-    "multi_turn={tools: [calculator], completion_length_limit_scope: per_round}": "multi_turn.max_response_length: completion_length",
-    "multi_turn={tools: [calculator], max_response_length: 900}": "multi_turn.max_response_length: with completion_length_limit_scope",
+    "multi_turn={scheduler: math_tip_trick, max_tool_calling_iterations: "
+    "2}": "multi_turn.max_tool_calling_iterations: 2 needs tools",
+    "multi_turn={tools: [calculator], completion_length_limit_scope: "
+    "per_round}": "multi_turn.max_response_length: completion_length",
+    "multi_turn={tools: [calculator], max_response_length: "
+    "900}": "multi_turn.max_response_length: with completion_length_limit_scope",
     "multi_turn={tools: [calculator], completion_length_limit_scope: per_round, max_response_length: 100}": (
         "multi_turn.max_response_length: 100 is less than one turn, rollout.max_completion_length 256"
     ),

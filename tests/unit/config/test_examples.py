@@ -13,7 +13,9 @@ from megagrpo.proof.plan import plan
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 
-FOLDERS = sorted(path for path in (shipped_configs() / "examples").iterdir() if path.is_dir() and path.name != "__pycache__")
+FOLDERS = sorted(
+    path for path in (shipped_configs() / "examples").iterdir() if path.is_dir() and path.name != "__pycache__"
+)
 NAMES = [folder.name for folder in FOLDERS]
 ON_GPUS = ("gsm8k_xml", "tldr", "ultrafeedback")  # data and models of the hub
 PAGE = shipped_configs().parent / "docs" / "examples.md"
@@ -30,7 +32,9 @@ def test_an_example_has_a_config_a_readme_and_its_files(folder):
     readme = (folder / "README.md").read_text()
     assert readme.startswith("# ") and f"megagrpo train megagrpo:examples/{folder.name}" in readme
     assert [line for line in readme.splitlines() if len(line) > 140] == []
-    assert [line for block in re.findall(r"```.*?```", readme, re.DOTALL) for line in block.splitlines() if len(line) > 100] == []
+    assert [
+        line for block in re.findall(r"```.*?```", readme, re.DOTALL) for line in block.splitlines() if len(line) > 100
+    ] == []
     for target in re.findall(r"\]\(([^)#:]+)\)", readme):
         assert (folder / target).exists(), target
     named = [config.data.train.source, config.data.eval and config.data.eval.source, config.data.chat_template]
@@ -49,7 +53,9 @@ def test_an_example_passes_the_plan(name, tmp_path):
 
 
 def test_the_page_lists_every_example():
-    rows = re.findall(r"^\| \[(\w+)\]\(\.\./configs/examples/(\w+)/README\.md\) \|.*\|$", PAGE.read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| \[(\w+)\]\(\.\./configs/examples/(\w+)/README\.md\) \|.*\|$", PAGE.read_text(), re.MULTILINE
+    )
     assert sorted(name for name, _ in rows) == sorted(folder for _, folder in rows) == NAMES
 
 
@@ -76,7 +82,11 @@ def test_the_math_example_compares_answers_as_mathematics():
 
 
 def test_the_solutions_of_the_math_example_are_right():
-    lines = [line for name in ("train", "heldout") for line in (FOLDERS[NAMES.index("math")] / f"{name}.jsonl").read_text().splitlines()]
+    lines = [
+        line
+        for name in ("train", "heldout")
+        for line in (FOLDERS[NAMES.index("math")] / f"{name}.jsonl").read_text().splitlines()
+    ]
     assert len({json.loads(line)["prompt"][-1]["content"] for line in lines}) == len(lines) == 96
     for row in map(json.loads, lines):
         question, solution = row["prompt"][-1]["content"], int(row["solution"].strip("$"))
@@ -94,7 +104,8 @@ def test_the_code_example_gives_the_share_of_passed_tests():
 
 def test_every_task_of_the_code_example_can_be_solved():
     known = {
-        "double": "2 * n", "square": "n * n", "add": "a + b", "subtract": "a - b", "is_even": "n % 2 == 0", "largest": "max(numbers)",
+        "double": "2 * n", "square": "n * n", "add": "a + b", "subtract": "a - b", "is_even": "n % 2 == "
+            "0", "largest": "max(numbers)",
         "smallest": "min(numbers)", "total": "sum(numbers)", "reverse": "text[::-1]", "shout": "text.upper()", "first": "items[0]",
         "last": "items[-1]", "length": "len(items)", "negate": "-n", "average": "(a + b) / 2", "repeat": "text * n",
     }  # fmt: skip
@@ -114,7 +125,13 @@ def test_the_game_of_the_environment_example_answers_each_guess():
     game = module.NumberGame()
     game.reset(secret=3, prompt="")
     assert game.get_reward() == 0
-    assert [game.guess(2), game.guess(6), game.get_reward(), game.guess(3), game.get_reward()] == ["higher", "lower", 0.25, "correct", 1]
+    assert [game.guess(2), game.guess(6), game.get_reward(), game.guess(3), game.get_reward()] == [
+        "higher",
+        "lower",
+        0.25,
+        "correct",
+        1,
+    ]
     assert game.guess(1) == "higher" and game.get_reward() == 1
     game.reset(secret=2)
     assert game.get_reward() == 0

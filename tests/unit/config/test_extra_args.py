@@ -44,7 +44,10 @@ def test_arguments_that_the_run_decides_are_refused_by_name(name):
         (["--no-enforce-eager"], "--no-enforce-eager is set by rollout.enforce_eager"),
         (["--lora-modules", "a=b", "--port", "1"], "--port is set by rollout.port"),
         (["--no-such-flag"], r"vLLM .* server has no argument --no-such-flag; correct or remove it"),
-        (["--max-num-batched-token", "5"], r"vLLM .* has no argument --max-num-batched-token; did you mean --max-num-batched-tokens\?"),
+        (
+            ["--max-num-batched-token", "5"],
+            r"vLLM .* has no argument --max-num-batched-token; did you mean --max-num-batched-tokens\?",
+        ),
         (["serve"], "vLLM .* server has no argument serve"),
     ],
 )
@@ -54,13 +57,24 @@ def test_short_negated_and_unknown_arguments_are_refused_by_name(words, said):
 
 
 def test_arguments_that_vllm_knows_reach_its_command_line(tmp_path):
-    words = ["--max-num-batched-tokens", "4096", "--seed=-1", "--speculative-config.method", "ngram", "--block_size", "16", "-O3"]
+    words = [
+        "--max-num-batched-tokens",
+        "4096",
+        "--seed=-1",
+        "--speculative-config.method",
+        "ngram",
+        "--block_size",
+        "16",
+        "-O3",
+    ]
     command = make_launcher(load(*words), tmp_path, tmp_path, "float32")._command(8000)
     assert command[-len(words) :] == words
     assert options_of(words)["--speculative-config"] == "ngram" and options_of(["--seed", "-1"]) == {"--seed": "-1"}
 
 
-@pytest.mark.parametrize("words", [["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype=fp8_e4m3"], ["--kv_cache_dtype", "fp8_e5m2"]])
+@pytest.mark.parametrize(
+    "words", [["--kv-cache-dtype", "fp8"], ["--kv-cache-dtype=fp8_e4m3"], ["--kv_cache_dtype", "fp8_e5m2"]]
+)
 def test_a_cache_in_fp8_needs_the_correction_that_quantized_servers_need(words):
     with pytest.raises(ConfigError, match="importance_correction is off; set the correction to token_truncate"):
         load(*words)

@@ -23,9 +23,17 @@ from megagrpo.trainer.time_limit import check_time_limit, seconds_of
 LLAMA = dict(model_type="llama", hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
 LLAMA |= dict(intermediate_size=128, vocab_size=256, max_position_embeddings=2048, rms_norm_eps=1e-6)
 KEYS = [key.replace(".N", ".0").replace("NAME", "hard") for key, _ in fields(RunConfig)]
-PLAIN = [key.replace(".N", ".0").replace("NAME", "hard") for key, field in fields(RunConfig) if not section_of(field.annotation)]
+PLAIN = [
+    key.replace(".N", ".0").replace("NAME", "hard")
+    for key, field in fields(RunConfig)
+    if not section_of(field.annotation)
+]
 
-odd_text = st.text(max_size=12) | st.text("\x00\ud800\x1b/.:~{}[]$%'\"\\ é🙂", max_size=12) | st.text(string.printable, max_size=40)
+odd_text = (
+    st.text(max_size=12)
+    | st.text("\x00\ud800\x1b/.:~{}[]$%'\"\\ é🙂", max_size=12)
+    | st.text(string.printable, max_size=40)
+)
 words = st.sampled_from(
     [
         "",
@@ -74,7 +82,9 @@ numbers = (
 )
 scalars = st.none() | st.booleans() | numbers | odd_text | words
 names = odd_text | st.sampled_from(KEYS)
-values = st.recursive(scalars, lambda inside: st.lists(inside, max_size=4) | st.dictionaries(names, inside, max_size=4), max_leaves=8)
+values = st.recursive(
+    scalars, lambda inside: st.lists(inside, max_size=4) | st.dictionaries(names, inside, max_size=4), max_leaves=8
+)
 odd_yaml = st.sampled_from(
     [
         "? [a]\n: 1",
@@ -122,7 +132,11 @@ def folder(tmp_path_factory):
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(LLAMA))
     (folder / "a.jsonl").write_text('{"prompt": "a"}\n')
-    base = dict(model={"path": str(folder / "model")}, data={"train": {"source": "a.jsonl"}}, rewards={"functions": [{"function": "int"}]})
+    base = dict(
+        model={"path": str(folder / "model")},
+        data={"train": {"source": "a.jsonl"}},
+        rewards={"functions": [{"function": "int"}]},
+    )
     (folder / "base.yaml").write_text(yaml.safe_dump(base | {"run": {"output_dir": str(folder)}}))
     return folder
 
@@ -147,7 +161,12 @@ def accepted_or_refused(folder: Path, arguments: list[str]) -> None:
 
 def fuzz(examples: int):
     """Settings for the same cases in every run: no stored examples, and a seed from the test's name."""
-    health = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
+    health = [
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.filter_too_much,
+        HealthCheck.function_scoped_fixture,
+    ]
     return settings(max_examples=examples, database=None, derandomize=True, deadline=None, suppress_health_check=health)
 
 

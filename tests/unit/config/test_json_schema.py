@@ -60,8 +60,15 @@ def test_a_file_may_leave_out_what_it_inherits_and_name_a_loss_of_its_own():
 
 def test_every_key_has_its_description_and_a_loss_its_names():
     text = schema_text()
-    described = [field.description for _, field in fields(RunConfig) if section_of(field.annotation) is None and field.description]
-    assert len(described) > 150 and [words for words in described if json.dumps(words, ensure_ascii=False) not in text] == []
+    described = [
+        field.description
+        for _, field in fields(RunConfig)
+        if section_of(field.annotation) is None and field.description
+    ]
+    assert (
+        len(described) > 150
+        and [words for words in described if json.dumps(words, ensure_ascii=False) not in text] == []
+    )
     names = SCHEMA["$defs"]["AlgorithmSection"]["properties"]["loss_type"]["anyOf"][0]["enum"]
     assert {"grpo", "dapo", "cispo"} < set(names) and "FILE.py:NAME" not in names
 
@@ -72,4 +79,6 @@ def test_the_command_prints_or_writes_the_schema(tmp_path, capsys):
     assert main(["schema", "-o", str(tmp_path / "schema.json")]) == 0
     assert (tmp_path / "schema.json").read_text() == schema_text()
     assert main(["schema", "-o", str(tmp_path / "no" / "schema.json")]) == 2
-    assert f"--output: {tmp_path}/no/schema.json cannot be written: No such file or directory" in capsys.readouterr().err
+    assert (
+        f"--output: {tmp_path}/no/schema.json cannot be written: No such file or directory" in capsys.readouterr().err
+    )

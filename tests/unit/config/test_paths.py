@@ -54,8 +54,15 @@ def test_paths_of_an_inherited_file_count_from_its_own_folder(parent, tmp_path, 
         f"{parent}/weights", f"{tmp_path}/weights", f"{parent}/weights",
     )  # fmt: skip
     assert (config.data.train.source, config.data.eval.source) == (f"{parent}/rows.jsonl", f"{parent}/rows")
-    assert (config.evaluation.sets["more"].source, config.data.chat_template) == (f"{parent}/other", f"{parent}/chat.jinja")
-    assert [f.function for f in config.rewards.functions] == [f"{parent}/mine.py:score", f"model:{parent}/weights", "exact_number"]
+    assert (config.evaluation.sets["more"].source, config.data.chat_template) == (
+        f"{parent}/other",
+        f"{parent}/chat.jinja",
+    )
+    assert [f.function for f in config.rewards.functions] == [
+        f"{parent}/mine.py:score",
+        f"model:{parent}/weights",
+        "exact_number",
+    ]
     assert config.run.callbacks == [f"{parent}/calls.py:Watch", "package.module:Stop"]
     assert (config.run.output_dir, config.run.trackers) == (f"{parent}/runs", [f"{parent}/track.py:T"])
     assert config.algorithm.loss_type == f"{parent}/loss.py:f"
@@ -71,14 +78,20 @@ def test_the_test_above_has_every_key_with_a_path():
     for key in PATHS.keys() - {"lora.adapter_path"}:  # it excludes a reference
         node = values
         for part in key.split("."):
-            node = node[part] if isinstance(node, dict) and part in node else next(iter(node.values() if isinstance(node, dict) else node))
+            node = (
+                node[part]
+                if isinstance(node, dict) and part in node
+                else next(iter(node.values() if isinstance(node, dict) else node))
+            )
         assert isinstance(node, str), key
         listed = re.sub(r"^evaluation\.sets\.\*", "evaluation.sets.NAME", key).removesuffix(".*").replace("*", "N")
         assert listed in known
 
 
 def test_an_adapter_counts_from_the_folder_of_its_file(tmp_path):
-    (tmp_path / "run.yaml").write_text(EVERYWHERE.replace(", reference_path: ../weights", "") + "lora: {rank: 4, adapter_path: adapter}\n")
+    (tmp_path / "run.yaml").write_text(
+        EVERYWHERE.replace(", reference_path: ../weights", "") + "lora: {rank: 4, adapter_path: adapter}\n"
+    )
     assert load_config(tmp_path / "run.yaml").lora.adapter_path == f"{tmp_path}/adapter"
 
 
@@ -103,8 +116,15 @@ def test_hub_names_packages_and_absolute_paths_stay_as_they_are(tmp_path, name):
         "rewards: {functions: [{function: 'package.module:f'}, {function: 'https://a.b/c'}]}\n"
     )
     config = load_config(tmp_path / "run.yaml")
-    assert (config.model.path, config.data.train.source, config.data.eval.source) == (name, "openai/gsm8k", "reasoning_gym:gcd")
-    assert [f.function for f in config.rewards.functions] == ["package.module:f", "https://a.b/c"] and config.data.chat_template == "none"
+    assert (config.model.path, config.data.train.source, config.data.eval.source) == (
+        name,
+        "openai/gsm8k",
+        "reasoning_gym:gcd",
+    )
+    assert [f.function for f in config.rewards.functions] == [
+        "package.module:f",
+        "https://a.b/c",
+    ] and config.data.chat_template == "none"
 
 
 def test_a_resolved_config_loads_the_same_from_any_folder(parent, tmp_path, monkeypatch):
@@ -128,9 +148,13 @@ def test_a_config_of_any_folder_may_start_from_a_shipped_one(tmp_path, monkeypat
 
 def test_a_shipped_config_that_does_not_exist_is_named_with_the_nearest(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: megagrpo:presets/dappo\n")
-    with pytest.raises(ConfigError, match=r"defaults: no shipped config megagrpo:presets/dappo; did you mean megagrpo:presets/dapo\?"):
+    with pytest.raises(
+        ConfigError, match=r"defaults: no shipped config megagrpo:presets/dappo; did you mean megagrpo:presets/dapo\?"
+    ):
         load_config(tmp_path / "mine.yaml")
-    with pytest.raises(ConfigError, match=r"^no shipped config megagrpo:examples/cod; did you mean megagrpo:examples/code\?"):
+    with pytest.raises(
+        ConfigError, match=r"^no shipped config megagrpo:examples/cod; did you mean megagrpo:examples/code\?"
+    ):
         load_config("megagrpo:examples/cod")
 
 
@@ -138,5 +162,7 @@ def test_a_shipped_config_that_does_not_exist_is_named_with_the_nearest(tmp_path
 def test_no_shipped_config_moves_an_earlier_run_aside(path):
     """Configs inherit, but a user's config must not inherit this key. `make quickstart` passes it for its own run."""
     assert "overwrite" not in yaml.safe_load(path.read_text()).get("run", {})
-    made = subprocess.run(["make", "-n", "-C", REPOSITORY, "quickstart"], capture_output=True, text=True, check=True).stdout
+    made = subprocess.run(
+        ["make", "-n", "-C", REPOSITORY, "quickstart"], capture_output=True, text=True, check=True
+    ).stdout
     assert "launch/local.sh configs/quickstart.yaml run.overwrite=true" in made

@@ -47,7 +47,13 @@ def config(*overrides):
         (["rollout.weight_sync_transport=p2p"], False, True, "p2p", "set by rollout.weight_sync_transport"),
         ([URLS, *ON_TWO], False, True, "p2p", "several hosts"),  # only the servers' first nodes may be here
         ([URLS, *ON_TWO], True, True, "p2p", "rollout.placement is external, several hosts"),
-        (["rollout.weight_sync_transport=shared_memory"], True, True, "shared_memory", "set by rollout.weight_sync_transport"),
+        (
+            ["rollout.weight_sync_transport=shared_memory"],
+            True,
+            True,
+            "shared_memory",
+            "set by rollout.weight_sync_transport",
+        ),
         (["lora.rank=8", "lora.sync=adapter"], True, True, "shared_memory", "lora.sync adapter sends files"),
     ],
 )
@@ -58,7 +64,12 @@ def test_a_transport_is_chosen_for_a_reason(overrides, gpu, one_host, transport,
 @pytest.mark.parametrize(
     ("overrides", "gpu", "one_host", "message"),
     [
-        (["rollout.weight_sync_transport=cuda_ipc"], False, True, "cuda_ipc needs GPUs, but this host has no GPU; set it to auto"),
+        (
+            ["rollout.weight_sync_transport=cuda_ipc"],
+            False,
+            True,
+            "cuda_ipc needs GPUs, but this host has no GPU; set it to auto",
+        ),
         (
             ["rollout.weight_sync_transport=shared_memory", "rollout.placement=dedicated"],
             *(True, False, "shared_memory needs all ranks and servers on one host; set it to"),
@@ -80,7 +91,10 @@ def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.placement=external"], "rollout.placement: external needs .* running servers, but rollout.urls is empty; list them"),
+        (
+            ["rollout.placement=external"],
+            "rollout.placement: external needs .* running servers, but rollout.urls is empty; list them",
+        ),
         (
             [URLS, "rollout.placement=colocated"],
             "rollout.placement: colocated servers are started by the run, but rollout.urls lists external ones",
@@ -90,12 +104,18 @@ def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, 
             "rollout.placement: dedicated servers are started by the run, but rollout.urls lists external ones",
         ),
         ([URLS, "rollout.weight_sync_transport=cuda_ipc"], "but rollout.placement is external; choose p2p or auto"),
-        (["rollout.placement=dedicated", "rollout.weight_sync_transport=cuda_ipc"], "but rollout.placement is dedicated; choose p2p"),
+        (
+            ["rollout.placement=dedicated", "rollout.weight_sync_transport=cuda_ipc"],
+            "but rollout.placement is dedicated; choose p2p",
+        ),
         (
             ["rollout.placement=dedicated", "train.offload=true"],
             "train.offload: true frees GPU memory .* but rollout.placement is dedicated",
         ),
-        ([URLS, "rollout.max_staleness=1", "train.offload=true"], "train.offload: true offloads the trainer while servers generate"),
+        (
+            [URLS, "rollout.max_staleness=1", "train.offload=true"],
+            "train.offload: true offloads the trainer while servers generate",
+        ),
         (
             ["lora.rank=8", "lora.sync=adapter", "run.nodes=2", "rollout.servers=2"],
             "lora.sync: adapter sends files .* first node only, but",
@@ -108,20 +128,28 @@ def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, 
             [URLS, *ON_TWO, "rollout.dp=3", "rollout.enable_expert_parallel=true"],
             "rollout.nodes_per_server: 2 nodes and rollout.dp 3 copies: neither divides the other, .*; change one",
         ),
-        ([*ON_TWO], "rollout.nodes_per_server: 2 nodes .* but rollout.placement is colocated; choose dedicated or external, or set"),
+        (
+            [*ON_TWO],
+            "rollout.nodes_per_server: 2 nodes .* but rollout.placement is colocated; choose dedicated or external, or "
+            "set",
+        ),
         (
             [*ON_TWO, "rollout.placement=dedicated", "rollout.servers=2", "run.nodes=3"],
             "rollout.nodes_per_server: 2 nodes x rollout.servers 2 need 4 nodes, but run.nodes is 3; raise it",
         ),
         (
             [URLS, *ON_TWO, "rollout.weight_sync_transport=shared_memory"],
-            "rollout.weight_sync_transport: shared_memory reaches one host, but nodes_per_server is 2; set the transport to auto or p2p",
+            "rollout.weight_sync_transport: shared_memory reaches one host, but nodes_per_server is 2; set the "
+            "transport to auto or p2p",
         ),
         (
             [URLS, *ON_TWO, "lora.rank=8", "lora.sync=adapter"],
             "lora.sync: adapter sends files to one host, but rollout.nodes_per_server is 2; set it to merged",
         ),
-        (["lora.rank=8", "lora.sync=adapter", "rollout.weight_sync_transport=p2p"], "p2p sends weights, but lora.sync adapter sends"),
+        (
+            ["lora.rank=8", "lora.sync=adapter", "rollout.weight_sync_transport=p2p"],
+            "p2p sends weights, but lora.sync adapter sends",
+        ),
     ],
 )
 def test_contradictions_are_refused_with_a_fix(overrides, message):
@@ -131,26 +159,45 @@ def test_contradictions_are_refused_with_a_fix(overrides, message):
 
 def test_the_plan_says_which_way_weights_take_and_why():
     both = dict(plan(config(), 1).rows)["weights"]
-    refused = "rollout.weight_sync_transport: p2p uses NCCL, which refuses two processes on one GPU, but rollout.placement is"
-    assert [str(problem).startswith(refused) for problem in plan(config("rollout.weight_sync_transport=p2p"), 1, 80).problems] == [True]
+    refused = (
+        "rollout.weight_sync_transport: p2p uses NCCL, which refuses two processes on one GPU, but rollout.placement is"
+    )
+    assert [
+        str(problem).startswith(refused)
+        for problem in plan(config("rollout.weight_sync_transport=p2p"), 1, 80).problems
+    ] == [True]
     assert plan(config("rollout.weight_sync_transport=p2p"), 1).problems == []
     assert both == "on GPUs cuda_ipc (the servers share the trainer's GPUs), without GPUs shared_memory (single host)"
-    assert dict(plan(config("rollout.placement=dedicated"), 1, gpu_memory_gb=80).rows)["weights"] == "p2p (rollout.placement is dedicated)"
+    assert (
+        dict(plan(config("rollout.placement=dedicated"), 1, gpu_memory_gb=80).rows)["weights"]
+        == "p2p (rollout.placement is dedicated)"
+    )
     named = dict(plan(config("rollout.weight_sync_transport=cuda_ipc"), 1).rows)["weights"]
-    assert named.endswith("without GPUs rollout.weight_sync_transport: cuda_ipc needs GPUs, but this host has no GPU; set it to auto")
+    assert named.endswith(
+        "without GPUs rollout.weight_sync_transport: cuda_ipc needs GPUs, but this host has no GPU; set it to auto"
+    )
 
 
 @pytest.mark.parametrize(
     ("placement", "num_ranks", "gpus", "sleeps"),
-    [("colocated", 2, ["0", "1", "2", "3"], True), ("dedicated", 2, ["2", "3"], False), ("dedicated", 0, ["0", "1", "2", "3"], False)],
+    [
+        ("colocated", 2, ["0", "1", "2", "3"], True),
+        ("dedicated", 2, ["2", "3"], False),
+        ("dedicated", 0, ["0", "1", "2", "3"], False),
+    ],
 )
-def test_servers_get_the_gpus_of_their_placement_and_sleep_where_they_share_them(placement, num_ranks, gpus, sleeps, monkeypatch, tmp_path):
+def test_servers_get_the_gpus_of_their_placement_and_sleep_where_they_share_them(
+    placement, num_ranks, gpus, sleeps, monkeypatch, tmp_path
+):
     monkeypatch.setattr(serving.device, "visible_gpus", lambda: ["0", "1", "2", "3"])
     monkeypatch.setattr(serving.device, "has_gpu", lambda: True)
     two = config(f"rollout.placement={placement}", "rollout.servers=2")
     launcher = serving.make_launcher(two, tmp_path, tmp_path, "bfloat16", num_ranks=num_ranks)
     assert launcher.devices == gpus and ("--enable-sleep-mode" in launcher._command(8000)) == sleeps
-    assert launcher._environment(1)["CUDA_VISIBLE_DEVICES"] == gpus[1] and serving.servers_sleep(two) == serving.offloads(two) == sleeps
+    assert (
+        launcher._environment(1)["CUDA_VISIBLE_DEVICES"] == gpus[1]
+        and serving.servers_sleep(two) == serving.offloads(two) == sleeps
+    )
     assert serving.offloads(config("train.offload=true")) and not serving.offloads(config("train.offload=false"))
 
 
@@ -173,16 +220,24 @@ class TwoRanks:
 
 def test_ranks_on_several_hosts_need_servers_that_all_of_them_reach():
     ranks = TwoRanks("elsewhere")
-    with pytest.raises(ValueError, match=r"rollout\.urls: ranks are on elsewhere, .* the first rank's host only; name an interface"):
+    with pytest.raises(
+        ValueError, match=r"rollout\.urls: ranks are on elsewhere, .* the first rank's host only; name an interface"
+    ):
         engine_side.choose_transport(config(), ranks, ["http://127.0.0.1:8000"])
     for servers in (URLS, "rollout.interface=eth0"):
-        assert engine_side.choose_transport(config(servers), ranks, ["http://10.0.0.7:8000"]) == ("p2p", "several hosts")
+        assert engine_side.choose_transport(config(servers), ranks, ["http://10.0.0.7:8000"]) == (
+            "p2p",
+            "several hosts",
+        )
     sync = engine_side.make_weight_sync(config(URLS), None, ranks, "float32", "p2p", print)
     assert isinstance(sync.transport, PointToPoint)
 
 
 def test_a_server_on_another_host_is_sent_to():
-    assert engine_side.choose_transport(config(URLS), TwoRanks(socket.gethostname()), ["http://192.0.2.1:80"]) == ("p2p", "several hosts")
+    assert engine_side.choose_transport(config(URLS), TwoRanks(socket.gethostname()), ["http://192.0.2.1:80"]) == (
+        "p2p",
+        "several hosts",
+    )
 
 
 @pytest.mark.parametrize(

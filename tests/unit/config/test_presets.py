@@ -33,12 +33,15 @@ def test_every_preset_loads_and_says_its_source_and_where_it_differs(path, tmp_p
 
 
 def test_the_presets_that_people_ask_for_are_there():
-    wanted = "trl_first_release trl_1_16 ms_swift_2025_04 unsloth_gsm8k_notebook deepseekmath_grpo dr_grpo dapo gspo cispo"
+    wanted = (
+        "trl_first_release trl_1_16 ms_swift_2025_04 unsloth_gsm8k_notebook deepseekmath_grpo dr_grpo dapo gspo cispo"
+    )
     wanted += " qwen3_thinking qwen3_non_thinking r1_distill"
     assert {path.stem for path in PRESETS} == set(wanted.split())
 
 
-# Defaults of GRPOConfig in TRL 1.16.0 (`trl/trainer/grpo_config.py`) for names that both have; then those of its first release.
+# Defaults of GRPOConfig in TRL 1.16.0 (`trl/trainer/grpo_config.py`) for names that both have; then those of its first
+# release.
 TRL_1_16 = dict(
     algorithm=dict(
         beta=0.0, num_iterations=1, epsilon=0.2, delta=None, epsilon_high=None, sapo_temperature_neg=1.05, sapo_temperature_pos=1.0,
@@ -53,9 +56,18 @@ TRL_1_16 = dict(
     train=dict(learning_rate=1e-6, max_grad_norm=1.0, weight_decay=0.0, adam_beta2=0.999, lr_scheduler_type="linear", warmup_steps=0),
 )  # fmt: skip
 TRL_FIRST = dict(
-    algorithm=dict(beta=0.04, loss_type="grpo", num_iterations=1, use_bias_correction_kl=False, importance_correction="off"),
+    algorithm=dict(
+        beta=0.04, loss_type="grpo", num_iterations=1, use_bias_correction_kl=False, importance_correction="off"
+    ),
     rollout=dict(num_generations=8, max_completion_length=256, temperature=0.9),
-    train=dict(learning_rate=1e-6, max_grad_norm=1.0, weight_decay=0.0, adam_beta2=0.999, lr_scheduler_type="linear", warmup_steps=0),
+    train=dict(
+        learning_rate=1e-6,
+        max_grad_norm=1.0,
+        weight_decay=0.0,
+        adam_beta2=0.999,
+        lr_scheduler_type="linear",
+        warmup_steps=0,
+    ),
 )
 SWIFT = dict(
     algorithm=dict(beta=0.04, epsilon=0.2, epsilon_high=None, num_iterations=1),
@@ -63,7 +75,9 @@ SWIFT = dict(
 )
 
 
-@pytest.mark.parametrize(("name", "defaults"), [("trl_1_16", TRL_1_16), ("trl_first_release", TRL_FIRST), ("ms_swift_2025_04", SWIFT)])
+@pytest.mark.parametrize(
+    ("name", "defaults"), [("trl_1_16", TRL_1_16), ("trl_first_release", TRL_FIRST), ("ms_swift_2025_04", SWIFT)]
+)
 def test_a_preset_of_a_trainer_holds_its_defaults(name, defaults, tmp_path):
     config = load(name, tmp_path)
     for section, values in defaults.items():
@@ -72,8 +86,16 @@ def test_a_preset_of_a_trainer_holds_its_defaults(name, defaults, tmp_path):
 
 def test_the_notebook_brings_model_data_and_rewards_along(tmp_path):
     config = load_config(PRESETS[0].parent / "unsloth_gsm8k_notebook.yaml")
-    assert [f.function for f in config.rewards.functions] == ["xmlcount", "soft_format", "strict_format", "int", "correctness"]
-    assert config.data.train.source == "openai/gsm8k" and config.data.system_prompt.startswith("\nRespond in the following format:")
+    assert [f.function for f in config.rewards.functions] == [
+        "xmlcount",
+        "soft_format",
+        "strict_format",
+        "int",
+        "correctness",
+    ]
+    assert config.data.train.source == "openai/gsm8k" and config.data.system_prompt.startswith(
+        "\nRespond in the following format:"
+    )
     assert (config.lora.rank, config.lora.alpha) == (32, 32)
 
 
@@ -83,21 +105,37 @@ def test_a_preset_names_only_what_it_is_about(path):
     assert "parallel" not in sections and "run" not in sections
 
 
-# (preset, a template with the end of the models' public ones, end of the rendered prompt, a response that is right and well-formed)
+# (preset, a template with the end of the models' public ones, end of the rendered prompt, a response that is right and
+# well-formed)
 THINKING = [
     ("qwen3_thinking", QWEN3, "<|im_start|>assistant\n", "<think>\nIt is 3.\n</think>\n\nThe answer is \\boxed{3}."),
-    ("qwen3_thinking", QWEN3_THINKING, "<|im_start|>assistant\n<think>\n", "It is 3.\n</think>\n\nThe answer is \\boxed{3}."),
+    (
+        "qwen3_thinking",
+        QWEN3_THINKING,
+        "<|im_start|>assistant\n<think>\n",
+        "It is 3.\n</think>\n\nThe answer is \\boxed{3}.",
+    ),
     ("qwen3_non_thinking", QWEN3, "<|im_start|>assistant\n<think>\n\n</think>\n\n", "The answer is \\boxed{3}."),
     ("r1_distill", R1, "<｜Assistant｜><think>\n", "It is 3.\n</think>\n\nThe answer is \\boxed{3}."),
 ]
 
 
 @pytest.mark.parametrize(("name", "template", "end", "response"), THINKING)
-def test_a_preset_of_a_thinking_model_renders_its_prompt_and_scores_its_response(name, template, end, response, chat_folder, tmp_path):  # noqa: F811
+def test_a_preset_of_a_thinking_model_renders_its_prompt_and_scores_its_response(
+    name,
+    template,
+    end,
+    response,
+    chat_folder,  # noqa: F811
+    tmp_path,
+):
     load_tokenizer(chat_folder).tokenizer.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "What is 3?", "answer": "3"}\n')
-    mine = f"defaults: {PRESETS[0].parent / name}.yaml\nmodel: {{path: {tmp_path}}}\ndata: {{train: {{source: {tmp_path}/rows.jsonl}}}}\n"
+    mine = (
+        f"defaults: {PRESETS[0].parent / name}.yaml\nmodel: {{path: {tmp_path}}}\ndata: {{train: {{source: "
+        f"{tmp_path}/rows.jsonl}}}}\n"
+    )
     (tmp_path / "mine.yaml").write_text(mine)
     config = load_config(tmp_path / "mine.yaml")
     tokenizer = tokenizer_of(config, tmp_path)
@@ -111,6 +149,11 @@ def test_a_preset_of_a_thinking_model_renders_its_prompt_and_scores_its_response
 @pytest.mark.parametrize("name", ["qwen3_thinking", "qwen3_non_thinking", "r1_distill"])
 def test_a_preset_of_a_thinking_model_fits_its_model(name, tmp_path):
     (tmp_path / "mine.yaml").write_text(f"defaults: {PRESETS[0].parent / name}.yaml\n{OWN}")
-    config = load_config(tmp_path / "mine.yaml", ["model.path=Qwen/Qwen3-0.6B", "evaluation.steps=1", "data.eval.source=a.jsonl"])
+    config = load_config(
+        tmp_path / "mine.yaml", ["model.path=Qwen/Qwen3-0.6B", "evaluation.steps=1", "data.eval.source=a.jsonl"]
+    )
     assert plan(config, 8, has_data=False, fetch=False).problems == []
-    assert (config.rollout.temperature, config.rollout.truncates) == (1.0, False) and config.evaluation.temperature in (0.6, 0.7)
+    assert (config.rollout.temperature, config.rollout.truncates) == (1.0, False) and config.evaluation.temperature in (
+        0.6,
+        0.7,
+    )

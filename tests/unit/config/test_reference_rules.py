@@ -5,7 +5,9 @@ from pydantic import ValidationError
 
 from megagrpo.config import RunConfig
 
-NEEDED = dict(model=dict(path="x"), data=dict(train=dict(source="x")), rewards=dict(functions=[dict(function="exact_number")]))
+NEEDED = dict(
+    model=dict(path="x"), data=dict(train=dict(source="x")), rewards=dict(functions=[dict(function="exact_number")])
+)
 IN_REWARD = dict(beta=0.1, kl_in_reward=True, kl_estimator="k1")
 
 
@@ -16,36 +18,51 @@ def config(algorithm=None, **sections) -> RunConfig:
 @pytest.mark.parametrize(
     ("sections", "problem"),
     [
-        (dict(algorithm=IN_REWARD | dict(beta=0)), "algorithm.kl_in_reward: True needs a reference, but algorithm.beta is 0; raise beta"),
+        (
+            dict(algorithm=IN_REWARD | dict(beta=0)),
+            "algorithm.kl_in_reward: True needs a reference, but algorithm.beta is 0; raise beta",
+        ),
         (dict(algorithm=dict(sync_ref_model=True)), "algorithm.sync_ref_model: True needs a reference"),
         (dict(model=dict(path="x", reference_path="y")), "model.reference_path: y needs a reference"),
         (
             dict(algorithm=dict(beta=0.1, sync_ref_model=True), lora=dict(rank=4)),
-            "algorithm.sync_ref_model: true is not supported with LoRA, whose reference is the model with its initial adapters; set it to",
+            "algorithm.sync_ref_model: true is not supported with LoRA, whose reference is the model with its initial "
+            "adapters; set it to",
         ),
         (
             dict(algorithm=dict(beta=0.1), lora=dict(rank=4), model=dict(path="x", reference_path="y")),
-            "model.reference_path: y is not supported with LoRA, whose reference is the model with its initial adapters; leave it empty",
+            "model.reference_path: y is not supported with LoRA, whose reference is the model with its initial "
+            "adapters; leave it empty",
         ),
         (
             dict(algorithm=IN_REWARD | dict(kl_estimator="k3")),
             "algorithm.kl_estimator: k3 is not supported with kl_in_reward; set it to k1",
         ),
-        (dict(algorithm=IN_REWARD | dict(use_bias_correction_kl=True)), "algorithm.use_bias_correction_kl: true corrects a KL term"),
+        (
+            dict(algorithm=IN_REWARD | dict(use_bias_correction_kl=True)),
+            "algorithm.use_bias_correction_kl: true corrects a KL term",
+        ),
         (
             dict(algorithm=IN_REWARD | dict(multi_objective_aggregation="normalize_then_sum")),
-            "algorithm.kl_in_reward: true changes the summed reward, but normalize_then_sum normalizes each function separately; choose",
+            "algorithm.kl_in_reward: true changes the summed reward, but normalize_then_sum normalizes each function "
+            "separately; choose",
         ),
         (
             dict(algorithm=dict(steps_per_generation=5), rollout=dict(prompts_per_step=4, num_generations=2)),
-            "algorithm.steps_per_generation: 5 does not divide the step's 8 samples, rollout.prompts_per_step 4 x num_generations 2; use 4",
+            "algorithm.steps_per_generation: 5 does not divide the step's 8 samples, rollout.prompts_per_step 4 x "
+            "num_generations 2; use 4",
         ),
         (
             dict(algorithm=dict(loss_type="real", steps_per_generation=2)),
-            "algorithm.steps_per_generation: 2 optimizer steps split groups, but loss_type real compares whole groups; set it to 1",
+            "algorithm.steps_per_generation: 2 optimizer steps split groups, but loss_type real compares whole groups; "
+            "set it to 1",
         ),
         (
-            dict(algorithm=dict(steps_per_generation=2, num_iterations=3), run=dict(max_steps=2), train=dict(warmup_steps=13)),
+            dict(
+                algorithm=dict(steps_per_generation=2, num_iterations=3),
+                run=dict(max_steps=2),
+                train=dict(warmup_steps=13),
+            ),
             "train.warmup_steps: 13 exceeds the run's 12 optimizer steps",
         ),
     ],
@@ -59,7 +76,8 @@ def test_what_makes_no_sense_is_refused(sections, problem):
 
 def test_what_makes_sense_is_not():
     chosen = config(
-        IN_REWARD | dict(sync_ref_model=True, steps_per_generation=4, num_iterations=2), model=dict(path="x", reference_path="y")
+        IN_REWARD | dict(sync_ref_model=True, steps_per_generation=4, num_iterations=2),
+        model=dict(path="x", reference_path="y"),
     )
     assert chosen.algorithm.updates_per_step == 8 and chosen.algorithm.ref_model_mixup_alpha == 0.6
     assert chosen.algorithm.ref_model_sync_steps == 512 and not chosen.algorithm.leaves_out_zero_advantage

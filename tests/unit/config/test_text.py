@@ -37,18 +37,25 @@ WORDS = [
     *("", " ", " a ", "#1 rule", "after #### please", "a: b", "null", "\\null", "\\\\null", "~", "Null"),
     *("yes", "no", "off", "on", "y", "n", "True", "NO", "1e3", "1_000", "0o7", "0x1f", "012", "12:30:45"),
     *("2024-01-01", "2024-01-01T10:00:00Z", ".nan", ".inf", "-", "--x", "=", "a=b", "<<", "'quoted'", '"quoted"'),
-    *("'", '"', "{a: b}", "[a]", "{", "[", "}", "]", ",", "%d", "@x", "&a", "*a", "!!str a", "|", "> x", "? x", "- a", "`x`"),
+    *("'", '"', "{a: b}", "[a]", "{", "[", "}", "]", ",", "%d", "@x", "&a", "*a", "!!str a", "|", "> x", "? x", "- "
+        "a", "`x`"),
     *("a\nb", "\n", "a\n", "\ta", "a\t#b", "\r\n", "\x85", "\u2028", "\ufeff", "é 字", "🙂", "\\", "$HOME", "${HOME}"),
     *("bar_%r.bin", "me@example.com", "a|b", "pink & green", "epoch=999-step=8.ckpt", "1_1_1", "a*", "x:\\y", "--a.b=c"),
     *("~/a", "a//b/", "a b.jsonl", "Qwen/Qwen3", "{{ messages }}", "a.py:f", "model:m", "package:a", "http://h:1", "x" * 300),
 ]  # fmt: skip
-texts = st.sampled_from(WORDS) | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")) | st.text(string.printable)
+texts = (
+    st.sampled_from(WORDS)
+    | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))
+    | st.text(string.printable)
+)
 texts |= st.text("#: '\"\\\n-{}[],&*!|>%@`~=null0123eE_.", max_size=12)
 
 
 def fuzz(examples: int):
     """Settings for the same cases in every run."""
-    return settings(max_examples=examples, database=None, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+    return settings(
+        max_examples=examples, database=None, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)
+    )
 
 
 @pytest.fixture
@@ -85,12 +92,19 @@ def from_file(key: str, value: object) -> object:
 
 
 def test_the_keys_of_text_are_many():
-    some = {"model.path", "data.system_prompt", "run.name", "rewards.functions.N.function", "run.wandb.mode", "rollout.placement"}
+    some = {
+        "model.path",
+        "data.system_prompt",
+        "run.name",
+        "rewards.functions.N.function",
+        "run.wandb.mode",
+        "rollout.placement",
+    }
     assert len(TEXTS) > 70 and some <= set(TEXTS) and {"run.trackers", "data.columns", "rollout.urls"} <= set(LISTS)
     others = {key: str(field.annotation) for key, field in fields(RunConfig) if key in set(PLAIN) - {*TEXTS, *LISTS}}
-    assert [key for key, kind in others.items() if "str" in kind.replace("dict[str, typing.Any]", "") or "Literal" in kind] == [
-        "evaluation.sets"
-    ]
+    assert [
+        key for key, kind in others.items() if "str" in kind.replace("dict[str, typing.Any]", "") or "Literal" in kind
+    ] == ["evaluation.sets"]
 
 
 @fuzz(400)
@@ -121,14 +135,22 @@ def test_elements_of_a_list_are_text_without_quotes(here):
         "rewards.functions.0.function=a.py:f",
     ]
     config = load_config("run.yaml", words)
-    assert config.run.wandb.tags == ["1e3", "off", "007", "null", "a # b", "c, d"] and config.data.columns == {"1": "yes", "b": "1:30"}
+    assert config.run.wandb.tags == ["1e3", "off", "007", "null", "a # b", "c, d"] and config.data.columns == {
+        "1": "yes",
+        "b": "1:30",
+    }
     assert config.rewards.functions[0].function == f"{here}/a.py:f"
     assert load_config("run.yaml", ["lora.target_modules=[q_proj, v_proj]"]).lora.target_modules == ["q_proj", "v_proj"]
     assert load_config("run.yaml", ["lora.target_modules=all-linear"]).lora.target_modules == "all-linear"
 
 
 def test_values_of_other_types_are_yaml(here):
-    words = ["run.seed=7 ", "rewards.functions.0.args={a: 1, b: '#'}", "rewards.functions.0.args.c=off", "data.eval={source: '1e3'}"]
+    words = [
+        "run.seed=7 ",
+        "rewards.functions.0.args={a: 1, b: '#'}",
+        "rewards.functions.0.args.c=off",
+        "data.eval={source: '1e3'}",
+    ]
     config = load_config("run.yaml", [*words, "rewards.functions.0.args.d=1e3"])
     assert config.run.seed == 7 and config.rewards.functions[0].args == {"a": 1, "b": "#", "c": "off", "d": 1000.0}
     assert config.data.eval.source == "1e3"
@@ -141,11 +163,21 @@ def test_a_command_reads_the_text_and_resolved_yaml_holds_it_for_every_reader(tm
     folder = tmp_path_factory.getbasetemp() / "text"
     folder.mkdir(exist_ok=True)
     (folder / "run.yaml").write_text(SMALLEST)
-    keys = {"data.system_prompt": text, "run.wandb.project": text, "data.prompt_column": text, "rewards.functions.0.args.x": text}
+    keys = {
+        "data.system_prompt": text,
+        "run.wandb.project": text,
+        "data.prompt_column": text,
+        "rewards.functions.0.args.x": text,
+    }
     words = [override_text(key, value) for key, value in keys.items()]
     config = load(parse(["train", str(folder / "run.yaml"), *words, f"run.output_dir={folder}"]))
     assert read(str(folder / "run.yaml"), keys | {"run.output_dir": folder}).validated() == config
-    found = (config.data.system_prompt, config.run.wandb.project, config.data.prompt_column, config.rewards.functions[0].args["x"])
+    found = (
+        config.data.system_prompt,
+        config.run.wandb.project,
+        config.data.prompt_column,
+        config.rewards.functions[0].args["x"],
+    )
     assert found == (text, text, text, text)
     written = save_resolved(config, folder)
     assert load_config(written) == config
@@ -163,13 +195,15 @@ def test_a_job_script_hands_the_text_on(here):
     assert out == [*words[:2], f"data.train.source={Path.home()}/x.jsonl"]
 
 
-@pytest.mark.parametrize("word", ["off", "no", "yes", "on", "n", "1_000", "1e3", "12:30:45", "2024-01-01", "0o7", "~", "null", "="])
+@pytest.mark.parametrize(
+    "word", ["off", "no", "yes", "on", "n", "1_000", "1e3", "12:30:45", "2024-01-01", "0o7", "~", "null", "="]
+)
 def test_what_yaml_1_1_reads_otherwise_is_written_in_quotes(here, word):
     config = load_config("run.yaml", [f"data.columns={{{word!r}: {word!r}}}", f"run.output_dir={here}"])
     assert yaml.safe_load(save_resolved(config, here).read_text())["data"]["columns"] == {word: word}
 
 
-# ------------------------------------------------------------------------------------------------------------------------- paths
+# ---------------------------------------------------------------------------------------------------------------- paths
 
 ODD_PATHS = {
     "x": "{here}/x",
@@ -190,9 +224,18 @@ ODD_PATHS = {
 def test_every_key_of_type_path_follows_one_rule_from_a_file_the_command_line_and_python(here, monkeypatch, key, typed):
     folder = here / "cfg"
     folder.mkdir()
-    ending = {"data.train.source": ".jsonl", "data.eval.source": ".jsonl", "evaluation.sets.*.source": ".jsonl"}.get(key, "")
-    text = f"{typed.rstrip('/')}.py:f" if PATHS[key].__name__ == "_function" else typed + ending if ending and typed[-1] != "/" else typed
-    if PATHS[key].__name__ == "_folder_or_name" and typed in ("x", "null.d/x"):  # names of the hub, if there is no such folder
+    ending = {"data.train.source": ".jsonl", "data.eval.source": ".jsonl", "evaluation.sets.*.source": ".jsonl"}.get(
+        key, ""
+    )
+    text = (
+        f"{typed.rstrip('/')}.py:f"
+        if PATHS[key].__name__ == "_function"
+        else typed + ending
+        if ending and typed[-1] != "/"
+        else typed
+    )
+    # names of the hub, if there is no such folder
+    if PATHS[key].__name__ == "_folder_or_name" and typed in ("x", "null.d/x"):
         (folder / typed).mkdir(parents=True)
         (here / typed).mkdir(parents=True)
     name = key.replace(".*.", ".0." if "sets" not in key else ".mine.").removesuffix(".*")
@@ -230,7 +273,9 @@ def test_a_folder_whose_name_is_not_utf_8_is_named(here):
     folder = here / "a\udcff"
     folder.mkdir()
     (folder / "run.yaml").write_text(SMALLEST)
-    with pytest.raises(ConfigError, match=r"data.train.source: '.*a\\udcff/a.jsonl' contains a lone surrogate, .*; rename it in UTF-8"):
+    with pytest.raises(
+        ConfigError, match=r"data.train.source: '.*a\\udcff/a.jsonl' contains a lone surrogate, .*; rename it in UTF-8"
+    ):
         load_config(folder / "run.yaml")
 
 
@@ -255,7 +300,10 @@ def test_defaults_and_the_config_itself_may_be_in_the_home_folder(here, monkeypa
         (SMALLEST.encode() + b"run: {seed: 12:30:45}", r"run.seed: must be an integer \(got '12:30:45'\)"),
         (SMALLEST.encode() + b"run: {seed: .nan}", r"run.seed: must be a finite number \(got nan\)"),
         (SMALLEST.encode() + b"algorithm: {importance_correction: off}", None),
-        (SMALLEST.encode() + b"algorithm: {importance_correction: false}", r"\(got False\); did you mean 'off', in quotes\?"),
+        (
+            SMALLEST.encode() + b"algorithm: {importance_correction: false}",
+            r"\(got False\); did you mean 'off', in quotes\?",
+        ),
         (SMALLEST.encode() + b"data: {}", r"duplicate key 'data'; remove one"),
         (SMALLEST.encode() + b"run: {name: a, 'name': b}", r"duplicate key 'name'; remove one"),
     ],
@@ -271,7 +319,9 @@ def test_files_that_editors_and_people_write_are_read_or_named(here, content, me
 
 def test_a_mapping_read_by_yaml_1_1_names_the_choice():
     config = yaml.safe_load(SMALLEST + "algorithm: {importance_correction: off}\n")
-    with pytest.raises(ConfigError, match=r"algorithm.importance_correction: .* \(got False\); did you mean 'off', in quotes\?"):
+    with pytest.raises(
+        ConfigError, match=r"algorithm.importance_correction: .* \(got False\); did you mean 'off', in quotes\?"
+    ):
         read(config).validated()
     with pytest.raises(ConfigError, match=r"data.system_prompt: must be a string \(got 3\); put it in quotes"):
         read(config, {"data.system_prompt": 3})

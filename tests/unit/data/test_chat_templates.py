@@ -13,27 +13,35 @@ from tests.unit.data.test_tokenizer import CHATML, LLAMA_2, chat_folder, sentenc
 # The ends of the generation prompts of public templates, after a ChatML beginning.
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 HEADER = "{% if add_generation_prompt %}<|im_start|>assistant\n"
-QWEN3 = TURNS + HEADER + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+QWEN3 = (
+    TURNS
+    + HEADER
+    + "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
 QWEN3_THINKING = TURNS + HEADER + "<think>\n{% endif %}"
 QWEN35 = (
     TURNS
     + HEADER
-    + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}{% endif %}"
+    + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif "
+    "%}{% endif %}"
 )
 R1 = (
     "{% for m in messages %}<｜{{ m.role }}｜>{{ m.content.split('</think>')[-1] }}{% endfor %}"
     "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}"
 )
 DEEPSEEK_V31 = (
-    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}<｜Assistant｜>"
+    "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% for m in messages %}{{ m.content }}{% "
+    "endfor %}<｜Assistant｜>"
     "{{ '<think>' if thinking else '</think>' }}"
 )
 COMMAND_A = (
-    "{% for m in messages %}{{ m.content }}{% endfor %}<|CHATBOT|><|START_THINKING|>{% if reasoning is false %}<|END_THINKING|>{% endif %}"
+    "{% for m in messages %}{{ m.content }}{% endfor %}<|CHATBOT|><|START_THINKING|>{% if reasoning is false "
+    "%}<|END_THINKING|>{% endif %}"
 )
 SEED = TURNS + HEADER + "<seed:think>{% endif %}"
 GPT_OSS = (
-    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}Reasoning: {{ reasoning_effort }}\n" + TURNS
+    "{% if reasoning_effort is not defined %}{% set reasoning_effort = 'medium' %}{% endif %}Reasoning: {{ "
+    "reasoning_effort }}\n" + TURNS
 )
 QUESTION = "What is 3?"
 
@@ -84,7 +92,8 @@ def test_a_template_gets_its_variables_and_says_what_it_opens(chat_folder, tmp_p
     text, found = prompt_of(tmp_path, chat_template=template, chat_template_kwargs=kwargs)
     assert text.endswith(end) and found == opened
     (tmp_path / "chat_template.jinja").write_text(template)
-    assert template == "none" or prompt_of(tmp_path, chat_template_kwargs=kwargs) == (text, opened)  # the tokenizer's own template
+    # the tokenizer's own template
+    assert template == "none" or prompt_of(tmp_path, chat_template_kwargs=kwargs) == (text, opened)
 
 
 @pytest.mark.parametrize(
@@ -94,9 +103,17 @@ def test_a_template_gets_its_variables_and_says_what_it_opens(chat_folder, tmp_p
         ("Put your thought into <think> tags.", "none", ""),
         ("Write </think>", QWEN3, ""),
         ("What does <think> mean? <think>", QWEN3, ""),  # in the user's turn
-        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>\nOkay, so"}], QWEN3, "<think>\nOkay, so"),
+        (
+            [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>\nOkay, so"}],
+            QWEN3,
+            "<think>\nOkay, so",
+        ),
         ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>a</think>b"}], QWEN3, ""),
-        ([{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>a</think><think>"}], QWEN3, "<think>"),
+        (
+            [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>a</think><think>"}],
+            QWEN3,
+            "<think>",
+        ),
         ([{"role": "user", "content": "Hi <think>"}, {"role": "assistant", "content": "The"}], QWEN3, ""),
     ],
 )
@@ -114,7 +131,10 @@ def test_a_row_has_variables_of_its_own(chat_folder, tmp_path):  # noqa: F811
     assert [prompt.opened for prompt in prompts.all()] == ["", "", "<think>\n"]
     assert [prompt.template_kwargs for prompt in prompts.all()] == [own[0], {}, own[2]]
     for value, said in [
-        ({"enable_thnking": 1}, "row 0: column `chat_template_kwargs`: .* does not use `enable_thnking`; did you mean `enable_thinking`"),
+        (
+            {"enable_thnking": 1},
+            "row 0: column `chat_template_kwargs`: .* does not use `enable_thnking`; did you mean `enable_thinking`",
+        ),
         ({"tokenize": True}, "row 0: column `chat_template_kwargs`: `tokenize` is an argument of the renderer"),
         ("thinking", r"row 0: column `chat_template_kwargs` must be a mapping .*got 'thinking'"),
     ]:
@@ -127,20 +147,34 @@ def test_a_bare_sentencepiece_model_gets_the_variables_too(sentencepiece_model):
     tokenizer.template_kwargs = {"tail": "<think>\n"}
     template = LLAMA_2 + "{{ tail }}"
     ids = tokenizer.render("Hi", chat_template=template)
-    assert tokenizer.decode(ids).endswith("[/INST]<think>\n") and opened_thought(tokenizer.decode_all(ids)) == "<think>\n"
+    assert (
+        tokenizer.decode(ids).endswith("[/INST]<think>\n") and opened_thought(tokenizer.decode_all(ids)) == "<think>\n"
+    )
     assert tokenizer.decode(tokenizer.render("Hi", chat_template=template, kwargs={"tail": "7"})).endswith("[/INST]7")
 
 
 @pytest.mark.parametrize(
     ("template", "names", "said"),
     [
-        (QWEN3, {"enable_thinkin": 1}, "does not use `enable_thinkin`; did you mean `enable_thinking`?; correct the name, or leave it out"),
+        (
+            QWEN3,
+            {"enable_thinkin": 1},
+            "does not use `enable_thinkin`; did you mean `enable_thinking`?; correct the name, or leave it out",
+        ),
         (QWEN3, {"effort": 1}, "does not use `effort`; it uses enable_thinking; correct the name, or leave it out"),
         (CHATML, {"enable_thinking": 1}, "does not use `enable_thinking`; correct the name, or leave it out"),
-        ("{% set thinking = true %}{{ thinking }}", {"thinking": 1}, "does not use `thinking`; correct the name, or leave it out"),
+        (
+            "{% set thinking = true %}{{ thinking }}",
+            {"thinking": 1},
+            "does not use `thinking`; correct the name, or leave it out",
+        ),
         (None, {"thinking": 1}, "thinking needs a chat template; set data.chat_template to Jinja text or a file"),
         ("none", {"thinking": 1}, "thinking needs a chat template; set data.chat_template to Jinja text or a file"),
-        (QWEN3, {"messages": 1}, "`messages` is an argument of the renderer, not a variable of the template; leave it out"),
+        (
+            QWEN3,
+            {"messages": 1},
+            "`messages` is an argument of the renderer, not a variable of the template; leave it out",
+        ),
     ],
 )
 def test_a_variable_without_effect_is_refused_by_name(template, names, said):
@@ -151,14 +185,21 @@ def test_a_variable_without_effect_is_refused_by_name(template, names, said):
 
 def test_a_run_is_refused_that_sets_a_variable_without_effect(chat_folder, tmp_path):  # noqa: F811
     config = run_config(tmp_path, chat_template_kwargs={"enable_thinking": False})
-    with pytest.raises(ValueError, match=r"data.chat_template_kwargs: the chat template does not use `enable_thinking`"):
+    with pytest.raises(
+        ValueError, match=r"data.chat_template_kwargs: the chat template does not use `enable_thinking`"
+    ):
         tokenizer_of(config, chat_folder)
-    assert tokenizer_of(run_config(tmp_path, chat_template=QWEN3, chat_template_kwargs={"enable_thinking": False}), chat_folder)
+    assert tokenizer_of(
+        run_config(tmp_path, chat_template=QWEN3, chat_template_kwargs={"enable_thinking": False}), chat_folder
+    )
 
 
 def test_variables_are_found_wherever_a_template_uses_them():
     assert variables(GPT_OSS) == {"reasoning_effort", "messages"} and "thinking" in variables(DEEPSEEK_V31)
-    assert variables("{% generation %}{{ a }}{%- endgeneration -%}{% for m in b %}{% break %}{% endfor %}") == {"a", "b"}
+    assert variables("{% generation %}{{ a }}{%- endgeneration -%}{% for m in b %}{% break %}{% endfor %}") == {
+        "a",
+        "b",
+    }
     assert variables("{% macro f() %}{{ c if namespace(d=1).d }}{% endmacro %}{{ f() }}") == {"c"}
     assert variables("{% for") is None  # rendering reports it
 
@@ -175,10 +216,13 @@ def test_special_tokens_among_the_stop_strings_are_end_tokens(chat_folder):  # n
     stop = ["<|im_start|>", "</answer>"]
 
     def loaded(stop):
-        return tokenizer_of(config.model_copy(update={"rollout": config.rollout.model_copy(update={"stop": stop})}), chat_folder)
+        return tokenizer_of(
+            config.model_copy(update={"rollout": config.rollout.model_copy(update={"stop": stop})}), chat_folder
+        )
 
     assert loaded([]).eos_token_ids == (0, 2, 3) and loaded(stop).eos_token_ids == (0, 1, 2, 3)
     with pytest.raises(
-        ValueError, match=r"rollout.stop.1: '<\|im_end\|>\\n' contains the special token <\|im_end\|>, .*name the token alone"
+        ValueError,
+        match=r"rollout.stop.1: '<\|im_end\|>\\n' contains the special token <\|im_end\|>, .*name the token alone",
     ):
         loaded(["x", "<|im_end|>\n"])

@@ -62,7 +62,11 @@ def test_off_draws_all_of_them_every_time(make):
 
 @pytest.mark.parametrize(
     ("option", "second"),
-    [({"curriculum_low": 0.0}, [0, 1, 3, 0]), ({"curriculum_high": 1.0}, [1, 2, 3, 1]), ({"curriculum_low": 0.3}, [1, 1, 0, 1])],
+    [
+        ({"curriculum_low": 0.0}, [0, 1, 3, 0]),
+        ({"curriculum_high": 1.0}, [1, 2, 3, 1]),
+        ({"curriculum_low": 0.3}, [1, 1, 0, 1]),
+    ],
 )
 def test_the_band_is_inclusive(make, option, second):
     source = make(**ON, **option)
@@ -112,7 +116,9 @@ class KeptState:
 def trainer_of(prompts, checkpointer):
     """A trainer without policy and engine, at its first step."""
     collector, callbacks = SimpleNamespace(stop=None, pool=None, finished_ahead=list), SimpleNamespace(saved=print)
-    parts = dict.fromkeys(f.name for f in fields(Trainer) if f.default is MISSING and f.default_factory is MISSING and f.init)
+    parts = dict.fromkeys(
+        f.name for f in fields(Trainer) if f.default is MISSING and f.default_factory is MISSING and f.init
+    )
     config = SimpleNamespace(run=SimpleNamespace(async_save=False))
     return Trainer(
         **parts

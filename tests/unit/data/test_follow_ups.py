@@ -11,12 +11,16 @@ from megagrpo.types import Prompt, Rollout
 from tests.unit.data.test_tokenizer import CHATML, base_folder, chat_folder  # noqa: F401
 
 HERMES = (Path(__file__).parents[3] / "configs" / "templates" / "hermes_tools.jinja").read_text()
-ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
+}
 TOOL = {"role": "tool", "name": "add", "content": "42"}
 USER = {"role": "user", "content": "Sure?"}
 # Drops the thoughts of all turns but the last, like templates of reasoning models.
 FORGETFUL = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if loop.last else m.content.split('</think>')[-1] "
+    "}}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -54,7 +58,11 @@ def test_the_whole_is_what_the_template_makes_of_the_whole_conversation(tokenize
     ids = list(tokenizer.render(opening, None, HERMES, [ADD]))
     follow_ups, messages = FollowUps(tokenizer, HERMES, [ADD]), opening
     for turn in turns:
-        ids += [*tokenizer.encode(turn, False), tokenizer.tokenizer.convert_tokens_to_ids("<|im_end|>"), *follow_ups.suffix([USER])]
+        ids += [
+            *tokenizer.encode(turn, False),
+            tokenizer.tokenizer.convert_tokens_to_ids("<|im_end|>"),
+            *follow_ups.suffix([USER]),
+        ]
         messages = [*messages, {"role": "assistant", "content": turn}, USER]
     assert tuple(ids) == tokenizer.render(messages, None, HERMES, [ADD])
 
@@ -63,9 +71,19 @@ def test_the_whole_is_what_the_template_makes_of_the_whole_conversation(tokenize
     ("template", "tools", "users", "problem"),
     [
         (None, [ADD], False, "the tokenizer's chat template does not show the tools to the policy"),
-        (FORGETFUL, [], True, "the template of data.chat_template changes an assistant's turn when a user message follows it"),
+        (
+            FORGETFUL,
+            [],
+            True,
+            "the template of data.chat_template changes an assistant's turn when a user message follows it",
+        ),
         (CHATML.replace("{{ m.content }}", "{{ m.content if m.role != 'tool' }}"), [ADD], False, "drops tool messages"),
-        (CHATML.replace("{{ m.role }}", "{{ raise_exception('no tools here') if m.role == 'tool' }}"), [ADD], False, "no tools here"),
+        (
+            CHATML.replace("{{ m.role }}", "{{ raise_exception('no tools here') if m.role == 'tool' }}"),
+            [ADD],
+            False,
+            "no tools here",
+        ),
         ("none", [], True, "multi_turn needs a chat template"),
     ],
 )
@@ -75,18 +93,21 @@ def test_a_template_that_cannot_carry_a_conversation_is_refused_by_name(tokenize
 
 
 def test_a_template_may_forget_where_no_user_follows(tokenizer):
-    template = FORGETFUL.replace("m.content if loop.last else", "m.content if loop.last or messages[loop.index].role == 'tool' else")
+    template = FORGETFUL.replace(
+        "m.content if loop.last else", "m.content if loop.last or messages[loop.index].role == 'tool' else"
+    )
     template = template.replace("{% for", "{% if tools %}{{ tools[0].function.name }}{% endif %}{% for", 1)
     FollowUps(tokenizer, template, [ADD], users=False)
     with pytest.raises(ValueError, match="when a user message follows"):
         FollowUps(tokenizer, template, [ADD], users=True)
 
 
-# ----------------------------------------------------------------------------------------------------------- conversations
+# -------------------------------------------------------------------------------------------------------- conversations
 
 
 def conversation(tokenizer, text, ended=True, limit=200):
-    """A conversation whose policy has written `text`, one token per character, so only the policy can have made these ids."""
+    """A conversation whose policy has written `text`, one token per character, so only the policy can have made these
+    ids."""
     alphabet = tokenizer.tokenizer.convert_tokens_to_ids
     ids = [i for character in text for i in tokenizer.encode(character, False)]
     ids += [alphabet("<|im_end|>")] if ended else []
@@ -111,8 +132,14 @@ def test_tokens_of_the_policy_are_never_tokenised_again(tokenizer):
     found = made.rollout(tokenizer.decode)
     assert found.response_ids == (*ids, *suffix, 70, 71, 2) and found.length == len(ids) + 3
     assert found.written == (True,) * len(ids) + (False,) * len(suffix) + (True,) * 3
-    assert [own for own, value in zip(found.written, found.rollout_logprobs, strict=True) if value == 0] == [False] * len(suffix)
-    assert [m["role"] for m in found.dialogue.messages] == ["assistant", "user", "assistant"] and found.dialogue.num_turns == 2
+    assert [own for own, value in zip(found.written, found.rollout_logprobs, strict=True) if value == 0] == [
+        False
+    ] * len(suffix)
+    assert [m["role"] for m in found.dialogue.messages] == [
+        "assistant",
+        "user",
+        "assistant",
+    ] and found.dialogue.num_turns == 2
 
 
 @pytest.mark.parametrize("ended", [True, False])
@@ -143,7 +170,10 @@ def test_a_character_cut_in_two_is_given_up_whole(tokenizer):
     ids = tokenizer.encode("a€b", False)
     assert len(ids) > 3  # the sign has three bytes
     follow_ups = FollowUps(tokenizer, None)
-    assert follow_ups.tokens_within(ids, "a€") == (len(ids) - 1, "a€") and follow_ups.tokens_within(ids, "a") == (1, "a")
+    assert follow_ups.tokens_within(ids, "a€") == (len(ids) - 1, "a€") and follow_ups.tokens_within(ids, "a") == (
+        1,
+        "a",
+    )
     assert follow_ups.tokens_within(ids[:2], "a\N{REPLACEMENT CHARACTER}")[1].startswith("a")
 
 

@@ -1,4 +1,5 @@
-"""Every format of data: values written are the values read, and a file that is not what its name says is refused with a sentence."""
+"""Every format of data: values written are the values read, and a file that is not what its name says is refused with a
+sentence."""
 
 import bz2
 import csv
@@ -40,8 +41,12 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8) | st.sample
     ]
 )
 NUMBER = st.integers(-(10**40), 10**40) | st.floats(allow_nan=False, allow_infinity=False) | st.booleans() | st.none()
-VALUE = st.recursive(TEXT | NUMBER, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6)
-ROWS = st.lists(st.fixed_dictionaries({"prompt": TEXT, "answer": VALUE, "a column.of é": VALUE}), min_size=1, max_size=4)
+VALUE = st.recursive(
+    TEXT | NUMBER, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3), max_leaves=6
+)
+ROWS = st.lists(
+    st.fixed_dictionaries({"prompt": TEXT, "answer": VALUE, "a column.of é": VALUE}), min_size=1, max_size=4
+)
 
 
 @pytest.fixture(scope="module")
@@ -118,11 +123,16 @@ def test_a_typed_column_arrives_as_python_values_at_a_reward(tmp_path, kind):
         for number in (0, 1):
             pyarrow.parquet.write_table(table.slice(number, 1), tmp_path / f"train-0000{number}-of-00002.parquet")
     elif kind == "arrow file":
-        with pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as writer:
+        with (
+            pyarrow.OSFile(str(tmp_path / "a.arrow"), "wb") as file,
+            pyarrow.ipc.new_stream(file, table.schema) as writer,
+        ):
             writer.write_table(table)
     else:
         datasets.DatasetDict(train=datasets.Dataset(table)).save_to_disk(tmp_path)
-    source = next((path for path in tmp_path.iterdir() if path.suffix in (".parquet", ".arrow") and "file" in kind), tmp_path)
+    source = next(
+        (path for path in tmp_path.iterdir() if path.suffix in (".parquet", ".arrow") and "file" in kind), tmp_path
+    )
     found = read(source)
     assert found == wanted and found[0]["uint64"] == 2**64 - 1 and found[1]["struct"] == {"a": None, "b": None}
     at_the_reward = from_json(json.loads(json.dumps(as_json(found))))
@@ -159,7 +169,9 @@ def test_text_files_of_a_folder_are_read_as_single_files_are(tmp_path, names):
     assert exact(read(tmp_path, "train[-1:]")) == exact(wanted[1:])
     if two_splits:
         assert exact(read(tmp_path, "train+test[:1]")) == exact(wanted[::-1])
-        with pytest.raises(ValueError, match=r"data\.train\.source: .* cannot be loaded: it has no split `tset`; it has train, test$"):
+        with pytest.raises(
+            ValueError, match=r"data\.train\.source: .* cannot be loaded: it has no split `tset`; it has train, test$"
+        ):
             read(tmp_path, "tset")
 
 
@@ -190,10 +202,16 @@ def test_a_hub_data_set_in_the_hub_s_cache_is_read_offline(tmp_path, monkeypatch
 
 
 def test_values_that_json_can_only_just_hold(tmp_path):
-    lines = rb'{"a": NaN, "b": -Infinity, "c": "\ud800", "d": 1e308, "e": {}, "f": {"a": null}}' + b"\n" + rb'{"a": null, "f": {}}'
+    lines = (
+        rb'{"a": NaN, "b": -Infinity, "c": "\ud800", "d": 1e308, "e": {}, "f": {"a": null}}'
+        + b"\n"
+        + rb'{"a": null, "f": {}}'
+    )
     (tmp_path / "a.jsonl").write_bytes(lines)
     first, second = read(tmp_path / "a.jsonl")
-    assert exact(first) == exact({"a": float("nan"), "b": float("-inf"), "c": "\ud800", "d": 1e308, "e": {}, "f": {"a": None}})
+    assert exact(first) == exact(
+        {"a": float("nan"), "b": float("-inf"), "c": "\ud800", "d": 1e308, "e": {}, "f": {"a": None}}
+    )
     assert second == {**dict.fromkeys("abcde"), "f": {}}
 
 
@@ -203,7 +221,9 @@ def test_a_csv_file_may_end_its_lines_with_a_carriage_return(tmp_path):
 
 
 def test_a_cell_of_csv_may_be_long_and_hold_lines(tmp_path):
-    (tmp_path / "a.csv").write_bytes(as_csv([{"prompt": "x\r\n" * 100_000, "answer": "1"}, {"prompt": "", "answer": "2"}]))
+    (tmp_path / "a.csv").write_bytes(
+        as_csv([{"prompt": "x\r\n" * 100_000, "answer": "1"}, {"prompt": "", "answer": "2"}])
+    )
     assert read(tmp_path / "a.csv") == [{"prompt": "x\r\n" * 100_000, "answer": "1"}, {"prompt": "", "answer": "2"}]
 
 
@@ -222,7 +242,11 @@ def test_a_cell_of_csv_may_be_long_and_hold_lines(tmp_path):
             b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n",
             "is a git-lfs pointer, not the data; run `git lfs pull`",
         ),
-        ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "is a git-lfs pointer, not the data; run `git lfs pull`"),
+        (
+            "a.parquet",
+            b"version https://git-lfs.github.com/spec/v1\n",
+            "is a git-lfs pointer, not the data; run `git lfs pull`",
+        ),
         ("a.csv", b"\n<!DOCTYPE html><html>", "is a web page, not data; download the file itself"),
         ("a.jsonl", b"PAR1\x15", "is a .parquet file; let its name end in .parquet"),
         ("a.jsonl", GZIP["row"], "is a .gz file; let its name end in .gz"),
@@ -238,7 +262,11 @@ def test_a_cell_of_csv_may_be_long_and_hold_lines(tmp_path):
             b'{"a": 1}\n{"a": {"b": 1, "b": 2}}',
             "line 2 cannot be read: `b` occurs twice in an object; rename one; correct the line",
         ),
-        ("a.json", b'[{"a": 1e400}]', "element 0 of the list cannot be read: 1e400 is beyond a 64-bit float; write it as text"),
+        (
+            "a.json",
+            b'[{"a": 1e400}]',
+            "element 0 of the list cannot be read: 1e400 is beyond a 64-bit float; write it as text",
+        ),
         ("a.json", b'[{"a": 1} {"a": 2}]', "line 1, column 11 is not valid JSON: expecting `,` or `]`"),
         ("a.json", b'[{"a": 1},]', "line 1, column 11 is not valid JSON: Expecting value"),
         ("a.json", b'[{"a": 1}', "line 1, column 10 is not valid JSON: expecting `,` or `]`"),
@@ -256,7 +284,11 @@ def test_a_cell_of_csv_may_be_long_and_hold_lines(tmp_path):
             b'prompt,answer\n\n"a\nb",1\nc\n',
             "line 5 has 1 cells, and the header has 2; put cells that hold `,` into double quotes",
         ),
-        ("a.csv", b"prompt;answer\na, b;1\n", "line 1 is one column, `prompt;answer`, separated by ';'; save the file with ','"),
+        (
+            "a.csv",
+            b"prompt;answer\na, b;1\n",
+            "line 1 is one column, `prompt;answer`, separated by ';'; save the file with ','",
+        ),
         ("a.tsv", b"prompt\tprompt\na\tb\n", "line 1 names the column `prompt` twice"),
         ("a.txt.gz", b"", "must end in one of .jsonl"),
     ],
@@ -274,7 +306,9 @@ def test_a_file_that_is_not_what_its_name_says_is_named(tmp_path, name, content,
 
 def test_other_sources_without_rows_are_named(tmp_path):
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(ValueError, match=r"nothing cannot be loaded: it has no data files; put files that end in \.jsonl, .* there$"):
+    with pytest.raises(
+        ValueError, match=r"nothing cannot be loaded: it has no data files; put files that end in \.jsonl, .* there$"
+    ):
         read(tmp_path / "nothing")
     rows = datasets.Dataset.from_list([{"prompt": "a"}])
     datasets.DatasetDict(train=rows, test=rows.select([])).save_to_disk(tmp_path / "saved")
@@ -286,7 +320,9 @@ def test_other_sources_without_rows_are_named(tmp_path):
 def test_columns_of_parquet_that_a_row_cannot_have_are_named(tmp_path):
     maps = pyarrow.array([[("a", 1)]], pyarrow.map_("string", "int64"))
     pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "m": maps}), tmp_path / "m.parquet")
-    with pytest.raises(ValueError, match=r"m\.parquet: column `m` holds maps, which no row can hold; store structs or lists$"):
+    with pytest.raises(
+        ValueError, match=r"m\.parquet: column `m` holds maps, which no row can hold; store structs or lists$"
+    ):
         read(tmp_path / "m.parquet")
     twice = pyarrow.Table.from_arrays([maps, pyarrow.array([1]), pyarrow.array([2])], names=["prompt", "x", "x"])
     pyarrow.parquet.write_table(twice.select([1, 2]), tmp_path / "twice.parquet")
@@ -300,7 +336,9 @@ def test_an_empty_shard_of_a_folder_adds_no_rows(tmp_path):
         for number, rows in enumerate(([], [{"prompt": "a"}, {"prompt": "b"}])):
             shard = tmp_path / suffix / f"train-{number}.{suffix}"
             if suffix == "parquet":
-                pyarrow.parquet.write_table(pyarrow.table({"prompt": pyarrow.array([row["prompt"] for row in rows], "string")}), shard)
+                pyarrow.parquet.write_table(
+                    pyarrow.table({"prompt": pyarrow.array([row["prompt"] for row in rows], "string")}), shard
+                )
             else:
                 shard.write_text("\n".join(map(json.dumps, rows)))
         assert read(tmp_path / suffix, "train[1:]") == [{"prompt": "b"}]

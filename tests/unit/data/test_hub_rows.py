@@ -23,7 +23,9 @@ ROW = {"prompt": "p", "answer": "2024-05-01", "n": 10**30, "mixed": [1, "a", Non
 def test_text_files_of_the_hub_are_read_without_guesses_and_again_without_the_hub(tmp_path):
     def read(split: str, offline: str) -> list:
         environment = os.environ | {"HF_HOME": str(tmp_path), "HF_ENDPOINT": server.url, "HF_HUB_OFFLINE": offline}
-        ended = subprocess.run([sys.executable, "-c", READ, split], env=environment, capture_output=True, text=True, timeout=120)
+        ended = subprocess.run(
+            [sys.executable, "-c", READ, split], env=environment, capture_output=True, text=True, timeout=120
+        )
         assert ended.returncode == 0, ended.stderr
         return json.loads(ended.stdout)
 

@@ -20,7 +20,10 @@ def sample(prompt=2, response=3, advantage=1.0, first=10):
 def random_samples(seed, count=40, longest=30):
     draw = random.Random(seed)
     half = longest // 2
-    return [sample(draw.randint(1, half), draw.randint(1, half), draw.choice([-1.0, 0.0, 2.0]), first=1000 * i) for i in range(count)]
+    return [
+        sample(draw.randint(1, half), draw.randint(1, half), draw.choice([-1.0, 0.0, 2.0]), first=1000 * i)
+        for i in range(count)
+    ]
 
 
 def test_labels_are_the_next_token_and_the_mask_says_which_are_responses():
@@ -78,7 +81,9 @@ def test_micro_batches_are_padded_to_the_alignment_with_a_sequence_that_counts_f
 
 
 def test_a_sample_above_the_budget_is_an_error_that_names_the_setting():
-    with pytest.raises(ValueError, match=r"sample of 5 tokens exceeds train\.max_tokens_per_micro_batch 4; raise it to 5"):
+    with pytest.raises(
+        ValueError, match=r"sample of 5 tokens exceeds train\.max_tokens_per_micro_batch 4; raise it to 5"
+    ):
         pack([sample()], PackingRules(max_tokens=4))
 
 
@@ -102,9 +107,13 @@ def random_mix(seed):
         responses = [max(1, draw.randint(1, longest // 2) // skew) for _ in range(draw.randint(1, 6))]
         samples += group(prompt, responses, first=1000 * len(samples))
     for number, one in enumerate(samples):  # no response token occurs twice
-        one.token_ids[one.response_mask] = torch.arange(1_000_000 + 1000 * number, 1_000_000 + 1000 * number + int(one.response_mask.sum()))
+        one.token_ids[one.response_mask] = torch.arange(
+            1_000_000 + 1000 * number, 1_000_000 + 1000 * number + int(one.response_mask.sum())
+        )
     samples = [replace(s, advantage=draw.choice([-1.0, 0.0, 2.0])) for s in samples]
-    budget = padded(max((padded(s.token_ids.numel(), sequence_align) for s in samples), default=1), align) * draw.choice([1, 2, 5])
+    budget = padded(
+        max((padded(s.token_ids.numel(), sequence_align) for s in samples), default=1), align
+    ) * draw.choice([1, 2, 5])
     rules = PackingRules(
         max_tokens=budget + draw.randint(0, align - 1),
         at_least=draw.choice([1, 2, 4]),
@@ -119,7 +128,9 @@ def random_mix(seed):
 
 def loss_tokens(rows):
     """The required loss terms, in no order: (label, advantage) of every loss token."""
-    return sorted((label, advantage) for labels, advantages in rows for label, advantage in zip(labels, advantages, strict=True))
+    return sorted(
+        (label, advantage) for labels, advantages in rows for label, advantage in zip(labels, advantages, strict=True)
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -130,13 +141,22 @@ def test_any_mix_is_packed_whole_within_the_budget_evenly_and_alike_on_every_ran
     micro_batches = [m for batch in batches for m in batch.micro_batches]
     (count,) = {len(batch.micro_batches) for batch in batches}
     assert count >= rules.at_least and count % rules.multiple_of == 0
-    assert all(m.num_tokens <= rules.max_tokens and m.num_tokens % rules.align == 0 for m in micro_batches if m.loss_mask.any())
+    assert all(
+        m.num_tokens <= rules.max_tokens and m.num_tokens % rules.align == 0 for m in micro_batches if m.loss_mask.any()
+    )
     assert not any((m.cu_seqlens.diff() % rules.sequence_align).any() for m in micro_batches)
 
     trained = [s for s in mix.samples if s.advantage != 0 or not rules.skip_zero_advantage]
-    expected = loss_tokens((s.token_ids[s.response_mask].tolist(), [s.advantage] * int(s.response_mask.sum())) for s in trained)
-    assert loss_tokens((m.labels[m.loss_mask].tolist(), m.advantages[m.loss_mask].tolist()) for m in micro_batches) == expected
-    assert {(b.num_tokens, b.num_sequences) for b in batches} == {(sum(int(s.response_mask.sum()) for s in mix.samples), len(mix.samples))}
+    expected = loss_tokens(
+        (s.token_ids[s.response_mask].tolist(), [s.advantage] * int(s.response_mask.sum())) for s in trained
+    )
+    assert (
+        loss_tokens((m.labels[m.loss_mask].tolist(), m.advantages[m.loss_mask].tolist()) for m in micro_batches)
+        == expected
+    )
+    assert {(b.num_tokens, b.num_sequences) for b in batches} == {
+        (sum(int(s.response_mask.sum()) for s in mix.samples), len(mix.samples))
+    }
     assert all(b.packing == batches[0].packing for b in batches)
 
 
@@ -203,7 +223,9 @@ def test_sharing_keeps_every_loss_token_and_saves_the_repeated_prompts():
     labels = [torch.cat([m.labels[m.loss_mask] for m in b.micro_batches]).sort().values for b in (plain, shared)]
     assert torch.equal(*labels)
     assert (plain.num_tokens, plain.num_sequences) == (shared.num_tokens, shared.num_sequences)
-    assert sum(m.num_tokens for m in plain.micro_batches) == sum(m.num_tokens for m in shared.micro_batches) + 5 * 3 * 19
+    assert (
+        sum(m.num_tokens for m in plain.micro_batches) == sum(m.num_tokens for m in shared.micro_batches) + 5 * 3 * 19
+    )
     assert all(m.num_tokens <= 70 for m in shared.micro_batches)
 
 
@@ -231,10 +253,17 @@ def test_prompts_of_one_token_have_nothing_to_share():
 
 def test_a_batch_gets_each_term_per_micro_batch_and_its_other_terms_stay():
     batch = pack(random_samples(0), PackingRules(max_tokens=64))
-    old, ref = ([torch.full((m.num_tokens,), number + i) for i, m in enumerate(batch.micro_batches)] for number in (0.0, 0.5))
+    old, ref = (
+        [torch.full((m.num_tokens,), number + i) for i, m in enumerate(batch.micro_batches)] for number in (0.0, 0.5)
+    )
     both = batch.with_terms(old_logprobs=old).with_terms(ref_logprobs=ref, high_entropy=[None] * len(ref))
-    assert [m.terms.old_logprobs for m in both.micro_batches] == old and [m.terms.ref_logprobs for m in both.micro_batches] == ref
-    assert batch.micro_batches[0].terms == StepTerms() and both.micro_batches[0].token_ids is batch.micro_batches[0].token_ids
+    assert [m.terms.old_logprobs for m in both.micro_batches] == old and [
+        m.terms.ref_logprobs for m in both.micro_batches
+    ] == ref
+    assert (
+        batch.micro_batches[0].terms == StepTerms()
+        and both.micro_batches[0].token_ids is batch.micro_batches[0].token_ids
+    )
     with pytest.raises(ValueError, match="shorter"):
         batch.with_terms(old_logprobs=old[1:])
 
@@ -242,7 +271,12 @@ def test_a_batch_gets_each_term_per_micro_batch_and_its_other_terms_stay():
 def test_a_micro_batch_moves_to_a_device_with_its_terms_and_leaves_the_rows_of_sequences_on_the_host():
     batch = build_micro_batch([sample()]).with_terms(old_logprobs=torch.zeros(5), high_entropy=torch.ones(5).bool())
     moved = batch.to(torch.device("meta"))
-    rows = {name: row.device.type for of in (moved, moved.terms) for name, row in vars(of).items() if isinstance(row, torch.Tensor)}
+    rows = {
+        name: row.device.type
+        for of in (moved, moved.terms)
+        for name, row in vars(of).items()
+        if isinstance(row, torch.Tensor)
+    }
     assert {name for name, place in rows.items() if place == "cpu"} == {"cu_seqlens", "samples"}
     assert list(rows.values()).count("meta") == 7 + 2
 

@@ -18,10 +18,13 @@ from megagrpo.trainer.evaluation.sets import load_sets
 USER = {"role": "user", "content": "2 + 2?"}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": None}}}
 TEMPLATES = {
-    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n<think>\n",
+    "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor "
+    "%}<|im_start|>assistant\n<think>\n",
     "llama 2": "{{ bos_token }}{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}",
-    "gemma": "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}",
-    "r1": "{{ bos_token }}Use <think>, <answer>.{% for m in messages %}<｜User｜>{{ m.content }}{% endfor %}<｜Assistant｜><think>\n",
+    "gemma": "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% "
+    "endfor %}",
+    "r1": "{{ bos_token }}Use <think>, <answer>.{% for m in messages %}<｜User｜>{{ m.content }}{% endfor "
+    "%}<｜Assistant｜><think>\n",
     "plain words": "### Instruction:\n{% for m in messages %}{{ m.content }}{% endfor %}\n### Response:\n",
     "one of its own": "{% for m in messages %}Next: [TURN]{{ m.content }}{% endfor %}[/TURN]",
 }
@@ -29,10 +32,13 @@ MARKS = ["<|im_start|>", "[INST]", "<start_of_turn>", "<｜User｜>", "### Instr
 
 
 def made(kind: str):
-    """A tokenizer of characters whose BOS is <s>. `hf with bos` adds it, `hf with two` adds [gMASK]<sop> as GLM's does."""
+    """A tokenizer of characters whose BOS is <s>. `hf with bos` adds it, `hf with two` adds [gMASK]<sop> as GLM's
+    does."""
     raw = RawTokenizer(models.WordLevel({c: i for i, c in enumerate(map(chr, range(10, 127)))}, unk_token=" "))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    raw.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "[gMASK]", "<sop>", "<|im_start|>", "</s>")])
+    raw.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<s>", "[gMASK]", "<sop>", "<|im_start|>", "</s>")]
+    )
     ids = {text: raw.token_to_id(text) for text in ("<s>", "[gMASK]", "<sop>")}
     beginning = {"hf with bos": "<s> $A", "hf with two": "[gMASK] <sop> $A"}.get(kind)
     if beginning:
@@ -44,8 +50,16 @@ def made(kind: str):
 def tokenizers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sentencepiece")
     sentences = [f"{a} + {b} is {a + b}. [INST] Who? [/INST] <start_of_turn>" for a in range(20) for b in range(9)]
-    options = {"vocab_size": 300, "hard_vocab_limit": False, "byte_fallback": True, "model_type": "bpe", "minloglevel": 2}
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(sentences), model_prefix=str(folder / "t"), **options)
+    options = {
+        "vocab_size": 300,
+        "hard_vocab_limit": False,
+        "byte_fallback": True,
+        "model_type": "bpe",
+        "minloglevel": 2,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(sentences), model_prefix=str(folder / "t"), **options
+    )
     kinds = ("hf", "hf with bos", "hf with two")
     return {kind: made(kind) for kind in kinds} | {"sentencepiece": SentencePieceTokenizer(folder / "t.model")}
 
@@ -56,10 +70,12 @@ def source(tokenizer, tmp_path, prompts, **data):
     return PromptSource(section.train, section, tokenizer, 1000, 0)
 
 
-# ------------------------------------------------------------------------------------------------------------------- rendered prompts
+# ----------------------------------------------------------------------------------------------------- rendered prompts
 
 
-@pytest.mark.parametrize(("kind", "bos"), [("hf", ""), ("hf with bos", "<s>"), ("hf with two", "[gMASK]<sop>"), ("sentencepiece", "<s>")])
+@pytest.mark.parametrize(
+    ("kind", "bos"), [("hf", ""), ("hf with bos", "<s>"), ("hf with two", "[gMASK]<sop>"), ("sentencepiece", "<s>")]
+)
 def test_plain_text_begins_with_one_bos_whoever_wrote_it(tokenizers, tmp_path, kind, bos):
     tokenizer = tokenizers[kind]
     texts = ["2 + 2?", bos + "2 + 2?", f"\n {bos}2 + 2?"]
@@ -93,7 +109,12 @@ def test_a_prompt_that_holds_the_template_s_text_is_a_warning(tokenizers, tmp_pa
 
 
 def test_a_prompt_in_another_model_s_format_is_a_warning(tokenizers, tmp_path):
-    prompts = source(tokenizers["hf"], tmp_path, ["<|start_header_id|>user<|end_header_id|>\n\nHi"], chat_template=TEMPLATES["chatml"])
+    prompts = source(
+        tokenizers["hf"],
+        tmp_path,
+        ["<|start_header_id|>user<|end_header_id|>\n\nHi"],
+        chat_template=TEMPLATES["chatml"],
+    )
     assert "1 of 1 prompts already hold `<|start_header_id|>` (first: row 0)" in prompts.warnings[0]
 
 
@@ -101,12 +122,14 @@ def test_rendered_prompts_of_a_held_out_set_are_a_warning(tokenizers, tmp_path):
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "[INST] Hi [/INST]"}))
     section = {"source": str(tmp_path / "rows.jsonl")}
     data = {"train": section, "eval": section, "chat_template": TEMPLATES["llama 2"]}
-    config = RunConfig.model_validate({"model": {"path": "m"}, "data": data, "rewards": {"functions": [{"function": "format"}]}})
+    config = RunConfig.model_validate(
+        {"model": {"path": "m"}, "data": data, "rewards": {"functions": [{"function": "format"}]}}
+    )
     (held_out,) = load_sets(config, tokenizers["hf"])
     assert [warning[:50] for warning in held_out.warnings] == ["data.eval: 1 of 1 prompts already hold `[INST]` (f"]
 
 
-# ------------------------------------------------------------------------------------------------------------------------ messages
+# ------------------------------------------------------------------------------------------------------------- messages
 
 
 @pytest.mark.parametrize(
@@ -117,12 +140,29 @@ def test_rendered_prompts_of_a_held_out_set_are_a_warning(tokenizers, tmp_path):
         ("[1, 2]", "[1, 2]"),
         ('[{"a": 1}]', '[{"a": 1}]'),
         ([USER], [USER]),
-        ([{"role": "user", "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?", "image": None}]}], [USER]),
-        ([{"role": "user", "content": ["2 + ", {"type": "input_text", "text": "2?"}]}], [USER]),
-        ([{"role": "developer", "content": ""}, USER | {"name": "n"}], [{"role": "developer", "content": ""}, USER | {"name": "n"}]),
         (
-            [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "1", "content": "4"}],
-            [{"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "1", "content": "4"}],
+            [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?", "image": None}],
+                }
+            ],
+            [USER],
+        ),
+        ([{"role": "user", "content": ["2 + ", {"type": "input_text", "text": "2?"}]}], [USER]),
+        (
+            [{"role": "developer", "content": ""}, USER | {"name": "n"}],
+            [{"role": "developer", "content": ""}, USER | {"name": "n"}],
+        ),
+        (
+            [
+                {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "1", "content": "4"},
+            ],
+            [
+                {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                {"role": "tool", "tool_call_id": "1", "content": "4"},
+            ],
         ),
         (json.dumps([USER]), [USER]),
         (json.dumps([{"content": [{"type": "text", "text": "2 + 2?"}], "role": "user"}], indent=1), [USER]),
@@ -135,12 +175,22 @@ def test_a_stored_prompt_becomes_text_or_messages(stored, prompt):
 
 def test_fields_that_arrow_added_are_left_out(tmp_path):
     calls = [CALL, CALL | {"function": {"name": "neg", "arguments": {"x": 1}}}]
-    rows = [{"prompt": [USER, {"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "content": "4"}]}]
+    rows = [
+        {
+            "prompt": [
+                USER,
+                {"role": "assistant", "content": None, "tool_calls": calls},
+                {"role": "tool", "content": "4"},
+            ]
+        }
+    ]
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     section = DataSection(train={"source": str(tmp_path / "a.parquet")}, chat_template="{{ messages }}")
     (prompt,) = PromptSource(section.train, section, made("hf"), 1000, 0).all()
     said = prompt.messages[1]["tool_calls"]
-    assert said[1] == calls[1] and said[0]["function"]["arguments"] == {"a": 2} and "tool_calls" not in prompt.messages[2]
+    assert (
+        said[1] == calls[1] and said[0]["function"]["arguments"] == {"a": 2} and "tool_calls" not in prompt.messages[2]
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,9 +204,18 @@ def test_fields_that_arrow_added_are_left_out(tmp_path):
         ([{"from": "human", "value": "x"}], "these are ShareGPT's names"),
         ([USER, {"role": "user"}], "must be chat messages whose content is text; message 1 has None"),
         ([{"role": "user", "content": 4}], "must be chat messages whose content is text; message 0 has 4"),
-        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}], "message 0 has a part of type `image`: remove"),
-        ([USER, {"role": "user", "content": [{"type": "input_audio", "text": None}]}], "message 1 has a part of type `input_audio`"),
-        ([{"role": "user", "content": [{"text": 3}]}], "must be text; message 0 has a part {'text': 3}: remove the part, or the row"),
+        (
+            [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}],
+            "message 0 has a part of type `image`: remove",
+        ),
+        (
+            [USER, {"role": "user", "content": [{"type": "input_audio", "text": None}]}],
+            "message 1 has a part of type `input_audio`",
+        ),
+        (
+            [{"role": "user", "content": [{"text": 3}]}],
+            "must be text; message 0 has a part {'text': 3}: remove the part, or the row",
+        ),
         ('[{"role": "user", "content": "x"', "begins like chat messages, and is not valid JSON ("),
         ("a\ud800", r"holds '\ud800', half a character, which no tokenizer knows; remove it"),
     ],
@@ -167,15 +226,19 @@ def test_what_is_no_prompt_is_refused_with_its_row(tmp_path, stored, message):
     assert str(error.value).startswith("data.train: row 1: column `prompt` ") and message in str(error.value)
 
 
-# -------------------------------------------------------------------------------------------------------------------------- fields
+# --------------------------------------------------------------------------------------------------------------- fields
 
 
 def test_a_field_that_a_row_lacks_is_none_for_rewards_and_an_error_for_the_prompt(tmp_path):
     rows = [{"p": {"q": "a"}, "info": None}, {"p": {"q": "b"}, "info": {"gold": "1"}}, {"p": {"q": "c"}, "info": {}}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"p": {}}])))
-    section = DataSection(train={"source": str(tmp_path / "a.jsonl"), "size": 3}, prompt_column="p.q", columns={"answer": "info.gold"})
+    section = DataSection(
+        train={"source": str(tmp_path / "a.jsonl"), "size": 3}, prompt_column="p.q", columns={"answer": "info.gold"}
+    )
     prompts = PromptSource(section.train, section, made("hf"), 1000, 0)
     assert [prompt.columns["answer"] for prompt in prompts.all()] == [None, "1", None]
     section = DataSection(train={"source": str(tmp_path / "a.jsonl")}, prompt_column="p.q")
-    with pytest.raises(ValueError, match=r"^data\.train: row 3 has no `p\.q` \(data\.prompt_column\); add it, or remove the row$"):
+    with pytest.raises(
+        ValueError, match=r"^data\.train: row 3 has no `p\.q` \(data\.prompt_column\); add it, or remove the row$"
+    ):
         PromptSource(section.train, section, made("hf"), 1000, 0)

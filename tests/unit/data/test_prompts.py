@@ -29,7 +29,9 @@ def tokenizer():
     raw = RawTokenizer(models.WordLevel(vocabulary, unk_token=" "))
     raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="~")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '|' if m.role == 'system' else '' }}{% endfor %}>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{{ '|' if m.role == 'system' else '' }}{% endfor %}>"
+    )
     return HuggingFaceTokenizer(tokenizer)
 
 
@@ -57,7 +59,10 @@ def ids(prompts) -> list[int]:
 
 def test_each_epoch_gives_every_prompt_once_in_the_documented_order(tokenizer, jsonl):
     prompts = source(tokenizer, jsonl, seed=5)
-    expected = [sorted(range(10), key=lambda row: blake2b(f"5/{epoch}/{row}".encode(), digest_size=16).digest()) for epoch in range(3)]
+    expected = [
+        sorted(range(10), key=lambda row: blake2b(f"5/{epoch}/{row}".encode(), digest_size=16).digest())
+        for epoch in range(3)
+    ]
     assert ids(prompts.next(30)) == [*expected[0], *expected[1], *expected[2]]
     assert expected[0] != expected[1] != list(range(10)) and prompts.cursor == 30 and len(prompts) == 10
     assert ids(source(tokenizer, jsonl, seed=6).next(10)) != expected[0]
@@ -85,7 +90,9 @@ def test_a_peek_shows_what_will_be_drawn_and_draws_nothing(tokenizer, jsonl):
 
 def test_a_prompt_carries_its_tokens_text_and_columns(tokenizer, jsonl):
     prompt = source(tokenizer, jsonl, shuffle=False).next(4)[3]
-    assert prompt.prompt_id == 3 and prompt.messages == "What is 3 + 3?" and text(tokenizer, prompt) == "What is 3 + 3?>"
+    assert (
+        prompt.prompt_id == 3 and prompt.messages == "What is 3 + 3?" and text(tokenizer, prompt) == "What is 3 + 3?>"
+    )
     assert prompt.columns == {"answer": "6", "level": 3}
 
 
@@ -113,7 +120,10 @@ def test_a_column_can_be_cut_to_the_answer_behind_its_hashes(tokenizer, tmp_path
     assert [p.columns["answer"] for p in prompts] == ["72", None, "1,000", ""]
     with pytest.raises(ValueError) as error:
         source(tokenizer, path, extract_hash_answer=["answr", "gold"])
-    assert "data.extract_hash_answer: data.train has no column `answr`; it has prompt, answer; did you mean `answer`?" in str(error.value)
+    assert (
+        "data.extract_hash_answer: data.train has no column `answr`; it has prompt, answer; did you mean `answer`?"
+        in str(error.value)
+    )
     assert "no column `gold`" in str(error.value)
 
 
@@ -135,7 +145,9 @@ def test_messages_come_through_arrow_without_empty_keys(tokenizer, tmp_path):
     assert second.messages == rows[1]["chat"] and second.columns["answer"] == 2
 
 
-@pytest.mark.parametrize("kind", ["json", "parquet", "csv", "folder of files", "save_to_disk", "save_to_disk with splits"])
+@pytest.mark.parametrize(
+    "kind", ["json", "parquet", "csv", "folder of files", "save_to_disk", "save_to_disk with splits"]
+)
 def test_every_kind_of_source_gives_the_same_prompts(tokenizer, jsonl, tmp_path, kind):
     data, path = datasets.Dataset.from_list(ROWS), tmp_path / f"rows.{kind}"
     if kind == "json":
@@ -178,7 +190,9 @@ def test_relative_paths_count_from_the_current_folder(tokenizer, tmp_path, monke
 
 @pytest.mark.parametrize("mode, kept, longest", [("drop", [0, 2], 4), ("truncate_left", [0, 1, 2, 3], 4)])
 def test_overlong_prompts_are_counted_and_dropped_or_cut_on_the_left(tokenizer, tmp_path, mode, kept, longest):
-    (tmp_path / "p.jsonl").write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("abc", "abcd", "ab", "abcdefgh")))
+    (tmp_path / "p.jsonl").write_text(
+        "".join(json.dumps({"prompt": p}) + "\n" for p in ("abc", "abcd", "ab", "abcdefgh"))
+    )
     prompts = source(tokenizer, tmp_path / "p.jsonl", limit=4, overlong_prompts=mode)
     assert prompts.num_overlong == 2 and ids(prompts.all()) == kept and sorted(ids(prompts.next(len(kept)))) == kept
     assert max(len(p.token_ids) for p in prompts.all()) == longest
@@ -198,7 +212,10 @@ def test_reasoning_gym_gives_questions_and_what_its_scorer_needs(tokenizer):
     train = source(tokenizer, "reasoning_gym:chain_sum", dataset=options, seed=3)
     prompt = train.all()[0]
     assert prompt.messages == prompt.columns["question"] and len(train) == 6
-    assert set(prompt.columns) == {"question", "answer", "metadata"} and prompt.columns["metadata"]["source_dataset"] == "chain_sum"
+    assert (
+        set(prompt.columns) == {"question", "answer", "metadata"}
+        and prompt.columns["metadata"]["source_dataset"] == "chain_sum"
+    )
     assert train.all() == source(tokenizer, "reasoning_gym:chain_sum", dataset=options, seed=3).all()
     held_out = source(tokenizer, "reasoning_gym:chain_sum", dataset=options, seed=3, evaluate=True)
     assert not {p.messages for p in train.all()} & {p.messages for p in held_out.all()}
@@ -208,21 +225,34 @@ def test_reasoning_gym_gives_questions_and_what_its_scorer_needs(tokenizer):
 
 def test_a_field_of_a_column_is_a_column_for_the_prompt_and_for_rewards(tokenizer, tmp_path):
     """The rows of verl."""
-    row = {"data_source": "gsm8k", "prompt": [{"role": "user", "content": "2 + 2?"}], "reward_model": {"style": "rule", "ground_truth": 4}}
+    row = {
+        "data_source": "gsm8k",
+        "prompt": [{"role": "user", "content": "2 + 2?"}],
+        "reward_model": {"style": "rule", "ground_truth": 4},
+    }
     (tmp_path / "verl.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row | {"extra_info": {"text": "3 + 3?"}}))
     prompts = source(tokenizer, tmp_path / "verl.jsonl", columns={"answer": "reward_model.ground_truth"})
     assert prompts.all()[0].columns["answer"] == 4 and prompts.all()[0].columns["reward_model"] == row["reward_model"]
     with pytest.raises(
-        ValueError, match=r"data.columns.answer: .* no column `answer`; it has .*; did you mean `reward_model.ground_truth`\?"
+        ValueError,
+        match=r"data.columns.answer: .* no column `answer`; it has .*; did you mean `reward_model.ground_truth`\?",
     ):
         source(tokenizer, tmp_path / "verl.jsonl", columns={"answer": "answer"})
 
 
 def test_rows_of_sharegpt_get_a_hint(tokenizer, tmp_path):
-    (tmp_path / "s.jsonl").write_text(json.dumps({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}))
-    with pytest.raises(ValueError, match=r"`conversations` is ShareGPT's: rename it, `from` to role and `value` to content, and end with"):
+    (tmp_path / "s.jsonl").write_text(
+        json.dumps({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]})
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"`conversations` is ShareGPT's: rename it, `from` to role and `value` to content, and end with",
+    ):
         source(tokenizer, tmp_path / "s.jsonl")
-    with pytest.raises(ValueError, match=r"these are ShareGPT's names: rename `from` to role, `value` to content, and end with the user's"):
+    with pytest.raises(
+        ValueError,
+        match=r"these are ShareGPT's names: rename `from` to role, `value` to content, and end with the user's",
+    ):
         source(tokenizer, tmp_path / "s.jsonl", prompt_column="conversations")
 
 
@@ -241,17 +271,45 @@ def test_rows_of_sharegpt_get_a_hint(tokenizer, tmp_path):
             ["data.train.source", "broken.jsonl cannot be loaded: line 1, column 15 is not valid JSON: Expecting"],
         ),
         ("https://a.b/rows.jsonl", {}, ["data.train.source: https://a.b/rows.jsonl is an address; download the file"]),
-        ("notes.txt", {}, ["must end in one of .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow; convert or rename"]),
-        ("rows.jsonl", {"prompt_column": "promt"}, ["no column `promt`; it has prompt, answer, level; did you mean `prompt`?"]),
-        ("rows.jsonl", {"columns": {"solution": "anser"}}, ["data.columns.solution", "`anser`", "did you mean `answer`?"]),
-        ("rows.jsonl", {"prompt_column": "level"}, ["row 0", "column `level` must be a string or chat messages (got 0)"]),
-        ("rows.jsonl", {"limit": 5}, ["all prompts are dropped", "10 of 10 prompts", "max_prompt_length 5", "longest: 15 tokens"]),
+        (
+            "notes.txt",
+            {},
+            ["must end in one of .jsonl, .ndjson, .json, .csv, .tsv, .parquet, .arrow; convert or rename"],
+        ),
+        (
+            "rows.jsonl",
+            {"prompt_column": "promt"},
+            ["no column `promt`; it has prompt, answer, level; did you mean `prompt`?"],
+        ),
+        (
+            "rows.jsonl",
+            {"columns": {"solution": "anser"}},
+            ["data.columns.solution", "`anser`", "did you mean `answer`?"],
+        ),
+        (
+            "rows.jsonl",
+            {"prompt_column": "level"},
+            ["row 0", "column `level` must be a string or chat messages (got 0)"],
+        ),
+        (
+            "rows.jsonl",
+            {"limit": 5},
+            ["all prompts are dropped", "10 of 10 prompts", "max_prompt_length 5", "longest: 15 tokens"],
+        ),
         ("rows.jsonl", {"limit": 5, "overlong_prompts": "error"}, ["10 of 10 prompts", "set data.overlong_prompts"]),
-        ("rows.jsonl", {"dataset": {"options": {"seed": 1}}}, ["data.train.options: only reasoning_gym:FAMILY has options"]),
+        (
+            "rows.jsonl",
+            {"dataset": {"options": {"seed": 1}}},
+            ["data.train.options: only reasoning_gym:FAMILY has options"],
+        ),
         ("rows.jsonl", {"dataset": {"split": "train[5:5]"}}, ["(split train[5:5]) has no rows"]),
         ("saved", {"dataset": {"split": "tset"}}, ["no split `tset`; it has train, test"]),
         ("reasoning_gym:chain_sun", {}, ["no family `chain_sun`; did you mean `chain_sum`?"]),
-        ("reasoning_gym:gcd", {"dataset": {"options": {"max_nums": 3}}}, ["data.train.options.max_nums", "did you mean `max_numbers`?"]),
+        (
+            "reasoning_gym:gcd",
+            {"dataset": {"options": {"max_nums": 3}}},
+            ["data.train.options.max_nums", "did you mean `max_numbers`?"],
+        ),
         (
             "reasoning_gym:gcd",
             {"dataset": {"options": {"min_numbers": 9, "max_numbers": 3}}},
@@ -259,7 +317,9 @@ def test_rows_of_sharegpt_get_a_hint(tokenizer, tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_used_is_refused_with_its_key(tokenizer, jsonl, tmp_path, monkeypatch, path, arguments, expected):
+def test_what_cannot_be_used_is_refused_with_its_key(
+    tokenizer, jsonl, tmp_path, monkeypatch, path, arguments, expected
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -268,7 +328,9 @@ def test_what_cannot_be_used_is_refused_with_its_key(tokenizer, jsonl, tmp_path,
     Path("notes.txt").write_text("x")
     Path("broken.jsonl").write_text('{"prompt": "a"\n{{{')
     datasets.Dataset.from_list(ROWS).select([]).to_parquet("empty.parquet")
-    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS)}).save_to_disk("saved")
+    datasets.DatasetDict(
+        {"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS)}
+    ).save_to_disk("saved")
     with pytest.raises(ValueError) as error:
         source(tokenizer, path, **arguments)
     for part in expected:
@@ -278,7 +340,10 @@ def test_what_cannot_be_used_is_refused_with_its_key(tokenizer, jsonl, tmp_path,
 def test_the_addition_files_hold_every_pair_once_and_keep_mirror_pairs_together(tokenizer):
     train, held_out = (source(tokenizer, ADDITION / f"addition_{name}.jsonl").all() for name in ("train", "heldout"))
     assert len(train) == 57 and len(held_out) == 24
-    pairs = [{tuple(int(w.strip("?")) for w in p.messages.split() if w.strip("?").isdigit()) for p in split} for split in (train, held_out)]
+    pairs = [
+        {tuple(int(w.strip("?")) for w in p.messages.split() if w.strip("?").isdigit()) for p in split}
+        for split in (train, held_out)
+    ]
     assert Counter(pairs[0]) + Counter(pairs[1]) == Counter((a, b) for a in range(1, 10) for b in range(1, 10))
     assert pairs[1] == {(b, a) for a, b in pairs[1]} == {(a, b) for a, b in pairs[0] | pairs[1] if abs(a - b) % 3 == 2}
     for prompt in train + held_out:
@@ -289,6 +354,7 @@ def test_the_addition_files_hold_every_pair_once_and_keep_mirror_pairs_together(
 def test_without_reasoning_gym_the_extra_is_named(tokenizer, monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     with pytest.raises(
-        ValueError, match=r"data\.train\.source: reasoning_gym:gcd needs the package reasoning-gym; run `megagrpo install data`"
+        ValueError,
+        match=r"data\.train\.source: reasoning_gym:gcd needs the package reasoning-gym; run `megagrpo install data`",
     ):
         source(tokenizer, "reasoning_gym:gcd")

@@ -9,8 +9,24 @@ from megagrpo.data.data_sources import load_rows
 from megagrpo.data.text_rows import JsonRows
 
 ROWS = [
-    {"prompt": "a", "answer": 10**30, "day": "2024-01-01", "at": "2024-01-01T10:00:00Z", "mixed": 1, "info": {"a": 1}, "list": []},
-    {"prompt": "b", "answer": 0.1, "day": "", "at": None, "mixed": "1", "info": {"b": [1, "x", None]}, "list": [1, "a", {"c": 1}]},
+    {
+        "prompt": "a",
+        "answer": 10**30,
+        "day": "2024-01-01",
+        "at": "2024-01-01T10:00:00Z",
+        "mixed": 1,
+        "info": {"a": 1},
+        "list": [],
+    },
+    {
+        "prompt": "b",
+        "answer": 0.1,
+        "day": "",
+        "at": None,
+        "mixed": "1",
+        "info": {"b": [1, "x", None]},
+        "list": [1, "a", {"c": 1}],
+    },
     {"prompt": "c", "answer": True, "day": "é\u2028\x85", "at": "x", "mixed": 1.5, "info": {}, "list": [[1], []]},
 ]
 
@@ -46,12 +62,20 @@ def test_a_row_without_a_column_has_none_there(tmp_path):
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"a": 1}\n\n{"a": 1,}\n', "line 3, column 9 is not valid JSON: "),
-        ("a.jsonl", '{"a": 1}\n[1]\n', 'line 2 must be an object of columns, as {"prompt": ...} (got a list); correct the line'),
+        (
+            "a.jsonl",
+            '{"a": 1}\n[1]\n',
+            'line 2 must be an object of columns, as {"prompt": ...} (got a list); correct the line',
+        ),
         ("a.jsonl", "{'a': 1}", "line 1, column 2 is not valid JSON: "),
         ("a.jsonl", '{"a": ' + "9" * 5000 + "}", "line 1 cannot be read: "),
         ("a.json", '[{"a": 1},\n {"a" 1}]', "line 2, column 7 is not valid JSON: "),
         ("a.json", '[{"a": 1}, 2]', "element 1 of the list must be an object of columns"),
-        ("a.csv", "prompt,answer\na,1\nb,2,3\n", "line 3 has 3 cells, and the header has 2; put cells that hold `,` into"),
+        (
+            "a.csv",
+            "prompt,answer\na,1\nb,2,3\n",
+            "line 3 has 3 cells, and the header has 2; put cells that hold `,` into",
+        ),
         ("a.csv", "prompt,prompt\na,1\n", "line 1 names the column `prompt` twice; rename one"),
     ],
 )
@@ -59,10 +83,17 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError) as error:
         read(tmp_path / name)
-    assert str(error.value).startswith(f"data.train.source: {tmp_path / name} cannot be loaded: ") and message in str(error.value)
+    assert str(error.value).startswith(f"data.train.source: {tmp_path / name} cannot be loaded: ") and message in str(
+        error.value
+    )
 
 
 def test_every_cell_of_a_csv_file_is_text(tmp_path):
-    (tmp_path / "a.csv").write_text('\ufeffprompt,answer,day\n"a ""q"", b\nx",007,2024-01-01\nNA,1e3,\n', encoding="utf-8")
+    (tmp_path / "a.csv").write_text(
+        '\ufeffprompt,answer,day\n"a ""q"", b\nx",007,2024-01-01\nNA,1e3,\n', encoding="utf-8"
+    )
     found = list(read(tmp_path / "a.csv"))
-    assert found == [{"prompt": 'a "q", b\nx', "answer": "007", "day": "2024-01-01"}, {"prompt": "NA", "answer": "1e3", "day": ""}]
+    assert found == [
+        {"prompt": 'a "q", b\nx', "answer": "007", "day": "2024-01-01"},
+        {"prompt": "NA", "answer": "1e3", "day": ""},
+    ]

@@ -29,7 +29,10 @@ def chat_folder(tmp_path_factory):
     raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eot|>"]
     raw.train_from_iterator(
-        SENTENCES, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+        SENTENCES,
+        trainers.BpeTrainer(
+            vocab_size=400, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        ),
     )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<|im_end|>", pad_token="<|im_end|>")
     tokenizer.chat_template = CHATML
@@ -77,7 +80,9 @@ def test_end_tokens_are_those_of_the_tokenizer_and_of_the_generation_config(chat
 def test_a_string_prompt_is_a_user_message_after_the_system_prompt(chat_folder):
     tokenizer = load_tokenizer(chat_folder)
     ids = tokenizer.render("What is 3 + 7?", system_prompt="Short.")
-    expected = "<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\nWhat is 3 + 7?<|im_end|>\n<|im_start|>assistant\n"
+    expected = (
+        "<|im_start|>system\nShort.<|im_end|>\n<|im_start|>user\nWhat is 3 + 7?<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert tokenizer.tokenizer.decode(list(ids)) == expected
     assert list(ids) == tokenizer.encode(expected, add_special_tokens=False)
     assert all(isinstance(i, int) for i in ids)
@@ -93,7 +98,8 @@ def test_smollm2_renders_its_own_chat_format_and_ends_on_im_end():
     start, end = tokenizer.encode("<|im_start|><|im_end|>", add_special_tokens=False)
     assert tokenizer.eos_token_ids == (end,) == (2,) and ids.count(start) == 3 and ids.count(end) == 2
     assert tokenizer.decode(ids) == "system\nAdd.\nuser\nWhat is 3 + 7?\nassistant\n"
-    assert tokenizer.render("Hi")[:2] == ids[:2] and "SmolLM" in tokenizer.decode(tokenizer.render("Hi"))  # its default system message
+    # its default system message
+    assert tokenizer.render("Hi")[:2] == ids[:2] and "SmolLM" in tokenizer.decode(tokenizer.render("Hi"))
 
 
 def test_the_system_message_that_a_template_adds_itself_stays(chat_folder):
@@ -132,7 +138,11 @@ def test_a_chat_template_comes_as_text_or_from_a_file(tmp_path, monkeypatch):
     (tmp_path / "chat.jinja").write_text(CHATML)
     monkeypatch.chdir(tmp_path)
     assert read_chat_template("chat.jinja") == CHATML
-    assert read_chat_template(LLAMA_2) == LLAMA_2 and read_chat_template("none") == "none" and read_chat_template(None) is None
+    assert (
+        read_chat_template(LLAMA_2) == LLAMA_2
+        and read_chat_template("none") == "none"
+        and read_chat_template(None) is None
+    )
     with pytest.raises(ValueError, match=r"data.chat_template: 'other.jinja' must be a file"):
         read_chat_template("other.jinja")
 
@@ -146,7 +156,10 @@ def test_a_missing_tokenizer_is_named(tmp_path):
 
 @pytest.mark.parametrize("text", ["What is 3 + 7?", " two  spaces ", "né ☃ \n\ttabs", "", "<start_of_turn>user"])
 def test_a_sentencepiece_model_gives_the_ids_and_text_of_sentencepiece(sentencepiece_model, text):
-    ours, theirs = load_tokenizer(sentencepiece_model), sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    ours, theirs = (
+        load_tokenizer(sentencepiece_model),
+        sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model)),
+    )
     assert ours.encode(text, add_special_tokens=False) == theirs.encode(text)
     assert list(ours.render(text)) == [theirs.bos_id(), *theirs.encode(text)]
     assert ours.decode([theirs.bos_id(), *theirs.encode(text), theirs.eos_id()]) == text
@@ -154,7 +167,10 @@ def test_a_sentencepiece_model_gives_the_ids_and_text_of_sentencepiece(sentencep
 
 
 def test_a_sentencepiece_model_takes_a_chat_template_and_recognises_its_control_tokens(sentencepiece_model):
-    ours, theirs = load_tokenizer(sentencepiece_model), sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model))
+    ours, theirs = (
+        load_tokenizer(sentencepiece_model),
+        sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model)),
+    )
     ids = ours.render("What is 3?", chat_template=LLAMA_2)
     assert list(ids) == [theirs.bos_id(), *theirs.encode("[INST] What is 3? [/INST]")]
     turns = ours.encode("one</s>two<s>", add_special_tokens=False)

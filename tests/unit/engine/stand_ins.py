@@ -1,4 +1,5 @@
-"""Stand-ins for vLLM servers: processes and threads with real sockets that respond to prompts, or misbehave as configured.
+"""Stand-ins for vLLM servers: processes and threads with real sockets that respond to prompts, or misbehave as
+configured.
 
 Imports only the standard library, so that a process starts at once.
 """
@@ -39,15 +40,21 @@ def choices_for(body: dict, version: str = "default") -> list[dict]:
         content = [{"token_id": i, "logprob": -0.5} for i in ids]
         spans = [{"version": version, "start": 0, "end": len(ids)}]
         choices.append(
-            {"index": index, "token_ids": ids, "finish_reason": "length", "logprobs": {"content": content}, "weight_versions": spans}
+            {
+                "index": index,
+                "token_ids": ids,
+                "finish_reason": "length",
+                "logprobs": {"content": content},
+                "weight_versions": spans,
+            }
         )
     return choices
 
 
 class StandIn:
-    """A server on its own port. `mode` decides how it handles prompts: it responds, or misbehaves as in `_misbehave`. With `ill` it fails
-    health checks. It has weights of `version`. `spoiled` maps a path of a control request to a kind of misbehaviour. `asked` contains the
-    bodies of prompts."""
+    """A server on its own port. `mode` decides how it handles prompts: it responds, or misbehaves as in `_misbehave`.
+    With `ill` it fails health checks. It has weights of `version`. `spoiled` maps a path of a control request to a kind
+    of misbehaviour. `asked` contains the bodies of prompts."""
 
     def __init__(self, mode: str = "answer", delay: float = 0.0, version: str = "default", port: int = 0):
         self.mode, self.delay, self.version, self.ill, self.asked = mode, delay, version, False, []
@@ -134,7 +141,9 @@ class StandIn:
             changes = {
                 "fewer": lambda: choices.pop(),
                 "one twice": lambda: choices[-1].update(index=0),
-                "too long": lambda: first.update(token_ids=[1] * 9, logprobs={"content": [{"token_id": 1, "logprob": -1.0}] * 9}),
+                "too long": lambda: first.update(
+                    token_ids=[1] * 9, logprobs={"content": [{"token_id": 1, "logprob": -1.0}] * 9}
+                ),
                 "no log-prob": lambda: first["logprobs"]["content"].pop(),
                 "words": lambda: first.update(token_ids=["a", "b"]),
                 "wrong version": lambda: [choice["weight_versions"][0].update(version="7") for choice in choices],
@@ -144,7 +153,9 @@ class StandIn:
 
 
 def _reply(wfile, body: bytes, status: int = 200, kind: str = "application/json") -> None:
-    wfile.write(b"HTTP/1.1 %d X\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n" % (status, kind.encode(), len(body)) + body)
+    wfile.write(
+        b"HTTP/1.1 %d X\r\ncontent-type: %s\r\ncontent-length: %d\r\n\r\n" % (status, kind.encode(), len(body)) + body
+    )
 
 
 class Process:

@@ -1,4 +1,5 @@
-"""Access control: by a secret token of the run, on the configured interface, and by notes that only members can write."""
+"""Access control: by a secret token of the run, on the configured interface, and by notes that only members can
+write."""
 
 import asyncio
 import json
@@ -25,7 +26,8 @@ TOKEN = "a-token-of-the-tests-1234"
 
 
 def ask(guard, path, *sent, kind="http"):
-    """The result of a request to a guard: "in" if it gets through, else the status or the code of the closed connection, and the text."""
+    """The result of a request to a guard: "in" if it gets through, else the status or the code of the closed
+    connection, and the text."""
     messages = []
 
     async def send(message):
@@ -55,16 +57,27 @@ def bearer(token):
 
 @pytest.mark.parametrize("path", ["/v1/models", "/collective_rpc", "/sleep", "/", "/health/", "/metrics", "//health"])
 def test_every_route_but_the_health_check_wants_the_token(guard, path):
-    for sent in ([], [bearer("")], [bearer(TOKEN[:-1])], [bearer(TOKEN + "x")], [(b"authorization", TOKEN.encode())], [bearer(TOKEN)] * 2):
+    for sent in (
+        [],
+        [bearer("")],
+        [bearer(TOKEN[:-1])],
+        [bearer(TOKEN + "x")],
+        [(b"authorization", TOKEN.encode())],
+        [bearer(TOKEN)] * 2,
+    ):
         status, text = ask(guard, path, *sent)
         assert status == 401 and "rollout.token_file" in text and TOKEN not in text
     assert ask(guard, path, bearer(TOKEN)) == ask(guard, "/health") == {"type": "in"}
-    assert ask(guard, path, kind="websocket") == 1008 and ask(guard, path, bearer(TOKEN), kind="websocket") == {"type": "in"}
+    assert ask(guard, path, kind="websocket") == 1008 and ask(guard, path, bearer(TOKEN), kind="websocket") == {
+        "type": "in"
+    }
 
 
 def test_a_guard_without_a_token_does_not_start_and_one_with_it_hands_it_to_no_child(monkeypatch, tmp_path):
     monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
-    with pytest.raises(ValueError, match="no token is set; set MEGAGRPO_TOKEN to it, or MEGAGRPO_TOKEN_FILE to the name of its file"):
+    with pytest.raises(
+        ValueError, match="no token is set; set MEGAGRPO_TOKEN to it, or MEGAGRPO_TOKEN_FILE to the name of its file"
+    ):
         TokenGuard(None)
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     assert read_token(None) == TOKEN and TOKEN_VARIABLE not in os.environ and read_token(None) is None
@@ -87,7 +100,9 @@ def test_a_token_file_is_for_its_owner_alone_and_holds_one_long_word(monkeypatch
         read_token(file)
 
 
-def test_a_launched_server_gets_its_token_by_a_pipe_and_neither_by_its_environment_nor_by_its_command_line(tmp_path, monkeypatch):
+def test_a_launched_server_gets_its_token_by_a_pipe_and_neither_by_its_environment_nor_by_its_command_line(
+    tmp_path, monkeypatch
+):
     monkeypatch.setenv(TOKEN_VARIABLE, "that of servers of others")
     options = ServerOptions(str(tmp_path), "float32", 64)
     guarded = Launcher(options, tmp_path, token=TOKEN, host="127.0.0.2")
@@ -113,7 +128,10 @@ def test_an_interface_is_named_and_has_an_address():
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["rollout.urls=[http://a:1]", "rollout.interface=eth0"], "rollout.interface: eth0 only applies to servers that the run starts"),
+        (
+            ["rollout.urls=[http://a:1]", "rollout.interface=eth0"],
+            "rollout.interface: eth0 only applies to servers that the run starts",
+        ),
         (["rollout.urls=[http://me:secret@a:1]"], "rollout.urls: an address must not contain a password"),
         (["rollout.urls_file=u"], "rollout.urls_file: needs initial servers, but rollout.urls is empty"),
         (["rollout.extra_args=[--api-key, k]"], "rollout.extra_args: --api-key would show a secret to every user"),
@@ -126,7 +144,9 @@ def test_settings_that_give_secrets_away_or_do_nothing_are_refused(overrides, pr
 
 
 def test_what_the_config_says_about_servers_reaches_them(tmp_path):
-    rollout = load_config(QUICKSTART, ["rollout.urls=[http://a:1]", "rollout.urls_file=u", "rollout.reconnect_timeout=7"]).rollout
+    rollout = load_config(
+        QUICKSTART, ["rollout.urls=[http://a:1]", "rollout.urls_file=u", "rollout.reconnect_timeout=7"]
+    ).rollout
     limits = engine_side.engine_limits(rollout)
     assert limits["patience"] == 7 and limits["urls_file"] == Path("u").absolute()
     launchers = [serving.make_launcher(load_config(QUICKSTART, []), tmp_path, tmp_path, "float32") for _ in range(2)]
@@ -140,7 +160,9 @@ def test_notes_of_strangers_and_notes_that_were_moved_are_refused():
     board = Board("127.0.0.1", 0, Deadline(5), "the secret", serve=True)
     stranger = Board("127.0.0.1", board.port, Deadline(5), "a guess")
     stranger.put("key", {"seconds": 1})
-    with pytest.raises(WeightSyncError, match="note key has an invalid HMAC; a process without this run's secret wrote it"):
+    with pytest.raises(
+        WeightSyncError, match="note key has an invalid HMAC; a process without this run's secret wrote it"
+    ):
         board.find("key")
     board.put("mine", [1])
     stranger.store.set("other", stranger.store.get("mine"))  # a true note under another key
@@ -150,7 +172,9 @@ def test_notes_of_strangers_and_notes_that_were_moved_are_refused():
         with pytest.raises(WeightSyncError, match=f"note {forged} has an invalid HMAC"):
             board.find(forged)
     board.meeting_point("group1").set("a", "b")
-    assert not dist.PrefixStore("group1", stranger.store).check(["a"]) and not stranger.meeting_point("group1").check(["a"])
+    assert not dist.PrefixStore("group1", stranger.store).check(["a"]) and not stranger.meeting_point("group1").check(
+        ["a"]
+    )
 
 
 def test_a_board_listens_on_the_address_it_was_given():

@@ -29,8 +29,8 @@ def choice(ids, reason, *versions, index=0):
 
 @contextlib.contextmanager
 def scripted(*answers, paused=()):
-    """(address, received bodies) of a server that gives these responses in turn: lists of choices, a function that returns one, or a
-    status. `paused` holds its responses to /is_paused, then False."""
+    """(address, received bodies) of a server that gives these responses in turn: lists of choices, a function that
+    returns one, or a status. `paused` holds its responses to /is_paused, then False."""
     answers, paused, bodies = list(answers), list(paused), []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -77,7 +77,9 @@ def test_a_response_that_was_broken_off_goes_on_from_its_tokens():
     assert broken.token_versions == (5, 5, 6, 7, 7) and whole.later_versions == ()
     assert [body["token_ids"] for body in bodies] == [[1, 2], [1, 2, 5, 6], [1, 2, 5, 6, 7]]
     params = [body["sampling_params"] for body in bodies]
-    assert [(p["n"], p["max_tokens"]) for p in params] == [(2, 6), (1, 4), (1, 3)] and len({p["seed"] for p in params}) == 3
+    assert [(p["n"], p["max_tokens"]) for p in params] == [(2, 6), (1, 4), (1, 3)] and len(
+        {p["seed"] for p in params}
+    ) == 3
 
 
 @pytest.mark.parametrize(("room", "first"), [(2, "answered"), (3, "begun")], ids=["full", "not full"])
@@ -114,7 +116,10 @@ def test_a_response_that_was_broken_off_before_its_first_token_is_asked_for_agai
 
 
 def test_nothing_is_broken_off_where_responses_are_kept():
-    with scripted([choice([5], "abort", ("7", 0, 1))]) as (url, _), pytest.raises(EngineError, match="with finish_reason 'abort'"):
+    with (
+        scripted([choice([5], "abort", ("7", 0, 1))]) as (url, _),
+        pytest.raises(EngineError, match="with finish_reason 'abort'"),
+    ):
         ask(url, in_flight="keep")
 
 
@@ -126,7 +131,10 @@ def test_a_server_that_refuses_during_an_update_is_asked_again_after_it(monkeypa
 
 def test_a_server_that_refuses_for_another_reason_fails_after_some_attempts(monkeypatch):
     monkeypatch.setattr(client, "LOOK_SECONDS", 0.01)
-    with scripted(503, 503, 503) as (url, bodies), pytest.raises(EngineError, match="failed, after 3 attempts, on prompt 3"):
+    with (
+        scripted(503, 503, 503) as (url, bodies),
+        pytest.raises(EngineError, match="failed, after 3 attempts, on prompt 3"),
+    ):
         ask(url)
     assert len(bodies) == 3
 
@@ -143,12 +151,17 @@ def test_what_was_cut_ends_like_what_reaches_its_greatest_length():
     assert [(r.response_ids, r.finish_reason) for r in (some, none)] == [((5, 6), "length"), ((3,), "length")]
     asked = [body for body in bodies if "sampling_params" in body]
     assert [body["sampling_params"]["max_tokens"] for body in asked] == [6, 1]
-    assert [body["request_ids"] for body in bodies if "request_ids" in body] == [[f"generate-tokens-{asked[0]['request_id']}"]]
+    assert [body["request_ids"] for body in bodies if "request_ids" in body] == [
+        [f"generate-tokens-{asked[0]['request_id']}"]
+    ]
 
 
 @pytest.mark.parametrize("versions", [[("default", 0, 1)], [("9", 0, 1)], [("6", 0, 1), ("0", 1, 2)]])
 def test_weights_that_never_were_are_refused(versions):
-    with scripted([choice([4, 5], "stop", *versions)]) as (url, _), pytest.raises(EngineError, match="the last sync was 7"):
+    with (
+        scripted([choice([4, 5], "stop", *versions)]) as (url, _),
+        pytest.raises(EngineError, match="the last sync was 7"),
+    ):
         ask(url)
 
 
@@ -159,7 +172,8 @@ def test_the_next_version_may_be_known_to_the_server_first_and_none_said_is_that
 
 @pytest.mark.parametrize(("in_flight", "query"), [("keep", "?reset_running_requests=true"), ("wait", "")])
 def test_a_sync_empties_the_prefix_cache_before_a_server_serves_again(in_flight, query):
-    """vLLM keeps its cache in a `keep` pause: a prefix computed with older weights could be reused under the new weights."""
+    """vLLM keeps its cache in a `keep` pause: a prefix computed with older weights could be reused under the new
+    weights."""
     with noting() as (url, paths):
         engine = VllmEngine([url], str, in_flight=in_flight)
         engine.fleet.loaded(url, 8)

@@ -1,4 +1,5 @@
-"""The states of the servers: every cell of the table in `Fleet`'s docstring, and a sequential model of the reports of two threads."""
+"""The states of the servers: every cell of the table in `Fleet`'s docstring, and a sequential model of the reports of
+two threads."""
 
 import random
 import sys
@@ -42,9 +43,15 @@ def table():
     """(state, event) -> cell of the docstring's table: a state, "-" or "!"."""
     lines = [line.split() for line in Fleet.__doc__.splitlines()]
     (header,) = [words for words in lines if words[:2] == ["silent", "excluded"]]
-    rows = {words[0]: words[1:] for words in lines if words and words[0] in State.__members__ and len(words) == len(header) + 1}
+    rows = {
+        words[0]: words[1:]
+        for words in lines
+        if words and words[0] in State.__members__ and len(words) == len(header) + 1
+    }
     assert rows.keys() == State.__members__.keys() and set(header) == {event.value for event in Event}
-    return {(State[name], Event(event)): cell for name, row in rows.items() for event, cell in zip(header, row, strict=True)}
+    return {
+        (State[name], Event(event)): cell for name, row in rows.items() for event, cell in zip(header, row, strict=True)
+    }
 
 
 def after(state, event):
@@ -67,7 +74,9 @@ def test_a_server_moves_as_the_table_shows(state, event):
     if allowed:
         fleet._report("a", event)
     else:
-        with pytest.raises(AssertionError, match=f"vLLM server a: event {event.name} is not allowed in state {state.name}"):
+        with pytest.raises(
+            AssertionError, match=f"vLLM server a: event {event.name} is not allowed in state {state.name}"
+        ):
             fleet._report("a", event)
     assert fleet.state("a") is expected and fleet.state("b") is State.SERVING
 
@@ -75,7 +84,10 @@ def test_a_server_moves_as_the_table_shows(state, event):
 def test_the_transitions_are_those_of_the_table():
     for (state, event), cell in table().items():
         known = TRANSITIONS[event]
-        assert cell == ("!" if state not in known else "-" if known[state] is None else known[state].name), (state, event)
+        assert cell == ("!" if state not in known else "-" if known[state] is None else known[state].name), (
+            state,
+            event,
+        )
 
 
 @pytest.mark.parametrize("event", VERBS, ids=lambda event: event.value)
@@ -211,8 +223,8 @@ def test_a_change_of_the_servers_that_is_not_allowed_changes_nothing():
 
 
 class Recording(Fleet):
-    """A fleet that records each event with the states before and after it, the states at each release of its lock, and the number of
-    releases by each thread."""
+    """A fleet that records each event with the states before and after it, the states at each release of its lock, and
+    the number of releases by each thread."""
 
     def __init__(self, urls):
         super().__init__(urls)
@@ -240,8 +252,8 @@ NAMES = ("a", "b", "c", "d")
 
 
 def report_anything(fleet, rng, queries):
-    """Report one random event and then run one random query. Returns (description, result, releases before, releases after, releases by
-    this thread)."""
+    """Report one random event and then run one random query. Returns (description, result, releases before, releases
+    after, releases by this thread)."""
     released = fleet.released[threading.get_ident()]
     url, version = rng.choice(NAMES), rng.randrange(3)
     verbs = [fleet.silent, fleet.excluded, fleet.died, fleet.may_start, fleet.gone, fleet.needs_weights, fleet.loading]
@@ -297,5 +309,7 @@ def test_what_two_threads_report_gives_the_states_of_a_sequential_model():
     for what, result, first, last, released in [query for each in queries for query in each]:
         assert released == 2, "an event and a query take the lock once each"
         moments = fleet.releases[max(first - 1, 0) : last]
-        assert any(result == answer(what, models[count], urls) for count, urls in moments), "a query saw part of a change"
+        assert any(result == answer(what, models[count], urls) for count, urls in moments), (
+            "a query saw part of a change"
+        )
     assert len(fleet.events) >= 10_000 and {event for _, event, _, _ in fleet.events} == set(Event)

@@ -1,4 +1,5 @@
-"""Servers with every kind of network fault: each prompt gets one response from the remaining servers, or the error names the cause."""
+"""Servers with every kind of network fault: each prompt gets one response from the remaining servers, or the error
+names the cause."""
 
 import threading
 import time
@@ -60,7 +61,9 @@ def generate(engine, count=12, seen=None):
 
 
 def engine_of(*servers, patience=5.0, **options):
-    return VllmEngine([server.url for server in servers], str, max_num_seqs=8, patience=patience, **{"request_timeout": 1.0} | options)
+    return VllmEngine(
+        [server.url for server in servers], str, max_num_seqs=8, patience=patience, **{"request_timeout": 1.0} | options
+    )
 
 
 @pytest.mark.parametrize("mode", BREAKS_OFF)
@@ -72,7 +75,8 @@ def test_a_server_that_breaks_off_costs_no_prompt(mode, servers):
 
 @pytest.mark.parametrize("mode", ANSWERS_WRONG)
 def test_a_server_that_answers_wrong_is_excluded_and_costs_no_prompt(mode, servers, monkeypatch):
-    monkeypatch.setattr(fleet_module, "FIRST_EXCLUSION_SECONDS", 60.0)  # excluded until the test ends, however busy the machine is
+    # excluded until the test ends, however busy the machine is
+    monkeypatch.setattr(fleet_module, "FIRST_EXCLUSION_SECONDS", 60.0)
     bad, good = servers(mode), servers(delay=0.02)
     engine = engine_of(good, bad, request_timeout=30.0)
     generate(engine)
@@ -87,7 +91,8 @@ def test_a_slow_connection_is_waited_for(servers):
 
 
 @pytest.mark.parametrize(
-    ("mode", "reason"), [("html", "not a response to a prompt .*<html>"), ("error", "out of order"), ("fewer", "got 1 responses")]
+    ("mode", "reason"),
+    [("html", "not a response to a prompt .*<html>"), ("error", "out of order"), ("fewer", "got 1 responses")],
 )
 def test_when_every_response_is_invalid_the_error_quotes_the_last_one(mode, reason, servers):
     with pytest.raises(EngineError, match=f"failed, after 3 attempts, on prompt 0: .*{reason}"):
@@ -227,7 +232,8 @@ def test_servers_join_and_leave_by_a_file_between_steps(servers, tmp_path):
     generate(engine)
     file.write_text(f"# two\n{first.url}/\n{second.url}\n{second.url}\n")
     generate(engine)
-    assert engine.urls == [first.url, second.url] and engine.fleet.serving() == [first.url] and not second.asked  # it has other weights
+    # it has other weights
+    assert engine.urls == [first.url, second.url] and engine.fleet.serving() == [first.url] and not second.asked
     second.version = "default"
     generate(engine, 32)
     assert second.asked and engine.fleet.serving() == engine.urls

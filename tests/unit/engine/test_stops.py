@@ -21,11 +21,13 @@ def decode(ids):
     ("ids", "stop", "kept", "cut"),
     [
         ([0, 1], (STOP,), Ending(2, "It is", ""), None),
-        ([2, 3, 4, 5], (STOP,), Ending(4, " <answer>9</answer>", STOP), " <answer>9"),  # "\n" of the last token is left out
+        # "\n" of the last token is left out
+        ([2, 3, 4, 5], (STOP,), Ending(4, " <answer>9</answer>", STOP), " <answer>9"),
         ([2, 3, 4, 5, 6, 6], (STOP,), Ending(4, " <answer>9</answer>", STOP), " <answer>9"),
         ([4, 5, 4, 5], (STOP,), Ending(2, STOP, STOP), ""),  # the first occurrence
         ([4, 7, 5, 6], (STOP,), Ending(3, STOP, STOP), ""),  # over a token without text
-        ([0, 1, 2, 3], ("9", "wer>9"), Ending(4, "It is <answer>9", "9"), "It is <answer>"),  # complete at the same character: the first
+        # complete at the same character: the first
+        ([0, 1, 2, 3], ("9", "wer>9"), Ending(4, "It is <answer>9", "9"), "It is <answer>"),
         ([0, 1, 2, 3], ("wer>9", "9"), Ending(4, "It is <answer>9", "wer>9"), "It is <ans"),
         ([0, 1, 2, 3], ("wer>9", "is"), Ending(2, "It is", "is"), "It "),  # the one that is complete first
         ([6, 8, 6], ("é",), Ending(2, "Soé", "é"), "So"),

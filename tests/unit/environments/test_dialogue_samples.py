@@ -50,14 +50,18 @@ def test_samples_mask_what_others_wrote():
     assert sample.rollout_logprobs.tolist() == pytest.approx([0, 0, -0.5, -0.6, 0, 0, -0.9, -1.0])
 
 
-@pytest.mark.parametrize("rules", [UNLIMITED, PackingRules(max_tokens=8), PackingRules(max_tokens=24, align=4, sequence_align=4)], ids=str)
+@pytest.mark.parametrize(
+    "rules", [UNLIMITED, PackingRules(max_tokens=8), PackingRules(max_tokens=24, align=4, sequence_align=4)], ids=str
+)
 @pytest.mark.parametrize("share", [False, True])
 def test_loss_tokens_and_counts_are_the_policys_however_they_are_packed(rules, share):
     samples = to_samples(scored(HOLES, PLAIN, FIRST_FOREIGN), torch.tensor([[1.0, 2.0, 3.0]]))
     rules = PackingRules(**vars(rules) | dict(share_prompts=share))
     batch = pack(samples, rules)
     found = [
-        pair for m in batch.micro_batches for pair in zip(m.labels[m.loss_mask].tolist(), m.advantages[m.loss_mask].tolist(), strict=True)
+        pair
+        for m in batch.micro_batches
+        for pair in zip(m.labels[m.loss_mask].tolist(), m.advantages[m.loss_mask].tolist(), strict=True)
     ]
     assert sorted(found) == sorted([(7, 1.0), (8, 1.0), (9, 1.0), (5, 1.0), (7, 2.0), (6, 2.0), (5, 2.0), (7, 3.0)])
     assert (batch.num_tokens, batch.num_sequences) == (8, 3)
@@ -77,7 +81,8 @@ def test_the_loss_is_that_of_the_tokens_alone(loss_type):
     def loss(rollouts):
         batch = pack(to_samples(scored(*rollouts), torch.tensor([[1.5, -0.5]])), UNLIMITED)
         (m,) = batch.micro_batches
-        tags = torch.where(m.loss_mask, m.rollout_logprobs, torch.randn(m.num_tokens))  # log-probs of other tokens are arbitrary
+        # log-probs of other tokens are arbitrary
+        tags = torch.where(m.loss_mask, m.rollout_logprobs, torch.randn(m.num_tokens))
         policy = (tags + 0.1 * torch.sin(40 * tags)).requires_grad_()
         batch = batch.with_terms(old_logprobs=[tags + 0.01], ref_logprobs=[tags - 0.2])
         output = make_loss(config)(LossInputs(policy, tags.abs(), batch.micro_batches[0]))
@@ -115,7 +120,9 @@ def test_reward_functions_get_the_messages_and_the_policys_tokens(tmp_path, conv
     (tmp_path / "r.py").write_text(f"expected, own = {expected!r}, [7, 8, 9, 5]\n" + REWARD)
     prompt = Prompt(0, (1, 2), [{"role": "user", "content": "hi"}] if conversational else "hi")
     given = Rollout(prompt, HOLES.response_ids, HOLES.rollout_logprobs, "stop", 3, HOLES.text, HOLES.dialogue)
-    with RewardScorer(RewardsSection(functions=[RewardFunction(function=f"{tmp_path}/r.py:seen")], workers=1), 16) as scorer:
+    with RewardScorer(
+        RewardsSection(functions=[RewardFunction(function=f"{tmp_path}/r.py:seen")], workers=1), 16
+    ) as scorer:
         assert scorer.score([given])[0].rewards == {"seen": 1.0}
 
 

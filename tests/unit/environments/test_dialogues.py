@@ -170,7 +170,11 @@ def responders(plugins):
         def path(name):
             return f"{plugins}:{name}" if name in PLUGINS else name
 
-        named = {k: [path(n) for n in v] if isinstance(v, list) else path(v) for k, v in section.items() if isinstance(v, (str, list))}
+        named = {
+            k: [path(n) for n in v] if isinstance(v, list) else path(v)
+            for k, v in section.items()
+            if isinstance(v, (str, list))
+        }
         made.append(Responders(MultiTurnSection(**dict(timeout=5.0, workers=2) | section | named), plugins.parent))
         return made[-1]
 
@@ -180,7 +184,9 @@ def responders(plugins):
 
 
 def conversation(number=0, content="hm", **columns):
-    made = Conversation(Prompt(number, (1,), "hi", columns), 0, number, number, [{"role": "user", "content": "hi"}], 100)
+    made = Conversation(
+        Prompt(number, (1,), "hi", columns), 0, number, number, [{"role": "user", "content": "hi"}], 100
+    )
     made.messages, made.turns = [{"role": "assistant", "content": content}], 1
     return made
 
@@ -193,11 +199,15 @@ def contents(messages):
     return [m["content"] for m in messages]
 
 
-# ---------------------------------------------------------------------------------------------------------------------- tools
+# ---------------------------------------------------------------------------------------------------------------- tools
 
 
 def test_tools_answer_in_order_and_failures_are_told_and_counted(responders):
-    table, one, two = responders(tools=["divide", "slowly", "calculator"], timeout=2.0), conversation(0), conversation(1)
+    table, one, two = (
+        responders(tools=["divide", "slowly", "calculator"], timeout=2.0),
+        conversation(0),
+        conversation(1),
+    )
     calls = [
         [call("divide", a=1, b=2), call("divide", a=1, b=0), call("calculator", expression="6 * 7")],
         [
@@ -214,13 +224,20 @@ def test_tools_answer_in_order_and_failures_are_told_and_counted(responders):
     assert contents(first) == ["0.5", '{"error": "division by zero"}', "42"]
     assert [(m["role"], m["name"]) for m in first] == [("tool", "divide"), ("tool", "divide"), ("tool", "calculator")]
     told = contents(second)
-    assert told[0] == '{"waited": 0.1}' and "no answer in time" in told[1] and "unknown tool no_tool; known: divide" in told[2]
-    assert "missing 1 required positional argument" in told[3] and told[4] == '{"error": "the tool call is not valid JSON"}'
+    assert (
+        told[0] == '{"waited": 0.1}'
+        and "no answer in time" in told[1]
+        and "unknown tool no_tool; known: divide" in told[2]
+    )
+    assert (
+        "missing 1 required positional argument" in told[3]
+        and told[4] == '{"error": "the tool call is not valid JSON"}'
+    )
     assert (one.tool_calls, one.tool_failures, two.tool_calls, two.tool_failures) == (3, 1, 5, 4)
     assert not one.ended and not two.ended  # the policy may retry
 
 
-# --------------------------------------------------------------------------------------------------------------- environments
+# --------------------------------------------------------------------------------------------------------- environments
 
 
 def test_each_response_has_an_environment_of_its_own(responders):
@@ -278,14 +295,23 @@ def test_episodes_die_with_their_worker_and_a_killed_worker_is_noticed_at_once(r
         (dict(environment="NoReset"), "`NoReset` must be a class with a method `reset`"),
         (dict(environment="divide"), "`divide` must be a class with a method `reset`"),
         (dict(scheduler="NoReset"), "the class `NoReset` must have a method `step`"),
-        (dict(scheduler="ask_again", scheduler_args={"mor": "x"}), "`ask_again` has no argument `mor`; its arguments: messages, turn"),
+        (
+            dict(scheduler="ask_again", scheduler_args={"mor": "x"}),
+            "`ask_again` has no argument `mor`; its arguments: messages, turn",
+        ),
         (dict(tools=["divide", "divide"]), "two tools are named `divide`"),
         (
             dict(tools=["calculater"]),
             r"multi_turn.tools.0: `calculater` is not a known tool; did you mean `calculator`\?; known: calculator",
         ),
-        (dict(scheduler="math_tip"), "multi_turn.scheduler: `math_tip` is not a known scheduler; did you mean `math_tip_trick`"),
-        (dict(environment="Board"), "multi_turn.environment: `Board` is not a known environment; give it as package.module:name"),
+        (
+            dict(scheduler="math_tip"),
+            "multi_turn.scheduler: `math_tip` is not a known scheduler; did you mean `math_tip_trick`",
+        ),
+        (
+            dict(environment="Board"),
+            "multi_turn.environment: `Board` is not a known environment; give it as package.module:name",
+        ),
         (dict(tools=["nowhere.py:f"]), "multi_turn.tools.0: no file .*nowhere.py"),
     ],
     ids=lambda value: str(value)[:40],
@@ -300,11 +326,12 @@ def test_a_tool_that_its_file_does_not_define_is_refused(responders, plugins):
         responders(tools=[f"{plugins}:nothing"])
 
 
-# ----------------------------------------------------------------------------------------------------------------- schedulers
+# ----------------------------------------------------------------------------------------------------------- schedulers
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "reason"), [("raises", "KeyError: 'no such thing'"), ("hangs", "no answer in time"), ("silent", "TypeError")]
+    ("scheduler", "reason"),
+    [("raises", "KeyError: 'no such thing'"), ("hangs", "no answer in time"), ("silent", "TypeError")],
 )
 def test_a_scheduler_that_fails_ends_the_response_and_the_run_goes_on(responders, caplog, scheduler, reason):
     table, both = responders(scheduler=scheduler, timeout=1.0), [conversation(0), conversation(1)]
@@ -321,7 +348,11 @@ def test_a_scheduler_that_is_a_class_remembers(responders):
     table, both = responders(scheduler="Patient", scheduler_args={"limit": 2}), [conversation(0), conversation(1)]
     assert table.begin(both) == [None, None] and table.columns == ["turns", "Patient"]
     first, second = table.schedule(both), table.schedule(both[:1])
-    assert [(m[-1]["content"], done) for m, done, _ in first + second] == [("asked 1", False), ("asked 1", False), ("asked 2", True)]
+    assert [(m[-1]["content"], done) for m, done, _ in first + second] == [
+        ("asked 1", False),
+        ("asked 1", False),
+        ("asked 2", True),
+    ]
     table.finish(both)
     assert [c.rewards for c in both] == [{"Patient": 20.0, "turns": None}, {"Patient": 10.0, "turns": None}]
 
@@ -337,7 +368,10 @@ GIVEN = {"numpy": 0.5, "true": 1.0, "none": None}
 
 
 def test_the_reward_of_an_environment_passes_the_checks_of_a_reward_function(responders, caplog):
-    table, asked = responders(environment="Odd", workers=1), [conversation(i, kind=kind) for i, kind in enumerate((*REFUSED, *GIVEN))]
+    table, asked = (
+        responders(environment="Odd", workers=1),
+        [conversation(i, kind=kind) for i, kind in enumerate((*REFUSED, *GIVEN))],
+    )
     for one in asked:
         table.begin([one])
         table.finish([one])
@@ -349,12 +383,17 @@ def test_the_reward_of_an_environment_passes_the_checks_of_a_reward_function(res
 
 
 def test_the_reward_of_a_turn_and_the_sum_of_turns_pass_the_same_checks(responders, caplog):
-    table, asked = responders(scheduler="odd_turn", workers=1), [conversation(i, kind=kind) for i, kind in enumerate((*REFUSED, *GIVEN))]
+    table, asked = (
+        responders(scheduler="odd_turn", workers=1),
+        [conversation(i, kind=kind) for i, kind in enumerate((*REFUSED, *GIVEN))],
+    )
     for one, reason in zip(asked, (*REFUSED.values(), *[None] * len(GIVEN)), strict=True):
         table.begin([one])
         caplog.clear()
         (answer,) = table.schedule([one])
-        assert (answer is None) == (reason is not None) and f"the reward of `odd_turn`: {reason}" * (reason is not None) in caplog.text
+        assert (answer is None) == (reason is not None) and f"the reward of `odd_turn`: {reason}" * (
+            reason is not None
+        ) in caplog.text
         one.turn_rewards += [] if answer is None else [answer[2]]
     table.finish(asked)
     assert [c.rewards["turns"] for c in asked] == [*[None] * len(REFUSED), *GIVEN.values()]
@@ -371,12 +410,15 @@ RIGHT, WRONG = "<think>so</think><answer>$7$</answer>", "<think>so\nno</think>\n
 def test_the_tips_of_ms_swift_are_given_once_and_word_for_word(responders):
     trick, verdict = (responders(workers=1, scheduler=name) for name in ("math_tip_trick", "math_tip_trick_multi_turn"))
     asked = [
-        conversation(i, text, solution="$7$") for i, text in enumerate((RIGHT, WRONG, "no tag", "x But wait... It seems I made a mistake,"))
+        conversation(i, text, solution="$7$")
+        for i, text in enumerate((RIGHT, WRONG, "no tag", "x But wait... It seems I made a mistake,"))
     ]
     right, wrong, plain, again = trick.schedule(asked)
     assert right[1] and again[1]
     assert not wrong[1] and wrong[0][-1]["content"] == "<think>so\nnoBut wait... It seems I made a mistake,"
-    assert plain[0][-1]["content"] == "no tagBut wait... It seems I made a mistake," and len(wrong[0]) == len(asked[1].all_messages)
+    assert plain[0][-1]["content"] == "no tagBut wait... It seems I made a mistake," and len(wrong[0]) == len(
+        asked[1].all_messages
+    )
     asked[3].opening[-1] = {
         "role": "user",
         "content": "The answer is not correct, It seems You made a mistake, you need to recheck very carefully.",
@@ -398,16 +440,22 @@ def gym_row():
 
 
 def test_reasoning_gym_gives_attempts_and_rewards_the_last(responders):
-    table, row = responders(workers=1, scheduler="reasoning_gym", scheduler_args={"attempts": 2, "discount": 0.5}), gym_row()
+    table, row = (
+        responders(workers=1, scheduler="reasoning_gym", scheduler_args={"attempts": 2, "discount": 0.5}),
+        gym_row(),
+    )
     one, two = (conversation(i, "<answer>99999</answer>", **row) for i in range(2))
     table.begin([one, two])
     for messages, done, reward in table.schedule([one, two]):
-        assert messages[-1] == {"role": "user", "content": "That is not correct. Try again."} and (done, reward) == (False, 0.0)
+        assert messages[-1] == {"role": "user", "content": "That is not correct. Try again."} and (done, reward) == (
+            False,
+            0.0,
+        )
     one.messages, one.turns, two.turns = [{"role": "assistant", "content": f"<answer>{row['answer']}</answer>"}], 2, 2
     assert [answer[1:] for answer in table.schedule([one, two])] == [(True, 0.5), (True, pytest.approx(0, abs=0.02))]
 
 
-# ------------------------------------------------------------------------------------------------------ whole conversations
+# -------------------------------------------------------------------------------------------------- whole conversations
 
 
 class Scripted:
@@ -427,7 +475,9 @@ class Scripted:
         texts = [self.tokenizer.decode(turn) for turn in turns]
         found = [text.partition("{") for text in texts]
         names = {tool["function"]["name"] for tool in tools}
-        return [("", [{"name": name, "arguments": "{" + rest}]) if name in names else (name, []) for name, _, rest in found]
+        return [
+            ("", [{"name": name, "arguments": "{" + rest}]) if name in names else (name, []) for name, _, rest in found
+        ]
 
     def _turn(self, prompt, params, turn):
         ids = [*self.tokenizer.encode(self.script[turn], False), 2]
@@ -435,7 +485,9 @@ class Scripted:
         ending = find_ending(ids[: params.max_tokens], self.tokenizer.decode, params.stop, params.include_stop)
         ids, reason = tuple(ids[: ending.num_tokens]), "stop" if ending.stop_string else reason
         stop_string = ending.stop_string if params.stop else None
-        return Rollout(prompt, ids, (-0.5,) * len(ids), reason, self.weight_version, ending.text, stop_string=stop_string)
+        return Rollout(
+            prompt, ids, (-0.5,) * len(ids), reason, self.weight_version, ending.text, stop_string=stop_string
+        )
 
 
 @pytest.fixture
@@ -468,9 +520,9 @@ def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, 
     rollout = groups[1][0]
     before = second[0][2].token_ids
     assert before == (*rollout.prompt.token_ids, *rollout.response_ids[: len(before) - len(rollout.prompt.token_ids)])
-    assert tokenizer.tokenizer.decode([t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if own]) == (
-        f"Hm. {CALL}<|im_end|>It is 42.<|im_end|>"
-    )
+    assert tokenizer.tokenizer.decode(
+        [t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if own]
+    ) == (f"Hm. {CALL}<|im_end|>It is 42.<|im_end|>")
     foreign = [t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if not own]
     assert tokenizer.tokenizer.decode(foreign) == (
         "\n<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
@@ -479,18 +531,29 @@ def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, 
         300 - (len(rollout.response_ids) - len(tokenizer.encode("It is 42.", False)) - 1)
     ] * 4
     assert rollout.dialogue.messages == (
-        {"role": "assistant", "content": "Hm.", "tool_calls": [{"type": "function", "function": call("calculator", expression="6 * 7")}]},
+        {
+            "role": "assistant",
+            "content": "Hm.",
+            "tool_calls": [{"type": "function", "function": call("calculator", expression="6 * 7")}],
+        },
         {"role": "tool", "name": "calculator", "content": "42"},
         {"role": "assistant", "content": "It is 42."},
     )
-    assert (rollout.finish_reason, rollout.dialogue.ended, rollout.weight_version, rollout.dialogue.tool_calls) == ("stop", "done", 4, 1)
+    assert (rollout.finish_reason, rollout.dialogue.ended, rollout.weight_version, rollout.dialogue.tool_calls) == (
+        "stop",
+        "done",
+        4,
+        1,
+    )
     assert sorted(place for place, _ in told) == [0, 1] and all(group == groups[place] for place, group in told)
     again = dialogue_engine(tokenizer, table, [f"Hm. {CALL}", "It is 42."])
     again.generate(twice, 2, SamplingParams(1.0, 300, (2,)), 5)
     assert [request[2] for request in again.engine.requests] == [first[2], second[2]]
 
 
-@pytest.mark.parametrize(("turn", "roles"), [(CALL, ["assistant"]), (f"Hm.</think>{CALL}", ["assistant", "tool", "assistant"])])
+@pytest.mark.parametrize(
+    ("turn", "roles"), [(CALL, ["assistant"]), (f"Hm.</think>{CALL}", ["assistant", "tool", "assistant"])]
+)
 def test_a_call_in_a_thought_that_the_template_opened_does_not_run(tokenizer, responders, turn, roles):
     table = responders(tools=["calculator"])
     prompts = [replace(prompt, opened="<think>\n") for prompt in prompts_of(tokenizer, table, {})]
@@ -510,18 +573,27 @@ def test_half_a_character_in_a_call_does_not_end_the_run(tokenizer, responders):
 
 
 @pytest.mark.parametrize(("stop", "include"), [("</tool_call>", True), ("</tool_call>", False), ("}}", False)])
-def test_a_turn_that_a_stop_string_ends_is_closed_by_the_template_and_a_call_is_read_whole(tokenizer, responders, stop, include):
+def test_a_turn_that_a_stop_string_ends_is_closed_by_the_template_and_a_call_is_read_whole(
+    tokenizer, responders, stop, include
+):
     table = responders(tools=["calculator"])
     engine = dialogue_engine(tokenizer, table, [f"Hm. {CALL} and more", "It is 42. Done. More"])
     sampling = SamplingParams(1.0, 300, (2,), stop=(stop, "Done."), include_stop=include)
     ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, sampling, 5)
     decode = tokenizer.tokenizer.decode
     call = CALL[: CALL.index(stop) + len(stop)]
-    assert decode([t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if own]) == f"Hm. {call}It is 42. Done."
+    assert (
+        decode([t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if own])
+        == f"Hm. {call}It is 42. Done."
+    )
     foreign = [t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if not own]
     answer = "<|im_start|>user\n<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert decode(foreign) == f"<|im_end|>\n{answer}" and foreign[0] == 2
-    assert [m["content"] for m in rollout.dialogue.messages] == ["Hm.", "42", "It is 42. Done." if include else "It is 42. "]
+    assert [m["content"] for m in rollout.dialogue.messages] == [
+        "Hm.",
+        "42",
+        "It is 42. Done." if include else "It is 42. ",
+    ]
     assert (rollout.finish_reason, rollout.stop_string, rollout.dialogue.ended) == ("stop", "Done.", "done")
 
 
@@ -531,16 +603,23 @@ def test_a_scheduler_goes_on_after_a_stop_string_and_may_replace_it(tokenizer, r
     sampling = SamplingParams(1.0, 300, (2,), stop=("<end>",), include_stop=False)
     ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {"solution": "42"}), 1, sampling, 5)
     first, *_ = rollout.dialogue.messages
-    assert first["content"].startswith("The sum is 4.") and "<end>" not in first["content"] and rollout.stop_string == ""
+    assert (
+        first["content"].startswith("The sum is 4.") and "<end>" not in first["content"] and rollout.stop_string == ""
+    )
 
 
 def test_a_conversation_continues_with_its_rows_variables(tokenizer, responders):
     template = HERMES + "{% if add_generation_prompt and not think %}<think>\n\n</think>{% endif %}"
     table = responders(tools=["calculator"])
     follow_ups = FollowUps(tokenizer, template, table.tools, users=False)
-    engine = Dialogues(table, tokenizer, follow_ups, 1000, chat_template=template).wrap(Scripted(tokenizer, [CALL, "It is 42."]))
+    engine = Dialogues(table, tokenizer, follow_ups, 1000, chat_template=template).wrap(
+        Scripted(tokenizer, [CALL, "It is 42."])
+    )
     prompts = [replace(p, template_kwargs={"think": i}) for i, p in enumerate(prompts_of(tokenizer, table, {}, {}))]
-    texts = [tokenizer.tokenizer.decode(group[0].response_ids) for group in engine.generate(prompts, 1, SamplingParams(1.0, 300, (2,)), 5)]
+    texts = [
+        tokenizer.tokenizer.decode(group[0].response_ids)
+        for group in engine.generate(prompts, 1, SamplingParams(1.0, 300, (2,)), 5)
+    ]
     assert [text.count("assistant\n<think>\n\n</think>It is 42.") for text in texts] == [1, 0]
 
 
@@ -548,7 +627,9 @@ def test_a_row_whose_variables_make_the_template_forget_breaks_off_its_own_respo
     template = HERMES.replace("+ message.content }}", "+ (message.content if loop.last or not forget else '') }}", 1)
     table = responders(tools=["calculator"])
     follow_ups = FollowUps(tokenizer, template, table.tools, users=False)
-    engine = Dialogues(table, tokenizer, follow_ups, 1000, chat_template=template).wrap(Scripted(tokenizer, [CALL, "It is 42."]))
+    engine = Dialogues(table, tokenizer, follow_ups, 1000, chat_template=template).wrap(
+        Scripted(tokenizer, [CALL, "It is 42."])
+    )
     prompts = [replace(p, template_kwargs={"forget": i}) for i, p in enumerate(prompts_of(tokenizer, table, {}, {}))]
     with caplog.at_level(logging.WARNING):
         ((one,), (two,)) = engine.generate(prompts, 1, SamplingParams(1.0, 300, (2,)), 5)
@@ -558,7 +639,9 @@ def test_a_row_whose_variables_make_the_template_forget_breaks_off_its_own_respo
 
 def test_calls_can_be_read_by_the_engine(tokenizer, responders):
     table = responders(tools=["calculator"], tool_parser="vllm:mine")
-    engine = dialogue_engine(tokenizer, table, ['calculator{"expression": "6 * 7"}', 'calculator{"expression', "It is 42."])
+    engine = dialogue_engine(
+        tokenizer, table, ['calculator{"expression": "6 * 7"}', 'calculator{"expression', "It is 42."]
+    )
     ((rollout,),) = engine.generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 300), 0)
     assert [m["content"] for m in rollout.dialogue.messages[1::2]] == ["42", rollout.dialogue.messages[3]["content"]]
     assert "the arguments of calculator are not valid JSON" in rollout.dialogue.messages[3]["content"]
@@ -576,15 +659,27 @@ def test_calls_can_be_read_by_the_engine(tokenizer, responders):
 )
 def test_limits_end_a_response_with_its_last_call_unanswered(tokenizer, responders, section, turns, ended):
     table = responders(tools=["calculator"], **section)
-    ((rollout,),) = dialogue_engine(tokenizer, table, [CALL] * 4).generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 900), 0)
+    ((rollout,),) = dialogue_engine(tokenizer, table, [CALL] * 4).generate(
+        prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 900), 0
+    )
     dialogue = rollout.dialogue
-    assert (dialogue.num_turns, dialogue.ended, dialogue.tool_calls, rollout.finish_reason) == (turns, ended, turns - 1, "stop")
+    assert (dialogue.num_turns, dialogue.ended, dialogue.tool_calls, rollout.finish_reason) == (
+        turns,
+        ended,
+        turns - 1,
+        "stop",
+    )
     assert rollout.written[-1] and dialogue.messages[-1]["tool_calls"]
 
 
 @pytest.mark.parametrize(
     ("limit", "whole", "ended", "reason"),
-    [(40, None, "length", "length"), (100, None, "budget", "stop"), (170, None, "length", "length"), (90, 400, "done", "stop")],
+    [
+        (40, None, "length", "length"),
+        (100, None, "budget", "stop"),
+        (170, None, "length", "length"),
+        (90, 400, "done", "stop"),
+    ],
 )
 def test_limits_in_tokens_are_of_the_whole_response_or_of_each_turn(tokenizer, responders, limit, whole, ended, reason):
     scope = dict(completion_length_limit_scope="per_round", max_response_length=whole) if whole else {}
@@ -622,7 +717,9 @@ def test_the_last_turn_is_still_judged(tokenizer, responders):
 def test_a_scheduler_that_rewrites_history_breaks_off_with_a_warning(tokenizer, responders, caplog):
     table = responders(scheduler="forgets")
     with caplog.at_level(logging.WARNING):
-        ((rollout,),) = dialogue_engine(tokenizer, table, ["1"]).generate(prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 99), 0)
+        ((rollout,),) = dialogue_engine(tokenizer, table, ["1"]).generate(
+            prompts_of(tokenizer, table, {}), 1, SamplingParams(1.0, 99), 0
+        )
     assert rollout.dialogue.ended == "failed" and "changed earlier messages" in caplog.text and rollout.length == 2
 
 
@@ -633,7 +730,9 @@ def test_a_message_of_the_policy_goes_on_with_a_doubt(tokenizer, responders):
     )
     assert [m["role"] for m in rollout.dialogue.messages] == ["assistant"] and rollout.dialogue.num_turns == 2
     assert rollout.text == "<think>so\nnoBut wait... It seems I made a mistake, </think><answer>$7$</answer>"
-    assert "But wait" in tokenizer.decode([t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if not own])
+    assert "But wait" in tokenizer.decode(
+        [t for t, own in zip(rollout.response_ids, rollout.written, strict=True) if not own]
+    )
 
 
 def test_what_reset_says_is_at_the_end_of_the_prompt(tokenizer, responders):
@@ -646,27 +745,46 @@ def test_what_reset_says_is_at_the_end_of_the_prompt(tokenizer, responders):
     assert said.prompt.messages == "What is 6 * 7? Count!"
     assert said.prompt.token_ids == tokenizer.render("What is 6 * 7? Count!", None, HERMES, table.tools)
     assert unsaid.prompt.token_ids == plain[1].token_ids == long.prompt.token_ids
-    assert said.dialogue.rewards == unsaid.dialogue.rewards == {"Counter": 0.75} and said.dialogue.messages[1]["content"].startswith("3 in")
+    assert said.dialogue.rewards == unsaid.dialogue.rewards == {"Counter": 0.75} and said.dialogue.messages[1][
+        "content"
+    ].startswith("3 in")
     assert (long.dialogue.ended, long.dialogue.num_turns) == ("failed", 1)  # its prompt would be too long
 
 
 @pytest.mark.parametrize(
     ("functions", "section", "problem"),
     [
-        ([dict(function="format", name="turns")], dict(scheduler="ask_again"), "`turns` is already the name of a multi_turn reward"),
-        ([], dict(environment="Mute"), "the run has no rewards; name a function, or give the environment a method `get_reward`"),
+        (
+            [dict(function="format", name="turns")],
+            dict(scheduler="ask_again"),
+            "`turns` is already the name of a multi_turn reward",
+        ),
+        (
+            [],
+            dict(environment="Mute"),
+            "the run has no rewards; name a function, or give the environment a method `get_reward`",
+        ),
     ],
 )
 def test_rewards_must_have_names_of_their_own_and_a_source(tokenizer, plugins, functions, section, problem):
     named = {key: f"{plugins}:{name}" for key, name in section.items()}
-    config = tiny_run(rewards=dict(functions=functions), multi_turn=named, data=dict(chat_template=HERMES, train=dict(source="none")))
+    config = tiny_run(
+        rewards=dict(functions=functions), multi_turn=named, data=dict(chat_template=HERMES, train=dict(source="none"))
+    )
     with ExitStack() as resources, pytest.raises(ValueError, match=problem):
         make_dialogues(config, tokenizer, plugins.parent, resources)
 
 
 def test_what_a_configuration_describes_shows_its_tools_and_columns(tokenizer, plugins):
-    values = dict(environment=f"{plugins}:Counter", tools=["calculator"], scheduler=f"{plugins}:Patient", scheduler_args={"limit": 1})
-    config = tiny_run(rewards=dict(functions=[]), multi_turn=values, data=dict(chat_template=HERMES, train=dict(source="none")))
+    values = dict(
+        environment=f"{plugins}:Counter",
+        tools=["calculator"],
+        scheduler=f"{plugins}:Patient",
+        scheduler_args={"limit": 1},
+    )
+    config = tiny_run(
+        rewards=dict(functions=[]), multi_turn=values, data=dict(chat_template=HERMES, train=dict(source="none"))
+    )
     with ExitStack() as resources:
         made = make_dialogues(config, tokenizer, plugins.parent, resources)
         assert [tool["function"]["name"] for tool in made.tools] == ["calculator", "add", "die", "hang"]

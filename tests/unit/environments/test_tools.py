@@ -26,7 +26,9 @@ def plain(query: str, limit: int = 3) -> str:
     """
 
 
-def rich(kind: Literal["a", "b"], path: list[str], weights: dict[str, float], exact: bool | None = None, tag: int | str = "x") -> dict:
+def rich(
+    kind: Literal["a", "b"], path: list[str], weights: dict[str, float], exact: bool | None = None, tag: int | str = "x"
+) -> dict:
     """Many types.
 
     And a second paragraph.
@@ -108,7 +110,9 @@ def test_a_function_that_does_not_say_what_it_takes_is_refused(function, problem
 
 
 def wrapped(*bodies: Any) -> str:
-    return "\n".join(f"<tool_call>\n{body if isinstance(body, str) else json.dumps(body)}\n</tool_call>" for body in bodies)
+    return "\n".join(
+        f"<tool_call>\n{body if isinstance(body, str) else json.dumps(body)}\n</tool_call>" for body in bodies
+    )
 
 
 ADD = {"name": "add", "arguments": {"a": 1}}
@@ -119,14 +123,25 @@ ADD = {"name": "add", "arguments": {"a": 1}}
     [
         ("It is 4.", "It is 4.", []),
         (wrapped(ADD), "", [ADD]),
-        ("Let me see.\n" + wrapped(ADD, ADD | {"name": "sub"}) + " and so on", "Let me see.", [ADD, ADD | {"name": "sub"}]),
+        (
+            "Let me see.\n" + wrapped(ADD, ADD | {"name": "sub"}) + " and so on",
+            "Let me see.",
+            [ADD, ADD | {"name": "sub"}],
+        ),
         ("<tool_call>" + json.dumps(ADD), "", [ADD]),
         (wrapped({"name": "now"}), "", [{"name": "now", "arguments": {}}]),
         (wrapped({"name": "add", "arguments": '{"a": 1}'}), "", [ADD]),
         (wrapped({"name": "add", "parameters": {"a": 1}}), "", [ADD]),
         (wrapped({"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}), "", [ADD]),
-        *((wrapped({"name": "now", "arguments": empty}), "", [{"name": "now", "arguments": {}}]) for empty in ({}, None, "", " ")),
-        (wrapped(r'{"name": "add", "arguments": {"a": "\u00e9\ud83d\ude00"}}'), "", [{"name": "add", "arguments": {"a": "é😀"}}]),
+        *(
+            (wrapped({"name": "now", "arguments": empty}), "", [{"name": "now", "arguments": {}}])
+            for empty in ({}, None, "", " ")
+        ),
+        (
+            wrapped(r'{"name": "add", "arguments": {"a": "\u00e9\ud83d\ude00"}}'),
+            "",
+            [{"name": "add", "arguments": {"a": "é😀"}}],
+        ),
         (wrapped(ADD) + "\nand then\n" + wrapped(ADD), "", [ADD, ADD]),
         ("<tool_call>" + json.dumps(ADD) + "\n" + wrapped(ADD), "", [ADD, ADD]),
     ],
@@ -138,8 +153,25 @@ def test_hermes_calls_are_read(text, content, calls):
 @pytest.mark.parametrize(
     "argument",
     [
-        *("</tool_call>", "<tool_call>", "a </tool_call><tool_call> b", "</think>", "<think>", "}}", '{"x": {"y": [1, "}"]}}', "\\", '"'),
-        *("\n</tool_call>\n", wrapped(ADD), "</tool_call>" * 5000, "\\" * 5000 + "</tool_call>", "é" * 5000, "\U0001f600" * 2000),
+        *(
+            "</tool_call>",
+            "<tool_call>",
+            "a </tool_call><tool_call> b",
+            "</think>",
+            "<think>",
+            "}}",
+            '{"x": {"y": [1, "}"]}}',
+            "\\",
+            '"',
+        ),
+        *(
+            "\n</tool_call>\n",
+            wrapped(ADD),
+            "</tool_call>" * 5000,
+            "\\" * 5000 + "</tool_call>",
+            "é" * 5000,
+            "\U0001f600" * 2000,
+        ),
     ],
     ids=lambda argument: argument[:12],
 )
@@ -156,7 +188,8 @@ def test_an_argument_holds_any_text(argument):
     [
         (f"<think>Try {wrapped(ADD)}?</think>It is 4.", None, []),
         (f"<think>Try {wrapped(ADD)}?</think>\n{wrapped(ADD)}", f"<think>Try {wrapped(ADD)}?</think>", [ADD]),
-        (f"Try {wrapped(ADD)}?</think>{wrapped(ADD)}", f"Try {wrapped(ADD)}?</think>", [ADD]),  # the chat template opened the thought
+        # the chat template opened the thought
+        (f"Try {wrapped(ADD)}?</think>{wrapped(ADD)}", f"Try {wrapped(ADD)}?</think>", [ADD]),
         (f"I write <tool_call>...</think>{wrapped(ADD)}", "I write <tool_call>...</think>", [ADD]),
         (f"<think>Try {wrapped(ADD)}", None, []),
         (f"{wrapped(ADD)}<think>Now {wrapped(ADD)}</think>{wrapped(ADD)}", "", [ADD, ADD]),
@@ -205,12 +238,29 @@ def test_a_hostile_text_takes_linear_time(part):
         ("", "not valid JSON"),
         ('{"name": "add", "arguments": {"a": "x', "not valid JSON: Invalid control character at: line 1 column 38"),
         ('{"name": "add", "arguments": {"a": 1}', r"not valid JSON: Expecting ',' delimiter: line 2 column 1"),
-        ('{"name": "add", "arguments": {"a": "say "x""}}', r"not valid JSON: Expecting ',' delimiter: line 1 column 42"),
+        (
+            '{"name": "add", "arguments": {"a": "say "x""}}',
+            r"not valid JSON: Expecting ',' delimiter: line 1 column 42",
+        ),
         (json.dumps(ADD) + "}", "not valid JSON: </tool_call> must follow the object, not '}"),
         (json.dumps(ADD) + json.dumps(ADD), "not valid JSON: </tool_call> must follow the object"),
         ("9" * 5000, "not valid JSON: Exceeds the limit"),
     ],
-    ids=["quotes", "list", "name", "arguments", "text", "nesting", "empty", "string", "brace", "in quotes", "two braces", "two", "digits"],
+    ids=[
+        "quotes",
+        "list",
+        "name",
+        "arguments",
+        "text",
+        "nesting",
+        "empty",
+        "string",
+        "brace",
+        "in quotes",
+        "two braces",
+        "two",
+        "digits",
+    ],
 )
 def test_broken_calls_say_what_is_wrong(body, problem):
     (call, after) = hermes(wrapped(body, ADD))[1]
@@ -256,8 +306,28 @@ def test_the_calculator_computes(expression, result):
             "x",
             "'a' * 9",
         ),
-        *("10 ** 10 ** 10", "9 ** 9 ** 9 ** 9", "2 ** 100000", "1e308 * 10", "(-8) ** 0.5", "1 / 0", "", "1 +", "True + 1", "1j"),
-        *("(" * 300 + "1" + ")" * 300, "+" * 499, "9" * 501, "sqrt(-1)", "max()", "\x00", "2 ** 4095 * 2 ** 4095", "abs(1, 2)"),
+        *(
+            "10 ** 10 ** 10",
+            "9 ** 9 ** 9 ** 9",
+            "2 ** 100000",
+            "1e308 * 10",
+            "(-8) ** 0.5",
+            "1 / 0",
+            "",
+            "1 +",
+            "True + 1",
+            "1j",
+        ),
+        *(
+            "(" * 300 + "1" + ")" * 300,
+            "+" * 499,
+            "9" * 501,
+            "sqrt(-1)",
+            "max()",
+            "\x00",
+            "2 ** 4095 * 2 ** 4095",
+            "abs(1, 2)",
+        ),
     ],
 )
 def test_the_calculator_refuses_what_is_no_arithmetic_and_what_never_ends(expression):

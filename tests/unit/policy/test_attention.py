@@ -10,7 +10,9 @@ from megagrpo.policy.attention.causal import BLOCK_QUERIES, MAX_GROUPED_LENGTH, 
 from megagrpo.policy.attention.packed import MIN_FILL, TorchAttention, batch_sequences, pack_params
 
 
-def attention(window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None) -> TorchAttention:
+def attention(
+    window: int | None = None, softcap: float | None = None, sinks: torch.Tensor | None = None
+) -> TorchAttention:
     from megatron.core.transformer.enums import AttnMaskType
 
     size = None if window is None else (window - 1, 0)
@@ -18,7 +20,9 @@ def attention(window: int | None = None, softcap: float | None = None, sinks: to
     if sinks is not None:
         sizes |= dict(num_attention_heads=2 * len(sinks), tensor_model_parallel_size=2, params_dtype=torch.float32)
     kind = "vanilla" if sinks is None else "learnable"
-    made = TorchAttention(SimpleNamespace(**sizes, softmax_type=kind, attention_dropout=0.0), 2, AttnMaskType.causal, "self")
+    made = TorchAttention(
+        SimpleNamespace(**sizes, softmax_type=kind, attention_dropout=0.0), 2, AttnMaskType.causal, "self"
+    )
     made.softcap = softcap
     if sinks is not None:
         made.softmax_offset.data.copy_(sinks)
@@ -42,7 +46,9 @@ def naive(query, key, value, borders, scale, window=None, softcap=None, sinks=No
     return out.flatten(1)
 
 
-@pytest.mark.parametrize("lengths", [[5, 40, 1, 39, 0, 12, 44, 3], [MAX_GROUPED_LENGTH + 20, 7, MAX_GROUPED_LENGTH], [1], [30]], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [[5, 40, 1, 39, 0, 12, 44, 3], [MAX_GROUPED_LENGTH + 20, 7, MAX_GROUPED_LENGTH], [1], [30]], ids=str
+)
 @pytest.mark.parametrize(("groups", "width"), [(1, 16), (2, 16), (6, 16), (6, 10)])
 def test_a_pack_gives_values_and_gradients_of_its_sequences_alone(lengths, groups, width):
     torch.manual_seed(0)
@@ -105,7 +111,9 @@ def test_an_unpacked_batch_gives_the_same():
     query, key, value = (torch.randn(20, 2, heads, 16) for heads in (6, 2, 2))
     out = attention()(query, key, value)
     for i in range(2):
-        torch.testing.assert_close(out[:, i], naive(query[:, i], key[:, i], value[:, i], [0, 20], 0.25), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            out[:, i], naive(query[:, i], key[:, i], value[:, i], [0, 20], 0.25), atol=1e-5, rtol=1e-5
+        )
 
 
 def test_short_and_long_paths_agree():

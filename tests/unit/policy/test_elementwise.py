@@ -36,7 +36,9 @@ def test_rotation_may_leave_dimensions_alone_and_pair_neighbours():
 
 def test_norm_and_gated_unit_follow_their_formulas():
     x, weight = inputs((5, 2, 8), (8,))
-    torch.testing.assert_close(rms_norm(x, weight, 1e-3), x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight)
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-3), x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
+    )
     gate, up = x.chunk(2, -1)
     torch.testing.assert_close(swiglu(x), gate * torch.sigmoid(gate) * up)
     inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)

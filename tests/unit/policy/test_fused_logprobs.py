@@ -67,11 +67,15 @@ def compare(case: Case) -> None:
     dist.all_reduce(total)
     found = [*found[:2], total, found[3].float()]
     expected[3] = expected[3].chunk(tp)[rank]
-    # The gradients of logits, and gradients computed from them, are bfloat16 for bfloat16 inputs; values are float32 sums.
+    # The gradients of logits, and gradients computed from them, are bfloat16 for bfloat16 inputs; values are float32
+    # sums.
     loose = 0.01 if case.dtype == torch.bfloat16 else 1e-5
     for place, (got, want) in enumerate(zip(found, expected, strict=True)):
         error = (1e-5, 1e-5, loose, loose)[place]
-        assert not want.numel() or (got - want).abs().max() <= error * want.abs().max(), (place, (got - want).abs().max())
+        assert not want.numel() or (got - want).abs().max() <= error * want.abs().max(), (
+            place,
+            (got - want).abs().max(),
+        )
     assert found[0].dtype == torch.float32
 
 
@@ -112,7 +116,8 @@ def compare_fp8(recipe: str) -> None:
     case = Case(dict(temperature=0.7, vocab_size=93), torch.bfloat16, num_tokens=20, hidden_size=144)
     hidden, weight, labels, upstream = problem(case)
     logprobs, entropy, *gradients = answer(case, hidden, weight, labels, upstream, fused=True, fp8=recipe)
-    rounded, head = dense(in_fp8(hidden, recipe, 1), 1), dense(in_fp8(weight[:93], recipe, FP8_BLOCK), FP8_BLOCK)  # padding scales nothing
+    # padding scales nothing
+    rounded, head = dense(in_fp8(hidden, recipe, 1), 1), dense(in_fp8(weight[:93], recipe, FP8_BLOCK), FP8_BLOCK)
     products = (rounded @ head.t()).requires_grad_()
     log_p = (products / 0.7).log_softmax(-1)
     expected = log_p.gather(1, labels[:, None])[:, 0]
@@ -120,7 +125,9 @@ def compare_fp8(recipe: str) -> None:
     assert (entropy + (log_p.exp() * log_p).sum(-1)).abs().max() < 1e-4
     (grad,) = torch.autograd.grad(expected, products, upstream[0])
     assert gradients[1][93:].abs().max() == 0
-    for got, want in zip((gradients[0], gradients[1][:93]), (grad @ weight[:93].float(), grad.t() @ hidden.float()), strict=True):
+    for got, want in zip(
+        (gradients[0], gradients[1][:93]), (grad @ weight[:93].float(), grad.t() @ hidden.float()), strict=True
+    ):
         assert (got.float() - want).abs().max() < 0.01 * want.abs().max()
     exact = answer(case, hidden, weight, labels, upstream)[0]
     assert 1e-3 < (logprobs - exact).abs().max() < 1  # rounding is visible, but small
@@ -130,7 +137,9 @@ def dense(factor, rows_per_block: int) -> torch.Tensor:
     """float32 values of FP8 numbers with scales."""
     values, scales = factor.values.float(), factor.scales
     if scales.dim() == 2:
-        scales = scales.repeat_interleave(rows_per_block, 0).repeat_interleave(FP8_BLOCK, 1)[: values.shape[0], : values.shape[1]]
+        scales = scales.repeat_interleave(rows_per_block, 0).repeat_interleave(FP8_BLOCK, 1)[
+            : values.shape[0], : values.shape[1]
+        ]
     return values * scales
 
 
@@ -174,10 +183,17 @@ class Largest(TorchDispatchMode):
 def largest_of(vocab: int) -> tuple[int, int]:
     """The largest storage of a pass for log-probs, and of one with the gradient of hidden states."""
     interpret(Tiles(16, 512, 16), scratch=2**14)
-    hidden, weight, labels, found = torch.randn(16, 16).bfloat16(), torch.randn(vocab, 16).bfloat16(), torch.zeros(16).long(), []
+    hidden, weight, labels, found = (
+        torch.randn(16, 16).bfloat16(),
+        torch.randn(vocab, 16).bfloat16(),
+        torch.zeros(16).long(),
+        [],
+    )
     for teaches in (False, True):
         with Largest(hidden, weight) as largest, torch.set_grad_enabled(teaches):
-            vocab_logprobs(hidden.requires_grad_(), weight, labels, fused=True, upstream=lambda rows, logprobs: (logprobs,))
+            vocab_logprobs(
+                hidden.requires_grad_(), weight, labels, fused=True, upstream=lambda rows, logprobs: (logprobs,)
+            )
         found.append(largest.bytes)
     return found[0], found[1]
 

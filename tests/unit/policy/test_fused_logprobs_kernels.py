@@ -11,13 +11,22 @@ from megagrpo.policy.lm_head.fused_logprobs import FP8_TILES, GRADIENT_TILE, GRO
 from megagrpo.policy.lm_head.vocab_shard import LOWEST
 
 SHARED_MEMORY = 227 * 1024  # bytes available to one program on compute capability 9.0
-NUMBERS = dict(num_tokens="i32", num_columns="i32", hidden_size="i32", width="i32", num_splits="i32", temperature="fp32", cap="fp32")
+NUMBERS = dict(
+    num_tokens="i32",
+    num_columns="i32",
+    hidden_size="i32",
+    width="i32",
+    num_splits="i32",
+    temperature="fp32",
+    cap="fp32",
+)
 ROWS = ("statistics", "hidden_scale", "weight_scale", "references", "normaliser", "entropy", "at_labels", "at_entropy")
 TYPES = NUMBERS | dict.fromkeys(ROWS, "*fp32") | dict(columns_of_labels="*i64", stored="*fp16", gradient="*bf16")
 
 
 def compiled(kernel: str, types: dict[str, str], constants: dict, warps: int, stages: int, cache: Path) -> dict:
-    """Shared memory in bytes, registers and spilled bytes per thread, and the PTX of a kernel compiled for compute capability 9.0."""
+    """Shared memory in bytes, registers and spilled bytes per thread, and the PTX of a kernel compiled for compute
+    capability 9.0."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -28,7 +37,11 @@ def compiled(kernel: str, types: dict[str, str], constants: dict, warps: int, st
     function = getattr(fused_logprobs_kernels, kernel)
     names = function.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*" or n in ("hidden_size", "width")}
+    aligned = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if signature[n][0] == "*" or n in ("hidden_size", "width")
+    }
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=warps, num_stages=stages))
     cubin = cache / f"{kernel}.cubin"

@@ -35,7 +35,9 @@ def test_every_metric_is_reduced_as_it_says_and_its_name_says_nothing(seed):
     ranks = [merged(on_host([of(tokens) for tokens in rank])[0]) for rank in (batches[:2], batches[2:])]
     found = values_of(merged(ranks))
     assert found["average"] == pytest.approx(statistics.fmean(everyone), rel=1e-6, abs=1e-6)
-    assert found["a name that says min/max"] == pytest.approx(max(everyone)) and found["largest/max"] == pytest.approx(min(everyone))
+    assert found["a name that says min/max"] == pytest.approx(max(everyone)) and found["largest/max"] == pytest.approx(
+        min(everyone)
+    )
 
 
 def test_the_counts_of_all_parts_add_up_so_that_a_metric_without_tokens_shows():
@@ -44,15 +46,33 @@ def test_the_counts_of_all_parts_add_up_so_that_a_metric_without_tokens_shows():
 
 
 def test_flags_come_to_the_host_with_the_metrics():
-    metrics, flags = on_host([{"one": Metric(torch.tensor(2.5))}, {}], torch.tensor([True, False]), torch.tensor([], dtype=torch.bool))
+    metrics, flags = on_host(
+        [{"one": Metric(torch.tensor(2.5))}, {}], torch.tensor([True, False]), torch.tensor([], dtype=torch.bool)
+    )
     assert metrics == [{"one": Metric(2.5, 1.0)}, {}] and flags == [[True, False], []]
     assert on_host([], torch.tensor([False])) == ([], [[False]])
 
 
 def test_optimizer_steps_combine_as_each_metric_says_over_those_that_report_it():
-    one = {"loss": Metric(6.0, 3), "rate": Metric(0.1, reduce="last"), "far": Metric(5.0, 9, "max"), "near": Metric(-1.0, 9, "min")}
-    two = {"loss": Metric(1.0, 4), "rate": Metric(0.2, reduce="last"), "far": Metric(4.0, 9, "max"), "near": Metric(-3.0, 9, "min")}
-    assert over_updates([one, two, {"norm": Metric(7.0)}]) == {"loss": 1.125, "rate": 0.2, "far": 5.0, "near": -3.0, "norm": 7.0}
+    one = {
+        "loss": Metric(6.0, 3),
+        "rate": Metric(0.1, reduce="last"),
+        "far": Metric(5.0, 9, "max"),
+        "near": Metric(-1.0, 9, "min"),
+    }
+    two = {
+        "loss": Metric(1.0, 4),
+        "rate": Metric(0.2, reduce="last"),
+        "far": Metric(4.0, 9, "max"),
+        "near": Metric(-3.0, 9, "min"),
+    }
+    assert over_updates([one, two, {"norm": Metric(7.0)}]) == {
+        "loss": 1.125,
+        "rate": 0.2,
+        "far": 5.0,
+        "near": -3.0,
+        "norm": 7.0,
+    }
 
 
 def test_the_last_of_two_parts_is_the_later_one():

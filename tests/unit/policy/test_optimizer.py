@@ -16,9 +16,18 @@ MUON = ["train.optimizer=muon", "train.distributed_optimizer=false"]
     [
         (MUON[:1], "train.distributed_optimizer: true shards matrices, but train.optimizer muon needs whole matrices"),
         ([*MUON, "lora.rank=8"], "train.optimizer: muon does not support adapters (lora.rank > 0); choose adam"),
-        ([*MUON, "train.optimizer_state_dtype=fp8"], "train.optimizer_state_dtype: train.optimizer muon keeps its momentum in fp32"),
-        ([*MUON, "train.optimizer_offload=true"], "train.optimizer_state_dtype: train.optimizer muon keeps its momentum in fp32"),
-        (["train.overlap_grad_reduce=false", "train.ddp_bucket_size=9"], "train.ddp_bucket_size: 9 only applies with train.overlap_grad_"),
+        (
+            [*MUON, "train.optimizer_state_dtype=fp8"],
+            "train.optimizer_state_dtype: train.optimizer muon keeps its momentum in fp32",
+        ),
+        (
+            [*MUON, "train.optimizer_offload=true"],
+            "train.optimizer_state_dtype: train.optimizer muon keeps its momentum in fp32",
+        ),
+        (
+            ["train.overlap_grad_reduce=false", "train.ddp_bucket_size=9"],
+            "train.ddp_bucket_size: 9 only applies with train.overlap_grad_",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(tmp_path, overrides, message):

@@ -38,7 +38,8 @@ def test_fusions_that_change_log_probs_are_off_until_they_are_asked_for(on_gpu):
 def test_gelu_is_the_tanh_approximation_with_and_without_its_fusion(on_gpu):
     x = torch.linspace(-4, 4, 101)
     assert torch.equal(built("gemma2").activation_func(x), F.gelu(x, approximate="tanh"))
-    assert built("gemma2", fusions=["bias_activation"]).activation_func is F.gelu  # Megatron's fused kernel approximates by itself
+    # Megatron's fused kernel approximates by itself
+    assert built("gemma2", fusions=["bias_activation"]).activation_func is F.gelu
 
 
 def test_without_transformer_engine_nothing_is_fused():
@@ -54,7 +55,13 @@ def test_no_pipeline_message_waits_for_the_whole_gpu():
 def test_routing_runs_in_fused_kernels_on_a_gpu(shape, router, on_gpu, monkeypatch):
     from megatron.core.transformer.moe import moe_utils
 
-    for name in ("permute", "permute_with_probs", "sort_chunks_by_index", "sort_chunks_by_index_with_probs", "unpermute"):
+    for name in (
+        "permute",
+        "permute_with_probs",
+        "sort_chunks_by_index",
+        "sort_chunks_by_index_with_probs",
+        "unpermute",
+    ):
         monkeypatch.setattr(moe_utils, f"fused_{name}", lambda: None, raising=False)
     assert not built(shape).moe_permute_fusion  # kernels in torch stand in for Transformer Engine's in tests
     monkeypatch.setattr(device, "has_gpu", lambda: True)
@@ -64,7 +71,10 @@ def test_routing_runs_in_fused_kernels_on_a_gpu(shape, router, on_gpu, monkeypat
 
 def test_selective_recomputation_names_its_modules(on_gpu):
     assert built(recompute="selective").recompute_modules == ["core_attn"]
-    assert built(recompute="selective", recompute_modules=["layernorm", "mlp"]).recompute_modules == ["layernorm", "mlp"]
+    assert built(recompute="selective", recompute_modules=["layernorm", "mlp"]).recompute_modules == [
+        "layernorm",
+        "mlp",
+    ]
 
 
 def test_without_transformer_engine_the_modules_that_need_it_are_left_out():

@@ -32,7 +32,9 @@ def problem(num_tokens=11, distance=0.3, dtype=torch.float32):
 def test_value_and_gradient_equal_the_divergence_summed_over_the_vocabulary(cap, direction, temperature, chunk):
     hidden, weight, labels, ref_hidden, ref_weight, upstream = problem()
     options = dict(temperature=temperature, logit_cap=cap, vocab_size=VOCAB, chunk=chunk)
-    logprobs, entropy, kl = vocab_logprobs_and_kl(hidden, weight, labels, ref_hidden, ref_weight, direction=direction, **options)
+    logprobs, entropy, kl = vocab_logprobs_and_kl(
+        hidden, weight, labels, ref_hidden, ref_weight, direction=direction, **options
+    )
     expected = naive(hidden, weight, labels, ref_hidden, ref_weight, direction, temperature, cap)
     alone = vocab_logprobs(hidden, weight, labels, **options)
     torch.testing.assert_close((logprobs, entropy), alone, rtol=0, atol=0)
@@ -50,7 +52,9 @@ def test_in_float64_the_gradient_is_that_of_finite_differences(direction):
     hidden, weight, labels, ref_hidden, ref_weight, _ = problem(num_tokens=3, dtype=torch.float64)
 
     def outputs(h, w):
-        logprobs, _, kl = vocab_logprobs_and_kl(h, w, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=16)
+        logprobs, _, kl = vocab_logprobs_and_kl(
+            h, w, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=16
+        )
         return logprobs, kl
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight), fast_mode=True)
@@ -62,8 +66,12 @@ def test_padding_rows_take_no_part_whatever_they_hold(direction):
     with torch.no_grad():
         weight[VOCAB:] = 100.0
         ref_weight[VOCAB:] = torch.nan
-    _, _, kl = vocab_logprobs_and_kl(hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB)
-    torch.testing.assert_close(kl.double(), naive(hidden, weight, labels, ref_hidden, ref_weight, direction)[1], rtol=1e-5, atol=1e-6)
+    _, _, kl = vocab_logprobs_and_kl(
+        hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB
+    )
+    torch.testing.assert_close(
+        kl.double(), naive(hidden, weight, labels, ref_hidden, ref_weight, direction)[1], rtol=1e-5, atol=1e-6
+    )
     (grad,) = torch.autograd.grad(kl, weight, upstream[1])
     assert grad[VOCAB:].abs().max() == 0 < grad[:VOCAB].abs().max()
 
@@ -82,7 +90,9 @@ def test_a_policy_at_its_reference_has_divergence_and_gradient_exactly_zero(dire
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_small_divergences_keep_their_digits(direction):
     hidden, weight, labels, ref_hidden, ref_weight, _ = problem(distance=1e-3)
-    _, _, kl = vocab_logprobs_and_kl(hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=16)
+    _, _, kl = vocab_logprobs_and_kl(
+        hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=16
+    )
     expected = naive(hidden, weight, labels, ref_hidden, ref_weight, direction)[1]
     assert 1e-7 < expected.mean() < 1e-5
     assert (kl.double() - expected).abs().max() < 5e-7
@@ -117,7 +127,15 @@ def test_early_gradients_of_logprobs_and_kl_change_nothing(direction):
     results = []
     for early_gradients in (None, lambda rows, logprobs, kl: tuple(upstream[:, rows])):
         logprobs, _, kl = vocab_logprobs_and_kl(
-            hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=4, upstream=early_gradients
+            hidden,
+            weight,
+            labels,
+            ref_hidden,
+            ref_weight,
+            direction=direction,
+            vocab_size=VOCAB,
+            chunk=4,
+            upstream=early_gradients,
         )
         results.append((logprobs, kl, *torch.autograd.grad((logprobs, kl), (hidden, weight), tuple(upstream))))
     for late, early in zip(*results, strict=True):

@@ -27,7 +27,9 @@ def problem(num_tokens=11, seed=0):
 @pytest.mark.parametrize("vocab_size", [37, 40])
 def test_logprobs_entropy_and_gradients_equal_plain_log_softmax(chunk, temperature, vocab_size):
     hidden, weight, labels, upstream = problem()
-    logprobs, entropy = vocab_logprobs(hidden, weight, labels, temperature=temperature, vocab_size=vocab_size, chunk=chunk)
+    logprobs, entropy = vocab_logprobs(
+        hidden, weight, labels, temperature=temperature, vocab_size=vocab_size, chunk=chunk
+    )
     grads = torch.autograd.grad(logprobs, (hidden, weight), upstream)
     expected, expected_entropy = naive(hidden, weight, labels, temperature, vocab_size)
     expected_grads = torch.autograd.grad(expected, (hidden, weight), upstream.double())
@@ -110,7 +112,9 @@ def test_an_early_gradient_saves_a_product_and_a_wrong_one_costs_time_only(early
     grads = []
 
     def step():
-        logprobs, _ = vocab_logprobs(hidden, weight, labels, temperature=0.7, vocab_size=37, chunk=4, upstream=early_gradients[early])
+        logprobs, _ = vocab_logprobs(
+            hidden, weight, labels, temperature=0.7, vocab_size=37, chunk=4, upstream=early_gradients[early]
+        )
         grads.extend(torch.autograd.grad(logprobs, (hidden, weight), upstream))
 
     assert products(step) == expected * 3  # chunks
@@ -123,7 +127,9 @@ def test_an_early_gradient_saves_a_product_and_a_wrong_one_costs_time_only(early
 def test_with_a_flag_the_early_gradients_are_taken_and_the_flag_tells_whether_they_were_wrong(right):
     hidden, weight, labels, upstream = problem()
     differs, early = torch.zeros(1, dtype=torch.bool), upstream if right else upstream.roll(1)
-    logprobs, _ = vocab_logprobs(hidden, weight, labels, chunk=4, upstream=lambda rows, _: (early[rows],), early_differs=differs)
+    logprobs, _ = vocab_logprobs(
+        hidden, weight, labels, chunk=4, upstream=lambda rows, _: (early[rows],), early_differs=differs
+    )
     assert products(lambda: torch.autograd.grad(logprobs, (hidden, weight), upstream)) == 0
     assert differs.item() is not right
 
@@ -182,7 +188,9 @@ def test_the_gradient_of_the_entropy_is_that_of_autograd(chunk, cap):
     hidden, weight, labels, _ = (t.detach().double() if t.is_floating_point() else t for t in problem())
     leaves = hidden.requires_grad_(), weight.requires_grad_()
     upstream = torch.randn(2, 11, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-    found = vocab_logprobs(*leaves, labels, temperature=0.7, logit_cap=cap, vocab_size=37, chunk=chunk, entropy_gradient=True)
+    found = vocab_logprobs(
+        *leaves, labels, temperature=0.7, logit_cap=cap, vocab_size=37, chunk=chunk, entropy_gradient=True
+    )
     expected = naive(*leaves, labels, 0.7, 37, cap)
     grads, oracles = (torch.autograd.grad(pair, leaves, tuple(upstream)) for pair in (found, expected))
     for value, oracle in zip((*found, *grads), (*expected, *oracles), strict=True):

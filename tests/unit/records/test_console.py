@@ -35,13 +35,19 @@ def lines(*calls: tuple, terminal: bool = False, columns: int = 100, overrides: 
 @pytest.mark.parametrize("value", EXTREMES)
 @pytest.mark.parametrize(("terminal", "columns"), [(False, 80), (True, 100), (True, 300), (True, 72)])
 def test_steps_evaluations_and_samples_with_extreme_values_fit_100_columns(value, terminal, columns):
-    metrics = {name: value for _, name, _ in STEP_COLUMNS} | {f"time/{name}": 1e6 for name in ("generate", "train", "sync", "reward")}
+    metrics = {name: value for _, name, _ in STEP_COLUMNS} | {
+        f"time/{name}": 1e6 for name in ("generate", "train", "sync", "reward")
+    }
     metrics |= {f"rewards/{'long_name_of_a_reward_' * 3}/exceptions": 1e9}
     held_out = {f"eval/{name}": value for _, name, _ in EVALUATION_COLUMNS}
     prompt = Prompt(0, (1,), "word " * 400)
     rollout = Rollout(prompt, (1,), (0.0,), "stop", 1, "x" * 3000)
     scored = [ScoredRollout(rollout, {f"reward_{i}": value for i in range(30)}, value)] * 2
-    calls = ("step", 10**9, metrics), ("evaluation", 10**9, held_out), ("completions", 1, completion_rows(1, scored, [value, -value]))
+    calls = (
+        ("step", 10**9, metrics),
+        ("evaluation", 10**9, held_out),
+        ("completions", 1, completion_rows(1, scored, [value, -value])),
+    )
     shown = lines(*calls, terminal=terminal, columns=columns, overrides=("run.max_steps=1000000000",))
     assert len(shown) > 10 and max(map(len, shown)) <= min(columns if terminal else 100, 100)
 
@@ -60,7 +66,8 @@ INFO, BAD = ("message", "run folder: runs/grpo"), ("message", "warning: somethin
 
 
 @pytest.mark.parametrize(
-    ("level", "shown"), [("debug", [STEP, SAMPLE, INFO, BAD]), ("info", [STEP, SAMPLE, INFO, BAD]), ("warning", [BAD]), ("error", [])]
+    ("level", "shown"),
+    [("debug", [STEP, SAMPLE, INFO, BAD]), ("info", [STEP, SAMPLE, INFO, BAD]), ("warning", [BAD]), ("error", [])],
 )
 def test_the_log_level_leaves_lines_out(level, shown, monkeypatch):
     expected = [line for call in shown for line in lines(call)]
@@ -71,7 +78,9 @@ def test_the_log_level_leaves_lines_out(level, shown, monkeypatch):
 
 @pytest.mark.parametrize("unbuffered", [False, True])
 @pytest.mark.parametrize("output", ["a closed pipe", "a full disk"])
-def test_a_run_whose_lines_cannot_be_written_goes_on_and_leaves_nothing_to_flush(output, unbuffered, tmp_path, monkeypatch, capsys):
+def test_a_run_whose_lines_cannot_be_written_goes_on_and_leaves_nothing_to_flush(
+    output, unbuffered, tmp_path, monkeypatch, capsys
+):
     reader, pipe = os.pipe()
     os.close(reader)
     with os.fdopen(pipe, "wb", 0) as closed, open("/dev/full", "wb", 0) as full:

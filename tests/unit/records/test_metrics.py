@@ -18,7 +18,15 @@ from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 
 CONFIG = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
-STEP = {"reward": 0.52, "reward_std": 0.31, "kl": 0.1, "entropy": 1.9, "grad_norm": 2.3, "time/generate": 6.1, "time/train": 5.2}
+STEP = {
+    "reward": 0.52,
+    "reward_std": 0.31,
+    "kl": 0.1,
+    "entropy": 1.9,
+    "grad_norm": 2.3,
+    "time/generate": 6.1,
+    "time/train": 5.2,
+}
 STEP["time/step"] = 11.3
 
 
@@ -84,7 +92,11 @@ def test_a_resumed_run_drops_what_came_after_the_checkpoint_and_a_line_cut_short
         file.write('{"step": 2, "rew')
     writer = MetricsWriter(tmp_path, config(), restored_step=2)
     writer.step(3, STEP | {"reward": 0.9})
-    assert [(row["step"], row["reward"]) for row in lines(tmp_path / "metrics.jsonl")] == [(1, 0.52), (2, 0.52), (3, 0.9)]
+    assert [(row["step"], row["reward"]) for row in lines(tmp_path / "metrics.jsonl")] == [
+        (1, 0.52),
+        (2, 0.52),
+        (3, 0.9),
+    ]
     assert [row["step"] for row in lines(tmp_path / "completions.jsonl")] == [1, 2]
 
 
@@ -96,7 +108,9 @@ def test_a_resumed_run_drops_what_came_after_the_checkpoint_and_a_line_cut_short
         ("wandb", OSError("no route to host"), 1),
     ],
 )
-def test_a_sink_that_fails_is_named_once_the_others_go_on_and_only_files_are_tried_again(tmp_path, capsys, name, error, calls):
+def test_a_sink_that_fails_is_named_once_the_others_go_on_and_only_files_are_tried_again(
+    tmp_path, capsys, name, error, calls
+):
     called = []
 
     class Broken:
@@ -172,7 +186,13 @@ def test_no_line_of_a_step_is_wider_than_100_columns_or_a_narrower_terminal(term
     assert len(lines) > 1 and max(map(len, lines)) <= (min(columns, 100) if terminal else 100)
     assert lines[0].startswith("step  3/10  reward  0.520") and all(line.startswith(" " * 14) for line in lines[1:])
     words = " ".join(" ".join(lines).split())
-    for cell in ("kl 0.1000", "tok/s 152", "11.3s", "generate 6.1 + reward 0.3 + logprobs 1.5 + train 5.2 + sync 1.9", "exceptions 3"):
+    for cell in (
+        "kl 0.1000",
+        "tok/s 152",
+        "11.3s",
+        "generate 6.1 + reward 0.3 + logprobs 1.5 + train 5.2 + sync 1.9",
+        "exceptions 3",
+    ):
         assert cell in words
 
 
@@ -181,7 +201,9 @@ def test_a_long_response_goes_on_in_indented_lines():
     for terminal in (False, True):
         shown = [
             re.sub(r"\x1b\[[0-9;]*m", "", line)
-            for line in printed("completions", 1, [scored(1.0, text)], [0.5], terminal=terminal, columns=160).splitlines()
+            for line in printed(
+                "completions", 1, [scored(1.0, text)], [0.5], terminal=terminal, columns=160
+            ).splitlines()
         ]
         assert max(map(len, shown)) <= 100
         assert " ".join(" ".join(shown).replace("│", " ").split()).count("A tale of two cities.") == 20
@@ -189,7 +211,12 @@ def test_a_long_response_goes_on_in_indented_lines():
 
 
 def test_the_evaluation_line_is_short_and_what_went_wrong_is_on_it():
-    metrics = {"eval/reward": 0.333, "eval/num_tokens": 900.0, "eval/rewards/accuracy/timeouts": 2.0, "eval/rewards/format/timeouts": 0.0}
+    metrics = {
+        "eval/reward": 0.333,
+        "eval/num_tokens": 900.0,
+        "eval/rewards/accuracy/timeouts": 2.0,
+        "eval/rewards/format/timeouts": 0.0,
+    }
     assert printed("evaluation", 0, metrics) == "evaluation after step 0  reward  0.333  rewards/accuracy/timeouts 2\n"
     assert "rewards/accuracy/exceptions 1" in printed("step", 1, STEP | {"rewards/accuracy/exceptions": 1.0})
 
@@ -200,7 +227,12 @@ def test_a_pipe_gets_no_escape_codes_and_a_terminal_gets_colour():
 
 
 def test_the_sample_shows_the_best_and_the_worst_of_a_group_that_differs():
-    samples = [scored(0.0, "same", 1), scored(0.0, "same", 1), scored(1.0, "good [bold]7[/bold]", 2), scored(0.0, "bad\n8", 2)]
+    samples = [
+        scored(0.0, "same", 1),
+        scored(0.0, "same", 1),
+        scored(1.0, "good [bold]7[/bold]", 2),
+        scored(0.0, "bad\n8", 2),
+    ]
     text = printed("completions", 1, samples, [0.0, 0.0, 1.0, -1.0])
     assert text.splitlines() == [
         "    prompt    What is 3 + 4?",
@@ -212,7 +244,10 @@ def test_the_sample_shows_the_best_and_the_worst_of_a_group_that_differs():
 
 
 def test_samples_are_shown_every_k_steps():
-    shown = [bool(printed("completions", s, [scored(1.0)], [0.0], overrides=("run.log_completions_steps=3",))) for s in range(1, 7)]
+    shown = [
+        bool(printed("completions", s, [scored(1.0)], [0.0], overrides=("run.log_completions_steps=3",)))
+        for s in range(1, 7)
+    ]
     assert shown == [False, False, True, False, False, True]
     assert not printed("completions", 1, [scored(1.0)], [0.0], overrides=("run.log_completions_steps=0",))
 

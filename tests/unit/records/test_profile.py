@@ -34,8 +34,13 @@ def test_a_trace_of_a_named_step_holds_its_phases_and_operations(tmp_path):
     made, phases = profiler(tmp_path, 0, said, "run.profile.steps=[2]"), Phases()
     results = [work(phases, made, step) for step in (1, 2, 3)]
     assert torch.equal(results[0], results[1]) and torch.equal(results[1], results[2])
-    trace, table = tmp_path / "profile" / "step_000002_rank_0.trace.json.gz", tmp_path / "profile" / "step_000002_rank_0.top.txt"
-    assert sorted((tmp_path / "profile").iterdir()) == sorted([trace, table]) and said == [f"profile of step 2: profile/{trace.name}"]
+    trace, table = (
+        tmp_path / "profile" / "step_000002_rank_0.trace.json.gz",
+        tmp_path / "profile" / "step_000002_rank_0.top.txt",
+    )
+    assert sorted((tmp_path / "profile").iterdir()) == sorted([trace, table]) and said == [
+        f"profile of step 2: profile/{trace.name}"
+    ]
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     spans = {event["name"]: (event["ts"], event["ts"] + event["dur"]) for event in events if event.get("ph") == "X"}
     assert {"step 2", "train", "optimizer", "aten::mm"} <= spans.keys()
@@ -49,7 +54,9 @@ def test_only_named_ranks_write_and_an_error_in_the_step_leaves_no_file(tmp_path
     options = "run.profile={steps: [1], ranks: [1]}"
     for rank in (0, 1):
         work(Phases(), profiler(tmp_path, rank, said, options), 1)
-    assert {path.name.partition(".")[0] for path in (tmp_path / "profile").iterdir()} == {"step_000001_rank_1"} and len(said) == 1
+    assert {path.name.partition(".")[0] for path in (tmp_path / "profile").iterdir()} == {"step_000001_rank_1"} and len(
+        said
+    ) == 1
     failing = profiler(tmp_path / "failing", 1, said, options)
     with pytest.raises(KeyError), failing.step(1):
         raise KeyError
@@ -73,7 +80,9 @@ def test_ranks_and_steps_that_do_not_exist_are_problems():
     assert layout_problems(config, 5) == []
     said = "run.profile.ranks: rank 4 does not exist: the run has 4 rank(s), counted from 0; leave ranks empty for all"
     assert list(map(str, layout_problems(config, 4))) == [said] == list(map(str, plan(config, 4).problems))
-    with pytest.raises(ConfigError, match=r"run.profile.steps: step 11 is after the last step, run.max_steps 8; name an earlier step"):
+    with pytest.raises(
+        ConfigError, match=r"run.profile.steps: step 11 is after the last step, run.max_steps 8; name an earlier step"
+    ):
         load_config(CONFIG, ["run.profile.steps=[3, 11]"])
     with pytest.raises(ConfigError, match=r"run.profile.tool: .*(torch|nsys|memory)"):
         load_config(CONFIG, ["run.profile.tool=perf"])

@@ -53,9 +53,9 @@ sink.step(1, {"reward": 0.5})
 QUIET, LOWER = (CODE % [override] for override in ("run.progress=false", "run.log_level=warning"))
 BARS = CODE % []
 CONVERSION = """
-from megagrpo.records import progress
-progress.LINE_SECONDS = 0.0
-with progress.conversion_progress().task("writing OUT") as task:
+from megagrpo.records import progress_bars
+progress_bars.LINE_SECONDS = 0.0
+with progress_bars.conversion_progress().task("writing OUT") as task:
     task.expect(3_000_000, "B", done=1_000_000)
     task.advance(1_000_000)
     task.advance(1_000_000)
@@ -89,7 +89,8 @@ def in_a_pipe(code: str, **environment: str) -> tuple[bytes, bytes]:
 def forked(code: str, out: int, err: int, environment: dict[str, str]) -> int:
     """Run `code` in a fork of this process, which has imported what it needs; return its process id."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other tests may have imported torch, which keeps two idle threads
+        # other tests may have imported torch, which keeps two idle threads
+        warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
         return pid

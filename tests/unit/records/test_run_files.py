@@ -46,7 +46,9 @@ def test_only_checkpoints_of_the_run_are_removed(tmp_path):
     assert (theirs / STATE_FILE).exists()
 
 
-@pytest.mark.parametrize("what", ["a checkpoint", "a link", "a broken link", "a folder without a state file", "nothing"])
+@pytest.mark.parametrize(
+    "what", ["a checkpoint", "a link", "a broken link", "a folder without a state file", "nothing"]
+)
 def test_a_new_checkpoint_takes_the_place_of_an_old_one_and_of_nothing_else(what, tmp_path):
     theirs, final = checkpoint(tmp_path / "theirs"), tmp_path / "checkpoints" / "step_000001"
     final.parent.mkdir()
@@ -82,7 +84,12 @@ def test_the_link_to_the_best_checkpoint_takes_the_place_of_a_link_and_of_nothin
     for step in steps:
         point_to(step, best)
         assert best.is_symlink() and best.resolve() == step
-    assert (tmp_path / "best.1" / "notes").exists() and names(tmp_path) == ["best", "best.1", "step_000001", "step_000002"]
+    assert (tmp_path / "best.1" / "notes").exists() and names(tmp_path) == [
+        "best",
+        "best.1",
+        "step_000001",
+        "step_000002",
+    ]
 
 
 def test_a_broken_link_counts_as_taken(tmp_path):

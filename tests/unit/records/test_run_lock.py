@@ -35,7 +35,9 @@ def holder(tmp_path):
 def test_a_locked_folder_is_refused_in_one_line_with_host_and_process_of_the_holder(holder, tmp_path):
     with pytest.raises(ValueError) as refused:
         RunLock(tmp_path / "run").take()
-    assert f"run.name: {tmp_path}/run is in use by process {holder.pid} on host {socket.gethostname()};" in str(refused.value)
+    assert f"run.name: {tmp_path}/run is in use by process {holder.pid} on host {socket.gethostname()};" in str(
+        refused.value
+    )
     assert "\n" not in str(refused.value)
 
 
@@ -74,7 +76,9 @@ def test_a_link_in_place_of_the_lock_is_refused_and_its_target_stays(tmp_path):
     (tmp_path / "theirs").write_text("text")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK).symlink_to(tmp_path / "theirs")
-    with pytest.raises(ValueError, match=r"run\.output_dir: .* cannot be created or written to: Too many levels of symbolic links"):
+    with pytest.raises(
+        ValueError, match=r"run\.output_dir: .* cannot be created or written to: Too many levels of symbolic links"
+    ):
         RunLock(tmp_path / "run").take()
     assert (tmp_path / "theirs").read_text() == "text"
 

@@ -15,7 +15,9 @@ def micro_batch(samples: list[int], lengths: list[int], prompt: int = 2) -> Micr
     """Sequences with `prompt` tokens before their loss tokens; -1 is padding."""
     borders = torch.tensor([0, *lengths]).cumsum(0).int()
     total = int(borders[-1])
-    mask = torch.tensor([sample >= 0 and i >= prompt for sample, n in zip(samples, lengths, strict=True) for i in range(n)])
+    mask = torch.tensor(
+        [sample >= 0 and i >= prompt for sample, n in zip(samples, lengths, strict=True) for i in range(n)]
+    )
     row = torch.zeros(total)
     index = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
     return MicroBatch(row.long(), row.long(), row.long(), borders, mask, row, row, torch.tensor(samples), index)
@@ -28,7 +30,8 @@ def inputs(batch: MicroBatch, first: float = 0.0) -> LossInputs:
 
 def scored(count: int, length: int = 3, **changes) -> list[ScoredRollout]:
     rollouts = [
-        Rollout(Prompt(i // GROUP, (1,), "q"), tuple(range(length)), (-0.12345,) * length, "stop", 1, "a", **changes) for i in range(count)
+        Rollout(Prompt(i // GROUP, (1,), "q"), tuple(range(length)), (-0.12345,) * length, "stop", 1, "a", **changes)
+        for i in range(count)
     ]
     return [ScoredRollout(rollout, {}, 0.0) for rollout in rollouts]
 

@@ -83,16 +83,25 @@ def make_model(folder: Path, num_labels: int = 1, causal: bool = False) -> Path:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="~")
     tokenizer.chat_template = TEMPLATE
     torch.manual_seed(0)
-    size = dict(vocab_size=96, hidden_size=64, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
-    config = LlamaConfig(**size, max_position_embeddings=256, num_labels=num_labels, initializer_range=0.3, pad_token_id=None)
+    size = dict(
+        vocab_size=96,
+        hidden_size=64,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    config = LlamaConfig(
+        **size, max_position_embeddings=256, num_labels=num_labels, initializer_range=0.3, pad_token_id=None
+    )
     (AutoModelForCausalLM if causal else AutoModelForSequenceClassification).from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def logits(folder: Path, texts: list[str]) -> list[float]:
-    """The model's logit of each text alone: no batch, no padding. The end token is the padding token, so transformers reads the last other
-    token. Run it in a rank."""
+    """The model's logit of each text alone: no batch, no padding. The end token is the padding token, so transformers
+    reads the last other token. Run it in a rank."""
     found = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     found.config.pad_token_id = 0
     ids = [torch.tensor([[0 if c == "~" else ord(c) - 31 for c in text]]) for text in texts]

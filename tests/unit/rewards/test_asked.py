@@ -1,4 +1,5 @@
-"""Rewards computed by external services: a judge and served models behind real HTTP sockets, and a reward model in a worker."""
+"""Rewards computed by external services: a judge and served models behind real HTTP sockets, and a reward model in a
+worker."""
 
 import time
 from contextlib import ExitStack
@@ -37,7 +38,7 @@ def rewards(scored) -> list:
     return [next(iter(s.rewards.values())) for s in scored]
 
 
-# ------------------------------------------------------------------------------------------------------------------- the judge
+# ------------------------------------------------------------------------------------------------------------ the judge
 
 
 def test_the_last_score_of_the_judge_is_brought_to_0_to_1():
@@ -45,7 +46,10 @@ def test_the_last_score_of_the_judge_is_brought_to_0_to_1():
         assert rewards(s.score(rollouts("abcde", "abcdefghij", ""))) == [0.5, 1.0, 0.0]
     body = server.asked[0]
     assert body["model"] == "judge" and body["temperature"] == 0 and body["seed"] == 7
-    assert body["messages"][0] == {"role": "system", "content": "Be fair."} and "What is it?" in body["messages"][1]["content"]
+    assert (
+        body["messages"][0] == {"role": "system", "content": "Be fair."}
+        and "What is it?" in body["messages"][1]["content"]
+    )
 
 
 def test_the_task_shows_columns_and_leaves_braces_in_answers_alone(tmp_path, monkeypatch):
@@ -56,7 +60,11 @@ def test_the_task_shows_columns_and_leaves_braces_in_answers_alone(tmp_path, mon
         with scorer(judge(server, **args)) as s:
             with pytest.raises(ValueError, match="needs column `solution`"):
                 s.check_columns(["answer"])
-            batch = rollouts("{prompt} {x}", messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}], solution="42")
+            batch = rollouts(
+                "{prompt} {x}",
+                messages=[{"role": "system", "content": "S"}, {"role": "user", "content": "U"}],
+                solution="42",
+            )
             assert rewards(s.score(batch)) == [1.0]
     assert server.asked[0]["messages"] == [{"role": "user", "content": "system: S\n\nuser: U|{prompt} {x}|42|-2-2"}]
     assert server.headers[0]["Authorization"] == "Bearer k-1"
@@ -77,7 +85,11 @@ FAILING = {
     "broken": (lambda body: (500, "broken"), "responded with status 500: broken (2 attempts)", 2),
     "no_key": (lambda body: (401, "no key"), "responded with status 401: no key", 1),
     "no_json": (lambda body: (200, "no json"), "its response is not JSON", 2),
-    "no_score": (lambda body: says("I would rather not."), "no score in the judge's response: 'I would rather not.'", 1),
+    "no_score": (
+        lambda body: says("I would rather not."),
+        "no score in the judge's response: 'I would rather not.'",
+        1,
+    ),
     "too_high": (lambda body: says("Score: 11"), "the judge's score 11 is not from 0 to 10", 1),
     "no_choices": (lambda body: (200, {"error": "x"}), "no choices in its response", 1),
     "slow": (lambda body: (time.sleep(1.0), says("Score: 1"))[1], "no answer within 0.2 s (2 attempts)", 2),
@@ -88,16 +100,25 @@ def test_a_judge_that_fails_leaves_the_completion_out_and_is_counted(caplog):
     with ExitStack() as stack:
         servers = {name: stack.enter_context(serving(answer)) for name, (answer, _, _) in FAILING.items()}
         judges = [judge(server, retries=1, timeout=0.2 if name == "slow" else 30.0) for name, server in servers.items()]
-        s = stack.enter_context(scorer(*(one | {"name": name} for one, name in zip(judges, servers, strict=True)), {"function": "format"}))
+        s = stack.enter_context(
+            scorer(*(one | {"name": name} for one, name in zip(judges, servers, strict=True)), {"function": "format"})
+        )
         scored = s.score(rollouts("abc"))
         assert scored[0].rewards == dict.fromkeys(FAILING) | {"format": 0.0} and scored[0].reward == 0.0
         for name, (_, reason, requests) in FAILING.items():
             assert s.metrics()[f"rewards/{name}/exceptions"] == s.metrics()[f"rewards/{name}/unscorable"] == 1
-            assert len(servers[name].asked) == requests and f"{servers[name].url}/v1" in caplog.text and reason in caplog.text
+            assert (
+                len(servers[name].asked) == requests
+                and f"{servers[name].url}/v1" in caplog.text
+                and reason in caplog.text
+            )
 
 
 def test_a_judge_beyond_the_deadline_leaves_the_completion_out():
-    with serving(lambda body: (time.sleep(2.0), says("Score: 1"))[1]) as server, scorer(judge(server) | {"timeout": 0.3}) as s:
+    with (
+        serving(lambda body: (time.sleep(2.0), says("Score: 1"))[1]) as server,
+        scorer(judge(server) | {"timeout": 0.3}) as s,
+    ):
         assert rewards(s.score(rollouts("abc"))) == [None] and s.metrics()["rewards/llm_judge/timeouts"] == 1
 
 
@@ -117,7 +138,8 @@ def test_a_cache_answers_in_other_runs_too_and_keeps_no_failures(tmp_path):
         for expected, asked in ((None, 1), (0.5, 2), (0.5, 2)):
             with scorer(judge(server, cache=str(tmp_path / "deep" / "cache.sqlite"))) as s:
                 assert rewards(s.score(rollouts("abc"))) == [expected] and len(server.asked) == asked
-        with scorer(judge(server, cache=str(tmp_path / "deep" / "cache.sqlite"), max_tokens=5)) as s:  # another question
+        # another question
+        with scorer(judge(server, cache=str(tmp_path / "deep" / "cache.sqlite"), max_tokens=5)) as s:
             assert rewards(s.score(rollouts("abc"))) == [0.9] and len(server.asked) == 3
 
 
@@ -137,7 +159,7 @@ def test_a_judge_that_cannot_work_is_refused_before_training(args, reason):
     assert reason in str(error.value)
 
 
-# ---------------------------------------------------------------------------------------------------------------- served models
+# -------------------------------------------------------------------------------------------------------- served models
 
 
 def test_any_address_may_answer_with_rewards(monkeypatch):
@@ -166,14 +188,22 @@ def test_any_address_may_answer_with_rewards(monkeypatch):
         sorted(len(body["prompts"]) for body in server.asked) == [1, 1, 2]
         and {"X-Kind": "1", "X-Key": "hidden"}.items() <= server.headers[0].items()
     )
-    assert server.asked[-1] == {"prompts": [[{"role": "user", "content": "Q"}]], "completions": ["?"], "columns": {"level": [""]}}
+    assert server.asked[-1] == {
+        "prompts": [[{"role": "user", "content": "Q"}]],
+        "completions": ["?"],
+        "columns": {"level": [""]},
+    }
 
 
 def test_an_answer_of_another_shape_is_an_error_that_shows_it(caplog):
     answers = {"/0": {"rewards": [1.0, 2.0]}, "/1": {"scores": [1.0]}, "/2": [1.0]}
     with ExitStack() as stack:
-        servers = [stack.enter_context(serving(lambda body, answer=answer: (200, answer))) for answer in answers.values()]
-        s = stack.enter_context(scorer(*({"function": server.url + path} for server, path in zip(servers, answers, strict=True))))
+        servers = [
+            stack.enter_context(serving(lambda body, answer=answer: (200, answer))) for answer in answers.values()
+        ]
+        s = stack.enter_context(
+            scorer(*({"function": server.url + path} for server, path in zip(servers, answers, strict=True)))
+        )
         assert list(s.score(rollouts("a"))[0].rewards.values()) == [None] * 3
     for answer in answers.values():
         assert f'wanted {{"rewards": [1 numbers or nulls]}}, got {answer}' in caplog.text
@@ -186,7 +216,8 @@ def test_an_address_without_a_server_is_named(caplog):
 
 
 @pytest.mark.parametrize(
-    "options, reason", [({"batch_size": 0}, "batch_size 0"), ({"timeout": 0}, "timeout 0"), ({"retries": -1}, "retries -1")]
+    "options, reason",
+    [({"batch_size": 0}, "batch_size 0"), ({"timeout": 0}, "timeout 0"), ({"retries": -1}, "retries -1")],
 )
 def test_options_of_a_served_model_are_checked(options, reason):
     with pytest.raises(ValueError, match=reason):
@@ -206,13 +237,18 @@ def test_a_servers_reward_that_is_not_finite_fails_its_completion_alone(caplog):
     values = ["0.5", "1e400", "-Infinity", "NaN", "1e300"]
     data = ", ".join(f'{{"index": {i}, "probs": [{value}]}}' for i, value in enumerate(values))
     answer = f'{{"rewards": [{", ".join(values)}], "data": [{data}]}}'
-    with serving(lambda body: (200, answer)) as server, scorer(*({"function": server.url + path} for path in ("/r", "/classify"))) as s:
+    with (
+        serving(lambda body: (200, answer)) as server,
+        scorer(*({"function": server.url + path} for path in ("/r", "/classify"))) as s,
+    ):
         scored = s.score(rollouts(*"abcde"))
     assert [list(one.rewards.values()) for one in scored] == [[0.5, 0.5], *[[None, None]] * 4]
-    assert [str(one.reward) for one in scored] == ["1.0", *["nan"] * 4] and caplog.text.count("it returned inf, which is not finite") == 2
+    assert [str(one.reward) for one in scored] == ["1.0", *["nan"] * 4] and caplog.text.count(
+        "it returned inf, which is not finite"
+    ) == 2
 
 
-# ------------------------------------------------------------------------------------------------------------- models in a worker
+# --------------------------------------------------------------------------------------------------- models in a worker
 
 
 @pytest.fixture(scope="module")
@@ -248,16 +284,26 @@ def made_and_called(cases: list[tuple[str, dict]]) -> list:
 
 def test_options_of_a_reward_model(model):
     half = {"dtype": "bfloat16", "threads": 2, "device": "cpu", "tokenizer": str(model)}
-    found = run_ranks(made_and_called, 1, [(str(model), options) for options in ({"as_chat": True}, {"max_length": 14}, half)])[0]
+    found = run_ranks(
+        made_and_called, 1, [(str(model), options) for options in ({"as_chat": True}, {"max_length": 14}, half)]
+    )[0]
     chat, short, whole = logit(model, "<user>What is it?~<assistant>defgh~", "What is it?def", "What is it?defgh")
     assert found[:2] == [chat, short] and found[2] == pytest.approx(whole.expected, abs=0.1)
 
 
 @pytest.mark.full
 def test_what_is_no_reward_model_is_refused(model, tmp_path):
-    three, causal = run_ranks(make_model, 1, tmp_path / "three", 3)[0], run_ranks(make_model, 1, tmp_path / "causal", 1, True)[0]
+    three, causal = (
+        run_ranks(make_model, 1, tmp_path / "three", 3)[0],
+        run_ranks(make_model, 1, tmp_path / "causal", 1, True)[0],
+    )
     cases = [(str(three), {}), (str(causal), {}), (str(model), {"dtype": "int8"}), (str(model), {"batch_size": 0})]
-    reasons = ["it has 3 labels; a reward model has one", "its weights lack score.weight", "dtype 'int8' must be", "batch_size 0 must be"]
+    reasons = [
+        "it has 3 labels; a reward model has one",
+        "its weights lack score.weight",
+        "dtype 'int8' must be",
+        "batch_size 0 must be",
+    ]
     for text, reason in zip(run_ranks(made_and_called, 1, cases)[0], reasons, strict=True):
         assert reason in text
     with pytest.raises(ValueError, match="`model:/no/such/folder`: no folder"):
@@ -267,7 +313,14 @@ def test_what_is_no_reward_model_is_refused(model, tmp_path):
 
 
 def test_names_of_models_and_addresses():
-    functions = ["model:/a/b/my-rm/", "model:org/name", "http://host:8000/classify", "http://host:8000", "a.b:f", "a.b:f"]
+    functions = [
+        "model:/a/b/my-rm/",
+        "model:org/name",
+        "http://host:8000/classify",
+        "http://host:8000",
+        "a.b:f",
+        "a.b:f",
+    ]
     named = [RewardFunction(function=f) for f in functions]
     assert display_names(named) == ["my-rm", "name", "classify", "host_8000", "f", "f_2"]
     assert LlmJudge.value_of_failure is None

@@ -62,7 +62,8 @@ def score(tmp_path):
     def scored(*names: str, texts=("a 7", "b", "7", "c 1 8", "9", "8"), **more):
         functions = [{"function": f"{tmp_path}/mine.py:{name}"} for name in names]
         rollouts = [
-            Rollout(Prompt(i // 3, (1,), "?", {"answer": "78"[i // 3]}), (5,), (-0.1,), "stop", 0, text) for i, text in enumerate(texts)
+            Rollout(Prompt(i // 3, (1,), "?", {"answer": "78"[i // 3]}), (5,), (-0.1,), "stop", 0, text)
+            for i, text in enumerate(texts)
         ]
         with RewardScorer(RewardsSection(functions=functions, workers=2, **more), 16) as scorer:
             return scorer.score(rollouts)
@@ -81,7 +82,12 @@ def test_columns_and_numbers_travel_with_the_rewards_and_are_means_over_the_resp
     rows = completion_rows(1, found, [0.0] * 6)
     assert rows[0]["extra"] == {"exact/found": "7", "waits/found": 3}
     columns, cells = table(rows)
-    assert columns[3:7] == ["rewards/exact", "rewards/waits", "exact/found", "waits/found"] and cells[1][3:7] == [0, 1, None, 1]
+    assert columns[3:7] == ["rewards/exact", "rewards/waits", "exact/found", "waits/found"] and cells[1][3:7] == [
+        0,
+        1,
+        None,
+        1,
+    ]
 
 
 def test_an_object_of_a_class_logs_too(score):
@@ -163,7 +169,14 @@ def test_a_name_per_completion_is_limited():
 
 @pytest.mark.parametrize(
     "change",
-    [{"columns": {"x": [1]}}, {"columns": {"x": [1, []]}}, {"columns": []}, {"metrics": {"m": "1"}}, {"problems": [1]}, {"problems": None}],
+    [
+        {"columns": {"x": [1]}},
+        {"columns": {"x": [1, []]}},
+        {"columns": []},
+        {"metrics": {"m": "1"}},
+        {"problems": [1]},
+        {"problems": None},
+    ],
 )
 def test_a_log_that_a_worker_forged_is_refused(change):
     valid = {"columns": {"x": [1, None]}, "metrics": {"m": 1.0}, "problems": ["text"]}

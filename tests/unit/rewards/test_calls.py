@@ -174,7 +174,8 @@ def scorer(folder, *functions, **section):
 
 def groups(*texts):
     """One rollout per letter, and one group per text."""
-    prompts = [Prompt(7, (1,), "Q", {"answer": i}, occurrence=i) for i in range(len(texts))]  # the same row of the data set each time
+    # the same row of the data set each time
+    prompts = [Prompt(7, (1,), "Q", {"answer": i}, occurrence=i) for i in range(len(texts))]
     return [Rollout(p, (1,), (0.0,), "stop", 0, c) for p, text in zip(prompts, texts, strict=True) for c in text]
 
 
@@ -206,7 +207,8 @@ WRONG = {
     "drops_first": "2 rewards for 3 completions",
     "too_many": "more than 3 rewards for 3 completions",
     "endless": "more than 3 rewards for 3 completions",
-    "column": "an array of shape (3, 1) for 3 completions; return a list, one number or None per completion, in their order: shape (3,)",
+    "column": "an array of shape (3, 1) for 3 completions; return a list, one number or None per completion, in their "
+    "order: shape (3,)",
     "row": "an array of shape (1, 3) for 3 completions",
     "scalar": "a float for 3 completions",
     "one_number_of_numpy": "a float for 3 completions",
@@ -255,7 +257,8 @@ def test_a_group_has_the_timeout_of_each_of_its_completions(folder, caplog):
         scored, metrics = s.score(groups("bca", "xy")), s.metrics()
         for name in s.names:
             assert values(scored, name) == [1.0, 2.0, 0.0, 0.0, 0.0] and metrics[f"rewards/{name}/timeouts"] == 2
-        assert values(s.score(groups("bca")), "sleeps") == [1.0, 2.0, 0.0]  # whole, though the function is known to be slow
+        # whole, though the function is known to be slow
+        assert values(s.score(groups("bca")), "sleeps") == [1.0, 2.0, 0.0]
     assert called(folder, "sleeps") == ["bca", "bca", "xy"] and "no answer within 2 s" in caplog.text
 
 
@@ -266,7 +269,9 @@ def test_what_a_function_leaves_behind_does_not_reach_the_next(folder):
 
 
 def test_a_value_of_failure_that_is_no_reward_is_refused(folder):
-    with pytest.raises(ValueError, match=r"`lost` cannot be loaded: .*value_of_failure is nan; it must be a finite number or None"):
+    with pytest.raises(
+        ValueError, match=r"`lost` cannot be loaded: .*value_of_failure is nan; it must be a finite number or None"
+    ):
         scorer(folder, "lost")
 
 

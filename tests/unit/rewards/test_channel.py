@@ -161,11 +161,16 @@ def test_a_function_that_forks_and_returns_twice_scores_once(folder):
 
 def test_bytes_on_the_connection_cost_the_worker_and_run_nothing(folder, tmp_path):
     kinds = ["pickle", "text", "unknown", "over", "too long", "deep", "dict", "many"]
-    with scorer(folder, {"function": f"{folder}/mine.py:writes", "independent": True}, f"{folder}/mine.py:good", workers=1) as s:
+    with scorer(
+        folder, {"function": f"{folder}/mine.py:writes", "independent": True}, f"{folder}/mine.py:good", workers=1
+    ) as s:
         columns = {"proof": str(tmp_path / "it ran")}
         bad = [rollout for kind in kinds for rollout in rollouts("bad", columns=columns | {"what": kind})]
         scored = s.score([*bad, *rollouts("a", "c", columns=columns | {"what": "nothing"})])
-        assert rewards_named(scored, "writes") == [0.0] * len(kinds) + [1.0, 1.0] and rewards_named(scored, "good") == [1.0] * 10
+        assert (
+            rewards_named(scored, "writes") == [0.0] * len(kinds) + [1.0, 1.0]
+            and rewards_named(scored, "good") == [1.0] * 10
+        )
         assert s.metrics()["rewards/writes/exceptions"] == len(kinds) and s.metrics()["rewards/good/exceptions"] == 0
     assert not (tmp_path / "it ran").exists()
 
@@ -196,7 +201,12 @@ def test_numbers_and_other_types_survive_the_way_to_a_worker_exactly():
     value = {
         "floats": floats,
         "nested": [(1, "two", (None, True)), {3: {"set", "of"}}, {"\0type": ["tuple", []]}],
-        "times": [datetime.datetime(2026, 1, 2, 3, 4, 5, 6), datetime.date(2026, 1, 2), datetime.timedelta(1, 2, 3), datetime.time(1)],
+        "times": [
+            datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
+            datetime.date(2026, 1, 2),
+            datetime.timedelta(1, 2, 3),
+            datetime.time(1),
+        ],
         "bytes": b"\x00\xff",
         "exact": [Decimal("0.10"), 2 + 3j, 10**100],
         "text": "\ud800 lone, \x00 zero, ⏎ and \u202e",
@@ -209,7 +219,9 @@ def test_numbers_and_other_types_survive_the_way_to_a_worker_exactly():
     assert from_json(theirs.receive(5)) == value and [math.copysign(1, x) for x in floats[:2]] == [1, -1]
     nan, number = theirs.receive(5)
     assert math.isnan(nan) and number == 0.1 + 0.2
-    with pytest.raises(TypeError, match=r"a builtins\.object cannot be passed to a worker; convert it to numbers, text, lists or dicts"):
+    with pytest.raises(
+        TypeError, match=r"a builtins\.object cannot be passed to a worker; convert it to numbers, text, lists or dicts"
+    ):
         as_json({"column": object()})
 
 
@@ -262,13 +274,17 @@ def test_a_value_that_is_no_reward_is_an_error_of_its_sample(folder, caplog):
     with scorer(folder, f"{folder}/mine.py:odd") as s:
         assert rewards_named(s.score(rollouts("x", *odd, "y")), "odd") == [1.0, *[0.0] * len(odd), 1.0]
         assert s.metrics()["rewards/odd/exceptions"] == len(odd)
-    assert re.search("it returned .*(; a reward must|, which is not finite)", caplog.text)  # the first failure depends on the workers
+    # the first failure depends on the workers
+    assert re.search("it returned .*(; a reward must|, which is not finite)", caplog.text)
 
 
 def test_rewards_that_are_no_list_are_an_error_and_their_type_is_named(folder, caplog):
     with scorer(folder, f"{folder}/mine.py:a_dict", f"{folder}/mine.py:a_string") as s:
         assert [r.reward for r in s.score(rollouts("a", "b"))] == [0.0, 0.0]
-    assert "it returned a dict for 1 completions; return a list" in caplog.text and "it returned a str for 1 completions" in caplog.text
+    assert (
+        "it returned a dict for 1 completions; return a list" in caplog.text
+        and "it returned a str for 1 completions" in caplog.text
+    )
 
 
 def test_a_weight_that_makes_a_reward_too_large_is_an_error(folder, caplog):
@@ -281,7 +297,12 @@ def test_numbers_of_numpy_and_torch_are_rewards():
     numpy, torch = pytest.importorskip("numpy"), pytest.importorskip("torch")
     values = [numpy.float32(0.1), numpy.int64(2), numpy.bool_(True), numpy.array(1.5), torch.tensor(2.5), 1, None, True]
     assert rewards_of(values, 8) == [float(numpy.float32(0.1)), 2.0, 1.0, 1.5, 2.5, 1.0, None, 1.0]
-    assert rewards_of(torch.tensor([1.0, 2.0]), 2) == rewards_of(numpy.array([1, 2]), 2) == rewards_of((x for x in (1, 2)), 2) == [1.0, 2.0]
+    assert (
+        rewards_of(torch.tensor([1.0, 2.0]), 2)
+        == rewards_of(numpy.array([1, 2]), 2)
+        == rewards_of((x for x in (1, 2)), 2)
+        == [1.0, 2.0]
+    )
     assert reward_of(LARGEST) == LARGEST and reward_of(-0.1) == -0.1
 
 
@@ -290,10 +311,13 @@ def test_what_a_reward_prints_is_cut_and_cannot_steer_the_terminal(folder, capfd
         assert [r.reward for r in s.score(rollouts("a"))] == [1.0]
     printed = capfd.readouterr().err
     assert BURST / 2 < len(printed) < 2 * BURST and "\x1b" not in printed and printed.startswith(r"\x1b]52;c;xxx")
-    assert printed.count("a reward worker has printed 256 KiB; output above 1024 bytes per second is dropped from now on") == 1
+    assert (
+        printed.count("a reward worker has printed 256 KiB; output above 1024 bytes per second is dropped from now on")
+        == 1
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------------ episodes
+# ------------------------------------------------------------------------------------------------------------- episodes
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +352,10 @@ def test_an_episode_that_forks_answers_once(responders):
 def test_an_environment_that_gives_text_for_a_reward_gets_0(responders, caplog):
     conversation, _ = play(responders, "text")
     responders.finish([conversation])
-    assert conversation.rewards == {"Episode": 0.0} and "it returned a str, 'high'; a reward must be a number or None" in caplog.text
+    assert (
+        conversation.rewards == {"Episode": 0.0}
+        and "it returned a str, 'high'; a reward must be a number or None" in caplog.text
+    )
 
 
 def test_the_package_receives_no_pickles_from_other_processes():

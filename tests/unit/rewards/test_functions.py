@@ -24,7 +24,10 @@ def test_accuracy_takes_an_interval_for_an_inequality_and_as_trl_for_a_gold_ineq
 
 
 def test_accuracy_reads_the_answer_column_when_there_is_no_solution_and_takes_messages():
-    completions = [[{"role": "assistant", "content": r"so \boxed{7}"}], [{"role": "assistant", "content": r"\boxed{8}"}]]
+    completions = [
+        [{"role": "assistant", "content": r"so \boxed{7}"}],
+        [{"role": "assistant", "content": r"\boxed{8}"}],
+    ]
     assert accuracy(completions, answer=[7, 7]) == [1.0, 0.0]
 
 
@@ -58,7 +61,11 @@ def test_reasoning_gym_scores_by_the_family_of_each_row():
 def test_format_takes_a_hostile_text_in_linear_time():
     assert format(["<think>" + "</think><answer>" * 60_000]) == [0.0]
     assert format(["<think>" + "</think> " * 60_000 + "<answer></answer>"]) == [1.0]
-    assert format(["<think><answer></answer>", "<think></think><answer>", "<think></think></answer>"]) == [0.0, 0.0, 0.0]
+    assert format(["<think><answer></answer>", "<think></think><answer>", "<think></think></answer>"]) == [
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 def test_the_reasoning_ends_at_the_last_of_the_first_delimiter_that_occurs():
@@ -72,7 +79,9 @@ def test_cosine_scales_accuracy_by_length_and_cannot_score_without_a_gold():
     texts = [r"\boxed{3}", r"\boxed{4}", r"\boxed{3}"]
     ids = [[1] * 50, [1] * 50, []]
     assert cosine(texts, ids, 100, solution=["3", "3", None]) == pytest.approx([0.75, -0.75, None])
-    assert cosine(texts, ids, 100, answer=["3"] * 3, max_len=50, min_len_value_correct=2.0) == pytest.approx([0.5, -0.5, 2.0])
+    assert cosine(texts, ids, 100, answer=["3"] * 3, max_len=50, min_len_value_correct=2.0) == pytest.approx(
+        [0.5, -0.5, 2.0]
+    )
     with pytest.raises(ValueError, match="max_len 0 must be above 0"):
         cosine(texts, ids, 100, answer=["3"] * 3, max_len=0)
 

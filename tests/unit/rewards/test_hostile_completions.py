@@ -1,4 +1,5 @@
-"""Hostile completions against every built-in reward: each ends by its deadline, and the next completion gets its usual score."""
+"""Hostile completions against every built-in reward: each ends by its deadline, and the next completion gets its usual
+score."""
 
 import time
 
@@ -40,7 +41,9 @@ ARGS = {"code_execution": {"seconds": 0.5}}
 def services(tmp_path_factory):
     """The address of a server that acts as judge and as reward model server, and the folder of a reward model."""
     model = run_ranks(make_model, 1, tmp_path_factory.mktemp("hostile") / "tiny-rm")[0]
-    with serving(lambda body: says("Score: 5") if "messages" in body else (200, {"rewards": [0.5] * len(body["prompts"])})) as server:
+    with serving(
+        lambda body: says("Score: 5") if "messages" in body else (200, {"rewards": [0.5] * len(body["prompts"])})
+    ) as server:
         yield server.url, model
 
 
@@ -53,7 +56,9 @@ def columns_of(name: str) -> dict:
 SLOW_TO_LOAD = ("reasoning_gym", "model")  # every missed deadline costs seconds, because they load again
 FEW = ("a tower of powers", "lone surrogates", "nothing", "a megabyte of digits")
 LONG = ("cosine", "model")  # cosine computes accuracy a second time
-NAMES = [pytest.param(name, marks=[pytest.mark.full] if name in LONG else []) for name in (*BUILT_IN, "model", "served")]
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.full] if name in LONG else []) for name in (*BUILT_IN, "model", "served")
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,11 +70,16 @@ def test_a_hostile_completion_ends_by_its_deadline_and_the_run_goes_on(name, ser
     with RewardScorer(section, 100) as scorer:
         ids = (1,) * 50
         texts = [text for kind, text in HOSTILE.items() if kind in FEW or name not in SLOW_TO_LOAD] + [GOOD]
-        batch = [Rollout(Prompt(i, (1,), "Q", columns_of(name)), ids, (0.0,) * 50, "stop", 0, text) for i, text in enumerate(texts)]
+        batch = [
+            Rollout(Prompt(i, (1,), "Q", columns_of(name)), ids, (0.0,) * 50, "stop", 0, text)
+            for i, text in enumerate(texts)
+        ]
         begun = time.monotonic()
         scored = scorer.score(batch)
         calls = 2 * len(batch)  # all of them in one call, and then each alone
         assert time.monotonic() - begun < calls * (TIMEOUT + (10 if name in SLOW_TO_LOAD else 1))
         assert all(s.reward == s.reward or s.rewards["it"] is None for s in scored)
         alone = scorer.score(batch[-1:])[0].rewards["it"]
-        assert scored[-1].rewards["it"] == pytest.approx(alone, abs=1e-4) and scorer.metrics()["rewards/it/timeouts"] == 0
+        assert (
+            scored[-1].rewards["it"] == pytest.approx(alone, abs=1e-4) and scorer.metrics()["rewards/it/timeouts"] == 0
+        )

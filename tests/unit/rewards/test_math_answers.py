@@ -1,4 +1,5 @@
-"""The reward of mathematical answers against a table written from first principles, and the rules and examples of docs/answers.md."""
+"""The reward of mathematical answers against a table written from first principles, and the rules and examples of
+docs/answers.md."""
 
 import json
 import re
@@ -21,7 +22,9 @@ EXAMPLES = re.findall(r"^\| `(.*?)` \| `(.*?)` \| ([01]) \|", PAGE, re.MULTILINE
 def test_every_row_of_the_table_has_its_value_but_for_the_listed_exceptions():
     wrong = [row for row in ROWS if accuracy([row["completion"]], answer=[row["gold"]]) != [row["value"]]]
     unexpected = [row for row in wrong if (row["gold"], row["completion"]) not in EXCEPTIONS]
-    assert not unexpected, "\n".join(f"{row['gold']!r} {row['completion']!r} is {row['value']}: {row['why']}" for row in unexpected)
+    assert not unexpected, "\n".join(
+        f"{row['gold']!r} {row['completion']!r} is {row['value']}: {row['why']}" for row in unexpected
+    )
     assert len(wrong) == len(EXCEPTIONS) <= 10 and len(ROWS) >= 300
 
 
@@ -33,7 +36,10 @@ def test_the_page_lists_the_exceptions():
 
 def test_the_examples_of_the_page_have_their_values():
     assert len(EXAMPLES) >= 35
-    found = [(gold, text, f"{accuracy([text.replace(chr(92) + 'n#', chr(10) + '#')], answer=[gold])[0]:.0f}") for gold, text, _ in EXAMPLES]
+    found = [
+        (gold, text, f"{accuracy([text.replace(chr(92) + 'n#', chr(10) + '#')], answer=[gold])[0]:.0f}")
+        for gold, text, _ in EXAMPLES
+    ]
     assert found == EXAMPLES
 
 
@@ -94,7 +100,12 @@ def test_a_row_without_a_readable_gold_is_named():
 
 
 def test_spellings_of_one_answer_are_one_vote_and_pass_together():
-    texts = [r"\boxed{\frac12}", r"\boxed{\dfrac{1}{2}}", r"<answer>$\frac 1 2$</answer>", r"The answer is \(\tfrac{1}{2}\)."]
+    texts = [
+        r"\boxed{\frac12}",
+        r"\boxed{\dfrac{1}{2}}",
+        r"<answer>$\frac 1 2$</answer>",
+        r"The answer is \(\tfrac{1}{2}\).",
+    ]
     assert {boxed(text) for text in texts} == {r"\frac{1}{2}"}
     assert accuracy(texts, answer=["0.5"] * 4) == [1.0] * 4
     assert boxed("<think>1") is None and boxed("<answer> </answer>") is None

@@ -1,4 +1,5 @@
-"""Programs against tests of every shape: the truth table, which block is the program, and which rows cannot be scored."""
+"""Programs against tests of every shape: the truth table, which block is the program, and which rows cannot be
+scored."""
 
 import functools
 import json
@@ -74,9 +75,11 @@ def test_a_program_passes_if_it_ends_with_status_0_after_its_output(end, value):
 PROGRAMS = {
     "a thread": "import threading\nthreading.Thread(target=lambda: print(int(input()) ** 2)).start()",
     "atexit": "import atexit, sys\natexit.register(print, int(input()) ** 2)",
-    "another stdout": "import io, sys\nsys.stdout = io.StringIO()\nprint(int(input()) ** 2)\nsys.__stdout__.write(sys.stdout.getvalue())",
+    "another stdout": "import io, sys\nsys.stdout = io.StringIO()\nprint(int(input()) ** "
+    "2)\nsys.__stdout__.write(sys.stdout.getvalue())",
     "bytes": "import os, sys\nn = int(os.read(0, 99))\nsys.stdout.buffer.write(b'%d' % (n * n))",
-    "a dataclass": "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass N:\n    n: int\n"
+    "a dataclass": "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass N:\n    "
+    "n: int\n"
     "print(N(int(input())).n ** 2)",
     "pickle": "import pickle\nclass A: pass\npickle.loads(pickle.dumps(A()))\nprint(int(input()) ** 2)",
 }
@@ -140,7 +143,10 @@ def test_one_rule_says_which_block_is_the_program(response, names, program):
 
 
 def test_a_thought_that_the_chat_template_opens_and_the_response_does_not_close_has_no_program():
-    assert program_of("print(1)", prefix="<think>\n") is None and program_of("x</think>print(1)", prefix="<think>\n") == "print(1)"
+    assert (
+        program_of("print(1)", prefix="<think>\n") is None
+        and program_of("x</think>print(1)", prefix="<think>\n") == "print(1)"
+    )
 
 
 @pytest.mark.parametrize(
@@ -162,11 +168,20 @@ def test_a_hostile_response_takes_time_linear_in_its_length(text):
         program_of(part, frozenset({"f"}), "", STUB)
         return time.process_time() - begun
 
-    assert seconds(text) < 16 * (seconds(text[: len(text) // 4]) + 0.02)  # quadratic time would be 16 times as much, and more
+    # quadratic time would be 16 times as much, and more
+    assert seconds(text) < 16 * (seconds(text[: len(text) // 4]) + 0.02)
 
 
 CHECKS_NOTHING = [
-    *("# later", "pass", "assert True", "assert 1 == 1", "assert (add(1, 2) == 4, 'message')", "add(1, 2)", "print(add(1, 2) == 3)"),
+    *(
+        "# later",
+        "pass",
+        "assert True",
+        "assert 1 == 1",
+        "assert (add(1, 2) == 4, 'message')",
+        "add(1, 2)",
+        "print(add(1, 2) == 3)",
+    ),
     *(
         "def helper():\n    assert add(1, 2) == 3",
         "def test_add():\n    add(1, 2)",
@@ -174,7 +189,10 @@ CHECKS_NOTHING = [
         "for x in []: pass",
         "raise ValueError",
     ),
-    *("import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        add(1, 2)", "class TestAdd:\n    pass"),
+    *(
+        "import unittest\nclass T(unittest.TestCase):\n    def test_a(self):\n        add(1, 2)",
+        "class TestAdd:\n    pass",
+    ),
 ]
 FAULTS = [  # tests, columns, fault
     *((tests, {}, "`tests` checks nothing: ") for tests in CHECKS_NOTHING),
@@ -183,7 +201,11 @@ FAULTS = [  # tests, columns, fault
     ("[", {}, "`tests` is neither JSON nor valid Python"),
     ("eJxrYJmqzQABPRwMAA8fAkk=", {}, "`tests` is neither JSON nor valid Python|`tests` checks nothing"),
     ("def check(candidate):\n    assert candidate(1, 2) == 3", {}, "the row has no `entry_point` to call it with"),
-    ("def check(candidate):\n    assert candidate(1, 2) == 3", {"entry_point": "import os"}, "`entry_point` is not a function's name"),
+    (
+        "def check(candidate):\n    assert candidate(1, 2) == 3",
+        {"entry_point": "import os"},
+        "`entry_point` is not a function's name",
+    ),
     ("def test_a(capsys):\n    assert add(1, 2) == 3", {}, "takes the fixture `capsys`, which is not supported"),
     ("async def test_a():\n    assert add(1, 2) == 3", {}, "test function `test_a` is async"),
     ("import pytest\n@pytest.mark.skip\ndef test_a():\n    assert add(1, 2) == 3", {}, "has the mark `skip`"),
@@ -205,7 +227,11 @@ FAULTS = [  # tests, columns, fault
     ([{"in": "a", "out": "b"}], {}, "`tests` has no known shape: a dict with the keys in, out"),
     ({"inputs": [[1, 2]], "outputs": [3]}, {}, "arguments for a function, and the row names none"),
     ([{"input": "1", "output": "2", "testtype": "functional"}], {}, "`tests` calls a function, and the row names none"),
-    ([{"input": "a b", "output": "2", "testtype": "functional"}], {"fn_name": "f"}, "an input that cannot be read as arguments: 'a b'"),
+    (
+        [{"input": "a b", "output": "2", "testtype": "functional"}],
+        {"fn_name": "f"},
+        "an input that cannot be read as arguments: 'a b'",
+    ),
     ({"fn_name": "f", "inputs": [[1]], "outputs": [None]}, {}, "each expected value is None"),
     ([{"input": "1", "output": "2", "type": "checker"}], {}, "cases of the type 'checker'"),
     ({"language": "cpp", "test_cases": [{"input": "1", "output": "1"}]}, {}, "`language` is 'cpp'"),
@@ -222,14 +248,17 @@ def test_a_row_that_cannot_be_scored_is_named_and_its_responses_get_none(tests, 
     assert score(ADD, tests, **columns) is None and score("no code", tests, **columns) is None
 
 
-UNITTEST = "import unittest\nclass T(unittest.TestCase):\n    def setUp(self):\n        self.x = 1\n    def test_a(self):\n"
+UNITTEST = (
+    "import unittest\nclass T(unittest.TestCase):\n    def setUp(self):\n        self.x = 1\n    def test_a(self):\n"
+)
 PASSES = {  # tests that `add` passes and WRONG does not
     "a loop": "for x in (1, 2):\n    assert add(x, 1) == x + 1",
     "if and raise": "if add(1, 2) != 3:\n    raise ValueError",
     "elif and raise": "x = 1\nif x == 2:\n    x = 3\nelif add(x, 2) != 3:\n    raise ValueError\nassert x == 1",
     "a called helper": "def same(a, b):\n    assert a == b\nsame(add(1, 2), 3)",
     "check called by the text": "def check(f):\n    assert f(1, 2) == 3\ncheck(add)",
-    "a test called under the main guard": "def test_a():\n    assert add(1, 2) == 3\nif __name__ == '__main__':\n    test_a()",
+    "a test called under the main "
+    "guard": "def test_a():\n    assert add(1, 2) == 3\nif __name__ == '__main__':\n    test_a()",
     "one line": "x = 1; assert add(x, 2) == 3; é = 'é'; assert add(x, 1) == 2",
     "several lines": "assert (\n    add(1,\n        2)\n    == 3\n), '''é\n'''",
     "a fence": "```python\nassert add(1, 2) == 3\n```",
@@ -239,12 +268,15 @@ PASSES = {  # tests that `add` passes and WRONG does not
     "the program as a module": "import solution as s\ndef test_a():\n    assert s.add(1, 2) == 3",
     "a star import": "from solution import *\ndef test_a():\n    assert add(1, 2) == 3",
     "set-up in the list": ["import math", "assert add(1, 2) == math.floor(3.2)"],
-    "unittest with subtests": f"{UNITTEST}        with self.subTest():\n            self.assertEqual(add(self.x, 2), 3)\nunittest.main()",
-    "unittest with a runner": f"{UNITTEST}        assert add(self.x, 2) == 3\nsuite = unittest.TestLoader().loadTestsFromTestCase(T)\n"
+    "unittest with subtests": f"{UNITTEST}        with self.subTest():\n            self.assertEqual(add(self.x, 2), "
+    f"3)\nunittest.main()",
+    "unittest with a runner": f"{UNITTEST}        assert add(self.x, 2) == 3\nsuite = "
+    f"unittest.TestLoader().loadTestsFromTestCase(T)\n"
     "unittest.TextTestRunner().run(suite)",
     "unittest by inheritance": "from unittest import TestCase, main\nclass Base(TestCase):\n    def test_a(self):\n"
     "        self.assertEqual(add(1, 2), 3)\nclass T(Base): pass\nif __name__ == '__main__':\n    main()",
-    "pytest classes": "class TestA:\n    def setup_method(self):\n        self.x = 1\n    def helper(self): pass\n    def test_a(self):\n"
+    "pytest classes": "class TestA:\n    def setup_method(self):\n        self.x = 1\n    def helper(self): pass\n    "
+    "def test_a(self):\n"
     "        assert add(self.x, 2) == 3\n    def test_b(self):\n        self.helper()",
     "pytest fixtures and parameters": "import pytest\n@pytest.fixture\ndef one():\n    return 1\n@pytest.fixture()\n"
     "def two(one):\n    yield one + 1\n"
@@ -267,10 +299,16 @@ def test_tests_of_any_form_tell_a_right_program_from_a_wrong_one(tests):
 SHARES = [  # program, tests, columns, share
     (SQUARE.replace("n * n", "n + n"), PAIRS, {}, 0.5),
     (ADD, "assert add(1, 2) == 3\nassert add(1, 2) == 4", {}, 0.5),
-    (ADD, "def check(candidate):\n    assert candidate(1, 2) == 4\n    assert candidate(1, 1) == 2", {"entry_point": "add"}, 0.5),
     (
         ADD,
-        "def test_a():\n    assert add(1, 2) == 3\ndef test_b():\n    import time\n    time.sleep(99)\n    assert add(1, 2) == 3",
+        "def check(candidate):\n    assert candidate(1, 2) == 4\n    assert candidate(1, 1) == 2",
+        {"entry_point": "add"},
+        0.5,
+    ),
+    (
+        ADD,
+        "def test_a():\n    assert add(1, 2) == 3\ndef test_b():\n    import time\n    time.sleep(99)\n    assert "
+        "add(1, 2) == 3",
         {},
         0.5,
     ),
@@ -281,7 +319,12 @@ SHARES = [  # program, tests, columns, share
         {},
         0.5,
     ),
-    ("def f(x):\n    return x if x == 1 else [x]", {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [2]]}, {}, 0.5),
+    (
+        "def f(x):\n    return x if x == 1 else [x]",
+        {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[1], [2]]},
+        {},
+        0.5,
+    ),
 ]
 
 
@@ -314,7 +357,8 @@ def test_returned_values_are_compared_as_json_reads_them(body, expected, value):
 
 
 LEETCODE = (
-    "def check(candidate):\n    assert candidate(nums = [2, 7], target = 9) == [0, 1]\n    assert candidate(nums = [], target = 1) == []"
+    "def check(candidate):\n    assert candidate(nums = [2, 7], target = 9) == [0, 1]\n    assert candidate(nums = [], "
+    "target = 1) == []"
 )
 TWO_SUM = """class Solution:
     def twoSum(self, nums: List[int], target: int) -> Optional[List[int]]:
@@ -328,7 +372,10 @@ TWO_SUM = """class Solution:
 
 
 def test_a_leetcode_program_may_use_the_names_that_the_site_provides():
-    assert score(TWO_SUM, LEETCODE, entry_point="Solution().twoSum") == 1.0 and score(TWO_SUM, LEETCODE, entry_point="twoSum") == 1.0
+    assert (
+        score(TWO_SUM, LEETCODE, entry_point="Solution().twoSum") == 1.0
+        and score(TWO_SUM, LEETCODE, entry_point="twoSum") == 1.0
+    )
     starter = "class Solution:\n    def twoSum(self, nums: List[int], target: int) -> List[int]:\n        "
     cases = [{"input": "[2, 7]\n9", "output": "[0, 1]", "testtype": "functional"}]
     assert score(TWO_SUM, cases, starter_code=starter) == 1.0
@@ -355,12 +402,20 @@ def test_a_response_may_continue_or_use_the_code_of_its_humaneval_prompt():
         assert score("    return x\n", HALVES, prompt=prompt, entry_point="half") == 0.0
         assert score("print(1)", HALVES, prompt=prompt, entry_point="half") == 0.0
     solved = "Shorten this:\n```python\ndef half(x):\n    y = x // 2\n    return y\n```"
-    assert score("print(1)", "def check(candidate):\n    assert candidate(6) == 3", prompt=solved, entry_point="half") == 0.0
+    assert (
+        score("print(1)", "def check(candidate):\n    assert candidate(6) == 3", prompt=solved, entry_point="half")
+        == 0.0
+    )
 
 
 def test_mbpp_set_up_runs_before_the_tests():
     assert (
-        score("def first(x): return x[0]", ["assert first(v) == math.ceil(0.5)"], test_setup_code="v = [1]", test_imports=["import math"])
+        score(
+            "def first(x): return x[0]",
+            ["assert first(v) == math.ceil(0.5)"],
+            test_setup_code="v = [1]",
+            test_imports=["import math"],
+        )
         == 1.0
     )
 
@@ -368,5 +423,7 @@ def test_mbpp_set_up_runs_before_the_tests():
 def test_the_further_columns_reach_the_reward_in_its_worker():
     columns = {"tests": "def check(candidate):\n    assert candidate(1, 2) == 3", "entry_point": "add"}
     with RewardScorer(RewardsSection(functions=[{"function": "code_execution"}], workers=1), 100) as scorer:
-        scored = scorer.score([Rollout(Prompt(0, (1,), "Q", columns), (1,), (0.0,), "stop", 0, text) for text in (ADD, WRONG)])
+        scored = scorer.score(
+            [Rollout(Prompt(0, (1,), "Q", columns), (1,), (0.0,), "stop", 0, text) for text in (ADD, WRONG)]
+        )
     assert [s.reward for s in scored] == [1.0, 0.0]

@@ -1,4 +1,5 @@
-"""Reward functions against values that TRL 1.16, ms-swift 4.6 and the Unsloth notebook computed. Differences we chose are asserted."""
+"""Reward functions against values that TRL 1.16, ms-swift 4.6 and the Unsloth notebook computed. Differences we chose
+are asserted."""
 
 import json
 from pathlib import Path
@@ -7,7 +8,14 @@ import pytest
 
 from megagrpo.config import RewardsSection, load_config
 from megagrpo.data.prompts import hash_answer
-from megagrpo.rewards.functions.gsm8k_xml import correctness, soft_format, strict_format, whole_number, xml_answer, xmlcount
+from megagrpo.rewards.functions.gsm8k_xml import (
+    correctness,
+    soft_format,
+    strict_format,
+    whole_number,
+    xml_answer,
+    xmlcount,
+)
 from megagrpo.rewards.functions.math_accuracy import accuracy, reasoning_accuracy
 from megagrpo.rewards.functions.text_rewards import (
     cosine_value,
@@ -22,9 +30,12 @@ from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
 
 VECTORS = Path(__file__).parents[2] / "vectors"
-TRL, SWIFT, NOTEBOOK = (json.loads((VECTORS / f"{name}_rewards.json").read_text()) for name in ("trl", "swift", "unsloth"))
+TRL, SWIFT, NOTEBOOK = (
+    json.loads((VECTORS / f"{name}_rewards.json").read_text()) for name in ("trl", "swift", "unsloth")
+)
 
-# Cases where ms-swift returns a number and ours does not: an unreadable gold answer says nothing about the completion (TRL's rule too).
+# Cases where ms-swift returns a number and ours does not: an unreadable gold answer says nothing about the completion
+# (TRL's rule too).
 UNREADABLE_GOLD = {"words"}
 
 
@@ -46,12 +57,14 @@ def test_think_format_as_trl(case):
 def test_cosine_as_trl():
     defaults = TRL["cosine_scaled_reward"]["defaults"]
     named = dict(min_value_wrong="min_len_value_wrong", max_value_wrong="max_len_value_wrong")
-    named |= dict(min_value_correct="max_len_value_correct", max_value_correct="min_len_value_correct")  # TRL orders by value, we by length
+    # TRL orders by value, we by length
+    named |= dict(min_value_correct="max_len_value_correct", max_value_correct="min_len_value_correct")
     values = {ours: defaults[theirs] for theirs, ours in named.items()}
     for case in TRL["cosine_scaled_reward"]["cases"]:
         right, length = bool(case["correct"]), case["length"]
         assert cosine_value(right, length, defaults["max_len"], **values) == pytest.approx(case["reward"], rel=1e-12)
-        assert cosine_value(right, length, defaults["max_len"]) == pytest.approx(case["reward"], rel=1e-12)  # they are our defaults
+        # they are our defaults
+        assert cosine_value(right, length, defaults["max_len"]) == pytest.approx(case["reward"], rel=1e-12)
 
 
 @pytest.mark.parametrize("case", TRL["repetition_penalty_reward"])
@@ -118,12 +131,15 @@ def test_soft_overlong_takes_a_slope_as_long_as_the_maximum_which_ms_swift_refus
 
 
 def test_the_arguments_of_ms_swifts_length_rewards_are_args_in_the_config():
-    """Maps its option names: drops prefixes, and `soft_max_length` is `max_completion_length`. One call of the scorer takes all its
-    vectors."""
+    """Maps its option names: drops prefixes, and `soft_max_length` is `max_completion_length`. One call of the scorer
+    takes all its vectors."""
     params = SWIFT["cosine"]["params"]
     names = {name: name.removeprefix("cosine_").removeprefix("repetition_").removeprefix("soft_") for name in params}
     names |= {"soft_max_length": "max_completion_length"}
-    args = {of: {ours: params[its] for its, ours in names.items() if its.startswith(of)} for of in ("cosine", "repetition", "soft")}
+    args = {
+        of: {ours: params[its] for its, ours in names.items() if its.startswith(of)}
+        for of in ("cosine", "repetition", "soft")
+    }
     functions = [
         {"function": "cosine", "args": args["cosine"] | {"clamp": False}},
         {"function": "repetition", "args": args["repetition"]},
@@ -136,11 +152,18 @@ def test_the_arguments_of_ms_swifts_length_rewards_are_args_in_the_config():
 
     cosines = SWIFT["cosine"]["cases"]
     texts = [case for case in SWIFT["repetition"] if (case["n"], case["max_penalty"]) == (3, -1.0)]
-    softs = [case for case in SWIFT["soft_overlong"]["cases"] if (case["soft_max_length"], case["soft_cache_length"]) == (100, 20)]
+    softs = [
+        case
+        for case in SWIFT["soft_overlong"]["cases"]
+        if (case["soft_max_length"], case["soft_cache_length"]) == (100, 20)
+    ]
     assert texts and softs
     given = [rollout(case["length"], "<answer>7</answer>", "7" if case["acc"] >= 1 else "8") for case in cosines]
-    given += [rollout(1, case["completion"], "7") for case in texts] + [rollout(case["length"], "", "7") for case in softs]
-    with RewardScorer(RewardsSection(functions=functions, workers=1), 16) as scorer:  # not the 100 tokens of the vectors
+    given += [rollout(1, case["completion"], "7") for case in texts] + [
+        rollout(case["length"], "", "7") for case in softs
+    ]
+    # not the 100 tokens of the vectors
+    with RewardScorer(RewardsSection(functions=functions, workers=1), 16) as scorer:
         found = scorer.score(given)
     of_texts = len(cosines) + len(texts)
     for case, scored in zip(cosines, found, strict=False):
@@ -155,7 +178,13 @@ def test_the_arguments_of_ms_swifts_length_rewards_are_args_in_the_config():
 def test_the_five_tag_rewards_as_the_notebook(case):
     texts = [case["completion"]]
     assert xml_answer(texts[0]) == case["extracted"]
-    values = [*xmlcount(texts), *soft_format(texts), *strict_format(texts), *whole_number(texts), *correctness(texts, [case["answer"]])]
+    values = [
+        *xmlcount(texts),
+        *soft_format(texts),
+        *strict_format(texts),
+        *whole_number(texts),
+        *correctness(texts, [case["answer"]]),
+    ]
     assert values == pytest.approx([case[name] for name in NOTEBOOK["order"]], rel=1e-12, abs=1e-15)
     assert sum(values) == pytest.approx(case["total"])
 

@@ -1,4 +1,5 @@
-"""Programs in the sandbox: working programs, their scores, and that hostile ones do no harm and end by their deadline."""
+"""Programs in the sandbox: working programs, their scores, and that hostile ones do no harm and end by their
+deadline."""
 
 import functools
 import os
@@ -24,7 +25,14 @@ LAYERS = {
     "no namespaces": ("landlock", "seccomp", "counts"),
     "no Landlock": ("namespaces", "mounts", "seccomp", "counts"),
 }
-GUARANTEES = ("no network", "no file outside its folder", "no other process", "bounded memory", "bounded files", "bounded threads")
+GUARANTEES = (
+    "no network",
+    "no file outside its folder",
+    "no other process",
+    "bounded memory",
+    "bounded files",
+    "bounded threads",
+)
 ADD = "def add(a, b):\n    return a + b\n"
 TRAPS = {
     "fork": "import os\nif os.fork() == 0:\n    os._exit(0)",
@@ -51,15 +59,20 @@ TRAPS = {
     "a signal to a descriptor's owner": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 8, {pid})",
     "a descriptor's signal": "import fcntl, os\nfcntl.fcntl(os.pipe()[0], 10, 9)",
     "a long owner": "import fcntl, os, struct\nfcntl.fcntl(os.pipe()[0], 15, struct.pack('ii', 1, {pid}))",
-    "an owner, in 64 bits": "import ctypes\nassert ctypes.CDLL(None).syscall(72, 0, ctypes.c_long(8 | 1 << 32), ctypes.c_long({pid})) == 0",
-    "a socket's owner": "import fcntl, socket, struct\nfcntl.ioctl(socket.socketpair()[0], 0x8901, struct.pack('i', {pid}))",
-    "a socket's group": "import fcntl, socket, struct\nfcntl.ioctl(socket.socketpair()[0], 0x8902, struct.pack('i', {pid}))",
+    "an owner, in 64 bits": "import ctypes\nassert ctypes.CDLL(None).syscall(72, 0, ctypes.c_long(8 | 1 << 32), "
+    "ctypes.c_long({pid})) == 0",
+    "a socket's owner": "import fcntl, socket, struct\nfcntl.ioctl(socket.socketpair()[0], 0x8901, struct.pack('i', "
+    "{pid}))",
+    "a socket's group": "import fcntl, socket, struct\nfcntl.ioctl(socket.socketpair()[0], 0x8902, struct.pack('i', "
+    "{pid}))",
     "a lease on Python's files": "import fcntl, os\nfcntl.fcntl(open(os.__file__), fcntl.F_SETLEASE, fcntl.F_RDLCK)",
-    "attributes of Python's files": "import fcntl, os, struct\nfcntl.ioctl(open(os.__file__), 0x40086602, struct.pack('l', 0x80))",
+    "attributes of Python's "
+    "files": "import fcntl, os, struct\nfcntl.ioctl(open(os.__file__), 0x40086602, struct.pack('l', 0x80))",
     "attributes by a newer call": "import ctypes\nctypes.set_errno(0)\nlibc = ctypes.CDLL(None, use_errno=True)\n"
     "libc.syscall(463, 0, 0, 0, 0, 0, 0)\nassert ctypes.get_errno() != 38",
     "a datagram": "import socket\nsocket.socketpair(type=socket.SOCK_DGRAM)[0].sendto(b'x', {socket!r})",
-    "a filter of its own": "import ctypes\nassert ctypes.CDLL(None).syscall(317, 2, 0, ctypes.byref(ctypes.c_int(0x7fff0000))) == 0",
+    "a filter of its own": "import ctypes\nassert ctypes.CDLL(None).syscall(317, 2, 0, "
+    "ctypes.byref(ctypes.c_int(0x7fff0000))) == 0",
     "a call by its x32 number": "import ctypes\nassert ctypes.CDLL(None).syscall(0x40000000 + 39) > 0",
     "a signal to all": "import os\nos.kill(-1, 0)",
     "a parent's signal": "import os\nos.kill(os.getppid(), 0)",
@@ -71,7 +84,8 @@ TRAPS = {
     "the same through a device": "import mmap, os\nmmap.mmap(os.open('/dev/zero', os.O_RDWR), 1 << 20)",
     "pages kept by a pipe": "import os\nfile = os.open('x', os.O_CREAT | os.O_RDWR)\nos.write(file, b'x' * 9)\n"
     "os.splice(file, os.pipe()[1], 9, 0)",
-    "pages kept by a socket": "import os, socket\nfile = os.open('x', os.O_CREAT | os.O_RDWR)\nos.write(file, b'x' * 9)\n"
+    "pages kept by a socket": "import os, socket\nfile = os.open('x', os.O_CREAT | os.O_RDWR)\nos.write(file, b'x' * "
+    "9)\n"
     "os.sendfile(socket.socketpair()[0].fileno(), file, 0, 9)",
     "pages kept by a second pipe": "import ctypes, os\none, two = os.pipe(), os.pipe()\nos.write(one[1], b'x')\n"
     "assert ctypes.CDLL(None).tee(one[0], two[1], 1, 0) == 1",
@@ -102,7 +116,13 @@ def outside(tmp_path_factory):
     ):
         local.bind(f"{short}/socket")
         port = server.getsockname()[1]
-        yield {"secret": str(folder / "secret"), "folder": str(folder), "socket": f"{short}/socket", "port": port, "pid": os.getpid()}
+        yield {
+            "secret": str(folder / "secret"),
+            "folder": str(folder),
+            "socket": f"{short}/socket",
+            "port": port,
+            "pid": os.getpid(),
+        }
         assert os.listdir(short) == ["socket"]
     assert (folder / "secret").read_text() == "secret" and os.listdir(folder) == ["secret"]
     assert not Path("/tmp/megagrpo_escape").exists() and not Path("/dev/shm/megagrpo_escape").exists()
@@ -153,7 +173,9 @@ def test_every_guarantee_holds_with_either_kind_of_wall(walls):
         (("seccomp", "counts"), ["no file outside its folder"]),
         pytest.param(("landlock", "seccomp"), ["bounded memory", "bounded threads"], marks=pytest.mark.full),
         (("landlock",), ["no network", "no other process", "bounded memory", "bounded files", "bounded threads"]),
-        pytest.param(("namespaces", "mounts"), ["no other process", "bounded memory", "bounded threads"], marks=pytest.mark.full),
+        pytest.param(
+            ("namespaces", "mounts"), ["no other process", "bounded memory", "bounded threads"], marks=pytest.mark.full
+        ),
         ((), list(GUARANTEES)),
     ],
     ids=str,
@@ -213,25 +235,35 @@ def test_a_program_ends_by_its_deadline_and_leaves_nothing(program, ended, own_t
 
 
 def test_a_program_may_use_threads_files_of_its_own_and_installed_packages():
-    program = "import threading, json, numpy\nopen('a', 'w').write('x')\nt = threading.Thread(target=print, args=(open('a').read(),))"
+    program = (
+        "import threading, json, numpy\nopen('a', 'w').write('x')\nt = threading.Thread(target=print, "
+        "args=(open('a').read(),))"
+    )
     program += "\nt.start()\nt.join()"
     assert run(program, Limits()).stdout == "x\n"
-    assert run("import numpy", Limits(), packages=False).passed == [] and run("import json", Limits(), packages=False).passed == [True]
+    assert run("import numpy", Limits(), packages=False).passed == [] and run(
+        "import json", Limits(), packages=False
+    ).passed == [True]
 
 
 def test_a_program_has_no_huge_pages():
-    assert run("import ctypes\nprint(ctypes.CDLL(None).prctl(42, 0, 0, 0, 0))", SHORT, walls=()).stdout == "1\n"  # PR_GET_THP_DISABLE
+    # PR_GET_THP_DISABLE
+    assert run("import ctypes\nprint(ctypes.CDLL(None).prctl(42, 0, 0, 0, 0))", SHORT, walls=()).stdout == "1\n"
 
 
 def test_a_program_may_use_asyncio_sqlite_numpy_maps_of_its_input_and_much_memory_in_parts():
     programs = {
         "import asyncio\nasync def one(): return 1\nfor _ in range(50): asyncio.run(one())\nprint(1)": "1",
         "import sqlite3\nbase = sqlite3.connect('x.db')\nbase.execute('create table t (a)')\nfor i in range(50):\n"
-        "    base.execute('insert into t values (1)')\n    base.commit()\nprint(base.execute('select sum(a) from t').fetchone()[0])": "50",
+        "    base.execute('insert into t values (1)')\n    base.commit()\nprint(base.execute('select sum(a) from "
+        "t').fetchone()[0])": "50",
         "import mmap\nprint(mmap.mmap(0, 0, access=mmap.ACCESS_READ)[:5].decode())": "input",
-        "import numpy as np\na = np.ones((1000, 1000))\nfor _ in range(20): a = a @ np.eye(1000)\nprint(int(a.sum()))": "1000000",
-        "kept = [bytes(1 << 18) for _ in range(800)]\nfor _ in range(20): kept[::2] = [bytes(1 << 18) for _ in range(400)]\nprint(1)": "1",
-        "import os, shutil\nopen('a', 'wb').write(b'x' * 99999)\nprint(os.path.getsize(shutil.copyfile('a', 'b')))": "99999",
+        "import numpy as np\na = np.ones((1000, 1000))\nfor _ in range(20): a = a @ "
+        "np.eye(1000)\nprint(int(a.sum()))": "1000000",
+        "kept = [bytes(1 << 18) for _ in range(800)]\nfor _ in range(20): kept[::2] = [bytes(1 << 18) for _ in "
+        "range(400)]\nprint(1)": "1",
+        "import os, shutil\nopen('a', 'wb').write(b'x' * 99999)\nprint(os.path.getsize(shutil.copyfile('a', "
+        "'b')))": "99999",
     }
     for program, printed in programs.items():
         ran = run(program, Limits(seconds=20.0), stdin="input of the program")

@@ -1,4 +1,5 @@
-"""Hostile programs against the sandbox: signals, shared memory, disk, threads, folders and forged reports, with each kind of wall."""
+"""Hostile programs against the sandbox: signals, shared memory, disk, threads, folders and forged reports, with each
+kind of wall."""
 
 import ctypes
 import os
@@ -16,7 +17,9 @@ from megagrpo.rewards.sandbox import execution, sandbox, system_calls
 from megagrpo.rewards.sandbox.sandbox import WALLS, Limits, missing_guarantees, run
 
 WITHOUT_NAMESPACES, WITHOUT_LANDLOCK = ("landlock", "seccomp", "counts"), ("namespaces", "mounts", "seccomp", "counts")
-EACH = pytest.mark.parametrize("walls", [WALLS, WITHOUT_NAMESPACES, WITHOUT_LANDLOCK], ids=["all", "no namespaces", "no Landlock"])
+EACH = pytest.mark.parametrize(
+    "walls", [WALLS, WITHOUT_NAMESPACES, WITHOUT_LANDLOCK], ids=["all", "no namespaces", "no Landlock"]
+)
 LIMITS = Limits(seconds=20.0, memory_mb=256)
 BEFORE_SIGNALS = 5  # the last Landlock ABI that does not restrict signals: Linux 6.11
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -27,7 +30,8 @@ KILLS = {
     "F_SETOWN_EX": "fcntl.fcntl(end, 15, struct.pack('ii', 1, {pid}))",
     "FIOSETOWN": "fcntl.ioctl(end, 0x8901, struct.pack('i', {pid}))",
     "SIOCSPGRP": "fcntl.ioctl(end, 0x8902, struct.pack('i', {pid}))",
-    "F_SETOWN as 64 bits": "ctypes.CDLL(None).syscall(72, end.fileno(), ctypes.c_long(8 | 1 << 32), ctypes.c_long({pid}))",
+    "F_SETOWN as 64 bits": "ctypes.CDLL(None).syscall(72, end.fileno(), ctypes.c_long(8 | 1 << 32), "
+    "ctypes.c_long({pid}))",
 }
 KILL = """
 import ctypes, fcntl, os, socket, struct
@@ -74,7 +78,10 @@ def test_no_program_truncates_what_it_may_read_where_landlock_does_not_restrict_
     file.write_text("text")
     monkeypatch.setattr(sandbox, "LANDLOCK_ABI", 1)
     monkeypatch.setattr(sandbox, "_readable", lambda packages, of=sandbox._readable: [*of(packages), str(file)])
-    attack = f"import os\nassert open({str(file)!r}).read() == 'text'\nopened = 1\nos.open({str(file)!r}, os.O_RDONLY | os.O_TRUNC)"
+    attack = (
+        f"import os\nassert open({str(file)!r}).read() == 'text'\nopened = 1\nos.open({str(file)!r}, os.O_RDONLY "
+        f"| os.O_TRUNC)"
+    )
     assert run(attack, LIMITS, ["assert opened"], walls=WITHOUT_NAMESPACES).passed == []
     assert file.read_text() == "text"
 
@@ -86,7 +93,8 @@ def test_no_program_reaches_shared_memory_queues_or_semaphores_of_others_without
     address = LIBC.shmat(ids[0], None, 0)
     ctypes.memset(address, 7, 4096)
     attacks = [
-        f"address = libc.shmat({ids[0]}, None, 0)\nassert address not in (None, 2**64 - 1)\nctypes.memset(address, 0, 4096)",
+        f"address = libc.shmat({ids[0]}, None, 0)\nassert address not in (None, 2**64 - 1)\nctypes.memset(address, 0, "
+        f"4096)",
         f"assert libc.shmctl({ids[0]}, 0, None) == 0",
         f"assert libc.msgctl({ids[1]}, 0, None) == 0",
         f"assert libc.msgsnd({ids[1]}, bytes([1] * 16), 8, 0o4000) == 0",
@@ -121,13 +129,16 @@ def test_a_program_that_calls_by_i386_numbers_is_killed():
 
 
 DISK = {
-    "unlinked files": "file = os.open('x', os.O_CREAT | os.O_RDWR)\n    os.unlink('x')\n    total += os.write(file, bytes(1 << 20))",
+    "unlinked files": "file = os.open('x', os.O_CREAT | os.O_RDWR)\n    os.unlink('x')\n    total += os.write(file, "
+    "bytes(1 << 20))",
     "space taken at once": "file = os.open(str(i), os.O_CREAT | os.O_RDWR)\n    os.posix_fallocate(file, 0, 1 << 20)\n"
     "    total += 1 << 20\n    os.close(file)",
-    "space beyond the end": "file = os.open(str(i), os.O_CREAT | os.O_RDWR)\n    if libc.fallocate(file, 1, 1 << 20, 1 << 20):\n"
+    "space beyond the end": "file = os.open(str(i), os.O_CREAT | os.O_RDWR)\n    if libc.fallocate(file, 1, 1 << 20, "
+    "1 << 20):\n"
     "        break\n    total += 1 << 20\n    os.close(file)",
     "files without a name": "total += os.write(os.open('.', os.O_TMPFILE | os.O_RDWR), bytes(1 << 20))",
-    "mapped files": "file = os.open('x', os.O_CREAT | os.O_RDWR)\n    os.unlink('x')\n    os.truncate(file, 1 << 20)\n    maps.append("
+    "mapped files": "file = os.open('x', os.O_CREAT | os.O_RDWR)\n    os.unlink('x')\n    os.truncate(file, 1 << "
+    "20)\n    maps.append("
     "mmap.mmap(file, 1 << 20))\n    os.close(file)\n    maps[-1].write(bytes(1 << 20))\n    total += 1 << 20",
 }
 
@@ -135,7 +146,10 @@ DISK = {
 @EACH
 @pytest.mark.parametrize("attack", DISK)
 def test_a_program_takes_no_more_disk_than_its_limit_by(attack, walls):
-    program = "import ctypes, mmap, os\nlibc = ctypes.CDLL(None)\nlibc.fallocate.argtypes = [ctypes.c_int] * 2 + [ctypes.c_long] * 2\n"
+    program = (
+        "import ctypes, mmap, os\nlibc = ctypes.CDLL(None)\nlibc.fallocate.argtypes = [ctypes.c_int] * 2 + "
+        "[ctypes.c_long] * 2\n"
+    )
     program += f"maps, total = [], 0\ntry:\n  for i in range(60):\n    {DISK[attack]}\n    print(total, flush=True)\n"
     program += "except OSError:\n    pass"
     printed = run(program, Limits(seconds=20.0, memory_mb=256, file_mb=4), walls=walls).stdout.split()
@@ -145,7 +159,13 @@ def test_a_program_takes_no_more_disk_than_its_limit_by(attack, walls):
 @EACH
 def test_a_program_makes_no_more_files_and_folders_than_its_limit(walls):
     whiteout = "assert ctypes.CDLL(None).renameat2(-100, b'w%d' % number, -100, b'w%d' % (number + 1), 4) == 0"
-    makes = [whiteout, "os.mkdir(name)", "os.symlink('x', name)", "os.mknod(name)", "os.close(os.open(name, os.O_CREAT))"]
+    makes = [
+        whiteout,
+        "os.mkdir(name)",
+        "os.symlink('x', name)",
+        "os.mknod(name)",
+        "os.close(os.open(name, os.O_CREAT))",
+    ]
     for make in makes:
         program = "import ctypes, os\nos.close(os.open('w0', os.O_CREAT))\ntry:\n  for number in range(400):\n"
         program += f"    name = str(number)\n    {make}\nexcept (OSError, AssertionError):\n    pass\n"
@@ -155,8 +175,14 @@ def test_a_program_makes_no_more_files_and_folders_than_its_limit(walls):
 
 @EACH
 def test_a_program_has_no_more_threads_than_its_limit(walls):
-    program = "import threading\nthreading.stack_size(1 << 16)\nstop = threading.Event()\ndef spawn():\n    try:\n        while True:\n"
-    program += "            threading.Thread(target=(spawn, stop.wait)[len(started) > 9]).start()\n            started.append(1)\n"
+    program = (
+        "import threading\nthreading.stack_size(1 << 16)\nstop = threading.Event()\ndef spawn():\n    try:\n    "
+        "    while True:\n"
+    )
+    program += (
+        "            threading.Thread(target=(spawn, stop.wait)[len(started) > 9]).start()\n            "
+        "started.append(1)\n"
+    )
     program += "    except RuntimeError:\n        stop.wait()\nstarted = []\nthreading.Thread(target=spawn).start()\n"
     program += "import time\ntime.sleep(0.5)\nprint(threading.active_count(), flush=True)\nstop.set()"
     assert 8 < int(run(program, LIMITS, walls=walls).stdout) <= LIMITS.max_threads
@@ -170,7 +196,10 @@ def test_on_a_linux_that_cannot_count_the_start_check_says_that_memory_and_threa
 
 
 def test_a_program_may_start_many_threads_one_after_the_other():
-    program = "import threading\nfor _ in range(200):\n    thread = threading.Thread(target=len, args=('',))\n    thread.start()\n"
+    program = (
+        "import threading\nfor _ in range(200):\n    thread = threading.Thread(target=len, args=('',))\n    "
+        "thread.start()\n"
+    )
     program += "    thread.join()"
     assert run(program, LIMITS).passed == [True]
 
@@ -214,12 +243,17 @@ def as_any_user(program: str, folder: Path) -> str:
 
 def test_folders_without_permissions_are_removed_for_any_user(tmp_path):
     attack = "import os\nos.umask(0o777)\nos.mkdir('a')\nos.mkdir('b')"
-    told = as_any_user(f"for walls in (WALLS, {WITHOUT_NAMESPACES}):\n    print(run({attack!r}, Limits(), walls=walls).passed)", tmp_path)
+    told = as_any_user(
+        f"for walls in (WALLS, {WITHOUT_NAMESPACES}):\n    print(run({attack!r}, Limits(), walls=walls).passed)",
+        tmp_path,
+    )
     assert told == "[True]\n[True]\n" and not list(tmp_path.iterdir())
 
 
 def test_root_without_capabilities_has_every_guarantee(tmp_path):
-    assert as_any_user("print(missing_guarantees())\nprint(run('', Limits()).walls['seccomp'])", tmp_path) == "{}\nTrue\n"
+    assert (
+        as_any_user("print(missing_guarantees())\nprint(run('', Limits()).walls['seccomp'])", tmp_path) == "{}\nTrue\n"
+    )
 
 
 FORGE = """
@@ -247,7 +281,9 @@ def test_a_program_that_reports_beside_the_harness_gives_nothing_and_noise_in_it
     forged = FORGE.format(reports="write({'token': token, 'result': True})").replace("os._exit(0)", "")
     assert run(forged, LIMITS, tests=["assert False"]).passed == []
     lines = r"b'{bad}', b'[' * 9999 + b'}', b'[1]', b'{}', b'\xff}', b'{\"token\": 1}'"
-    noise = FORGE.format(reports=f"for line in ({lines}):\n    os.write(reports, line + b'\\n')").replace("os._exit(0)", "")
+    noise = FORGE.format(reports=f"for line in ({lines}):\n    os.write(reports, line + b'\\n')").replace(
+        "os._exit(0)", ""
+    )
     assert run(noise, LIMITS, tests=["pass", "assert False"]).passed == [True, False]
 
 
@@ -257,7 +293,7 @@ def test_with_partial_a_forged_report_scores_0():
     assert rewarded([f"{forged}\ndef add(): pass"], tests=[["assert add() == 1", "assert add() == 2"]]) == [0.0]
 
 
-# --------------------------------------------------------------------------------------------------- the filter, instruction by instruction
+# ------------------------------------------------------------------------------- the filter, instruction by instruction
 
 
 def decide(code, audit, number, arguments=()):
@@ -285,7 +321,10 @@ def test_the_filter_decides_as_its_table_says_on(machine, counts):
     fails, allow = system_calls.fail, system_calls.ALLOW
     code = system_calls.build_filter(machine, 77, counts, limits_files=True)
     counter = system_calls.build_counter(machine, limits_files=True)
-    free = system_calls.build_filter(machine, 77, counts, limits_files=False), system_calls.build_counter(machine, limits_files=False)
+    free = (
+        system_calls.build_filter(machine, 77, counts, limits_files=False),
+        system_calls.build_counter(machine, limits_files=False),
+    )
     for filter in (code, counter, *free):
         assert len(filter) < 4096 and all(0 <= jump < 256 for _, *jumps, _ in filter for jump in jumps)
 
@@ -302,23 +341,44 @@ def test_the_filter_decides_as_its_table_says_on(machine, counts):
     for numbers in system_calls.CREATES.values():
         if numbers[column] is not None:
             assert of(numbers) == counted and of(numbers, filters=free) == allow
-    for flags, action in ((0, allow), (0o2, allow), (0o102, counted), (0x410002, counted), (0o1001, allow), (0o1102, counted)):
+    for flags, action in (
+        (0, allow),
+        (0o2, allow),
+        (0o102, counted),
+        (0x410002, counted),
+        (0o1001, allow),
+        (0o1102, counted),
+    ):
         assert of(system_calls.OPENAT, 0, 0, flags) == action
     assert of(system_calls.OPENAT, 0, 0, 0o1000) == fails(1)
-    assert of(system_calls.OPENAT, 0, 0, 0o102, filters=free) == allow and of(system_calls.OPENAT, 0, 0, 0o1000, filters=free) == fails(1)
+    assert of(system_calls.OPENAT, 0, 0, 0o102, filters=free) == allow and of(
+        system_calls.OPENAT, 0, 0, 0o1000, filters=free
+    ) == fails(1)
     asked = system_calls.COUNT if counts else allow
-    assert of(system_calls.CLONE, 0x10400) == asked and {of(system_calls.CLONE, flags) for flags in (0x10000, 0x411)} == {fails(1)}
+    assert of(system_calls.CLONE, 0x10400) == asked and {
+        of(system_calls.CLONE, flags) for flags in (0x10000, 0x411)
+    } == {fails(1)}
     mappings = system_calls.MUNMAP, system_calls.MREMAP, system_calls.MPROTECT
     assert {of(call, 0, 4096) for call in mappings} == {of(system_calls.MMAP, 0, 4096, 3, 0x22)} == {asked}
     assert {of(system_calls.MMAP, 0, 4096, 3, flags) for flags in (0x21, 0x23, 0x4031)} == {fails(1)}
     assert of(system_calls.MADVISE, 0, 4096, 4) == allow and of(system_calls.MADVISE, 0, 4096, 14) == fails(0)
     assert of(system_calls.CLOSE_RANGE, 3, 9, 0) == allow and of(system_calls.CLOSE_RANGE, 3, 9, 6) == fails(1)
-    assert {of(system_calls.FCNTL, 0, command) for command in (6, 7, 37, 38)} == {system_calls.COUNT if counts else fails(1)}
+    assert {of(system_calls.FCNTL, 0, command) for command in (6, 7, 37, 38)} == {
+        system_calls.COUNT if counts else fails(1)
+    }
     assert {of(system_calls.FCNTL, 0, command) for command in (8, 8 | 1 << 32, 10, 15, 1024, 1031)} == {fails(1)}
     assert {of(system_calls.FCNTL, 0, command) for command in (1, 3, 1030)} == {allow}
-    assert {of(system_calls.IOCTL, 0, command) for command in (0x8901, 0x8902, 0x8901 | 1 << 32, 0x40086602, 0x5412)} == {fails(25)}
+    assert {
+        of(system_calls.IOCTL, 0, command) for command in (0x8901, 0x8902, 0x8901 | 1 << 32, 0x40086602, 0x5412)
+    } == {fails(25)}
     assert of(system_calls.IOCTL, 0, 0x5401) == allow
-    for domain, kind, action in ((1, 1, asked), (1, 0x80801, asked), (1, 2, fails(1)), (1, 5, fails(1)), (2, 1, fails(1))):
+    for domain, kind, action in (
+        (1, 1, asked),
+        (1, 0x80801, asked),
+        (1, 2, fails(1)),
+        (1, 5, fails(1)),
+        (2, 1, fails(1)),
+    ):
         assert of(system_calls.SOCKETPAIR, domain, kind) == action
     for option, action in ((1, fails(22)), (22, fails(22)), (62, fails(22)), (0x53564D41, fails(22)), (15, allow)):
         assert of(system_calls.PRCTL, option) == action
@@ -368,11 +428,17 @@ SEND_BUFFER = socket.socket(socket.AF_UNIX).getsockopt(socket.SOL_SOCKET, socket
 # Each prints how many it has, and each takes at least BYTES of the kernel.
 KERNEL_MEMORY = {
     "pages far from each other": (8192, "assert map(1 << 44 | count << 30, 4096, 3) != -1"),
-    "pages with holes between them": (4096, "at = map(0, 4 << 20, 3)\n    assert at != -1 and unmap(at + 4096, (4 << 20) - 4096) == 0"),
+    "pages with holes between them": (
+        4096,
+        "at = map(0, 4 << 20, 3)\n    assert at != -1 and unmap(at + 4096, (4 << 20) - 4096) == 0",
+    ),
     "pages with other rights than their neighbours": (256, "assert protect(whole + 8192 * count, 4096, 3) == 0"),
     "pages of a heap with holes": (4096, "at = more(1 << 21)\n    assert at > 0 and unmap(at, (1 << 21) - 4096) == 0"),
     "locks": (192, "file = files[count % 16]\n    fcntl.fcntl(file, 6, struct.pack('hhqqi4x', 1, 0, 2 * count, 1, 0))"),
-    "locks of an open file": (192, "file = files[count % 16]\n    fcntl.fcntl(file, 37, struct.pack('hhqqi4x', 1, 0, 2 * count, 1, 0))"),
+    "locks of an open file": (
+        192,
+        "file = files[count % 16]\n    fcntl.fcntl(file, 37, struct.pack('hhqqi4x', 1, 0, 2 * count, 1, 0))",
+    ),
     "socket pairs": (
         2 * socket.socket(socket.AF_UNIX).getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF),
         "files.append(socket.socketpair())",

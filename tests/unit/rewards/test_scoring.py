@@ -1,4 +1,5 @@
-"""Rewards run in parallel with generation and with each other: groups scored on arrival, coroutines, classes, plugins, separate workers."""
+"""Rewards run in parallel with generation and with each other: groups scored on arrival, coroutines, classes, plugins,
+separate workers."""
 
 import time
 from pathlib import Path
@@ -181,7 +182,9 @@ def test_a_failure_is_shown_once_in_a_run_with_its_sample_and_then_counted(folde
     shown = [record.getMessage() for record in caplog.records]
     assert len(shown) == 2
     raised = next(message for message in shown if "`raises`" in message)
-    assert all(part in raised for part in ("prompt 0", "rewards/", "Traceback", "  completion  'first'", "  answer      '42'"))
+    assert all(
+        part in raised for part in ("prompt 0", "rewards/", "Traceback", "  completion  'first'", "  answer      '42'")
+    )
 
 
 def test_a_function_may_leave_out_what_it_fails_on(folder):
@@ -217,7 +220,8 @@ def test_classes_are_made_once_with_args_and_then_called(folder):
         with pytest.raises(ValueError, match="`Length` needs column `answer`"):
             s.check_columns(["solution"])
     with pytest.raises(
-        ValueError, match=r"functions\[0\].args.scales: `Length` has no such argument; did you mean `scale`\?; it takes scale"
+        ValueError,
+        match=r"functions\[0\].args.scales: `Length` has no such argument; did you mean `scale`\?; it takes scale",
     ):
         scorer(folder, {"function": "mine.py:Length", "args": {"scales": 10}})
 
@@ -226,7 +230,9 @@ def test_plugins_register_names_and_get_texts_as_in_ms_swift(folder):
     functions = [{"function": "is_text"}, {"function": "external_equal", "name": "equal"}, {"function": "exact_number"}]
     with scorer(folder, *functions, plugins=["plugin.py"]) as s:
         s.check_columns(["solution", "answer"])
-        scored = s.score(rollouts("7", messages=[{"role": "user", "content": "Q"}], columns={"solution": "7", "answer": "7"}))
+        scored = s.score(
+            rollouts("7", messages=[{"role": "user", "content": "Q"}], columns={"solution": "7", "answer": "7"})
+        )
         assert scored[0].rewards == {"is_text": 1.0, "equal": 1.0, "exact_number": 1.0}
 
 
@@ -270,7 +276,10 @@ def test_scorings_go_on_beside_each_other_and_each_counts_its_own(folder):
         quick.add(0, rollouts("a", "b", group=2))
         assert values(quick.finish(), "never") == [1.0, 1.0] and slow in s._queue._open
         assert values(slow.finish(), "never") == [0.0]
-        counted = [[scoring.metrics()[f"rewards/{name}"] for name in ("never/timeouts", "raises/exceptions")] for scoring in (slow, quick)]
+        counted = [
+            [scoring.metrics()[f"rewards/{name}"] for name in ("never/timeouts", "raises/exceptions")]
+            for scoring in (slow, quick)
+        ]
         assert counted == [[1.0, 1.0], [0.0, 2.0]]
 
 

@@ -1,4 +1,5 @@
-"""Reward functions in real worker processes: deadlines, failures, protocol, and that no process outlives its trainer."""
+"""Reward functions in real worker processes: deadlines, failures, protocol, and that no process outlives its
+trainer."""
 
 import math
 import os
@@ -185,7 +186,12 @@ def gone(pids: list[int], seconds: float = 5.0) -> bool:
 def test_order_is_kept_and_the_weighted_sum_skips_functions_that_cannot_score(folder):
     texts = [str(n) for n in range(40)]
     batch = rollouts(*texts, columns={"answer": "7"})
-    with scorer(folder, {"function": "exact_number", "weight": 2.0}, "mine.py:length", {"function": "mine.py:length", "weight": -1}) as s:
+    with scorer(
+        folder,
+        {"function": "exact_number", "weight": 2.0},
+        "mine.py:length",
+        {"function": "mine.py:length", "weight": -1},
+    ) as s:
         scored = s.score(batch)
         assert s.names == ["exact_number", "length", "length_2"]
         assert [r.rollout for r in scored] == batch
@@ -215,7 +221,11 @@ def test_a_reward_that_hangs_costs_its_own_completion_only(folder, function):
 
 @pytest.mark.full  # `hangs_in_c` above is the same without sympy
 def test_a_sympy_expression_that_never_ends_is_cut_off(folder):
-    columns = {"question": "q", "answer": "1", "metadata": {"source_dataset": "countdown", "target": 24, "numbers": [9, 9, 9, 9]}}
+    columns = {
+        "question": "q",
+        "answer": "1",
+        "metadata": {"source_dataset": "countdown", "target": 24, "numbers": [9, 9, 9, 9]},
+    }
     with scorer(folder, "reasoning_gym", timeout=0.4, workers=1) as s:
         s.check_columns(columns)
         assert s.score(rollouts("<answer>9**9**9**9</answer>", columns=columns))[0].reward == 0.0
@@ -249,7 +259,8 @@ def test_a_function_too_slow_for_its_share_of_the_batch_loses_nothing(folder):
     with scorer(folder, "mine.py:slow", timeout=1.0) as s:
         assert [r.reward for r in s.score(rollouts(*"abcdefgh", group=8))] == [8.0] * 8
     with scorer(folder, {"function": "mine.py:slow", "independent": True}, timeout=1.0) as s:
-        assert [r.reward for r in s.score(rollouts(*"abcdefgh", group=8))] == [1.0] * 8  # eight at once miss the deadline
+        # eight at once miss the deadline
+        assert [r.reward for r in s.score(rollouts(*"abcdefgh", group=8))] == [1.0] * 8
         assert s.metrics()["rewards/slow/timeouts"] == 0
         begun = time.monotonic()
         assert [r.reward for r in s.score(rollouts(*"abcd", group=4))] == [1.0] * 4  # one by one from the start now
@@ -326,7 +337,9 @@ def test_a_function_gets_what_the_chat_template_opened_for_each_completion(folde
 
 def test_soft_overlong_takes_the_rollouts_maximum_unless_args_give_another(folder):
     batch = rollouts("a", "b", ids=[(1,) * 90, (1,) * 300])
-    with scorer(folder, "soft_overlong", {"function": "soft_overlong", "args": {"floor": None, "cache_length": 10}}) as s:
+    with scorer(
+        folder, "soft_overlong", {"function": "soft_overlong", "args": {"floor": None, "cache_length": 10}}
+    ) as s:
         scored = s.score(batch)
         assert rewards_of(scored, "soft_overlong") == [-0.5, -1.0]
         assert rewards_of(scored, "soft_overlong_2") == [0.0, -21.0]
@@ -351,7 +364,10 @@ def test_metrics_give_mean_and_unbiased_std_over_what_was_scored(folder):
         ("mine.py:lenght", ["has no function `lenght`", "length", "cannot be loaded"]),
         ("broken.py:length", ["no_such_module_at_all"]),
         ("no_such_package.rewards:f", ["No module named 'no_such_package'"]),
-        ({"function": "soft_overlong", "args": {"cache": 5}}, ["functions[0].args.cache", "did you mean `cache_length`"]),
+        (
+            {"function": "soft_overlong", "args": {"cache": 5}},
+            ["functions[0].args.cache", "did you mean `cache_length`"],
+        ),
     ],
 )
 def test_a_function_that_cannot_be_used_is_refused_before_training(folder, function, expected):
@@ -374,7 +390,9 @@ def test_a_missing_column_is_named_with_those_present(folder):
         with pytest.raises(ValueError) as error:
             s.check_columns(["quest", "gold"])
     assert "reward `accuracy` needs column `solution` or `answer`; the data set has quest, gold" in str(error.value)
-    assert "reward `sees` needs column `question`; the data set has quest, gold; did you mean `quest`?" in str(error.value)
+    assert "reward `sees` needs column `question`; the data set has quest, gold; did you mean `quest`?" in str(
+        error.value
+    )
     with pytest.raises(ValueError, match="the data set has no column besides the prompt; add the column to each row"):
         s.check_columns([])
 
@@ -386,11 +404,17 @@ def test_functions_name_the_rows_that_they_cannot_score(folder):
         found = s.row_faults(rows)
         assert found["numbers"][0] == (1, "`answer` is below 5: 3") and len(found["numbers"]) == 2
         assert found["numbers"][1][1].startswith("its row_fault fails: ValueError: invalid literal for int()")
-        assert found["careful"] == [(0, "answer, level"), (1, "answer, level"), (2, "answer, level")] and "sleeps" not in found
+        assert (
+            found["careful"] == [(0, "answer, level"), (1, "answer, level"), (2, "answer, level")]
+            and "sleeps" not in found
+        )
         assert found["Judge"] == [(1, "its row_fault returned int; return a text or None")]
         assert rewards_of(s.score(rollouts("a", "b", columns=rows[0])), "numbers") == [1.0, 1.0]
     with scorer(folder, "mine.py:numbers", timeout=0.2) as s:
-        assert s.row_faults([{"answer": "7"}, {"answer": "hang"}])["numbers"][0] == (0, "its row_fault fails: no answer within 0.2 s")
+        assert s.row_faults([{"answer": "7"}, {"answer": "hang"}])["numbers"][0] == (
+            0,
+            "its row_fault fails: no answer within 0.2 s",
+        )
 
 
 def test_an_argument_from_the_config_stands_in_for_a_column(folder):

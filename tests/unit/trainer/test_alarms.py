@@ -11,7 +11,8 @@ from megagrpo.trainer.trainer import Trainer
 from megagrpo.types import TrainState
 
 CONFIG = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
-ASYNC = ("rollout.max_staleness=1", "rollout.placement=dedicated", "algorithm.importance_correction=token_truncate")  # docs/async.md
+# docs/async.md
+ASYNC = ("rollout.max_staleness=1", "rollout.placement=dedicated", "algorithm.importance_correction=token_truncate")
 # token_mult_prob_error of healthy runs in bf16, with falling, constant and rising entropy
 SOUND_BF16 = [
     [1.081, 1.074, 1.066, 1.052, 1.04, 1.031, 1.02, 1.015],
@@ -27,7 +28,9 @@ def alarms(errors: list[float], dtype: str, *overrides: str) -> list[int]:
         limit = mismatch_limit(config, dtype, first)
         if limit is not None and error > limit:
             steps.append(step)
-            assert mismatch_warning(config.rollout, dtype, step, error, limit, first).startswith(f"warning: step {step}: token_mult_prob")
+            assert mismatch_warning(config.rollout, dtype, step, error, limit, first).startswith(
+                f"warning: step {step}: token_mult_prob"
+            )
         first = [*first, error][:5]
     return steps
 
@@ -78,12 +81,15 @@ def test_a_reward_raises_always_when_it_raised_for_each_response_that_was_drawn(
 
 
 @pytest.mark.parametrize(
-    ("step", "evaluated", "due"), [(0, -1, True), (2, -1, False), (4, 0, True), (4, 4, False), (10, 8, True), (10, 10, False)]
+    ("step", "evaluated", "due"),
+    [(0, -1, True), (2, -1, False), (4, 0, True), (4, 4, False), (10, 8, True), (10, 10, False)],
 )
 def test_an_evaluation_is_due_once_for_its_step_also_after_a_stop(step, evaluated, due):
     """A stop that interrupts an evaluation leaves its step without one: the resumed run evaluates first."""
     calls = []
     config = load_config(CONFIG, ["evaluation.steps=4", "run.max_steps=10"])
-    trainer = SimpleNamespace(config=config, state=TrainState(step=step, evaluated=evaluated), evaluate=lambda: calls.append(step))
+    trainer = SimpleNamespace(
+        config=config, state=TrainState(step=step, evaluated=evaluated), evaluate=lambda: calls.append(step)
+    )
     Trainer.evaluate_if_due(trainer)
     assert bool(calls) == due

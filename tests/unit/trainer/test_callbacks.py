@@ -152,7 +152,9 @@ def _two_ranks(names):
 def test_every_rank_obeys_what_rank_0_was_asked_and_ends_when_a_callback_raises(file, capfd):
     one, other = run_ranks(_two_ranks, 2, [f"{file}:Wishes", f"{file}:Fails"])
     line = file.read_text().splitlines().index('        helper["nothing"]') + 1
-    said = f"run.callbacks: `{file}:Fails`: on_step_end raised KeyError: 'nothing' ({file}:{line}) after 2 finished steps"
+    said = (
+        f"run.callbacks: `{file}:Fails`: on_step_end raised KeyError: 'nothing' ({file}:{line}) after 2 finished steps"
+    )
     assert one[:3] == ((True, False), True, "CallbackError") and one[3].startswith(said)
     assert other[:3] == ((True, False), True, "RankError") and other[3].startswith(f"rank 0: CallbackError: {said}")
     printed = capfd.readouterr().err
@@ -162,7 +164,8 @@ def test_every_rank_obeys_what_rank_0_was_asked_and_ends_when_a_callback_raises(
 REFUSED = {
     "Nothing:pass": "defines no method that a run calls: on_train_begin",
     "Epochs:def on_epoch_end(self, *a): pass": "defines on_epoch_end, which a run never calls; it calls on_train_begin",
-    "Short:def on_step_end(self): pass": "cannot be called: on_step_end: too many positional arguments; a method takes (self, config",
+    "Short:def on_step_end(self): "
+    "pass": "cannot be called: on_step_end: too many positional arguments; a method takes (self, config",
     "Raises:def __init__(self): self.x = 1 / 0": "cannot be loaded: ZeroDivisionError: division by zero (",
     "Wants:def __init__(self, path): pass": "cannot be loaded: TypeError: ",
 }
@@ -175,7 +178,9 @@ def test_a_class_that_cannot_be_used_is_refused_in_one_line(tmp_path, case):
     with pytest.raises(ProblemError) as refused:
         load_callbacks(config(f"{tmp_path}/calls.py:{name}"))
     (problem,) = refused.value.problems
-    assert str(problem).startswith(f"run.callbacks.0: `{tmp_path}/calls.py:{name}` {REFUSED[case]}") and "\n" not in str(problem)
+    assert str(problem).startswith(
+        f"run.callbacks.0: `{tmp_path}/calls.py:{name}` {REFUSED[case]}"
+    ) and "\n" not in str(problem)
 
 
 def test_all_problems_come_at_once(tmp_path):

@@ -109,7 +109,9 @@ class Run:
         return calls
 
 
-SLEEP, NAP, LAST_NAP = (f"sleep keeps_weights={keeps} last={last}" for keeps, last in ((False, False), (True, False), (True, True)))
+SLEEP, NAP, LAST_NAP = (
+    f"sleep keeps_weights={keeps} last={last}" for keeps, last in ((False, False), (True, False), (True, True))
+)
 SYNC = ["load_weights_only", "send", "offload_all", "resume"]
 TAKE = ["stop_if_requested", SLEEP, "load_all"]
 
@@ -176,7 +178,9 @@ def test_the_memory_after_each_turn_begins_is_that_of_the_table():
             check(Turn.CHECKPOINT)
 
 
-@pytest.mark.parametrize("fails", ["stop_if_requested", SLEEP, "load_all", "load_weights_only", "send", "offload_all", "resume", "wake"])
+@pytest.mark.parametrize(
+    "fails", ["stop_if_requested", SLEEP, "load_all", "load_weights_only", "send", "offload_all", "resume", "wake"]
+)
 def test_after_an_exception_in_any_turn_a_checkpoint_finds_the_whole_trainer_on_the_gpu(fails):
     run = Run()
     run.memory.trainer = "everything"

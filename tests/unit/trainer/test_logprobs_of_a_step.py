@@ -13,13 +13,16 @@ from megagrpo.trainer.trainer import Trainer
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "has_old"), [({}, False), (dict(steps_per_generation=2), True), (dict(num_iterations=2), True)], ids=str
+    ("algorithm", "has_old"),
+    [({}, False), (dict(steps_per_generation=2), True), (dict(num_iterations=2), True)],
+    ids=str,
 )
 def test_a_step_of_several_updates_clips_against_the_policy_before_the_first(algorithm, has_old):
     batch = pack(random_samples(), PackingRules(max_tokens=1000))
     rows = [torch.full((m.num_tokens,), -2.0) for m in batch.micro_batches]
     config = tiny_run()
-    config = config.model_copy(update=dict(algorithm=config.algorithm.model_copy(update=algorithm)))  # tiny_run has one slice
+    # tiny_run has one slice
+    config = config.model_copy(update=dict(algorithm=config.algorithm.model_copy(update=algorithm)))
     trainer = SimpleNamespace(config=config, phases=Phases(), reference=None)
     trainer.policy = SimpleNamespace(logprobs=lambda batch: rows)
     (found,) = {m.terms.old_logprobs is not None for m in Trainer.with_logprobs(trainer, batch).micro_batches}

@@ -40,7 +40,11 @@ def test_a_link_to_the_folder_of_an_earlier_run_is_moved_and_the_folder_stays(tm
     (tmp_path / "theirs" / METRICS).write_text("{}\n")
     (tmp_path / "run").symlink_to(tmp_path / "theirs")
     begin(tmp_path / "run")
-    assert (tmp_path / "run.1").is_symlink() and names(tmp_path / "theirs") == {METRICS} and names(tmp_path / "run") == {"resolved.yaml"}
+    assert (
+        (tmp_path / "run.1").is_symlink()
+        and names(tmp_path / "theirs") == {METRICS}
+        and names(tmp_path / "run") == {"resolved.yaml"}
+    )
 
 
 def test_a_folder_that_holds_no_run_keeps_its_files(tmp_path):
@@ -58,6 +62,8 @@ def test_a_folder_that_cannot_be_moved_is_an_error_that_names_the_key(tmp_path, 
         raise OSError(16, "Device or resource busy")  # a mount point
 
     monkeypatch.setattr(Path, "rename", busy)
-    with pytest.raises(ValueError, match=r"run\.overwrite: .*/run cannot be moved to .*/run\.1: Device .* busy; set another run\.name"):
+    with pytest.raises(
+        ValueError, match=r"run\.overwrite: .*/run cannot be moved to .*/run\.1: Device .* busy; set another run\.name"
+    ):
         begin(tmp_path / "run")
     assert (tmp_path / "run" / METRICS).exists()

@@ -12,14 +12,24 @@ from megagrpo.types import ComputedTokens
 from tests.unit.records.test_metrics import CONFIG
 
 LLAMA = dict(
-    **dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, intermediate_size=160, num_hidden_layers=2),
-    **dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=512, max_position_embeddings=256, rms_norm_eps=1e-6),
+    **dict(
+        architectures=["LlamaForCausalLM"],
+        model_type="llama",
+        hidden_size=64,
+        intermediate_size=160,
+        num_hidden_layers=2,
+    ),
+    **dict(
+        num_attention_heads=4, num_key_value_heads=2, vocab_size=512, max_position_embeddings=256, rms_norm_eps=1e-6
+    ),
 )
 TIMES = {"time/step": 10.0, "time/generate": 4.0, "time/train": 2.0}
 
 
 def speed(*overrides: str, world_size: int = 2) -> Speed:
-    layout = SimpleNamespace(world_size=world_size, all_gather_objects=lambda own: [own, {name: 2 * own[name] for name in own}])
+    layout = SimpleNamespace(
+        world_size=world_size, all_gather_objects=lambda own: [own, {name: 2 * own[name] for name in own}]
+    )
     return Speed(load_config(CONFIG, overrides), layout, SimpleNamespace(hf_config=parse_hf_config(LLAMA)))
 
 

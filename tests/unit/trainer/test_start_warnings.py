@@ -44,7 +44,10 @@ def folder(tmp_path_factory):
     (made / "reward.py").write_text(REWARD)
     (made / "run.yaml").write_text(CONFIG)
     questions = ["1 + 1?", "2 + 3?", "1 + 1?", "3 + 4?", "?" * 50]
-    train = [{"prompt": question, "answer": answer} for question, answer in zip(questions, ["2", "5", "2", "seven", "0"], strict=True)]
+    train = [
+        {"prompt": question, "answer": answer}
+        for question, answer in zip(questions, ["2", "5", "2", "seven", "0"], strict=True)
+    ]
     held_out = [{"prompt": "2 + 3?", "answer": "5"}, {"prompt": "?" * 60, "answer": "0"}]
     for name, rows in {"train": train, "heldout": held_out}.items():
         (made / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -62,14 +65,18 @@ def warnings(folder, *overrides: str) -> list[str]:
 def test_a_run_warns_of_rows_and_prompts_and_its_report_has_an_alarm_for_each(folder):
     said = warnings(folder)
     assert [text.partition(";")[0] for text in said[:4]] == [
-        "warning: data.train: 1 of 5 prompts are longer than rollout.max_prompt_length 40 (longest: 58 tokens, first: row 4)",
+        "warning: data.train: 1 of 5 prompts are longer than rollout.max_prompt_length 40 (longest: 58 tokens, first: "
+        "row 4)",
         "warning: data.train: 1 of 4 prompts repeat an earlier one, first row 2 (as row 0)",
-        "warning: data.eval: 1 of 2 prompts are longer than rollout.max_prompt_length 40 (longest: 68 tokens, first: row 1)",
+        "warning: data.eval: 1 of 2 prompts are longer than rollout.max_prompt_length 40 (longest: 68 tokens, first: "
+        "row 1)",
         "warning: data.eval: 1 of 1 prompts are also in data.train, first row 0 (row 1 of data.train)",
     ]
     assert len(said) == 5 and "row 3: `exact_number`" in said[4] and "'seven'" in said[4]
     alarms = findings(RunFiles(folder, messages=[{"step": 0, "text": text} for text in said]))["alarms"]
-    assert [len(alarm["texts"]) for alarm in alarms] == [1, 4] and "Other warnings" not in [alarm["title"] for alarm in alarms]
+    assert [len(alarm["texts"]) for alarm in alarms] == [1, 4] and "Other warnings" not in [
+        alarm["title"] for alarm in alarms
+    ]
 
 
 def test_rows_for_which_no_time_is_left_are_no_warning(folder):
@@ -78,7 +85,9 @@ def test_rows_for_which_no_time_is_left_are_no_warning(folder):
     tokenizer = tokenizer_of(config, folder / "model")
     with RewardScorer(config.rewards, config.rollout.max_completion_length, folder) as scorer:
         golds = GoldColumn("answer")
-        trial = FunctionTrial(Means(scorer, tokenizer, 64, seconds=0), "eighth_form", prompts, golds).result("data.train", None)
+        trial = FunctionTrial(Means(scorer, tokenizer, 64, seconds=0), "eighth_form", prompts, golds).result(
+            "data.train", None
+        )
         assert (trial.num_rows, trial.rows, trial.best) == (20, 1, 1)
         trials = FunctionTrial(Means(scorer, tokenizer, 64), "eighth_form", prompts, golds)
         rows, trials._ends = trials.rows, 0.0
@@ -91,7 +100,8 @@ def test_rows_for_which_no_time_is_left_are_no_warning(folder):
 def test_a_function_of_the_user_is_asked_about_rows_but_not_called(folder):
     said = warnings(folder, f"rewards.functions=[{{function: {folder}/reward.py:leaves_a_trace}}]")
     assert said[4:] == [
-        "warning: data.train: 1 of 4 rows cannot be scored, first row 3: `leaves_a_trace`: `answer` has no digits: 'seven'; correct or "
+        "warning: data.train: 1 of 4 rows cannot be scored, first row 3: `leaves_a_trace`: `answer` has no digits: "
+        "'seven'; correct or "
         "remove the rows"
     ]
     assert not (folder / "reward.called").exists()

@@ -48,7 +48,8 @@ def generate(stop_on_signals):
 
 
 def signalled_twice(delay, work):
-    """Exit code of a fork that runs `work` and gets two SIGINT, `delay` seconds apart; None when it does not end within 10 s."""
+    """Exit code of a fork that runs `work` and gets two SIGINT, `delay` seconds apart; None when it does not end within
+    10 s."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -86,7 +87,8 @@ def forced_soon(monkeypatch):
 
 def test_a_second_ctrl_c_ends_generation_at_any_distance_from_the_first():
     codes = [signalled_twice(delay, lambda: generate(stop_signals.stop_on_signals)) for delay in DELAYS]
-    # 0: the kernel merged the two signals, because this process got no CPU between them; then the run saves as after one signal.
+    # 0: the kernel merged the two signals, because this process got no CPU between them; then the run saves as after
+    # one signal.
     assert set(codes) <= {130, 0} and 130 in codes, codes
 
 

@@ -71,7 +71,9 @@ def test_a_step_that_takes_too_long_is_interrupted(clock):
 
 def test_a_run_without_time_for_a_step_is_not_tried_again_and_again(clock):
     limit = TimeLimit(End(1000 + 100, "SLURM_JOB_END_TIME"), lambda number: pytest.fail("stopped"))
-    with pytest.raises(ConfigError, match=r"SLURM_JOB_END_TIME: when the first step begins, 100 s are left, of which 105 s are"):
+    with pytest.raises(
+        ConfigError, match=r"SLURM_JOB_END_TIME: when the first step begins, 100 s are left, of which 105 s are"
+    ):
         limit.step_begins()
 
 
@@ -107,18 +109,27 @@ def test_a_run_without_time_for_a_step_ends_before_a_server_starts(monkeypatch, 
     monkeypatch.setattr(early_start, "begin", pytest.fail)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 60))
     assert main(["train", str(QUICKSTART)]) == 2
-    assert re.match(r"SLURM_JOB_END_TIME: \d+: \d+ s are left, of which 105 s are for a checkpoint, .* unset", capsys.readouterr().err)
+    assert re.match(
+        r"SLURM_JOB_END_TIME: \d+: \d+ s are left, of which 105 s are for a checkpoint, .* unset",
+        capsys.readouterr().err,
+    )
 
 
 def test_a_run_begins_when_its_first_process_starts(tmp_path):
     """The script stands for a rank: its parent is the launcher, which sleeps before it starts the rank."""
     code = "import time; from megagrpo.trainer.time_limit import process_start; print(time.time() - process_start())"
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "ranks"}
-    launcher = f"import subprocess, sys, time; time.sleep(5); subprocess.run([sys.executable, '-c', {code!r}], check=True)"
+    launcher = (
+        f"import subprocess, sys, time; time.sleep(5); subprocess.run([sys.executable, '-c', {code!r}], check=True)"
+    )
     for more, least in (({}, 0.0), (rank, 5.0)):
-        said = subprocess.run([sys.executable, "-c", launcher], env=os.environ | more, capture_output=True, text=True, check=True).stdout
+        said = subprocess.run(
+            [sys.executable, "-c", launcher], env=os.environ | more, capture_output=True, text=True, check=True
+        ).stdout
         assert float(said) >= least
-    alone = subprocess.run([sys.executable, "-c", f"import time; time.sleep(2); {code}"], capture_output=True, text=True, check=True).stdout
+    alone = subprocess.run(
+        [sys.executable, "-c", f"import time; time.sleep(2); {code}"], capture_output=True, text=True, check=True
+    ).stdout
     assert float(alone) >= 2.0
 
 

@@ -1,1 +1,2 @@
-"""Runs the trainer's real code on tensors without data, and counts what it would do on a GPU. Imports torch and megatron-core."""
+"""Runs the trainer's real code on tensors without data, and counts what it would do on a GPU. Imports torch and
+megatron-core."""

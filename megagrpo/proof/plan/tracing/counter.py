@@ -32,12 +32,14 @@ FREE = {
 
 
 def size_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor that a kernel reads or writes. An expanded tensor has only the bytes of its storage."""
+    """Return the bytes of a tensor that a kernel reads or writes. An expanded tensor has only the bytes of its
+    storage."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 class StepCounter:
-    """Receives each operation of a `WithoutFloats` mode. `phase` is the current phase of the step, which the caller sets.
+    """Receives each operation of a `WithoutFloats` mode. `phase` is the current phase of the step, which the caller
+    sets.
 
     A backward pass that autograd runs counts as the phase `backward`, recomputation included.
     """
@@ -94,7 +96,9 @@ class StepCounter:
             return  # integers, such as lengths and counts
         names = [argument.name for argument in func._schema.arguments]
         group = inputs[0][names.index("process_group")]
-        sizes = [sum(size_of(tensor) for tensor in tree_leaves(value) if isinstance(tensor, Tensor)) for value in inputs[0]]
+        sizes = [
+            sum(size_of(tensor) for tensor in tree_leaves(value) if isinstance(tensor, Tensor)) for value in inputs[0]
+        ]
         name = func._schema.name.removeprefix("c10d::").strip("_")
         ranks = torch.distributed.ProcessGroup.unbox(group).size()
         self.costs.messages[Message(self.now, name, max(sizes), ranks)] += 1

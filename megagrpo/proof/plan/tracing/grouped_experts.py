@@ -1,4 +1,5 @@
-"""Traces a layer of experts as a GPU with Transformer Engine computes it: grouped products, and one wait for the token counts."""
+"""Traces a layer of experts as a GPU with Transformer Engine computes it: grouped products, and one wait for the token
+counts."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def grouped_experts(counter: StepCounter) -> Any:
     """
     sequential = SequentialMLP.forward
 
-    def forward(experts: SequentialMLP, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+    def forward(
+        experts: SequentialMLP, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, None]:
         if experts.config.add_bias_linear or experts.num_local_experts == 1:
             return sequential(experts, hidden, tokens_per_expert, probs)
         first = experts.local_experts[0]
@@ -37,7 +40,8 @@ def grouped_experts(counter: StepCounter) -> Any:
 
 
 def counts_on_host(counter: StepCounter) -> Any:
-    """Return a patch of Megatron's dispatcher that moves the token counts to the host, as on a GPU: the host waits once per layer.
+    """Return a patch of Megatron's dispatcher that moves the token counts to the host, as on a GPU: the host waits once
+    per layer.
 
     The moved counts become tensors of the host, so no later use of them counts as a wait.
     """
@@ -50,7 +54,13 @@ def counts_on_host(counter: StepCounter) -> Any:
         counter.costs.waits = waits  # drop the waits of a CPU, where each count is read separately
         if point == dispatcher.cuda_dtoh_point:
             moved = _of_the_host(moved)
-            for name in ("input_splits", "output_splits", "output_splits_tp", "num_out_tokens", "num_global_tokens_per_local_expert"):
+            for name in (
+                "input_splits",
+                "output_splits",
+                "output_splits_tp",
+                "num_out_tokens",
+                "num_global_tokens_per_local_expert",
+            ):
                 setattr(dispatcher, name, _of_the_host(getattr(dispatcher, name, None)))
         if point == dispatcher.cuda_sync_point:
             counter.wait()
@@ -72,7 +82,8 @@ def _product(weights: list[Tensor], counter: StepCounter) -> Any:
 
 
 class _Grouped(torch.autograd.Function):
-    """Rows [T, in], split evenly over the experts, times each expert's weight [out, in]. `main_grad` gets the weight gradients."""
+    """Rows [T, in], split evenly over the experts, times each expert's weight [out, in]. `main_grad` gets the weight
+    gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counter: StepCounter, *weights: Tensor) -> Tensor:
@@ -93,7 +104,8 @@ class _Grouped(torch.autograd.Function):
 
 
 def count(counter: StepCounter, rows: Tensor, weights: Any, out: int, weight_passes: float = 1) -> None:
-    """Count the products of one direction, one launch per expert, which reads or writes the weights' bytes `weight_passes` times."""
+    """Count the products of one direction, one launch per expert, which reads or writes the weights' bytes
+    `weight_passes` times."""
     flops = 2 * rows.shape[0] * weights[0].numel()
     size = size_of(rows) + out + weight_passes * sum(map(size_of, weights))
     for _ in weights:

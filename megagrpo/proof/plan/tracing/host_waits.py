@@ -1,11 +1,12 @@
 """Finds the places where a GPU's host would wait for the device, in a step on a CPU.
 
-On a CPU host and device tensors look the same. `HostWaits` tells them apart by their origin. A device tensor is a parameter, a tensor that
-the code moved with `.to(device)`, or the result of an operation on a device tensor. All other tensors are the host's. A tensor without data
-(torch's meta device) always counts as a device tensor.
+On a CPU host and device tensors look the same. `HostWaits` tells them apart by their origin. A device tensor is a
+parameter, a tensor that the code moved with `.to(device)`, or the result of an operation on a device tensor. All other
+tensors are the host's. A tensor without data (torch's meta device) always counts as a device tensor.
 
-The host waits when it needs a device tensor's numbers (`item`, `tolist`, `cpu`, `if tensor`), or a shape that depends on them (`nonzero`,
-selection by a mask, `repeat_interleave` without `output_size`), and when it copies to the device without `non_blocking`.
+The host waits when it needs a device tensor's numbers (`item`, `tolist`, `cpu`, `if tensor`), or a shape that depends
+on them (`nonzero`, selection by a mask, `repeat_interleave` without `output_size`), and when it copies to the device
+without `non_blocking`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
-NEEDS_NUMBERS = {aten._local_scalar_dense, aten.nonzero, aten.equal, aten.masked_select, aten._unique2, aten.unique_consecutive}
+NEEDS_NUMBERS = {
+    aten._local_scalar_dense,
+    aten.nonzero,
+    aten.equal,
+    aten.masked_select,
+    aten._unique2,
+    aten.unique_consecutive,
+}
 PUTS = {aten.index_put, aten.index_put_}
 METHODS = ("to", "cpu", "tolist", "numpy")  # a dispatch mode does not see them on a CPU
 
@@ -89,7 +97,8 @@ class HostWaits(TorchDispatchMode):
         kwargs, packet = kwargs or {}, operation.overloadpacket
         if not any(map(self._on_device, tree_leaves((args, kwargs)))):
             return operation(*args, **kwargs)
-        selects = packet is aten.index or (packet in PUTS and args[2].numel() > 1)  # a single value is filled in by the mask
+        # a single value is filled in by the mask
+        selects = packet is aten.index or (packet in PUTS and args[2].numel() > 1)
         by_mask = selects and any(isinstance(t, Tensor) and t.dtype == torch.bool for t in args[1])
         unsized = packet is aten.repeat_interleave and kwargs.get("output_size") is None
         if packet in NEEDS_NUMBERS or by_mask or unsized:

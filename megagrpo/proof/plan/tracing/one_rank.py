@@ -38,8 +38,8 @@ class _Alone(Layout):
 def one_rank(parallel: ParallelSection, world_size: int, rank: int, counter: StepCounter) -> Iterator[Layout]:
     """Yield the layout of one rank of a world whose other ranks do not exist. Collectives return at once.
 
-    Inside, attention counts as one fused kernel, experts get equally many tokens, and precision and block sizes are chosen as on a GPU.
-    Raises RuntimeError in a process that already has process groups.
+    Inside, attention counts as one fused kernel, experts get equally many tokens, and precision and block sizes are
+    chosen as on a GPU. Raises RuntimeError in a process that already has process groups.
     """
     if dist.is_initialized():
         raise RuntimeError("a step can only be traced in a process without process groups")
@@ -74,7 +74,8 @@ def _gather_copies(everyone: list[Any], obj: Any, *_: object, **__: object) -> N
 
 
 def _send_one_by_one(messages: list[Any]) -> list[Any]:
-    """Start the messages of a batch one after the other: batching asks for the backend of a device, which tensors without data lack."""
+    """Start the messages of a batch one after the other: batching asks for the backend of a device, which tensors
+    without data lack."""
     return [message.op(message.tensor, message.peer, message.group) for message in messages]
 
 
@@ -93,7 +94,8 @@ def _tolist_of(tolist: Any) -> Any:
 
 
 def _norm_of(counter: StepCounter) -> Any:
-    """Return `l2_norm` as one kernel that reads all tensors, and the host's wait for the norm in Megatron's `get_grad_norm_fp32`."""
+    """Return `l2_norm` as one kernel that reads all tensors, and the host's wait for the norm in Megatron's
+    `get_grad_norm_fp32`."""
 
     def patched(tensors: Sequence[Tensor]) -> float:
         counter.add("elementwise", 0, sum(map(size_of, tensors)))
@@ -104,20 +106,24 @@ def _norm_of(counter: StepCounter) -> Any:
 
 
 def _even_routing(routing: Any) -> Any:
-    """Return a router's `routing` whose map gives every expert equally many tokens: token t goes to experts k t to k t + k - 1."""
+    """Return a router's `routing` whose map gives every expert equally many tokens: token t goes to experts k t to k t
+    + k - 1."""
 
     def patched(router: BalancedRouter, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         probs, routing_map = routing(router, logits, padding_mask)
         tokens, experts = routing_map.shape
         first = router.topk * torch.arange(tokens)[:, None]
-        even = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(1, (first + torch.arange(router.topk)) % experts, True)
+        even = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(
+            1, (first + torch.arange(router.topk)) % experts, True
+        )
         return probs, even.to(device.device(), non_blocking=True)  # not a tensor of the host
 
     return patched
 
 
 def _attention_of(counter: StepCounter) -> Any:
-    """Return `scaled_dot_product_attention` as one fused kernel in each direction, which keeps its output and one number per row."""
+    """Return `scaled_dot_product_attention` as one fused kernel in each direction, which keeps its output and one
+    number per row."""
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -142,7 +148,9 @@ def _attention_of(counter: StepCounter) -> Any:
         pairs = query.shape[2] * key.shape[2] * (0.5 if causal else 1.0)
         return 2 * query.shape[0] * query.shape[1] * pairs * (query.shape[3] + value.shape[3])
 
-    def patched(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any) -> Tensor:
+    def patched(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, **_: Any
+    ) -> Tensor:
         return Attention.apply(query, key, value, is_causal)
 
     return patched

@@ -28,20 +28,29 @@ from megagrpo.proof.plan.workload import Lengths
 from megagrpo.types import Metric, TrainBatch, TrainSample
 
 
-def trace_step(config: RunConfig, model: HfConfig, world_size: int, rank: int, prompt: int, response: int, extra: int = 1) -> Trace:
+def trace_step(
+    config: RunConfig, model: HfConfig, world_size: int, rank: int, prompt: int, response: int, extra: int = 1
+) -> Trace:
     """Trace train steps of `rank`, with samples of `prompt` + `response` tokens.
 
-    The first step creates the optimizer's moments. The second has the fewest micro-batches that the schedule accepts. The third has
-    1 + `extra` times as many, and pp or more, so it reaches the memory peak. The difference of the last two gives the costs of a
-    micro-batch. Raises ConfigError on a machine with a GPU, because the model would be built for its kernels.
+    The first step creates the optimizer's moments. The second has the fewest micro-batches that the schedule accepts.
+    The third has 1 + `extra` times as many, and pp or more, so it reaches the memory peak. The difference of the last
+    two gives the costs of a micro-batch. Raises ConfigError on a machine with a GPU, because the model would be built
+    for its kernels.
     """
     if device.has_gpu():
-        raise ConfigError("--trace: counts operations without a GPU, but this machine has one; set CUDA_VISIBLE_DEVICES= to hide it")
+        raise ConfigError(
+            "--trace: counts operations without a GPU, but this machine has one; set CUDA_VISIBLE_DEVICES= to hide it"
+        )
     p, counter = config.parallel, StepCounter()
     few = p.pp if p.vpp > 1 else 1  # the interleaved schedule takes multiples of pp
     many = max((1 + extra) * few, p.pp)
     shape = _message_shape(config, model, prompt, response)
-    with one_rank(config.parallel, world_size, rank, counter) as layout, WithoutFloats(counter, shape), HostWaits(counter.wait):
+    with (
+        one_rank(config.parallel, world_size, rank, counter) as layout,
+        WithoutFloats(counter, shape),
+        HostWaits(counter.wait),
+    ):
         policy = MegatronPolicy(config, layout, model)
         _mark(policy, counter)
         loss = make_loss(config)
@@ -66,8 +75,11 @@ def fullest_stage(config: RunConfig, model: HfConfig, world_size: int) -> int:
     return max(range(len(stages)), key=lambda stage: sum(stages[stage]["train"].values()))
 
 
-def rows_of(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu | None, lengths: Lengths) -> list[tuple[str, str]]:
-    """Trace the first rank of the fullest stage for samples of average length, and return the rows that `megagrpo plan --trace` shows."""
+def rows_of(
+    config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu | None, lengths: Lengths
+) -> list[tuple[str, str]]:
+    """Trace the first rank of the fullest stage for samples of average length, and return the rows that `megagrpo plan
+    --trace` shows."""
     stage = fullest_stage(config, model, world_size)
     prompt, response = max(1, round(lengths.prompt)), max(1, round(lengths.response))
     trace = trace_step(config, model, world_size, stage * (world_size // config.parallel.pp), prompt, response)
@@ -79,16 +91,20 @@ def _samples_per_micro_batch(config: RunConfig, length: int) -> int:
 
 
 def _message_shape(config: RunConfig, model: HfConfig, prompt: int, response: int) -> tuple[int, int, int]:
-    """Return the shape of the hidden states that pipeline stages exchange, [T / cp / tp with sequence parallelism, 1, H]."""
+    """Return the shape of the hidden states that pipeline stages exchange, [T / cp / tp with sequence parallelism, 1,
+    H]."""
     p, align = config.parallel, config.micro_batch_align
     tokens = ceil(_samples_per_micro_batch(config, prompt + response) * (prompt + response) / align) * align // p.cp
     return tokens // (p.tp if p.sequence_parallel else 1), 1, model.hidden_size
 
 
-def batch_of(config: RunConfig, model: HfConfig, shares: bool, prompt: int, response: int, micro_batches: int) -> TrainBatch:
+def batch_of(
+    config: RunConfig, model: HfConfig, shares: bool, prompt: int, response: int, micro_batches: int
+) -> TrainBatch:
     """Return a batch with this many micro-batches of equal samples. No two samples share a prompt.
 
-    Packing needs samples for at least one micro-batch per pipeline stage. Micro-batches above `micro_batches` are cut off.
+    Packing needs samples for at least one micro-batch per pipeline stage. Micro-batches above `micro_batches` are cut
+    off.
     """
     samples, length = [], prompt + response
     for index in range(max(micro_batches, config.parallel.pp) * _samples_per_micro_batch(config, length)):
@@ -123,8 +139,8 @@ def _mark(policy: Any, counter: StepCounter) -> None:
     def reduced(per_micro_batch: list[Any]) -> Any:
         """Return the metrics, no bad tensor, and False for wrong early gradients, because that flag has no data.
 
-        The transfer to the host counts as one wait, although the trace makes one for numbers with data and one for numbers without. A
-        stage without the LM head gets a loss of 0; in a real run it gets the loss of the last stage.
+        The transfer to the host counts as one wait, although the trace makes one for numbers with data and one for
+        numbers without. A stage without the LM head gets a loss of 0; in a real run it gets the loss of the last stage.
         """
         waits = counter.costs.waits.copy()
         metrics, _, _ = reduce_metrics(per_micro_batch)

@@ -1,7 +1,8 @@
 """A torch mode in which floating-point tensors have a shape and no data, while integers are computed.
 
-Every floating-point tensor is on torch's meta device, so a model of any size takes no memory and no time. Lengths, masks and indices are
-integers or booleans: they keep their values, so the code that branches on them takes the branches of a real run.
+Every floating-point tensor is on torch's meta device, so a model of any size takes no memory and no time. Lengths,
+masks and indices are integers or booleans: they keep their values, so the code that branches on them takes the branches
+of a real run.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ def without_data(value: Any) -> bool:
 
 
 class WithoutFloats(TorchDispatchMode):
-    """Inside this mode new floating-point tensors have no data. `observe(op, inputs, outputs)` is called after each operation.
+    """Inside this mode new floating-point tensors have no data. `observe(op, inputs, outputs)` is called after each
+    operation.
 
-    Collectives assume that other ranks send the same integers as this rank. A received message of integers is `shape`, the shape of the
-    hidden states that pipeline stages exchange.
+    Collectives assume that other ranks send the same integers as this rank. A received message of integers is `shape`,
+    the shape of the hidden states that pipeline stages exchange.
     """
 
     def __init__(self, observe: Callable[[Any, Any, Any], None], shape: tuple[int, int, int] = (0, 0, 0)):
@@ -74,7 +76,11 @@ def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device:
     template = args[0] if args and isinstance(args[0], Tensor) else None
     if dtype is None:
         dtype = template.dtype if template is not None else _default_dtype(func, args)
-    return META if is_float(dtype) or (template is not None and without_data(template) and func is aten._to_copy.default) else CPU
+    return (
+        META
+        if is_float(dtype) or (template is not None and without_data(template) and func is aten._to_copy.default)
+        else CPU
+    )
 
 
 def _default_dtype(func: Any, args: Any) -> torch.dtype:
@@ -89,11 +95,16 @@ def _default_dtype(func: Any, args: Any) -> torch.dtype:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    return tensor if without_data(tensor) else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    return (
+        tensor
+        if without_data(tensor)
+        else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
+    )
 
 
 def _concrete_indices(func: Any, args: Any) -> Any:
-    """Replace boolean masks with data by the indices that they select, because the number of selected elements must be known."""
+    """Replace boolean masks with data by the indices that they select, because the number of selected elements must be
+    known."""
     if func not in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
         return args
     indices: list[Any] = []
@@ -106,7 +117,8 @@ def _concrete_indices(func: Any, args: Any) -> Any:
 
 
 def _communicate(func: Any, args: Any, shape: tuple[int, int, int]) -> Any:
-    """Return the result of a collective without sending anything, and fill in the integers of its outputs, the first argument."""
+    """Return the result of a collective without sending anything, and fill in the integers of its outputs, the first
+    argument."""
     names = [argument.name for argument in func._schema.arguments]
     group = args[names.index("process_group")]
     ranks = torch.distributed.ProcessGroup.unbox(group).size()

@@ -94,7 +94,11 @@ def test_a_log_gets_all_output_and_is_shown_from_its_end_on(program, tmp_path, c
     log = tmp_path / "log"
     log.write_text("before\n")
     ended = child_process.run_logged("program", ["prints", "3"], log, {"COLUMNS": "70"}, show=True)
-    assert ended.exit_code == 3 and sorted(ended.output.splitlines()) == ["one é", "two"] and capsys.readouterr() == (ended.out, "")
+    assert (
+        ended.exit_code == 3
+        and sorted(ended.output.splitlines()) == ["one é", "two"]
+        and capsys.readouterr() == (ended.out, "")
+    )
     assert log.read_text() == "before\n" + ended.out
     assert child_process.run_logged("program", ["looks"], log, {"COLUMNS": "70"}, show=False).out == "70 None\n"
     assert capsys.readouterr() == ("", "")
@@ -140,7 +144,9 @@ def test_ctrl_c_reaches_the_child_once_and_is_raised_after_its_end(logged, progr
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         words = ["waits", str(started), str(ended), "2"]
-        child_process.run_logged("program", words, log, {}, show=True) if logged else child_process.run("program", words)
+        child_process.run_logged("program", words, log, {}, show=True) if logged else child_process.run(
+            "program", words
+        )
     thread.join()
     assert ended.read_text().split() == ["2", "2"] and (not logged or capsys.readouterr().out == "saved\n")
 
@@ -148,7 +154,10 @@ def test_ctrl_c_reaches_the_child_once_and_is_raised_after_its_end(logged, progr
 def test_the_child_is_asked_to_stop_and_can_still_write_when_this_process_is_killed(program, tmp_path):
     started, ended, log = tmp_path / "started", tmp_path / "ended", tmp_path / "log"
     words = ["waits", str(started), str(ended), "1"]
-    code = f"from pathlib import Path; from megagrpo.commands.api.child_process import run_logged; run_logged('program', {words!r}, Path({str(log)!r}), {{}}, True)"
+    code = (
+        f"from pathlib import Path; from megagrpo.commands.api.child_process import run_logged; "
+        f"run_logged('program', {words!r}, Path({str(log)!r}), {{}}, True)"
+    )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
     wait_for(started)
     parent.kill()

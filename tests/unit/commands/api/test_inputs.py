@@ -22,7 +22,11 @@ from megagrpo.trainer.callbacks import load_callbacks
 from megagrpo.types import Prompt, Rollout
 
 ROWS = [{"prompt": "What is 1 + 2?", "answer": 3}, {"prompt": [{"role": "user", "content": "1 + 1?"}], "answer": 2}]
-MINIMAL = {"model": {"path": "m"}, "data": {"train": {"source": "org/data"}}, "rewards": {"functions": [{"function": "format"}]}}
+MINIMAL = {
+    "model": {"path": "m"},
+    "data": {"train": {"source": "org/data"}},
+    "rewards": {"functions": [{"function": "format"}]},
+}
 
 
 def overrides(inputs, folder, callbacks=()):
@@ -35,7 +39,7 @@ def config(**sections):
     return RunConfig.model_validate(MINIMAL | sections)
 
 
-# ------------------------------------------------------------------------------------------------------------- reward functions
+# ----------------------------------------------------------------------------------------------------- reward functions
 
 
 def rewards_of_every_kind():
@@ -83,7 +87,10 @@ def test_functions_of_every_kind_score_in_workers(tmp_path):
     sections = overrides(inputs, inputs.write(tmp_path))["rewards.functions"]
     names = ["closure", "waits", "lambda_function", "scaled", "Constructed", "Stateful", "lambda_function_2"]
     assert [section["function"].rpartition(":")[2] for section in sections] == [*names, "format"]
-    rollouts = [Rollout(Prompt(i, (1,), "q", {"answer": i}), (2,), (0.0,), "stop", 0, text) for i, text in enumerate(("a", "bcd"))]
+    rollouts = [
+        Rollout(Prompt(i, (1,), "q", {"answer": i}), (2,), (0.0,), "stop", 0, text)
+        for i, text in enumerate(("a", "bcd"))
+    ]
     section = RewardsSection.model_validate({"workers": 1, "functions": sections})
     with RewardScorer(section, 10) as scorer:
         scored = scorer.score(rollouts)
@@ -91,7 +98,8 @@ def test_functions_of_every_kind_score_in_workers(tmp_path):
     assert [s.rewards["closure"] for s in scored] == [2.0, 6.0] and [s.rewards["waits"] for s in scored] == [0.0, 1.0]
     constant = {"lambda_function": 1.5, "scaled": 4.0, "Constructed": 9.0, "lambda_function_2": None}
     assert [{name: s.rewards[name] for name in constant} for s in scored] == [constant, constant]
-    assert [s.rewards["Stateful"] for s in scored + again] == [11.0, 12.0, 13.0, 14.0]  # the state lives as long as the worker
+    # the state lives as long as the worker
+    assert [s.rewards["Stateful"] for s in scored + again] == [11.0, 12.0, 13.0, 14.0]
 
 
 def test_the_same_objects_have_the_same_folder_and_a_change_has_another(tmp_path):
@@ -142,14 +150,20 @@ def test_what_is_no_function_or_cannot_be_sent_is_an_error_that_names_it():
         (3, "reward_functions.0: must be a function, a name such as accuracy"),
         (["format", None], "reward_functions.1: must be a function"),
         ([{"weight": 2}], r"reward_functions.0: must be a function, .* \(got {'weight': 2}\)"),
-        (lambda completions: lock, "reward_functions.0: `<lambda>` cannot be sent to the run's processes: TypeError: .*lock"),
-        ([torch.nn.Linear(1, 1)], "reward_functions.0: a Linear is a model, not a function; save it and pass model:FOLDER"),
+        (
+            lambda completions: lock,
+            "reward_functions.0: `<lambda>` cannot be sent to the run's processes: TypeError: .*lock",
+        ),
+        (
+            [torch.nn.Linear(1, 1)],
+            "reward_functions.0: a Linear is a model, not a function; save it and pass model:FOLDER",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             collect(given, None, None, None)
 
 
-# ---------------------------------------------------------------------------------------------------------------------- callbacks
+# ------------------------------------------------------------------------------------------------------------ callbacks
 
 
 def test_callbacks_follow_the_config_s_as_classes_and_as_objects(tmp_path):
@@ -178,7 +192,7 @@ def test_a_callback_without_a_pickle_is_an_error():
         collect(None, None, None, [Holds, Holds()])
 
 
-# --------------------------------------------------------------------------------------------------------------------------- data
+# ----------------------------------------------------------------------------------------------------------------- data
 
 
 def read(inputs, tmp_path, key="data.train"):
@@ -215,7 +229,9 @@ def test_a_list_of_dicts_keeps_the_type_of_every_value(tmp_path):
         {"prompt": "r", "answer": float("inf"), "day": "\ud800", "mixed": [], "info": {}, "flag": ""},
     ]
     found = read(collect(None, texts, None, None), tmp_path)
-    assert found == texts and [list(map(type, row.values())) for row in found] == [list(map(type, row.values())) for row in texts]
+    assert found == texts and [list(map(type, row.values())) for row in found] == [
+        list(map(type, row.values())) for row in texts
+    ]
 
 
 def test_held_out_rows_have_their_own_keys(tmp_path, monkeypatch):
@@ -246,9 +262,16 @@ def test_progress_bars_of_datasets_stay_as_they_were(tmp_path):
     [
         ([], "dataset: has no rows; pass at least one prompt"),
         (datasets.Dataset.from_list([]), "dataset: has no rows"),
-        ([{"promt": "x"}], r"dataset: row 0 has no column `prompt` \(data.prompt_column\); it has promt; did you mean `promt`\?; rename"),
+        (
+            [{"promt": "x"}],
+            r"dataset: row 0 has no column `prompt` \(data.prompt_column\); it has promt; did you mean `promt`\?; "
+            r"rename",
+        ),
         ([{"prompt": "x"}, {"answer": 1}], "dataset: row 1 has no column `prompt`"),
-        (datasets.Dataset.from_dict({"question": ["x"]}), r"dataset: has no column `prompt` \(data.prompt_column\); it has question"),
+        (
+            datasets.Dataset.from_dict({"question": ["x"]}),
+            r"dataset: has no column `prompt` \(data.prompt_column\); it has question",
+        ),
         (["x"], r"dataset: row 0 must be a dict of columns \(got str\)"),
     ],
 )
@@ -268,12 +291,16 @@ def test_a_set_may_have_its_own_prompt_column():
 def test_data_of_another_kind_is_an_error(tmp_path):
     split = datasets.Dataset.from_list([{"prompt": "p"}])
     for given, message in (
-        (datasets.DatasetDict(train=split, test=split), r'dataset: has several splits: train, test; pass one, as in data\["train"\]'),
+        (
+            datasets.DatasetDict(train=split, test=split),
+            r'dataset: has several splits: train, test; pass one, as in data\["train"\]',
+        ),
         (split.to_iterable_dataset(), "dataset: a streamed data set has no length"),
         (iter(ROWS), r"dataset: must be .* \(got list_iterator\); pass list\(rows\)"),
         (
             {"prompt": ["p"]},
-            "dataset: must be a datasets.Dataset, a pandas.DataFrame, an Arrow table, a list of dicts, or the name .*got dict",
+            "dataset: must be a datasets.Dataset, a pandas.DataFrame, an Arrow table, a list of dicts, or the name "
+            ".*got dict",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -291,7 +318,8 @@ def test_data_of_another_kind_is_an_error(tmp_path):
             collect(None, [{"prompt": "p", "x": value}], None, None).write(tmp_path)
     for answers in ([1, "x"], [10**30, 1]):
         with pytest.raises(
-            ConfigError, match=r"dataset: column `answer` of the DataFrame cannot be converted: .*; give each column one type"
+            ConfigError,
+            match=r"dataset: column `answer` of the DataFrame cannot be converted: .*; give each column one type",
         ):
             collect(None, pandas.DataFrame({"prompt": ["a", "b"], "answer": answers}), None, None)
     with pytest.raises(ConfigError, match=r"dataset: the DataFrame has the column `x` twice; rename one"):
@@ -304,5 +332,8 @@ def test_data_of_another_kind_is_an_error(tmp_path):
 
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"run.output_dir: .*/file/from_python cannot be written: Not a directory; name another folder"):
+    with pytest.raises(
+        ConfigError,
+        match=r"run.output_dir: .*/file/from_python cannot be written: Not a directory; name another folder",
+    ):
         collect(None, ROWS, None, None).write(tmp_path / "file")

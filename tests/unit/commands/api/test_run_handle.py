@@ -13,7 +13,11 @@ from megagrpo.commands.api.run_handle import load_run
 from megagrpo.config import ConfigError, RunConfig, save_resolved
 from tests.unit.models.hub.hub_server import TOKEN, hub
 
-MINIMAL = {"model": {"path": "m"}, "data": {"train": {"source": "org/data"}}, "rewards": {"functions": [{"function": "format"}]}}
+MINIMAL = {
+    "model": {"path": "m"},
+    "data": {"train": {"source": "org/data"}},
+    "rewards": {"functions": [{"function": "format"}]},
+}
 
 
 @pytest.fixture
@@ -68,7 +72,10 @@ def test_a_run_says_where_it_is_and_how_far(folder):
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match=f"folder: {tmp_path} holds no run .no resolved.yaml.; name the folder run.output_dir/run.name"):
+    with pytest.raises(
+        ConfigError,
+        match=f"folder: {tmp_path} holds no run .no resolved.yaml.; name the folder run.output_dir/run.name",
+    ):
         megagrpo.load_run(tmp_path)
 
 
@@ -88,7 +95,9 @@ def test_an_export_never_overwrites_a_folder(folder):
 
 
 def test_a_wrong_dtype_of_an_export_is_refused_with_the_right_ones(folder, tmp_path):
-    with pytest.raises(ConfigError, match=r"argument --dtype: invalid choice: 'int8' .choose from .*float32.*bfloat16.*float16"):
+    with pytest.raises(
+        ConfigError, match=r"argument --dtype: invalid choice: 'int8' .choose from .*float32.*bfloat16.*float16"
+    ):
         load_run(folder).export(tmp_path / "out", dtype="torch.int8")
 
 
@@ -156,7 +165,13 @@ def test_errors_name_the_exit_code_the_log_and_the_last_lines(tmp_path):
     error = TrainingFailed(1, output, tmp_path, tmp_path / "train.log")
     assert isinstance(error, CommandFailed) and (error.exit_code, error.folder) == (1, tmp_path)
     head, *last = str(error).splitlines()
-    assert head == f"training failed with exit code 1; the run is in {tmp_path}, all its output in {tmp_path}/train.log; its last lines:"
+    assert (
+        head
+        == f"training failed with exit code 1; the run is in {tmp_path}, all its output in {tmp_path}/train.log; its "
+        f"last lines:"
+    )
     assert last == [f"line {i}" for i in range(80, 100)]
     for each in (error, CommandFailed("megagrpo eval", 3, output)):
-        assert vars(pickle.loads(pickle.dumps(each))) == vars(each) and str(pickle.loads(pickle.dumps(each))) == str(each)
+        assert vars(pickle.loads(pickle.dumps(each))) == vars(each) and str(pickle.loads(pickle.dumps(each))) == str(
+            each
+        )

@@ -1,4 +1,5 @@
-"""`megagrpo.train`, `plan`, `verify` and `evaluate` around the processes that they start: a small program stands in for `megagrpo`."""
+"""`megagrpo.train`, `plan`, `verify` and `evaluate` around the processes that they start: a small program stands in for
+`megagrpo`."""
 
 import ast
 import json
@@ -45,7 +46,8 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """A function that sets what the program instead of `megagrpo` does. It returns a function that reads how the program was called."""
+    """A function that sets what the program instead of `megagrpo` does. It returns a function that reads how the
+    program was called."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stand_in.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([child_process.PACKAGE_ROOT, str(tmp_path)]))
@@ -62,7 +64,7 @@ def reward(completions):
     return [0.0 for _ in completions]
 
 
-# ------------------------------------------------------------------------------------------------------------------------- train
+# ---------------------------------------------------------------------------------------------------------------- train
 
 
 @pytest.mark.parametrize(
@@ -73,7 +75,10 @@ def reward(completions):
         ({"dataset": []}, "dataset: has no rows"),
         ({"dataset": [{"question": "1 + 1?"}]}, "dataset: row 0 has no column `prompt`"),
         ({"overrides": {"train.learning_rat": 1}}, "train.learning_rat: unknown key; did you mean train.learning_rate"),
-        ({"overrides": {"data.train.source": "./nowhere.jsonl"}}, r"data.train.source: no file or folder .*nowhere.jsonl"),
+        (
+            {"overrides": {"data.train.source": "./nowhere.jsonl"}},
+            r"data.train.source: no file or folder .*nowhere.jsonl",
+        ),
         ({"reward_functions": ["acuracy"]}, "`acuracy` is not a known reward function; did you mean `accuracy`"),
         ({"reward_functions": ["nowhere.py:f"]}, r"no file .*nowhere.py"),
         ({"callbacks": ["nowhere.py:C"]}, r"run.callbacks.0: no file .*nowhere.py"),
@@ -95,13 +100,17 @@ def test_a_wrong_run_is_an_error_before_a_process_starts(arguments, message, her
 def test_under_torchrun_a_run_is_not_started(here, monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=r"megagrpo.train: starts the ranks itself; call it in one process, not under torchrun"):
+    with pytest.raises(
+        ConfigError, match=r"megagrpo.train: starts the ranks itself; call it in one process, not under torchrun"
+    ):
         megagrpo.train(QUICKSTART)
 
 
 def test_a_shipped_config_is_trained_with_its_own_file_and_overrides(stand_in, capsys):
     called = stand_in()
-    run = megagrpo.train(QUICKSTART, reward_functions=reward, overrides=SMALL | {"run.name": "own"}, resume=True, ranks=3)
+    run = megagrpo.train(
+        QUICKSTART, reward_functions=reward, overrides=SMALL | {"run.name": "own"}, resume=True, ranks=3
+    )
     words, nproc = called()
     assert words[0] == "train" and words[1] == QUICKSTART and nproc == "3"
     config = load_config(words[1], words[2:])
@@ -114,7 +123,9 @@ def test_a_shipped_config_is_trained_with_its_own_file_and_overrides(stand_in, c
 
 def test_a_mapping_is_trained_from_a_file_in_the_run_s_folder_and_may_be_silent(stand_in, capsys):
     called = stand_in()
-    run = megagrpo.train({"defaults": QUICKSTART, "model": {"path": SMALL["model.path"]}}, overrides=["run.seed=3"], quiet=True)
+    run = megagrpo.train(
+        {"defaults": QUICKSTART, "model": {"path": SMALL["model.path"]}}, overrides=["run.seed=3"], quiet=True
+    )
     file, *overrides = called()[0][1:]
     assert Path(file) == run.folder / "from_python" / "config.yaml" and load_config(file, overrides).run.seed == 3
     assert called()[1] is None and capsys.readouterr() == ("", "")
@@ -145,7 +156,9 @@ def test_callbacks_of_the_config_stay(stand_in):
     megagrpo.train({"defaults": QUICKSTART, "run": {"callbacks": ["mine.py:Mine"]}}, callbacks=[Own], overrides=SMALL)
     words = called()[0]
     names = load_config(words[1], words[2:]).run.callbacks
-    assert names[0] == f"{Path.cwd()}/mine.py:Mine" and names[1].endswith("megagrpo_callbacks.py:Own") and len(names) == 2
+    assert (
+        names[0] == f"{Path.cwd()}/mine.py:Mine" and names[1].endswith("megagrpo_callbacks.py:Own") and len(names) == 2
+    )
 
 
 def test_a_failed_run_is_an_error_with_its_folder_its_log_and_its_last_lines(stand_in):
@@ -154,7 +167,9 @@ def test_a_failed_run_is_an_error_with_its_folder_its_log_and_its_last_lines(sta
         megagrpo.TrainingFailed, match=r"exit code 1; the run is in .*/runs/quickstart, all its output in .*train.log"
     ) as error:
         megagrpo.train(QUICKSTART, overrides=SMALL)
-    assert error.value.exit_code == 1 and "an error\n" in error.value.output and "an error" in error.value.log.read_text()
+    assert (
+        error.value.exit_code == 1 and "an error\n" in error.value.output and "an error" in error.value.log.read_text()
+    )
 
 
 def test_a_run_that_has_saved_at_its_time_limit_is_no_error(stand_in):
@@ -175,10 +190,13 @@ def test_ctrl_c_says_how_to_continue(here, monkeypatch, capsys):
     monkeypatch.setattr(child_process, "run_logged", interrupted)
     with pytest.raises(KeyboardInterrupt):
         megagrpo.train(QUICKSTART, overrides=SMALL)
-    assert capsys.readouterr().err == f"stopped; megagrpo.load_run('{here}/runs/quickstart') opens the run, and resume=True continues it\n"
+    assert (
+        capsys.readouterr().err
+        == f"stopped; megagrpo.load_run('{here}/runs/quickstart') opens the run, and resume=True continues it\n"
+    )
 
 
-# -------------------------------------------------------------------------------------------------------------------------- plan
+# ----------------------------------------------------------------------------------------------------------------- plan
 
 
 def test_a_plan_predicts_memory_and_with_a_gpu_seconds(here):
@@ -203,7 +221,7 @@ def test_a_wrong_question_for_a_plan_is_an_error(arguments, message, here):
         megagrpo.plan(QUICKSTART, **arguments)
 
 
-# -------------------------------------------------------------------------------------------------------------- verify, evaluate
+# ----------------------------------------------------------------------------------------------------- verify, evaluate
 
 
 def test_a_verification_has_a_row_per_layout(stand_in):
@@ -214,7 +232,10 @@ def test_a_verification_has_a_row_per_layout(stand_in):
     ]
     called = stand_in(exit=1, print=json.dumps({"passed": False, "layouts": layouts}))
     result = megagrpo.verify(
-        QUICKSTART, ["tp=2", {"pp": 2, "sequence_parallel": True, "cp": 1, "deterministic": False}], ranks=2, overrides=SMALL
+        QUICKSTART,
+        ["tp=2", {"pp": 2, "sequence_parallel": True, "cp": 1, "deterministic": False}],
+        ranks=2,
+        overrides=SMALL,
     )
     assert called()[0][-7:] == ["--layout", "tp=2", "--layout", "pp=2,sequence_parallel,cp=1", "--ranks", "2", "--json"]
     assert not result.passed and result.layouts == layouts
@@ -223,13 +244,17 @@ def test_a_verification_has_a_row_per_layout(stand_in):
 
 def test_a_verification_that_breaks_off_is_an_error(stand_in):
     stand_in(exit=1)
-    with pytest.raises(megagrpo.CommandFailed, match="megagrpo verify failed with exit code 1; its last lines:\nan error"):
+    with pytest.raises(
+        megagrpo.CommandFailed, match="megagrpo verify failed with exit code 1; its last lines:\nan error"
+    ):
         megagrpo.verify(QUICKSTART)
 
 
 def test_an_evaluation_has_metrics_and_a_row_per_response(stand_in):
     response = {"prompt_id": 0, "prompt": "a", "completion": "b", "reward": 1.0, "rewards": {"reward": 1.0}}
-    called = stand_in(write={"metrics": {"reward": 1.0, "hard/reward": 0.0}, "responses": {"": [response], "hard": [response]}})
+    called = stand_in(
+        write={"metrics": {"reward": 1.0, "hard/reward": 0.0}, "responses": {"": [response], "hard": [response]}}
+    )
     rows = [{"prompt": "a"}]
     result = megagrpo.evaluate(
         load_config(shipped_config(QUICKSTART)),

@@ -1,5 +1,5 @@
-"""Servers on several nodes: orders of the first node, reports of the others, and the end of the whole server with any of its parts. The
-parts are ordinary processes; tests/e2e/test_server_nodes.py has parts of vLLM."""
+"""Servers on several nodes: orders of the first node, reports of the others, and the end of the whole server with any
+of its parts. The parts are ordinary processes; tests/e2e/test_server_nodes.py has parts of vLLM."""
 
 import threading
 import time
@@ -114,7 +114,11 @@ def test_a_server_ends_and_restarts_with_any_of_its_parts(tmp_path):
         kill(part)
         wait_until(lambda: nodes.first.end_incomplete() or not server.alive)
         assert "was stopped because its part on node 1 (n2) was killed by SIGKILL" in nodes.first.restart(0)
-        wait_until(lambda: nodes.second.servers[0] is not part and nodes.second.servers[0].alive and healthy(nodes.first.urls[0]))
+        wait_until(
+            lambda: (
+                nodes.second.servers[0] is not part and nodes.second.servers[0].alive and healthy(nodes.first.urls[0])
+            )
+        )
         part = nodes.second.servers[0]
         kill(nodes.first.servers[0])
         nodes.first.restart(0)
@@ -153,9 +157,12 @@ def test_a_server_that_waits_for_a_node_names_it_and_logs_few_lines(tmp_path, mo
 
     with Silent(settings, tmp_path, node=ServerNode(0, HERE, HERE), followers=board, startup_timeout=1.2) as launcher:
         launcher.start()
-        with pytest.raises(EngineStartError, match=r"rollout\.startup_timeout\); megagrpo serve has not joined it on node 1"):
+        with pytest.raises(
+            EngineStartError, match=r"rollout\.startup_timeout\); megagrpo serve has not joined it on node 1"
+        ):
             launcher.wait(said.append)
-    assert 1 <= len(said) <= 6 and all(line.startswith("waiting for 1 vLLM server: ") for line in said)  # at 0.05 s, 0.1 s, 0.2 s ...
+    # at 0.05 s, 0.1 s, 0.2 s ...
+    assert 1 <= len(said) <= 6 and all(line.startswith("waiting for 1 vLLM server: ") for line in said)
 
 
 NODES = ("rollout.tp=2", "rollout.nodes_per_server=2", "rollout.placement=dedicated", "run.nodes=4")
@@ -182,7 +189,10 @@ def test_nodes_of_a_server_follow_each_other_and_slurm_numbers_them(monkeypatch)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("127.0.0.1:1", 2), r"--node: 2, but there are 2 nodes, rollout\.nodes_per_server 2 for each address of --head; use 0 to 1"),
+        (
+            ("127.0.0.1:1", 2),
+            r"--node: 2, but there are 2 nodes, rollout\.nodes_per_server 2 for each address of --head; use 0 to 1",
+        ),
         (("127.0.0.1:1", None), r"--node: missing, but there are 2 nodes"),
         (("127.0.0.1", 0), r"--head: 127\.0\.0\.1 is not HOST:PORT; write it as 10\.0\.0\.1:29600"),
         (("no-such-host.invalid:1", 0, "rollout.startup_timeout=0.1"), r"--head: no-such-host\.invalid is unknown"),

@@ -96,14 +96,26 @@ def test_no_process_outlives_a_parent_that_is_killed(family, how):
 def test_a_supervisor_that_is_asked_to_stop_ends_every_descendant(family):
     parent, mark = family
     (supervisor,) = [
-        pid for pid in with_mark(mark) if str(SUPERVISOR).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and pid != parent.pid
+        pid
+        for pid in with_mark(mark)
+        if str(SUPERVISOR).encode() in Path(f"/proc/{pid}/cmdline").read_bytes() and pid != parent.pid
     ]
     os.kill(supervisor, signal.SIGTERM)
     wait_until(lambda: [pid for pid in with_mark(mark) if pid != parent.pid] == [])
 
 
 def test_a_supervisor_passes_on_how_its_server_ended():
-    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", "raise SystemExit(7)"]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(SUPERVISOR),
+        str(os.getpid()),
+        "1",
+        sys.executable,
+        "-c",
+        "raise SystemExit(7)",
+    ]
     assert subprocess.run(command, timeout=20).returncode == 7
 
 
@@ -113,21 +125,40 @@ def test_a_supervisor_says_by_which_signal_its_server_was_killed():
 
 
 def test_a_server_that_outlives_its_engine_is_killed(tmp_path):
-    impatient = "import sys; from megagrpo.engine.servers import supervisor; supervisor.ENGINE_SECONDS = 1.0; sys.exit(supervisor.main())"
+    impatient = (
+        "import sys; from megagrpo.engine.servers import supervisor; supervisor.ENGINE_SECONDS = 1.0; "
+        "sys.exit(supervisor.main())"
+    )
     (tmp_path / "engine.sh").write_text("exec -a vllm::EngineCore sleep 1.5")
     server = f"bash {tmp_path}/engine.sh & sleep 60"
     command = [sys.executable, "-c", impatient, str(os.getpid()), "1", "bash", "-c", server]
     ended = subprocess.run(command, timeout=20, capture_output=True, text=True)
-    assert ended.returncode == supervisor_module.ENGINE_ENDED and "the engine has ended and the API server has not exited" in ended.stdout
+    assert (
+        ended.returncode == supervisor_module.ENGINE_ENDED
+        and "the engine has ended and the API server has not exited" in ended.stdout
+    )
 
 
-SAYS_WHERE = "import os, tempfile, time; open(tempfile.mkstemp()[1]).close(); print(tempfile.gettempdir(), flush=True); time.sleep({})"
+SAYS_WHERE = (
+    "import os, tempfile, time; open(tempfile.mkstemp()[1]).close(); print(tempfile.gettempdir(), "
+    "flush=True); time.sleep({})"
+)
 
 
 @pytest.mark.parametrize("seconds", [0, 60], ids=["ends", "is stopped"])
 def test_what_a_server_leaves_among_temporary_files_goes_with_it(seconds):
     with tempfile.TemporaryDirectory() as around:
-        command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", SAYS_WHERE.format(seconds)]
+        command = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(SUPERVISOR),
+            str(os.getpid()),
+            "1",
+            sys.executable,
+            "-c",
+            SAYS_WHERE.format(seconds),
+        ]
         supervisor = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "TMPDIR": around}, text=True)
         folder = Path(supervisor.stdout.readline().strip())
         assert folder.parent == Path(around) and (not seconds or list(folder.iterdir()))
@@ -139,13 +170,31 @@ def test_what_a_server_leaves_among_temporary_files_goes_with_it(seconds):
 def test_a_server_whose_sockets_would_have_too_long_names_has_its_temporary_files_elsewhere(tmp_path):
     around = tmp_path / ("long" * 20)
     around.mkdir()
-    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", SAYS_WHERE.format(0)]
-    said = subprocess.run(command, capture_output=True, env={**os.environ, "TMPDIR": str(around)}, text=True, timeout=20).stdout.strip()
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(SUPERVISOR),
+        str(os.getpid()),
+        "1",
+        sys.executable,
+        "-c",
+        SAYS_WHERE.format(0),
+    ]
+    said = subprocess.run(
+        command, capture_output=True, env={**os.environ, "TMPDIR": str(around)}, text=True, timeout=20
+    ).stdout.strip()
     assert Path(said).parent == Path("/tmp") and not Path(said).exists()
 
 
-TRAINER = "import os, subprocess, sys, tempfile, time\nfrom megagrpo.platform.process.scratch import temporary_files\nwith temporary_files() as folder:\n"
-TRAINER += "    tempfile.mkstemp(); subprocess.Popen(sys.argv[1:4] + [str(os.getpid()), '1', 'sleep', '60']); time.sleep(0.3)\n"
+TRAINER = (
+    "import os, subprocess, sys, tempfile, time\nfrom megagrpo.platform.process.scratch import "
+    "temporary_files\nwith temporary_files() as folder:\n"
+)
+TRAINER += (
+    "    tempfile.mkstemp(); subprocess.Popen(sys.argv[1:4] + [str(os.getpid()), '1', 'sleep', '60']); "
+    "time.sleep(0.3)\n"
+)
 TRAINER += "    print(folder, flush=True); time.sleep(60)"
 
 
@@ -156,7 +205,11 @@ def test_what_a_killed_trainer_leaves_among_temporary_files_goes_with_its_server
         folder = Path(trainer.stdout.readline().strip())
         assert folder.parent == Path(around)
         wait_until(lambda: list(folder.glob("vllm-*")))
-        subprocess.run([sys.executable, "-c", "import os\nfor _ in range(1100):\n    os.mkdir('a'); os.chdir('a')"], cwd=folder, check=True)
+        subprocess.run(
+            [sys.executable, "-c", "import os\nfor _ in range(1100):\n    os.mkdir('a'); os.chdir('a')"],
+            cwd=folder,
+            check=True,
+        )
         trainer.kill()
         trainer.wait()
         wait_until(lambda: not list(Path(around).iterdir()))
@@ -164,7 +217,10 @@ def test_what_a_killed_trainer_leaves_among_temporary_files_goes_with_its_server
 
 def test_files_that_a_killed_server_had_mapped_are_removed():
     name = Path(f"/dev/shm/psm_test{os.getpid()}")
-    code = f"import mmap, time; f = open({str(name)!r}, 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 0); print('up', flush=True); "
+    code = (
+        f"import mmap, time; f = open({str(name)!r}, 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 0); "
+        f"print('up', flush=True); "
+    )
     code += "time.sleep(60)"
     command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", code]
     supervisor = subprocess.Popen(command, stdout=subprocess.PIPE)
@@ -206,7 +262,18 @@ time.sleep(600)
 
 def end_after_sigterm(grace: int, code: str, *words: str) -> str:
     """What a supervised server printed after the supervisor was asked to stop; the supervisor has ended."""
-    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), str(grace), sys.executable, "-c", code, *words]
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(SUPERVISOR),
+        str(os.getpid()),
+        str(grace),
+        sys.executable,
+        "-c",
+        code,
+        *words,
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as supervisor:
         assert supervisor.stdout.readline() == "up\n"
         supervisor.terminate()
@@ -225,15 +292,33 @@ def test_segments_that_a_starting_server_makes_after_sigterm_are_removed_without
 
 
 def test_files_that_a_server_maps_and_that_are_not_only_its_own_stay(tmp_path):
-    """A file that another process maps, a file of another user, and a file behind the name that was replaced meanwhile."""
+    """A file that another process maps, a file of another user, and a file behind the name that was replaced
+    meanwhile."""
     shared, theirs, replaced = (Path(f"/dev/shm/psm_{name}{os.getpid()}") for name in ("shared", "theirs", "replaced"))
-    kept = [mmap.mmap(os.open(path, os.O_CREAT | os.O_RDWR), 0) for path in (shared, theirs, replaced) if path.write_bytes(bytes(4096))]
+    kept = [
+        mmap.mmap(os.open(path, os.O_CREAT | os.O_RDWR), 0)
+        for path in (shared, theirs, replaced)
+        if path.write_bytes(bytes(4096))
+    ]
     for other in kept[1:]:
         other.close()
     if os.getuid() == 0:
         os.chown(theirs, 65534, 65534)
-    code = "import mmap, os, sys, time; kept = [mmap.mmap(os.open(name, os.O_RDWR), 0) for name in sys.argv[1:]]; print('up', flush=True); "
-    command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", code + "time.sleep(60)"]
+    code = (
+        "import mmap, os, sys, time; kept = [mmap.mmap(os.open(name, os.O_RDWR), 0) for name in sys.argv[1:]]; "
+        "print('up', flush=True); "
+    )
+    command = [
+        sys.executable,
+        "-I",
+        "-S",
+        str(SUPERVISOR),
+        str(os.getpid()),
+        "1",
+        sys.executable,
+        "-c",
+        code + "time.sleep(60)",
+    ]
     supervisor = subprocess.Popen([*command, shared, theirs, replaced], stdout=subprocess.PIPE)
     try:
         supervisor.stdout.readline()
@@ -272,7 +357,8 @@ def test_a_child_with_another_users_rights_does_not_keep_the_supervisor():
 
 
 def test_a_supervisor_leaves_the_temporary_files_of_a_process_that_lives(tmp_path):
-    """The launcher's folder is its ranks' temporary directory: a rank's supervisor must not take it when only the rank has ended."""
+    """The launcher's folder is its ranks' temporary directory: a rank's supervisor must not take it when only the rank
+    has ended."""
     folder, lock = make_folder(TEMPORARY, tmp_path)
     command = [sys.executable, "-S", str(SUPERVISOR), "1", "1", "true"]  # its parent is not process 1
     subprocess.run(command, env={**os.environ, "TMPDIR": str(folder)}, timeout=20)
@@ -284,7 +370,10 @@ def test_a_supervisor_leaves_the_temporary_files_of_a_process_that_lives(tmp_pat
 
 def test_files_that_a_server_had_mapped_which_is_killed_soon_are_removed():
     name = Path(f"/dev/shm/psm_soon{os.getpid()}")
-    code = f"import mmap, os, time; f = open({str(name)!r}, 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 0); time.sleep(1.6); "
+    code = (
+        f"import mmap, os, time; f = open({str(name)!r}, 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 0); "
+        f"time.sleep(1.6); "
+    )
     code += "os.kill(os.getpid(), 9)"
     command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", code]
     assert subprocess.run(command, timeout=20).returncode == 128 + signal.SIGKILL and not name.exists()
@@ -314,7 +403,9 @@ def test_segments_of_a_process_that_was_killed_are_removed_at_the_next_start_and
 def test_files_of_cpu_workers_are_removed_when_their_engine_has_ended_and_no_others(tmp_path):
     code = "import sys, time; from pathlib import Path; from megagrpo.platform.process.ownership import make_folder; "
     code += f"print(make_folder({FOLDER!r}, Path(sys.argv[1]))[0].name, flush=True); time.sleep(60)"
-    engine, other = (subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) for _ in range(2))
+    engine, other = (
+        subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    )
     owners = [owner_in(process.stdout.readline().strip(), FOLDER) for process in (engine, other)]
     files = [tmp_path / f"{CPU_WORKERS}{owner}-1a2b3c4d-tp:0-[0-1]-cpushm_0" for owner in owners]
     files.append(tmp_path / "vllm_dist_5e6f-tp:0-[0-1]-cpushm_0")  # belongs to another program
@@ -350,7 +441,9 @@ def test_a_taken_port_is_named_before_anything_starts(options, tmp_path):
 
 def test_an_address_that_this_machine_does_not_have_is_an_error(options, tmp_path):
     launcher = Launcher(options, tmp_path, host="203.0.113.1", num_servers=2)
-    with pytest.raises(EngineStartError, match=r"rollout\.port: 2 free ports needed on 203\.0\.113\.1, 0 found \(.*requested address"):
+    with pytest.raises(
+        EngineStartError, match=r"rollout\.port: 2 free ports needed on 203\.0\.113\.1, 0 found \(.*requested address"
+    ):
         launcher.start()
     assert launcher.servers == []
 
@@ -386,7 +479,9 @@ RuntimeError: Engine core initialization failed. See root cause above.
 """
 
 
-@pytest.mark.parametrize(("log", "cause"), [(LOG, "AssertionError: windows are not supported"), (LOG[LOG.index("\nTraceback") :], "")])
+@pytest.mark.parametrize(
+    ("log", "cause"), [(LOG, "AssertionError: windows are not supported"), (LOG[LOG.index("\nTraceback") :], "")]
+)
 def test_why_a_server_did_not_start_is_what_failed_first(log, cause, tmp_path):
     (tmp_path / "log").write_text(log)
     assert Server("http://here", tmp_path / "log", None).cause() == cause
@@ -410,7 +505,9 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(options, tmp_p
         launcher.later = launcher.well
         launcher.start()
         assert launcher.wait(said.append) == launcher.urls and all(map(launcher_module.healthy, launcher.urls))
-    killed = [line for line in said if "was killed by SIGKILL; restarting it, 1 of 1 times (rollout.max_restarts)" in line]
+    killed = [
+        line for line in said if "was killed by SIGKILL; restarting it, 1 of 1 times (rollout.max_restarts)" in line
+    ]
     assert len(killed) == 2 and all(line.startswith("warning: vLLM server http://127.0.0.1:") for line in killed)
 
 
@@ -429,15 +526,22 @@ def test_a_server_whose_port_was_taken_restarts_at_a_fresh_port_and_clients_foll
             taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             taken.bind((launcher.host, port))
             taken.listen()
-            sent = side.submit(lambda: asyncio.run(client._each(lambda *where: client._post(*where, "/pause", seconds=60), [url])))
+            sent = side.submit(
+                lambda: asyncio.run(client._each(lambda *where: client._post(*where, "/pause", seconds=60), [url]))
+            )
             with taken.accept()[0]:  # by a process that never responds
                 line = launcher.restart(0)
-                with pytest.raises(NoAnswer, match=r"did not respond to /pause: ReadError.*was restarted on another port"):
+                with pytest.raises(
+                    NoAnswer, match=r"did not respond to /pause: ReadError.*was restarted on another port"
+                ):
                     sent.result(20)
             address = launcher.servers[0].address
             assert launcher.urls == [url] != [address]
             fresh = address.rpartition(":")[2]
-            assert f"{url} was killed by SIGKILL, and another process took its port (new port {fresh}); restarting it" in line
+            assert (
+                f"{url} was killed by SIGKILL, and another process took its port (new port {fresh}); restarting it"
+                in line
+            )
             wait_until(lambda: launcher_module.healthy(address))
             assert asyncio.run(client._each(answers, client.urls)) == [True]
         launcher.servers[0].end()
@@ -461,7 +565,9 @@ def test_a_server_whose_port_was_taken_restarts_at_a_fresh_port_and_clients_foll
         ),
     ],
 )
-def test_a_server_that_is_killed_too_often_or_ends_by_itself_while_it_starts_is_given_up(first, restarts, ending, options, tmp_path):
+def test_a_server_that_is_killed_too_often_or_ends_by_itself_while_it_starts_is_given_up(
+    first, restarts, ending, options, tmp_path
+):
     with Starting(options, tmp_path, max_restarts=2) as launcher:
         launcher.first = first
         launcher.start()
@@ -476,20 +582,27 @@ def test_too_few_gpus_for_the_servers_are_refused(options, tmp_path):
 
 
 def test_each_server_gets_its_own_gpus(tmp_path):
-    launcher = Launcher(ServerOptions(str(tmp_path), "bfloat16", 64, tp=2), tmp_path, num_servers=2, devices=["0", "1", "4", "5"])
+    launcher = Launcher(
+        ServerOptions(str(tmp_path), "bfloat16", 64, tp=2), tmp_path, num_servers=2, devices=["0", "1", "4", "5"]
+    )
     assert [launcher._environment(i)["CUDA_VISIBLE_DEVICES"] for i in (0, 1)] == ["0,1", "4,5"]
     assert "-m" in launcher._command(1234)
 
 
 def test_a_deterministic_server_on_a_gpu_computes_requests_apart_from_each_other(tmp_path):
-    asked, plain = (ServerOptions(str(tmp_path), "bfloat16", 64, deterministic=deterministic) for deterministic in (True, False))
+    asked, plain = (
+        ServerOptions(str(tmp_path), "bfloat16", 64, deterministic=deterministic) for deterministic in (True, False)
+    )
     assert Launcher(asked, tmp_path, devices=["0"])._environment(0)["VLLM_BATCH_INVARIANT"] == "1"
     assert "VLLM_BATCH_INVARIANT" not in Launcher(plain, tmp_path, devices=["0"])._environment(0)
     assert "VLLM_BATCH_INVARIANT" not in Launcher(asked, tmp_path)._environment(0)  # vLLM for CPU has no such kernels
 
 
 def test_experts_are_shared_out_whole_when_that_is_asked_for(tmp_path):
-    commands = [Launcher(ServerOptions(str(tmp_path), "float32", 64, tp=2, expert_parallel=e), tmp_path)._command(1) for e in (False, True)]
+    commands = [
+        Launcher(ServerOptions(str(tmp_path), "float32", 64, tp=2, expert_parallel=e), tmp_path)._command(1)
+        for e in (False, True)
+    ]
     assert ["--enable-expert-parallel" in command for command in commands] == [False, True]
 
 
@@ -525,7 +638,13 @@ def test_a_server_that_does_not_answer_in_time_ends_the_start_with_the_key(tmp_p
 
 
 def test_variables_of_the_trainers_gpus_do_not_reach_a_server(tmp_path, monkeypatch):
-    ours = ("CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "NVTE_ALLOW_NONDETERMINISTIC_ALGO", "OMP_NUM_THREADS")
+    ours = (
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "NCCL_ALGO",
+        "CUBLAS_WORKSPACE_CONFIG",
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO",
+        "OMP_NUM_THREADS",
+    )
     for name in (*ours, "NCCL_DEBUG"):
         monkeypatch.setenv(name, "1")
     environment = Launcher(ServerOptions(str(tmp_path), "bfloat16", 64), tmp_path, devices=["0"])._environment(0)
@@ -533,12 +652,20 @@ def test_variables_of_the_trainers_gpus_do_not_reach_a_server(tmp_path, monkeypa
 
 
 def test_what_the_run_sets_for_its_servers_replaces_what_the_user_set(options, tmp_path, monkeypatch):
-    for name in ("VLLM_HOST_IP", "VLLM_PLUGINS", "VLLM_SERVER_DEV_MODE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "VLLM_API_KEY"):
+    for name in (
+        "VLLM_HOST_IP",
+        "VLLM_PLUGINS",
+        "VLLM_SERVER_DEV_MODE",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "VLLM_API_KEY",
+    ):
         monkeypatch.setenv(name, "theirs")
     environment = Launcher(options, tmp_path)._environment(0)
     assert "theirs" not in environment.values() and environment["VLLM_HOST_IP"] == "127.0.0.1"
     elsewhere = Launcher(options, tmp_path, host="10.0.0.1")._environment(0)
-    assert elsewhere["GLOO_SOCKET_IFNAME"] == elsewhere["NCCL_SOCKET_IFNAME"] == "theirs"  # for weights from other hosts
+    # for weights from other hosts
+    assert elsewhere["GLOO_SOCKET_IFNAME"] == elsewhere["NCCL_SOCKET_IFNAME"] == "theirs"
 
 
 def test_a_health_check_uses_no_proxy(monkeypatch):
@@ -564,7 +691,9 @@ def test_a_server_that_sleeps_on_a_gpu_gets_the_flags_that_its_vllm_knows(tmp_pa
     for known in (True, False):
         monkeypatch.setattr(command_line, "_vllm_knows", lambda flag, known=known: known)
         for devices, sleep in ((["0"], True), (["0"], False), (None, True)):
-            command = Launcher(ServerOptions(str(tmp_path), "bfloat16", 64, sleep_mode=sleep), tmp_path, devices=devices)._command(8000)
+            command = Launcher(
+                ServerOptions(str(tmp_path), "bfloat16", 64, sleep_mode=sleep), tmp_path, devices=devices
+            )._command(8000)
             commands[known, bool(devices), sleep] = [word for word in command if word in command_line.SLEEP_FLAGS]
     assert commands.pop((True, True, True)) == list(command_line.SLEEP_FLAGS) and not any(commands.values())
 

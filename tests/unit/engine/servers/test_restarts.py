@@ -1,4 +1,5 @@
-"""The restarter around ordinary processes with a health check: the number of restarts, and when it stops restarting a server."""
+"""The restarter around ordinary processes with a health check: the number of restarts, and when it stops restarting a
+server."""
 
 import os
 import signal
@@ -130,7 +131,10 @@ def test_a_server_that_does_not_take_the_weights_is_ended(stand):
     with Restarter(stand, engine, refill, said.append):
         kill(stand.servers[0])
         wait_until(lambda: len(said) == 3)
-    assert "did not load the current weights; killing it: phase update: worker 0: no" in said[1] and "restart limit 1 reached" in said[2]
+    assert (
+        "did not load the current weights; killing it: phase update: worker 0: no" in said[1]
+        and "restart limit 1 reached" in said[2]
+    )
     assert engine.fleet.states() == {stand.urls[0]: State.GONE}
 
 
@@ -217,7 +221,11 @@ def test_who_has_servers_sleep_waits_for_one_that_starts_and_it_sleeps_too(stand
     with Restarter(stand, engine, lambda url: None, said.append):
         wait_until(lambda: said)
         engine.sleep()
-    assert len(updates) == 1 and updates[0][0] == stand.urls and updates[0][1][-1].endswith("is back and waits for the next weight sync")
+    assert (
+        len(updates) == 1
+        and updates[0][0] == stand.urls
+        and updates[0][1][-1].endswith("is back and waits for the next weight sync")
+    )
     assert engine.fleet.states() == {stand.urls[0]: State.NEEDS_WEIGHTS}
 
 
@@ -276,7 +284,9 @@ def test_a_node_that_fails_is_reported_and_its_server_is_ended_at_the_next_try(t
         engine.fleet.silent(nodes.urls[1])
         stop(other.servers[0])
         wait_until(lambda: any("was killed" in line or "ended with" in line for line in said), seconds=30)
-    assert any("trying again: node 1: end of a vLLM server failed: OSError: no such process" in line for line in said), said
+    assert any(
+        "trying again: node 1: end of a vLLM server failed: OSError: no such process" in line for line in said
+    ), said
     assert len(ends) > 1
 
 

@@ -58,18 +58,26 @@ def test_a_server_loads_a_tokenizer_only_to_find_stop_strings_or_tool_calls(two_
     calls = ["multi_turn.tools=[calculator]", "multi_turn.tool_parser=vllm:hermes"]
     plain, stopping, calling = (launcher(tmp_path, *words)._command(8000) for words in ([], stops, calls))
     assert "--skip-tokenizer-init" in plain and "--tokenizer" not in plain
-    assert holds(stopping, ["--tokenizer", "/tokenizer"]) and not {"--skip-tokenizer-init", "--enable-auto-tool-choice"} & set(stopping)
+    assert holds(stopping, ["--tokenizer", "/tokenizer"]) and not {
+        "--skip-tokenizer-init",
+        "--enable-auto-tool-choice",
+    } & set(stopping)
     assert holds(calling, ["--tokenizer", str(tmp_path)]) and holds(calling, ["--tool-call-parser", "hermes"])
     assert "--enable-auto-tool-choice" in calling and "--skip-tokenizer-init" not in calling
 
 
 def test_copies_that_share_experts_get_a_device_each(monkeypatch, tmp_path):
     monkeypatch.setattr(serving.device, "visible_gpus", lambda: list("01234567"))
-    made = launcher(tmp_path, "rollout.dp=2", "rollout.pp=2", "rollout.enable_expert_parallel=true", "rollout.servers=2")
+    made = launcher(
+        tmp_path, "rollout.dp=2", "rollout.pp=2", "rollout.enable_expert_parallel=true", "rollout.servers=2"
+    )
     command = made._command(8000)
     assert holds(command, ["--data-parallel-size", "2"]) and "--enable-expert-parallel" in command
     assert [made._environment(index)["CUDA_VISIBLE_DEVICES"] for index in (0, 1)] == ["0,1,2,3", "4,5,6,7"]
-    with pytest.raises(ValueError, match=r"rollout\.servers 3 x rollout\.tp 1 x rollout\.pp 2 x rollout\.dp 2 need 12 GPUs; 8 were given"):
+    with pytest.raises(
+        ValueError,
+        match=r"rollout\.servers 3 x rollout\.tp 1 x rollout\.pp 2 x rollout\.dp 2 need 12 GPUs; 8 were given",
+    ):
         launcher(tmp_path, "rollout.dp=2", "rollout.pp=2", "rollout.enable_expert_parallel=true", "rollout.servers=3")
 
 
@@ -94,10 +102,18 @@ def test_a_server_on_several_nodes_has_a_part_on_each(monkeypatch, tmp_path):
         launcher._ports = NodePorts(21001, 21002)
     first, second = (launcher._command(8000) for launcher in made)
     for rank, command in enumerate((first, second)):
-        assert holds(command, ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", "21001"])
+        assert holds(
+            command, ["--nnodes", "2", "--node-rank", str(rank), "--master-addr", "127.0.0.1", "--master-port", "21001"]
+        )
         assert holds(command, ["--data-parallel-rpc-port", "21002"]) and holds(command, ["--tensor-parallel-size", "8"])
-    assert holds(first, ["-m", "vllm.entrypoints.openai.api_server"]) and holds(first, ["--port", "8000"]) and "--headless" not in first
-    assert holds(second, ["-m", "megagrpo.sync.vllm_side.headless"]) and "--port" not in second and "--headless" in second
+    assert (
+        holds(first, ["-m", "vllm.entrypoints.openai.api_server"])
+        and holds(first, ["--port", "8000"])
+        and "--headless" not in first
+    )
+    assert (
+        holds(second, ["-m", "megagrpo.sync.vllm_side.headless"]) and "--port" not in second and "--headless" in second
+    )
     environments = [launcher._environment(0) for launcher in made]
     assert [env["CUDA_VISIBLE_DEVICES"] for env in environments] == ["0,1,2,3,4,5,6,7"] * 2
     assert [env["VLLM_HOST_IP"] for env in environments] == ["127.0.0.1", "127.0.0.2"]
@@ -107,7 +123,8 @@ def test_a_server_on_several_nodes_has_a_part_on_each(monkeypatch, tmp_path):
 
 def test_servers_on_several_nodes_are_not_started_on_one(tmp_path):
     with pytest.raises(
-        ValueError, match=r"rollout\.nodes_per_server: 2, but this command starts servers on this host only; start them with"
+        ValueError,
+        match=r"rollout\.nodes_per_server: 2, but this command starts servers on this host only; start them with",
     ):
         launcher(tmp_path, "rollout.tp=2", "rollout.nodes_per_server=2", "rollout.placement=dedicated", "run.nodes=3")
 
@@ -136,7 +153,13 @@ def test_as_many_servers_start_at_the_ports_that_follow(tmp_path, monkeypatch):
 def test_a_step_samples_as_its_keys_say():
     """Four different numbers, so that none can be mistaken for another."""
     rollout = config(
-        *("rollout.temperature=0.7", "rollout.top_p=0.8", "rollout.top_k=9", "rollout.min_p=0.05", "rollout.max_completion_length=33")
+        *(
+            "rollout.temperature=0.7",
+            "rollout.top_p=0.8",
+            "rollout.top_k=9",
+            "rollout.min_p=0.05",
+            "rollout.max_completion_length=33",
+        )
     ).rollout
     expected = SamplingParams(0.7, 33, (2, 5), Truncation(top_p=0.8, top_k=9, min_p=0.05))
     assert sampling_params(rollout, (2, 5)) == expected
@@ -148,14 +171,18 @@ def test_a_step_samples_as_its_keys_say():
 def test_a_request_that_takes_longer_than_its_timeout_goes_to_another_server(seconds, asked, monkeypatch):
     """Each of two servers gets one of two prompts; the slow server responds after 2 seconds."""
     monkeypatch.setattr("megagrpo.engine.client.LOOK_SECONDS", 0.02)
-    limits = engine_side.engine_limits(config("rollout.urls=[http://127.0.0.1:1]", f"rollout.request_timeout={seconds}").rollout)
+    limits = engine_side.engine_limits(
+        config("rollout.urls=[http://127.0.0.1:1]", f"rollout.request_timeout={seconds}").rollout
+    )
     with contextlib.closing(StandIn()) as quick, contextlib.closing(StandIn(delay=2.0)) as slow:
         engine = VllmEngine([slow.url, quick.url], str, **limits)
         groups = engine.generate([Prompt(i, (1, 2, i + 3), "") for i in range(2)], 1, SamplingParams(1.0, 4), 5)
     assert [len(group) for group in groups] == [1, 1] and len(quick.asked) == 1 + asked
 
 
-@pytest.mark.parametrize(("adapters", "level"), [([], 2), (["lora.rank=8"], 2), (["lora.rank=8", "lora.sync=adapter"], 1)])
+@pytest.mark.parametrize(
+    ("adapters", "level"), [([], 2), (["lora.rank=8"], 2), (["lora.rank=8", "lora.sync=adapter"], 1)]
+)
 def test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on(adapters, level, monkeypatch):
     """At level 2 vLLM drops its weights, and a sync of adapters would not restore them."""
     settings = config(*adapters)

@@ -33,23 +33,29 @@ def test_a_file_takes_as_many_tensors_as_its_limit_allows():
     files = new_files(SHAPES, limit=2 * 80)
     assert [list(file.entries) for file in files.files] == [["a", "b"], ["c", "d"]]
     index = json.loads(files.index)
-    assert index["metadata"] == {"total_size": 4 * 80} and index["weight_map"]["c"] == "model-00002-of-00002.safetensors"
+    assert (
+        index["metadata"] == {"total_size": 4 * 80} and index["weight_map"]["c"] == "model-00002-of-00002.safetensors"
+    )
     assert new_files(SHAPES).index is None and [file.name for file in new_files(SHAPES).files] == [SINGLE]
 
 
 def test_files_without_some_tensors_keep_their_metadata_and_update_the_total_size():
     headers = [
-        File(f"{i}.safetensors", make_header({n: SHAPES[n] for n in names}, {"made": "by me"})) for i, names in enumerate(("abc", "d"))
+        File(f"{i}.safetensors", make_header({n: SHAPES[n] for n in names}, {"made": "by me"}))
+        for i, names in enumerate(("abc", "d"))
     ]
     index = dict(
-        metadata=dict(total_size=4 * 80, note="mine"), weight_map={n: "0.safetensors" if n in "abc" else "1.safetensors" for n in "abcd"}
+        metadata=dict(total_size=4 * 80, note="mine"),
+        weight_map={n: "0.safetensors" if n in "abc" else "1.safetensors" for n in "abcd"},
     )
     files = Files(tuple(headers), json.dumps(index).encode())
     assert files.only("abcd") is files
     left = files.only("bc")
     assert [(file.name, list(file.entries)) for file in left.files] == [("0.safetensors", ["b", "c"])]
     assert json.loads(left.files[0].header)["__metadata__"] == {"made": "by me"}
-    assert json.loads(left.index) == dict(metadata=dict(total_size=2 * 80, note="mine"), weight_map={n: "0.safetensors" for n in "bc"})
+    assert json.loads(left.index) == dict(
+        metadata=dict(total_size=2 * 80, note="mine"), weight_map={n: "0.safetensors" for n in "bc"}
+    )
 
 
 def test_files_in_another_dtype_keep_their_names_and_a_bias_that_selects_experts_keeps_its_bits():
@@ -59,8 +65,16 @@ def test_files_in_another_dtype_keep_their_names_and_a_bias_that_selects_experts
     narrow, wide = files.in_dtype(torch.float16), files.in_dtype(torch.float32)
     assert [entry.dtype for entry in narrow.entries.values()] == [torch.float16, torch.float32, torch.float16]
     assert [entry.dtype for entry in wide.entries.values()] == [torch.float32] * 3
-    assert [file.name for file in narrow.files] == [file.name for file in wide.files] == [file.name for file in files.files]
-    assert [json.loads(each.index)["metadata"]["total_size"] for each in (files, narrow, wide)] == [8 + 8 + 12, 8 + 8 + 6, 16 + 8 + 12]
+    assert (
+        [file.name for file in narrow.files]
+        == [file.name for file in wide.files]
+        == [file.name for file in files.files]
+    )
+    assert [json.loads(each.index)["metadata"]["total_size"] for each in (files, narrow, wide)] == [
+        8 + 8 + 12,
+        8 + 8 + 6,
+        16 + 8 + 12,
+    ]
     assert wide.in_dtype(torch.float32) is wide
 
 
@@ -81,7 +95,9 @@ def test_a_line_says_which_dtypes_values_were_rounded_to_and_what_keeps_every_bi
 
 def test_a_value_beyond_the_range_of_the_dtype_is_refused_by_name(tmp_path):
     with Writer(tmp_path, new_files({"a": (torch.float16, (2, 2))})) as writer:
-        with pytest.raises(ValueError, match=r"^a holds 70000 at \[1, 0\], beyond the 65504 of float16; choose float32 or bfloat16"):
+        with pytest.raises(
+            ValueError, match=r"^a holds 70000 at \[1, 0\], beyond the 65504 of float16; choose float32 or bfloat16"
+        ):
             writer.write("a", torch.tensor([[1.0, 2.0], [70000.0, 0.0]]))
         with pytest.raises(ValueError, match=r"^a holds inf at \[0, 1\]; these weights are broken"):
             writer.write("a", torch.tensor([[1.0, float("inf")], [70000.0, 0.0]]))
@@ -100,7 +116,9 @@ def test_config_json_names_the_dtype_of_the_tensors(tmp_path, keys):
     assert json.loads((target / "config.json").read_text()) == raw | dict.fromkeys(keys or ["torch_dtype"], "float32")
 
 
-def test_tensors_are_written_in_any_order_in_parts_and_where_the_system_takes_few_bytes_at_a_time(monkeypatch, tmp_path):
+def test_tensors_are_written_in_any_order_in_parts_and_where_the_system_takes_few_bytes_at_a_time(
+    monkeypatch, tmp_path
+):
     monkeypatch.setattr(hf_files, "_ROWS", 32)  # two rows
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[:7], at))
@@ -173,7 +191,9 @@ def test_a_partial_folder_that_no_conversion_made_stays(what, tmp_path):
         theirs = partial
     else:
         partial.symlink_to(theirs)
-    with pytest.raises(ValueError, match=r"\.out\.partial was not made by this command; rename it, or name another folder than .*out"):
+    with pytest.raises(
+        ValueError, match=r"\.out\.partial was not made by this command; rename it, or name another folder than .*out"
+    ):
         Unfinished(tmp_path / "out", TwoRanks(), dict(of="this"))
     assert (theirs / "notes").exists() and os.path.lexists(partial)
 

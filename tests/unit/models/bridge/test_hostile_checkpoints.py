@@ -1,4 +1,5 @@
-"""Checkpoints from other users and data from the network are read as data: their code never runs. Our own checkpoints load unchanged."""
+"""Checkpoints from other users and data from the network are read as data: their code never runs. Our own checkpoints
+load unchanged."""
 
 import ast
 import json
@@ -57,7 +58,11 @@ def test_nothing_is_read_in_a_way_that_can_run_it():
     for path in (ROOT / "megagrpo").rglob("*.py"):
         for call in [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]:
             name, said = ast.unparse(call.func), {word.arg: ast.unparse(word.value) for word in call.keywords}
-            if name in RUNS_WHAT_IT_READS or said.get("shell") == "True" or (name == "torch.load" and said.get("weights_only") != "True"):
+            if (
+                name in RUNS_WHAT_IT_READS
+                or said.get("shell") == "True"
+                or (name == "torch.load" and said.get("weights_only") != "True")
+            ):
                 found.add((path.name, name))
     assert found == OWN_FILES
 
@@ -66,7 +71,9 @@ def test_an_index_that_would_run_something_is_refused_and_runs_nothing(tmp_path)
     proof = tmp_path / "it ran"
     for held in (Evil(proof), Metadata({}, planner_data={"deep": [Evil(proof)]})):
         (tmp_path / ".metadata").write_bytes(pickle.dumps(held))
-        with pytest.raises(ValueError, match=r"its \.metadata is corrupt: .*the pickle calls posix\.mkdir, which no checkpoint needs"):
+        with pytest.raises(
+            ValueError, match=r"its \.metadata is corrupt: .*the pickle calls posix\.mkdir, which no checkpoint needs"
+        ):
             StoredTensors(tmp_path)
         assert not proof.exists()
     pickle.loads((tmp_path / ".metadata").read_bytes())  # the same file in an unsafe loader
@@ -85,10 +92,14 @@ def test_a_file_name_that_leaves_its_folder_is_refused_before_the_file_is_opened
     folder.mkdir()
     save_file({"w": torch.zeros(2)}, tmp_path / "outside.safetensors")
     (folder / INDEX).write_text(json.dumps({"weight_map": {"w": name}}))
-    with pytest.raises(ValueError, match=r"model.safetensors.index.json names the file '.*', which is not inside its folder"):
+    with pytest.raises(
+        ValueError, match=r"model.safetensors.index.json names the file '.*', which is not inside its folder"
+    ):
         Checkpoint(folder)
     (folder / HEADERS).write_text(json.dumps({name: "{}"}))  # an export writes files with these names
-    with pytest.raises(ValueError, match=r"safetensors_headers.json names the file '.*', which is not inside its folder"):
+    with pytest.raises(
+        ValueError, match=r"safetensors_headers.json names the file '.*', which is not inside its folder"
+    ):
         files_of(folder)
     (folder / "checksums.json").write_text(json.dumps({name: "00000000"}))
     with pytest.raises(ValueError, match=r"checksums.json names the file '.*', which is not inside its folder"):
@@ -114,12 +125,15 @@ def test_an_index_of_torch_is_read_as_torch_reads_it(tmp_path):
         no_dist=True,
     )
     metadata = read_metadata(tmp_path)
-    assert tuple(metadata.state_dict_metadata["w"].size) == (2, 3) and metadata.state_dict_metadata["n"].properties.dtype == torch.bfloat16
+    assert (
+        tuple(metadata.state_dict_metadata["w"].size) == (2, 3)
+        and metadata.state_dict_metadata["n"].properties.dtype == torch.bfloat16
+    )
 
 
 def test_what_else_a_checkpoint_holds_is_read_without_running_it(tmp_path):
-    """Megatron reads `common.pt` and objects by torch.load. The protection relies on torch.load's default, which allows only tensors and
-    plain values."""
+    """Megatron reads `common.pt` and objects by torch.load. The protection relies on torch.load's default, which allows
+    only tensors and plain values."""
     torch.save({"state": Evil(tmp_path / "it ran")}, tmp_path / "common.pt")
     from megatron.core.dist_checkpointing.strategies.common import load_common
 
@@ -131,13 +145,17 @@ def test_what_else_a_checkpoint_holds_is_read_without_running_it(tmp_path):
 def test_every_reader_of_an_adapter_in_a_checkpoint_verifies_its_checksum(tmp_path):
     adapter = tmp_path / "step_000001" / "adapter"
     adapter.mkdir(parents=True)
-    (adapter / "adapter_config.json").write_text(json.dumps(dict(peft_type="LORA", r=8, lora_alpha=16, target_modules=["q_proj"])))
+    (adapter / "adapter_config.json").write_text(
+        json.dumps(dict(peft_type="LORA", r=8, lora_alpha=16, target_modules=["q_proj"]))
+    )
     (adapter / "adapter_model.safetensors").write_bytes(bytes(64))
     (adapter.parent / "checksums.json").write_text(json.dumps(checksums(adapter.parent, adapter.iterdir())))
     assert read_lora(adapter).rank == 8 and "--enable-lora" in adapter_arguments(adapter)
     (adapter / "adapter_model.safetensors").write_bytes(bytes(63) + b"\1")
     for read in (read_lora, adapter_arguments):
-        with pytest.raises(ValueError, match=r"adapter_model.safetensors is corrupt: its CRC-32 is \w{8}; \w{8} was written"):
+        with pytest.raises(
+            ValueError, match=r"adapter_model.safetensors is corrupt: its CRC-32 is \w{8}; \w{8} was written"
+        ):
             read(adapter)
     (adapter.parent / "checksums.json").unlink()  # an adapter from elsewhere has no checksums
     assert read_lora(adapter).rank == 8

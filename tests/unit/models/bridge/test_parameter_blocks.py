@@ -1,4 +1,5 @@
-"""The tables of families: the expert of each parameter, in the names of both layer specs, and every tensor name of a model on disk."""
+"""The tables of families: the expert of each parameter, in the names of both layer specs, and every tensor name of a
+model on disk."""
 
 import re
 from dataclasses import dataclass
@@ -12,10 +13,16 @@ from megagrpo.models.bridge.parameter_blocks import blocks, tensor_names
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.hf_config import parse_hf_config
 
-SIZES = dict(num_hidden_layers=3, hidden_size=8, num_attention_heads=4, num_key_value_heads=2, intermediate_size=6, vocab_size=11)
+SIZES = dict(
+    num_hidden_layers=3, hidden_size=8, num_attention_heads=4, num_key_value_heads=2, intermediate_size=6, vocab_size=11
+)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=5, mlp_only_layers=[0], head_dim=2)
-LATENT = dict(num_key_value_heads=4, q_lora_rank=6, kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=3)
-LATENT |= dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=5, n_shared_experts=1, first_k_dense_replace=2)
+LATENT = dict(
+    num_key_value_heads=4, q_lora_rank=6, kv_lora_rank=5, qk_nope_head_dim=3, qk_rope_head_dim=2, v_head_dim=3
+)
+LATENT |= dict(
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=5, n_shared_experts=1, first_k_dense_replace=2
+)
 LATENT |= dict(n_group=1, topk_group=1, routed_scaling_factor=1.0)
 
 YARN = dict(rope_type="yarn", rope_theta=1e4, factor=32.0, original_max_position_embeddings=4096)
@@ -74,7 +81,9 @@ def test_local_experts_are_numbered_over_all_ranks_under_the_names_of_either_spe
 
 def test_a_parameter_without_a_rule_is_named():
     hf_config = parse_hf_config(SIZES | EXPERTS | {"model_type": "qwen3_moe"})
-    with pytest.raises(KeyError, match=r"family qwen3_moe has no rule for Megatron parameter decoder\.layers\.0\.mlp\.odd\.weight"):
+    with pytest.raises(
+        KeyError, match=r"family qwen3_moe has no rule for Megatron parameter decoder\.layers\.0\.mlp\.odd\.weight"
+    ):
         list(blocks([stage(["mlp.odd.weight"])], hf_config, SecondOfTwo()))
 
 
@@ -88,7 +97,13 @@ def test_a_parameter_without_a_rule_is_named():
         {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
         LATENT | {"model_type": "deepseek_v2", "q_lora_rank": None, "topk_method": "greedy"},
         LATENT | {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
-        {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 2, "rope_parameters": YARN},
+        {
+            "model_type": "gpt_oss",
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 2,
+            "rope_parameters": YARN,
+        },
     ],
     ids=lambda raw: raw["model_type"],
 )
@@ -102,9 +117,17 @@ def test_the_names_of_a_model_are_those_that_transformers_writes(raw, tmp_path):
         assert set(file.keys()) == tensor_names(parse_hf_config(raw))
 
 
-@pytest.mark.parametrize(("key", "count"), [("num_nextn_predict_layers", 2), ("num_mtp_layers", 2), ("num_nextn_predict_layers", 0)])
+@pytest.mark.parametrize(
+    ("key", "count"), [("num_nextn_predict_layers", 2), ("num_mtp_layers", 2), ("num_nextn_predict_layers", 0)]
+)
 def test_as_many_layers_behind_the_last_one_are_left_out_as_config_json_names_or_one(key, count):
-    raw = SIZES | LATENT | {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc", key: count}
+    raw = (
+        SIZES | LATENT | {"model_type": "deepseek_v3", "scoring_func": "sigmoid", "topk_method": "noaux_tc", key: count}
+    )
     patterns = FAMILIES["deepseek_v3"].dropped(parse_hf_config(raw))
-    found = [layer for layer in range(8) if any(re.fullmatch(pattern, f"model.layers.{layer}.eh_proj.weight") for pattern in patterns)]
+    found = [
+        layer
+        for layer in range(8)
+        if any(re.fullmatch(pattern, f"model.layers.{layer}.eh_proj.weight") for pattern in patterns)
+    ]
     assert found == [3, 4][: count or 1]

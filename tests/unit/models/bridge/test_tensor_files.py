@@ -1,4 +1,5 @@
-"""Damaged model files: each kind of damage is detected before any file is replaced, and the error names file, tensor and fix."""
+"""Damaged model files: each kind of damage is detected before any file is replaced, and the error names file, tensor
+and fix."""
 
 import json
 import shutil
@@ -15,7 +16,9 @@ from megagrpo.models.families.boxes import whole
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.models.families.weight_sources import INDEX, SINGLE
 
-SIZES = dict(num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=6, vocab_size=11)
+SIZES = dict(
+    num_hidden_layers=1, hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=6, vocab_size=11
+)
 CONFIG = parse_hf_config(dict(model_type="llama", **SIZES))
 Q, EMBEDDING = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight"
 
@@ -29,7 +32,10 @@ def folder(tmp_path):
     shapes |= {layer + f"{n}_layernorm.weight": (8,) for n in ("input", "post_attention")}
     shapes |= {EMBEDDING: (11, 8), "lm_head.weight": (11, 8), "model.norm.weight": (8,)}
     tensors = {name: torch.rand(shape) for name, shape in shapes.items()}
-    files = {"a.safetensors": [n for n in tensors if "layers" in n], "b.safetensors": [n for n in tensors if "layers" not in n]}
+    files = {
+        "a.safetensors": [n for n in tensors if "layers" in n],
+        "b.safetensors": [n for n in tensors if "layers" not in n],
+    }
     for file, names in files.items():
         save_file({name: tensors[name] for name in names}, tmp_path / file)
     write_index(tmp_path, {name: file for file, names in files.items() for name in names})
@@ -155,7 +161,11 @@ def test_a_weight_that_is_not_finite_is_named_with_its_index(folder, bad, dtype)
     q = torch.rand(8, 8).to(dtype)
     q[3, 5] = bad
     change(folder, "a.safetensors", **{Q: q})
-    refused(folder, f"{Q} in {folder / 'a.safetensors'} holds {bad} at [3, 5]", "the weights are broken: use another checkpoint")
+    refused(
+        folder,
+        f"{Q} in {folder / 'a.safetensors'} holds {bad} at [3, 5]",
+        "the weights are broken: use another checkpoint",
+    )
 
 
 def test_weights_of_another_shape_than_config_json_implies_are_refused(folder):
@@ -166,7 +176,9 @@ def test_weights_of_another_shape_than_config_json_implies_are_refused(folder):
 def test_a_head_that_is_not_there_may_be_tied(folder):
     change(folder, "b.safetensors", **{"lm_head.weight": None})
     write_index(folder, {name: file for name, file in weight_map(folder).items() if name != "lm_head.weight"})
-    with pytest.raises(ValueError, match=r"lacks lm_head\.weight; if the embeddings are tied, set tie_word_embeddings to true"):
+    with pytest.raises(
+        ValueError, match=r"lacks lm_head\.weight; if the embeddings are tied, set tie_word_embeddings to true"
+    ):
         Checkpoint(folder).check([block("lm_head.weight", 11, 8)], CONFIG)
 
 
@@ -188,7 +200,9 @@ def test_a_head_beside_tied_embeddings_must_be_the_embeddings(folder, tied, head
     if not refused:
         Checkpoint(folder).check_all(config)
         return
-    with pytest.raises(ValueError, match=r"lm_head.weight in .*b.safetensors differs from .*; set tie_word_embeddings to false"):
+    with pytest.raises(
+        ValueError, match=r"lm_head.weight in .*b.safetensors differs from .*; set tie_word_embeddings to false"
+    ):
         Checkpoint(folder).check_all(config)
 
 
@@ -206,6 +220,10 @@ def test_tensors_that_the_model_lacks_or_does_not_know_are_named(folder):
     shutil.rmtree(folder)
     folder.mkdir()
     save_file({EMBEDDING: torch.rand(11, 8)}, folder / SINGLE)
-    refused(folder, f"lacks {Q}; config.json and the weights belong to different models, or are incomplete; download the folder again")
+    refused(
+        folder,
+        f"lacks {Q}; config.json and the weights belong to different models, or are incomplete; download the folder "
+        f"again",
+    )
     (folder / SINGLE).unlink()
     refused(folder, f"holds neither {SINGLE} nor {INDEX}")

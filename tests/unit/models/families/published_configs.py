@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 Raw = dict[str, Any]
-ENDS = dict(bos_token_id=1, eos_token_id=2, initializer_range=0.02, use_cache=True, hidden_act="silu", attention_dropout=0.0)
+ENDS = dict(
+    bos_token_id=1, eos_token_id=2, initializer_range=0.02, use_cache=True, hidden_act="silu", attention_dropout=0.0
+)
 
 
 def sizes(hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: int, **rest: Any) -> Raw:
@@ -26,11 +28,16 @@ def sizes(hidden: int, layers: int, heads: int, kv_heads: int, mlp: int, vocab: 
 
 def remote(module: str, family: str) -> Raw:
     """`auto_map` of a release that ships code for a class that transformers also has."""
-    classes = {"AutoConfig": f"configuration_{module}.{family}Config", "AutoModelForCausalLM": f"modeling_{module}.{family}ForCausalLM"}
+    classes = {
+        "AutoConfig": f"configuration_{module}.{family}Config",
+        "AutoModelForCausalLM": f"modeling_{module}.{family}ForCausalLM",
+    }
     return {"auto_map": classes}
 
 
-LLAMA3 = dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3")
+LLAMA3 = dict(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192, rope_type="llama3"
+)
 DEEPSEEK = remote("deepseek", "DeepseekV2") | dict(
     attention_bias=False,
     aux_loss_alpha=0.001,
@@ -50,7 +57,13 @@ DEEPSEEK = remote("deepseek", "DeepseekV2") | dict(
     qk_rope_head_dim=64,
     rms_norm_eps=1e-6,
     rope_scaling=dict(
-        beta_fast=32, beta_slow=1, factor=40, mscale=0.707, mscale_all_dim=0.707, original_max_position_embeddings=4096, type="yarn"
+        beta_fast=32,
+        beta_slow=1,
+        factor=40,
+        mscale=0.707,
+        mscale_all_dim=0.707,
+        original_max_position_embeddings=4096,
+        type="yarn",
     ),
     rope_theta=10000,
     routed_scaling_factor=1.0,
@@ -89,9 +102,16 @@ GEMMA = dict(
     rms_norm_eps=1e-6,
     pad_token_id=0,
 )
-GLM = dict(attention_bias=True, head_dim=128, max_position_embeddings=32768, pad_token_id=151329, partial_rotary_factor=0.5)
+GLM = dict(
+    attention_bias=True, head_dim=128, max_position_embeddings=32768, pad_token_id=151329, partial_rotary_factor=0.5
+)
 PHI = remote("phi3", "Phi3") | dict(
-    attention_bias=False, embd_pdrop=0.0, resid_pdrop=0.0, original_max_position_embeddings=4096, pad_token_id=32000, rms_norm_eps=1e-5
+    attention_bias=False,
+    embd_pdrop=0.0,
+    resid_pdrop=0.0,
+    original_max_position_embeddings=4096,
+    pad_token_id=32000,
+    rms_norm_eps=1e-5,
 )
 
 # Release -> (model_type, class, keys).
@@ -99,98 +119,240 @@ PUBLISHED: dict[str, tuple[str, str, Raw]] = {
     "Llama 2 7B": (
         "llama",
         "LlamaForCausalLM",
-        sizes(4096, 32, 32, 32, 11008, 32000, max_position_embeddings=4096, rms_norm_eps=1e-5, pretraining_tp=1, rope_scaling=None)
+        sizes(
+            4096,
+            32,
+            32,
+            32,
+            11008,
+            32000,
+            max_position_embeddings=4096,
+            rms_norm_eps=1e-5,
+            pretraining_tp=1,
+            rope_scaling=None,
+        )
         | dict(_name_or_path="meta-llama/Llama-2-7b-hf", torch_dtype="float16"),
     ),
     "Llama 3.1 8B Instruct": (
         "llama",
         "LlamaForCausalLM",
-        sizes(4096, 32, 32, 8, 14336, 128256, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=500000.0, rope_scaling=LLAMA3)
+        sizes(
+            4096,
+            32,
+            32,
+            8,
+            14336,
+            128256,
+            max_position_embeddings=131072,
+            rms_norm_eps=1e-5,
+            rope_theta=500000.0,
+            rope_scaling=LLAMA3,
+        )
         | dict(attention_bias=False, mlp_bias=False, pretraining_tp=1, eos_token_id=[128001, 128008, 128009]),
     ),
     "SmolLM2 135M Instruct": (
         "llama",
         "LlamaForCausalLM",
-        sizes(576, 30, 9, 3, 1536, 49152, max_position_embeddings=8192, rms_norm_eps=1e-5, rope_theta=100000, rope_scaling=None)
-        | dict(is_llama_config=True, rope_interleaved=False, pretraining_tp=1, tie_word_embeddings=True, attention_bias=False)
+        sizes(
+            576,
+            30,
+            9,
+            3,
+            1536,
+            49152,
+            max_position_embeddings=8192,
+            rms_norm_eps=1e-5,
+            rope_theta=100000,
+            rope_scaling=None,
+        )
+        | dict(
+            is_llama_config=True,
+            rope_interleaved=False,
+            pretraining_tp=1,
+            tie_word_embeddings=True,
+            attention_bias=False,
+        )
         | {"transformers.js_config": {"dtype": "q4"}, "mlp_bias": False, "pad_token_id": 2},
     ),
     "Mistral 7B v0.1": (
         "mistral",
         "MistralForCausalLM",
-        sizes(4096, 32, 32, 8, 14336, 32000, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=10000.0, sliding_window=4096),
+        sizes(
+            4096,
+            32,
+            32,
+            8,
+            14336,
+            32000,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-5,
+            rope_theta=10000.0,
+            sliding_window=4096,
+        ),
     ),
     "Mistral Nemo": (
         "mistral",
         "MistralForCausalLM",
-        sizes(5120, 40, 32, 8, 14336, 131072, head_dim=128, max_position_embeddings=1024000, rope_theta=1e6, sliding_window=None),
+        sizes(
+            5120,
+            40,
+            32,
+            8,
+            14336,
+            131072,
+            head_dim=128,
+            max_position_embeddings=1024000,
+            rope_theta=1e6,
+            sliding_window=None,
+        ),
     ),
     "Mixtral 8x7B": (
         "mixtral",
         "MixtralForCausalLM",
-        sizes(4096, 32, 32, 8, 14336, 32000, max_position_embeddings=32768, rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None)
+        sizes(
+            4096,
+            32,
+            32,
+            8,
+            14336,
+            32000,
+            max_position_embeddings=32768,
+            rms_norm_eps=1e-5,
+            rope_theta=1e6,
+            sliding_window=None,
+        )
         | dict(num_experts_per_tok=2, num_local_experts=8, output_router_logits=False, router_aux_loss_coef=0.02),
     ),
     "Qwen2.5 0.5B": (
         "qwen2",
         "Qwen2ForCausalLM",
-        sizes(896, 24, 14, 2, 4864, 151936, max_position_embeddings=32768, max_window_layers=24, rms_norm_eps=1e-6, rope_theta=1e6)
+        sizes(
+            896,
+            24,
+            14,
+            2,
+            4864,
+            151936,
+            max_position_embeddings=32768,
+            max_window_layers=24,
+            rms_norm_eps=1e-6,
+            rope_theta=1e6,
+        )
         | dict(sliding_window=32768, use_mrope=False, use_sliding_window=False),
     ),
     "Qwen2.5 1.5B, written by transformers 5": (
         "qwen2",
         "Qwen2ForCausalLM",
         sizes(1536, 28, 12, 2, 8960, 151936, max_position_embeddings=131072, max_window_layers=28, rms_norm_eps=1e-6)
-        | dict(layer_types=["full_attention"] * 28, rope_parameters=dict(rope_theta=1e6, rope_type="default"), pad_token_id=None)
+        | dict(
+            layer_types=["full_attention"] * 28,
+            rope_parameters=dict(rope_theta=1e6, rope_type="default"),
+            pad_token_id=None,
+        )
         | dict(sliding_window=None, use_mrope=False, use_sliding_window=False, dtype="bfloat16", torch_dtype=None),
     ),
     "Qwen3 4B": (
         "qwen3",
         "Qwen3ForCausalLM",
-        sizes(2560, 36, 32, 8, 9728, 151936, attention_bias=False, head_dim=128, max_position_embeddings=40960, rms_norm_eps=1e-6)
+        sizes(
+            2560,
+            36,
+            32,
+            8,
+            9728,
+            151936,
+            attention_bias=False,
+            head_dim=128,
+            max_position_embeddings=40960,
+            rms_norm_eps=1e-6,
+        )
         | dict(max_window_layers=36, rope_scaling=None, rope_theta=1e6, sliding_window=None, use_sliding_window=False),
     ),
     "Qwen3 30B A3B": ("qwen3_moe", "Qwen3MoeForCausalLM", sizes(2048, 48, 32, 4, 6144, 151936) | QWEN3_MOE),
     "Qwen3 Coder 30B A3B": (
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        sizes(2048, 48, 32, 4, 5472, 151936) | QWEN3_MOE | dict(qkv_bias=False, shared_expert_intermediate_size=0, use_qk_norm=True),
+        sizes(2048, 48, 32, 4, 5472, 151936)
+        | QWEN3_MOE
+        | dict(qkv_bias=False, shared_expert_intermediate_size=0, use_qk_norm=True),
     ),
     "Gemma 2 9B it": (
         "gemma2",
         "Gemma2ForCausalLM",
         sizes(3584, 42, 16, 8, 14336, 256000, max_position_embeddings=8192, rope_theta=10000.0, sliding_window=4096)
         | GEMMA
-        | dict(attn_logit_softcapping=50.0, final_logit_softcapping=30.0, hidden_act="gelu_pytorch_tanh", sliding_window_size=4096)
+        | dict(
+            attn_logit_softcapping=50.0,
+            final_logit_softcapping=30.0,
+            hidden_act="gelu_pytorch_tanh",
+            sliding_window_size=4096,
+        )
         | dict(tie_word_embeddings=True),
     ),
     "Gemma 3 1B it": (
         "gemma3_text",
         "Gemma3ForCausalLM",
-        {key: value for key, value in sizes(1152, 26, 4, 1, 6912, 262144).items() if key not in ("hidden_act", "tie_word_embeddings")}
+        {
+            key: value
+            for key, value in sizes(1152, 26, 4, 1, 6912, 262144).items()
+            if key not in ("hidden_act", "tie_word_embeddings")
+        }
         | GEMMA
-        | dict(attn_logit_softcapping=None, final_logit_softcapping=None, max_position_embeddings=32768, rope_local_base_freq=10000)
-        | dict(rope_scaling=None, rope_theta=1000000, sliding_window=512, sliding_window_pattern=6, eos_token_id=[1, 106]),
+        | dict(
+            attn_logit_softcapping=None,
+            final_logit_softcapping=None,
+            max_position_embeddings=32768,
+            rope_local_base_freq=10000,
+        )
+        | dict(
+            rope_scaling=None, rope_theta=1000000, sliding_window=512, sliding_window_pattern=6, eos_token_id=[1, 106]
+        ),
     ),
     "Gemma 3 270M it": (
         "gemma3_text",
         "Gemma3ForCausalLM",
         {key: value for key, value in sizes(640, 18, 4, 1, 2048, 262144).items() if key != "hidden_act"}
         | {key: value for key, value in GEMMA.items() if key != "cache_implementation"}
-        | dict(_sliding_window_pattern=6, layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3, sliding_window=512)
+        | dict(
+            _sliding_window_pattern=6,
+            layer_types=(["sliding_attention"] * 5 + ["full_attention"]) * 3,
+            sliding_window=512,
+        )
         | dict(rope_local_base_freq=10000.0, rope_scaling=None, rope_theta=1000000.0, use_bidirectional_attention=False)
         | dict(attn_logit_softcapping=None, final_logit_softcapping=None, tie_word_embeddings=True),
     ),
     "gpt-oss 20B in bfloat16": (
         "gpt_oss",
         "GptOssForCausalLM",
-        sizes(2880, 24, 64, 8, 2880, 201088, attention_bias=True, experts_per_token=4, head_dim=64, initial_context_length=4096)
-        | dict(layer_types=["sliding_attention", "full_attention"] * 12, max_position_embeddings=131072, num_experts_per_tok=4)
-        | dict(num_local_experts=32, output_router_logits=False, pad_token_id=199999, rms_norm_eps=1e-5, rope_theta=150000)
+        sizes(
+            2880,
+            24,
+            64,
+            8,
+            2880,
+            201088,
+            attention_bias=True,
+            experts_per_token=4,
+            head_dim=64,
+            initial_context_length=4096,
+        )
+        | dict(
+            layer_types=["sliding_attention", "full_attention"] * 12,
+            max_position_embeddings=131072,
+            num_experts_per_tok=4,
+        )
+        | dict(
+            num_local_experts=32, output_router_logits=False, pad_token_id=199999, rms_norm_eps=1e-5, rope_theta=150000
+        )
         | dict(router_aux_loss_coef=0.9, sliding_window=128, swiglu_limit=7.0)
         | dict(
             rope_scaling=dict(
-                beta_fast=32.0, beta_slow=1.0, factor=32.0, original_max_position_embeddings=4096, rope_type="yarn", truncate=False
+                beta_fast=32.0,
+                beta_slow=1.0,
+                factor=32.0,
+                original_max_position_embeddings=4096,
+                rope_type="yarn",
+                truncate=False,
             )
         ),
     ),
@@ -202,13 +364,31 @@ PUBLISHED: dict[str, tuple[str, str, Raw]] = {
         | DEEPSEEK
         | remote("deepseek", "DeepseekV3")
         | dict(first_k_dense_replace=3, moe_intermediate_size=2048, n_group=8, n_routed_experts=256, n_shared_experts=1)
-        | dict(norm_topk_prob=True, num_experts_per_tok=8, num_nextn_predict_layers=1, q_lora_rank=1536, routed_scaling_factor=2.5)
+        | dict(
+            norm_topk_prob=True,
+            num_experts_per_tok=8,
+            num_nextn_predict_layers=1,
+            q_lora_rank=1536,
+            routed_scaling_factor=2.5,
+        )
         | dict(scoring_func="sigmoid", topk_group=4, topk_method="noaux_tc"),
     ),
     "Phi 3 mini 4k": (
         "phi3",
         "Phi3ForCausalLM",
-        sizes(3072, 32, 32, 32, 8192, 32064, max_position_embeddings=4096, rope_scaling=None, rope_theta=1e4, sliding_window=2047) | PHI,
+        sizes(
+            3072,
+            32,
+            32,
+            32,
+            8192,
+            32064,
+            max_position_embeddings=4096,
+            rope_scaling=None,
+            rope_theta=1e4,
+            sliding_window=2047,
+        )
+        | PHI,
     ),
     "Phi 4 mini": (
         "phi3",
@@ -216,7 +396,10 @@ PUBLISHED: dict[str, tuple[str, str, Raw]] = {
         sizes(3072, 32, 24, 8, 8192, 200064, full_attn_mod=1, interpolate_factor=1, lm_head_bias=False, mlp_bias=False)
         | PHI
         | dict(max_position_embeddings=131072, partial_rotary_factor=0.75, rope_theta=10000.0, sliding_window=262144)
-        | dict(rope_scaling=dict(long_factor=[1.5] * 48, short_factor=[1.0] * 48, type="longrope"), tie_word_embeddings=True)
+        | dict(
+            rope_scaling=dict(long_factor=[1.5] * 48, short_factor=[1.0] * 48, type="longrope"),
+            tie_word_embeddings=True,
+        )
         | {"auto_map": PHI["auto_map"] | {"AutoTokenizer": "Xenova/gpt-4o"}},
     ),
     "GLM 4 9B chat hf": (

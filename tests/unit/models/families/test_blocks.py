@@ -1,4 +1,5 @@
-"""The block rules: blocks of all tensor-parallel ranks tile each Hugging Face tensor, and writes to views reach the parameter."""
+"""The block rules: blocks of all tensor-parallel ranks tile each Hugging Face tensor, and writes to views reach the
+parameter."""
 
 import pickle
 from dataclasses import replace
@@ -89,7 +90,9 @@ def test_a_rank_that_holds_only_padding_holds_no_block():
 
 def test_views_write_into_the_parameter_and_blocks_survive_pickling():
     param = megatron_param((100, 24), 0)
-    blocks = [pickle.loads(pickle.dumps(in_layer(block, 7))) for block in qkv("layer.{L}.{p}").blocks(Local(param, 1, 0, HF))]
+    blocks = [
+        pickle.loads(pickle.dumps(in_layer(block, 7))) for block in qkv("layer.{L}.{p}").blocks(Local(param, 1, 0, HF))
+    ]
     assert [block.name for block in blocks] == ["layer.7.q", "layer.7.k", "layer.7.v"]
     for value, block in enumerate(blocks, 1):
         block.view(param.data).fill_(value)

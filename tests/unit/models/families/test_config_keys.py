@@ -113,7 +113,11 @@ def test_another_class_and_code_of_the_models_own_are_refused():
     (problem,) = architecture_problems(raw | {"architectures": ["GraniteForCausalLM"]})
     assert "architectures=['GraniteForCausalLM'] with model_type=llama, whose class is LlamaForCausalLM" in problem
     code = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
-    for auto_map in (code, "modeling_mine.MineForCausalLM", {"AutoModelForCausalLM": "owner/mine--modeling_mine.MineForCausalLM"}):
+    for auto_map in (
+        code,
+        "modeling_mine.MineForCausalLM",
+        {"AutoModelForCausalLM": "owner/mine--modeling_mine.MineForCausalLM"},
+    ):
         (problem,) = architecture_problems(raw | {"auto_map": auto_map})
         assert "MineForCausalLM, custom code" in problem and "remove auto_map from a copy of config.json" in problem
 
@@ -124,7 +128,10 @@ def test_another_class_and_code_of_the_models_own_are_refused():
         ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn' in config.json; it must be an object of keys and values"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5' in config.json; it must be a number"),
         ({"layer_types": True}, "layer_types is True in config.json; it must be a list"),
-        ({"max_position_embeddings": 4096.5}, "max_position_embeddings is 4096.5 in config.json; it must be a whole number"),
+        (
+            {"max_position_embeddings": 4096.5},
+            "max_position_embeddings is 4096.5 in config.json; it must be a whole number",
+        ),
         ({"head_dim": 7}, "7 dimensions of each head are rotated; the number must be even and positive"),
     ],
 )

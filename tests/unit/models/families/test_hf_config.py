@@ -25,7 +25,13 @@ SMOLLM2 = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
-PHI3 = {"model_type": "phi3", "hidden_size": 576, "num_attention_heads": 9, "partial_rotary_factor": 0.75, "max_position_embeddings": 8192}
+PHI3 = {
+    "model_type": "phi3",
+    "hidden_size": 576,
+    "num_attention_heads": 9,
+    "partial_rotary_factor": 0.75,
+    "max_position_embeddings": 8192,
+}
 PHI3 |= {"rms_norm_eps": 1e-5}
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 24, "long_factor": [2.0] * 24}
 DEEPSEEK_V3 = {
@@ -47,9 +53,21 @@ DEEPSEEK_V3 = {
     "first_k_dense_replace": 3,
     "routed_scaling_factor": 2.5,
 }
-DEEPSEEK_V2 = DEEPSEEK_V3 | {"model_type": "deepseek_v2", "scoring_func": "softmax", "topk_method": "group_limited_greedy"}
-GPT_OSS = {"model_type": "gpt_oss", "tie_word_embeddings": False, "num_local_experts": 8, "num_experts_per_tok": 2, "head_dim": 64}
-GPT_OSS |= {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}}
+DEEPSEEK_V2 = DEEPSEEK_V3 | {
+    "model_type": "deepseek_v2",
+    "scoring_func": "softmax",
+    "topk_method": "group_limited_greedy",
+}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "tie_word_embeddings": False,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "head_dim": 64,
+}
+GPT_OSS |= {
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -59,7 +77,9 @@ def cuts(raw: dict, parallel: ParallelSection) -> list[str]:
 
 
 def test_importing_it_needs_no_torch():
-    code = "import sys, megagrpo.models.families.hf_config; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    code = (
+        "import sys, megagrpo.models.families.hf_config; sys.exit('torch' in sys.modules or 'megatron' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -71,7 +91,8 @@ def test_problems_name_the_key_and_the_valid_sizes():
     assert len(two) == 2  # 1536 is divisible
     (deep,) = cuts(SMOLLM2, ParallelSection(pp=4, vpp=2))
     assert deep == (
-        "parallel.pp: num_hidden_layers=30 is not divisible by pp x vpp = 8; valid pp x vpp: 1, 2, 3, 5, 6, 10, 15, 30; "
+        "parallel.pp: num_hidden_layers=30 is not divisible by pp x vpp = 8; valid pp x vpp: 1, 2, 3, 5, 6, 10, 15, "
+        "30; "
         "or set parallel.pipeline_layers=[3,4,4,4,4,4,4,3]"
     )
 
@@ -80,7 +101,8 @@ def test_layers_per_stage_must_add_up_and_the_suggestion_does():
     assert cuts(SMOLLM2, ParallelSection(pp=4, pipeline_layers=[6, 9, 9, 6])) == []
     (problem,) = cuts(SMOLLM2, ParallelSection(pp=4, pipeline_layers=[6, 9, 9, 7]))
     assert problem == (
-        "parallel.pipeline_layers: [6, 9, 9, 7] sums to 31, not to num_hidden_layers=30; for example parallel.pipeline_layers=[7,8,8,7]"
+        "parallel.pipeline_layers: [6, 9, 9, 7] sums to 31, not to num_hidden_layers=30; for example "
+        "parallel.pipeline_layers=[7,8,8,7]"
     )
     for layers, pp in itertools.product(range(1, 13), range(1, 13)):
         problems = cuts(SMOLLM2 | {"num_hidden_layers": layers}, ParallelSection(pp=pp))
@@ -90,7 +112,8 @@ def test_layers_per_stage_must_add_up_and_the_suggestion_does():
             suggested = json.loads(problems[0].partition("parallel.pipeline_layers=")[2])
             assert (
                 len(suggested) == pp
-                and cuts(SMOLLM2 | {"num_hidden_layers": layers}, ParallelSection(pp=pp, pipeline_layers=suggested)) == []
+                and cuts(SMOLLM2 | {"num_hidden_layers": layers}, ParallelSection(pp=pp, pipeline_layers=suggested))
+                == []
             )
         else:
             assert problems == []
@@ -119,11 +142,17 @@ def test_an_unknown_architecture_names_the_supported_ones():
         ({"rope_scaling": {"rope_type": "longrope"}}, "longrope"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"model_type": "qwen2", "layer_types": ["full_attention"] * 29 + ["linear_attention"]}, "linear_attention"),
-        ({"model_type": "qwen2", "layer_types": ["full_attention"] * 29}, "layer_types has 29 entries for num_hidden_layers=30"),
+        (
+            {"model_type": "qwen2", "layer_types": ["full_attention"] * 29},
+            "layer_types has 29 entries for num_hidden_layers=30",
+        ),
         ({"attention_dropout": 0.1}, "attention_dropout"),
         (PHI3 | {"resid_pdrop": 0.1}, "resid_pdrop"),
         (PHI3 | {"embd_pdrop": 0.1}, "embd_pdrop"),
-        (PHI3 | {"rope_scaling": LONGROPE | {"type": "su"}}, "rope_type 'su' is not supported for phi3; supported: default, longrope"),
+        (
+            PHI3 | {"rope_scaling": LONGROPE | {"type": "su"}},
+            "rope_type 'su' is not supported for phi3; supported: default, longrope",
+        ),
         (PHI3 | {"rope_scaling": LONGROPE | {"attention_factor": 1.2}}, "attention_factor"),
         (PHI3 | {"rope_scaling": LONGROPE | {"short_mscale": 1.2}}, "short_mscale"),
         (PHI3 | {"rope_scaling": LONGROPE | {"long_mscale": 1.2}}, "long_mscale"),
@@ -134,7 +163,10 @@ def test_an_unknown_architecture_names_the_supported_ones():
         ({"model_type": "gemma2", "hidden_activation": "gelu"}, "hidden_activation"),
         ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention"),
         (
-            {"model_type": "gemma3_text", "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}},
+            },
             "'linear' in blocks with a window",
         ),
         (MIXTRAL | {"router_jitter_noise": 0.01}, "router_jitter_noise"),
@@ -168,7 +200,10 @@ def test_an_unknown_architecture_names_the_supported_ones():
         (GPT_OSS | {"swiglu_limit": 6.0}, "swiglu_limit"),
         (GPT_OSS | {"rms_norm_eps": 1e-6}, "rms_norm_eps"),
         (GPT_OSS | {"rope_scaling": None}, "rope_type 'default' is not supported for gpt_oss; supported: yarn"),
-        (GPT_OSS | {"layer_types": ["full_attention", "sliding_attention"] * 15}, "must alternate sliding_attention and full_attention"),
+        (
+            GPT_OSS | {"layer_types": ["full_attention", "sliding_attention"] * 15},
+            "must alternate sliding_attention and full_attention",
+        ),
     ],
 )
 def test_what_the_model_code_cannot_do_is_refused(change, word):
@@ -191,8 +226,14 @@ MIXED_TYPES = ["sliding_attention", "full_attention"] * 15
         ({"model_type": "qwen2", "sliding_window": 9}, []),
         ({"model_type": "qwen2", "sliding_window": 9, "layer_types": MIXED_TYPES}, []),
         ({"model_type": "qwen2", "sliding_window": 9, "use_sliding_window": True}, [None] * 28 + [9] * 2),
-        ({"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 3}, [None] * 3 + [9] * 27),
-        ({"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True, "layer_types": MIXED_TYPES}, [9, None] * 15),
+        (
+            {"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True, "max_window_layers": 3},
+            [None] * 3 + [9] * 27,
+        ),
+        (
+            {"model_type": "qwen3", "sliding_window": 9, "use_sliding_window": True, "layer_types": MIXED_TYPES},
+            [9, None] * 15,
+        ),
     ],
 )
 def test_the_windows_are_those_of_transformers(change, windows):
@@ -200,7 +241,9 @@ def test_the_windows_are_those_of_transformers(change, windows):
     assert list(parse_hf_config(raw).windows) == windows
     theirs = transformers.AutoConfig.for_model(**raw)
     types = getattr(theirs, "layer_types", ["sliding_attention"] * 30)
-    assert [theirs.sliding_window if kind == "sliding_attention" else None for kind in types] == (windows or [None] * 30)
+    assert [theirs.sliding_window if kind == "sliding_attention" else None for kind in types] == (
+        windows or [None] * 30
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,19 +269,28 @@ def test_no_family_is_guessed_for_a_model_of_another_class(kind, cls):
 def test_a_model_whose_class_is_known_under_another_name_is_told_that_name_and_loads_with_it():
     kimi = SMOLLM2 | DEEPSEEK_V3 | {"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}
     (problem,) = architecture_problems(kimi)
-    assert "as model_type kimi_k2, but as deepseek_v3; set model_type to deepseek_v3 in a copy of config.json" in problem
+    assert (
+        "as model_type kimi_k2, but as deepseek_v3; set model_type to deepseek_v3 in a copy of config.json" in problem
+    )
     assert architecture_problems(kimi | {"model_type": "deepseek_v3"}) == []
 
 
 def test_a_multimodal_model_is_refused_with_a_way_out():
     (problem,) = architecture_problems({"model_type": "gemma3", "text_config": SMOLLM2 | {"model_type": "gemma3_text"}})
-    assert problem.startswith("model: gemma3 is multimodal") and "(model_type gemma3_text); docs/troubleshooting.md" in problem
+    assert (
+        problem.startswith("model: gemma3 is multimodal")
+        and "(model_type gemma3_text); docs/troubleshooting.md" in problem
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "text", "said"),
     [
-        ("qwen3_5", "qwen3_5_text", "its text model qwen3_5_text is not supported either; supported: qwen3, qwen3_moe, qwen2, "),
+        (
+            "qwen3_5",
+            "qwen3_5_text",
+            "its text model qwen3_5_text is not supported either; supported: qwen3, qwen3_moe, qwen2, ",
+        ),
         ("llama4", "llama4_text", "its text model llama4_text is not supported either; supported: llama, "),
         ("mistral3", "ministral3", "its text model ministral3 is not supported either; supported: mistral, mixtral, "),
         ("new", None, "its text model without model_type is not supported either; supported: "),
@@ -251,7 +303,9 @@ def test_a_multimodal_model_without_a_supported_text_model_is_told_the_supported
 
 
 def test_a_model_type_that_is_no_name_is_refused():
-    assert architecture_problems({"model_type": ["llama"]}) == ["model: model_type is ['llama'] in config.json; it must be a name"]
+    assert architecture_problems({"model_type": ["llama"]}) == [
+        "model: model_type is ['llama'] in config.json; it must be a name"
+    ]
 
 
 SIZES = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size")
@@ -285,7 +339,9 @@ def test_a_missing_size_is_named():
 
 
 @pytest.mark.parametrize(
-    ("kind", "keys"), [("phi3", ["rms_norm_eps"]), ("glm4", ["num_key_value_heads", "head_dim", "rms_norm_eps"])], ids=["phi3", "glm4"]
+    ("kind", "keys"),
+    [("phi3", ["rms_norm_eps"]), ("glm4", ["num_key_value_heads", "head_dim", "rms_norm_eps"])],
+    ids=["phi3", "glm4"],
 )
 def test_a_key_whose_default_in_transformers_is_another_is_missed(kind, keys):
     raw = {k: v for k, v in SMOLLM2.items() if k not in keys} | {"model_type": kind}
@@ -295,7 +351,11 @@ def test_a_key_whose_default_in_transformers_is_another_is_missed(kind, keys):
 def test_a_missing_or_broken_file_is_an_error_that_names_it(tmp_path):
     with pytest.raises(ValueError, match=r"holds no config\.json"):
         load_hf_config(tmp_path)
-    for text, problem in ((b"{", "not valid JSON"), (b"\xff\xfe{}", "not valid JSON"), (b"[]", "must contain a JSON object")):
+    for text, problem in (
+        (b"{", "not valid JSON"),
+        (b"\xff\xfe{}", "not valid JSON"),
+        (b"[]", "must contain a JSON object"),
+    ):
         (tmp_path / "config.json").write_bytes(text)
         with pytest.raises(ValueError, match=rf"{tmp_path}/config\.json .*{problem}.*; download it again"):
             load_hf_config(tmp_path)
@@ -384,15 +444,27 @@ def test_where_config_json_names_no_share_of_a_head_positions_turn_as_much_as_in
 
 def test_longrope_has_the_frequencies_that_vllm_takes_for_the_longest_sequence():
     config = parse_hf_config(SMOLLM2 | PHI3 | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 4096})
-    (short, factor), (long, same), (unknown, _) = (rotary_frequencies(config, longest) for longest in (4096, 4097, None))
+    (short, factor), (long, same), (unknown, _) = (
+        rotary_frequencies(config, longest) for longest in (4096, 4097, None)
+    )
     assert len(short) == 24 and (short == 2 * long).all() and (short == unknown).all()
     assert factor == same == pytest.approx((1 + math.log(2) / math.log(4096)) ** 0.5)
 
 
 def test_a_family_that_transformers_knows_under_another_name_has_the_same_rotary_frequencies(monkeypatch):
     monkeypatch.setitem(FAMILIES, "kimi_k2", dataclasses.replace(FAMILIES["deepseek_v3"], model_type="kimi_k2"))
-    yarn = {"rope_scaling": {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0, "mscale_all_dim": 1.0}}
-    alias, known = (parse_hf_config(SMOLLM2 | DEEPSEEK_V3 | yarn | {"model_type": kind}) for kind in ("kimi_k2", "deepseek_v3"))
+    yarn = {
+        "rope_scaling": {
+            "type": "yarn",
+            "factor": 40,
+            "original_max_position_embeddings": 4096,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        }
+    }
+    alias, known = (
+        parse_hf_config(SMOLLM2 | DEEPSEEK_V3 | yarn | {"model_type": kind}) for kind in ("kimi_k2", "deepseek_v3")
+    )
     assert (rotary_frequencies(alias, None)[0] == rotary_frequencies(known, None)[0]).all()
 
 

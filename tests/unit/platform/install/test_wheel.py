@@ -21,14 +21,18 @@ BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta
 
 def build(what: str, source: Path, target: Path) -> Path:
     """Run one hook of the build backend in `source`, as pip and uv do."""
-    done = subprocess.run([sys.executable, "-c", BUILD, what, str(target)], cwd=source, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, what, str(target)], cwd=source, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     return target / done.stdout.splitlines()[-1]
 
 
 def files() -> list[str]:
     """The files of the repository that git does not ignore."""
-    listing = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    listing = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
     return [name for name in listing.stdout.splitlines() if (REPOSITORY / name).is_file()]
 
 
@@ -54,7 +58,11 @@ def contents(wheel: Path) -> dict[str, bytes]:
 def test_the_wheel_holds_every_file_of_the_package_and_every_config(wheel):
     expected = {name for name in files() if name.startswith("megagrpo/")}
     expected |= {f"megagrpo/{name}" for name in files() if name.startswith("configs/")}
-    assert expected >= {"megagrpo/configs/quickstart.yaml", "megagrpo/platform/launch/train.sbatch", "megagrpo/py.typed"}
+    assert expected >= {
+        "megagrpo/configs/quickstart.yaml",
+        "megagrpo/platform/launch/train.sbatch",
+        "megagrpo/py.typed",
+    }
     assert {name for name in contents(wheel) if ".dist-info/" not in name} == expected
 
 
@@ -62,16 +70,22 @@ def test_the_wheel_says_who_made_it_what_it_needs_and_how_it_starts(wheel):
     inside = contents(wheel)
     info = f"megagrpo-{PROJECT['version']}.dist-info"
     metadata = email.message_from_bytes(inside[f"{info}/METADATA"])
-    assert (metadata["Name"], metadata["Version"], metadata["Author"]) == ("megagrpo", PROJECT["version"], "megagrpo developers")
+    assert (metadata["Name"], metadata["Version"], metadata["Author"]) == (
+        "megagrpo",
+        PROJECT["version"],
+        "megagrpo developers",
+    )
     assert metadata["License-Expression"] == "Apache-2.0" and f"{info}/licenses/LICENSE" in inside
     assert metadata["Description-Content-Type"] == "text/markdown" and "# megagrpo" in metadata.get_payload()
-    assert set(metadata.get_all("Classifier")) == set(PROJECT["classifiers"]) and set(metadata["Keywords"].split(",")) == set(
-        PROJECT["keywords"]
-    )
+    assert set(metadata.get_all("Classifier")) == set(PROJECT["classifiers"]) and set(
+        metadata["Keywords"].split(",")
+    ) == set(PROJECT["keywords"])
     assert set(metadata.get_all("Provides-Extra")) == set(PROJECT["optional-dependencies"])
     points = configparser.ConfigParser()
     points.read_string(inside[f"{info}/entry_points.txt"].decode())
-    assert points["console_scripts"]["megagrpo"] == "megagrpo.__main__:main" and points["vllm.general_plugins"]["megagrpo"]
+    assert (
+        points["console_scripts"]["megagrpo"] == "megagrpo.__main__:main" and points["vllm.general_plugins"]["megagrpo"]
+    )
 
 
 LOOK = """
@@ -95,14 +109,20 @@ def test_an_unpacked_wheel_finds_its_configs_and_requirements_in_an_empty_folder
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(unpacked)
     environment = os.environ | {"PYTHONPATH": str(unpacked)}
-    done = subprocess.run([sys.executable, "-c", LOOK], cwd=empty, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK], cwd=empty, env=environment, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     folder, loaded, loss, required, constraints, torch = json.loads(done.stdout)
     assert folder == str(unpacked / "megagrpo" / "configs") and "quickstart" in loaded and loss == "dapo"
     assert constraints == [True, True] and not torch
     stated = {"": PROJECT["dependencies"], **PROJECT["optional-dependencies"]}
-    assert {extra: len(set(texts)) for extra, texts in required.items()} == {extra: len(set(texts)) for extra, texts in stated.items()}
-    assert {name(text) for texts in required.values() for text in texts} == {name(text) for texts in stated.values() for text in texts}
+    assert {extra: len(set(texts)) for extra, texts in required.items()} == {
+        extra: len(set(texts)) for extra, texts in stated.items()
+    }
+    assert {name(text) for texts in required.values() for text in texts} == {
+        name(text) for texts in stated.values() for text in texts
+    }
 
 
 def name(requirement: str) -> str:

@@ -67,14 +67,20 @@ def test_dedicated_servers_have_gpus_that_no_rank_gets(local, monkeypatch):
     monkeypatch.setattr(local, "num_gpus", lambda: 8)
     assert local.num_ranks(config) == 5
     monkeypatch.setattr(local, "num_gpus", lambda: 3)
-    with pytest.raises(local.ConfigError, match=r"rollout\.placement: dedicated servers need 3 GPUs, .* but this machine has 3"):
+    with pytest.raises(
+        local.ConfigError, match=r"rollout\.placement: dedicated servers need 3 GPUs, .* but this machine has 3"
+    ):
         local.num_ranks(config)
 
 
 def test_a_run_on_several_nodes_is_left_to_slurm(local, monkeypatch, capsys):
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["train", str(REPOSITORY / "configs/quickstart.yaml"), "run.nodes=2", "rollout.placement=dedicated"]) == 2
-    assert "run.nodes: 2 nodes, but this command starts the ranks of one; use megagrpo submit" in capsys.readouterr().err
+    assert (
+        main(["train", str(REPOSITORY / "configs/quickstart.yaml"), "run.nodes=2", "rollout.placement=dedicated"]) == 2
+    )
+    assert (
+        "run.nodes: 2 nodes, but this command starts the ranks of one; use megagrpo submit" in capsys.readouterr().err
+    )
 
 
 def test_the_plan_of_several_ranks_is_checked_before_any_rank_starts(local, monkeypatch, capsys):
@@ -90,7 +96,9 @@ def test_train_starts_its_ranks_with_the_same_words(local, monkeypatch, words):
     started = []
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("NPROC", "2")
-    monkeypatch.setattr(local, "run_ranks", lambda ranks, nodes, command: started.append((ranks, nodes.num_nodes, command)) or 7)
+    monkeypatch.setattr(
+        local, "run_ranks", lambda ranks, nodes, command: started.append((ranks, nodes.num_nodes, command)) or 7
+    )
     config = str(REPOSITORY / "configs/quickstart.yaml")
     assert main([*words, config, "run.seed=3", "--run.name=other", "--resume"]) == 7
     assert started == [(2, 1, ["megagrpo", "train", config, "run.seed=3", "--run.name=other", "run.resume=true"])]
@@ -102,7 +110,17 @@ def test_gpus_are_counted_from_the_driver_or_from_what_is_visible(local, monkeyp
     driver.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert local.num_gpus() == 2
-    counts = {"1": 1, "0,1": 2, "GPU-bbb": 1, "GPU-b, 0": 2, "0,-1,1": 1, "-1": 0, "NoDevFiles": 0, "2": 0, "GPU-ccc,0": 0}
+    counts = {
+        "1": 1,
+        "0,1": 2,
+        "GPU-bbb": 1,
+        "GPU-b, 0": 2,
+        "0,-1,1": 1,
+        "-1": 0,
+        "NoDevFiles": 0,
+        "2": 0,
+        "GPU-ccc,0": 0,
+    }
     for visible, count in counts.items():
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert local.num_gpus() == count, visible
@@ -197,7 +215,9 @@ def test_a_signal_reaches_every_rank_and_their_saving_is_waited_for(tmp_path, si
 def test_a_rank_that_fails_ends_the_others_and_gives_its_exit_code(tmp_path):
     code, errors = finish(start(tmp_path, "fail"), tmp_path)
     assert code == 7
-    assert "rank 1 says why" in errors and "rank 1 failed first, with exit code 7" in errors and "Traceback" not in errors
+    assert (
+        "rank 1 says why" in errors and "rank 1 failed first, with exit code 7" in errors and "Traceback" not in errors
+    )
     assert not [p for p in tmp_path.glob("pid-*") if alive(int(p.read_text()))]
 
 
@@ -207,7 +227,11 @@ def test_ranks_that_end_well_end_the_launcher_well(tmp_path):
 
 
 def test_a_wrong_config_ends_the_script_with_code_2_before_any_rank_starts():
-    script = [str(REPOSITORY / "launch" / "local.sh"), str(REPOSITORY / "configs" / "quickstart.yaml"), "parallel.tpp=2"]
+    script = [
+        str(REPOSITORY / "launch" / "local.sh"),
+        str(REPOSITORY / "configs" / "quickstart.yaml"),
+        "parallel.tpp=2",
+    ]
     ended = subprocess.run(script, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2 and "parallel.tpp: unknown key; did you mean parallel.tp?" in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -219,7 +243,10 @@ def test_ranks_of_another_command_are_started_without_torchruns_own_rendezvous(t
     launcher = [sys.executable, "-m", "megagrpo", "launch"]
     ended = subprocess.run([*launcher, "2", str(script), "--tp", "2"], capture_output=True, text=True, timeout=60)
     words = sorted(line.split() for line in ended.stdout.splitlines())
-    assert ended.returncode == 0 and [(rank, *rest) for rank, _, *rest in words] == [("0", "--tp", "2"), ("1", "--tp", "2")], ended.stderr
+    assert ended.returncode == 0 and [(rank, *rest) for rank, _, *rest in words] == [
+        ("0", "--tp", "2"),
+        ("1", "--tp", "2"),
+    ], ended.stderr
     assert len({folder for _, folder, *_ in words}) == 1 and not Path(words[0][1]).exists()
 
 

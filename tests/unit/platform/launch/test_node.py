@@ -38,7 +38,18 @@ def test_servers_that_do_not_answer_in_time_are_named(capsys):
         closed.bind(("127.0.0.1", 0))
         down = f"http://127.0.0.1:{closed.getsockname()[1]}"
         assert node.silent_servers([up], 5) == [] and node.silent_servers([], 5) == []
-        words = ["--nodes", "1", "--ranks", "1", "--master", "127.0.0.1:1", "--wait-for", f"{up},{down}", "--wait-seconds", "0.5"]
+        words = [
+            "--nodes",
+            "1",
+            "--ranks",
+            "1",
+            "--master",
+            "127.0.0.1:1",
+            "--wait-for",
+            f"{up},{down}",
+            "--wait-seconds",
+            "0.5",
+        ]
         assert node.main(words) == 1
         server.well = False
         assert node.silent_servers([up], 0.5) == [up]

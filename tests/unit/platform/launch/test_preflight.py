@@ -31,7 +31,9 @@ def test_every_problem_of_a_node_is_told_at_once(tmp_path):
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         words = ["--gpus", "8", "--interface", "lo,nosuch0", "--master", f"127.0.0.1:{busy.getsockname()[1]}"]
-        settings = dict(PYTORCH_ALLOC_CONF="expandable_segments:True", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False")
+        settings = dict(
+            PYTORCH_ALLOC_CONF="expandable_segments:True", PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False"
+        )
         ended = check(tmp_path, *words, CUDA_VISIBLE_DEVICES="", SLURMD_NODENAME="n1", **settings)
     assert ended.returncode == 1
     for problem in (

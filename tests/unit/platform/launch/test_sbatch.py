@@ -1,5 +1,5 @@
-"""The body of megagrpo/platform/launch/train.sbatch, run by bash with stand-ins for Slurm's commands: its steps, their arguments, and its exit.
-tests/slurm runs it on a real Slurm."""
+"""The body of megagrpo/platform/launch/train.sbatch, run by bash with stand-ins for Slurm's commands: its steps, their
+arguments, and its exit. tests/slurm runs it on a real Slurm."""
 
 import json
 import os
@@ -96,7 +96,8 @@ def start(tmp_path: Path, *overrides: str, cluster: Cluster | None = None, **env
     for name, text in COMMANDS.items():
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    (commands / "sleep").write_text('#!/bin/bash\n[ "$1" = 60 ] || exec /bin/sleep 0.05\n')  # Slurm has time to end the script
+    # Slurm has time to end the script
+    (commands / "sleep").write_text('#!/bin/bash\n[ "$1" = 60 ] || exec /bin/sleep 0.05\n')
     (commands / "sleep").chmod(0o755)
     overrides = [f"run.output_dir={tmp_path}", "run.nodes=2", "rollout.placement=dedicated", *overrides]
     path = ROOT / "configs" / "quickstart.yaml"
@@ -137,7 +138,11 @@ def test_a_job_checks_then_starts_servers_then_the_trainer_with_their_addresses(
     assert "--nodelist=n1,n2" in job.words("trainer") and "--nodelist=n2" in job.words("servers")
     urls = ["rollout.placement=external", "rollout.urls=[http://127.0.0.1:1]", "rollout.reconnect_timeout=600"]
     assert job.words("trainer")[-3:] == urls
-    assert "--head" not in job.words("servers") and job.words("plan")[-1] == "world_size=2" and "127.0.0.1:20007" in job.words("trainer")
+    assert (
+        "--head" not in job.words("servers")
+        and job.words("plan")[-1] == "world_size=2"
+        and "127.0.0.1:20007" in job.words("trainer")
+    )
     assert job.noted("environment").split() == ["slurm-7", str(int(time.mktime((2030, 1, 1, 0, 0, 0, 0, 0, -1))))]
     assert "--signal=TERM 7.1" in job.noted("scancel") and job.noted("requeue") == ""
 
@@ -168,7 +173,11 @@ def test_nothing_is_started_when_a_check_fails(step, steps, tmp_path):
 
 def test_servers_that_do_not_start_end_the_job_with_their_last_words(tmp_path):
     job = run(tmp_path, SERVERS_FAIL="1", CODE_servers="2")
-    assert job.code == 1 and "trainer" not in job.steps and "some servers failed to start or did not respond within" in job.out
+    assert (
+        job.code == 1
+        and "trainer" not in job.steps
+        and "some servers failed to start or did not respond within" in job.out
+    )
 
 
 def test_one_node_without_servers_ends_the_job_although_the_others_go_on(tmp_path):
@@ -256,7 +265,9 @@ def test_lines_of_setup_may_use_variables_that_are_not_set(tmp_path):
 
 def test_attempts_log_apart(tmp_path):
     job = run(tmp_path, SLURM_RESTART_COUNT="3")
-    assert [path.name for path in job.folder.iterdir()] == ["attempt_3"] and str(job.folder / "attempt_3") in job.words("trainer")
+    assert [path.name for path in job.folder.iterdir()] == ["attempt_3"] and str(job.folder / "attempt_3") in job.words(
+        "trainer"
+    )
 
 
 def test_hostile_values_arrive_as_they_are(tmp_path):

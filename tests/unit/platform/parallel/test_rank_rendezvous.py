@@ -30,7 +30,9 @@ def agent(rank, num_nodes, address, port):
     found = handler.next_rendezvous()
     found.store.set(f"here {rank}", "yes")
     found.store.wait([f"here {other}" for other in range(num_nodes)], timedelta(seconds=30))
-    return (found.rank, found.world_size, handler.use_agent_store, handler.num_nodes_waiting(), found), listening([os.getpid()])
+    return (found.rank, found.world_size, handler.use_agent_store, handler.num_nodes_waiting(), found), listening(
+        [os.getpid()]
+    )
 
 
 def free_port(address):
@@ -61,16 +63,23 @@ def test_the_folder_of_the_ranks_is_for_their_user_alone(monkeypatch, tmp_path):
     monkeypatch.setenv(RENDEZVOUS_VARIABLE, "of another run")
     words = launcher_rendezvous.options()
     folder = Path(os.environ[RENDEZVOUS_VARIABLE])
-    assert folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0 and len((folder / "secret").read_text()) == 64
+    assert (
+        folder.parent == tmp_path and folder.stat().st_mode & 0o077 == 0 and len((folder / "secret").read_text()) == 64
+    )
     assert (folder / "secret").read_text() not in " ".join(words)
     several = launcher_rendezvous.options(Nodes(1, 2, "10.0.0.1", 29400))
     assert RENDEZVOUS_VARIABLE not in os.environ and "--rdzv-endpoint=10.0.0.1:29400" in several
 
 
 def meet(folder, forged):
-    """A rank of a run: joins the others in `folder`, then reads the messages of all ranks. Rank 1 sends `forged` unsigned, if given."""
+    """A rank of a run: joins the others in `folder`, then reads the messages of all ranks. Rank 1 sends `forged`
+    unsigned, if given."""
     dist.destroy_process_group()
-    os.environ |= {"MEGAGRPO_RENDEZVOUS": str(folder), "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"], "GLOO_SOCKET_IFNAME": "eth0"}
+    os.environ |= {
+        "MEGAGRPO_RENDEZVOUS": str(folder),
+        "LOCAL_WORLD_SIZE": os.environ["WORLD_SIZE"],
+        "GLOO_SOCKET_IFNAME": "eth0",
+    }
     join_world("gloo", timedelta(seconds=30))
     sent = {"rank": dist.get_rank()}
     if forged is not None and dist.get_rank() == 1:
@@ -128,7 +137,9 @@ def test_ranks_on_several_nodes_without_a_token_are_refused(monkeypatch, tmp_pat
         monkeypatch.setenv(name, value)
     for name in ("MEGAGRPO_TOKEN", "MEGAGRPO_TOKEN_FILE", "MEGAGRPO_RENDEZVOUS"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ValueError, match=r"MEGAGRPO_TOKEN_FILE: on several nodes ranks sign .*`openssl rand -hex 32` makes one"):
+    with pytest.raises(
+        ValueError, match=r"MEGAGRPO_TOKEN_FILE: on several nodes ranks sign .*`openssl rand -hex 32` makes one"
+    ):
         join_world("gloo", timedelta(seconds=1))
     monkeypatch.setenv("MEGAGRPO_TOKEN_FILE", str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match=r"MEGAGRPO_TOKEN_FILE: .*nothing cannot be read: No such file"):
@@ -157,17 +168,30 @@ def test_ranks_of_two_nodes_meet_at_the_master_address_and_sign_with_the_token(t
     (tmp_path / "rank.py").write_text(RANK)
     (tmp_path / "token").write_text("a-token-of-both-nodes")
     root = Path(launcher_rendezvous.__file__).parents[3]
-    code = "import sys; from megagrpo.platform.launch.job_nodes import Nodes; from megagrpo.platform.launch.local import run_ranks; sys.exit(run_ranks(2, {!r}, {!r}))"
+    code = (
+        "import sys; from megagrpo.platform.launch.job_nodes import Nodes; from megagrpo.platform.launch.local "
+        "import run_ranks; sys.exit(run_ranks(2, {!r}, {!r}))"
+    )
     words = [str(tmp_path / "rank.py"), str(root / "megagrpo/platform/parallel/rank_rendezvous.py")]
-    port, environment = free_port("127.0.0.2"), {**os.environ, "PYTHONPATH": str(root), "MEGAGRPO_TOKEN_FILE": str(tmp_path / "token")}
+    port, environment = (
+        free_port("127.0.0.2"),
+        {**os.environ, "PYTHONPATH": str(root), "MEGAGRPO_TOKEN_FILE": str(tmp_path / "token")},
+    )
     environment["GLOO_SOCKET_IFNAME"] = "lo"
     nodes = []
     for node in range(2):
         program = code.format(Nodes(rank=node, num_nodes=2, address="127.0.0.2", port=port), words)
-        nodes.append(subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True))
+        nodes.append(
+            subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
+        )
     told = [json.loads(line) for node in nodes for line in node.communicate(timeout=200)[0].splitlines()]
     assert [node.returncode for node in nodes] == [0, 0] and len(told) == 4
     for everyone, addresses in told:
-        assert everyone == [["0", "0", "Checking"], ["1", "0", "Checking"], ["2", "1", "Checking"], ["3", "1", "Checking"]]
+        assert everyone == [
+            ["0", "0", "Checking"],
+            ["1", "0", "Checking"],
+            ["2", "1", "Checking"],
+            ["3", "1", "Checking"],
+        ]
         assert set(addresses) <= {LOOPBACK, "0200007F"}
     assert any("0200007F" in addresses for _, addresses in told)

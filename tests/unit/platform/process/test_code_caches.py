@@ -51,7 +51,9 @@ def assert_refused(temporary: Path, capfd, *words: str) -> None:
     assert code_caches(temporary).keys() == set(VARIABLES)
     assert all(Path(folder).parent == temporary for folder in code_caches(temporary).values())
     said = capfd.readouterr().err.splitlines()[0]
-    assert said.startswith("warning: ") and all(word in said for word in (*words, f"set {COMPILED} to a folder that only you can write to"))
+    assert said.startswith("warning: ") and all(
+        word in said for word in (*words, f"set {COMPILED} to a folder that only you can write to")
+    )
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o702])

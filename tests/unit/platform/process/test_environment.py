@@ -26,7 +26,14 @@ from megagrpo.platform.process.environment import (
 )
 
 REPOSITORY = Path(__file__).parents[4]
-RANK = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "n1", "MASTER_PORT": "29500"}
+RANK = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "29500",
+}
 HERE = {"HF_DATASETS_CACHE": "/tmp"}  # a folder that can be written
 
 
@@ -50,14 +57,22 @@ def test_each_row_counts_and_has_a_fate(row):
 
 def test_a_server_inherits_what_is_passed_on_and_what_no_row_names():
     environment = {name: "1" for row in TABLE for name in names(row)} | {"MY_OWN": "1"}
-    assert inherited(environment).keys() == {name for row in TABLE if row.fate == PASSED for name in names(row)} | {"MY_OWN"}
+    assert inherited(environment).keys() == {name for row in TABLE if row.fate == PASSED for name in names(row)} | {
+        "MY_OWN"
+    }
 
 
 def test_rows_for_vllm_name_variables_that_vllm_reads():
     source = Path(importlib.util.find_spec("vllm").submodule_search_locations[0], "envs.py").read_text()
     known = set(re.findall(r"VLLM_\w+", source))
     older = {"VLLM_USE_V1"}  # of releases before 0.32
-    plain = [name for row in TABLE if row.reader == "vLLM" for name in row.names.split() if name.startswith("VLLM_") and name != "VLLM_*"]
+    plain = [
+        name
+        for row in TABLE
+        if row.reader == "vLLM"
+        for name in row.names.split()
+        if name.startswith("VLLM_") and name != "VLLM_*"
+    ]
     assert [name for name in plain if not any(one.startswith(name.rstrip("*")) for one in known | older)] == []
 
 
@@ -65,7 +80,14 @@ def test_rows_for_vllm_name_variables_that_vllm_reads():
     "changes",
     [
         {},
-        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "", "MASTER_PORT": ""},
+        {
+            "RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "",
+            "MASTER_PORT": "",
+        },
         {"RANK": "15", "WORLD_SIZE": "16", "LOCAL_RANK": "7", "LOCAL_WORLD_SIZE": "8"},
         {"MASTER_ADDR": "", "MEGAGRPO_RENDEZVOUS": "/tmp"},
     ],
@@ -83,7 +105,8 @@ def test_a_complete_set_of_variables_makes_a_rank(changes):
         {"LOCAL_RANK": "0"},
         {"RANK": "first", "LOCAL_RANK": "0"},
         {"MASTER_ADDR": "gone.invalid", "MASTER_PORT": "tcp://10.0.0.1:29500"},
-        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},  # a PyTorchJob of one pod
+        # a PyTorchJob of one pod
+        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"},
         {"TORCHELASTIC_RUN_ID": "7", "GROUP_RANK": "1", "ROLE_NAME": "default"},
         {"MEGAGRPO_RENDEZVOUS": "/gone"},
     ],
@@ -91,21 +114,26 @@ def test_a_complete_set_of_variables_makes_a_rank(changes):
 def test_a_part_of_the_set_is_ignored_with_a_warning(environment):
     ignored, text = warned(**environment)
     assert (
-        ignored == set(environment) and text == f"{', '.join(environment)}: ignored: not all that a launcher of ranks sets is set; unset it"
+        ignored == set(environment)
+        and text == f"{', '.join(environment)}: ignored: not all that a launcher of ranks sets is set; unset it"
     )
 
 
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}, "but LOCAL_RANK, LOCAL_WORLD_SIZE missing"),  # a PyTorchJob of several pods
+        # a PyTorchJob of several pods
+        ({"LOCAL_RANK": "", "LOCAL_WORLD_SIZE": ""}, "but LOCAL_RANK, LOCAL_WORLD_SIZE missing"),
         ({"MASTER_ADDR": ""}, "but MASTER_ADDR missing"),
         ({"RANK": "2"}, "but these values do not fit together"),
         ({"LOCAL_RANK": "2"}, "but these values do not fit together"),
         ({"LOCAL_WORLD_SIZE": "4"}, "but these values do not fit together"),
         ({"WORLD_SIZE": "two"}, "but these values do not fit together"),
         ({"MASTER_PORT": "tcp://10.0.0.1:29500"}, "but these values do not fit together"),
-        ({"MASTER_ADDR": "", "MASTER_PORT": "", "MEGAGRPO_RENDEZVOUS": "/gone"}, "but these values do not fit together"),
+        (
+            {"MASTER_ADDR": "", "MASTER_PORT": "", "MEGAGRPO_RENDEZVOUS": "/gone"},
+            "but these values do not fit together",
+        ),
     ],
 )
 def test_a_part_of_the_set_of_several_ranks_is_refused_by_name(changes, problem):
@@ -130,7 +158,9 @@ def test_an_end_of_the_job_that_cannot_be_its_end_is_ignored(monkeypatch):
     assert module.end_of_job({"SLURM_JOB_ID": "8", "SLURM_JOB_END_TIME": soon}) == float(soon)
 
 
-@pytest.mark.parametrize("value", ["socks://127.0.0.1:9", "ftp://proxy:21", "http://proxy:port", "http://[::1", "socks4://proxy:1"])
+@pytest.mark.parametrize(
+    "value", ["socks://127.0.0.1:9", "ftp://proxy:21", "http://proxy:port", "http://[::1", "socks4://proxy:1"]
+)
 def test_proxies_that_httpx_cannot_use_are_ignored_without_their_passwords(value):
     secret = value.replace("://", "://user:secret@")
     ignored, text = warned(all_proxy=secret, HTTPS_PROXY="http://user:secret@proxy:3128")
@@ -142,14 +172,25 @@ def test_clients_can_be_made_with_the_proxies_that_are_left(monkeypatch):
 
     for name in (*module.PROXIES.split(), *module.UNPROXIED.split()):
         monkeypatch.delenv(name, raising=False)
-    proxies = {"HTTP_PROXY": "proxy:3128", "https_proxy": "http://proxy:3128", "ALL_PROXY": "socks5h://proxy:1080", "no_proxy": "a.b"}
+    proxies = {
+        "HTTP_PROXY": "proxy:3128",
+        "https_proxy": "http://proxy:3128",
+        "ALL_PROXY": "socks5h://proxy:1080",
+        "no_proxy": "a.b",
+    }
     environment = HERE | proxies
     settle(environment)
-    assert environment["no_proxy"] == "a.b,localhost,127.0.0.1,::1" and environment["NO_PROXY"] == "localhost,127.0.0.1,::1"
+    assert (
+        environment["no_proxy"] == "a.b,localhost,127.0.0.1,::1"
+        and environment["NO_PROXY"] == "localhost,127.0.0.1,::1"
+    )
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with httpx.Client() as client:
-        direct = [client._transport_for_url(httpx.URL(f"http://{host}:9")) for host in ("127.0.0.1", "localhost", "[::1]", "a.b")]
+        direct = [
+            client._transport_for_url(httpx.URL(f"http://{host}:9"))
+            for host in ("127.0.0.1", "localhost", "[::1]", "a.b")
+        ]
         assert all(transport is client._transport for transport in direct)
         assert client._transport_for_url(httpx.URL("http://huggingface.co")) is not client._transport
 
@@ -159,7 +200,9 @@ def test_a_cache_of_data_that_cannot_be_written_is_replaced(tmp_path):
     for variable in ("HF_DATASETS_CACHE", "HF_HOME", "XDG_CACHE_HOME", "HOME"):
         environment = {"HOME": str(tmp_path), variable: str(tmp_path / "file" / "x")}
         (text,) = settle(environment)
-        assert text.startswith(f"{variable}: {tmp_path}/file/x") and environment["HF_DATASETS_CACHE"] != str(tmp_path / "file" / "x")
+        assert text.startswith(f"{variable}: {tmp_path}/file/x") and environment["HF_DATASETS_CACHE"] != str(
+            tmp_path / "file" / "x"
+        )
     assert settle({"HOME": str(tmp_path)}) == [] and [*tmp_path.iterdir()] == [tmp_path / "file"]
 
 
@@ -169,7 +212,11 @@ def test_a_cache_of_data_that_cannot_be_written_is_replaced(tmp_path):
         ({"PYTHONOPTIMIZE": "1"}, (), "PYTHONOPTIMIZE: Python skips the assertions"),
         ({}, ("-O",), "PYTHONOPTIMIZE: Python skips the assertions"),
         ({"PYTHONINSPECT": "1"}, (), "PYTHONINSPECT: Python ends with another exit code than the run"),
-        ({"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}, (), "Python reads text files as ANSI_X3.4-1968; set PYTHONUTF8=1"),
+        (
+            {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"},
+            (),
+            "Python reads text files as ANSI_X3.4-1968; set PYTHONUTF8=1",
+        ),
     ],
 )
 def test_interpreters_that_change_a_run_are_refused_by_name(settings, options, message):
@@ -179,7 +226,9 @@ def test_interpreters_that_change_a_run_are_refused_by_name(settings, options, m
 
 def test_text_that_a_terminal_cannot_show_is_escaped():
     code = "from megagrpo.__main__ import main\nmain(['--version'])\nprint('gö⏎')"
-    ended = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONIOENCODING": "ascii"}, capture_output=True, text=True
+    )
     assert ended.stdout.endswith("g\\xf6\\u23ce\n"), ended.stderr
 
 
@@ -187,16 +236,27 @@ def test_doctor_prints_what_is_set_and_writes_no_file(tmp_path):
     home, temporary = tmp_path / "home", tmp_path / "tmp"
     home.mkdir()
     temporary.mkdir()
-    settings = {"HOME": str(home), "TMPDIR": str(temporary), "RANK": "3", "VLLM_API_KEY": "their-secret", "HF_TOKEN": "their-secret"}
+    settings = {
+        "HOME": str(home),
+        "TMPDIR": str(temporary),
+        "RANK": "3",
+        "VLLM_API_KEY": "their-secret",
+        "HF_TOKEN": "their-secret",
+    }
     environment = {"PATH": os.environ["PATH"], "LC_ALL": "C.UTF-8"} | settings
     words = [sys.executable, "-m", "megagrpo", "doctor", "megagrpo:quickstart", "--json"]
     ended = subprocess.run(words, env=environment, cwd=REPOSITORY, capture_output=True, text=True)
     findings = {one["found"]: one["state"] for one in json.loads(ended.stdout)["findings"]}
     assert not list(home.iterdir()) and not list(temporary.iterdir()) and "their-secret" not in ended.stdout
-    shown = {name: (state, found) for found, state in findings.items() for name in re.match(r"[\w, ]*", found)[0].split(", ")}
-    assert shown["RANK"][0] == "warn" and shown["VLLM_API_KEY"][1].startswith(f"VLLM_API_KEY: {REMOVED}, makes the server reject")
+    shown = {
+        name: (state, found) for found, state in findings.items() for name in re.match(r"[\w, ]*", found)[0].split(", ")
+    }
+    assert shown["RANK"][0] == "warn" and shown["VLLM_API_KEY"][1].startswith(
+        f"VLLM_API_KEY: {REMOVED}, makes the server reject"
+    )
     assert {"HF_TOKEN", "LC_ALL", "TMPDIR", "HOME"} <= shown.keys()
-    assert not {"HF_HUB_DISABLE_PROGRESS_BARS", "TORCHINDUCTOR_CACHE_DIR"} & shown.keys()  # of this command, not of the shell
+    # of this command, not of the shell
+    assert not {"HF_HUB_DISABLE_PROGRESS_BARS", "TORCHINDUCTOR_CACHE_DIR"} & shown.keys()
 
 
 def test_a_package_that_is_not_unpacked_is_not_unpacked_by_a_plan(tmp_path, monkeypatch):
@@ -209,9 +269,13 @@ def test_a_package_that_is_not_unpacked_is_not_unpacked_by_a_plan(tmp_path, monk
 
 def command(*words, options=(), **settings):
     """`megagrpo` with these words, in an environment with these settings."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))} | settings
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))
+    } | settings
     words = [sys.executable, *options, "-m", "megagrpo", *words]
-    return subprocess.run(words, env=environment, cwd=REPOSITORY, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    return subprocess.run(
+        words, env=environment, cwd=REPOSITORY, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
 
 
 def test_judging_changes_nothing():

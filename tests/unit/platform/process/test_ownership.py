@@ -1,4 +1,5 @@
-"""What a clean-up removes: only what is of this user and this package, and whose owner has ended, whatever its content is."""
+"""What a clean-up removes: only what is of this user and this package, and whose owner has ended, whatever its content
+is."""
 
 import os
 import signal
@@ -25,14 +26,16 @@ print(make_folder(sys.argv[1], Path(sys.argv[2]))[0], flush=True)
 time.sleep(600)
 """
 CLEANS = (
-    "import sys; from pathlib import Path; from megagrpo.platform.process.shm_names import remove_stale; remove_stale(Path(sys.argv[1]))"
+    "import sys; from pathlib import Path; from megagrpo.platform.process.shm_names import remove_stale; "
+    "remove_stale(Path(sys.argv[1]))"
 )
 DEEP = "import os\nfor _ in range({levels}):\n    os.mkdir('a'); os.chdir('a')\nopen('file', 'w').close()"
 OTHER = 65534  # another user
 OWN_NAMESPACE = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as a second user")
 needs_namespaces = pytest.mark.skipif(
-    subprocess.run([*OWN_NAMESPACE, "true"], capture_output=True).returncode != 0, reason="this user cannot create a PID namespace"
+    subprocess.run([*OWN_NAMESPACE, "true"], capture_output=True).returncode != 0,
+    reason="this user cannot create a PID namespace",
 )
 
 
@@ -64,7 +67,8 @@ def left_by_an_ended_process(parent: Path, prefix: str = FOLDER) -> Path:
 
 
 def as_another_user(program: str, folder: Path) -> None:
-    """Run a Python program as a second user in `folder`, in a fork: that user may not be able to start this interpreter."""
+    """Run a Python program as a second user in `folder`, in a fork: that user may not be able to start this
+    interpreter."""
     pid = os.fork()
     if not pid:
         try:
@@ -91,7 +95,10 @@ def test_files_of_an_ended_process_go_and_files_of_a_living_one_stay(memory):
             for label in (SEGMENTS, CPU_WORKERS):
                 (memory / f"{label}{owner}-1a2b3c4d-tp:0-[0-1]").touch()
         remove_stale(memory)
-        assert names(memory) == {living.name, *(f"{label}{owners[0]}-1a2b3c4d-tp:0-[0-1]" for label in (SEGMENTS, CPU_WORKERS))}
+        assert names(memory) == {
+            living.name,
+            *(f"{label}{owners[0]}-1a2b3c4d-tp:0-[0-1]" for label in (SEGMENTS, CPU_WORKERS)),
+        }
         holder.kill()
         os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # a zombie, which init may never reap
         remove_stale(memory)
@@ -115,7 +122,18 @@ def test_files_of_a_process_in_another_pid_namespace_stay_until_it_ends(memory):
 
 @pytest.mark.parametrize(
     "name",
-    ["models", "1234", "1234.", "1234.17-aa", "1234.abcdefgh-x", "1234.abcdefghi", "x.abcdefgh", "1234.ABCDEFGH", "1234.abcdefgh\n", ""],
+    [
+        "models",
+        "1234",
+        "1234.",
+        "1234.17-aa",
+        "1234.abcdefgh-x",
+        "1234.abcdefghi",
+        "x.abcdefgh",
+        "1234.ABCDEFGH",
+        "1234.abcdefgh\n",
+        "",
+    ],
 )
 def test_a_folder_whose_name_parses_only_in_part_stays(name, memory):
     folder = memory / f"{FOLDER}{name}"
@@ -152,7 +170,9 @@ def test_files_of_another_user_stay_also_for_root(memory):
 @pytest.mark.parametrize("prefix", [FOLDER, TEMPORARY])
 def test_a_deep_folder_of_another_user_stops_no_clean_up(prefix, memory):
     own = left_by_an_ended_process(memory, prefix)
-    program = f"import os\nos.mkdir('{prefix}0.abcdefgh'); os.chdir('{prefix}0.abcdefgh'); open('{LOCK}', 'w').write('1')\n"
+    program = (
+        f"import os\nos.mkdir('{prefix}0.abcdefgh'); os.chdir('{prefix}0.abcdefgh'); open('{LOCK}', 'w').write('1')\n"
+    )
     as_another_user(program + DEEP.format(levels=1500), memory)
     remove_left(memory, prefix)
     assert names(memory) == {f"{prefix}0.abcdefgh"} and not own.exists()
@@ -197,7 +217,9 @@ def test_a_clean_up_goes_on_after_an_entry_that_it_cannot_remove(memory):
 
 
 def test_a_clean_up_beside_processes_that_come_and_go_raises_nothing(memory):
-    code = HOLDS.replace("time.sleep(600)", "while True: make_folder(sys.argv[1], Path(sys.argv[2]))[0].rename(sys.argv[2] + '/x')")
+    code = HOLDS.replace(
+        "time.sleep(600)", "while True: make_folder(sys.argv[1], Path(sys.argv[2]))[0].rename(sys.argv[2] + '/x')"
+    )
     code = code.replace("print(", "import os; [os.mkdir(sys.argv[2] + '/x')]; print(")
     with running(memory, code=code) as process:
         process.stdout.readline()
@@ -206,7 +228,9 @@ def test_a_clean_up_beside_processes_that_come_and_go_raises_nothing(memory):
 
 
 def test_a_lock_that_another_fork_still_holds_counts_as_alive(memory):
-    code = HOLDS.replace("time.sleep(600)", "import os; os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(600)")
+    code = HOLDS.replace(
+        "time.sleep(600)", "import os; os.fork() and os._exit(0); print(os.getpid(), flush=True); time.sleep(600)"
+    )
     with running(memory, code=code) as process:
         folder, fork = Path(process.stdout.readline().strip()), int(process.stdout.readline())
         process.wait()
@@ -225,9 +249,14 @@ def test_a_mount_point_inside_a_folder_keeps_its_content(memory, tmp_path):
     code = "import ctypes, os, sys\nfrom megagrpo.platform.process.removal import remove_tree\n"
     code += "libc = ctypes.CDLL(None, use_errno=True)\n"
     code += "for place in ('tree/mounted', 'tree/a/mounted'):\n"
-    code += f"    os.makedirs(place)\n    assert libc.mount({str(tmp_path)!r}.encode(), place.encode(), None, 4096, None) == 0\n"
+    code += (
+        f"    os.makedirs(place)\n    assert libc.mount({str(tmp_path)!r}.encode(), place.encode(), None, 4096, "
+        f"None) == 0\n"
+    )
     code += "assert not remove_tree('tree')\n"
-    ended = subprocess.run(["unshare", "--mount", sys.executable, "-c", code], cwd=memory, capture_output=True, text=True)
+    ended = subprocess.run(
+        ["unshare", "--mount", sys.executable, "-c", code], cwd=memory, capture_output=True, text=True
+    )
     if "Operation not permitted" in ended.stderr:
         pytest.skip("this user cannot create a mount namespace")
     assert ended.returncode == 0, ended.stderr
@@ -238,7 +267,9 @@ def test_a_removal_takes_a_link_and_leaves_its_target(tmp_path):
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "file").touch()
     (tmp_path / "link").symlink_to(tmp_path / "theirs")
-    assert remove(tmp_path / "link") and (tmp_path / "theirs" / "file").exists() and not (tmp_path / "link").is_symlink()
+    assert (
+        remove(tmp_path / "link") and (tmp_path / "theirs" / "file").exists() and not (tmp_path / "link").is_symlink()
+    )
     assert remove(tmp_path / "absent") and remove(tmp_path / "theirs") and not (tmp_path / "theirs").exists()
 
 

@@ -25,7 +25,9 @@ time.sleep(600)
 OWN_ID = "{" + f"'{LAUNCHER_VARIABLE}': str(os.getpid())" + "}"
 
 
-@pytest.mark.parametrize(("variables", "delays"), [(OWN_ID, (0.0, 0.02, 0.1)), ("{}", (None,))], ids=["our launcher", "torchrun itself"])
+@pytest.mark.parametrize(
+    ("variables", "delays"), [(OWN_ID, (0.0, 0.02, 0.1)), ("{}", (None,))], ids=["our launcher", "torchrun itself"]
+)
 def test_a_rank_ends_when_torchrun_is_killed_while_it_imports(variables, delays, tmp_path):
     config = REPOSITORY / "configs" / "quickstart.yaml"
     for delay in delays:
@@ -36,8 +38,13 @@ def test_a_rank_ends_when_torchrun_is_killed_while_it_imports(variables, delays,
         try:
             launcher.stdout.readline()
             wait_until(lambda mark=mark: len(with_mark(mark)) == 2)
-            if delay is None:  # the rank does not know torchrun's process id, so it must be alive when torchrun is killed
-                wait_until(lambda mark=mark: any("pydantic_core" in Path(f"/proc/{pid}/maps").read_text() for pid in with_mark(mark)))
+            # the rank does not know torchrun's process id, so it must be alive when torchrun is killed
+            if delay is None:
+                wait_until(
+                    lambda mark=mark: any(
+                        "pydantic_core" in Path(f"/proc/{pid}/maps").read_text() for pid in with_mark(mark)
+                    )
+                )
             else:
                 time.sleep(delay)
             launcher.kill()

@@ -59,7 +59,13 @@ def test_a_phase_inside_another_one_counts_in_both_and_shares_its_progress():
         with phases("optimizer"):
             phases.task.advance(2)
     phases.task.advance()  # no phase runs
-    assert shown.events == ["begin step 3/40 train", "expect 4 micro-batches", "advance 1 0", "advance 2 0", "end step 3/40 train"]
+    assert shown.events == [
+        "begin step 3/40 train",
+        "expect 4 micro-batches",
+        "advance 1 0",
+        "advance 2 0",
+        "end step 3/40 train",
+    ]
     assert marks == ["train", "optimizer", "end of optimizer", "end of train"]
     times = phases.collect()
     assert 0 < times["time/optimizer"] <= times["time/train"] <= times["time/step"]

@@ -13,7 +13,9 @@ import pytest
 from megagrpo.platform.process.removal import remove_tree
 from megagrpo.platform.process.scratch import temporary_files
 
-LIVES = "import time\nfrom megagrpo.platform.process.scratch import temporary_files\nwith temporary_files() as folder:\n"
+LIVES = (
+    "import time\nfrom megagrpo.platform.process.scratch import temporary_files\nwith temporary_files() as folder:\n"
+)
 LIVES += "    print(folder, flush=True)\n    time.sleep(60)"
 
 
@@ -28,7 +30,9 @@ def test_temporary_files_are_in_a_folder_that_is_gone_afterwards(around):
     before = dict(os.environ)
     with temporary_files() as folder:
         made = Path(tempfile.mkdtemp())
-        told = subprocess.run([sys.executable, "-c", "import tempfile; print(tempfile.gettempdir())"], capture_output=True, text=True)
+        told = subprocess.run(
+            [sys.executable, "-c", "import tempfile; print(tempfile.gettempdir())"], capture_output=True, text=True
+        )
         assert folder.parent == around and made.parent == folder and told.stdout.strip() == str(folder)
     assert not list(around.iterdir()) and tempfile.gettempdir() == str(around) and dict(os.environ) == before
 
@@ -99,7 +103,9 @@ def as_another_user(action) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("program", [DEEP.format(levels=2100), NO_RIGHTS], ids=["2,100 nested folders", "folders without permissions"])
+@pytest.mark.parametrize(
+    "program", [DEEP.format(levels=2100), NO_RIGHTS], ids=["2,100 nested folders", "folders without permissions"]
+)
 def test_every_tree_that_a_program_makes_is_removed(memory, program):
     fill(memory / "tree", program)
     if os.getuid() == 0:
@@ -121,8 +127,13 @@ def test_links_are_removed_and_not_followed(tmp_path):
 
 def test_a_tree_that_a_process_still_writes_to_raises_nothing(tmp_path):
     (tmp_path / "tree").mkdir()
-    writes = "import os\nwhile True:\n    os.makedirs('a/b', exist_ok=True)\n    open('a/b/c', 'w').close()\n    print(flush=True)"
-    with subprocess.Popen([sys.executable, "-c", writes], cwd=tmp_path / "tree", stdout=subprocess.PIPE, stderr=subprocess.PIPE) as writer:
+    writes = (
+        "import os\nwhile True:\n    os.makedirs('a/b', exist_ok=True)\n    open('a/b/c', 'w').close()\n    "
+        "print(flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", writes], cwd=tmp_path / "tree", stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as writer:
         writer.stdout.readline()
         remove_tree(tmp_path / "tree")
         writer.kill()
@@ -135,7 +146,11 @@ def test_deep_folders_in_temporary_files_harm_neither_their_process_nor_the_next
     with temporary_files() as folder:
         fill(folder / "tree", DEEP.format(levels=1100))
     assert not list(memory.iterdir())
-    left = subprocess.run([sys.executable, "-c", LIVES.replace("time.sleep(60)", "import os; os._exit(0)")], capture_output=True, text=True)
+    left = subprocess.run(
+        [sys.executable, "-c", LIVES.replace("time.sleep(60)", "import os; os._exit(0)")],
+        capture_output=True,
+        text=True,
+    )
     fill(Path(left.stdout.strip()) / "tree", DEEP.format(levels=1100))
     with temporary_files():
         pass

@@ -14,7 +14,16 @@ from rich.console import Console
 
 from megagrpo.__main__ import main
 from megagrpo.config import load_config
-from megagrpo.platform.process.terminal import Formatter, LineTimes, get_logger, one_line, printable, show, side_by_side, wrapped
+from megagrpo.platform.process.terminal import (
+    Formatter,
+    LineTimes,
+    get_logger,
+    one_line,
+    printable,
+    show,
+    side_by_side,
+    wrapped,
+)
 from megagrpo.records.completions import completion_rows
 from megagrpo.records.console import ConsoleSink
 from megagrpo.records.writer import MetricsWriter
@@ -22,7 +31,9 @@ from megagrpo.types import Prompt, Rollout, ScoredRollout
 
 ROOT = Path(__file__).parents[4]
 HOSTILE = "\x1b]52;c;ZXZpbA==\x07 \x1b[2J \x9b31m \u202egnitirw\u202c \x08\x7f\r\u2028\u2066\ud800 \U000e0041"
-STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\U000e0000-\U000e007f]")
+STEERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\U000e0000-\U000e007f]"
+)
 COLOURS = re.compile(r"\x1b\[[\d;]*m")  # rich's own codes
 
 
@@ -61,7 +72,9 @@ def test_log_records_are_harmless_with_their_tracebacks():
     try:
         raise ValueError(HOSTILE)
     except ValueError:
-        record = logging.LogRecord("rewards", logging.WARNING, __file__, 1, "a reward failed: %s", (HOSTILE,), sys.exc_info())
+        record = logging.LogRecord(
+            "rewards", logging.WARNING, __file__, 1, "a reward failed: %s", (HOSTILE,), sys.exc_info()
+        )
     text = Formatter("%(message)s").format(record)
     assert "a reward failed" in text and "Traceback" in text and not STEERS.search(text)
 
@@ -71,7 +84,10 @@ def test_a_command_prints_hostile_errors_and_warnings_harmlessly(tmp_path):
     config.write_text('"mo\\x1bdel": 1\nrun: {name: "\\x1b]0;title\\x07"}\n')
     ended = subprocess.run([sys.executable, "-m", "megagrpo", "plan", str(config)], capture_output=True, text=True)
     assert ended.returncode == 2 and ended.stderr.strip() and not STEERS.search(ended.stderr + ended.stdout)
-    loud = "import logging; from megagrpo.platform.process.terminal import log_to_stderr; log_to_stderr(); logging.getLogger('any').warning('\\x1b[2J')"
+    loud = (
+        "import logging; from megagrpo.platform.process.terminal import log_to_stderr; log_to_stderr(); "
+        "logging.getLogger('any').warning('\\x1b[2J')"
+    )
     assert subprocess.run([sys.executable, "-c", loud], capture_output=True, text=True).stderr == "\\x1b[2J\n"
 
 
@@ -90,7 +106,10 @@ PRINTS = {  # that print only our own text, or print text unchanged on purpose
     ("parser.py", "message"),
     ("run_lock.py", "f'process {os.getpid()} on host {socket.gethostname()}'"),
     ("submit.py", "text"),  # a script, in which every value is quoted
-    ("supervisor.py", "f'the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it'"),
+    (
+        "supervisor.py",
+        "f'the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it'",
+    ),
     ("terminal.py", "f'{printable(str(text))}\\n'"),
 }
 
@@ -107,7 +126,8 @@ def test_every_print_of_the_package_goes_through_one_function():
 
 def ended(code: str, **environment: str) -> subprocess.CompletedProcess:
     """A process that has run `code` after `log_to_stderr`."""
-    own = {name: value for name, value in os.environ.items() if not name.endswith(("_DISABLE", "_BARS"))}  # other tests may have set them
+    # other tests may have set them
+    own = {name: value for name, value in os.environ.items() if not name.endswith(("_DISABLE", "_BARS"))}
     code = f"import logging, sys; from megagrpo.platform.process.terminal import *\n{code}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=own | environment)
 
@@ -140,7 +160,10 @@ def test_the_configuration_of_a_user_takes_effect_once_and_httpx_stays_quiet():
 def test_a_log_level_that_does_not_exist_ends_a_command_with_the_levels_that_do(monkeypatch, capsys):
     monkeypatch.setenv("MEGAGRPO_LOG_LEVEL", "loud")
     assert main(["plan", str(ROOT / "configs/quickstart.yaml")]) == 2
-    assert capsys.readouterr().err == "MEGAGRPO_LOG_LEVEL: 'loud' is not a log level; use one of debug, info, warning, error\n"
+    assert (
+        capsys.readouterr().err
+        == "MEGAGRPO_LOG_LEVEL: 'loud' is not a log level; use one of debug, info, warning, error\n"
+    )
 
 
 def test_records_with_text_of_models_are_harmless_in_every_handler(caplog):
@@ -162,7 +185,14 @@ def test_long_lines_are_wrapped_at_words_and_a_long_word_stays_whole():
 
 def test_columns_that_do_not_fit_continue_in_a_block_below():
     lines = side_by_side(["    ", "one ", "two "], [[f"{head:>6}", "     1", "     2"] for head in "abcd"], width=18)
-    assert lines == ["         a     b", "one      1     1", "two      2     2", "         c     d", "one      1     1", "two      2     2"]
+    assert lines == [
+        "         a     b",
+        "one      1     1",
+        "two      2     2",
+        "         c     d",
+        "one      1     1",
+        "two      2     2",
+    ]
     assert side_by_side(["x"], [["y" * 30]], width=10) == ["x" + "y" * 30]  # one column per block is the least
 
 
@@ -175,5 +205,15 @@ def test_libraries_draw_no_bars_in_a_pipe(rank):
 
 def test_a_wait_of_an_hour_has_few_lines():
     times = LineTimes(10.0)
-    assert [tenth / 10 for tenth in range(36_000) if times.due(tenth / 10)] == [10, 20, 40, 80, 160, 320, 640, 1280, 2560]
+    assert [tenth / 10 for tenth in range(36_000) if times.due(tenth / 10)] == [
+        10,
+        20,
+        40,
+        80,
+        160,
+        320,
+        640,
+        1280,
+        2560,
+    ]
     assert not LineTimes(10.0).due(9.9) and LineTimes(10.0).due(1000.0)

@@ -20,7 +20,14 @@ def sample(tokenizer, text, shown, reason="stop", eos=False, foreign=0, **more):
     """A sample with a prompt of two tokens, whose first `foreign` response tokens are not the policy's."""
     ids = [*tokenizer.encode(text, False), *[EOS] * eos]
     dialogue = {"messages": [], "num_turns": 2, "ended": "done"} if foreign else None
-    content = {"response": shown, "finish_reason": reason, "dialogue": dialogue, "prompt_id": 0, "prompt": "", "columns": {}} | more
+    content = {
+        "response": shown,
+        "finish_reason": reason,
+        "dialogue": dialogue,
+        "prompt_id": 0,
+        "prompt": "",
+        "columns": {},
+    } | more
     written = torch.arange(2 + foreign, 2 + len(ids))
     return Sample(torch.tensor([1, 1, *ids]), 2, torch.zeros(2 + len(ids)), written, content | {"weight_version": 0})
 
@@ -43,7 +50,11 @@ def test_a_response_may_end_with_a_stop_string(chat_folder, text, shown, options
     tokenizer = load_tokenizer(chat_folder)
     stop, include = options.pop("stop", [STOP]), options.pop("include", True)
     rollout = {"stop": stop} | ({} if include else {"include_stop_str_in_output": False})
-    values = {"model": {"path": "m"}, "data": {"train": {"source": "a"}}, "rewards": {"functions": [{"function": "format"}]}}
+    values = {
+        "model": {"path": "m"},
+        "data": {"train": {"source": "a"}},
+        "rewards": {"functions": [{"function": "format"}]},
+    }
     step = SimpleNamespace(config=RunConfig.model_validate(values | {"rollout": rollout}))
     found = list(_sample_problems(sample(tokenizer, text, shown, **options), step, tokenizer))
     assert bool(found) == bool(problem) and all(re.search(problem, said) for said in found[:1]), found
@@ -52,4 +63,5 @@ def test_a_response_may_end_with_a_stop_string(chat_folder, text, shown, options
 def test_rewards_are_run_again_with_what_the_template_had_opened(chat_folder):  # noqa: F811
     one = sample(load_tokenizer(chat_folder), "9", "9", opened="<think>")
     assert _rollout(one).prompt.opened == "<think>"
-    assert _rollout(replace(one, text={k: v for k, v in one.text.items() if k != "opened"})).prompt.opened == ""  # an older dump
+    # an older dump
+    assert _rollout(replace(one, text={k: v for k, v in one.text.items() if k != "opened"})).prompt.opened == ""

@@ -13,7 +13,9 @@ REPOSITORY = Path(__file__).parents[4]
 
 def told_of(*overrides: str) -> list[str]:
     """The problems of the quickstart with these overrides, each with its key."""
-    return [str(problem) for problem in plan(load_config(REPOSITORY / "configs" / "quickstart.yaml", overrides), 1).problems]
+    return [
+        str(problem) for problem in plan(load_config(REPOSITORY / "configs" / "quickstart.yaml", overrides), 1).problems
+    ]
 
 
 def test_data_that_does_not_exist_or_lacks_a_column_is_a_problem(tmp_path):
@@ -26,13 +28,21 @@ def test_data_that_does_not_exist_or_lacks_a_column_is_a_problem(tmp_path):
     (gone,) = told_of(f"data.train.source={tmp_path}/gone.jsonl")
     assert gone == f"data.train.source: no file or folder {tmp_path}/gone.jsonl; correct the path"
     (column,) = told_of(mine, "data.prompt_column=questoin", "data.eval=null")
-    assert column == f"data.prompt_column: no column `questoin`; did you mean `question`?; {rows} has columns question, answer"
-    (renamed,) = told_of(f"data.train.source={table}", "data.prompt_column=question", "data.columns={x: key}", "data.eval=null")
+    assert (
+        column
+        == f"data.prompt_column: no column `questoin`; did you mean `question`?; {rows} has columns question, answer"
+    )
+    (renamed,) = told_of(
+        f"data.train.source={table}", "data.prompt_column=question", "data.columns={x: key}", "data.eval=null"
+    )
     assert renamed.startswith("data.columns.x: no column `key`;")
     (own,) = told_of(f"evaluation.sets.more={{source: {rows}, prompt_column: task}}")
     assert own.startswith("evaluation.sets.more.prompt_column: no column `task`;")
     (template,) = told_of(f"data.chat_template={tmp_path}/none.jinja")
-    assert template == f"data.chat_template: no file {tmp_path}/none.jinja; correct the path, or write Jinja text or `none`"
+    assert (
+        template
+        == f"data.chat_template: no file {tmp_path}/none.jinja; correct the path, or write Jinja text or `none`"
+    )
 
 
 def test_a_variable_that_the_chat_template_does_not_use_is_a_problem(tmp_path):
@@ -47,7 +57,9 @@ def test_a_variable_that_the_chat_template_does_not_use_is_a_problem(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(other)
     assert told_of(tokenizer, kwargs) == [said]
     (tmp_path / "chat_template.jinja").unlink()
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": [{"name": "default", "template": other}]}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": [{"name": "default", "template": other}]})
+    )
     assert told_of(tokenizer, kwargs) == []  # the run looks at the template that it uses
 
 
@@ -70,7 +82,10 @@ def test_a_reward_that_does_not_exist_is_a_problem(tmp_path):
 def test_a_plan_says_which_machine_it_assumes_in_lines_of_at_most_100_columns():
     settings = load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml")
     without, eight = plan(settings, 8), plan(settings, 8, 80)
-    assert "\nmachine   no GPUs: 8 rank(s) share the RAM of a host; gpu_memory_gb=80 or --gpu h100 plans for GPUs\n" in str(without)
+    assert (
+        "\nmachine   no GPUs: 8 rank(s) share the RAM of a host; gpu_memory_gb=80 or --gpu h100 plans for GPUs\n"
+        in str(without)
+    )
     assert "\nmachine   8 GPU(s) of 80 GiB, one for each rank\n" in str(eight)
     assert max(map(len, str(eight).splitlines())) <= 100
 

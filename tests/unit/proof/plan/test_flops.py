@@ -10,12 +10,19 @@ from megagrpo.proof.plan.flops import attention_flops, model_flops, step_flops
 from megagrpo.proof.plan.gpu_specs import GPUS, bf16_tflops_of
 
 PROMPT, RESPONSE = 40, 24
-SHAPE = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512)
+SHAPE = dict(
+    hidden_size=64,
+    intermediate_size=160,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=512,
+)
 
 
 def counted(frozen: bool) -> tuple[transformers.LlamaConfig, int]:
-    """FLOPs that torch counts for forward and backward of one sample, with the head on response tokens only. Its attention is not causal:
-    every token meets every other one."""
+    """FLOPs that torch counts for forward and backward of one sample, with the head on response tokens only. Its
+    attention is not causal: every token meets every other one."""
     config = transformers.LlamaConfig(**SHAPE, max_position_embeddings=256, tie_word_embeddings=False)
     config._attn_implementation = "eager"
     model = transformers.LlamaForCausalLM(config)
@@ -34,7 +41,8 @@ def test_the_flops_of_a_step_are_those_that_torch_counts(frozen):
     config, naive = counted(frozen)
     model, length = parse_hf_config(config.to_dict() | {"architectures": ["LlamaForCausalLM"]}), PROMPT + RESPONSE
     own = step_flops(model, [(0, length)], RESPONSE, frozen)
-    assert own + 3 * attention_flops(model, length) == pytest.approx(naive, rel=0.01)  # causal attention is half of the square
+    # causal attention is half of the square
+    assert own + 3 * attention_flops(model, length) == pytest.approx(naive, rel=0.01)
     assert own == model_flops(model, PROMPT, RESPONSE, frozen)
 
 
@@ -42,7 +50,9 @@ def test_a_shared_prompt_counts_once_and_the_parts_of_a_sample_add_up():
     model = parse_hf_config(transformers.LlamaConfig(**SHAPE).to_dict() | {"architectures": ["LlamaForCausalLM"]})
     whole = step_flops(model, [(0, 64)], 24)
     assert step_flops(model, [(0, 40), (40, 64)], 24) == pytest.approx(whole)
-    assert step_flops(model, [(0, 40), (40, 64), (40, 64)], 48) == pytest.approx(2 * whole - step_flops(model, [(0, 40)], 0))
+    assert step_flops(model, [(0, 40), (40, 64), (40, 64)], 48) == pytest.approx(
+        2 * whole - step_flops(model, [(0, 40)], 0)
+    )
     assert step_flops(model, [], 0) == 0
 
 

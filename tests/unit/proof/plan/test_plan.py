@@ -50,9 +50,23 @@ LLAMA = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
 }
-MIXED = LLAMA | {"model_type": "qwen3_moe", "head_dim": 64, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 192}
-GPT_OSS = LLAMA | {"model_type": "gpt_oss", "head_dim": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False}
-GPT_OSS |= {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}}
+MIXED = LLAMA | {
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 192,
+}
+GPT_OSS = LLAMA | {
+    "model_type": "gpt_oss",
+    "head_dim": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+GPT_OSS |= {
+    "rope_scaling": {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+}
 MIXTRAL = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 DEEPSEEK_V3 = LLAMA | {  # the sizes of the release with fewer layers
     "model_type": "deepseek_v3",
@@ -116,7 +130,13 @@ def test_committed_configs_have_a_plan_without_problems(name):
         MIXED | {"mlp_only_layers": [3, 7]},
         MIXTRAL | {"tie_word_embeddings": False},
         DEEPSEEK_V3,
-        DEEPSEEK_V3 | {"model_type": "deepseek_v2", "q_lora_rank": None, "scoring_func": "softmax", "topk_method": "group_limited_greedy"},
+        DEEPSEEK_V3
+        | {
+            "model_type": "deepseek_v2",
+            "q_lora_rank": None,
+            "scoring_func": "softmax",
+            "topk_method": "group_limited_greedy",
+        },
         LLAMA | {"model_type": "gemma2", "head_dim": 32},
         LLAMA | {"model_type": "gemma3_text", "head_dim": 32},
         GPT_OSS,
@@ -154,23 +174,33 @@ def test_what_latent_attention_and_shared_experts_cannot_have_is_told(folder):
         "lora.rank: 4, but adapters do not support deepseek_v3's latent attention; set it to 0"
     ]
     assert told(plan(config(folder, "algorithm.router_aux_loss_coef=0.1"), 1)) == [
-        "algorithm.router_aux_loss_coef: 0.1, but the balancing loss needs experts chosen by softmax, without groups, unlike "
+        "algorithm.router_aux_loss_coef: 0.1, but the balancing loss needs experts chosen by softmax, without groups, "
+        "unlike "
         "those of deepseek_v3; set it to 0"
     ]
-    (folder / "config.json").write_text(json.dumps(DEEPSEEK_V3 | {"moe_intermediate_size": 2052, "num_hidden_layers": 4}))
+    (folder / "config.json").write_text(
+        json.dumps(DEEPSEEK_V3 | {"moe_intermediate_size": 2052, "num_hidden_layers": 4})
+    )
     assert told(plan(config(folder, "parallel.tp=8", "parallel.etp=1", "parallel.sequence_parallel=true"), 8)) == [
         "parallel.tp: moe_intermediate_size x n_shared_experts=2052 is not divisible by tp=8; valid tp: 1, 2, 4"
     ]
 
 
-@pytest.mark.parametrize(("sizes", "of_experts"), [(dict(), 1), (dict(ep=4), 4), (dict(ep=2, etp=3), 6), (dict(tp=3), 3)])
+@pytest.mark.parametrize(
+    ("sizes", "of_experts"), [(dict(), 1), (dict(ep=4), 4), (dict(ep=2, etp=3), 6), (dict(tp=3), 3)]
+)
 def test_experts_are_shared_out_over_ep_and_etp_and_their_optimizer_over_what_is_left(folder, sizes, of_experts):
     (folder / "config.json").write_text(json.dumps(MIXED | {"mlp_only_layers": [0]}))
     model = parse_hf_config(MIXED | {"mlp_only_layers": [0]})
     experts = 29 * 12 * 3 * 576 * 192
     assert stage_experts(model, ParallelSection(**sizes)) == [experts // of_experts]
     assert num_parameters(model) - num_active_parameters(model) == experts * 9 // 12
-    settings = config(folder, "model.precision=bf16", "train.distributed_optimizer=true", *(f"parallel.{k}={v}" for k, v in sizes.items()))
+    settings = config(
+        folder,
+        "model.precision=bf16",
+        "train.distributed_optimizer=true",
+        *(f"parallel.{k}={v}" for k, v in sizes.items()),
+    )
     world, dense = 12, stage_parameters(model, ParallelSection(**sizes))[0]
     memory = trainer_memory(settings, model, dp=world // sizes.get("tp", 1))["generate"]
     assert memory["weights"] == pytest.approx(2 * (dense + experts / of_experts) / 2**30)
@@ -191,7 +221,8 @@ def test_what_does_not_fit_the_experts_is_told_with_what_does(folder):
     ]
     assert problems(MIXED, 40, "parallel.ep=8", "parallel.etp=5") == [
         "parallel.ep: the model's 12 experts are not divisible by ep=8; valid ep: 1, 2, 3, 4, 6, 12",
-        "parallel.etp: the experts' width 192 is not divisible by etp=5; valid etp: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 192",
+        "parallel.etp: the experts' width 192 is not divisible by etp=5; valid etp: 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, "
+        "48, 64, 96, 192",
     ]
     assert problems(LLAMA, 4, "parallel.ep=2", "parallel.etp=2") == [
         "parallel.ep: 2, but llama has no experts; set it to 1",
@@ -202,7 +233,8 @@ def test_what_does_not_fit_the_experts_is_told_with_what_does(folder):
     ]
     (narrow,) = problems(MIXED | {"moe_intermediate_size": 193}, 1, "rollout.tp=3")
     assert narrow.startswith(
-        "rollout.tp: vLLM cannot split 9 heads, 3 KV heads, vocabulary 49152 and intermediate_size=193 over tp=3; valid tp: 1"
+        "rollout.tp: vLLM cannot split 9 heads, 3 KV heads, vocabulary 49152 and intermediate_size=193 over tp=3; "
+        "valid tp: 1"
     )
 
 
@@ -214,17 +246,30 @@ def test_the_plan_says_where_the_experts_are():
 
 def test_bf16_weights_gradients_and_sharded_optimizer_state_add_up(folder):
     layout = ("model.precision=bf16", "algorithm.beta=0.1")
-    made = trainer_memory(config(folder, "train.distributed_optimizer=true", *layout), parse_hf_config(LLAMA), dp=4)["generate"]
+    made = trainer_memory(config(folder, "train.distributed_optimizer=true", *layout), parse_hf_config(LLAMA), dp=4)[
+        "generate"
+    ]
     gib = 134_515_008 / 2**30
-    assert made == pytest.approx({"weights": 2 * gib, "gradients": 4 * gib, "optimizer": 12 * gib / 4, "reference": 2 * gib})
-    whole = trainer_memory(config(folder, "train.distributed_optimizer=false", *layout), parse_hf_config(LLAMA), dp=4)["generate"]
+    assert made == pytest.approx(
+        {"weights": 2 * gib, "gradients": 4 * gib, "optimizer": 12 * gib / 4, "reference": 2 * gib}
+    )
+    whole = trainer_memory(config(folder, "train.distributed_optimizer=false", *layout), parse_hf_config(LLAMA), dp=4)[
+        "generate"
+    ]
     assert whole["optimizer"] == pytest.approx(12 * gib)
 
 
 def test_a_checkpoint_takes_host_memory_of_the_rank_that_gathers_and_writes_and_a_little_of_the_others(folder):
-    """Bytes of a bf16 weight: gathered 12 on the first rank; temporarily 12 and each rank's own three parts; written 2 + 12."""
-    gib, model, keys = 134_515_008 / 2**30, parse_hf_config(LLAMA), ("model.precision=bf16", "train.distributed_optimizer=true")
-    waited, meanwhile = (host_memory(config(folder, *keys, f"run.async_save={on}"), model, 16) for on in ("false", "true"))
+    """Bytes of a bf16 weight: gathered 12 on the first rank; temporarily 12 and each rank's own three parts; written 2
+    + 12."""
+    gib, model, keys = (
+        134_515_008 / 2**30,
+        parse_hf_config(LLAMA),
+        ("model.precision=bf16", "train.distributed_optimizer=true"),
+    )
+    waited, meanwhile = (
+        host_memory(config(folder, *keys, f"run.async_save={on}"), model, 16) for on in ("false", "true")
+    )
     part = 12 / 16
     none = {"moments": 0, "offload": 0, "activations": 0}
     assert waited == pytest.approx(none | {"saving": (12 + 12 + 8 * part) * gib, "writing": 0})
@@ -240,10 +285,13 @@ def test_a_checkpoint_takes_host_memory_of_the_rank_that_gathers_and_writes_and_
     made = [config(folder, *keys, "algorithm.beta=0.1", f"train.offload={on}") for on in ("true", "false")]
     leaves, stays = (host_memory(one, model, 16, gpu=True)["offload"] for one in made)
     assert (leaves, stays) == pytest.approx((8 * (2 + 12 / 16 + 2) * gib, 0))  # weights, masters and moments, reference
-    assert host_memory(made[0], model, 16, gpu=True)["saving"] == pytest.approx(waited["saving"] + 8 * 2 * gib)  # and vLLM's weights
+    # and vLLM's weights
+    assert host_memory(made[0], model, 16, gpu=True)["saving"] == pytest.approx(waited["saving"] + 8 * 2 * gib)
     assert f"{leaves:.1f} GiB, pinned, for state offloaded while" in str(plan(made[0], 16, gpu_memory_gb=80))
     text = str(plan(config(folder, *keys, "run.async_save=true"), 16))
-    assert f"{meanwhile['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is assembled" in " ".join(text.split())
+    assert f"{meanwhile['saving']:.1f} GiB of the fullest node's RAM while a checkpoint is assembled" in " ".join(
+        text.split()
+    )
     assert f"; {meanwhile['writing']:.1f} GiB until it is written" in " ".join(text.split())
 
 
@@ -254,7 +302,9 @@ def test_virtual_stages_move_into_the_optimizer_one_by_one(folder):
         for vpp in (1, 2)
         for model in [parse_hf_config(LLAMA | {"num_hidden_layers": 60, "tie_word_embeddings": False})]
     )
-    assert virtual["staging"] == pytest.approx((15 * layer_parameters(parse_hf_config(LLAMA), 0) + 49152 * 576) * 4 / 2**30, rel=1e-3)
+    assert virtual["staging"] == pytest.approx(
+        (15 * layer_parameters(parse_hf_config(LLAMA), 0) + 49152 * 576) * 4 / 2**30, rel=1e-3
+    )
     assert virtual["staging"] < whole["staging"]
 
 
@@ -268,7 +318,12 @@ def test_recomputation_and_smaller_micro_batches_lower_the_activations(folder):
 
 
 def test_logits_cost_a_chunk_and_exact_kl_the_hidden_states_of_the_reference(folder):
-    exact = ("algorithm.beta=0.1", "algorithm.kl_estimator=full_reverse", "rollout.prompts_per_step=8", "rollout.num_generations=4")
+    exact = (
+        "algorithm.beta=0.1",
+        "algorithm.kl_estimator=full_reverse",
+        "rollout.prompts_per_step=8",
+        "rollout.num_generations=4",
+    )
 
     def logprobs(*overrides: str) -> dict[str, float]:
         settings = config(folder, "train.max_tokens_per_micro_batch=2048", "model.precision=bf16", *overrides)
@@ -301,7 +356,8 @@ def test_fused_logprobs_write_no_logits_without_gradients_and_little_with_them(f
             6,
             ["parallel.pp=2", "parallel.tp=2"],
             [
-                "world_size: 6 is not a multiple of parallel.tp x parallel.cp x parallel.pp = 2 x 1 x 2 = 4; use 4 or 8 ranks",
+                "world_size: 6 is not a multiple of parallel.tp x parallel.cp x parallel.pp = 2 x 1 x 2 = 4; use 4 or "
+                "8 ranks",
                 "parallel.tp: num_attention_heads=9 is not divisible by tp=2; valid tp: 1, 3",
                 "parallel.tp: num_key_value_heads=3 is not divisible by tp=2; valid tp: 1, 3",
             ],
@@ -314,21 +370,30 @@ def test_fused_logprobs_write_no_logits_without_gradients_and_little_with_them(f
         (
             1,
             ["rollout.tp=2"],
-            ["rollout.tp: vLLM cannot split 9 heads, 3 KV heads, vocabulary 49152 and intermediate_size=1536 over tp=2; valid tp: 1, 3"],
+            [
+                "rollout.tp: vLLM cannot split 9 heads, 3 KV heads, vocabulary 49152 and intermediate_size=1536 over "
+                "tp=2; valid tp: 1, 3"
+            ],
         ),
         (
             4,
             ["parallel.pp=4"],
             [
-                "parallel.pp: num_hidden_layers=30 is not divisible by pp x vpp = 4; valid pp x vpp: 1, 2, 3, 5, 6, 10, 15, 30; or set "
+                "parallel.pp: num_hidden_layers=30 is not divisible by pp x vpp = 4; valid pp x vpp: 1, 2, 3, 5, 6, "
+                "10, 15, 30; or set "
                 "parallel.pipeline_layers=[7,8,8,7]"
             ],
         ),
         (
             1,
-            ["rollout.max_prompt_length=8000", "rollout.max_completion_length=200", "train.max_tokens_per_micro_batch=9000"],
             [
-                "rollout.max_completion_length: max_prompt_length 8000 + max_completion_length 200 = 8200 tokens, but the model's limit is "
+                "rollout.max_prompt_length=8000",
+                "rollout.max_completion_length=200",
+                "train.max_tokens_per_micro_batch=9000",
+            ],
+            [
+                "rollout.max_completion_length: max_prompt_length 8000 + max_completion_length 200 = 8200 tokens, but "
+                "the model's limit is "
                 "8192 (max_position_embeddings); shorten by 8"
             ],
         ),
@@ -341,15 +406,22 @@ def test_fused_logprobs_write_no_logits_without_gradients_and_little_with_them(f
             3,
             ["parallel.tp=3", "parallel.sequence_parallel=true", "train.max_tokens_per_micro_batch=80"],
             [
-                "train.max_tokens_per_micro_batch: 80 is cut to 78, a multiple of parallel.tp = 3, and the longest sample has 80 tokens; "
+                "train.max_tokens_per_micro_batch: 80 is cut to 78, a multiple of parallel.tp = 3, and the longest "
+                "sample has 80 tokens; "
                 "use 81"
             ],
         ),
         (
             6,
-            ["parallel.tp=3", "parallel.sequence_parallel=true", "parallel.cp=2", "train.max_tokens_per_micro_batch=82"],
             [
-                "train.max_tokens_per_micro_batch: 82 is cut to 72, a multiple of 2 x parallel.cp x parallel.tp = 12, and the longest "
+                "parallel.tp=3",
+                "parallel.sequence_parallel=true",
+                "parallel.cp=2",
+                "train.max_tokens_per_micro_batch=82",
+            ],
+            [
+                "train.max_tokens_per_micro_batch: 82 is cut to 72, a multiple of 2 x parallel.cp x parallel.tp = 12, "
+                "and the longest "
                 "sample has 80 tokens; use 84"
             ],
         ),
@@ -365,14 +437,17 @@ def test_uneven_stages_are_planned_with_their_own_layers(folder):
     model = parse_hf_config(LLAMA)
     first, second = layers_of_ranks(model, ParallelSection(pp=2, vpp=2, pipeline_layers=[5, 9, 9, 7]))
     assert first == [*range(5), *range(14, 23)] and second == [*range(5, 14), *range(23, 30)]
-    even, uneven = (stage_parameters(model, ParallelSection(pp=2, pipeline_layers=layers)) for layers in (None, [16, 14]))
+    even, uneven = (
+        stage_parameters(model, ParallelSection(pp=2, pipeline_layers=layers)) for layers in (None, [16, 14])
+    )
     assert uneven[0] - even[0] == even[1] - uneven[1] == layer_parameters(model, 0)
 
     def activations(*layers: int) -> float:
         made = config(folder, "parallel.pp=2", f"parallel.pipeline_layers={list(layers)}")
         return trainer_memory(made, model, dp=1)["train"]["activations"]
 
-    steps = activations(20, 10) - activations(18, 12), activations(22, 8) - activations(20, 10)  # the first stage has more each time
+    # the first stage has more each time
+    steps = activations(20, 10) - activations(18, 12), activations(22, 8) - activations(20, 10)
     assert steps[0] == pytest.approx(steps[1]) and steps[0] == pytest.approx(activations(18, 12) / 9, rel=0.05)
 
 
@@ -409,7 +484,9 @@ def test_context_parallelism_shares_the_activations_and_the_sharded_optimizer(fo
 
 def test_an_unknown_reward_is_a_problem_with_its_place(folder):
     (problem,) = told(plan(config(folder, "rewards.functions.0.function=exact_numbr"), 1))
-    assert problem.startswith("rewards.functions.0.function: `exact_numbr` is not a known reward function; did you mean `exact_number`?")
+    assert problem.startswith(
+        "rewards.functions.0.function: `exact_numbr` is not a known reward function; did you mean `exact_number`?"
+    )
 
 
 def test_unknown_tools_and_schedulers_are_reported_with_the_key(folder):
@@ -424,17 +501,27 @@ def test_vllm_copies_kv_heads_when_there_are_fewer_than_devices():
 
 
 def test_vllm_cuts_a_vocabulary_that_it_has_padded_to_64():
-    model = parse_hf_config(LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 768, "vocab_size": 65})
-    assert [tp for tp in range(1, 13) if vllm_can_split(model, tp)] == [1, 2, 4]  # 128 rows, which 3, 6 and 12 do not divide
+    model = parse_hf_config(
+        LLAMA | {"num_attention_heads": 12, "num_key_value_heads": 12, "hidden_size": 768, "vocab_size": 65}
+    )
+    # 128 rows, which 3, 6 and 12 do not divide
+    assert [tp for tp in range(1, 13) if vllm_can_split(model, tp)] == [1, 2, 4]
 
 
-IN_STAGES = ["parallel.tp=2", "parallel.pp=2", "parallel.sequence_parallel=true", "train.max_tokens_per_micro_batch=8192"]
+IN_STAGES = [
+    "parallel.tp=2",
+    "parallel.pp=2",
+    "parallel.sequence_parallel=true",
+    "train.max_tokens_per_micro_batch=8192",
+]
 IN_STAGES += ["rollout.gpu_memory_utilization=0.4"]
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_a_share_that_fits():
     def problems(gpu: float, *overrides: str) -> list[str]:
-        return told(plan(load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", [*IN_STAGES, *overrides]), 8, gpu))
+        return told(
+            plan(load_config(REPOSITORY / "configs" / "qwen2.5_7b_1node.yaml", [*IN_STAGES, *overrides]), 8, gpu)
+        )
 
     beside = "train.offload=false"
     (problem,) = problems(64, beside)
@@ -458,7 +545,8 @@ def test_ram_that_is_too_small_for_what_leaves_the_gpus_is_refused():
 
     (problem,) = problems(100)
     assert problem == (
-        "train.offload: the ranks of a node keep 113.5 GiB in RAM (train.offload 113.5), but the node has 100.0; set it to false"
+        "train.offload: the ranks of a node keep 113.5 GiB in RAM (train.offload 113.5), but the node has 100.0; set "
+        "it to false"
     )
     assert problems(114) == problems(100, None) == problems(100, 80, "train.offload=false") == []
     (problem,) = problems(20, 80, "train.offload=false", "train.optimizer_offload=true")
@@ -469,7 +557,9 @@ def test_ram_that_is_too_small_for_what_leaves_the_gpus_is_refused():
 
 def test_layers_with_a_window_keep_its_tokens_and_a_batch(folder):
     windows = dict(model_type="gemma3_text", head_dim=64, sliding_window=512, tie_word_embeddings=True)
-    windows |= dict(layer_types=["sliding_attention"] * 5 + ["full_attention"], num_hidden_layers=6, query_pre_attn_scalar=64)
+    windows |= dict(
+        layer_types=["sliding_attention"] * 5 + ["full_attention"], num_hidden_layers=6, query_pre_attn_scalar=64
+    )
     model, whole = parse_hf_config(LLAMA | windows | dict(max_position_embeddings=65536)), parse_hf_config(LLAMA)
     token = 2 * 3 * 64  # elements of keys and values of three heads
     for tokens, prefill in ((100, 8192), (2000, 1000), (32768, 8192), (511, 1), (32768, None)):
@@ -485,7 +575,9 @@ def test_layers_with_a_window_keep_its_tokens_and_a_batch(folder):
         long = config(folder, *sizes, f"model.precision={precision}")
         sequence = kv_elements(model, 1, long.max_model_len, PREFILL_TOKENS)
         assert kv_bytes(long, model, long.max_model_len, PREFILL_TOKENS) == element * sequence
-        assert sum(engine_memory(long, model).values()) == pytest.approx(element * (num_parameters(model) + sequence) / 2**30)
+        assert sum(engine_memory(long, model).values()) == pytest.approx(
+            element * (num_parameters(model) + sequence) / 2**30
+        )
 
 
 def test_a_server_counts_where_it_shares_the_gpu(folder):
@@ -506,7 +598,9 @@ def test_a_server_counts_where_it_shares_the_gpu(folder):
     peak = dedicated.memory["train"]["total"]
     assert colocated.smallest_gpu == dedicated.smallest_gpu == pytest.approx(peak)
     assert made("rollout.gpu_memory_utilization=0.3", "train.offload=false").smallest_gpu == pytest.approx(peak / 0.7)
-    turns, beside = (made("rollout.gpu_memory_utilization=0.3", f"train.offload={on}", gpu=80.0).memory for on in ("true", "false"))
+    turns, beside = (
+        made("rollout.gpu_memory_utilization=0.3", f"train.offload={on}", gpu=80.0).memory for on in ("true", "false")
+    )
     assert {part for part, size in turns["generate"].items() if size} == {"vllm_weights", "kv_cache", "total"}
     assert {part for part, size in turns["sync"].items() if size} == {"weights", "staging", "vllm_weights", "total"}
     own = made("rollout.placement=dedicated", gpu=80.0).memory["sync"]["staging"]
@@ -530,7 +624,10 @@ def test_a_server_counts_where_it_shares_the_gpu(folder):
             "no/such/folder",
             f"model.path: {Path('no/such/folder').absolute()} does not exist; name a folder, a hub model as owner/name",
         ),
-        ("nobody/no-such-model", "model.path: nobody/no-such-model is not a local folder, and its config.json cannot be fetched"),
+        (
+            "nobody/no-such-model",
+            "model.path: nobody/no-such-model is not a local folder, and its config.json cannot be fetched",
+        ),
         ("package:no_such_package", "model.path: no installed package 'no_such_package'"),
     ],
 )
@@ -556,14 +653,23 @@ def test_the_shape_of_a_known_model_is_read_without_the_hub(monkeypatch):
 
 def test_the_command_prints_the_plan_needs_no_torch_and_ends_with_code_2_on_problems(folder):
     code = "import sys; sys.modules['torch'] = None; from megagrpo.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    arguments = [sys.executable, "-c", code, "plan", str(REPOSITORY / "configs" / "quickstart.yaml"), f"model.path={folder}"]
+    arguments = [
+        sys.executable,
+        "-c",
+        code,
+        "plan",
+        str(REPOSITORY / "configs" / "quickstart.yaml"),
+        f"model.path={folder}",
+    ]
     good = subprocess.run(arguments, capture_output=True, text=True)
     assert good.returncode == 0 and good.stderr == "" and "134.5M parameters" in " ".join(good.stdout.split())
     bad = subprocess.run([*arguments, "world_size=3", "parallel.pp=2"], capture_output=True, text=True)
     assert bad.returncode == 2 and bad.stdout == "" and "1 problem(s)\n  world_size: 3 is not a multiple" in bad.stderr
 
 
-LLAMA_8B = dict(model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+LLAMA_8B = dict(
+    model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+)
 LLAMA_8B |= dict(intermediate_size=14336, vocab_size=128256, max_position_embeddings=8192, tie_word_embeddings=False)
 
 
@@ -573,13 +679,17 @@ def test_adapters_of_llama_8b_are_as_many_as_peft_counts_and_alone_have_gradient
     assert "83,886,080 trained parameters, 1.04% of the model's" in dict(plan(settings, 1).rows)["LoRA"]
     memory = trainer_memory(settings, parse_hf_config(LLAMA_8B), dp=1)["generate"]
     gib = 83_886_080 / 2**30
-    assert (memory["gradients"], memory["optimizer"], memory["reference"]) == pytest.approx((4 * gib, 12 * gib, 2 * gib))
+    assert (memory["gradients"], memory["optimizer"], memory["reference"]) == pytest.approx(
+        (4 * gib, 12 * gib, 2 * gib)
+    )
 
 
 def test_adapters_in_experts_are_refused_and_all_linear_leaves_them_out(folder):
     (folder / "config.json").write_text(json.dumps(MIXED))
     (problem,) = told(plan(config(folder, "lora.rank=4", "lora.target_modules=[q_proj, up_proj]"), 1))
-    assert problem.startswith("lora.target_modules: up_proj of qwen3_moe are inside its experts, which have no adapters; leave them out")
+    assert problem.startswith(
+        "lora.target_modules: up_proj of qwen3_moe are inside its experts, which have no adapters; leave them out"
+    )
     made = dict(plan(config(folder, "lora.rank=4"), 1).rows)["LoRA"]
     assert f"{4 * 30 * (4 * 576 + 2 * 576 + 2 * 192):,} trained" in made
 
@@ -591,12 +701,15 @@ def test_adapters_go_on_the_projections_that_a_model_has(folder):
     assert f"{4 * 30 * (2 * 576 + 2 * 192 + 2 * 576 + 3 * 1536 + 2 * 576):,} trained" in made
     (problem,) = told(plan(config(folder, "lora.rank=4", "lora.target_modules=[q_proj, down_proj]"), 1))
     assert problem == (
-        "lora.target_modules: phi3 has no q_proj; name some of qkv_proj, o_proj, gate_up_proj, down_proj, or choose all-linear"
+        "lora.target_modules: phi3 has no q_proj; name some of qkv_proj, o_proj, gate_up_proj, down_proj, or choose "
+        "all-linear"
     )
 
 
 def test_an_adapter_that_vllm_does_not_take_is_refused(folder):
-    (folder / "config.json").write_text(json.dumps(LLAMA | {"model_type": "glm4", "head_dim": 32, "rms_norm_eps": 1e-5}))
+    (folder / "config.json").write_text(
+        json.dumps(LLAMA | {"model_type": "glm4", "head_dim": 32, "rms_norm_eps": 1e-5})
+    )
     alone = ("lora.rank=4", "lora.sync=adapter")
     (problem,) = told(plan(config(folder, *alone), 1))
     assert problem.startswith("lora.sync: vLLM takes no adapter of the gate_up_proj of glm4; choose merged")
@@ -611,7 +724,8 @@ def test_products_in_fp8_need_wide_linears_whole_blocks_of_tokens_and_layers_tha
     assert problem == "model.bf16_layers: 32 is out of range: the model has 32 layers; use -32 to 31"
     (problem,) = told(plan(config(folder, *fp8, "parallel.cp=2"), 2))
     assert problem.startswith(
-        "train.max_tokens_per_micro_batch: 96 is cut to 64, a multiple of 32 (model.fp8_recipe mxfp8) x parallel.cp = 64"
+        "train.max_tokens_per_micro_batch: 96 is cut to 64, a multiple of 32 (model.fp8_recipe mxfp8) x parallel.cp = "
+        "64"
     )
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | dict(intermediate_size=14336 + 16)))
     assert told(plan(config(folder, "model.fp8_recipe=tensorwise"), 1)) == []
@@ -619,7 +733,10 @@ def test_products_in_fp8_need_wide_linears_whole_blocks_of_tokens_and_layers_tha
     said = "mxfp8 needs multiples of 32, but a rank's part of intermediate_size is 14352; choose none or another layout"
     assert problem == f"model.fp8_recipe: {said}"
     (folder / "config.json").write_text(json.dumps(MIXED | dict(moe_intermediate_size=24)))
-    assert "a rank's part of moe_intermediate_size is 24" in told(plan(config(folder, "model.fp8_recipe=blockwise"), 1))[-1]
+    assert (
+        "a rank's part of moe_intermediate_size is 24"
+        in told(plan(config(folder, "model.fp8_recipe=blockwise"), 1))[-1]
+    )
 
 
 def test_activations_of_two_layers_are_on_a_gpu_and_the_others_on_the_host(folder):
@@ -628,10 +745,15 @@ def test_activations_of_two_layers_are_on_a_gpu_and_the_others_on_the_host(folde
     for leave in (0, 0.5, 1):
         settings = config(folder, "model.precision=bf16", f"model.offload_activations={leave}", "parallel.pp=2")
         stages = [stage["train"]["activations"] for stage in stage_memory(settings, model, dp=4)]
-        found[leave] = stages, host_memory(settings, model, 8, gpu=True)["activations"], host_memory(settings, model, 8)["activations"]
+        found[leave] = (
+            stages,
+            host_memory(settings, model, 8, gpu=True)["activations"],
+            host_memory(settings, model, 8)["activations"],
+        )
     (stay, *none), (left, pinned, on_cpu) = found[0], found[1]
     assert none == [0, 0] and on_cpu == 0 and found[0.5][1] == pytest.approx(pinned / 2)
-    kept = (stay[0] - stay[1]) / 16  # per layer: the first of two stages has two micro-batches in flight, each of 16 layers
+    # per layer: the first of two stages has two micro-batches in flight, each of 16 layers
+    kept = (stay[0] - stay[1]) / 16
     assert stay[0] - left[0] == pytest.approx(30 * kept) and stay[1] - left[1] == pytest.approx(14 * kept)
     assert pinned == pytest.approx(4 * (30 + 14) * kept)
 
@@ -642,7 +764,9 @@ def test_routing_is_padded_for_experts_only(folder):
     assert told(plan(config(folder, *padded), 1)) == []
     (folder / "config.json").write_text(json.dumps(LLAMA_8B))
     (problem,) = told(plan(config(folder, *padded), 1))
-    assert problem == "model.moe_router_padding_for_quantization: true needs experts, but llama has none; set it to false"
+    assert (
+        problem == "model.moe_router_padding_for_quantization: true needs experts, but llama has none; set it to false"
+    )
 
 
 def test_products_in_fp8_keep_two_rounded_copies_of_each_linear_on_a_gpu(folder):
@@ -655,7 +779,9 @@ def test_products_in_fp8_keep_two_rounded_copies_of_each_linear_on_a_gpu(folder)
     layer = 2 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) / 2**30
     assert copies() == copies("model.fp8_recipe=blockwise", gpu=False) == 0
     assert copies("model.fp8_recipe=blockwise") == pytest.approx(32 * layer)
-    assert copies("model.fp8_recipe=blockwise", "model.bf16_layers=[0, 31, -1]", "parallel.tp=2") == pytest.approx(30 * layer / 2)
+    assert copies("model.fp8_recipe=blockwise", "model.bf16_layers=[0, 31, -1]", "parallel.tp=2") == pytest.approx(
+        30 * layer / 2
+    )
     raw = MIXED | dict(intermediate_size=96)
     (folder / "config.json").write_text(json.dumps(raw))
     mixed = parse_hf_config(raw)
@@ -665,7 +791,9 @@ def test_products_in_fp8_keep_two_rounded_copies_of_each_linear_on_a_gpu(folder)
     h, e = mixed.hidden_size, mixed.experts
     attention = h * mixed.head_dim * 2 * (mixed.num_heads + mixed.num_kv_heads)
     experts = 3 * h * e.intermediate_size * e.count
-    assert found == pytest.approx(mixed.num_layers * attention + len(dense) * 3 * h * 96 + (mixed.num_layers - len(dense)) * experts)
+    assert found == pytest.approx(
+        mixed.num_layers * attention + len(dense) * 3 * h * 96 + (mixed.num_layers - len(dense)) * experts
+    )
 
 
 def test_weights_kept_in_fp8_are_those_copies_and_nothing_else(folder):
@@ -683,7 +811,11 @@ def test_weights_kept_in_fp8_are_those_copies_and_nothing_else(folder):
         return trainer_memory(settings, parse_hf_config(LLAMA_8B), dp=1, gpu=gpu)["train"]
 
     linears = 32 * 4096 * (2 * 4096 + 2 * 1024 + 3 * 14336) / 2**30
-    rounded, kept, on_cpu = parts(gpu=True), parts("model.fp8_param=true", gpu=True), parts("model.fp8_param=true", gpu=False)
+    rounded, kept, on_cpu = (
+        parts(gpu=True),
+        parts("model.fp8_param=true", gpu=True),
+        parts("model.fp8_param=true", gpu=False),
+    )
     assert rounded.pop("fp8_weights") == pytest.approx(2 * linears) and rounded == kept
     for part in ("weights", "reference"):
         assert kept[part] - on_cpu[part] == pytest.approx(linears)
@@ -704,7 +836,9 @@ def test_weights_in_fewer_bits_take_less_room_and_must_be_cut_into_blocks(folder
     assert weights("none") - weights("nf4") == pytest.approx(linears * (2 - 0.5 - 4 / 64))
     (folder / "config.json").write_text(json.dumps(LLAMA_8B | dict(intermediate_size=14336 + 32)))
     (problem,) = told(plan(config(folder, "lora.rank=32", "model.base_storage=nf4"), 1))
-    assert problem.startswith("model.base_storage: a rank's part of intermediate_size is 14368, not a multiple of 64; choose none")
+    assert problem.startswith(
+        "model.base_storage: a rank's part of intermediate_size is 14368, not a multiple of 64; choose none"
+    )
     (folder / "config.json").write_text(json.dumps(MIXED))
     (problem,) = told(plan(config(folder, "lora.rank=4", "model.base_storage=fp8"), 1))
     assert problem == "model.base_storage: fp8 does not support experts, which qwen3_moe has; choose none"
@@ -720,8 +854,9 @@ def test_a_weight_sync_needs_room_for_the_module_that_vllm_reloads(folder):
     assert not [problem for problem in made(0.9).problems if problem.rule == 20]
     (problem,) = [problem for problem in made(0.99).problems if problem.rule == 20]
     size = 256 * 3 * 7168 * 2048 / 8 * 3 / 2**30
-    assert f"leaves 1.8 GiB, but a weight sync reloads a module of {size:.1f} GiB beside it; lower rollout.gpu_memory_utilization" in str(
-        problem
+    assert (
+        f"leaves 1.8 GiB, but a weight sync reloads a module of {size:.1f} GiB beside it; lower "
+        f"rollout.gpu_memory_utilization" in str(problem)
     )
     assert made(0.99).smallest_gpu == pytest.approx(size / 0.01)
 
@@ -732,7 +867,15 @@ def test_activations_without_fusions_stay_as_separate_tensors(folder):
         for text in ("[]", "[rope]", "[bias_activation]")
     }
     assert kept["[]"] == kept["[rope]"] == kept["[bias_activation]"] + 2 * 1536
-    assert len({activation_elements(config(folder, f"model.fusions={text}"), parse_hf_config(LLAMA), gpu=False)[0] for text in kept}) == 1
+    assert (
+        len(
+            {
+                activation_elements(config(folder, f"model.fusions={text}"), parse_hf_config(LLAMA), gpu=False)[0]
+                for text in kept
+            }
+        )
+        == 1
+    )
 
 
 def test_stages_share_the_layers_of_a_server_and_copies_its_experts(folder):
@@ -743,7 +886,8 @@ def test_stages_share_the_layers_of_a_server_and_copies_its_experts(folder):
     whole, half = memory(untied), memory(untied, "rollout.pp=2")
     assert half["kv_cache"] == pytest.approx(whole["kv_cache"] / 2)
     assert half["vllm_weights"] == pytest.approx(whole["vllm_weights"] / 2, rel=1e-4)  # an embedding on each stage
-    assert memory(untied, "rollout.pp=4")["kv_cache"] == pytest.approx(whole["kv_cache"] * 8 / 30)  # eight layers on the largest stage
+    # eight layers on the largest stage
+    assert memory(untied, "rollout.pp=4")["kv_cache"] == pytest.approx(whole["kv_cache"] * 8 / 30)
     experts = 2 * 30 * 12 * 3 * 576 * 192 / 2**30
     plain, shared = memory(MIXED), memory(MIXED, "rollout.dp=3", "rollout.enable_expert_parallel=true")
     assert plain["vllm_weights"] - shared["vllm_weights"] == pytest.approx(experts * 2 / 3)
@@ -754,4 +898,6 @@ def test_a_server_needs_a_layer_for_each_stage_and_an_expert_for_each_worker(fol
     (problem,) = told(plan(config(folder, "rollout.pp=31"), 1))
     assert problem == "rollout.pp: 31 stages share 30 layers, which leaves stages without any; set it to 30 or less"
     (problem,) = told(plan(config(folder, "rollout.dp=13", "rollout.enable_expert_parallel=true"), 1))
-    assert problem.startswith("rollout.tp: 1 x rollout.dp 13 workers share 12 experts, which leaves workers without any; lower one")
+    assert problem.startswith(
+        "rollout.tp: 1 x rollout.dp 13 workers share 12 experts, which leaves workers without any; lower one"
+    )

@@ -13,7 +13,13 @@ from megagrpo.proof.plan.plan_rules import RULES, verdicts
 REPOSITORY = Path(__file__).parents[4]
 LLAMA = dict(model_type="llama", hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3)
 LLAMA |= dict(intermediate_size=1536, vocab_size=49152, max_position_embeddings=8192, tie_word_embeddings=True)
-MIXED = LLAMA | {"model_type": "qwen3_moe", "head_dim": 64, "num_experts": 12, "num_experts_per_tok": 3, "moe_intermediate_size": 192}
+MIXED = LLAMA | {
+    "model_type": "qwen3_moe",
+    "head_dim": 64,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 192,
+}
 SP = "parallel.sequence_parallel=true"
 BROKEN = {  # number: (ranks, overrides, the model's changes)
     1: (2, ["parallel.tp=2"], {}),
@@ -53,13 +59,18 @@ def state(folder: Path, number: int, ranks: int, overrides: list[str], changes: 
     (folder / "config.json").write_text(json.dumps(LLAMA | changes))
     (folder / "tokenizer_config.json").write_text("{}" if number != 16 else '{"eos_token": "</s>"}')
     (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"a": 0, "b": 301}}}))
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "b"}' if number == 16 else '{"chat_template": "{{ 1 }}"}')
+    (folder / "tokenizer_config.json").write_text(
+        '{"eos_token": "b"}' if number == 16 else '{"chat_template": "{{ 1 }}"}'
+    )
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 3]}' if number == 17 else "{}")
     try:
-        config = load_config(REPOSITORY / "configs" / "quickstart.yaml", [f"model.path={folder}", f"run.output_dir={folder}", *overrides])
+        config = load_config(
+            REPOSITORY / "configs" / "quickstart.yaml", [f"model.path={folder}", f"run.output_dir={folder}", *overrides]
+        )
     except ConfigError as error:
         (problem,) = error.problems
-        if problem.keys == ("rollout.num_generations",):  # rule 10 is the range of this key: a valid config cannot break it
+        # rule 10 is the range of this key: a valid config cannot break it
+        if problem.keys == ("rollout.num_generations",):
             problem = replace(problem, rule=10)
         found = verdicts([problem], [], gpu=True)
     else:

@@ -65,7 +65,9 @@ def test_without_gpus_servers_quantize_by_channel_alone(kind, tmp_path, monkeypa
     monkeypatch.setattr(serving.device, "visible_gpus", lambda: None)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     assert "fp8_per_channel" in launched(tmp_path, config())
-    with pytest.raises(ValueError, match=rf"rollout\.quantization: {kind} needs a GPU in vLLM, .* set it to none or fp8_per_channel"):
+    with pytest.raises(
+        ValueError, match=rf"rollout\.quantization: {kind} needs a GPU in vLLM, .* set it to none or fp8_per_channel"
+    ):
         launched(tmp_path, config(kind))
 
 
@@ -75,7 +77,10 @@ def test_without_gpus_servers_quantize_no_experts_and_say_so_before_they_start(k
     experts = dict(model_type="mixtral", num_local_experts=8, num_experts_per_tok=2)
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | experts))
     assert "--quantization" not in launched(tmp_path, config("none"))
-    with pytest.raises(ValueError, match=rf"rollout\.quantization: {kind} of a model with experts needs a GPU in vLLM, .* set it to none$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"rollout\.quantization: {kind} of a model with experts needs a GPU in vLLM, .* set it to none$",
+    ):
         launched(tmp_path, config(kind))
     monkeypatch.setattr(serving.device, "visible_gpus", lambda: ["0"])
     assert kind in launched(tmp_path, config(kind))
@@ -90,4 +95,6 @@ def test_the_plan_counts_a_byte_for_each_weight_of_a_block():
     slow, fast = (step_times(made[kind], MODEL, 8, GPUS["h100"], lengths).seconds["generate"] for kind in made)
     assert 0.6 * slow < fast < 0.95 * slow
     texts = [dict(plan(made[kind], 1).rows)["rollout"] for kind in made]
-    assert "; linear layers in fp8_per_block" in texts[1] and texts[0] == texts[1].replace("; linear layers in fp8_per_block", "")
+    assert "; linear layers in fp8_per_block" in texts[1] and texts[0] == texts[1].replace(
+        "; linear layers in fp8_per_block", ""
+    )

@@ -1,5 +1,5 @@
-"""Each shipped config for GPUs is the layout that the plan's own search finds first for its GPUs, or the first whose checkpoint fits the
-RAM of their nodes."""
+"""Each shipped config for GPUs is the layout that the plan's own search finds first for its GPUs, or the first whose
+checkpoint fits the RAM of their nodes."""
 
 from pathlib import Path
 
@@ -43,7 +43,11 @@ def test_the_layout_is_the_first_that_the_search_finds(name):
     model, lengths = parse_hf_config(model_shape(config.model.path)), expected_lengths(config)
     world = place(config, Cluster(gpus_per_node=gpus)).world_size
     kept = search(config, model, world, gpu, lengths, keep=1 if name not in RAM_GIB else 10)
-    best = next(one for one in kept if fits(load_config(CONFIGS / f"{name}.yaml", one.overrides), model, world, RAM_GIB.get(name)))
+    best = next(
+        one
+        for one in kept
+        if fits(load_config(CONFIGS / f"{name}.yaml", one.overrides), model, world, RAM_GIB.get(name))
+    )
     assert step_times(config, model, world, gpu, lengths) == best.times, " ".join(best.overrides)
     assert load_config(CONFIGS / f"{name}.yaml", best.overrides) == config
     comment = " ".join((CONFIGS / f"{name}.yaml").read_text().replace("\n#", "").split())

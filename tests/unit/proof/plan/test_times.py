@@ -32,12 +32,21 @@ from megagrpo.proof.plan.passes import (
 from megagrpo.proof.plan.planned_memory import activation_elements, smallest_gpu, trainer_memory
 from megagrpo.proof.plan.search import USABLE, USABLE_WITH_EXPERTS, search
 from megagrpo.proof.plan.shapes import num_parameters
-from megagrpo.proof.plan.times import DECODE_BANDWIDTH, DECODE_STEP_SECONDS, LAYER_SECONDS, exponential_mean, step_times, sync_seconds
+from megagrpo.proof.plan.times import (
+    DECODE_BANDWIDTH,
+    DECODE_STEP_SECONDS,
+    LAYER_SECONDS,
+    exponential_mean,
+    step_times,
+    sync_seconds,
+)
 from megagrpo.proof.plan.workload import Lengths, expected_lengths
 
 REPOSITORY = Path(__file__).parents[4]
 H100 = GPUS["h100"]
-LLAMA_8B = dict(model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+LLAMA_8B = dict(
+    model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8
+)
 LLAMA_8B |= dict(intermediate_size=14336, vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=False)
 MODEL = parse_hf_config(LLAMA_8B)
 DEEPSEEK = REPOSITORY / "configs" / "models" / "deepseek-ai" / "DeepSeek-V3"
@@ -47,8 +56,17 @@ LENGTHS = Lengths(200, 800, 1600)
 
 def config(*overrides: str):
     """The config of Llama-3.1-8B: 64 x 16 samples a step, on 80 GB."""
-    sizes = ["model.precision=bf16", "rollout.prompts_per_step=64", "rollout.num_generations=16", "rollout.max_prompt_length=448"]
-    sizes += ["rollout.max_completion_length=1600", "train.max_tokens_per_micro_batch=4096", "train.distributed_optimizer=true"]
+    sizes = [
+        "model.precision=bf16",
+        "rollout.prompts_per_step=64",
+        "rollout.num_generations=16",
+        "rollout.max_prompt_length=448",
+    ]
+    sizes += [
+        "rollout.max_completion_length=1600",
+        "train.max_tokens_per_micro_batch=4096",
+        "train.distributed_optimizer=true",
+    ]
     return load_config(REPOSITORY / "configs" / "quickstart.yaml", [*sizes, *overrides])
 
 
@@ -57,11 +75,18 @@ def seconds(*overrides: str, world: int = 8, lengths: Lengths = LENGTHS, gpu: st
 
 
 def test_fp8_shortens_what_linears_take_and_is_refused_where_the_gpu_has_none():
-    bf16, fp8, half = (seconds(*keys)["train"] for keys in ([], ["model.fp8_recipe=blockwise"], ["model.fp8_recipe=blockwise", BF16_HALF]))
+    bf16, fp8, half = (
+        seconds(*keys)["train"]
+        for keys in ([], ["model.fp8_recipe=blockwise"], ["model.fp8_recipe=blockwise", BF16_HALF])
+    )
     assert bf16 / 1.5 < fp8 < half < bf16 and half == pytest.approx((bf16 + fp8) / 2)
     assert seconds("model.fp8_recipe=tensorwise")["generate"] == seconds()["generate"]
     made = plan(config("model.fp8_recipe=mxfp8"), 8)
-    for gpu, said in {"a100": "choose none", "h100": "choose none, tensorwise, delayed or blockwise", "b200": None}.items():
+    for gpu, said in {
+        "a100": "choose none",
+        "h100": "choose none, tensorwise, delayed or blockwise",
+        "b200": None,
+    }.items():
         settings = config("model.fp8_recipe=mxfp8")
         found = with_times(made, settings, 8, GPUS[gpu], LENGTHS)
         refused = list(map(str, found.problems[len(made.problems) :]))
@@ -81,7 +106,10 @@ def test_kernels_are_refused_on_gpus_that_they_are_not_for():
     made = plan(settings, 8)
     plans = {gpu: with_times(made, settings, 8, GPUS[gpu], LENGTHS) for gpu in GPUS}
     said = {gpu: list(map(str, plans[gpu].problems[len(made.problems) :])) for gpu in GPUS}
-    refused = {gpu: [f"train.fused_logprobs: true needs a Hopper GPU, but the GPU is {gpu}; set it to false"] for gpu in ("a100", "b200")}
+    refused = {
+        gpu: [f"train.fused_logprobs: true needs a Hopper GPU, but the GPU is {gpu}; set it to false"]
+        for gpu in ("a100", "b200")
+    }
     assert said == refused | {"h100": [], "h200": []}
 
 
@@ -89,18 +117,27 @@ def test_flops_are_those_of_the_products_of_one_token():
     h, layers, kv, mlp, vocab = 4096, 32, 1024, 14336, 128256
     flops = token_flops(MODEL)
     products = layers * (2 * h * h + 2 * h * kv + 3 * h * mlp)
-    assert flops.dense == pytest.approx(2 * products, rel=1e-4) and flops.experts == 0  # norms count too, and are negligible
+    # norms count too, and are negligible
+    assert flops.dense == pytest.approx(2 * products, rel=1e-4) and flops.experts == 0
     assert flops.head == 2 * h * vocab
     scores = sum(2 * 2 * 128 * 32 * (place + 0.5) for place in range(300))  # a query sees half of its own key
     assert attention_flops(MODEL, 300) == pytest.approx(layers * scores)
     gradients_of_weights = 300 * flops.dense + 200 * flops.head
-    assert model_flops(MODEL, 100, 200) - model_flops(MODEL, 100, 200, frozen=True) == pytest.approx(gradients_of_weights)
-    assert model_flops(MODEL, 100, 200) == pytest.approx(3 * (300 * flops.dense + 200 * flops.head + attention_flops(MODEL, 300)))
+    assert model_flops(MODEL, 100, 200) - model_flops(MODEL, 100, 200, frozen=True) == pytest.approx(
+        gradients_of_weights
+    )
+    assert model_flops(MODEL, 100, 200) == pytest.approx(
+        3 * (300 * flops.dense + 200 * flops.head + attention_flops(MODEL, 300))
+    )
 
 
 def test_a_window_bounds_the_scores():
-    gemma = dict(model_type="gemma3_text", head_dim=64, sliding_window=100, layer_types=["sliding_attention", "full_attention"])
-    model = parse_hf_config(LLAMA_8B | gemma | dict(num_hidden_layers=2, query_pre_attn_scalar=64, tie_word_embeddings=True))
+    gemma = dict(
+        model_type="gemma3_text", head_dim=64, sliding_window=100, layer_types=["sliding_attention", "full_attention"]
+    )
+    model = parse_hf_config(
+        LLAMA_8B | gemma | dict(num_hidden_layers=2, query_pre_attn_scalar=64, tie_word_embeddings=True)
+    )
     pairs = sum(min(place + 0.5, 100) for place in range(1000)) + 1000**2 / 2
     assert attention_flops(model, 1000) == pytest.approx(2 * pairs * 32 * 2 * 64, rel=1e-3)
 
@@ -108,7 +145,8 @@ def test_a_window_bounds_the_scores():
 def test_experts_count_as_many_as_a_token_meets():
     flops = token_flops(parse_hf_config(json.loads((DEEPSEEK / "config.json").read_text())))
     assert flops.experts == 2 * 58 * 8 * 3 * 7168 * 2048
-    assert (flops.blocks + flops.head) / 2 == pytest.approx(37e9, rel=0.03)  # DeepSeek-V3, arXiv 2412.19437: 37B activated
+    # DeepSeek-V3, arXiv 2412.19437: 37B activated
+    assert (flops.blocks + flops.head) / 2 == pytest.approx(37e9, rel=0.03)
 
 
 def test_a_pass_is_its_products_its_attention_and_the_memory_that_layers_touch_and_recomputing_costs_one_more():
@@ -130,20 +168,32 @@ def test_a_pass_is_its_products_its_attention_and_the_memory_that_layers_touch_a
 
 
 def test_short_micro_batches_take_as_long_as_their_kernels_take_to_start():
-    tiny = config("train.max_tokens_per_micro_batch=256", "rollout.max_prompt_length=20", "rollout.max_completion_length=100")
+    tiny = config(
+        "train.max_tokens_per_micro_batch=256", "rollout.max_prompt_length=20", "rollout.max_completion_length=100"
+    )
     passes = pass_seconds(tiny, MODEL, 1, GPUS["b200"], Lengths(20, 100, 100))
     count = math.ceil(1024 * 120 / (256 * fill(tiny, Lengths(20, 100, 100))))
-    assert passes.forward == pytest.approx(count * 32 * LAYER_STARTS, rel=0.1) and passes.backward == pytest.approx(passes.forward, rel=0.1)
+    assert passes.forward == pytest.approx(count * 32 * LAYER_STARTS, rel=0.1) and passes.backward == pytest.approx(
+        passes.forward, rel=0.1
+    )
 
 
 def test_half_a_sample_is_left_over_in_a_micro_batch_or_all_but_one():
     settings = config()
-    assert fill(settings, Lengths(200, 3000, 3800)) == 3200 / 4096 and fill(settings, Lengths(200, 800, 1600)) == 1 - 1000 / 4096 / 2
+    assert (
+        fill(settings, Lengths(200, 3000, 3800)) == 3200 / 4096
+        and fill(settings, Lengths(200, 800, 1600)) == 1 - 1000 / 4096 / 2
+    )
 
 
 def test_ranks_that_share_experts_out_wait_for_the_fullest_micro_batch_and_the_fullest_experts():
     mixed = dict(
-        model_type="qwen3_moe", head_dim=128, num_experts=64, num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True
+        model_type="qwen3_moe",
+        head_dim=128,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
     )
     model = parse_hf_config(LLAMA_8B | mixed)
     alone, shared = (pass_seconds(config(f"parallel.ep={ep}"), model, 8, H100, LENGTHS).forward for ep in (1, 8))
@@ -154,16 +204,28 @@ def test_decoding_reads_weights_and_cache_until_the_longest_is_done():
     """One server, all responses of the same length."""
     lengths = Lengths(200, 1600, 1600)
     one = seconds(
-        "rollout.placement=dedicated", "rollout.max_num_seqs=2000", "rollout.gpu_memory_utilization=1", lengths=lengths, gpu="b200"
+        "rollout.placement=dedicated",
+        "rollout.max_num_seqs=2000",
+        "rollout.gpu_memory_utilization=1",
+        lengths=lengths,
+        gpu="b200",
     )
     gpu, cache = GPUS["b200"], 2 * 2 * 32 * 1024
-    naive = sum((2 * 8.03e9 + 1024 * cache * (200 + place)) / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH) for place in range(1600))
+    naive = sum(
+        (2 * 8.03e9 + 1024 * cache * (200 + place)) / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH)
+        for place in range(1600)
+    )
     naive += 1600 * (DECODE_STEP_SECONDS + 32 * LAYER_SECONDS)
     slots = int((gpu.memory_gib * 2**30 - 2 * 8.03e9) / (1800 * cache))
     assert slots < 1024  # so some wait, and every step has a full batch
     assert one["generate"] > naive * 0.9
-    small = seconds("rollout.placement=dedicated", "rollout.prompts_per_step=1", lengths=lengths, gpu="b200")["generate"]
-    naive = sum((2 * 8.03e9 + 16 * cache * (200 + place)) / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH) for place in range(1600))
+    small = seconds("rollout.placement=dedicated", "rollout.prompts_per_step=1", lengths=lengths, gpu="b200")[
+        "generate"
+    ]
+    naive = sum(
+        (2 * 8.03e9 + 16 * cache * (200 + place)) / (gpu.memory_gb_per_s * 1e9 * DECODE_BANDWIDTH)
+        for place in range(1600)
+    )
     assert small == pytest.approx(naive + 1600 * (DECODE_STEP_SECONDS + 32 * LAYER_SECONDS), rel=0.01)
 
 
@@ -174,10 +236,15 @@ def test_stages_of_a_server_make_room_and_tensor_parallelism_also_saves_reading(
 
 
 def test_stragglers_make_generation_longer_than_the_average_response():
-    same, spread = (seconds("rollout.servers=8", lengths=Lengths(200, 800, longest))["generate"] for longest in (800, 3200))
+    same, spread = (
+        seconds("rollout.servers=8", lengths=Lengths(200, 800, longest))["generate"] for longest in (800, 3200)
+    )
     assert spread > 1.5 * same
     few, many = (
-        seconds(f"rollout.prompts_per_step={8 * n}", f"rollout.servers={n}", lengths=Lengths(200, 100, 1600))["generate"] for n in (1, 8)
+        seconds(f"rollout.prompts_per_step={8 * n}", f"rollout.servers={n}", lengths=Lengths(200, 100, 1600))[
+            "generate"
+        ]
+        for n in (1, 8)
     )
     assert few < many < 1.6 * few  # with more responses the longest is longer, and it ends before the maximum
     mean = exponential_mean(800, 1600)
@@ -217,14 +284,18 @@ def test_what_no_step_changes_is_copied_to_the_host_once_and_back_in_every_step(
     weights, frozen = 2 * num_parameters(MODEL) / 8, copied("lora.rank=8")
     follows = ("algorithm.sync_ref_model=true", "algorithm.ref_model_sync_steps=10")
     still, moves = (copied("algorithm.beta=0.1", *keys) - copied() for keys in ((), follows))
-    assert copied() == pytest.approx(2 * (2 + 12) / 2 * weights, rel=0.01)  # bf16, float32 masters and moments, both ways
+    # bf16, float32 masters and moments, both ways
+    assert copied() == pytest.approx(2 * (2 + 12) / 2 * weights, rel=0.01)
     assert still == pytest.approx(weights, rel=0.01) and moves == pytest.approx(1.1 * weights, rel=0.01)
     assert weights < frozen < 1.2 * weights  # adapters, their masters and moments both ways
 
 
 @pytest.mark.parametrize(("slow", "fast"), [("a100", "h100"), ("h100", "h200"), ("h200", "b200")])
 def test_newer_gpus_are_faster(slow, fast):
-    assert seconds(gpu=slow)["generate"] > seconds(gpu=fast)["generate"] and seconds(gpu=slow)["train"] >= seconds(gpu=fast)["train"]
+    assert (
+        seconds(gpu=slow)["generate"] > seconds(gpu=fast)["generate"]
+        and seconds(gpu=slow)["train"] >= seconds(gpu=fast)["train"]
+    )
 
 
 def test_links_carry_bytes_at_their_speed_and_the_network_is_slower():
@@ -241,10 +312,16 @@ def test_the_sum_for_a_sync_is_that_of_its_exact_plan():
     from megagrpo.proof.plan.weight_sync import plan_sync
 
     settings = config(
-        "rollout.placement=dedicated", "parallel.tp=2", "parallel.sequence_parallel=true", "rollout.servers=2", "rollout.tp=2"
+        "rollout.placement=dedicated",
+        "parallel.tp=2",
+        "parallel.sequence_parallel=true",
+        "rollout.servers=2",
+        "rollout.tp=2",
     )
     (exact,) = run_ranks(plan_sync, 1, MODEL, settings.parallel, 8, EngineLayout(tp=2, ep=1, servers=2), 2)
-    assert sync_seconds(settings, MODEL, 8, H100) == pytest.approx(exact.seconds(H100.network_gb_per_s * LINK_EFFICIENCY)[0], rel=0.1)
+    assert sync_seconds(settings, MODEL, 8, H100) == pytest.approx(
+        exact.seconds(H100.network_gb_per_s * LINK_EFFICIENCY)[0], rel=0.1
+    )
 
 
 def test_generation_that_runs_ahead_keeps_every_slot_taken_and_a_response_has_as_many_steps_as_it_may_be_old():
@@ -254,7 +331,12 @@ def test_generation_that_runs_ahead_keeps_every_slot_taken_and_a_response_has_as
     spread = Lengths(200, 300, 1600)
     waits, ahead, wait, far = (
         seconds(*keys, *more, lengths=spread)["generate"]
-        for more in ([], ["rollout.max_staleness=1"], ["rollout.max_staleness=1", "rollout.in_flight=wait"], ["rollout.max_staleness=8"])
+        for more in (
+            [],
+            ["rollout.max_staleness=1"],
+            ["rollout.max_staleness=1", "rollout.in_flight=wait"],
+            ["rollout.max_staleness=8"],
+        )
     )
     assert wait == waits and 0.4 * waits < ahead < 0.8 * waits and far < ahead
 
@@ -272,7 +354,9 @@ def test_waiting_for_the_other_side_is_idle_time_and_all_gpus_count():
     running_ahead = config("rollout.placement=dedicated", "rollout.servers=8", "rollout.max_staleness=1", *correction)
     ahead = step_times(running_ahead, MODEL, 8, H100, LENGTHS)
     longer, shorter = sorted((ahead.seconds["generate"], ahead.seconds["train"]), reverse=True)
-    assert ahead.seconds["train"] == apart.seconds["train"] and ahead.step == pytest.approx(longer + apart.seconds["sync"])
+    assert ahead.seconds["train"] == apart.seconds["train"] and ahead.step == pytest.approx(
+        longer + apart.seconds["sync"]
+    )
     assert ahead.idle == pytest.approx(8 * (longer - shorter) / (16 * ahead.step))
     staged = step_times(config("parallel.pp=8", "rollout.servers=8"), MODEL, 8, H100, LENGTHS)
     assert staged.bubble == pytest.approx(7 / (7 + math.ceil(1024 * 1000 / 4096 / fill(config(), LENGTHS))))
@@ -296,7 +380,8 @@ def test_the_search_finds_layouts_that_fit_and_none_is_slower_than_the_configs_o
 
 
 def test_what_the_search_proposes_also_undoes_what_the_config_had():
-    """For a config with its own tp, ep and stages: each proposal, written as overrides of that file, gives the planned layout."""
+    """For a config with its own tp, ep and stages: each proposal, written as overrides of that file, gives the planned
+    layout."""
     path = REPOSITORY / "configs" / "qwen3_30b_a3b_1node.yaml"
     own = load_config(path, ["parallel.pp=2", "parallel.ep=4", "parallel.pipeline_layers=[23,25]"])
     model = parse_hf_config(json.loads((REPOSITORY / "configs/models/Qwen/Qwen3-30B-A3B/config.json").read_text()))
@@ -304,16 +389,28 @@ def test_what_the_search_proposes_also_undoes_what_the_config_had():
     assert any(one.stages == 1 for one in found) and any(one.stages == 8 for one in found)
     assert all(one.gib <= USABLE_WITH_EXPERTS * GPUS["h200"].memory_gib for one in found)
     for one in found:
-        changed = load_config(path, ["parallel.pp=2", "parallel.ep=4", "parallel.pipeline_layers=[23,25]", *one.overrides])
+        changed = load_config(
+            path, ["parallel.pp=2", "parallel.ep=4", "parallel.pipeline_layers=[23,25]", *one.overrides]
+        )
         assert step_times(changed, model, 8, GPUS["h200"], LENGTHS) == one.times
 
 
 def test_671_billion_parameters_on_2048_gpus_are_searched_in_seconds():
     settings = config(
-        f"model.path={DEEPSEEK}", "rollout.placement=dedicated", "rollout.servers=32", "rollout.tp=32", "rollout.gpu_memory_utilization=0.9"
+        f"model.path={DEEPSEEK}",
+        "rollout.placement=dedicated",
+        "rollout.servers=32",
+        "rollout.tp=32",
+        "rollout.gpu_memory_utilization=0.9",
     )
     began = time.process_time()
-    found = search(settings, parse_hf_config(json.loads((DEEPSEEK / "config.json").read_text())), 2048, H100, expected_lengths(settings))
+    found = search(
+        settings,
+        parse_hf_config(json.loads((DEEPSEEK / "config.json").read_text())),
+        2048,
+        H100,
+        expected_lengths(settings),
+    )
     assert len(found) == 5 and time.process_time() - began < 20
     assert len({one.overrides for one in found}) == 5
 
@@ -328,13 +425,28 @@ def test_where_nothing_fits_the_search_says_so_and_what_generates_may_be_why(tmp
 def test_the_command_says_all_of_it_in_json_without_torch(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     code = "import sys; sys.modules['torch'] = None; from megagrpo.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    arguments = [sys.executable, "-c", code, "plan", str(REPOSITORY / "configs" / "quickstart.yaml"), f"model.path={tmp_path}"]
+    arguments = [
+        sys.executable,
+        "-c",
+        code,
+        "plan",
+        str(REPOSITORY / "configs" / "quickstart.yaml"),
+        f"model.path={tmp_path}",
+    ]
     arguments += ["world_size=8", "train.distributed_optimizer=true", "model.precision=bf16", "parallel.tp=8"]
-    arguments += ["parallel.sequence_parallel=true", "--gpu", "h200", "rollout.max_completion_length=24", "response_tokens=20"]
+    arguments += [
+        "parallel.sequence_parallel=true",
+        "--gpu",
+        "h200",
+        "rollout.max_completion_length=24",
+        "response_tokens=20",
+    ]
     told = subprocess.run([*arguments, "--search", "--json"], capture_output=True, text=True)
     made = json.loads(told.stdout)
     assert told.returncode == 0 and made["problems"] == [] and len(made["rules"]) == 25 and len(made["found"]) == 5
-    assert made["times"]["step"] == pytest.approx(sum(s for phase, s in made["times"]["seconds"].items() if phase != "load"))
+    assert made["times"]["step"] == pytest.approx(
+        sum(s for phase, s in made["times"]["seconds"].items() if phase != "load")
+    )
     assert set(made["memory_gib"]) == {"load", "generate", "logprobs", "train", "sync"}
     assert "32 tokens a prompt and 20 a response on average, 24 at most" in made["rows"]["lengths"]
     shown = subprocess.run([*arguments, "--search"], capture_output=True, text=True).stdout
@@ -347,7 +459,10 @@ def test_the_command_says_all_of_it_in_json_without_torch(tmp_path):
         ({"gpu": "h300"}, "--gpu: h300 is not known; choose one of a100, h100, h200, b200"),
         ({"search": True}, "--search: predicted seconds need a kind of GPU; add --gpu, one of a100, h100, h200, b200"),
         ({"response_tokens": 5.0}, "response_tokens: predicted seconds need a kind of GPU"),
-        ({"gpu": "h100", "response_tokens": 1e6}, "response_tokens: 1e+06 is above the longest that the config allows, "),
+        (
+            {"gpu": "h100", "response_tokens": 1e6},
+            "response_tokens: 1e+06 is above the longest that the config allows, ",
+        ),
         ({"gpu": "h100", "prompt_tokens": 1e6}, "prompt_tokens: 1e+06 is above the longest that the config allows, "),
     ],
 )

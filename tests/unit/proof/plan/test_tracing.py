@@ -17,8 +17,17 @@ from megagrpo.proof.plan.roofline import kernel_seconds, roofline
 from megagrpo.proof.plan.workload import Lengths
 
 ROOT = Path(__file__).parents[4]
-TINY = dict(model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=256, intermediate_size=768, num_hidden_layers=3)
-TINY |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=32, vocab_size=4096, max_position_embeddings=4096, rms_norm_eps=1e-6)
+TINY = dict(
+    model_type="llama", architectures=["LlamaForCausalLM"], hidden_size=256, intermediate_size=768, num_hidden_layers=3
+)
+TINY |= dict(
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=32,
+    vocab_size=4096,
+    max_position_embeddings=4096,
+    rms_norm_eps=1e-6,
+)
 TINY |= dict(tie_word_embeddings=False, torch_dtype="bfloat16", rope_theta=10000.0)
 MIXTURE = TINY | dict(
     model_type="qwen3_moe",
@@ -54,7 +63,11 @@ for extra in (1, 3):
 
 def settings(folder: Path, model: dict = TINY) -> list[str]:
     (folder / "config.json").write_text(json.dumps(model))
-    words = ["rollout.max_prompt_length=256", "rollout.max_completion_length=768", "train.max_tokens_per_micro_batch=2048"]
+    words = [
+        "rollout.max_prompt_length=256",
+        "rollout.max_completion_length=768",
+        "train.max_tokens_per_micro_batch=2048",
+    ]
     return [f"model.path={folder}", *words, "train.logprob_chunk=512"]
 
 
@@ -72,11 +85,24 @@ def traced_with_experts(tmp_path_factory):
 def traces(folder: Path, model: dict, *layout: str):
     """Two traces of one rank of four, in a separate process, because a trace creates process groups."""
     words = [*settings(folder, model), *layout]
-    command = [sys.executable, "-W", "ignore", "-c", SCRIPT, str(ROOT / "configs" / "qwen2.5_7b_1node.yaml"), "4", *words]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        SCRIPT,
+        str(ROOT / "configs" / "qwen2.5_7b_1node.yaml"),
+        "4",
+        *words,
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     config = load_config(ROOT / "configs" / "qwen2.5_7b_1node.yaml", words)
-    return config, parse_hf_config(model), [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return (
+        config,
+        parse_hf_config(model),
+        [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")],
+    )
 
 
 def test_traced_flops_are_those_of_the_formula(traced):
@@ -99,9 +125,15 @@ def test_a_padded_micro_batch_has_its_mask_and_the_shape_that_stages_exchange(tm
     config = load_config(ROOT / "configs" / "qwen2.5_7b_1node.yaml", words)
     with WithoutFloats(lambda *operation: None):
         (micro_batch,) = batch_of(config, parse_hf_config(TINY), False, PROMPT, RESPONSE - 1, 1).micro_batches
-    assert _message_shape(config, parse_hf_config(TINY), PROMPT, RESPONSE - 1) == (micro_batch.num_tokens // 4, 1, TINY["hidden_size"])
+    assert _message_shape(config, parse_hf_config(TINY), PROMPT, RESPONSE - 1) == (
+        micro_batch.num_tokens // 4,
+        1,
+        TINY["hidden_size"],
+    )
     per = 2048 // (PROMPT + RESPONSE - 1)
-    assert micro_batch.num_tokens % 4 == 0 < per * (PROMPT + RESPONSE - 1) % 4 and int(micro_batch.loss_mask.sum()) == per * (RESPONSE - 1)
+    assert micro_batch.num_tokens % 4 == 0 < per * (PROMPT + RESPONSE - 1) % 4 and int(
+        micro_batch.loss_mask.sum()
+    ) == per * (RESPONSE - 1)
 
 
 def test_what_a_micro_batch_adds_does_not_depend_on_their_number(traced):
@@ -137,7 +169,11 @@ def test_traced_memory_of_a_stage_with_experts_is_the_plans(traced_with_experts)
 def test_gradients_and_weights_are_the_messages_of_a_data_parallel_step(traced):
     _, _, (found, _) = traced
     sent = {phase: (size, ranks) for phase, _, size, ranks in found["messages"] if size > 10**6}
-    assert sent.keys() == {"reduce", "optimizer"} and sent["reduce"][0] == 2 * sent["optimizer"][0] and sent["reduce"][1] == 4
+    assert (
+        sent.keys() == {"reduce", "optimizer"}
+        and sent["reduce"][0] == 2 * sent["optimizer"][0]
+        and sent["reduce"][1] == 4
+    )
 
 
 def test_a_kernel_takes_the_longer_of_computing_and_reading():

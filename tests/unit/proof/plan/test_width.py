@@ -20,11 +20,15 @@ def widest(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-@pytest.mark.parametrize("overrides", [[], ["rollout.num_generations=7", "parallel.tp=3", "train.max_tokens_per_micro_batch=100000000"]])
+@pytest.mark.parametrize(
+    "overrides", [[], ["rollout.num_generations=7", "parallel.tp=3", "train.max_tokens_per_micro_batch=100000000"]]
+)
 def test_plans_of_shipped_configs_with_seconds_notes_and_problems(name, overrides):
     config = load_config(CONFIGS / f"{name}.yaml", overrides)
     world = config.parallel.smallest_world
-    made = with_times(plan(config, world, GPUS["h100"].memory_gib), config, world, GPUS["h100"], expected_lengths(config))
+    made = with_times(
+        plan(config, world, GPUS["h100"].memory_gib), config, world, GPUS["h100"], expected_lengths(config)
+    )
     assert not overrides or made.problems
     assert len(widest(str(made))) <= 100
 

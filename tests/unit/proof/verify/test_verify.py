@@ -17,7 +17,7 @@ from megagrpo.proof.verify.verified_step import Outcome, relative_error
 from megagrpo.proof.verify.verify_compare import Distance, compare, silent_tensors, worst
 from megagrpo.proof.verify.verify_report import Verdict, as_json, as_text, summary
 
-# ------------------------------------------------------------------------------------------------------------------ the small copy
+# ------------------------------------------------------------------------------------------------------- the small copy
 
 LAYOUTS = [
     dict(),
@@ -35,10 +35,21 @@ def test_a_small_model_is_of_the_same_kind_and_fits_the_layout(shape, sizes):
     real, parallel = parse_hf_config(raw), shrink_config(tiny_run(sizes)).parallel
     small = shrink_model(raw, ParallelSection(**sizes))
     assert model_problems(small.raw, parallel) == []
-    for kept in ("family", "tied_embeddings", "qkv_bias", "qk_norm", "rope_type", "norm_eps", "dtype", "partial_rotary_factor"):
+    for kept in (
+        "family",
+        "tied_embeddings",
+        "qkv_bias",
+        "qk_norm",
+        "rope_type",
+        "norm_eps",
+        "dtype",
+        "partial_rotary_factor",
+    ):
         assert getattr(small, kept) == getattr(real, kept)
     assert small.num_heads * real.num_kv_heads == real.num_heads * small.num_kv_heads
-    assert (small.hidden_size == small.num_heads * small.head_dim) == (real.hidden_size == real.num_heads * real.head_dim)
+    assert (small.hidden_size == small.num_heads * small.head_dim) == (
+        real.hidden_size == real.num_heads * real.head_dim
+    )
     assert parallel.tp == 1 or small.vocab_size % parallel.tp
     assert small.num_layers <= 8 and small.hidden_size <= 512
     assert (small.num_kv_heads > parallel.tp) == (real.num_kv_heads > parallel.tp)
@@ -62,7 +73,14 @@ def test_what_decides_how_a_step_is_computed_stays():
         model=dict(precision="bf16", recompute="full"),
         algorithm=dict(loss_type="dr_grpo", beta=0.3, epsilon_high=0.28, kl_estimator="k2"),
         rollout=dict(temperature=0.6),
-        train=dict(distributed_optimizer=True, share_prompts=True, max_grad_norm=0.5, weight_decay=0.1, learning_rate=1e-7, warmup_steps=9)
+        train=dict(
+            distributed_optimizer=True,
+            share_prompts=True,
+            max_grad_norm=0.5,
+            weight_decay=0.1,
+            learning_rate=1e-7,
+            warmup_steps=9,
+        )
         | dict(fused_logprobs=True, logprobs_fp8_recipe="tensorwise"),
     )
     assert config.parallel.tp == 2 and config.parallel.sequence_parallel and config.model.recompute == "full"
@@ -70,9 +88,13 @@ def test_what_decides_how_a_step_is_computed_stays():
     assert config.train.share_prompts and config.train.max_grad_norm == 0.5 and config.train.weight_decay == 0.1
     assert config.train.learning_rate == 1e-2 and config.train.warmup_steps == 0  # large enough for float32
     plain = plainly(config)
-    assert plain.parallel.model_parallel_size == 1 and plain.model.recompute == "none" and plain.model.precision == "bf16"
+    assert (
+        plain.parallel.model_parallel_size == 1 and plain.model.recompute == "none" and plain.model.precision == "bf16"
+    )
     assert config.train.fused_logprobs and not plain.train.fused_logprobs and plain.train.logprobs_fp8_recipe == "none"
-    assert not plain.train.share_prompts and not plain.train.distributed_optimizer and plain.algorithm == config.algorithm
+    assert (
+        not plain.train.share_prompts and not plain.train.distributed_optimizer and plain.algorithm == config.algorithm
+    )
 
 
 def test_samples_are_of_many_lengths_and_their_tokens_can_be_told_apart():
@@ -89,10 +111,14 @@ def test_a_weight_is_a_function_of_its_name_and_shape():
     a = random_tensor("model.layers.0.self_attn.q_proj.weight", (8, 4))
     assert torch.equal(a, random_tensor("model.layers.0.self_attn.q_proj.weight", (8, 4)))
     assert not torch.equal(a, random_tensor("model.layers.1.self_attn.q_proj.weight", (8, 4)))
-    assert abs(random_tensor("model.norm.weight", (400,)).mean() - 1) < 0.05 > abs(random_tensor("q_proj.bias", (400,)).mean())
+    assert (
+        abs(random_tensor("model.norm.weight", (400,)).mean() - 1)
+        < 0.05
+        > abs(random_tensor("q_proj.bias", (400,)).mean())
+    )
 
 
-# ------------------------------------------------------------------------------------------------------------------ layouts as text
+# ------------------------------------------------------------------------------------------------------ layouts as text
 
 
 @pytest.mark.parametrize(
@@ -122,13 +148,15 @@ def test_layouts_are_shown_as_they_are_given(text):
     assert layout_text(ParallelSection(**sizes, timeout_minutes=3), 3 if "dp=3" in text else 1) == text
 
 
-# ------------------------------------------------------------------------------------------------------------- distances, the report
+# ------------------------------------------------------------------------------------------------ distances, the report
 
 
 def outcome(**changes) -> Outcome:
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(5, 3, generator=generator, dtype=torch.float64) for name in ("a.weight", "b.weight")}
-    made = Outcome({"loss": -0.3, "grad_norm": 2.0, "kl": 0.1}, torch.linspace(-6, -2, 7).double(), tensors, tensors, 0.0, 0.0)
+    made = Outcome(
+        {"loss": -0.3, "grad_norm": 2.0, "kl": 0.1}, torch.linspace(-6, -2, 7).double(), tensors, tensors, 0.0, 0.0
+    )
     return replace(made, **changes)
 
 
@@ -168,7 +196,9 @@ def test_rounding_of_one_process_widens_what_is_allowed():
     found = replace(same, gradients=moved(same.gradients, -0.05))
     assert kinds(found, rounded, True) == set()
     assert kinds(replace(same, gradients=moved(same.gradients, -0.12)), rounded, True) == {"gradient"}
-    assert kinds(replace(same, gradients={**same.gradients, "a.weight": same.gradients["a.weight"] * 1.05}), rounded, True) == {"gradient"}
+    assert kinds(
+        replace(same, gradients={**same.gradients, "a.weight": same.gradients["a.weight"] * 1.05}), rounded, True
+    ) == {"gradient"}
     assert kinds(replace(same, padding=1e-30), rounded, True) == {"padding"}
 
 
@@ -197,7 +227,8 @@ def test_verdicts_on_long_names_fit_100_columns(full):
     gradients = {name: torch.ones(5, 3).double(), f"{name}_again": torch.zeros(5, 3).double()}
     same = outcome(gradients=gradients)
     long = replace(
-        verdict(replace(same, gradients=gradients | {name: 2 * gradients[name]}), same), layout="tp=2,pp=2,vpp=2,cp=2,ep=4,expert_tp=2," * 4
+        verdict(replace(same, gradients=gradients | {name: 2 * gradients[name]}), same),
+        layout="tp=2,pp=2,vpp=2,cp=2,ep=4,expert_tp=2," * 4,
     )
     text = as_text(long, full=full) + summary([long] * 9)
     assert max(map(len, text.split("\n"))) <= 100
@@ -213,7 +244,11 @@ def test_a_verdict_names_what_is_wrong():
     assert "  pass, 1.5 s" in as_text(good) and "gradient b.weight: difference 5.0e-01 exceeds 1.0e-05" in as_text(bad)
     assert "a.weight has no gradient on one process" in as_text(unproved) and "killed by SIGKILL" in as_text(dead)
     assert len(as_text(good, full=True).split("\n")) > len(as_text(good).split("\n"))
-    assert "this layout matches" in summary([good]) and "2 of 2" in summary([good, good]) and "FAIL: tp=2" in summary([good, bad])
+    assert (
+        "this layout matches" in summary([good])
+        and "2 of 2" in summary([good, good])
+        and "FAIL: tp=2" in summary([good, bad])
+    )
 
 
 def test_json_holds_every_distance_and_no_nan():

@@ -54,7 +54,9 @@ class Page:
     def type(self, selector: str, *keys: str) -> None:
         """Type into the first element of a CSS selector."""
         element = self.all(selector)[0]
-        self.js("arguments[0].scrollIntoView({block: 'center'}); if (arguments[0].select) arguments[0].select()", element)
+        self.js(
+            "arguments[0].scrollIntoView({block: 'center'}); if (arguments[0].select) arguments[0].select()", element
+        )
         element.send_keys(*keys)
 
     def until(self, condition: Callable[[], Any], seconds: float = 20) -> None:
@@ -65,7 +67,8 @@ class Page:
             time.sleep(0.02)
 
     def errors(self) -> list[str]:
-        """Messages of the console since the last call: script errors, violations of the security policy, failed requests."""
+        """Messages of the console since the last call: script errors, violations of the security policy, failed
+        requests."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self) -> list[str]:

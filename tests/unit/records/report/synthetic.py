@@ -58,7 +58,10 @@ def rollouts(step: int, groups: int, size: int, length: int, rng: random.Random)
     """Scored rollouts of a step, whose responses are random words."""
     made = []
     for group in range(groups):
-        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": f"What is {step} + {group}?"}]
+        messages = [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": f"What is {step} + {group}?"},
+        ]
         prompt = Prompt(group, (1, 2), messages)
         for _ in range(size):
             tokens = tuple(rng.randrange(len(WORDS)) for _ in range(length))
@@ -91,7 +94,12 @@ def make_run(
 ) -> Path:
     """Write a run's folder through the sinks of a run."""
     rng = random.Random(seed)
-    options = (f"run.max_steps={steps}", f"rollout.num_generations={size}", "run.trackers=[]", "run.log_completions_steps=0")
+    options = (
+        f"run.max_steps={steps}",
+        f"rollout.num_generations={size}",
+        "run.trackers=[]",
+        "run.log_completions_steps=0",
+    )
     config = load_config(CONFIG, [f"run.name={folder.name}", *options, *overrides])
     save_resolved(config, folder)
     writer = JsonlSink(TrackedRun(folder, config))
@@ -112,7 +120,9 @@ def make_run(
         tokens.finish(step, scored)
         writer.step(step, metrics(step, steps, rng))
         if evaluate and step % max(1, steps // 3) == 0:
-            writer.evaluation(step, {"eval/pass@1": 0.25 + 0.7 * step / steps, "eval/reward": 0.25 + 0.7 * step / steps})
+            writer.evaluation(
+                step, {"eval/pass@1": 0.25 + 0.7 * step / steps, "eval/reward": 0.25 + 0.7 * step / steps}
+            )
     writer.message(f"finished {steps} steps")
     writer.close()
     tokens.close()

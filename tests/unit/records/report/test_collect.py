@@ -16,7 +16,11 @@ def run(tmp_path):
 
 def test_a_run_is_read_with_its_config_steps_evaluations_messages_and_start(run):
     files = read_run(run)
-    assert files.name == "run" and files.setting("rollout.num_generations") == 4 and files.setting("rollout.quantization") == "none"
+    assert (
+        files.name == "run"
+        and files.setting("rollout.num_generations") == 4
+        and files.setting("rollout.quantization") == "none"
+    )
     assert [row["step"] for row in files.steps] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in files.evaluations] == [0, 2, 4, 6]
     assert files.messages[-1]["text"] == "finished 6 steps" and files.messages[-1]["step"] == 6
@@ -44,13 +48,21 @@ def test_the_folder_of_an_old_version_with_metrics_alone_is_a_run(tmp_path):
     assert files.name == tmp_path.name and files.last_start == {} and files.config == {}
     figures = result(files)
     assert figures["steps"] == 3 and figures["reward"] == [0.5, 0.5] and figures["evaluation"] is None
-    assert figures["tokens"] is figures["wall_seconds"] is figures["peak_memory_gb"] is figures["tokens_per_second"] is None
+    assert (
+        figures["tokens"]
+        is figures["wall_seconds"]
+        is figures["peak_memory_gb"]
+        is figures["tokens_per_second"]
+        is None
+    )
     assert state(files) == {"state": "stopped", "text": "stopped after step 3"}
 
 
 def test_lines_that_cannot_be_read_are_counted_and_left_out(run):
     with open(run / "metrics.jsonl", "ab") as file:
-        file.write(b'{"step": 7, "rew\n[1]\n{"step": "8"}\n\xff\n' + b"[" * 100_000 + b'\n\n{"step": 7, "reward": 1}\n{"st')
+        file.write(
+            b'{"step": 7, "rew\n[1]\n{"step": "8"}\n\xff\n' + b"[" * 100_000 + b'\n\n{"step": 7, "reward": 1}\n{"st'
+        )
     (run / "resolved.yaml").write_text("run: {name: x, name: y}\n")
     files = read_run(run)
     assert files.steps[-1] == {"step": 7, "reward": 1}
@@ -102,12 +114,19 @@ def test_runs_of_a_page_are_averaged_over_the_same_number_of_steps():
 
 
 def test_curves_keep_gaps_and_average_neighbours():
-    rows = [{"step": i, "wall_time": 100.0 + i, "loss": float(i), "kl": None if i < 4 else 1.0, "nan": None} for i in range(1, 7)]
+    rows = [
+        {"step": i, "wall_time": 100.0 + i, "loss": float(i), "kl": None if i < 4 else 1.0, "nan": None}
+        for i in range(1, 7)
+    ]
     whole = curves(rows)
     assert whole["step"] == [1, 2, 3, 4, 5, 6] and whole["seconds"] == [0, 1, 2, 3, 4, 5] and whole["per_point"] == 1
     assert whole["metrics"] == {"loss": [1, 2, 3, 4, 5, 6], "kl": [None, None, None, 1, 1, 1]}
     half = curves(rows, 2)
-    assert half["step"] == [2, 4, 6] and half["metrics"] == {"loss": [1.5, 3.5, 5.5], "kl": [None, 1, 1]} and half["per_point"] == 2
+    assert (
+        half["step"] == [2, 4, 6]
+        and half["metrics"] == {"loss": [1.5, 3.5, 5.5], "kl": [None, 1, 1]}
+        and half["per_point"] == 2
+    )
     assert curves([])["step"] == []
 
 

@@ -12,7 +12,8 @@ from megagrpo.records.report.payload import payload
 from tests.unit.records.report.synthetic import append, make_run
 
 pytestmark = pytest.mark.skipif(
-    not (shutil.which("chromium") and shutil.which("chromedriver")), reason="needs Chromium: apt-get install chromium chromium-driver"
+    not (shutil.which("chromium") and shutil.which("chromedriver")),
+    reason="needs Chromium: apt-get install chromium chromium-driver",
 )
 HOSTILE = [
     "</script><script>window.hacked = 1</script>",
@@ -77,18 +78,26 @@ def test_the_head_shows_the_result_and_the_plots_hold_the_numbers_of_the_run(one
     assert xs == list(range(1, 11)) and ys[9] is None and 0.1 < ys[0] < 0.4 < ys[8] < 1
     assert chart(one, "evaluation", "[...p.uplot.data[0]]") == [0, 3, 6, 9]
     seconds = chart(one, "phases", "p.lines.map((line) => [line.label, line.own[0]])")
-    assert [name for name, _ in seconds] == ["generate", "reward", "logprobs", "train", "sync", "other"] and seconds[0][1] > 5
+    assert [name for name, _ in seconds] == ["generate", "reward", "logprobs", "train", "sync", "other"] and seconds[0][
+        1
+    ] > 5
     calm(one)
 
 
 def test_the_reward_band_stays_within_the_rewards_of_the_step(one):
-    edges = chart(one, "reward", "p.lines.filter((line) => /low|high/.test(line.kind)).flatMap((line) => line.y.slice(0, 9))")
+    edges = chart(
+        one, "reward", "p.lines.filter((line) => /low|high/.test(line.kind)).flatMap((line) => line.y.slice(0, 9))"
+    )
     assert min(edges) == 0 and max(edges) == 1 and len(edges) == 18
 
 
 def test_every_place_shows_a_quantity_with_the_same_digits(one):
     reward, memory = one.texts("#chart-reward .chip b")[0], one.texts("#chart-memory .chip b")[0]
-    assert one.texts(".tile strong")[1] == reward and one.texts(".tile strong")[5] == memory == "42 GiB" and len(reward) >= 5
+    assert (
+        one.texts(".tile strong")[1] == reward
+        and one.texts(".tile strong")[5] == memory == "42 GiB"
+        and len(reward) >= 5
+    )
 
 
 def test_three_evaluations_are_beside_the_reward(one):
@@ -118,7 +127,11 @@ def test_a_drag_zooms_every_plot_and_the_button_resets(one):
         width // 2, 0
     ).release().perform()
     low, high = chart(one, "reward", "[p.uplot.scales.x.min, p.uplot.scales.x.max]")
-    assert 2 < low < 5 and 6 < high < 9 and chart(one, "entropy", "[p.uplot.scales.x.min, p.uplot.scales.x.max]") == [low, high]
+    assert (
+        2 < low < 5
+        and 6 < high < 9
+        and chart(one, "entropy", "[p.uplot.scales.x.min, p.uplot.scales.x.max]") == [low, high]
+    )
     one.click("#reset-zoom")
     assert chart(one, "entropy", "[p.uplot.scales.x.min, p.uplot.scales.x.max]") == [1, 10]
     one.js("const e = document.querySelector('.range input'); e.value = 4; e.dispatchEvent(new Event('change'))")
@@ -134,7 +147,10 @@ def test_logarithmic_axis_smoothing_time_axis_and_colours_can_be_chosen(one):
     raw = chart(one, "grad", "[...p.uplot.data[1]].slice(0, 9)")
     one.js("const s = document.getElementById('smoothing'); s.value = 0.9; s.dispatchEvent(new Event('input'))")
     smooth = chart(one, "grad", "[...p.uplot.data[2]].slice(0, 9)")
-    assert chart(one, "grad", "[...p.uplot.data[1]].slice(0, 9)") == raw and max(smooth) - min(smooth) < (max(raw) - min(raw)) / 2
+    assert (
+        chart(one, "grad", "[...p.uplot.data[1]].slice(0, 9)") == raw
+        and max(smooth) - min(smooth) < (max(raw) - min(raw)) / 2
+    )
     one.click(".controls .choice button", "time")
     assert chart(one, "grad", "p.uplot.data[0][0]") == 0
     one.click(".controls .choice button", "steps")
@@ -161,7 +177,9 @@ def test_responses_are_filtered_sorted_and_chosen_by_step(one):
     assert values == sorted(values, reverse=True) and values[0] > values[-1]
     one.click(".response-table th button", "advantage")
     assert one.texts("th[aria-sort=ascending]") == ["advantage"]
-    assert [float(text.replace("−", "-")) for text in one.texts(".response-table td[data-label=advantage]")] == values[::-1]
+    assert [float(text.replace("−", "-")) for text in one.texts(".response-table td[data-label=advantage]")] == values[
+        ::-1
+    ]
     one.js("const e = document.querySelector('[name=search]'); e.value = ''; e.dispatchEvent(new Event('input'))")
     for name in ("cut", "mixed", "logged"):
         one.click(f"[name={name}]")
@@ -177,12 +195,16 @@ def test_responses_are_filtered_sorted_and_chosen_by_step(one):
     calm(one)
 
 
-@pytest.mark.parametrize("mode, selector", [("ratio", ".token.more, .token.less"), ("entropy", ".token.heat"), ("surprise", ".token.heat")])
+@pytest.mark.parametrize(
+    "mode, selector", [("ratio", ".token.more, .token.less"), ("entropy", ".token.heat"), ("surprise", ".token.heat")]
+)
 def test_tokens_are_coloured_and_show_their_numbers(one, mode, selector):
     one.click(f".colors button[data-value={mode}]")
     assert len(one.all(selector)) > 10 and "tokens logged" in one.texts(".group .meta")[0]
     one.js("document.querySelector('.token').dispatchEvent(new MouseEvent('mouseover', {bubbles: true}))")
-    assert not one.all(".tooltip[hidden]") and "vLLM" in one.texts(".tooltip")[0] and "ratio" in one.texts(".tooltip")[0]
+    assert (
+        not one.all(".tooltip[hidden]") and "vLLM" in one.texts(".tooltip")[0] and "ratio" in one.texts(".tooltip")[0]
+    )
     calm(one)
 
 
@@ -243,9 +265,13 @@ def test_a_run_without_evaluation_responses_config_and_most_metrics_has_a_page(b
     append(tmp_path / "metrics.jsonl", {"step": 1, "reward": None, "loss": 0.5, "grad_norm": None})
     show(browser, tmp_path, tmp_path)
     assert (
-        browser.texts(".pill") == ["stopped after step 1", "Metrics are not numbers"] and "no responses" in browser.texts("#responses")[0]
+        browser.texts(".pill") == ["stopped after step 1", "Metrics are not numbers"]
+        and "no responses" in browser.texts("#responses")[0]
     )
-    assert "The plan is not available" in browser.texts("#machine")[0] and "Versions were not recorded." in browser.texts("#records")[0]
+    assert (
+        "The plan is not available" in browser.texts("#machine")[0]
+        and "Versions were not recorded." in browser.texts("#records")[0]
+    )
     assert chart(browser, "loss", "[...p.uplot.data[1]]") == [0.5]
     calm(browser)
 
@@ -262,7 +288,8 @@ def test_hostile_text_stays_text(browser, tmp_path):
         }
         append(
             run / "completions.jsonl",
-            row | {"reward": 0.5, "advantage": 0.1, "num_tokens": 3, "finish_reason": text[:9], "extra": {text[:50]: text}},
+            row
+            | {"reward": 0.5, "advantage": 0.1, "num_tokens": 3, "finish_reason": text[:9], "extra": {text[:50]: text}},
         )
         logprobs = {"rollout_logprobs": [-1.0], "trainer_logprobs": [-1.0], "entropy": [0.1]}
         append(run / "tokens.jsonl", {"step": 3, "sample": i, "prompt_id": i, "tokens": [text]} | logprobs)
@@ -272,7 +299,8 @@ def test_hostile_text_stays_text(browser, tmp_path):
     config = f"run:\n  name: {name}\nmodel:\n  path: {path}\n{key}: {value}\n"
     (run / "resolved.yaml").write_text(config)
     append(
-        run / "starts.jsonl", {"step": 0, "versions": {HOSTILE[0]: HOSTILE[1]}, "device": HOSTILE[1], "layout": HOSTILE[0], "ranks": "x"}
+        run / "starts.jsonl",
+        {"step": 0, "versions": {HOSTILE[0]: HOSTILE[1]}, "device": HOSTILE[1], "layout": HOSTILE[0], "ranks": "x"},
     )
     show(browser, tmp_path, run)
     assert browser.texts("h1") == [HOSTILE[0]] and browser.js("return document.title").startswith(HOSTILE[0])
@@ -295,13 +323,16 @@ def test_hostile_text_stays_text(browser, tmp_path):
     assert not browser.all("#app script, #app img, #app b b") and not browser.js(
         "return document.querySelectorAll('iframe, object, link').length"
     )
-    assert browser.js("return document.documentElement.scrollWidth <= window.innerWidth")  # no long word widens the page
+    # no long word widens the page
+    assert browser.js("return document.documentElement.scrollWidth <= window.innerWidth")
     calm(browser)
 
 
 def test_the_security_policy_blocks_other_scripts_and_every_request(browser, tmp_path):
     show(browser, tmp_path, make_run(tmp_path / "run", steps=1, groups=1))
-    browser.js("const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s)")
+    browser.js(
+        "const s = document.createElement('script'); s.textContent = 'window.hacked = 1'; document.body.append(s)"
+    )
     browser.js("const i = document.createElement('img'); i.src = 'http://127.0.0.1:9/x.png'; document.body.append(i)")
     assert browser.js("return window.hacked") is None
     browser.until(lambda: browser.js("return performance.now() > 0"))
@@ -312,7 +343,10 @@ def test_the_security_policy_blocks_other_scripts_and_every_request(browser, tmp
 def twins(browser, tmp_path_factory):
     """Two runs of one name with the same metrics, evaluated twice; the second one has other responses."""
     folder = tmp_path_factory.mktemp("twins")
-    runs = [make_run(folder / where / "twin", steps=4, groups=3, seed=seed, evaluate=False) for seed, where in enumerate(("new", "old"))]
+    runs = [
+        make_run(folder / where / "twin", steps=4, groups=3, seed=seed, evaluate=False)
+        for seed, where in enumerate(("new", "old"))
+    ]
     rows = (runs[0] / "metrics.jsonl").read_text().splitlines()
     for run in runs:
         (run / "metrics.jsonl").write_text("\n".join(rows) + "\n")
@@ -324,7 +358,9 @@ def twins(browser, tmp_path_factory):
 
 def test_runs_of_one_name_have_labels_and_curves_of_their_own(twins):
     assert twins.texts(".toolbar .legend button") == ["new/twin", "old/twin"]
-    assert chart(twins, "reward", "p.lines.filter((line) => line.label).map((line) => [line.dash, line.width ?? 0])") == [
+    assert chart(
+        twins, "reward", "p.lines.filter((line) => line.label).map((line) => [line.dash, line.width ?? 0])"
+    ) == [
         [None, 3],
         [[8, 8], 0],
     ]
@@ -351,7 +387,9 @@ def test_the_responses_of_two_runs_to_a_prompt_are_side_by_side(twins):
 
 
 def test_an_alarm_is_on_the_plot_of_its_metric_and_a_healthy_comparison_says_so(twins):
-    assert twins.texts("#chart-solved .badge") == ["warning"] and chart(twins, "solved", "p.card.classList.contains('alarmed')")
+    assert twins.texts("#chart-solved .badge") == ["warning"] and chart(
+        twins, "solved", "p.card.classList.contains('alarmed')"
+    )
     assert twins.texts("#chart-mismatch .badge") == ["healthy"]
     assert twins.texts("#chart-mismatch .note")[0].startswith("Healthy: trainer and engine agree.")
     assert twins.all("#chart-reward .badge[hidden]")
@@ -367,7 +405,9 @@ def test_tokens_on_which_trainer_and_engine_agree_are_counted_in_words(browser, 
     show(browser, tmp_path, run)
     browser.click(".colors button[data-value=ratio]")
     count = sum(len(row["tokens"]) for row in rows)
-    assert browser.texts(".verdict") == [f"Trainer and vLLM agree: of {count} tokens none differs by more than 0.1%, so none has a colour."]
+    assert browser.texts(".verdict") == [
+        f"Trainer and vLLM agree: of {count} tokens none differs by more than 0.1%, so none has a colour."
+    ]
     calm(browser)
 
 
@@ -384,7 +424,10 @@ def test_a_printed_page_has_every_plot_in_light_colours(browser, tmp_path):
     drawn = "return [...document.querySelectorAll('.chart')].filter((card) => card.plot.uplot).length"
     assert browser.js(drawn) < len(browser.all(".chart"))  # plots out of view are drawn later
     browser.js("dispatchEvent(new Event('beforeprint'))")
-    assert browser.js(drawn) == len(browser.all(".chart")) and browser.js("return document.documentElement.dataset.theme") == "light"
+    assert (
+        browser.js(drawn) == len(browser.all(".chart"))
+        and browser.js("return document.documentElement.dataset.theme") == "light"
+    )
     browser.js("dispatchEvent(new Event('afterprint'))")
     assert browser.js("return document.documentElement.dataset.theme ?? null") is None
     calm(browser)
@@ -400,7 +443,8 @@ def test_the_page_fits_a_narrow_screen(browser, tmp_path):
         assert chart(browser, "reward", "p.area.clientWidth") < 400
         browser.js("document.getElementById('speed').scrollIntoView()")
         places = browser.js(
-            "return [...document.querySelectorAll('.pinned nav a, .zoom input')].map((e) => { const r = e.getBoundingClientRect();"
+            "return [...document.querySelectorAll('.pinned nav a, .zoom input')].map((e) => { const r = "
+            "e.getBoundingClientRect();"
             "return [r.left, r.right, r.top, r.bottom]; })"
         )
         assert len(places) == 10

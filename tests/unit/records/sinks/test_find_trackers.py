@@ -44,7 +44,9 @@ def function(run): ...
 
 
 def config(*trackers, **more):
-    return load_config(CONFIG, [f"run.trackers=[{', '.join(map(str, trackers))}]", *(f"run.{k}={v}" for k, v in more.items())])
+    return load_config(
+        CONFIG, [f"run.trackers=[{', '.join(map(str, trackers))}]", *(f"run.{k}={v}" for k, v in more.items())]
+    )
 
 
 def test_the_sink_of_the_page_writes_what_the_page_says(tmp_path):
@@ -54,7 +56,10 @@ def test_the_sink_of_the_page_writes_what_the_page_says(tmp_path):
     write(tmp_path / "mine", f"run.trackers=[{tmp_path}/my_sinks.py:Sheet]")
     with (tmp_path / "mine" / "sheet.csv").open(newline="") as file:
         lines = list(csv.reader(file))
-    assert lines == [["step", "reward", "best response"], *([str(step), str(step / 10), "7 <b>|`*\n?"] for step in (1, 2))]
+    assert lines == [
+        ["step", "reward", "best response"],
+        *([str(step), str(step / 10), "7 <b>|`*\n?"] for step in (1, 2)),
+    ]
 
 
 def test_a_file_beside_the_yaml_is_found_from_any_folder(tmp_path):
@@ -96,7 +101,11 @@ def test_a_sink_that_raises_is_reported_once_and_not_called_again(name, error, t
 @pytest.mark.parametrize(
     ("trackers", "said"),
     [
-        ("[wandbb]", "run.trackers.0: `wandbb` is not a known tracker; did you mean `wandb`?; known: tensorboard, wandb, mlflow, trackio;"),
+        (
+            "[wandbb]",
+            "run.trackers.0: `wandbb` is not a known tracker; did you mean `wandb`?; known: tensorboard, wandb, "
+            "mlflow, trackio;",
+        ),
         ("[tensorboard, tensorboard]", "run.trackers.1: `tensorboard` is listed twice; remove one"),
         ("wandb", "run.trackers: must be a list"),
     ],
@@ -132,7 +141,8 @@ def test_the_page_names_every_tracker_and_every_method():
 def test_rows_of_completions_json_are_what_a_sink_gets(tmp_path):
     (tmp_path / "keeps.py").write_text(
         "import json\nclass Keeps:\n    def __init__(self, run):\n        self.file = run.folder / 'rows'\n"
-        "    def completions(self, step, rows):\n        self.file.open('a').writelines(ascii(row['completion']) + '\\n' for row in rows)\n"
+        "    def completions(self, step, rows):\n        self.file.open('a').writelines(ascii(row['completion']) + "
+        "'\\n' for row in rows)\n"
     )
     write(tmp_path / "mine", f"run.trackers=[{tmp_path}/keeps.py:Keeps]", "run.log_completions_steps=0")
     rows = [json.loads(line) for line in (tmp_path / "mine" / "completions.jsonl").read_text().splitlines()]

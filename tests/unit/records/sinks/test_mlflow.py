@@ -26,7 +26,9 @@ def test_a_run_and_its_continuation_are_one_run_in_a_database_beside_the_runs(tm
     rewards = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "reward")]
     assert sorted(rewards) == [(1, 0.1), (2, 0.2), (2, 0.2), (3, 0.3)]
     assert [m.value for m in client.get_metric_history(run.info.run_id, "eval/pass_at_1")] == [0.5]
-    assert {f.path for f in client.list_artifacts(run.info.run_id, "completions")} == {f"completions/step_00000{i}.json" for i in (1, 2, 3)}
+    assert {f.path for f in client.list_artifacts(run.info.run_id, "completions")} == {
+        f"completions/step_00000{i}.json" for i in (1, 2, 3)
+    }
     table = json.loads(open(client.download_artifacts(run.info.run_id, "completions/step_000003.json")).read())
     assert table["columns"] == COLUMNS and table["data"][1] == [3, "3 + 4?", ENCODED, 1.0, None, "7", 1.0, 1.0]
 

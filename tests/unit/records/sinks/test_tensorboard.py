@@ -24,7 +24,8 @@ def test_events_hold_scalars_and_texts_and_a_resumed_run_hides_the_steps_that_it
     assert [e.step for e in samples] == [1, 2, 2, 3]  # this reader hides repeated scalars only
     best, worst = text(samples[0]).split("\n\nresponse\n\n")[1:]
     assert text(samples[0]).startswith("prompt\n\n    3 + 4?\n\nresponse")
-    assert best.startswith("".join(f"    {line}\n" for line in ENCODED.splitlines()))  # indented, so Markdown shows it as it is
+    # indented, so Markdown shows it as it is
+    assert best.startswith("".join(f"    {line}\n" for line in ENCODED.splitlines()))
     assert "reward 1.0, exact 1.0, judge None, exact/found 7, advantage 1.0" in best and worst.startswith("    8\n")
     (config,) = read.Tensors("config/text_summary")
     assert "      name: mine" in text(config)

@@ -14,7 +14,8 @@ OPTIONS = "run.wandb={mode: offline, project: sums, entity: us, group: night, ta
 
 
 def records(file: Path) -> list:
-    """The records of a .wandb file: a log of LevelDB's format (blocks of 32 KiB; crc, length, type, data) after 7 bytes."""
+    """The records of a .wandb file: a log of LevelDB's format (blocks of 32 KiB; crc, length, type, data) after 7
+    bytes."""
     from wandb.proto import wandb_internal_pb2
 
     data, at, parts, found = file.read_bytes(), 7, [], []
@@ -38,12 +39,23 @@ def history(file: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """The .wandb files of a run and of its continuation from step 1; each process ends without an error or a left process."""
+    """The .wandb files of a run and of its continuation from step 1; each process ends without an error or a left
+    process."""
     folder = tmp_path_factory.mktemp("wandb") / "mine"
     for restored in ("0", "1"):
-        command = [sys.executable, "-m", "tests.unit.records.sinks.tracked", str(folder), restored, "run.trackers=[wandb]", OPTIONS]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.unit.records.sinks.tracked",
+            str(folder),
+            restored,
+            "run.trackers=[wandb]",
+            OPTIONS,
+        ]
         environment = os.environ | {"WANDB_PROJECT": "not this one", "WANDB_ERROR_REPORTING": "false"}
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(tracked.__file__).parents[4], env=environment)
+        ended = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, cwd=Path(tracked.__file__).parents[4], env=environment
+        )
         assert ended.returncode == 0 and ended.stderr == ""
     found = sorted(folder.glob("wandb/offline-run-*/*.wandb"))
     assert len(found) == 2
@@ -54,7 +66,13 @@ def test_a_run_and_its_continuation_are_one_run_with_its_options_and_its_config(
     runs = [next(r.run for r in records(file) if r.WhichOneof("record_type") == "run") for file in files]
     assert runs[0].run_id == runs[1].run_id == files[0].stem.removeprefix("run-")
     for run in runs:
-        assert (run.project, run.entity, run.run_group, list(run.tags), run.display_name) == ("sums", "us", "night", ["a", "b"], "shown")
+        assert (run.project, run.entity, run.run_group, list(run.tags), run.display_name) == (
+            "sums",
+            "us",
+            "night",
+            ["a", "b"],
+            "shown",
+        )
         config = {item.key: json.loads(item.value_json) for item in run.config.update}
         assert config["run"]["name"] == "mine" and config["rollout"]["num_generations"] > 1
 
@@ -64,8 +82,12 @@ def test_metrics_have_the_runs_step_and_tables_hold_every_response(files):
     assert [(row["step"], row["reward"]) for row in first if "reward" in row] == [(1, 0.1), (2, 0.2)]
     assert [(row["step"], row["reward"]) for row in second if "reward" in row] == [(2, 0.2), (3, 0.3)]
     assert [(row["step"], row["eval/pass@1"]) for row in first if "eval/pass@1" in row] == [(0, 0.5)]
-    tables = [json.loads(file.read_text()) for file in sorted(files[0].parent.glob("files/media/table/completions*.json"))]
+    tables = [
+        json.loads(file.read_text()) for file in sorted(files[0].parent.glob("files/media/table/completions*.json"))
+    ]
     assert len(tables) == 2 and tables[0]["columns"] == COLUMNS
-    assert sorted(table["data"][1] for table in tables) == [[step, "3 + 4?", ENCODED, 1.0, None, "7", 1.0, 1.0] for step in (1, 2)]
+    assert sorted(table["data"][1] for table in tables) == [
+        [step, "3 + 4?", ENCODED, 1.0, None, "7", 1.0, 1.0] for step in (1, 2)
+    ]
     defined = [r.metric for r in records(files[0]) if r.WhichOneof("record_type") == "metric"]
     assert any(metric.glob_name == "*" and metric.step_metric == "step" for metric in defined)

@@ -1,4 +1,5 @@
-"""A run of two steps and an evaluation, written to the trackers: `python tracked.py FOLDER RESTORED_STEP OVERRIDE...`."""
+"""A run of two steps and an evaluation, written to the trackers: `python tracked.py FOLDER RESTORED_STEP
+OVERRIDE...`."""
 
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ def scored(text: str, reward: float, **extra) -> ScoredRollout:
 
 
 def write(folder: Path, *overrides: str, restored_step: int = 0) -> None:
-    """Write an evaluation before the first step, and the two steps after `restored_step`; the reward of a step is a tenth of it."""
+    """Write an evaluation before the first step, and the two steps after `restored_step`; the reward of a step is a
+    tenth of it."""
     config = load_config(CONFIG, [f"run.output_dir={folder.parent}", f"run.name={folder.name}", *overrides])
     writer = MetricsWriter(folder, config, restored_step)
     if not restored_step:

@@ -29,7 +29,9 @@ def fused():
     """Rows 4 to 8 of two tensors, stacked as in Megatron (gate first), and the whole tensors."""
     whole = {name: torch.randn(SHAPE) for name in (GATE, UP)}
     param = Computed(torch.cat([whole[GATE][4:], whole[UP][4:]]))
-    blocks = [Block(name, SHAPE, cut(SHAPE, 0, 4, 8), (2, 4, 6), axis=0, at=at, count=1) for at, name in enumerate((GATE, UP))]
+    blocks = [
+        Block(name, SHAPE, cut(SHAPE, 0, 4, 8), (2, 4, 6), axis=0, at=at, count=1) for at, name in enumerate((GATE, UP))
+    ]
     return whole, param, [("mlp.linear_fc1.weight", param, blocks)]
 
 
@@ -51,12 +53,15 @@ def test_a_block_that_is_gone_and_a_weight_that_is_no_number_are_named(fused):
     roster = Roster({name: (SHAPE, {cut(SHAPE, 0, 4, 8): [1]}) for name in (GATE, UP)})
     LocalBlocks(parameters).check(roster, 1, torch.float32)
     name, _, blocks = parameters[0]
-    with pytest.raises(WeightSyncError, match=r"model\.layers\.0\.up\.weight was present in the first sync and is missing now"):
+    with pytest.raises(
+        WeightSyncError, match=r"model\.layers\.0\.up\.weight was present in the first sync and is missing now"
+    ):
         LocalBlocks([(name, param, blocks[:1])]).check(roster, 1, torch.float32)
     LocalBlocks([(name, param, blocks[:1])]).check(roster, 0, torch.float32)  # no blocks existed
     param.values[0, 0] = float("nan")
     with pytest.raises(
-        WeightSyncError, match=r"parameter mlp\.linear_fc1\.weight holds NaN or infinity in its part of model\.layers\.0\.gate"
+        WeightSyncError,
+        match=r"parameter mlp\.linear_fc1\.weight holds NaN or infinity in its part of model\.layers\.0\.gate",
     ):
         LocalBlocks(parameters).check(None, 1, torch.float32)
 

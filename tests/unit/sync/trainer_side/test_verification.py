@@ -31,7 +31,10 @@ def report(reads, worker=0, version=5):
 
 
 def test_workers_that_read_disjoint_slices_with_the_right_sums_pass():
-    halves = [report([["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 6), 5]]), report([["w", 1, ((6, 0), (8, 6)), 6]], 1)]
+    halves = [
+        report([["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 6), 5]]),
+        report([["w", 1, ((6, 0), (8, 6)), 6]], 1),
+    ]
     verify(MANIFEST, WRITTEN, halves)
 
 
@@ -44,8 +47,18 @@ def test_workers_that_read_the_same_slices_pass():
     ("reports", "message"),
     [
         ([report([["w", 0, cut((8, 6), 0, 0, 4), 10]])], r"http://a: no worker read w\[4:8, 0:6\]"),
-        ([report([["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 12]])], r"rank 1, w\[4:8, 0:6\]: checksum"),
-        ([report([["w", 0, ((0, 0), (4, 3)), 4], ["w", 0, ((0, 3), (4, 6)), 7], ["w", 1, cut((8, 6), 0, 4, 8), 11]])], r"rank 0, w\[0:4"),
+        (
+            [report([["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 12]])],
+            r"rank 1, w\[4:8, 0:6\]: checksum",
+        ),
+        (
+            [
+                report(
+                    [["w", 0, ((0, 0), (4, 3)), 4], ["w", 0, ((0, 3), (4, 6)), 7], ["w", 1, cut((8, 6), 0, 4, 8), 11]]
+                )
+            ],
+            r"rank 0, w\[0:4",
+        ),
         ([report([], version=4)], "worker 0 reports weight version 4; 5 was sent"),
         (
             [report([["w", 0, cut((8, 6), 0, 0, 4), 10]]), report([["w", 0, cut((8, 6), 0, 0, 4), 9]], worker=1)],
@@ -65,7 +78,11 @@ def columns(lo, hi):
 
 @pytest.mark.parametrize(
     "read",
-    [{columns(0, 3): 2**64 - 1, columns(3, 6): 11}, {columns(0, 4): 1, columns(2, 6): 2}, {columns(0, 6): 10, columns(0, 1): 3}],
+    [
+        {columns(0, 3): 2**64 - 1, columns(3, 6): 11},
+        {columns(0, 4): 1, columns(2, 6): 2},
+        {columns(0, 6): 10, columns(0, 1): 3},
+    ],
     ids=["sums modulo 2^64", "overlapping", "whole and a part"],
 )
 def test_other_slices_of_a_block_pass_with_the_same_sum_or_where_they_overlap(read):
@@ -105,7 +122,9 @@ class ReadingEngine:
                 data = Path(block.file).read_bytes()[block.offset :]
                 self.seen[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)[: whole(tensor.shape)[1][0]]
                 reads.append([name, index, block.box, checksum(self.seen[name])])
-        return [{"server": "s", "worker": 0, "version": loaded.version, "bytes": 1, "checksum_seconds": 0.0, "reads": reads}]
+        return [
+            {"server": "s", "worker": 0, "version": loaded.version, "bytes": 1, "checksum_seconds": 0.0, "reads": reads}
+        ]
 
     def resume(self, update, only=None):
         self.version = update.manifest.version
@@ -117,7 +136,9 @@ def test_a_push_writes_what_the_parameters_hold_now_and_close_removes_it(tmp_pat
     with WeightSync(engine, OneRank(), "float32", SharedMemory(OneRank(), "float32", tmp_path)) as sync:
         for version in (1, 2, 3):
             params["a"] += 1
-            done = sync.push([(name, param, [whole_block(name, tuple(param.shape))]) for name, param in params.items()], version)
+            done = sync.push(
+                [(name, param, [whole_block(name, tuple(param.shape))]) for name, param in params.items()], version
+            )
             assert (engine.version, done.weight_version, done.bytes_published) == (version, version, 48)
             for name, param in params.items():
                 assert torch.equal(engine.seen[name], param)
@@ -163,7 +184,9 @@ def test_a_trainer_leaves_its_memory_when_all_is_verified_and_before_the_engine_
 def test_an_adapter_is_written_before_the_trainer_leaves_and_then_loaded(monkeypatch):
     handover = NotingHandover()
     monkeypatch.setattr(adapter_sync, "save_adapter", lambda *args: handover.noted.append("the adapter is written"))
-    monkeypatch.setattr(adapter_sync.AdapterSync, "_deliver_adapter", lambda *args: handover.noted.append("engine loads") or (1, 1))
+    monkeypatch.setattr(
+        adapter_sync.AdapterSync, "_deliver_adapter", lambda *args: handover.noted.append("engine loads") or (1, 1)
+    )
     with adapter_sync.AdapterSync(ReadingEngine(), OneRank(), "float32", LoraSection(rank=2), "base") as sync:
         sync.push([], 1, handover)
     assert handover.noted == ["trainer loads weights", "the adapter is written", "trainer leaves", "engine loads"]
@@ -200,7 +223,8 @@ def test_shared_memory_that_is_too_small_is_a_clear_error():
     folder = Path(f"/dev/shm/test_full_{os.getpid()}")
     try:
         with pytest.raises(
-            WeightSyncError, match=r"/dev/shm is full: a slot of this rank's weights takes \d+ MiB, \d+ MiB are free; enlarge"
+            WeightSyncError,
+            match=r"/dev/shm is full: a slot of this rank's weights takes \d+ MiB, \d+ MiB are free; enlarge",
         ):
             allocate(folder / "slot", held.f_blocks * held.f_frsize + 4096)
         assert list(folder.iterdir()) == []

@@ -105,7 +105,9 @@ def reader_of(manifest, files=None):
     """A reader of blocks that are all written."""
     folder = Path(next(iter(manifest.tensors.values())).blocks[0].file).parent
     for rank in range(2):
-        ledger_path(folder, rank, manifest.version).write_bytes(np.uint64((manifest.version << VERSION_SHIFT) + 1000).tobytes())
+        ledger_path(folder, rank, manifest.version).write_bytes(
+            np.uint64((manifest.version << VERSION_SHIFT) + 1000).tobytes()
+        )
     return ShardReader(manifest, MappedBlocks(manifest, 0, files or SharedFiles(), Ledgers(folder, manifest.version)))
 
 
@@ -117,7 +119,10 @@ def test_a_reader_puts_slices_of_several_blocks_together_and_keeps_the_books(pub
     torch.empty(4, 4, device="meta").copy_(lazy[1:5])
     arrived.copy_(lazy[1:5])
     assert torch.equal(arrived, real[1:5]) and reader.bytes == arrived.nbytes and not reader.unread()
-    assert reader.reads == {("w", 0, ((1, 0), (2, 4))): checksum(real[1:2]), ("w", 1, ((2, 0), (5, 4))): checksum(real[2:5])}
+    assert reader.reads == {
+        ("w", 0, ((1, 0), (2, 4))): checksum(real[1:2]),
+        ("w", 1, ((2, 0), (5, 4))): checksum(real[2:5]),
+    }
 
 
 def test_a_box_that_was_announced_and_never_copied_is_told(published):

@@ -1,4 +1,5 @@
-"""The names of this package that users' servers load: those that the docs and the installed package give to vLLM exist."""
+"""The names of this package that users' servers load: those that the docs and the installed package give to vLLM
+exist."""
 
 import ast
 import re
@@ -15,7 +16,9 @@ def defines(module: str, name: str) -> bool:
 
 
 def test_the_plug_in_of_the_installed_package_exists():
-    entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    entry_points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
+        "vllm.general_plugins"
+    ]
     module, _, function = entry_points["megagrpo"].partition(":")
     assert defines(module, function)
 

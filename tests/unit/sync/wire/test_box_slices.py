@@ -1,4 +1,5 @@
-"""The planner of weight sync against a painted array: every element of every box comes from exactly one of its holders."""
+"""The planner of weight sync against a painted array: every element of every box comes from exactly one of its
+holders."""
 
 import random
 

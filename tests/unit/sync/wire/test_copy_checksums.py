@@ -78,7 +78,11 @@ def test_a_checked_copy_holds_the_source_and_tells_its_checksum(kind, to, chunk,
         shape = (source.numel() // source.shape[-1], source.shape[-1]) if source.dim() > 1 else tuple(source.shape)
         target = torch.full(shape, 7.0, dtype=to)
         total, seconds = copy_checked(target, source, whole(shape))
-        assert torch.equal(target, source.to(to).reshape(shape)) and total == checksum(target) == naive(target) and seconds >= 0
+        assert (
+            torch.equal(target, source.to(to).reshape(shape))
+            and total == checksum(target) == naive(target)
+            and seconds >= 0
+        )
 
 
 def test_a_part_of_a_tensor_adds_up_with_the_others():
@@ -105,7 +109,9 @@ def test_what_is_not_finite_is_refused_wherever_it_lies(value, dtype):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_what_the_cast_makes_infinite_is_refused(sign):
-    largest, rounded = (sign * torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7F7F7FFF, 0x7F7F8000))
+    largest, rounded = (
+        sign * torch.tensor([bits], dtype=torch.int32).view(torch.float32) for bits in (0x7F7F7FFF, 0x7F7F8000)
+    )
     assert largest.bfloat16().isfinite() and not rounded.bfloat16().isfinite()
     assert finite_as(largest, torch.bfloat16) and finite_as(rounded, torch.float32)
     assert not finite_as(rounded, torch.bfloat16)
@@ -115,7 +121,8 @@ def test_what_the_cast_makes_infinite_is_refused(sign):
 @pytest.mark.parametrize("column", [0, 1, 5])
 @pytest.mark.parametrize("width", [0, 3, 8, 1001])
 def test_a_gpus_checksum_is_the_hosts(dtype, column, width):
-    values = -torch.rand(7, width, generator=torch.Generator().manual_seed(width)).to(dtype)  # sign bits make large sums
+    # sign bits make large sums
+    values = -torch.rand(7, width, generator=torch.Generator().manual_seed(width)).to(dtype)
     sums = [device_checksum(part, column) for part in (values, values[:, 1:], values.t())]
     assert on_host([*sums, 5]) == [checksum(part, column) for part in (values, values[:, 1:], values.t())] + [5]
 

@@ -52,7 +52,10 @@ def test_memory_without_a_handle_is_named(tmp_path):
 def of_servers(handle) -> dict:
     """Handles of the buffers of two ranks for a server of one worker and a server of two."""
     workers = {"http://a": [0], "http://b": [1, 2]}
-    return {url: {f"gpu of rank {rank}": [handle(10 * rank + i) for i in numbers] for rank in range(2)} for url, numbers in workers.items()}
+    return {
+        url: {f"gpu of rank {rank}": [handle(10 * rank + i) for i in numbers] for rank in range(2)}
+        for url, numbers in workers.items()
+    }
 
 
 def test_every_worker_of_every_server_gets_a_handle_of_its_own(tmp_path):
@@ -66,16 +69,21 @@ def test_every_worker_of_every_server_gets_a_handle_of_its_own(tmp_path):
 
 def test_handles_of_workers_without_a_report_are_counted_down_so_that_torch_frees_the_memory(tmp_path, monkeypatch):
     counted = []
-    monkeypatch.setattr(torch.UntypedStorage, "_release_ipc_counter_cuda", lambda handle, offset: counted.append((handle, offset)))
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_release_ipc_counter_cuda", lambda handle, offset: counted.append((handle, offset))
+    )
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: counted.append("collected"))
     handles = of_servers(lambda number: pack(8, (*VALUES[:5], number, *VALUES[6:])))
     servers = {"http://a": 1, "http://b": 2}
-    update = HandleUpdate(MANIFEST, tmp_path, None, None, [], servers, handles=handles, buffers={"gpu of rank 1": torch.zeros(8)})
+    update = HandleUpdate(
+        MANIFEST, tmp_path, None, None, [], servers, handles=handles, buffers={"gpu of rank 1": torch.zeros(8)}
+    )
     for server in servers:
         update.request(server)
     (replies_of(tmp_path, "http://b") / "worker0.json").write_text("{}")
     update.done()
-    assert counted == [(VALUES[4], 10), (VALUES[4], 12), "collected"]  # this rank's buffer, for the two workers that did not report
+    # this rank's buffer, for the two workers that did not report
+    assert counted == [(VALUES[4], 10), (VALUES[4], 12), "collected"]
     assert not update.buffers
 
 
@@ -92,7 +100,10 @@ def test_a_reader_waits_for_no_event_of_the_exporting_gpu(monkeypatch):
     [
         ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}, "PYTORCH_ALLOC_CONF"),
         ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, "PYTORCH_CUDA_ALLOC_CONF"),
-        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, None),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:False", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            None,
+        ),
         ({}, None),
     ],
 )
@@ -104,6 +115,7 @@ def test_memory_that_containers_do_not_map_is_refused(environment, name, tmp_pat
     assert expandable_segments(os.environ) == name
     if name:
         with pytest.raises(
-            ValueError, match=f"{name}: expandable_segments:True and rollout.weight_sync_transport cuda_ipc exclude each other"
+            ValueError,
+            match=f"{name}: expandable_segments:True and rollout.weight_sync_transport cuda_ipc exclude each other",
         ):
             CudaIpc(SimpleNamespace(world_rank=0), "float32", torch.device("cpu"), tmp_path)

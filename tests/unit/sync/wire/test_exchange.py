@@ -57,9 +57,12 @@ def test_a_board_that_is_gone_is_told_and_noticed():
 
 
 def test_a_worker_on_another_kind_of_device_says_so():
-    request = DirectRequest("host", 1, "secret", "roster", "update1", "cpu", "float32", limit=1, ranks=1, first_worker=0, seconds=1.0)
+    request = DirectRequest(
+        "host", 1, "secret", "roster", "update1", "cpu", "float32", limit=1, ranks=1, first_worker=0, seconds=1.0
+    )
     with pytest.raises(
-        WeightSyncError, match="the trainer's weights are on cpu and this worker is on cuda; p2p requires the same device type"
+        WeightSyncError,
+        match="the trainer's weights are on cpu and this worker is on cuda; p2p requires the same device type",
     ):
         Receiver(torch.device("cuda", 0)).start(request, 1, 0, None)
 
@@ -67,7 +70,10 @@ def test_a_worker_on_another_kind_of_device_says_so():
 def test_a_tensor_that_the_workers_of_a_server_do_not_take_in_whole_is_named():
     transport = PointToPoint(None, "float32", torch.device("cpu"))
     transport.roster = Roster({"v": ((2,), {((0,), (2,)): [0]}), "w": ((4, 6), {((0, 0), (4, 6)): [0]})})
-    notes = {"whole": {"v": [((0,), (2,))], "w": [((0, 0), (4, 6))]}, "left": {"v": [((0,), (2,))], "w": [((0, 0), (4, 3))]}}
+    notes = {
+        "whole": {"v": [((0,), (2,))], "w": [((0, 0), (4, 6))]},
+        "left": {"v": [((0,), (2,))], "w": [((0, 0), (4, 3))]},
+    }
     notes["right"] = {"w": [((0, 3), (4, 6))]}
     transport.servers = {"http://a": 1, "http://b": 2, "http://c": 1}
     transport._check_coverage(["whole", "left", "right", "whole"], notes)
@@ -76,7 +82,11 @@ def test_a_tensor_that_the_workers_of_a_server_do_not_take_in_whole_is_named():
 
 
 def test_servers_of_this_host_are_told_from_others():
-    assert is_here("http://127.0.0.1:8000") and is_here("http://localhost:8000") and own_address("http://127.0.0.1:8000") == "127.0.0.1"
+    assert (
+        is_here("http://127.0.0.1:8000")
+        and is_here("http://localhost:8000")
+        and own_address("http://127.0.0.1:8000") == "127.0.0.1"
+    )
     assert not is_here("http://192.0.2.1:8000")  # a documentation address that no host has
 
 

@@ -1,4 +1,5 @@
-"""Workers that read while a rank writes: they wait for data not written yet, but not for a rank that will not write it."""
+"""Workers that read while a rank writes: they wait for data not written yet, but not for a rank that will not write
+it."""
 
 import multiprocessing
 import os

@@ -62,7 +62,9 @@ def test_both_ends_of_every_pair_see_the_same_messages_in_the_same_order(seed):
     held, wanted, num_ranks, num_workers = random_sync(dice)
     transfers, limit = plan_transfers(held, wanted), dice.choice([3, 25, 10**6])
     sent = [[m for found in rounds(transfers, limit, source=rank).values() for m in found] for rank in range(num_ranks)]
-    taken = [[m for found in rounds(transfers, limit, destination=w).values() for m in found] for w in range(num_workers)]
+    taken = [
+        [m for found in rounds(transfers, limit, destination=w).values() for m in found] for w in range(num_workers)
+    ]
     for rank in range(num_ranks):
         for worker in range(num_workers):
             out = [message for message in sent[rank] if message.destination == worker]
@@ -73,8 +75,8 @@ def test_both_ends_of_every_pair_see_the_same_messages_in_the_same_order(seed):
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_transfers_never_deadlock(seed, in_flight):
-    """Simulate both ends. Each has a limited number of rounds in flight and continues when its oldest is done. A message is done when both
-    ends have it in flight."""
+    """Simulate both ends. Each has a limited number of rounds in flight and continues when its oldest is done. A
+    message is done when both ends have it in flight."""
     dice = random.Random(seed)
     held, wanted, num_ranks, num_workers = random_sync(dice)
     transfers, limit = plan_transfers(held, wanted), dice.choice([2, 11, 10**6])

@@ -28,7 +28,10 @@ def test_a_workers_boxes_come_back_from_json_by_tensor_and_sorted():
 @pytest.mark.parametrize("seed", range(10))
 def test_every_box_lists_the_workers_that_want_it_in_order(seed):
     dice = random.Random(seed)
-    boxes_of = [{name: dice.sample(rows, dice.randint(1, 4)) for name, rows in ROWS.items() if dice.random() < 0.7} for _ in range(3)]
+    boxes_of = [
+        {name: dice.sample(rows, dice.randint(1, 4)) for name, rows in ROWS.items() if dice.random() < 0.7}
+        for _ in range(3)
+    ]
     wanted = wanted_by(boxes_of, ROWS)
     for name, rows in ROWS.items():
         for box in rows:
@@ -39,9 +42,20 @@ def test_every_box_lists_the_workers_that_want_it_in_order(seed):
 
 def test_equal_notes_have_the_same_key_and_others_have_another():
     assert content_key("boxes", {"a": [1, 2]}) == content_key("boxes", {"a": [1, 2]})
-    assert len({content_key("boxes", {"a": [1, 2]}), content_key("boxes", {"a": [2, 1]}), content_key("roster", {"a": [1, 2]})}) == 3
+    assert (
+        len(
+            {
+                content_key("boxes", {"a": [1, 2]}),
+                content_key("boxes", {"a": [2, 1]}),
+                content_key("roster", {"a": [1, 2]}),
+            }
+        )
+        == 3
+    )
 
 
 def test_the_text_of_a_request_does_not_hold_the_secret():
-    request = DirectRequest("host", 1, "hidden", "roster", "update1", "cpu", "float32", limit=1, ranks=1, first_worker=0, seconds=1.0)
+    request = DirectRequest(
+        "host", 1, "hidden", "roster", "update1", "cpu", "float32", limit=1, ranks=1, first_worker=0, seconds=1.0
+    )
     assert "host" in str(request) and "hidden" not in str(request)

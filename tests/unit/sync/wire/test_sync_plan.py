@@ -1,5 +1,5 @@
-"""The plan of a whole sync: every worker gets each element it wants once, from a rank that holds it. Replicas share the work; messages are
-few."""
+"""The plan of a whole sync: every worker gets each element it wants once, from a rank that holds it. Replicas share the
+work; messages are few."""
 
 import random
 from collections import Counter
@@ -17,11 +17,16 @@ def cuts_of(rng, shape, ranks):
     dim = rng.randrange(len(shape))
     parts = rng.randrange(1, min(4, shape[dim]) + 1)
     edges = [0, *sorted(rng.sample(range(1, shape[dim]), parts - 1)), shape[dim]]
-    return {cut(shape, dim, a, b): sorted(rng.sample(range(ranks), rng.randrange(1, ranks + 1))) for a, b in pairwise(edges)}
+    return {
+        cut(shape, dim, a, b): sorted(rng.sample(range(ranks), rng.randrange(1, ranks + 1))) for a, b in pairwise(edges)
+    }
 
 
 def rosters(rng):
-    shapes = {f"model.layers.{i % 3}.w{i}": tuple(rng.randrange(1, 9) for _ in range(rng.choice([1, 2, 3]))) for i in range(12)}
+    shapes = {
+        f"model.layers.{i % 3}.w{i}": tuple(rng.randrange(1, 9) for _ in range(rng.choice([1, 2, 3])))
+        for i in range(12)
+    }
     held = {name: cuts_of(rng, shape, 5) for name, shape in shapes.items()}
     wanted = {name: cuts_of(rng, shape, 4) for name, shape in shapes.items()}
     return shapes, held, wanted
@@ -32,7 +37,9 @@ def test_every_element_that_a_worker_wants_comes_once_from_a_rank_that_holds_it(
     shapes, held, wanted = rosters(random.Random(seed))
     made = plan_transfers(held, wanted)
     painted = {(name, worker): np.zeros(shape, int) for name, shape in shapes.items() for worker in range(4)}
-    for tensor, box, source, worker, count in zip(made.tensor, made.box, made.source, made.destination, made.elements, strict=True):
+    for tensor, box, source, worker, count in zip(
+        made.tensor, made.box, made.source, made.destination, made.elements, strict=True
+    ):
         name, part = made.names[tensor], made.boxes[box]
         assert any(source in ranks and intersect(part, block) == part for block, ranks in held[name].items())
         assert size(part) == count
@@ -50,7 +57,10 @@ def test_every_element_that_a_worker_wants_comes_once_from_a_rank_that_holds_it(
 
 
 def test_the_same_layout_on_both_sides_moves_each_byte_once_and_whole():
-    rows = {f"model.layers.{layer}.w": {cut((8, 6), 0, 2 * rank, 2 * rank + 2): [rank] for rank in range(4)} for layer in range(3)}
+    rows = {
+        f"model.layers.{layer}.w": {cut((8, 6), 0, 2 * rank, 2 * rank + 2): [rank] for rank in range(4)}
+        for layer in range(3)
+    }
     made = plan_transfers(rows, rows)
     assert (made.source == made.destination).all() and len(made.source) == 12 and made.total == 3 * 48
 

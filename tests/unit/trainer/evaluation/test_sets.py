@@ -75,19 +75,24 @@ def test_what_a_built_in_function_reads_is_known_and_what_others_read_is_not():
     assert extractor("auto", "format") is None
 
 
-# ------------------------------------------------------------------------------------------------------------------- whole sets
+# ----------------------------------------------------------------------------------------------------------- whole sets
 
 
 def held_out(n, answer="number", **more):
     settings = dict(name="sums", prompts=[Prompt(i, (1,), "") for i in range(2)], columns=[], num_generations=n)
-    settings |= dict(sampling=SamplingParams(1.0, 8), function="exact_number", pass_reward=1.0, answer=extractor(answer, ""))
+    settings |= dict(
+        sampling=SamplingParams(1.0, 8), function="exact_number", pass_reward=1.0, answer=extractor(answer, "")
+    )
     return HeldOut(**settings | more)
 
 
 def scored(prompt, *pairs):
     """Responses of a prompt as (text, reward)."""
     rollouts = [Rollout(prompt, (2,) * len(text), (-1.0,) * len(text), "stop", 1, text) for text, _ in pairs]
-    return [ScoredRollout(r, {"exact_number": reward}, reward or 0.0) for r, (_, reward) in zip(rollouts, pairs, strict=True)]
+    return [
+        ScoredRollout(r, {"exact_number": reward}, reward or 0.0)
+        for r, (_, reward) in zip(rollouts, pairs, strict=True)
+    ]
 
 
 def test_a_set_of_two_prompts_by_hand():
@@ -116,7 +121,12 @@ def test_sets_are_sampled_with_the_stop_strings_and_the_template_of_the_run(chat
     config = RunConfig.model_validate(
         {
             "model": {"path": str(chat_folder)},
-            "data": {"train": source, "eval": source, "chat_template": template, "chat_template_kwargs": {"opening": "<think>"}},
+            "data": {
+                "train": source,
+                "eval": source,
+                "chat_template": template,
+                "chat_template_kwargs": {"opening": "<think>"},
+            },
             "rewards": {"functions": [{"function": "exact_number"}]},
             "rollout": {"stop": ["</answer>"], "include_stop_str_in_output": False, "top_k": 9},
             "evaluation": {"steps": 1, "top_p": 0.5, "temperature": 0.7},
@@ -133,7 +143,9 @@ def test_the_share_of_responses_that_a_stop_string_ended_is_a_metric_of_runs_wit
     responses = scored(one, ("4", 1.0), ("5", 0.0)) + scored(two, ("7", 1.0), ("no", 0.0))
     assert "completions/stop_string_ratio" not in metrics_of(held_out(2), responses)
     stops = ["</answer>", "", "", ""]
-    with_stops = [replace(s, rollout=replace(s.rollout, stop_string=stop)) for s, stop in zip(responses, stops, strict=True)]
+    with_stops = [
+        replace(s, rollout=replace(s.rollout, stop_string=stop)) for s, stop in zip(responses, stops, strict=True)
+    ]
     assert metrics_of(held_out(2), with_stops)["completions/stop_string_ratio"] == 0.25
 
 
@@ -156,13 +168,19 @@ def test_every_set_is_asked_with_its_own_sampling_and_a_seed_that_stays():
 
     def collect(prompts, n, sampling, seed):
         asked.append((len(prompts), n, sampling.temperature, seed))
-        return [s for prompt in prompts for s in scored(prompt, *[("4", 1.0)] * n)], {"rewards/exact_number/timeouts": 0.0}
+        return [s for prompt in prompts for s in scored(prompt, *[("4", 1.0)] * n)], {
+            "rewards/exact_number/timeouts": 0.0
+        }
 
     seen = []
     sets = [held_out(1, name=""), held_out(2, sampling=SamplingParams(0.5, 8))]
     metrics = evaluate(sets, collect, 42, lambda of, responses: seen.append((of.name, len(responses))))
     evaluate(sets, collect, 42)
-    assert [(p, n, t) for p, n, t, _ in asked[:2]] == [(2, 1, 1.0), (2, 2, 0.5)] and asked[:2] == asked[2:] and asked[0][3] != asked[1][3]
+    assert (
+        [(p, n, t) for p, n, t, _ in asked[:2]] == [(2, 1, 1.0), (2, 2, 0.5)]
+        and asked[:2] == asked[2:]
+        and asked[0][3] != asked[1][3]
+    )
     assert seen == [("", 2), ("sums", 4)]
     assert metrics["pass@1"] == metrics["sums/pass@2"] == 1 and metrics["sums/rewards/exact_number/timeouts"] == 0
 
@@ -172,18 +190,43 @@ def test_what_a_set_leaves_empty_comes_from_the_sections_above_it():
         {
             "model": {"path": "m"},
             "rollout": {"max_prompt_length": 100, "max_completion_length": 50},
-            "data": {"train": {"source": "a"}, "eval": {"source": "b", "size": 3}, "prompt_column": "question", "columns": {"x": "y"}},
+            "data": {
+                "train": {"source": "a"},
+                "eval": {"source": "b", "size": 3},
+                "prompt_column": "question",
+                "columns": {"x": "y"},
+            },
             "rewards": {"functions": [{"function": "exact_number"}]},
             "evaluation": {
                 "temperature": 0.7,
                 "top_p": 0.9,
                 "num_generations": 2,
-                "sets": {"hard": {"source": "c", "top_p": 1.0, "max_completion_length": 80, "columns": {}, "num_generations": 4}},
+                "sets": {
+                    "hard": {
+                        "source": "c",
+                        "top_p": 1.0,
+                        "max_completion_length": 80,
+                        "columns": {},
+                        "num_generations": 4,
+                    }
+                },
             },
         }
     )
     plain, hard = evaluation_sets(config).values()
-    assert (plain.source, plain.size, plain.temperature, plain.top_p, plain.max_completion_length) == ("b", 3, 0.7, 0.9, 50)
-    assert (hard.source, hard.temperature, hard.top_p, hard.num_generations, hard.prompt_column) == ("c", 0.7, 1.0, 4, "question")
+    assert (plain.source, plain.size, plain.temperature, plain.top_p, plain.max_completion_length) == (
+        "b",
+        3,
+        0.7,
+        0.9,
+        50,
+    )
+    assert (hard.source, hard.temperature, hard.top_p, hard.num_generations, hard.prompt_column) == (
+        "c",
+        0.7,
+        1.0,
+        4,
+        "question",
+    )
     assert (plain.columns, hard.columns, plain.num_generations) == ({"x": "y"}, {}, 2)
     assert config.longest_sequence == 180 and config.max_model_len == 150

@@ -19,7 +19,8 @@ WANTED = 4  # prompts per step
 
 
 class Engine:
-    """Finishes the groups of a call one by one, after seeded times; groups in flight during a sync continue with the next version."""
+    """Finishes the groups of a call one by one, after seeded times; groups in flight during a sync continue with the
+    next version."""
 
     def __init__(self, seed=0, seconds=0.004):
         self.random, self.seconds, self.weight_version = random.Random(seed), seconds, 1
@@ -41,7 +42,9 @@ class Engine:
                 self.held_up.pop(prompts[i].place)
             version = self.held_up.pop(prompts[i].place, begun)
             later = ((1, self.weight_version),) if self.weight_version > version else ()
-            rollout = Rollout(prompts[i], (1, 2), (-1.0, -1.0), "stop", version, "", later_versions=later, stop_string="end")
+            rollout = Rollout(
+                prompts[i], (1, 2), (-1.0, -1.0), "stop", version, "", later_versions=later, stop_string="end"
+            )
             on_group(i, [rollout] * n)
 
     def cut(self, places):
@@ -136,7 +139,9 @@ def test_groups_are_scored_from_when_they_are_finished_each_for_its_step():
             pool.ask(prompts(step * 4, step * 4 + 4), 2, SAMPLING, 0, step)
         wait_until(lambda: len(rewards.begun) == 8)
         assert {s.group[0].prompt.place: s.step for s in rewards.begun} == {place: place // 4 for place in range(8)}
-        assert pool.take(prompts(0, 8), 2, SAMPLING, 0, 0) == sorted(rewards.begun, key=lambda s: s.group[0].prompt.place)
+        assert pool.take(prompts(0, 8), 2, SAMPLING, 0, 0) == sorted(
+            rewards.begun, key=lambda s: s.group[0].prompt.place
+        )
     assert not any(scoring.dropped for scoring in rewards.begun)
 
 
@@ -148,7 +153,10 @@ def test_a_group_that_was_held_up_too_long_is_generated_again_and_counted():
     assert [place for step in trained for place in step] == list(range(6 * WANTED)) and max(ages) <= 1
     assert sorted(place for place, _ in engine.begun if place in (9, 17)) == [9, 9, 17, 17]
     assert [pool.counters()["async/dropped"] for _ in range(2)] == [2.0, 0.0]
-    assert sorted(s.group[0].prompt.place for s in rewards.begun if s.dropped) == [9, 17] and len(rewards.begun) == 6 * WANTED + 2
+    assert (
+        sorted(s.group[0].prompt.place for s in rewards.begun if s.dropped) == [9, 17]
+        and len(rewards.begun) == 6 * WANTED + 2
+    )
 
 
 def test_what_was_asked_for_and_passed_over_is_forgotten():
@@ -231,7 +239,12 @@ def test_after_a_failure_that_was_mended_what_is_missing_is_asked_for_again():
             take(pool, prompts(0, 4))
         engine.error = None
         groups = take(pool, prompts(0, 4))
-    assert [group[0].prompt.place for group in groups] == [0, 1, 2, 3] and [place for place, _ in engine.begun] == [0, 1, 2, 3]
+    assert [group[0].prompt.place for group in groups] == [0, 1, 2, 3] and [place for place, _ in engine.begun] == [
+        0,
+        1,
+        2,
+        3,
+    ]
 
 
 def test_an_interrupted_engine_ends_the_wait_and_no_thread_is_left():
@@ -250,22 +263,44 @@ def test_idle_is_the_time_in_which_nothing_is_under_way():
         take(pool, prompts(0, 4))
         pool.measured()
         time.sleep(0.5)
-        assert pool.measured() == pytest.approx({"idle/servers": 1.0, "async/in_flight": 0.0, "async/waiting": 0.0}, abs=0.05)
+        assert pool.measured() == pytest.approx(
+            {"idle/servers": 1.0, "async/in_flight": 0.0, "async/waiting": 0.0}, abs=0.05
+        )
         engine.seconds = 60
         pool.ask(prompts(4, 8), 2, SAMPLING, 0, 0)
         time.sleep(0.5)
-        assert pool.measured() == pytest.approx({"idle/servers": 0.0, "async/in_flight": 4.0, "async/waiting": 0.0}, abs=0.05)
+        assert pool.measured() == pytest.approx(
+            {"idle/servers": 0.0, "async/in_flight": 4.0, "async/waiting": 0.0}, abs=0.05
+        )
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["rollout.placement=auto"], "rollout.max_staleness: 1 requires servers that .* auto shares .* set placement to dedicated"),
-        (["algorithm.importance_correction=off"], "rollout.max_staleness: 1 trains on .*importance_correction is off; .* to token_tr"),
-        (["algorithm.loss_type=real"], "rollout.max_staleness: 1 trains on .* real has no importance correction; set max_staleness to 0"),
-        (["lora.rank=8", "lora.sync=adapter"], "rollout.max_staleness: 1 updates the weights .* not support; set lora.sync to merged"),
-        (["multi_turn.tools=[megagrpo.environments.calculator:calculator]"], "rollout.max_staleness: 1 does not support multi_turn; set"),
-        (["rollout.max_staleness=0", "rollout.in_flight=resume"], "rollout.in_flight: resume only applies with rollout.max_staleness > 0"),
+        (
+            ["rollout.placement=auto"],
+            "rollout.max_staleness: 1 requires servers that .* auto shares .* set placement to dedicated",
+        ),
+        (
+            ["algorithm.importance_correction=off"],
+            "rollout.max_staleness: 1 trains on .*importance_correction is off; .* to token_tr",
+        ),
+        (
+            ["algorithm.loss_type=real"],
+            "rollout.max_staleness: 1 trains on .* real has no importance correction; set max_staleness to 0",
+        ),
+        (
+            ["lora.rank=8", "lora.sync=adapter"],
+            "rollout.max_staleness: 1 updates the weights .* not support; set lora.sync to merged",
+        ),
+        (
+            ["multi_turn.tools=[megagrpo.environments.calculator:calculator]"],
+            "rollout.max_staleness: 1 does not support multi_turn; set",
+        ),
+        (
+            ["rollout.max_staleness=0", "rollout.in_flight=resume"],
+            "rollout.in_flight: resume only applies with rollout.max_staleness > 0",
+        ),
         (
             ["rollout.max_staleness=0", "rollout.straggler_seconds=9"],
             "rollout.straggler_seconds: 9.0 only applies with rollout.max_staleness > 0",

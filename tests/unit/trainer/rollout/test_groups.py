@@ -1,4 +1,5 @@
-"""The rollouts that a step trains on: groups without advantage are replaced, and missing groups are filled as configured."""
+"""The rollouts that a step trains on: groups without advantage are replaced, and missing groups are filled as
+configured."""
 
 import math
 
@@ -75,7 +76,11 @@ def test_a_step_whose_groups_all_differ_draws_once():
 
 
 def test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_seed_of_the_run():
-    sections = {"model": {"path": "m"}, "data": {"train": {"source": "a"}}, "rewards": {"functions": [{"function": "format"}]}}
+    sections = {
+        "model": {"path": "m"},
+        "data": {"train": {"source": "a"}},
+        "rewards": {"functions": [{"function": "format"}]},
+    }
     counts = {"rollout": {"prompts_per_step": 5, "num_generations": 3}, "run": {"seed": 7}}
     stream, replay = Stream(), Replay([(0.0, 0.5, 1.0)] * 5)
     scored, _ = draw_rollouts(replay, stream, RunConfig.model_validate(sections | counts), SAMPLING, 4, print)
@@ -89,9 +94,9 @@ def test_groups_without_a_difference_are_replaced_by_fresh_prompts_until_the_ste
     assert stream.cursor == 9  # 3, then 3 for the missing two (one in three was useful), then 3 more
     assert seeds == [derive_seed(42, 4), derive_seed(42, 4, 1), derive_seed(42, 4, 2)]
     expected = {"rounds": 2, "groups_drawn": 9, "groups_kept": 3, "reward_drawn": (4 * 0.5 * 2 + 3 * 2 + 1) / 15}
-    assert {name.removeprefix("dynamic_sample/"): value for name, value in metrics.items() if "/timeouts" not in name} == pytest.approx(
-        expected
-    )
+    assert {
+        name.removeprefix("dynamic_sample/"): value for name, value in metrics.items() if "/timeouts" not in name
+    } == pytest.approx(expected)
     assert metrics["rewards/f0/timeouts"] == 3  # of every round
 
 
@@ -100,7 +105,9 @@ def test_after_the_last_round_the_step_is_filled_as_asked(fallback, trained):
     rewards = [FLAT, MIXED, FLAT, FLAT, MIXED, *[FLAT] * 10]
     found, metrics, _, said, _ = draw(rewards, max_resample_times=1, dynamic_sample_fallback=fallback)
     assert found == trained and metrics["dynamic_sample/rounds"] == 1 and metrics["dynamic_sample/groups_kept"] == 2
-    assert len(said) == 1 and said[0].startswith("warning: step 5: 2 of 3 groups differ in reward after 1 rounds of dynamic sampling;")
+    assert len(said) == 1 and said[0].startswith(
+        "warning: step 5: 2 of 3 groups differ in reward after 1 rounds of dynamic sampling;"
+    )
 
 
 def test_nothing_useful_at_all_leaves_the_original_batch_in_both_ways():

@@ -1,5 +1,5 @@
-"""An engine that loses its weights during generation gets them again from all ranks, and the request is retried. A dead engine ends the
-step on every rank."""
+"""An engine that loses its weights during generation gets them again from all ranks, and the request is retried. A dead
+engine ends the step on every rank."""
 
 import contextlib
 from types import SimpleNamespace
