@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from megagrpo.environments.environment_registry import targets
 from megagrpo.environments.hosted import MALFORMED, is_sound
 from megagrpo.platform.process.terminal import get_logger
 from megagrpo.rewards.target import Target
-from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
+from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
 from megagrpo.rewards.workers.values import reward_of
 
 _HOSTED = Target("megagrpo.environments.hosted", "Hosted")
@@ -190,18 +189,14 @@ class Responders:
 
     def _answers(self, calls: Sequence[Call]) -> list[tuple[Any, str | None]]:
         """Run the calls. Returns, in order, (value, None) or (None, reason of the failure) of each."""
-        answers: list[tuple[Any, str | None]] = [(None, None)] * len(calls)
-
-        def over(call: Call, outcome: Outcome) -> list[Call]:
+        answers: list[tuple[Any, str | None]] = []
+        for call, outcome in zip(calls, self._pool.run(calls), strict=True):
             value, failure = (outcome.value, None) if outcome.kind == "result" else (None, str(outcome.value))
             if failure is None and not is_sound(**call.arguments, answer=value):
                 value, failure = None, MALFORMED
             elif value is not None and call.arguments["function"] in ("begin", "act"):
                 value, failure = value.get("value"), value.get("failure")
-            answers[call.tag] = (value, failure)
-            return []
-
-        self._pool.run([replace(call, tag=i) for i, call in enumerate(calls)], over)
+            answers.append((value, failure))
         return answers
 
     def _values(self, conversations: Sequence[Conversation], calls: Sequence[Call]) -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 from megagrpo.config import RewardsSection
 from megagrpo.rewards.function import Function
 from megagrpo.rewards.reward_registry import display_names, resolve
-from megagrpo.rewards.scoring import RowFaults, Scoring, ScoringQueue
+from megagrpo.rewards.scoring import Scoring
 from megagrpo.rewards.target import did_you_mean
-from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
+from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
 from megagrpo.types import Rollout, ScoredRollout
 
 COROUTINES = "coroutines"  # lane of the one worker that runs many async calls concurrently
@@ -60,19 +59,13 @@ class RewardScorer:
         ]
         self._max_completion_length, self._concurrency = max_completion_length, section.concurrency
         self._seen_failures: dict[tuple[str, str], str] = {}
-        # The kernel kills a worker when the thread that started it ends. So one thread starts all workers and lives as
-        # long as they do.
-        self._thread = ThreadPoolExecutor(1, "rewards")
-        folder = None if base_folder is None else str(Path(base_folder).resolve())
-        self._pool = self._thread.submit(WorkerPool, section.workers, folder).result()
-        self._queue: ScoringQueue | None = None
         self._last: Scoring | None = None
+        self._pool = WorkerPool(section.workers, None if base_folder is None else str(Path(base_folder).resolve()))
         try:
-            self._thread.submit(self._load).result()
+            self._load()
         except BaseException:
             self.close()
             raise
-        self._queue = ScoringQueue(self._pool, self._thread)
 
     @property
     def names(self) -> list[str]:
@@ -123,25 +116,19 @@ class RewardScorer:
 
     def _describe(self, functions: list[Function]) -> None:
         problems: list[str] = []
-
-        def described(call: Call, outcome: Outcome) -> list[Call]:
-            function, index = call.tag, self._functions.index(call.tag)
+        calls = [Call(f.target, f.args, "describe", timeout=f.timeout, lane=f.lane) for f in functions]
+        for function, outcome in zip(functions, self._pool.run(calls), strict=True):
+            key = f"rewards.functions[{self._functions.index(function)}]"
             if outcome.kind != "result":
-                problems.append(f"rewards.functions[{index}]: `{function.name}` cannot be loaded: {outcome.value}")
-                return []
+                problems.append(f"{key}: `{function.name}` cannot be loaded: {outcome.value}")
+                continue
             function.signature = outcome.value
-            problems.extend(
-                f"rewards.functions[{index}].args.{name}: `{function.name}` has no such argument"
-                f"{did_you_mean(name, function.signature['options'])}; it takes "
-                f"{', '.join(function.signature['options'])}"
+            options = function.signature["options"]
+            problems += [
+                f"{key}.args.{name}: `{function.name}` has no such argument{did_you_mean(name, options)}; it takes "
+                f"{', '.join(options)}"
                 for name in function.signature["unknown"]
-            )
-            return []
-
-        self._pool.run(
-            [Call(f.target, f.args, action="describe", timeout=f.timeout, lane=f.lane, tag=f) for f in functions],
-            described,
-        )
+            ]
         if problems:
             raise ValueError("\n".join(sorted(problems)))
 
@@ -166,8 +153,19 @@ class RewardScorer:
         """Return, for each function that has `row_fault`, (index of the row, phrase) of the rows that it cannot score.
 
         `rows` are columns and values as in `Prompt.columns`."""
-        assert self._queue is not None, "the scorer is closed"
-        return RowFaults([f for f in self._functions if f.signature["finds_row_faults"]], rows, self._queue).found
+        functions = [f for f in self._functions if f.signature["finds_row_faults"]]
+        # `row_fault` is a plain function, also of an async reward
+        lanes = [SHARED if f.is_coroutine else f.lane for f in functions]
+        calls = [
+            Call(f.target, f.args, "row_faults", {"rows": rows}, f.timeout, lane)
+            for f, lane in zip(functions, lanes, strict=True)
+        ]
+        faults: dict[str, list[tuple[int, str]]] = {}
+        for call, function, outcome in zip(calls, functions, self._pool.run(calls), strict=True):
+            reason = f"no answer within {call.timeout:g} s" if outcome.kind == "timeout" else outcome.value
+            phrases = outcome.value if outcome.kind == "result" else [f"its row_fault fails: {reason}"] * len(rows)
+            faults[function.name] = [(i, phrase) for i, phrase in enumerate(phrases) if phrase]
+        return faults
 
     def begin(self, step: int = 0, names: Collection[str] | None = None) -> Scoring:
         """Start a scoring while rollouts are still generated: `add` them as they finish, then call `finish`. Several
@@ -180,9 +178,8 @@ class RewardScorer:
             "max_completion_length": self._max_completion_length,
             "trainer_state": SimpleNamespace(global_step=step),
         }
-        assert self._queue is not None, "the scorer is closed"
         functions = [f for f in self._functions if names is None or f.name in names]
-        return Scoring(functions, self._queue, common, self._seen_failures)
+        return Scoring(functions, self._pool, common, self._seen_failures)
 
     def score(self, rollouts: list[Rollout], step: int = 0) -> list[ScoredRollout]:
         """Return one scored rollout per rollout, in order. `reward` is the weighted sum over the functions that could
@@ -199,11 +196,7 @@ class RewardScorer:
 
     def close(self) -> None:
         """Kill the workers. Safe to call twice."""
-        if self._queue is not None:
-            self._queue.close()
-            self._queue = None
         self._pool.close()
-        self._thread.shutdown()
 
     def __enter__(self) -> RewardScorer:
         return self

@@ -1,20 +1,18 @@
-"""Scoring of rollouts, and search for rows that cannot be scored, in a background thread, concurrently with
-generation."""
+"""Scoring of rollouts in reward workers, concurrently with generation."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.platform.process.terminal import get_logger
 from megagrpo.rewards.function import Function, FunctionResults
-from megagrpo.rewards.workers.feed import Feed
-from megagrpo.rewards.workers.pool import SHARED, Call, Outcome, WorkerPool
+from megagrpo.rewards.workers.pool import Call, Outcome, WorkerPool
 from megagrpo.rewards.workers.values import LARGEST
 from megagrpo.types import Rollout, ScoredRollout
 
@@ -33,23 +31,44 @@ class Scoring:
     def __init__(
         self,
         functions: Sequence[Function],
-        queue: ScoringQueue,
+        pool: WorkerPool,
         common: dict[str, Any],
         seen_failures: dict[tuple[str, str], str],
     ):
         self._results = [FunctionResults(function) for function in functions]
-        self._queue, self._common, self._seen_failures = queue, common, seen_failures
+        self._pool, self._common, self._seen_failures = pool, common, seen_failures
         self._rollouts: list[Rollout] = []  # in the order of `add`
         self._indices: list[int] = []
+        self._changed = threading.Condition()  # holds everything here; outcomes come from the pool's thread
+        self._open: set[Future[Outcome]] = set()
+        self._error: BaseException | None = None  # ends the scoring
 
     def add(self, index: int, rollouts: list[Rollout]) -> None:
         """Start to score these rollouts; results are sorted by `index`. Thread-safe."""
-        self._queue.put(self, index, rollouts)
+        with self._changed:
+            first = len(self._rollouts)
+            self._rollouts += rollouts
+            self._indices += [index] * len(rollouts)
+            for results in self._results:
+                results.extend(len(rollouts))
+                for part in results.function.parts(rollouts):
+                    self._submit(results, [first + i for i in part])
 
     def finish(self, task: Task = SILENT_TASK) -> list[ScoredRollout]:
         """Wait and return one scored rollout per rollout, sorted by index, then in the order of `add`. `reward` is the
-        weighted sum over the functions that could score it; NaN if none could. `task` counts the calls of functions."""
-        self._queue.wait(self, task)
+        weighted sum over the functions that could score it; NaN if none could. `task` counts the calls of functions.
+
+        Raises the error that ended the workers, if any."""
+
+        def has_ended() -> bool:
+            task.expect(most, "calls", done=max(0, most - len(self._open)))
+            return not self._open or self._error is not None
+
+        with self._changed:
+            most = len(self._open)
+            self._changed.wait_for(has_ended)
+            if self._error is not None:
+                raise self._error
         order = sorted(range(len(self._rollouts)), key=self._indices.__getitem__)
         return [self._scored(i) for i in order]
 
@@ -69,7 +88,10 @@ class Scoring:
 
     def drop(self) -> None:
         """Cancel the calls that are not finished."""
-        self._queue.drop(self)
+        with self._changed:
+            dropped, self._open = self._open, set()
+        for future in dropped:
+            future.cancel()
 
     def __enter__(self) -> Scoring:
         return self
@@ -77,23 +99,15 @@ class Scoring:
     def __exit__(self, *_: object) -> None:
         self.drop()
 
-    # -- in the pool's thread
+    # -- calls
 
-    def calls(self, index: int, rollouts: list[Rollout]) -> list[Call]:
-        """Return the calls that score the added rollouts."""
-        first = len(self._rollouts)
-        self._rollouts += rollouts
-        self._indices += [index] * len(rollouts)
-        for results in self._results:
-            results.extend(len(rollouts))
-        return [
-            self._call(results, [first + i for i in part])
-            for results in self._results
-            for part in results.function.parts(rollouts)
-        ]
+    def _submit(self, results: FunctionResults, part: list[int], is_repeated: bool = False) -> None:
+        call = self._call(results.function, part)
+        future = self._pool.submit(call)
+        self._open.add(future)
+        future.add_done_callback(partial(self._ended, call, results, part, is_repeated))
 
-    def _call(self, results: FunctionResults, part: list[int], repeated: bool = False) -> Call:
-        function, tag = results.function, (self, results, part, repeated)
+    def _call(self, function: Function, part: list[int]) -> Call:
         chosen = [self._rollouts[i] for i in part]
         columns = {name for r in chosen for name in r.prompt.columns}
         arguments: dict[str, Any] = {name: [r.prompt.columns.get(name) for r in chosen] for name in columns}
@@ -101,36 +115,49 @@ class Scoring:
         # What the function does not take is not made: the ids of a long response take more time than its text.
         made = {name: make for name, make in _PER_ROLLOUT.items() if name == "completions" or function.takes(name)}
         arguments |= {name: [make(r) for r in chosen] for name, make in made.items()}
-        return Call(
-            function.target, function.args, "score", arguments, function.deadline(len(part)), function.lane, tag=tag
-        )
+        return Call(function.target, function.args, "score", arguments, function.deadline(len(part)), function.lane)
 
-    def done(self, call: Call, outcome: Outcome) -> list[Call]:
+    def _ended(
+        self, call: Call, results: FunctionResults, part: list[int], is_repeated: bool, future: Future[Outcome]
+    ) -> None:
+        with self._changed:
+            if future in self._open:  # else it was dropped
+                try:
+                    self._record(call, results, part, is_repeated, future.result())
+                except BaseException as error:
+                    self._error = self._error or error
+                self._open.discard(future)
+                self._changed.notify_all()
+
+    def _record(
+        self, call: Call, results: FunctionResults, part: list[int], is_repeated: bool, outcome: Outcome
+    ) -> None:
         """Record one outcome. A failed call is repeated once: one completion at a time if the function is independent,
         else with the same completions. A call that timed out is only repeated in smaller parts, and a wrong number of
         rewards is final."""
-        _, results, part, repeated = call.tag
         results.seconds += outcome.seconds
         if outcome.kind == "result":
-            rewards, logged = outcome.value
-            results.function.pace = outcome.seconds / len(part)
-            results.keep_log(part, logged)
-            for problem in logged["problems"]:
-                self._warn_of_log(results.function, problem)
-            for i, value in zip(part, rewards, strict=True):
-                if problem := value if isinstance(value, str) else _too_large(value, results.function.weight):
-                    self._failed(results, [i], "value", problem)
-                else:
-                    results.values[i] = value
-            return []
-        if results.function.is_independent:
-            if len(part) > 1 and outcome.kind != "invalid":
-                return [self._call(results, [i]) for i in part]
-        elif outcome.kind == "error" and not repeated:
-            return [self._call(results, part, repeated=True)]
-        reason = f"no answer within {call.timeout:g} s" if outcome.kind == "timeout" else outcome.value
-        self._failed(results, part, outcome.kind, reason)
-        return []
+            self._keep(results, part, outcome)
+        elif results.function.is_independent and len(part) > 1 and outcome.kind != "invalid":
+            for i in part:
+                self._submit(results, [i])
+        elif not results.function.is_independent and outcome.kind == "error" and not is_repeated:
+            self._submit(results, part, is_repeated=True)
+        else:
+            reason = f"no answer within {call.timeout:g} s" if outcome.kind == "timeout" else outcome.value
+            self._failed(results, part, outcome.kind, reason)
+
+    def _keep(self, results: FunctionResults, part: list[int], outcome: Outcome) -> None:
+        rewards, logged = outcome.value
+        results.function.pace = outcome.seconds / len(part)
+        results.keep_log(part, logged)
+        for problem in logged["problems"]:
+            self._warn_of_log(results.function, problem)
+        for i, value in zip(part, rewards, strict=True):
+            if problem := value if isinstance(value, str) else _too_large(value, results.function.weight):
+                self._failed(results, [i], "value", problem)
+            else:
+                results.values[i] = value
 
     def _failed(self, results: FunctionResults, part: list[int], kind: str, reason: str) -> None:
         """Count a failure of the completions `part`. The first one of each kind in a run is logged, with the first
@@ -174,7 +201,7 @@ class Scoring:
                 problem,
             )
 
-    # -- in the caller's thread
+    # -- results
 
     def _scored(self, i: int) -> ScoredRollout:
         rollout = self._rollouts[i]
@@ -186,116 +213,6 @@ class Scoring:
         extra = {column: cell for t in self._results for column, cell in t.extra[i].items()}
         logged = {name: value for t in self._results for name, value in t.logged[i].items()}
         return ScoredRollout(rollout, rewards, math.fsum(weighted) if weighted else math.nan, extra, logged)
-
-
-class RowFaults:
-    """The search for rows that functions cannot score: one call of `row_fault` per function for all rows. `found` maps
-    the function to (index of the row, phrase), for rows with a fault only."""
-
-    def __init__(self, functions: Sequence[Function], rows: list[dict[str, Any]], queue: ScoringQueue):
-        self.found: dict[str, list[tuple[int, str]]] = {function.name: [] for function in functions}
-        self._functions, self._rows = functions, rows
-        queue.put(self, 0, [])
-        queue.wait(self)
-
-    def calls(self, _: int, __: list[Rollout]) -> list[Call]:
-        """Return one call per function. `row_fault` is a plain function, also of an async reward."""
-        arguments = {"rows": self._rows}
-        lanes = {f: SHARED if f.is_coroutine else f.lane for f in self._functions}
-        return [
-            Call(f.target, f.args, "row_faults", arguments, f.timeout, lanes[f], tag=(self, f.name))
-            for f in self._functions
-        ]
-
-    def done(self, call: Call, outcome: Outcome) -> list[Call]:
-        """Record the faults that a function found. A call that fails is a fault of each row."""
-        reason = f"no answer within {call.timeout:g} s" if outcome.kind == "timeout" else outcome.value
-        faults = outcome.value if outcome.kind == "result" else [f"its row_fault fails: {reason}"] * len(self._rows)
-        self.found[call.tag[1]] = [(i, fault) for i, fault in enumerate(faults) if fault]
-        return []
-
-
-class Work(Protocol):
-    """What a queue runs: a Scoring or RowFaults. Its calls' tags begin with itself."""
-
-    def calls(self, index: int, rollouts: list[Rollout]) -> list[Call]:
-        """Return the calls for an item of the queue."""
-
-    def done(self, call: Call, outcome: Outcome) -> Iterable[Call]:
-        """Record the outcome of a call and return the calls that it leads to."""
-
-
-class ScoringQueue:
-    """The open calls of all scorings. The workers are used from `thread` only."""
-
-    def __init__(self, pool: WorkerPool, thread: ThreadPoolExecutor):
-        self._pool, self._feed = pool, Feed(self._calls)
-        self._open: Counter[Work] = Counter()  # number of queued items and open calls
-        self._changed = threading.Condition()
-        self._run = thread.submit(pool.run, [], self._done, self._feed)
-        self._run.add_done_callback(lambda _: self._wake())
-
-    def put(self, scoring: Work, index: int, rollouts: list[Rollout]) -> None:
-        """Queue rollouts for `scoring`."""
-        with self._changed:
-            self._open[scoring] += 1
-        self._feed.put((scoring, index, rollouts))
-
-    def wait(self, scoring: Work, task: Task = SILENT_TASK) -> None:
-        """Wait until everything queued for `scoring` is finished. Raises the error that ended the thread, if any."""
-
-        def has_ended() -> bool:
-            task.expect(most, "calls", done=max(0, most - self._open[scoring]))
-            return scoring not in self._open or self._run.done()
-
-        with self._changed:
-            most = self._open[scoring]
-            self._changed.wait_for(has_ended)
-            is_over = scoring not in self._open
-        if not is_over:
-            self._run.result()
-
-    def drop(self, scoring: Work) -> None:
-        """Cancel the open calls of `scoring`."""
-        with self._changed:
-            under_way = self._open.pop(scoring, 0)
-        if under_way:
-            self._feed.put((scoring, 0, []))
-
-    def close(self) -> None:
-        """Cancel all calls and end the thread."""
-        self._feed.end()
-        self._run.exception()
-        self._feed.close()
-
-    def _calls(self, item: tuple[Work, int, list[Rollout]]) -> list[Call]:
-        scoring, index, rollouts = item
-        if scoring not in self._open:
-            self._pool.drop(lambda call: call.tag[0] in self._open)
-            return []
-        calls = scoring.calls(index, rollouts)
-        self._count(scoring, len(calls) - 1)
-        return calls
-
-    def _done(self, call: Call, outcome: Outcome) -> list[Call]:
-        scoring = call.tag[0]
-        if scoring not in self._open:
-            return []
-        calls = scoring.done(call, outcome)
-        self._count(scoring, len(calls) - 1)
-        return calls
-
-    def _count(self, scoring: Work, change: int) -> None:
-        with self._changed:
-            if scoring in self._open:  # `drop` may have just removed it
-                self._open[scoring] += change
-                if not self._open[scoring]:
-                    del self._open[scoring]
-        self._wake()
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
 
 
 def _too_large(value: float | None, weight: float) -> str:

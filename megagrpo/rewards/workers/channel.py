@@ -14,7 +14,8 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from fractions import Fraction
 from types import SimpleNamespace
@@ -22,10 +23,10 @@ from typing import Any
 
 from megagrpo.rewards.target import Target
 
-LONGEST = 1 << 26  # limit on the bytes of a message from user code
-_WITHOUT_LIMIT = (1 << 32) - 1
+MAX_MESSAGE_BYTES = 1 << 26  # limit on a message from user code
+_MAX_FRAME_BYTES = (1 << 32) - 1
+_READ_BYTES = 1 << 20  # per read from the socket
 _HEAD = struct.Struct(">I")
-_AT_ONCE = 1 << 20  # bytes per read from the socket
 _TAG = "\0type"  # the key of a dict that encodes a value of another type
 _PLAIN = frozenset({str, int, float, bool, type(None)})
 
@@ -34,16 +35,56 @@ class ProtocolError(RuntimeError):
     """The other side sent an invalid message."""
 
 
+class Frames:
+    """Cuts the bytes of a connection into messages of at most `max_bytes`."""
+
+    def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES):
+        self._max_bytes, self._bytes = max_bytes, bytearray()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether an incomplete message was received."""
+        return bool(self._bytes)
+
+    def add(self, data: bytes) -> Iterator[Any]:
+        """Yield the messages that are complete with `data`. Raises ProtocolError at an invalid message."""
+        self._bytes += data
+        while len(self._bytes) >= _HEAD.size:
+            (length,) = _HEAD.unpack_from(self._bytes)
+            if length > self._max_bytes:
+                raise ProtocolError(f"it announced a message of {length} bytes; {self._max_bytes} are allowed")
+            end = _HEAD.size + length
+            if len(self._bytes) < end:
+                return
+            text = bytes(self._bytes[_HEAD.size : end])
+            del self._bytes[:end]
+            try:
+                message = json.loads(text)
+            except (ValueError, RecursionError):
+                raise ProtocolError("it sent a message that is not JSON") from None
+            yield message
+
+
+def frame(message: Any, max_bytes: int = _MAX_FRAME_BYTES) -> bytes:
+    """Return the bytes of a message. Raises TypeError or ValueError when it cannot be encoded as JSON or is too
+    long."""
+    # json.loads reads lone surrogates back
+    text = json.dumps(message, ensure_ascii=False).encode(errors="surrogatepass")
+    if len(text) > max_bytes:
+        raise ValueError(f"a message of {len(text)} bytes; {max_bytes} are allowed")
+    return _HEAD.pack(len(text)) + text
+
+
 class Channel:
-    """One end of a connection. A worker uses the blocking `send` and `receive`, a trainer the non-blocking `post`,
-    `flush` and `arrived`.
+    """The end of a connection in a process that runs user code, or in a worker towards its episodes.
 
     `trusted`: the other side runs no user code, so its messages may have any length.
     """
 
     def __init__(self, connection: socket.socket, trusted: bool = False):
-        self._socket, self._longest = connection, _WITHOUT_LIMIT if trusted else LONGEST
-        self._incoming, self._outgoing = bytearray(), bytearray()
+        self._socket = connection
+        self._frames = Frames(_MAX_FRAME_BYTES if trusted else MAX_MESSAGE_BYTES)
+        self._messages: deque[Any] = deque()
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -51,102 +92,31 @@ class Channel:
     def close(self) -> None:
         self._socket.close()
 
-    # -- non-blocking
-
-    @property
-    def has_more_to_send(self) -> bool:
-        """Whether `flush` has bytes left to send."""
-        return bool(self._outgoing)
-
-    @property
-    def has_half_a_message(self) -> bool:
-        """Whether an incomplete message was received."""
-        return bool(self._incoming)
-
-    def post(self, message: Any) -> None:
-        """Send as much of a message as the socket takes now. Raises TypeError or ValueError, with nothing sent, when it
-        cannot be encoded as JSON."""
-        self._outgoing += _frame(message, _WITHOUT_LIMIT)
-        self.flush()
-
-    def flush(self) -> None:
-        """Continue to send. Does nothing when the other side is gone; `arrived` reports that."""
-        try:
-            while self._outgoing:
-                del self._outgoing[
-                    : self._socket.send(self._outgoing[:_AT_ONCE], socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-                ]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._outgoing.clear()
-
-    def arrived(self) -> list[Any]:
-        """Return the messages that are complete. Raises EOFError when the other side is gone, ProtocolError for an
-        invalid message."""
-        try:
-            read = self._socket.recv(_AT_ONCE, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return []
-        except OSError as error:
-            raise EOFError from error
-        if not read:
-            raise EOFError
-        self._incoming += read
-        messages = []
-        while (message := self._next()) is not None:
-            messages.append(message[0])
-        return messages
-
-    # -- blocking
-
     def send(self, message: Any) -> None:
-        """Send a message. Raises TypeError or ValueError, with nothing sent, when it cannot be encoded as JSON or is
-        too long; OSError when the other side is gone."""
-        self._socket.sendall(_frame(message, LONGEST))
+        """Send a message. Raises the errors of `frame`, with nothing sent, and OSError when the other side is gone."""
+        self._socket.sendall(frame(message, MAX_MESSAGE_BYTES))
 
     def receive(self, seconds: float | None = None) -> Any:
         """Wait for the next message and return it. Raises TimeoutError when it is not complete within `seconds`, and
-        the errors of `arrived`."""
+        the errors of `read`."""
         ends = None if seconds is None else time.monotonic() + seconds
-        while (message := self._next()) is None:
-            left = None if ends is None else ends - time.monotonic()
-            if not select.select([self._socket], [], [], left if left is None else max(0.0, left))[0]:
+        while not self._messages:
+            left = None if ends is None else max(0.0, ends - time.monotonic())
+            if not select.select([self._socket], [], [], left)[0]:
                 raise TimeoutError
-            self._incoming += self._read()
-        return message[0]
+            self._messages += self.read()
+        return self._messages.popleft()
 
-    def _read(self) -> bytes:
+    def read(self) -> list[Any]:
+        """Wait for bytes and return the messages that they complete. Raises EOFError when the other side is gone,
+        ProtocolError for an invalid message."""
         try:
-            read = self._socket.recv(_AT_ONCE)
+            data = self._socket.recv(_READ_BYTES)
         except OSError as error:
             raise EOFError from error
-        if not read:
+        if not data:
             raise EOFError
-        return read
-
-    def _next(self) -> tuple[Any] | None:
-        if len(self._incoming) < _HEAD.size:
-            return None
-        (length,) = _HEAD.unpack_from(self._incoming)
-        if length > self._longest:
-            raise ProtocolError(f"it announced a message of {length} bytes; {LONGEST} are allowed")
-        if len(self._incoming) < _HEAD.size + length:
-            return None
-        text = bytes(self._incoming[_HEAD.size : _HEAD.size + length])
-        del self._incoming[: _HEAD.size + length]
-        try:
-            return (json.loads(text),)
-        except (ValueError, RecursionError):
-            raise ProtocolError("it sent a message that is not JSON") from None
-
-
-def _frame(message: Any, longest: int) -> bytes:
-    # json.loads reads lone surrogates back
-    text = json.dumps(message, ensure_ascii=False).encode(errors="surrogatepass")
-    if len(text) > longest:
-        raise ValueError(f"a message of {len(text)} bytes; {longest} are allowed")
-    return _HEAD.pack(len(text)) + text
+        return list(self._frames.add(data))
 
 
 # ---------------------------------------------------------------------------------------------------- types beyond JSON

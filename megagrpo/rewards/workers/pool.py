@@ -1,32 +1,37 @@
-"""Worker processes with deadlines: a call that hangs or breaks the protocol costs only its worker."""
+"""Worker processes with deadlines: a call that hangs or breaks the protocol costs only its worker.
+
+One thread runs an event loop that starts the workers, sends them calls and reads their messages.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, cast
 
 from megagrpo.platform.process.removal import remove_tree
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.call_log import is_logged
-from megagrpo.rewards.workers.channel import Channel, ProtocolError, as_json
-from megagrpo.rewards.workers.feed import Feed
+from megagrpo.rewards.workers.channel import Frames, ProtocolError, as_json, frame
 from megagrpo.rewards.workers.output import Output
 
 LOAD_SECONDS = 300.0  # timeout to start a worker and load the function; the call's own deadline starts after that
-GRACE_SECONDS = 2.0  # time for a coroutine worker to report a call that it cancelled
+REPORT_SECONDS = 2.0  # time for a coroutine worker to report a call that it cancelled
 SHARED = "shared"  # lane of the workers that take any call
+_numbers = itertools.count(1)  # of calls; no two workers get the same number
 _PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 
@@ -35,7 +40,7 @@ class Call:
     """One call of a function in a worker of `lane`.
 
     `action` is "describe", "score" (called as a reward function), "row_faults" (its `row_fault` is called with each of
-    `rows`) or "call" (called with exactly these arguments). `tag` belongs to the caller.
+    `rows`) or "call" (called with exactly these arguments).
     """
 
     target: Target
@@ -44,8 +49,6 @@ class Call:
     arguments: dict[str, Any] = field(default_factory=dict)
     timeout: float = 10.0
     lane: str = SHARED
-    tag: Any = None
-    alone: bool = False  # run without other calls in the worker: a retry of a call that may have killed its worker
 
 
 @dataclass(frozen=True)
@@ -58,271 +61,292 @@ class Outcome:
     seconds: float
 
 
-@dataclass
-class _Running:
+@dataclass(eq=False)
+class _Job:
+    """A submitted call. An `alone` one is a retry of a call that may have killed its worker: no other call runs beside
+    it."""
+
     call: Call
-    begun: float
-    deadline: float
+    future: Future[Outcome]
+    alone: bool = False
+    begun: float = 0.0
+    timer: asyncio.TimerHandle | None = None  # ends the worker at the call's deadline
     is_loaded: bool = False
+
+    def end(self, outcome: Outcome) -> None:
+        if not self.future.done() and self.future.set_running_or_notify_cancel():
+            self.future.set_result(outcome)
 
 
 class _UnexpectedMessage(ProtocolError):
     """A message that belongs to no open call. A finished call may have sent it, so the open call is not to blame."""
 
 
-class Worker:
+class Worker(asyncio.Protocol):
     """One worker process, with its own session and temporary folder, so that killing it also removes the reward's child
     processes and files.
 
     With a `capacity` it runs up to that many coroutines concurrently. Without one it runs plain functions in its main
-    thread, one at a time.
+    thread, one at a time. `retry` gets each call of a lost worker that may have been the cause or not.
     """
 
-    def __init__(self, lane: str, capacity: int | None, search_path: str | None):
-        self.lane, self.capacity, self._search_path = lane, capacity, search_path
-        self.running: dict[int, _Running] = {}
-        self._count = 0
-        self._spawn()
-
-    def has_room(self, call: Call) -> bool:
-        """Whether `call` may start now."""
-        if call.alone or any(r.call.alone for r in self.running.values()):
-            return not self.running
-        return len(self.running) < (self.capacity or 1)
-
-    @property
-    def deadline(self) -> float:
-        return min(running.deadline for running in self.running.values())
-
-    def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        self.channel = Channel(ours)
+    def __init__(self, capacity: int | None, search_path: str | None, retry: Callable[[_Job], None]):
+        self._capacity, self._retry = capacity, retry
+        self._running: dict[int, _Job] = {}
+        self._frames, self._ended = Frames(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._killed = False
         self._folder = tempfile.mkdtemp(prefix="megagrpo_worker_")
-        paths = [p for p in (_PACKAGE_ROOT, self._search_path, os.environ.get("PYTHONPATH")) if p]
-        kind = "coroutines" if self.capacity else "functions"
-        self.output = Output("a reward worker")
+        paths = [p for p in (_PACKAGE_ROOT, search_path, os.environ.get("PYTHONPATH")) if p]
+        self._output = Output("a reward worker")
+        self._socket, theirs = socket.socketpair()
+        kind = "coroutines" if capacity else "functions"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megagrpo.rewards.workers.worker", kind, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
-            stdout=self.output.writes,  # rewards' output must not mix with the trainer's own
-            stderr=self.output.writes,
+            stdout=self._output.writes,  # rewards' output must not mix with the trainer's own
+            stderr=self._output.writes,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TMPDIR": self._folder},
             start_new_session=True,
         )
-        self.output.close_writer()
+        self._output.close_writer()
         theirs.close()
+        self._loop.add_reader(self._output.fileno(), self._print)
 
-    def start(self, call: Call) -> list[tuple[Call, Outcome | None]]:
-        """Start a call. Returns the call with an error outcome when its arguments cannot be sent."""
-        if not self.running and self._is_dead_or_out_of_sync():
-            self.restart()
-        self._count += 1
-        now = time.monotonic()
+    async def connect(self) -> Worker:
+        """Open the connection to the process."""
+        await self._loop.create_unix_connection(lambda: self, sock=self._socket)
+        return self
+
+    def _print(self) -> None:
+        self._output.forward()
+        if self._output.ended:
+            self._loop.remove_reader(self._output.fileno())
+
+    def is_usable(self) -> bool:
+        """Whether the worker can take a call: it has not died, and has sent nothing although no call is open."""
+        if self._running or self._killed or self._frames.is_partial:
+            return bool(self._running)
+        # its id stays taken until `kill`
+        return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+    async def running_at_most(self, count: int) -> None:
+        """Wait until the worker runs no more than `count` calls."""
+        while len(self._running) > count:
+            self._ended.clear()
+            await self._ended.wait()
+
+    def start(self, job: _Job) -> None:
+        """Send a call to the process. The call ends with an error when its arguments cannot be sent."""
+        number, call = next(_numbers), job.call
         try:
-            self.channel.post(
-                as_json([self._count, call.action, call.target, call.options, call.arguments, call.timeout])
-            )
+            data = frame(as_json([number, call.action, call.target, call.options, call.arguments, call.timeout]))
         except (TypeError, ValueError, RecursionError) as error:
-            return [(call, Outcome("error", f"its arguments cannot be sent to a worker: {error}", 0.0))]
-        self.running[self._count] = _Running(call, now, now + LOAD_SECONDS)
-        return []
+            return job.end(Outcome("error", f"its arguments cannot be sent to a worker: {error}", 0.0))
+        self._running[number] = job
+        self._set_deadline(job, LOAD_SECONDS)
+        self._transport.write(data)
 
-    def _is_dead_or_out_of_sync(self) -> bool:
-        """Whether an idle worker has died, or has sent anything although no call is open."""
+    def _set_deadline(self, job: _Job, seconds: float) -> None:
+        if job.timer is not None:
+            job.timer.cancel()
+        job.begun = time.monotonic()
+        job.timer = self._loop.call_later(seconds, self._lose, "timeout", "no answer in time")
+
+    # -- of asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
         try:
-            # its id stays taken until `kill`
-            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            return ended is not None or bool(self.channel.arrived()) or self.channel.has_half_a_message
-        except (EOFError, ProtocolError):
-            return True
-
-    def receive(self) -> list[tuple[Call, Outcome | None]]:
-        """Return the calls that are finished, each with its outcome.
-
-        When the worker died or broke the protocol, all its calls are returned. An outcome of None means: unclear which
-        call caused it, so the pool runs the call again without others.
-        """
-        over: list[tuple[Call, Outcome | None]] = []
-        try:
-            for message in self.channel.arrived():
-                over += self._take(message)
-        except EOFError:
-            return over + self._lost()
-        except _UnexpectedMessage as error:
-            return over + self._lost(f"its worker broke the protocol: {error}", blames=False)
+            for message in self._frames.add(data):
+                self._take(message)
         except ProtocolError as error:
-            return over + self._lost(f"its worker broke the protocol: {error}")
-        return over
+            reason = f"its worker broke the protocol: {error}"
+            self._lose("error", reason, blames=not isinstance(error, _UnexpectedMessage))
 
-    def _take(self, message: Any) -> list[tuple[Call, Outcome]]:
+    def connection_lost(self, _: Exception | None) -> None:
+        self._lose("error")
+
+    # --
+
+    def _take(self, message: Any) -> None:
         """Process one message. Raises ProtocolError when it is not a valid message of a worker."""
         match message:
-            case [int() as number, "started"] if number in self.running:
-                running = self.running[number]
-                if not running.is_loaded:
-                    running.is_loaded, running.begun = True, time.monotonic()
-                    running.deadline = running.begun + running.call.timeout + (GRACE_SECONDS if self.capacity else 0.0)
-                return []
+            case [int() as number, "started"] if number in self._running:
+                job = self._running[number]
+                if not job.is_loaded:
+                    job.is_loaded = True
+                    self._set_deadline(job, job.call.timeout + (REPORT_SECONDS if self._capacity else 0.0))
             case [int() as number, "result" | "error" | "invalid" | "timeout" as kind, value, float() as seconds] if (
-                number in self.running
+                number in self._running
             ):
-                call = self.running[number].call
+                call = self._running[number].call
                 if not math.isfinite(seconds) or not (
                     _is_result_of(call, value) if kind == "result" else isinstance(value, str)
                 ):
                     raise ProtocolError(f"it sent a malformed {kind}")
-                del self.running[number]
-                return [(call, Outcome(kind, value, seconds))]
-        raise _UnexpectedMessage("it sent a message that belongs to no open call")
+                self._pop(number).end(Outcome(kind, value, seconds))
+            case _:
+                raise _UnexpectedMessage("it sent a message that belongs to no open call")
 
-    def _lost(self, reason: str = "", blames: bool = True) -> list[tuple[Call, Outcome | None]]:
-        """Kill and respawn the worker. Returns its calls as failed for `reason`; see `_blame`."""
-        lost = list(self.running.values())
-        self.kill()
-        reason = reason or f"the worker died ({_exit_text(self.process.returncode)})"
-        self._spawn()
-        return self._blame(lost, "error", reason, blames)
+    def _pop(self, number: int) -> _Job:
+        job = self._running.pop(number)
+        if job.timer is not None:
+            job.timer.cancel()
+        self._ended.set()
+        return job
 
-    def expire(self) -> list[tuple[Call, Outcome | None]]:
-        """Restart the worker because a deadline has passed. Returns its calls, with outcomes as in `receive`."""
-        lost = list(self.running.values())
-        self.restart()
-        return self._blame(lost, "timeout", "no answer in time")
+    def _lose(self, kind: str, reason: str = "", blames: bool = True) -> None:
+        """Kill the worker. A call fails for `reason` if only this call can be the cause. Others run again, alone.
 
-    def _blame(
-        self, lost: list[_Running], kind: str, reason: str, blames: bool = True
-    ) -> list[tuple[Call, Outcome | None]]:
-        """Return each lost call with its outcome: the failure if only this call can have caused it, else None.
-
-        With `blames` False a finished call may have caused it, so only a call that runs `alone` fails.
+        With `blames` False a finished call may be the cause, so only a call that runs alone fails.
         """
-        now = time.monotonic()
-        return [
-            (r.call, Outcome(kind, reason, now - r.begun) if len(lost) == 1 and (blames or r.call.alone) else None)
-            for r in lost
-        ]
-
-    def restart(self) -> None:
+        if self._killed:
+            return
+        jobs = [self._pop(number) for number in list(self._running)]
         self.kill()
-        self._spawn()
+        for job in jobs:
+            if len(jobs) == 1 and (blames or job.alone):
+                text = reason or f"the worker died ({_exit_text(self.process.returncode)})"
+                job.end(Outcome(kind, text, time.monotonic() - job.begun))
+            else:
+                self._retry(_Job(job.call, job.future, alone=True))
+
+    def drop(self) -> None:
+        """Kill the worker if all calls that it runs are cancelled."""
+        if self._running and all(job.future.cancelled() for job in self._running.values()):
+            self._lose("error", "cancelled")
 
     def kill(self) -> None:
-        self.running = {}
-        self.channel.close()
+        """Kill the process and its children, and remove its files. Safe to call twice."""
+        if self._killed:
+            return
+        self._killed = True
+        self._transport.abort()
         try:
             # the group still exists while child processes of the reward run
             os.killpg(self.process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
         self.process.wait()
-        self.output.close()
+        self._loop.remove_reader(self._output.fileno())
+        self._output.close()
         remove_tree(self._folder)
 
 
 class WorkerPool:
-    """Worker processes in lanes; a call runs in a worker of its lane. `workers` is the size of the shared lane.
-
-    Use it from one thread: the kernel kills a worker when the thread that started it ends.
-    """
+    """Worker processes in lanes; a call runs in a worker of its lane, in the order of `submit`. `workers` is the size
+    of the shared lane. Its methods may be called from any thread."""
 
     def __init__(self, workers: int, search_path: str | None = None):
         self._search_path = search_path
+        self._lanes: dict[str, asyncio.Queue[_Job]] = {}
         self._workers: list[Worker] = []
-        self._pending: dict[str, deque[Call]] = {}
-        self.add_lane(SHARED, workers)
+        self._servers: list[asyncio.Task[None]] = []
+        self._open: set[Future[Outcome]] = set()
+        self._error: Exception | None = None
+        self._loop = asyncio.new_event_loop()
+        # The kernel kills a worker when the thread that started it ends.
+        self._thread = Thread(target=self._loop.run_forever, name="reward workers", daemon=True)
+        self._thread.start()
+        try:
+            self.add_lane(SHARED, workers)
+        except BaseException:
+            self.close()
+            raise
 
     def add_lane(self, lane: str, workers: int = 1, capacity: int | None = None) -> None:
         """Add workers for the calls of `lane` only. With a `capacity` each worker runs up to that many coroutines
         concurrently."""
-        self._workers += [Worker(lane, capacity, self._search_path) for _ in range(workers)]
+        self._await(self._add_lane(lane, workers, capacity))
 
-    def run(
-        self, calls: Iterable[Call], on_done: Callable[[Call, Outcome], Iterable[Call]], feed: Feed | None = None
-    ) -> None:
-        """Run all calls. `on_done` gets each outcome, in any order, and may return more calls to run.
+    def submit(self, call: Call) -> Future[Outcome]:
+        """Run a call. Cancelling the future drops the call; a worker that runs cancelled calls only is replaced.
 
-        A `feed` supplies more calls until it raises FeedEnded, which this method propagates. Raises ValueError when the
-        pool is closed.
+        Raises ValueError when the pool is closed, and the error that ended it, if any.
         """
-        if not self._workers:
-            raise ValueError("the reward workers are closed")
-        self._pending = {worker.lane: deque() for worker in self._workers}
-        self._enqueue(calls)
+        if self._error is not None:
+            raise self._error
+        future: Future[Outcome] = Future()
+        self._open.add(future)
+        future.add_done_callback(self._forget)
+        self._loop.call_soon_threadsafe(self._lanes[call.lane].put_nowait, _Job(call, future))
+        return future
+
+    def run(self, calls: Sequence[Call]) -> list[Outcome]:
+        """Run calls and return their outcomes, in order."""
+        futures = [self.submit(call) for call in calls]
         try:
-            while any(self._pending.values()) or any(w.running for w in self._workers) or feed is not None:
-                for worker in self._workers:
-                    while self._pending[worker.lane] and worker.has_room(self._pending[worker.lane][0]):
-                        self._end(worker.start(self._pending[worker.lane].popleft()), on_done)
-                self._end(self._wait(feed), on_done)
-                if feed is not None:
-                    self._enqueue(feed.take())
-        finally:  # after an interrupt, late results must not be taken for results of the next calls
-            for worker in self._workers:
-                if worker.running:
-                    worker.restart()
-
-    def drop(self, is_wanted: Callable[[Call], bool]) -> None:
-        """Drop unwanted calls during `run`; called by `on_done` or the feed's `expand`.
-
-        Calls that have not started are removed. Workers without any wanted call are restarted. Outcomes of other
-        running calls still arrive.
-        """
-        for calls in self._pending.values():
-            wanted = [call for call in calls if is_wanted(call)]
-            calls.clear()
-            calls.extend(wanted)
-        for worker in self._workers:
-            if worker.running and not any(is_wanted(running.call) for running in worker.running.values()):
-                worker.restart()
-
-    def _end(self, over: list[tuple[Call, Outcome | None]], on_done: Callable[[Call, Outcome], Iterable[Call]]) -> None:
-        for call, outcome in over:
-            self._enqueue([replace(call, alone=True)] if outcome is None else on_done(call, outcome))
-
-    def _enqueue(self, calls: Iterable[Call]) -> None:
-        for call in calls:
-            self._pending[call.lane].append(call)
-
-    def _wait(self, feed: Feed | None) -> list[tuple[Call, Outcome | None]]:
-        """Wait for a result, a new item of the feed, or the next deadline. Returns finished calls; an outcome of None
-        means to retry the call."""
-        busy = [worker for worker in self._workers if worker.running]
-        if not busy and feed is None:
-            return []
-        ready = self._ready(busy, feed, min((worker.deadline for worker in busy), default=math.inf))
-        over = []
-        for worker in self._workers:
-            if worker.output.fileno() in ready:
-                worker.output.forward()
-        for worker in busy:
-            if worker.channel.fileno() in ready:
-                worker.channel.flush()
-                over += worker.receive()
-            if worker.running and time.monotonic() >= worker.deadline:
-                over += worker.expire()
-        return over
-
-    def _ready(self, busy: list[Worker], feed: Feed | None, until: float) -> set[int]:
-        """Wait until a worker responds, prints, or can take more of its call, or the feed has an item. Returns the
-        ready descriptors."""
-        watched = select.poll()
-        for worker in self._workers:
-            if not worker.output.ended:
-                watched.register(worker.output.fileno(), select.POLLIN)
-        for worker in busy:
-            watched.register(
-                worker.channel.fileno(), select.POLLIN | (select.POLLOUT if worker.channel.has_more_to_send else 0)
-            )
-        if feed is not None:
-            watched.register(feed.connection.fileno(), select.POLLIN)
-        left = None if until == math.inf else max(0, math.ceil(1000 * (until - time.monotonic())))
-        return {descriptor for descriptor, _ in watched.poll(left)}
+            return [future.result() for future in futures]
+        finally:  # after an interrupt
+            for future in futures:
+                future.cancel()
 
     def close(self) -> None:
-        """Kill all workers. Safe to call twice."""
-        while self._workers:
-            self._workers.pop().kill()
+        """Kill all workers. Calls that have not ended raise ValueError. Safe to call twice."""
+        if self._thread.is_alive():
+            self._await(self._close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _await[T](self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _forget(self, future: Future[Outcome]) -> None:
+        self._open.discard(future)
+        if future.cancelled():
+            self._loop.call_soon_threadsafe(self._drop)
+
+    # -- in the event loop's thread
+
+    def _drop(self) -> None:
+        for worker in self._workers:
+            worker.drop()
+
+    async def _add_lane(self, lane: str, workers: int, capacity: int | None) -> None:
+        calls = self._lanes.setdefault(lane, asyncio.Queue())
+        for _ in range(workers):
+            index = len(self._workers)
+            self._workers.append(await Worker(capacity, self._search_path, calls.put_nowait).connect())
+            self._servers.append(asyncio.create_task(self._serve(index, capacity, calls)))
+
+    async def _serve(self, index: int, capacity: int | None, calls: asyncio.Queue[_Job]) -> None:
+        """Start the calls of a lane in one worker, and replace the worker when it is lost."""
+        try:
+            while True:
+                await self._workers[index].running_at_most((capacity or 1) - 1)
+                job = await calls.get()
+                if job.alone:
+                    await self._workers[index].running_at_most(0)
+                if job.future.cancelled():
+                    continue
+                if not self._workers[index].is_usable():
+                    self._workers[index].kill()
+                    self._workers[index] = await Worker(capacity, self._search_path, calls.put_nowait).connect()
+                self._workers[index].start(job)
+                if job.alone:
+                    await self._workers[index].running_at_most(0)
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._workers[index].kill()
+
+    def _fail(self, error: Exception) -> None:
+        """End the pool: open and later calls raise `error`."""
+        self._error = self._error or error
+        for future in list(self._open):
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._error)
+
+    async def _close(self) -> None:
+        for server in self._servers:
+            server.cancel()
+        await asyncio.gather(*self._servers, return_exceptions=True)
+        self._fail(ValueError("the reward workers are closed"))
 
 
 def _exit_text(code: int) -> str:

@@ -247,7 +247,7 @@ async def serve_coroutines(channel: Channel) -> None:
 
     def read() -> None:
         try:
-            messages = channel.arrived()
+            messages = channel.read()
         except EOFError:
             closed.set()
             return

@@ -2,7 +2,9 @@
 
 import datetime
 import math
+import os
 import re
+import signal
 import socket
 import struct
 import time
@@ -16,7 +18,7 @@ from megagrpo.config import MultiTurnSection
 from megagrpo.environments.conversation import Conversation
 from megagrpo.environments.responders import Responders
 from megagrpo.rewards.target import Target
-from megagrpo.rewards.workers.channel import LONGEST, Channel, ProtocolError, as_json, from_json
+from megagrpo.rewards.workers.channel import MAX_MESSAGE_BYTES, Channel, Frames, ProtocolError, as_json, from_json
 from megagrpo.rewards.workers.output import BURST
 from megagrpo.rewards.workers.values import LARGEST, reward_of, rewards_of
 from megagrpo.types import Prompt
@@ -183,17 +185,17 @@ def test_half_a_message_is_over_by_the_deadline(folder, function):
         assert s.metrics()[f"rewards/{function}/timeouts"] == 1 and time.monotonic() - begun < 60
 
 
-def test_a_worker_that_takes_no_bytes_does_not_hold_the_trainer():
-    ours, theirs = socket.socketpair()
-    channel = Channel(ours)
-    channel.post("x" * 50_000_000)
-    assert channel.has_more_to_send
-    reader = Channel(theirs, trusted=True)
-    found = []
-    while not found:
-        channel.flush()
-        found = reader.arrived()
-    assert found == ["x" * 50_000_000] and not channel.has_more_to_send
+def test_a_worker_that_takes_no_bytes_does_not_hold_the_trainer(folder):
+    own = {"function": f"{folder}/mine.py:good", "own_worker": True, "name": "own"}
+    with scorer(folder, f"{folder}/mine.py:good", own, timeout=600, workers=1) as s:
+        stopped = s._pool._workers[0].process.pid
+        os.kill(stopped, signal.SIGSTOP)
+        with s.begin(names=["good"]) as held, s.begin(names=["own"]) as other:
+            held.add(0, rollouts("x" * 50_000_000))
+            other.add(0, rollouts("a"))
+            assert rewards_named(other.finish(), "own") == [1.0] and held._open
+            os.kill(stopped, signal.SIGCONT)
+            assert rewards_named(held.finish(), "good") == [1.0]
 
 
 def test_numbers_and_other_types_survive_the_way_to_a_worker_exactly():
@@ -227,14 +229,12 @@ def test_numbers_and_other_types_survive_the_way_to_a_worker_exactly():
 
 def test_what_is_no_message_is_refused_without_being_read_as_code():
     for junk, problem in (
-        (struct.pack(">I", LONGEST + 1), "announced a message of"),
+        (struct.pack(">I", MAX_MESSAGE_BYTES + 1), "announced a message of"),
         (struct.pack(">I", 5) + b"{nope", "not JSON"),
         (struct.pack(">I", 5000) + b"9" * 5000, "not JSON"),  # an integer that Python refuses to read
     ):
-        ours, theirs = socket.socketpair()
-        theirs.sendall(junk)
         with pytest.raises(ProtocolError, match=problem):
-            Channel(ours).arrived()
+            list(Frames().add(junk))
     ours, theirs = socket.socketpair()
     theirs.sendall(struct.pack(">I", 4) + b"[1")
     with pytest.raises(TimeoutError):
@@ -243,7 +243,7 @@ def test_what_is_no_message_is_refused_without_being_read_as_code():
     with pytest.raises(EOFError):
         Channel(ours).receive(0.05)
     with pytest.raises(ValueError, match="a message of"):
-        Channel(ours).send("x" * (LONGEST + 1))
+        Channel(ours).send("x" * (MAX_MESSAGE_BYTES + 1))
 
 
 def test_a_column_that_cannot_be_passed_is_an_error_of_the_call_and_names_the_type(folder, caplog):

@@ -9,9 +9,9 @@ import pytest
 from megagrpo.config import RewardsSection
 from megagrpo.config.paths import anchored
 from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers import pool as pool_module
-from megagrpo.rewards.workers.feed import Feed
-from megagrpo.rewards.workers.pool import WorkerPool
+from megagrpo.rewards.workers.pool import Call, WorkerPool
 from megagrpo.types import Prompt, Rollout
 
 MINE = """
@@ -154,7 +154,7 @@ def test_a_coroutine_is_cancelled_at_its_deadline_and_the_others_go_on(folder):
 
 
 def test_a_coroutine_that_blocks_costs_its_worker_and_the_innocent_are_called_again(folder, monkeypatch):
-    monkeypatch.setattr(pool_module, "GRACE_SECONDS", 0.5)
+    monkeypatch.setattr(pool_module, "REPORT_SECONDS", 0.5)
     with scorer(folder, "blocks", timeout=0.5) as s:
         assert values(s.score(rollouts("a", "hang", "c", "d")), "blocks") == [1.0, 0.0, 1.0, 1.0]
         assert s.metrics()["rewards/blocks/timeouts"] == 1 and s.metrics()["rewards/blocks/exceptions"] == 0
@@ -274,7 +274,7 @@ def test_scorings_go_on_beside_each_other_and_each_counts_its_own(folder):
     with scorer(folder, "never", "raises", timeout=2.0) as s, s.begin() as slow, s.begin() as quick:
         slow.add(0, rollouts("hang"))
         quick.add(0, rollouts("a", "b", group=2))
-        assert values(quick.finish(), "never") == [1.0, 1.0] and slow in s._queue._open
+        assert values(quick.finish(), "never") == [1.0, 1.0] and slow._open
         assert values(slow.finish(), "never") == [0.0]
         counted = [
             [scoring.metrics()[f"rewards/{name}"] for name in ("never/timeouts", "raises/exceptions")]
@@ -307,15 +307,24 @@ def test_scoring_that_is_given_up_leaves_the_workers_ready_for_the_next(folder):
 def test_an_error_of_ours_in_the_middle_reaches_the_caller(folder):
     with scorer(folder, "slowly") as s:
         with s.begin() as ahead:
-            ahead.add(0, ["no rollout"])
             with pytest.raises(AttributeError):
-                s.score(rollouts("a"))
-        with pytest.raises(AttributeError):
+                ahead.add(0, ["no rollout"])
+        assert values(s.score(rollouts("a")), "slowly") == [1.0]
+        s._functions[0].weight = "no number"  # the thread of the workers multiplies by it
+        with pytest.raises(TypeError):
             s.score(rollouts("b"))
+
+
+def test_a_scorer_that_is_closed_ends_a_scoring_that_waits(folder):
+    with scorer(folder, "hangs", timeout=60, workers=1) as s, s.begin() as scoring:
+        scoring.add(0, rollouts("hang"))
+        s.close()
+        with pytest.raises(ValueError, match="the reward workers are closed"):
+            scoring.finish()
 
 
 def test_a_pool_that_is_closed_says_so():
     pool = WorkerPool(1)
     pool.close()
     with pytest.raises(ValueError, match="closed"):
-        pool.run([], lambda call, outcome: [], Feed(list))
+        pool.submit(Call(Target("module", "function")))

@@ -445,7 +445,7 @@ from megagrpo.rewards.reward_registry import resolve
 pool = WorkerPool(2)
 print(*[worker.process.pid for worker in pool._workers], flush=True)
 call = Call(resolve("{folder}/mine.py:{function}"), arguments={{"completions": ["hang"]}}, timeout=600)
-pool.run([call, call], lambda call, outcome: [])
+pool.run([call, call])
 """
 
 
