@@ -6,69 +6,26 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Callable
+from itertools import batched
 
+# Pairs: a character, and what it becomes. A space ends the name of a command.
+_PAIRS = r"""
+× \times  · \cdot  ⋅ \cdot  ∙ \cdot  ÷ /  ∕ /  ⁄ /  √ \sqrt  ∛ \sqrt[3]  ± \pm  ∓ \mp  ∞ \infty  π \pi  λ \lambda
+≤ \le  ≥ \ge  ≠ \ne  ≈ \approx  ∈ \in  ∪ \cup  ∩ \cap  ∅ \emptyset  Ø \emptyset  ℝ \mathbb{R}  ℤ \mathbb{Z}  → \to
+º °  ℃ °C  ℉ °F  ∠ \angle  ′ '  ’ '  ％ %  ⟨ \langle  ⟩ \rangle  ⌊ \lfloor  ⌋ \rfloor  ⌈ \lceil  ⌉ \rceil
+Δ \Delta  Ω \Omega  Σ \Sigma  Γ \Gamma  Φ \Phi
+""".split()
 _CHARACTERS = {
-    **{sign: "-" for sign in "−–—‐‑﹣－"},
-    **{
-        "×": r"\times ",
-        "·": r"\cdot ",
-        "⋅": r"\cdot ",
-        "∙": r"\cdot ",
-        "÷": "/",
-        "∕": "/",
-        "⁄": "/",
-        "√": r"\sqrt ",
-        "∛": r"\sqrt[3]",
-    },
-    **{
-        "≤": r"\le ",
-        "≥": r"\ge ",
-        "≠": r"\ne ",
-        "≈": r"\approx ",
-        "∈": r"\in ",
-        "∪": r"\cup ",
-        "∩": r"\cap ",
-        "∞": r"\infty ",
-        "±": r"\pm ",
-    },
-    **{
-        "∓": r"\mp ",
-        "π": r"\pi ",
-        "∅": r"\emptyset ",
-        "Ø": r"\emptyset ",
-        "º": "°",
-        "′": "'",
-        "’": "'",
-        "ℝ": r"\mathbb{R}",
-        "⟨": r"\langle ",
-    },
-    **{
-        "⟩": r"\rangle ",
-        "ℤ": r"\mathbb{Z}",
-        "∠": r"\angle ",
-        "℃": "°C",
-        "℉": "°F",
-        "→": r"\to ",
-        "⌊": r"\lfloor ",
-        "⌋": r"\rfloor ",
-    },
-    **{
-        "⌈": r"\lceil ",
-        "⌉": r"\rceil ",
-        "\u2061": "",
-        "\u200b": "",
-        "\u2062": "",
-        "，": ", ",
-        "、": ", ",
-        "；": "; ",
-        "％": "%",
-    },
     **{
         chr(code): f"\\{unicodedata.name(chr(code)).split()[-1].lower()} "
         for code in range(0x3B1, 0x3CA)
-        if code not in (0x3C0, 0x3C2)
+        if code != 0x3C2
     },
-    **{"Δ": r"\Delta ", "Ω": r"\Omega ", "Σ": r"\Sigma ", "Γ": r"\Gamma ", "Φ": r"\Phi ", "λ": r"\lambda "},
+    **{sign: text + " " * (text[0] == "\\" and text[-1].isalpha()) for sign, text in batched(_PAIRS, 2)},
+    **dict.fromkeys("−–—‐‑﹣－", "-"),
+    **dict.fromkeys("\u2061\u200b\u2062", ""),
+    **dict.fromkeys("，、", ", "),
+    "；": "; ",
 }
 _TABLE = str.maketrans(_CHARACTERS)
 _RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ", "0123456789+-n")

@@ -5,45 +5,34 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
+from itertools import batched
 from typing import NamedTuple
 
 # A unit's short name, then its other names; a plural s may follow each.
 _NAMES = {
     line.split()[0]: line.split()
-    for line in (
-        "km kilometer kilometre, m meter metre, cm centimeter centimetre, mm millimeter millimetre, in inch inches, ft "
-        "foot feet, yd yard,"
-        "mi mile, kg kilogram kilo, g gram gm, mg milligram, lb pound, oz ounce, l liter litre, ml milliliter "
-        "millilitre, gallon gal,"
-        "acre, hectare ha, h hour hr, min minute, s second sec, day, week wk, month, year yr,"
-        "am a.m., pm p.m., mph, kph kmh kmph, degree deg °, radian rad,"
-        "dollar usd buck, cent, euro eur, yen, rupee rs, unit, % percent percentage pct,"
-        "j joule, n newton, w watt, v volt, a ampere amp, k kelvin, hz hertz, pa pascal, mol mole, ohm"
-    ).split(",")
+    for line in """
+        km kilometer kilometre, m meter metre, cm centimeter centimetre, mm millimeter millimetre, in inch inches,
+        ft foot feet, yd yard, mi mile, kg kilogram kilo, g gram gm, mg milligram, lb pound, oz ounce, l liter litre,
+        ml milliliter millilitre, gallon gal, acre, hectare ha, h hour hr, min minute, s second sec, day, week wk,
+        month, year yr, am a.m., pm p.m., mph, kph kmh kmph, degree deg °, radian rad, dollar usd buck, cent,
+        euro eur, yen, rupee rs, unit, % percent percentage pct, j joule, n newton, w watt, v volt, a ampere amp,
+        k kelvin, hz hertz, pa pascal, mol mole, ohm
+    """.split(",")
 }
-# The size of a unit in another one, for units that people exchange.
+# A unit that people exchange -> its size in another one, and that one ("": a number).
 _SIZES = {
-    "km": (1000, "m"),
-    "cm": ("1/100", "m"),
-    "mm": ("1/1000", "m"),
-    "h": (3600, "s"),
-    "min": (60, "s"),
-    "day": (86400, "s"),
-}
-_SIZES |= {
-    "week": (604800, "s"),
-    "kg": (1000, "g"),
-    "mg": ("1/1000", "g"),
-    "ml": ("1/1000", "l"),
-    "cent": ("1/100", "dollar"),
-}
-_SIZES |= {
-    "ft": (12, "in"),
-    "yd": (36, "in"),
-    "mi": (63360, "in"),
-    "%": ("1/100", ""),
-    "degree": (r"\pi/180", ""),
-    "radian": (1, ""),
+    unit: (size, base)
+    for base, units in {
+        "m": "km 1000 cm 1/100 mm 1/1000",
+        "s": "min 60 h 3600 day 86400 week 604800",
+        "g": "kg 1000 mg 1/1000",
+        "l": "ml 1/1000",
+        "dollar": "cent 1/100",
+        "in": "ft 12 yd 36 mi 63360",
+        "": r"% 1/100 degree \pi/180 radian 1",
+    }.items()
+    for unit, size in batched(units.split(), 2)
 }
 _KNOWN = {word: unit for unit, words in _NAMES.items() for word in words}
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
@@ -127,8 +116,8 @@ def in_base_unit(value: str, unit: str) -> tuple[str, str]:
     """Return an expression and its unit in a common unit: 2 km^2 is (2)(1000)^2 m^2. Units of one kind have one common
     unit."""
     name, _, power = unit.partition("^")
-    size, base = _SIZES.get(name, (1, name))
-    if size == 1 and base == name:
+    size, base = _SIZES.get(name, ("1", name))
+    if base == name:
         return value, unit
     return f"({value})*({size})^{{{power or 1}}}", base + (f"^{power}" if power else "")
 

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,26 +24,9 @@ _OF_STREAMS, _OF_CALLS = (
 )
 _PYTHON = ("python", "python3", "py", "py3", "pypy", "pypy3", "cpython")
 _OTHER_LANGUAGES = (
-    *(
-        "bash",
-        "c",
-        "c#",
-        "c++",
-        "cpp",
-        "cs",
-        "csharp",
-        "go",
-        "golang",
-        "haskell",
-        "java",
-        "javascript",
-        "js",
-        "julia",
-        "kotlin",
-        "lua",
-    ),
-    *("ocaml", "perl", "php", "python2", "r", "ruby", "rust", "scala", "shell", "sql", "swift", "typescript", "ts"),
-)
+    "bash c c# c++ cpp cs csharp go golang haskell java javascript js julia kotlin lua ocaml perl php python2 r ruby "
+    "rust scala shell sql swift typescript ts"
+).split()
 _METHOD = re.compile(r"^[ \t]*def[ \t]+([A-Za-z]\w*)", re.MULTILINE)
 
 
@@ -283,7 +266,7 @@ def _metadata(value: Any) -> Mapping[str, Any]:
     return decoded if isinstance(decoded, dict) else {}
 
 
-def _check_language(language: Any, others: tuple[str, ...] = ()) -> None:
+def _check_language(language: Any, others: Sequence[str] = ()) -> None:
     """Raise ValueError for a language that is not Python; with `others`, only for one of them, because the column may
     mean prose."""
     name = str(language or "").strip().lower()

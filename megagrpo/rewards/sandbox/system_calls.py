@@ -10,135 +10,61 @@ import struct
 
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}  # audit number, column of the tables below
 NEWEST = 462  # the newest call in these tables; later calls fail as on an older kernel
-DENIED = {
-    "socket": (41, 198),
-    "connect": (42, 203),
-    "bind": (49, 200),
-    "listen": (50, 201),
-    "accept": (43, 202),
-    "accept4": (288, 242),
-    # Buffers of sockets lie outside a process's memory: none is enlarged, and no descriptor waits in one.
-    "setsockopt": (54, 208),
-    "sendmsg": (46, 211),
-    "sendmmsg": (307, 269),
-    "fork": (57, None),
-    "vfork": (58, None),
-    "execve": (59, 221),
-    "execveat": (322, 281),
-    "kill": (62, 129),
-    "tkill": (200, 130),
-    "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_open": (434, 434),
-    "pidfd_send_signal": (424, 424),
-    "pidfd_getfd": (438, 438),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "seccomp": (317, 277),
-    "landlock_create_ruleset": (444, 444),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "chroot": (161, 51),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "fsopen": (430, 430),
-    "open_by_handle_at": (304, 265),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "io_setup": (206, 0),
-    # A pipe or a socket would keep pages that the program has unmapped or cut off, a huge page for each byte.
-    "vmsplice": (278, 75),
-    "splice": (275, 76),
-    "tee": (276, 77),
-    "sendfile": (40, 71),
-    # Each splits mappings, or makes one that the parent does not see.
-    "mbind": (237, 235),
-    "set_mempolicy_home_node": (450, 450),
-    "pkey_mprotect": (329, 288),
-    "remap_file_pages": (216, 234),
-    "map_shadow_stack": (453, 453),
-    "sync": (162, 81),
-    "syncfs": (306, 267),
-    "keyctl": (250, 219),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    # System V and POSIX objects outlive the process and are shared with others. An id is enough to reach one that
-    # exists.
-    "shmget": (29, 194),
-    "shmat": (30, 196),
-    "shmctl": (31, 195),
-    "shmdt": (67, 197),
-    "msgget": (68, 186),
-    "msgsnd": (69, 189),
-    "msgrcv": (70, 188),
-    "msgctl": (71, 187),
-    "semget": (64, 190),
-    "semop": (65, 193),
-    "semctl": (66, 191),
-    "semtimedop": (220, 192),
-    "mq_open": (240, 180),
-    "mq_unlink": (241, 181),
-    "mq_timedsend": (242, 182),
-    "mq_timedreceive": (243, 183),
-    "mq_notify": (244, 184),
-    "mq_getsetattr": (245, 185),
-    "setpriority": (141, 140),
-    "sched_setaffinity": (203, 122),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "fanotify_init": (300, 262),
-    "inotify_init": (253, None),
-    "inotify_init1": (294, 26),
-    "syslog": (103, 116),
-    "process_madvise": (440, 440),
-    "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-    "sched_setscheduler": (144, 119),
-    "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274),
-    "ioprio_set": (251, 30),
-    # Landlock does not control owners, permissions, times and attributes of files, and before ABI 3 not their lengths.
-    "truncate": (76, 45),
-    "chmod": (90, None),
-    "fchmod": (91, 52),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, None),
-    "fchown": (93, 55),
-    "lchown": (94, None),
-    "fchownat": (260, 54),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-    "fremovexattr": (199, 16),
-    "utime": (132, None),
-    "utimes": (235, None),
-    "futimesat": (261, None),
-    "utimensat": (280, 88),
-}
+Numbers = tuple[int | None, int | None]
+
+
+def _table(text: str) -> dict[str, Numbers]:
+    """Read `name x86_64 aarch64, ...`, with "-" where the architecture has no such call. Lines with # are comments."""
+    table: dict[str, Numbers] = {}
+    for line in text.splitlines():
+        for entry in [] if "#" in line else line.split(","):
+            if words := entry.split():
+                first, second = (None if number == "-" else int(number) for number in words[1:])
+                table[words[0]] = first, second
+    return table
+
+
+DENIED = _table("""
+    # network; buffers of sockets lie outside a process's memory: none is enlarged, and no descriptor waits in one
+    socket 41 198, connect 42 203, bind 49 200, listen 50 201, accept 43 202, accept4 288 242,
+    setsockopt 54 208, sendmsg 46 211, sendmmsg 307 269,
+    # processes, signals, tracing
+    fork 57 -, vfork 58 -, execve 59 221, execveat 322 281, kill 62 129, tkill 200 130, rt_sigqueueinfo 129 138,
+    rt_tgsigqueueinfo 297 240, pidfd_open 434 434, pidfd_send_signal 424 424, pidfd_getfd 438 438,
+    ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440,
+    migrate_pages 256 238, move_pages 279 239, setpriority 141 140, sched_setaffinity 203 122,
+    sched_setscheduler 144 119, sched_setparam 142 118, sched_setattr 314 274, ioprio_set 251 30,
+    # ways around the walls
+    seccomp 317 277, landlock_create_ruleset 444 444, unshare 272 97, setns 308 268, mount 165 40,
+    umount2 166 39, pivot_root 155 41, chroot 161 51, open_tree 428 428, move_mount 429 429, fsopen 430 430,
+    open_by_handle_at 304 265, bpf 321 280, perf_event_open 298 241, userfaultfd 323 282,
+    io_uring_setup 425 425, io_setup 206 0,
+    # a pipe or a socket would keep pages that the program has unmapped or cut off, a huge page for each byte
+    vmsplice 278 75, splice 275 76, tee 276 77, sendfile 40 71,
+    # each splits mappings, or makes memory that the parent does not see
+    mbind 237 235, set_mempolicy_home_node 450 450, pkey_mprotect 329 288, remap_file_pages 216 234,
+    map_shadow_stack 453 453, memfd_create 319 279, memfd_secret 447 447,
+    # System V and POSIX objects outlive the process and are shared; an id is enough to reach one that exists
+    shmget 29 194, shmat 30 196, shmctl 31 195, shmdt 67 197, msgget 68 186, msgsnd 69 189, msgrcv 70 188,
+    msgctl 71 187, semget 64 190, semop 65 193, semctl 66 191, semtimedop 220 192, mq_open 240 180,
+    mq_unlink 241 181, mq_timedsend 242 182, mq_timedreceive 243 183, mq_notify 244 184, mq_getsetattr 245 185,
+    # other state of the machine or the user
+    sync 162 81, syncfs 306 267, keyctl 250 219, add_key 248 217, request_key 249 218, fanotify_init 300 262,
+    inotify_init 253 -, inotify_init1 294 26, syslog 103 116,
+    # what Landlock does not control: owners, permissions, times, attributes, and before ABI 3 lengths
+    truncate 76 45, chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55,
+    lchown 94 -, fchownat 260 54, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7, removexattr 197 14,
+    lremovexattr 198 15, fremovexattr 199 16, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88,
+""")
 CLONE, CLONE3, TGKILL, PRLIMIT, PRCTL = (56, 220), (435, 435), (234, 131), (302, 261), (157, 167)
 FCNTL, IOCTL, SOCKETPAIR, CLOSE_RANGE = (72, 25), (16, 29), (53, 199), (436, 436)
 MMAP, MUNMAP, MREMAP, MPROTECT, MADVISE = (9, 222), (11, 215), (25, 216), (10, 226), (28, 233)
 OPEN, OPENAT, OPENAT2, FALLOCATE, RENAMEAT2 = (2, None), (257, 56), (437, 437), (285, 47), (316, 276)
-CREATES = {  # a file or folder, always
-    "creat": (85, None),
-    "mkdir": (83, None),
-    "mkdirat": (258, 34),
-    "mknod": (133, None),
-    "mknodat": (259, 33),
-    "link": (86, None),
-    "linkat": (265, 37),
-    "symlink": (88, None),
-    "symlinkat": (266, 36),
-}
+CREATES = _table("""
+    # a file or folder, always
+    creat 85 -, mkdir 83 -, mkdirat 258 34, mknod 133 -, mknodat 259 33, link 86 -, linkat 265 37, symlink 88 -,
+    symlinkat 266 36,
+""")
 # the limit on descriptors holds for one table of the process
 CLONE_THREAD, CLONE_FILES, CLOSE_RANGE_UNSHARE = 0x10000, 0x400, 2
 PRCTLS = (3, 4, 15, 16, 23, 38, 39)  # dumpable, thread names, capability sets, no new privileges
