@@ -21,9 +21,9 @@ _RAISES = (
 )
 
 
-def is_check(statement: ast.stmt, own_functions: Container[str], source: str) -> bool:
+def is_check(statement: ast.stmt, own_functions: Container[str]) -> bool:
     """Tell whether a statement checks something itself. `own_functions` are defined in the same text: their bodies tell
-    whether they check. `source` is the text from the statement on, where an `elif` is not an `if`."""
+    whether they check."""
     if isinstance(statement, ast.Assert):
         return constant(statement.test) is None
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
@@ -32,16 +32,15 @@ def is_check(statement: ast.stmt, own_functions: Container[str], source: str) ->
     if isinstance(statement, (ast.With, ast.AsyncWith)):
         calls = [item.context_expr for item in statement.items if isinstance(item.context_expr, ast.Call)]
         return any(called_name(call) in _RAISES for call in calls)
-    return isinstance(statement, (ast.If, ast.Try, ast.Match)) and not source.startswith("elif") and can_fail(statement)
+    return isinstance(statement, (ast.If, ast.Try, ast.Match)) and can_fail(statement)
 
 
-def inside(statement: ast.stmt) -> Iterator[ast.stmt]:
-    """Yield the statements directly inside a statement."""
+def blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """Yield the lists of statements directly inside a statement."""
     for name in ("body", "orelse", "finalbody"):
-        yield from getattr(statement, name, [])
+        yield from filter(None, [getattr(statement, name, None)])
     for name in ("handlers", "cases"):
-        for part in getattr(statement, name, []):
-            yield from part.body
+        yield from (part.body for part in getattr(statement, name, []))
 
 
 def before_failures(statement: ast.stmt) -> Iterator[ast.stmt]:
@@ -55,7 +54,8 @@ def can_fail(statement: ast.stmt) -> bool:
     """Tell whether a statement contains one that fails, outside of definitions."""
     return any(
         fails(inner) or (not isinstance(inner, (Function, ast.ClassDef)) and can_fail(inner))
-        for inner in inside(statement)
+        for block in blocks(statement)
+        for inner in block
     )
 
 

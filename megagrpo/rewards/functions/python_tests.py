@@ -12,14 +12,14 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import CodeType
 
 from megagrpo.rewards.functions.program_text import outline
 from megagrpo.rewards.functions.python_checks import (
-    COMPOUND,
     Function,
     before_failures,
+    blocks,
     called_name,
-    inside,
     is_check,
     main_names,
     parameter_names,
@@ -59,7 +59,7 @@ class PythonTests:
     """The steps of a row's Python tests, as `sandbox.Checks` describes them, the number of tests in them, and the names
     that they take from the program."""
 
-    steps: list[tuple[str, str]] = field(default_factory=list)
+    steps: list[tuple[str, str | CodeType]] = field(default_factory=list)
     count: int = 0
     names: frozenset[str] = frozenset()
 
@@ -97,14 +97,10 @@ def read_python_tests(
 
 
 class _Reader:
-    """One text of tests. `edits` are (begin, end, replacement) in characters of the text."""
+    """One text of tests. Its syntax tree is changed until `steps` compiles it."""
 
     def __init__(self, text: str, entry_point: str, installed: Callable[[str], bool]):
-        self._text, self._entry = text, entry_point
-        self._lines = text.split("\n")
-        self._starts = [0]
-        for line in self._lines:
-            self._starts.append(self._starts[-1] + len(line) + 1)
+        self._entry = entry_point
         outlined = outline(text)
         if outlined is None:
             raise ValueError(
@@ -114,16 +110,21 @@ class _Reader:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self._tree = ast.parse(text)
-        self._edits: list[tuple[int, int, str]] = []
         self.count, self.calls_entry, self.checks = 0, False, False
         self.imported = program_imports(self._tree, installed)
         self._functions = {s.name: s for s in self._tree.body if isinstance(s, Function)}
         self._classes = {s.name: s for s in self._tree.body if isinstance(s, ast.ClassDef)}
+        self._fixtures = {
+            n: d for n, f in self._functions.items() for d in f.decorator_list if called_name(d) == "fixture"
+        }
 
-    def steps(self) -> list[tuple[str, str]]:
-        """Cut the text into steps, and append the calls of its test functions and test cases."""
-        body = list(self._main_guard_inlined())
-        with_checks = {id(s) for s in body if self._mark_checks(s)}
+    def steps(self) -> list[tuple[str, str | CodeType]]:
+        """Cut the text into steps, and append the calls of its test functions and test cases. Raises ValueError for a
+        text that Python cannot compile."""
+        self._inline_main_guard()
+        body = self._tree.body
+        marked = {id(s): [s] for s in body}  # a statement, after the call that counts it if it is a check
+        with_checks = {id(s) for s in body if self._mark_checks(marked[id(s)])}
         checking = self._checking(with_checks)
         run = [s for s in body if not isinstance(s, (Function, ast.ClassDef))]
         called = {
@@ -141,50 +142,43 @@ class _Reader:
         harness = [("setup", _RUN_CASE)] * bool(cases) + [("setup", _RUN_PYTEST)] * any(
             "__rows__" in c or "__value__" in c for _, c in calls
         )
-        return [*self._cut(kinds), *harness, *calls]
+        steps = [(kind, [n for s in part for n in marked[id(s)]]) for kind, part in self._cut(kinds)]
+        try:
+            codes = [(kind, compile(ast.Module(nodes, []), "<tests>", "exec")) for kind, nodes in steps if nodes]
+        except SyntaxError as error:
+            raise ValueError(f"`tests` is not valid Python ({error.msg}, line {error.lineno})") from None
+        return [*codes, *harness, *calls]
 
     # ------------------------------------------------------------------------------------------------------- statements
 
-    def _main_guard_inlined(self) -> Iterator[ast.stmt]:
-        """Yield the top-level statements. Code under `if __name__ == "__main__"` runs too; `unittest.main()` and
-        `pytest.main()` do not."""
+    def _inline_main_guard(self) -> None:
+        """Make code under `if __name__ == "__main__"` run, and replace `unittest.main()` and `pytest.main()`."""
         runners = main_names(self._tree)
+        bodies = [self._tree.body]
         for statement in self._tree.body:
-            guard = (
-                isinstance(statement, ast.If)
-                and isinstance(statement.test, ast.Compare)
-                and isinstance(statement.test.left, ast.Name)
-            )
-            if guard and statement.test.left.id == "__name__":  # type: ignore[attr-defined]
-                self._replace(statement.test, "True")  # type: ignore[attr-defined]
-            for inner in [statement, *(statement.body if guard else [])]:  # type: ignore[attr-defined]
-                if isinstance(inner, ast.Expr) and any(
-                    ast.unparse(n.func) in runners
-                    for n in ast.walk(inner)
-                    if isinstance(n, ast.Call) and called_name(n)
-                ):
-                    self._replace(inner, "pass")
-            yield statement
+            if isinstance(statement, ast.If) and isinstance(statement.test, ast.Compare):
+                if isinstance(statement.test.left, ast.Name) and statement.test.left.id == "__name__":
+                    statement.test = ast.copy_location(ast.Constant(True), statement.test)
+                    bodies.append(statement.body)
+        for body in bodies:
+            for i, statement in enumerate(body):
+                calls = [n for n in ast.walk(statement) if isinstance(n, ast.Call) and called_name(n)]
+                if isinstance(statement, ast.Expr) and any(ast.unparse(n.func) in runners for n in calls):
+                    body[i] = ast.copy_location(ast.Pass(), statement)
 
-    def _mark_checks(self, statement: ast.stmt) -> bool:
-        """Insert a call that counts before each check in a statement, at any depth. Returns whether there is one."""
-        found, statements = False, [(statement, False)]
-        while statements:
-            inner, before_failure = statements.pop()
-            if before_failure or self._is_check(inner):
-                found = True
-                begin = self._offset(inner.lineno, inner.col_offset)
-                indent = self._text[self._starts[inner.lineno - 1] : begin]
-                self._edits.append(
-                    (begin, begin, f"__checked__()\n{indent}" if isinstance(inner, COMPOUND) else "__checked__(); ")
-                )
-            before = list(before_failures(inner))
-            statements += [(s, s in before) for s in inside(inner)]
-        return found
-
-    def _is_check(self, statement: ast.stmt) -> bool:
-        begin = self._offset(statement.lineno, statement.col_offset)
-        return is_check(statement, self._functions, self._text[begin : begin + 4])
+    def _mark_checks(self, body: list[ast.stmt], before_failure: Sequence[ast.stmt] = ()) -> bool:
+        """Insert a call that counts before each check in `body`, at any depth. Returns whether there is one."""
+        marked, has_check = list[ast.stmt](), False
+        for statement in body:
+            before = list(before_failures(statement))
+            for block in blocks(statement):
+                has_check |= self._mark_checks(block, before)
+            if statement in before_failure or is_check(statement, self._functions):
+                has_check = True
+                marked.append(_statement("__checked__()"))
+            marked.append(statement)
+        body[:] = marked
+        return has_check
 
     def _checking(self, with_checks: set[int]) -> set[str]:
         """Return the functions and classes that have a check, or use one that has."""
@@ -204,20 +198,21 @@ class _Reader:
         uses = any(isinstance(n, ast.Name) and n.id in checking for n in nodes)
         return "check" if uses and any(isinstance(n, ast.Call) for n in nodes) else "setup"
 
-    def _cut(self, kinds: list[tuple[ast.stmt, str]]) -> Iterator[tuple[str, str]]:
-        """Yield the edited text of the statements: one step per check, and one for the statements between two checks.
+    def _cut(self, kinds: list[tuple[ast.stmt, str]]) -> Iterator[tuple[str, list[ast.stmt]]]:
+        """Yield the statements of each step: one step per check, and one for the statements between two checks.
         Statements that share a line stay together."""
-        begin, kind, last = 0, "setup", 0
+        part, kind, last = list[ast.stmt](), "setup", 0
         for statement, its_kind in kinds:
             first = min([statement.lineno, *(d.lineno for d in getattr(statement, "decorator_list", []))])
             if first <= last:
                 self.count -= kind == its_kind == "check"  # one step, so one test
                 kind = "check" if "check" in (kind, its_kind) else "setup"
             elif "check" in (kind, its_kind):
-                yield kind, self._edited(begin, self._starts[first - 1])
-                begin, kind = self._starts[first - 1], its_kind
+                yield kind, part
+                part, kind = [], its_kind
+            part.append(statement)
             last = statement.end_lineno or first
-        yield kind, self._edited(begin, len(self._text))
+        yield kind, part
 
     # ------------------------------------------------------------------------------------------------------------ calls
 
@@ -229,23 +224,27 @@ class _Reader:
             return
         entry, asserts = self._entry_value("check", required(check)[0]), 0
         if not any(isinstance(n, ast.Return) for n in check.body):
+            body = list[ast.stmt]()
             for statement in check.body:
-                begin = self._offset(statement.lineno, statement.col_offset)
-                alone = not self._text[self._starts[statement.lineno - 1] : begin].strip()
-                if isinstance(statement, ast.Assert) and self._is_check(statement) and alone:
-                    self._edits.remove((begin, begin, "__checked__(); "))
-                    self._edits.append((begin, begin, "with __test__(): __checked__(); "))
+                if isinstance(statement, ast.Assert) and is_check(statement, self._functions):
+                    test = _statement("with __test__(): pass")
+                    test.body = [body.pop(), statement]  # type: ignore[attr-defined]  # with the call that counts it
+                    statement = test
                     asserts += 1
+                body.append(statement)
+            check.body = body
         self.count += asserts
-        only_asserts = asserts and not any(self._is_check(s) for s in check.body if not isinstance(s, ast.Assert))
+        only_asserts = asserts and not any(
+            is_check(s, self._functions) for s in check.body if not isinstance(s, ast.Assert)
+        )
         yield ("setup" if only_asserts else "check"), f"check({entry})"
 
     def _function_calls(self, checking: set[str], called: set[str]) -> Iterator[tuple[str, str]]:
         if "setup_module" in self._functions and not required(self._functions["setup_module"]):
             yield "setup", "setup_module()"
         for name, function in self._functions.items():
-            if any(called_name(d) == "fixture" for d in function.decorator_list):
-                if any("autouse" in ast.unparse(d) for d in function.decorator_list):
+            if name in self._fixtures:
+                if "autouse" in ast.unparse(self._fixtures[name]):
                     raise ValueError(f"`tests`: the fixture `{name}` has `autouse`, which is not supported")
                 continue
             if name.startswith("test") and name not in called:
@@ -255,7 +254,9 @@ class _Reader:
         """Return "check" for a test that must run a check, "test" for one that only must not raise."""
         nodes = list(ast.walk(function))
         uses = any(isinstance(n, ast.Name) and n.id in checking for n in nodes)
-        return "check" if uses or any(isinstance(n, ast.stmt) and self._is_check(n) for n in nodes) else "test"
+        return (
+            "check" if uses or any(isinstance(n, ast.stmt) and is_check(n, self._functions) for n in nodes) else "test"
+        )
 
     def _class_calls(self, cases: set[str]) -> Iterator[tuple[str, str]]:
         for name in self._classes:
@@ -307,17 +308,14 @@ class _Reader:
         return f"for __row__ in __rows__({sources}): {callee}({', '.join([*arguments, '**__row__'])})"
 
     def _fixture(self, test: str, name: str, seen: tuple[str, ...]) -> str:
-        function = self._functions.get(name)
-        decorators = [d for d in function.decorator_list if called_name(d) == "fixture"] if function else []
-        if not function or not decorators or name in seen:
+        function, decorator = self._functions.get(name), self._fixtures.get(name)
+        if not function or not decorator or name in seen:
             if name == "candidate":
                 return self._entry_value(test, name)
             raise ValueError(f"`tests`: test function `{test}` takes the fixture `{name}`, which is not supported")
-        if isinstance(decorators[0], ast.Call) and any(k.arg == "params" for k in decorators[0].keywords):
+        if isinstance(decorator, ast.Call) and any(k.arg == "params" for k in decorator.keywords):
             raise ValueError(f"`tests`: the fixture `{name}` has `params`, which is not supported")
-        begin, end = self._span(decorators[0])
-        if (begin, end, "(lambda f: f)") not in self._edits:
-            self._edits.append((begin, end, "(lambda f: f)"))
+        function.decorator_list = [d for d in function.decorator_list if d is not decorator]
         inner = ", ".join(f"{n}={self._fixture(test, n, (*seen, name))}" for n in required(function))
         return f"__value__({name}({inner}))"
 
@@ -343,26 +341,9 @@ class _Reader:
                 methods |= self._methods(base.id)
         return methods | {s.name: s for s in node.body if isinstance(s, Function)}
 
-    # ------------------------------------------------------------------------------------------------------------- text
 
-    def _offset(self, line: int, column: int) -> int:
-        """Return the index in the text of a position of `ast`, whose columns are bytes of UTF-8."""
-        text = self._lines[line - 1]
-        return self._starts[line - 1] + (column if text.isascii() else len(text.encode()[:column].decode()))
-
-    def _span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
-        assert node.end_lineno is not None and node.end_col_offset is not None, "ast.parse sets the end of each node"
-        return self._offset(node.lineno, node.col_offset), self._offset(node.end_lineno, node.end_col_offset)
-
-    def _replace(self, node: ast.expr | ast.stmt, code: str) -> None:
-        self._edits.append((*self._span(node), code))
-
-    def _edited(self, begin: int, end: int) -> str:
-        pieces, at = [], begin
-        for first, last, code in sorted(e for e in self._edits if begin <= e[0] < end):
-            pieces += [self._text[at:first], code]
-            at = last
-        return "".join([*pieces, self._text[at:end]])
+def _statement(code: str) -> ast.stmt:
+    return ast.parse(code).body[0]
 
 
 def _reason(text: str) -> str:

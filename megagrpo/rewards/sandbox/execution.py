@@ -113,7 +113,7 @@ def run_steps(names: dict[str, object], checks: "Checks", result: "Callable[[obj
     for kind, code in ITERATE(checks["steps"]):
         before = LENGTH(counted)
         try:
-            EXEC(COMPILE(code, "<tests>", "exec"), names)
+            EXEC(code, names)
             passed = kind != "check" or LENGTH(counted) > before
         except SystemExit as error:
             passed = kind == "setup" and error.code in (None, 0)

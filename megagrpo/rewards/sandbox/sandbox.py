@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import CodeType
 from typing import Any, TypedDict, cast
 
 from megagrpo.platform.process.removal import temporary_folder
@@ -57,13 +58,13 @@ class Limits:
 class Checks(TypedDict):
     """What checks a program after it has run: `steps`, or calls of a function.
 
-    A step is (kind, Python code): "setup", "test", or "check", a test that also has to call `__checked__()`. Inside a
-    step, `with __test__():` reports one more test and `__function__(path)` finds the program's function. A call is
-    positional and keyword arguments.
+    A step is (kind, Python code, as text or compiled): "setup", "test", or "check", a test that also has to call
+    `__checked__()`. Inside a step, `with __test__():` reports one more test and `__function__(path)` finds the
+    program's function. A call is positional and keyword arguments.
     """
 
     setup: str  # Python code that runs before the program
-    steps: list[tuple[str, str]]
+    steps: list[tuple[str, str | CodeType]]
     function: str  # "" without calls
     calls: list[tuple[list[Any], dict[str, Any]]]
     count: int  # results: of tests, or of calls
@@ -123,7 +124,7 @@ def run(
     """Run a Python program, then `tests` (texts of Python, or `Checks`) in the same namespace, in a temporary folder
     that is removed afterwards. `report_bytes` limits the length of all results."""
     if isinstance(tests, list):
-        steps = [("test", test.encode("utf-8", "replace").decode()) for test in tests]
+        steps: list[tuple[str, str | CodeType]] = [("test", test.encode("utf-8", "replace").decode()) for test in tests]
         tests = Checks(setup="", steps=steps, function="", calls=[], count=len(steps), stop_early=False)
     with temporary_folder("megagrpo_code_") as folder:
         (folder / "work").mkdir()
@@ -284,42 +285,38 @@ def _readable(packages: bool) -> list[str]:
 
 # ----------------------------------------------------------------------------------------------------------- guarantees
 
-_TCP = """
+_HARMLESS = """
+import json, threading
+thread = threading.Thread(target=list)
+thread.start()
+thread.join()
+"""
+# Programs that try to break a guarantee, separated by lines of dashes.
+_ATTEMPTS = """
+# no network
 import socket
 socket.create_connection(("127.0.0.1", {port}), timeout=2)
-"""
-_UDP = """
+---
 import socket
 socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", {port}))
-"""
-_FILES = """
+# no file outside its folder
 import os
 os.listdir("/proc")
-"""
-_WRITE = """
+---
 open({path!r}, "w").write("x")
-"""
-_PROCESSES = """
+# no other process
 import os
 if os.fork() == 0:
     os._exit(0)
-"""
-_SIGNALS = """
+---
 import os
 os.kill({pid}, 0)
-"""
-_OWNERS = """
+---
 import fcntl, os
 fcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, {pid})
-"""
-_MEMORY = """
-block = bytearray({memory} << 20)
-"""
-_HOLES = """
-import mmap
-block = mmap.mmap(-1, 1 << 20)
-"""
-_TABLES = """
+# bounded memory
+block = bytearray(512 << 20)
+---
 import ctypes
 libc = ctypes.CDLL(None)
 libc.mmap.restype, libc.mmap.argtypes = ctypes.c_long, [ctypes.c_long] * 6
@@ -330,17 +327,17 @@ while len(pages) <= {kernel_bytes} >> 13 and -1 not in pages[-1:]:
 for page in pages:
     libc.munmap(page, 4096)
 assert -1 not in pages
-"""
-_DESCRIPTORS = """
+---
+import mmap
+block = mmap.mmap(-1, 1 << 20)
+---
 import ctypes
 assert ctypes.CDLL(None).close_range(1000, 1000, 2) == 0
-"""
-_PIPES = """
+---
 import ctypes, os
 page = ctypes.create_string_buffer(1)
 assert ctypes.CDLL(None).vmsplice(os.pipe()[1], (ctypes.c_void_p * 2)(ctypes.addressof(page), 1), 1, 0) == 1
-"""
-_DISK = """
+# bounded files
 import os
 written, descriptors = 0, []
 try:
@@ -353,13 +350,11 @@ except OSError:
 for descriptor in descriptors:
     os.close(descriptor)
 assert written > {file_mb} << 20
-"""
-_FOLDERS = """
+---
 import os
 for number in range({max_files} + 1):
     os.mkdir(str(number))
-"""
-_THREADS = """
+# bounded threads
 import threading
 threading.stack_size(1 << 16)
 stop = threading.Event()
@@ -368,12 +363,6 @@ try:
         threading.Thread(target=stop.wait).start()
 finally:
     stop.set()
-"""
-_HARMLESS = """
-import json, threading
-thread = threading.Thread(target=list)
-thread.start()
-thread.join()
 """
 
 
@@ -387,22 +376,13 @@ def missing_guarantees(walls: tuple[str, ...] = WALLS) -> dict[str, str]:
     if harmless.passed != [True]:
         raise ValueError(f"code_execution: not even a harmless program runs in the sandbox: {harmless}")
     with temporary_folder("megagrpo_code_") as outside, socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        attempts = {
-            "no network": [_TCP.format(port=port), _UDP.format(port=port)],
-            "no file outside its folder": [_FILES, _WRITE.format(path=str(outside / "x"))],
-            "no other process": [_PROCESSES, _SIGNALS.format(pid=os.getpid()), _OWNERS.format(pid=os.getpid())],
-            "bounded memory": [
-                _MEMORY.format(memory=512),
-                _TABLES.format(kernel_bytes=limits.kernel_bytes),
-                _HOLES,
-                _DESCRIPTORS,
-                _PIPES,
-            ],
-            "bounded files": [_DISK.format(file_mb=limits.file_mb), _FOLDERS.format(max_files=limits.max_files)],
-            "bounded threads": [_THREADS.format(max_threads=limits.max_threads)],
-        }
-        tried = [(name, text) for name, texts in attempts.items() for text in texts]
+        facts = {"port": server.getsockname()[1], "path": str(outside / "x"), "pid": os.getpid()}
+        facts |= {**vars(limits), "kernel_bytes": limits.kernel_bytes}
+        tried = [
+            (guarantee, program.format(**facts))
+            for guarantee, programs in re.findall(r"^# (.*)\n([^#]*)", _ATTEMPTS, re.MULTILINE)
+            for program in programs.split("---\n")
+        ]
         if run("", limits, [text for _, text in tried], walls=walls).passed == [False] * len(tried):
             return {}
         return {name: text.strip() for name, text in tried if run("", limits, [text], walls=walls).passed != [False]}
