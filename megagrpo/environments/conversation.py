@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from megagrpo.data.follow_ups import FollowUps
@@ -12,6 +13,7 @@ from megagrpo.types import Dialogue, Prompt, Rollout
 Message = dict[str, Any]
 
 
+@dataclass(eq=False)
 class Conversation:
     """A multi-turn response in progress.
 
@@ -21,36 +23,34 @@ class Conversation:
     complete, "" while it continues.
     """
 
-    def __init__(
-        self, prompt: Prompt, prompt_index: int, index: int, number: int, opening: list[Message], max_length: int
-    ):
-        self.prompt, self.prompt_index, self.index, self.number, self.opening = (
-            prompt,
-            prompt_index,
-            index,
-            number,
-            opening,
-        )
-        self.max_length = max_length  # in tokens of the whole response, tool results and follow-up messages included
-        self.ids: list[int] = []
-        self.written: list[bool] = []
-        self.logprobs: list[float] = []
-        self.messages: list[Message] = []
-        self.message_start = 0  # index of the first token of the policy's last message
-        self.is_open = False  # whether the policy continues that message
-        self.finish_reason, self.weight_version = "", 0
-        self.stop_string: str | None = None  # as in `Rollout`
-        self.turns = self.tool_rounds = self.tool_calls = self.tool_failures = 0
-        self.turn_rewards: list[float | None] = []
-        self.rewards: dict[str, float | None] = {}
-        self.ended = ""
+    prompt: Prompt
+    prompt_index: int
+    index: int
+    number: int
+    opening: list[Message]
+    max_length: int  # in tokens of the whole response, tool results and follow-up messages included
+    ids: list[int] = field(default_factory=list)
+    written: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    message_start: int = 0  # index of the first token of the policy's last message
+    is_open: bool = False  # whether the policy continues that message
+    finish_reason: str = ""
+    weight_version: int = 0
+    stop_string: str | None = None  # as in `Rollout`
+    turns: int = 0
+    tool_rounds: int = 0
+    tool_calls: int = 0
+    tool_failures: int = 0
+    turn_rewards: list[float | None] = field(default_factory=list)
+    rewards: dict[str, float | None] = field(default_factory=dict)
+    ended: str = ""
 
     @property
     def prefix(self) -> Prompt:
         """The prompt for the engine to continue: the original prompt and the response so far."""
-        return Prompt(
-            self.prompt.prompt_id, (*self.prompt.token_ids, *self.ids), self.prompt.messages, self.prompt.columns
-        )
+        prompt = self.prompt
+        return Prompt(prompt.prompt_id, (*prompt.token_ids, *self.ids), prompt.messages, prompt.columns)
 
     @property
     def room(self) -> int:
@@ -76,12 +76,8 @@ class Conversation:
         cut = len(decode(rollout.response_ids)) - len(rollout.text) if rollout.stop_string else 0
         content = decode(self.ids[self.message_start :])
         self.messages.append({"role": "assistant", "content": content[: len(content) - cut]})
-        self.finish_reason, self.weight_version, self.stop_string = (
-            rollout.finish_reason,
-            rollout.weight_version,
-            rollout.stop_string,
-        )
-        self.turns, self.is_open = self.turns + 1, False
+        self.finish_reason, self.stop_string = rollout.finish_reason, rollout.stop_string
+        self.weight_version, self.turns, self.is_open = rollout.weight_version, self.turns + 1, False
 
     def add_messages(self, messages: list[Message], follow_ups: FollowUps) -> None:
         """Append messages of others, such as tool results, after the policy's turn. When they leave no room for another
@@ -153,9 +149,16 @@ class Conversation:
             tool_calls=self.tool_calls,
             tool_failures=self.tool_failures,
         )
-        text, version = decode(self.ids), self.weight_version
-        ids, logprobs, stop = tuple(self.ids), tuple(self.logprobs), self.stop_string
-        return Rollout(self.prompt, ids, logprobs, self.finish_reason, version, text, dialogue, stop_string=stop)
+        return Rollout(
+            prompt=self.prompt,
+            response_ids=tuple(self.ids),
+            rollout_logprobs=tuple(self.logprobs),
+            finish_reason=self.finish_reason,
+            weight_version=self.weight_version,
+            text=decode(self.ids),
+            dialogue=dialogue,
+            stop_string=self.stop_string,
+        )
 
 
 def common_beginning(one: str, other: str) -> str:

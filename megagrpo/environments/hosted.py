@@ -8,7 +8,6 @@ This module imports no torch.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import os
@@ -21,8 +20,8 @@ from typing import Any, NoReturn
 from megagrpo.environments.tool_schema import tool_schema
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import Channel, ProtocolError, as_json, from_json
-from megagrpo.rewards.workers.values import LARGEST, InvalidRewards, reward_of
-from megagrpo.rewards.workers.worker import explain, find, leave_trainer, tie_to_parent
+from megagrpo.rewards.workers.values import MAX_REWARD, InvalidRewards, reward_of
+from megagrpo.rewards.workers.worker import awaited, explain, find, leave_trainer, tie_to_parent
 
 Arguments = dict[str, Any]
 MALFORMED = "its process broke the protocol: it sent a malformed answer"
@@ -63,7 +62,8 @@ def describe(
             for name, _ in inspect.getmembers(player, inspect.isfunction)
             if not name.startswith("_") and name not in NOT_TOOLS
         ]
-        schemas += [_method_schema(player, name) for name in methods]
+        # bound to any object, because a schema has no `self`; no instance is created
+        schemas += [tool_schema(getattr(player, name).__get__(object())) for name in methods]
         columns += [player.__name__] if hasattr(player, "get_reward") else []
     if scheduler is not None:
         player = find(scheduler)
@@ -81,11 +81,6 @@ def describe(
     return described | {"keeps_state": scheduler_is_class or environment is not None}
 
 
-def _method_schema(environment: type, name: str) -> Arguments:
-    bound = getattr(environment, name).__get__(object())  # binds `self`, without creating an instance
-    return tool_schema(bound)
-
-
 def use_tool(target: Target, arguments: Arguments) -> Arguments:
     """Call a tool. Returns {"result": text}, or {"error": text} when it raises; the text becomes the tool message."""
     return _used(find(target), arguments)
@@ -99,14 +94,14 @@ def schedule(target: Target, arguments: Arguments) -> tuple[list[dict[str, Any]]
 
 def _used(function: Callable[..., Any], arguments: Arguments) -> Arguments:
     try:
-        result = _settled(function(**arguments))
+        result = awaited(function(**arguments))
     except Exception as error:
         return {"error": str(error) or type(error).__name__}
     return {"result": result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)}
 
 
 def _answer(function: Callable[..., Any], arguments: Arguments) -> tuple[list[dict[str, Any]], bool, float | None]:
-    answer = _settled(function(**_accepted(function, arguments)))
+    answer = awaited(function(**_accepted(function, arguments)))
     match answer:
         case (list() as messages, bool() as done):
             return messages, done, None
@@ -120,15 +115,6 @@ def _accepted(function: Callable[..., Any], arguments: Arguments) -> Arguments:
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return arguments
     return {name: value for name, value in arguments.items() if name in {p.name for p in parameters}}
-
-
-def _settled(value: Any) -> Any:
-    """Return the value, awaited if it is awaitable."""
-
-    async def wait() -> Any:
-        return await value
-
-    return asyncio.run(wait()) if inspect.isawaitable(value) else value
 
 
 # ------------------------------------------------------------------------------------------------------------- episodes
@@ -150,9 +136,9 @@ def begin(
     environment: Target | None,
     columns: Arguments,
     timeout: float,
-) -> Arguments:
-    """Start episode `number` in a new process and reset it. Returns as `act`; `value` is the text of `reset` for the
-    end of the prompt, or None."""
+) -> str | None:
+    """Start episode `number` in a new process and reset it. Returns the text of `reset` for the end of the prompt, or
+    None. Raises as `act`."""
     finish(number)
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -161,16 +147,34 @@ def begin(
         _live(Channel(theirs), scheduler, scheduler_args, environment)
     theirs.close()
     _children[number] = _Child(pid, Channel(ours))
-    return _ask(number, timeout, "reset", columns)
+    return act(number, "reset", columns, timeout)
 
 
-def act(number: int, verb: str, arguments: Arguments, timeout: float) -> Arguments:
-    """Run `verb` of an episode: "step", "reward", or the name of a tool. Returns {"value": result} or {"failure":
-    reason}.
+def act(number: int, verb: str, arguments: Arguments, timeout: float) -> Any:
+    """Run `verb` of an episode: "step", "reward", or the name of a tool. Returns its value.
 
-    An episode that misses a deadline or dies is over: every later call of it fails too.
+    Raises InvalidRewards with the reason of a failure. An episode that misses a deadline or dies is over: every later
+    call of it fails too.
     """
-    return _ask(number, timeout, verb, arguments)
+    child = _children.get(number)
+    if child is None:
+        raise InvalidRewards("its process has ended")
+    try:
+        child.channel.send(as_json([verb, arguments]))
+        match child.channel.receive(timeout):
+            case {"failure": str() as failure, **rest} if not rest:
+                raise InvalidRewards(failure)
+            case {"value": value, **rest} if not rest and is_valid(verb, value):
+                return value
+        failure = MALFORMED
+    except TimeoutError:
+        failure = "no answer in time"
+    except ProtocolError as error:
+        failure = f"its process broke the protocol: {error}"
+    except (EOFError, OSError):
+        failure = "its process died"
+    finish(number)
+    raise InvalidRewards(failure)
 
 
 def finish(number: int) -> None:
@@ -186,68 +190,28 @@ def finish(number: int) -> None:
     os.waitpid(child.pid, 0)
 
 
-def _ask(number: int, timeout: float, verb: str, arguments: Arguments) -> Arguments:
-    child = _children.get(number)
-    if child is None:
-        return {"failure": "its process has ended"}
-    try:
-        child.channel.send(as_json([verb, arguments]))
-        answer = child.channel.receive(timeout)
-        if _is_told(verb, answer):
-            return answer
-        failure = MALFORMED
-    except TimeoutError:
-        failure = "no answer in time"
-    except ProtocolError as error:
-        failure = f"its process broke the protocol: {error}"
-    except (EOFError, OSError):
-        failure = "its process died"
-    finish(number)
-    return {"failure": failure}
-
-
-def is_sound(function: str, arguments: Arguments, answer: Any) -> bool:
-    """Whether the result of `function` has the shape that the trainer expects. User code may have produced it."""
-    match function:
-        case "use_tool":
-            return _is_used(answer)
-        case "schedule":
-            return _is_scheduled(answer)
-        case "begin" | "act":
-            return _is_told(arguments.get("verb", "reset"), answer)
-    return True
-
-
-def _is_told(verb: str, answer: Any) -> bool:
-    match answer:
-        case {"failure": str(), **rest}:
-            return not rest
-        case {"value": value, **rest} if not rest:
-            if verb == "reset":
-                return isinstance(value, str | None)
-            if verb == "reward":
-                return isinstance(value, dict) and all(map(_is_reward, value.values()))
-            return _is_scheduled(value) if verb == "step" else _is_used(value)
-    return False
-
-
-def _is_scheduled(answer: Any) -> bool:
-    match answer:
-        case [list() as messages, bool(), reward]:
+def is_valid(verb: str, value: Any) -> bool:
+    """Whether the value of an episode's `verb` has the shape that the trainer expects. User code may have produced
+    it."""
+    match verb, value:
+        case "reset", str() | None:
+            return True
+        case "reward", dict() as rewards:
+            return all(map(_is_reward, rewards.values()))
+        case "step", [list() as messages, bool(), reward]:
             return _is_reward(reward) and all(isinstance(message, dict) for message in messages)
-    return False
+        case (("reset" | "reward" | "step"), _):
+            return False
+    # of a tool
+    return (
+        isinstance(value, dict)
+        and [*value] in (["result"], ["error"])
+        and all(isinstance(v, str) for v in value.values())
+    )
 
 
 def _is_reward(value: Any) -> bool:
-    return value is None or (type(value) is float and abs(value) <= LARGEST)  # False for NaN
-
-
-def _is_used(answer: Any) -> bool:
-    return (
-        isinstance(answer, dict)
-        and [*answer] in (["result"], ["error"])
-        and all(isinstance(text, str) for text in answer.values())
-    )
+    return value is None or (type(value) is float and abs(value) <= MAX_REWARD)  # False for NaN
 
 
 def _live(
@@ -290,7 +254,7 @@ class _Episode:
     def do(self, verb: str, arguments: Arguments) -> Any:
         responders = [p for p in (self.environment, self.scheduler) if p is not None]
         if verb == "reset":
-            said = [_settled(p.reset(**_accepted(p.reset, arguments))) for p in responders if hasattr(p, "reset")]
+            said = [awaited(p.reset(**_accepted(p.reset, arguments))) for p in responders if hasattr(p, "reset")]
             said = [text for text in said if text is not None]
             if wrong := [text for text in said if not isinstance(text, str)]:
                 raise TypeError(f"reset must return text or None, not {wrong[0]!r:.200}")
@@ -300,7 +264,7 @@ class _Episode:
             return _answer(self.scheduler.step, arguments)
         if verb == "reward":
             judges = {type(p).__name__: p for p in responders if hasattr(p, "get_reward")}
-            return {name: _reward(f"`{name}.get_reward`", _settled(p.get_reward())) for name, p in judges.items()}
+            return {name: _reward(f"`{name}.get_reward`", awaited(p.get_reward())) for name, p in judges.items()}
         return _used(getattr(self.environment, verb), arguments)
 
 

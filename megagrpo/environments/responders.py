@@ -12,13 +12,15 @@ from typing import Any
 from megagrpo.config import MultiTurnSection
 from megagrpo.environments.conversation import Conversation
 from megagrpo.environments.environment_registry import targets
-from megagrpo.environments.hosted import MALFORMED, is_sound
+from megagrpo.environments.hosted import MALFORMED, is_valid
 from megagrpo.platform.process.terminal import get_logger
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
 from megagrpo.rewards.workers.values import reward_of
 
 _HOSTED = Target("megagrpo.environments.hosted", "Hosted")
+# A function of `hosted` -> the verb whose values it returns; the argument `verb` of `act` is its own.
+_VERBS = {"begin": "reset", "schedule": "step", "use_tool": "tool"}
 TURNS = "turns"  # name of the scheduler's reward column
 log = get_logger(__name__)
 _GRACE = 5.0  # seconds after the deadline within which a worker must report an episode that missed it
@@ -191,12 +193,14 @@ class Responders:
         """Run the calls. Returns, in order, (value, None) or (None, reason of the failure) of each."""
         answers: list[tuple[Any, str | None]] = []
         for call, outcome in zip(calls, self._pool.run(calls), strict=True):
-            value, failure = (outcome.value, None) if outcome.kind == "result" else (None, str(outcome.value))
-            if failure is None and not is_sound(**call.arguments, answer=value):
-                value, failure = None, MALFORMED
-            elif value is not None and call.arguments["function"] in ("begin", "act"):
-                value, failure = value.get("value"), value.get("failure")
-            answers.append((value, failure))
+            function, arguments = call.arguments["function"], call.arguments["arguments"]
+            verb = arguments.get("verb") or _VERBS.get(function)
+            if outcome.kind != "result":
+                answers.append((None, str(outcome.value)))
+            elif verb and not is_valid(verb, outcome.value):
+                answers.append((None, MALFORMED))
+            else:
+                answers.append((outcome.value, None))
         return answers
 
     def _values(self, conversations: Sequence[Conversation], calls: Sequence[Call]) -> list[Any]:

@@ -362,7 +362,7 @@ REFUSED = {
     "nan": "it returned nan, which is not finite",
     "text": "it returned a str, '1'; a reward must be a number or None",
     "list": "it returned a list, [1.0]; a reward must be a number or None",
-    "large": "it returned 1e+300; a reward must lie within ±1e+15",
+    "large": "it returned 1e+300; it must lie within ±1e+15",
 }
 GIVEN = {"numpy": 0.5, "true": 1.0, "none": None}
 
