@@ -11,14 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from megagrpo.config import ProblemError, RunConfig
+from megagrpo.config import ProblemError, RunConfig, evaluation_sets
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
 from megagrpo.environments.dialogues import make_dialogues
 from megagrpo.models.families.weight_sources import PACKAGE, resolve_model
 from megagrpo.proof.plan import plan
 from megagrpo.records.sinks.find_trackers import check_trackers
-from megagrpo.trainer.trials.data_trial import TRAIN, SourceTrial, describe, repeated_warning, sections, shared_warning
+from megagrpo.trainer.trials.data_trial import TRAIN, SourceTrial, configured_sets, repeated_warning, shared_warning
 from megagrpo.trainer.trials.gold_trial import ROWS, RewardTrial
 from megagrpo.trainer.trials.reward_trial import reward_warnings, try_rewards
 from megagrpo.types import Prompt
@@ -86,22 +86,20 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
             result.tools += [str(tool.get("function", tool).get("name")) for tool in tools]
         train: PromptSource | None = None
         sets: dict[str, tuple[Sequence[Prompt], int]] = {}
-        for key, section, data in sections(config):
+        limit = config.rollout.max_prompt_length
+        for configured in configured_sets(config.data, evaluation_sets(config)):
+            key = configured.key
             with result.collecting():
                 source = PromptSource(
-                    section, data, tokenizer, config.rollout.max_prompt_length, config.run.seed, key, tools
+                    configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools
                 )
-                (first,) = source.peek(1)
-                repeated, shared = source.repeated(), train.shared_with(source.all()) if train else []
-                found = describe(
-                    key, section, data, source, len(repeated), len(shared), first, tokenizer, config, tools
-                )
-                result.sources.append(found)
-                result.warnings += [*source.warnings, *repeated_warning(key, repeated, len(source))]
+                shared = train.shared_with(source.all()) if train else []
+                result.sources.append(configured.describe(source, limit, tokenizer, tools, len(shared)))
+                result.warnings += [*source.warnings, *repeated_warning(key, source.repeated(), len(source))]
                 result.warnings += shared_warning(key, shared, len(source))
                 sets[key] = (
                     source.sample(rows),
-                    getattr(section, "max_completion_length", config.rollout.max_completion_length),
+                    getattr(configured.section, "max_completion_length", config.rollout.max_completion_length),
                 )
                 if key == TRAIN:
                     train = source

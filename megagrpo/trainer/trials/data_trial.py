@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megagrpo.config import DataSection, DatasetSection, RunConfig, evaluation_sets
+from megagrpo.config import DataSection, DatasetSection
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, read_chat_template
-from megagrpo.types import Prompt
 
 TRAIN = "data.train"
 
@@ -37,47 +36,47 @@ class SourceTrial:
     opened: str
 
 
-def sections(config: RunConfig) -> Iterator[tuple[str, DatasetSection, DataSection]]:
-    """Yield key, data set and the keys of `data` that apply to it, for training and each held-out set."""
-    yield TRAIN, config.data.train, config.data
-    for name, section in evaluation_sets(config).items():
+@dataclass(frozen=True)
+class ConfiguredSet:
+    """A data set of the config: its config key, its section, and the keys of `data` that apply to it."""
+
+    key: str
+    section: DatasetSection
+    data: DataSection
+
+    def describe(
+        self, source: PromptSource, limit: int, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]], trained_on: int
+    ) -> SourceTrial:
+        """Return the description of the set's prompts. `limit` is that of a prompt's tokens, `trained_on` the number of
+        prompts that are also in the training set."""
+        (prompt,) = source.peek(1)
+        template = read_chat_template(self.data.chat_template)
+        text = tokenizer.rendered(prompt.messages, self.data.system_prompt, template, tools, prompt.template_kwargs)
+        return SourceTrial(
+            key=self.key,
+            source=self.section.source,
+            prompt_column=self.data.prompt_column,
+            columns=source.columns,
+            lengths=source.lengths,
+            limit=limit,
+            num_overlong=source.num_overlong,
+            overlong=self.data.overlong_prompts,
+            num_usable=len(source),
+            num_repeated=len(source.repeated()),
+            num_trained_on=trained_on,
+            row=prompt.prompt_id,
+            num_tokens=len(prompt.token_ids),
+            text=str(prompt.messages) if text is None else text,
+            opened=prompt.opened,
+        )
+
+
+def configured_sets(data: DataSection, held_out: Mapping[str, DatasetSection]) -> Iterator[ConfiguredSet]:
+    """Yield the training set, then each set of `held_out`, by its name; "" is `data.eval`."""
+    yield ConfiguredSet(TRAIN, data.train, data)
+    for name, section in held_out.items():
         own = {key: getattr(section, key) for key in ("prompt_column", "columns", "extract_hash_answer")}
-        yield f"evaluation.sets.{name}" if name else "data.eval", section, config.data.model_copy(update=own)
-
-
-def describe(
-    key: str,
-    section: DatasetSection,
-    data: DataSection,
-    source: PromptSource,
-    num_repeated: int,
-    num_trained_on: int,
-    prompt: Prompt,
-    tokenizer: Tokenizer,
-    config: RunConfig,
-    tools: Sequence[dict[str, Any]],
-) -> SourceTrial:
-    """Return the description of a data set. `prompt` is the one to show."""
-    text = tokenizer.rendered(
-        prompt.messages, data.system_prompt, read_chat_template(data.chat_template), tools, prompt.template_kwargs
-    )
-    return SourceTrial(
-        key=key,
-        source=section.source,
-        prompt_column=data.prompt_column,
-        columns=source.columns,
-        lengths=source.lengths,
-        limit=config.rollout.max_prompt_length,
-        num_overlong=source.num_overlong,
-        overlong=data.overlong_prompts,
-        num_usable=len(source),
-        num_repeated=num_repeated,
-        num_trained_on=num_trained_on,
-        row=prompt.prompt_id,
-        num_tokens=len(prompt.token_ids),
-        text=str(prompt.messages) if text is None else text,
-        opened=prompt.opened,
-    )
+        yield ConfiguredSet(f"evaluation.sets.{name}" if name else "data.eval", section, data.model_copy(update=own))
 
 
 def repeated_warning(key: str, repeated: Sequence[tuple[int, int]], num_prompts: int) -> list[str]:

@@ -21,11 +21,9 @@ FENCE = "```python\nGOLD\n```"
 # GOLD stands for the right answer. Rewards differ in the form that they look for.
 FORMS = (
     *("GOLD", r"\boxed{GOLD}", "<answer>GOLD</answer>", "#### GOLD", "Answer: GOLD", "The answer is $GOLD$."),
-    *(THOUGHT + r"\boxed{GOLD}", THOUGHT + "<answer>GOLD</answer>", THOUGHT + r"<answer>\boxed{GOLD}</answer>"),
-    *(
-        "<reasoning>\nI work it out.\n</reasoning>\n<answer>\nGOLD\n</answer>\n",
-        THOUGHT + "Action: answer\nAction Input: GOLD",
-    ),
+    *(THOUGHT + form for form in (r"\boxed{GOLD}", "<answer>GOLD</answer>", r"<answer>\boxed{GOLD}</answer>")),
+    "<reasoning>\nI work it out.\n</reasoning>\n<answer>\nGOLD\n</answer>\n",
+    THOUGHT + "Action: answer\nAction Input: GOLD",
 )
 PROGRAM_FORMS = (FENCE, "GOLD", THOUGHT + FENCE, f"{THOUGHT}<answer>\n{FENCE}\n</answer>")
 
