@@ -1,5 +1,5 @@
 r"""Which part of a response is the answer. One rule for the rewards of mathematics, pass@k and maj@k; docs/answers.md
-rstates it.
+states it.
 
 Imports only the standard library.
 """
@@ -49,7 +49,7 @@ READ_BY = {
 
 def final_answer(text: str, prefix: str = "") -> str | None:
     r"""Return the answer of a response as it is written; None without one. `prefix` is what the chat template opened
-    rfor the response.
+    for the response.
 
     It is, after the thought: the content of the last <answer>, in it or without it the last \boxed{...}, or else what
     follows the last "####", "the answer is" or "Answer:", or else the response if it is one line. An open thought and
@@ -106,7 +106,7 @@ def _last_tag(text: str) -> str | None:
 
 def last_box(text: str) -> str | None:
     r"""Return the content of the last \boxed{...} or \fbox{...} with paired braces; None without one, or if the last
-    rone is not closed.
+    one is not closed.
 
     Of boxes in a box the outermost counts.
     """
@@ -162,7 +162,7 @@ def tag(text: str) -> str | None:
 
 def boxed(text: str) -> str | None:
     r"""Return `final_answer` without spaces and with one notation for each sign, so that `\frac12` and `$\dfrac{1}{2}$`
-    rare one vote."""
+    are one vote."""
     answer = final_answer(text)
     if answer is None:
         return None

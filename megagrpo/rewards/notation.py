@@ -82,7 +82,7 @@ _SPACE = re.compile(r"\s+")
 
 def plain(text: str) -> str:
     r"""Return the text with one notation for each sign, without dollar signs around formulas, white space at the ends
-    rand a final period.
+    and a final period.
 
     A currency becomes the word `\money` with its name: "$5" and "\$5" are `\money{dollar}5`.
     """

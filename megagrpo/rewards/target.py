@@ -17,7 +17,7 @@ BUILT_IN = {
     "exact_number": "megagrpo.rewards.functions.text_rewards:exact_number",
     "accuracy": "megagrpo.rewards.functions.math_accuracy:accuracy",
     "reasoning_accuracy": "megagrpo.rewards.functions.math_accuracy:reasoning_accuracy",
-    "cosine": "megagrpo.rewards.functions.math_accuracy:cosine",
+    "cosine": "megagrpo.rewards.functions.math_accuracy:Cosine",
     "format": "megagrpo.rewards.functions.text_rewards:format",
     "think_format": "megagrpo.rewards.functions.text_rewards:think_format",
     "react_format": "megagrpo.rewards.functions.text_rewards:react_format",

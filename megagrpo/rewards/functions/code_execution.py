@@ -31,6 +31,7 @@ class CodeExecution:
     """
 
     needs_columns = (("tests", "expected_output"),)
+    columns_read = ("tests", "expected_output", *COLUMNS)
     completions_per_call = 1  # so that slow programs do not use up each other's deadline
 
     def __init__(
@@ -66,18 +67,9 @@ class CodeExecution:
         completions: list[Any],
         prompts: list[Any] | None = None,
         prefixes: list[str] | None = None,
-        tests: list[Any] | None = None,
-        expected_output: list[Any] | None = None,
-        entry_point: list[Any] | None = None,
-        fn_name: list[Any] | None = None,
-        metadata: list[Any] | None = None,
-        starter_code: list[Any] | None = None,
-        test_setup_code: list[Any] | None = None,
-        test_imports: list[Any] | None = None,
-        language: list[Any] | None = None,
+        **columns: Any,
     ) -> list[float | None]:
-        facts = (entry_point, fn_name, metadata, starter_code, test_setup_code, test_imports, language)
-        columns = dict(zip(("tests", "expected_output", *COLUMNS), (tests, expected_output, *facts), strict=True))
+        """`columns` are those of `columns_read` that the rows have."""
         scores = list[float | None]()
         for i, completion in enumerate(completions):
             row = {name: values[i] for name, values in columns.items() if values is not None}
@@ -90,7 +82,7 @@ class CodeExecution:
 
     def row_fault(self, **columns: Any) -> str | None:
         """Return why a row cannot be scored; None for a row that can. `columns` are the row's values."""
-        read = self._read({name: columns[name] for name in ("tests", "expected_output", *COLUMNS) if name in columns})
+        read = self._read({name: columns[name] for name in self.columns_read if name in columns})
         return read if isinstance(read, str) else None
 
     def _read(self, row: dict[str, Any]) -> RowTests | str:

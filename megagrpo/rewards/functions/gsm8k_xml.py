@@ -1,5 +1,5 @@
 r"""The five rewards of the Unsloth notebook for GSM8K, 3.5 in total: <reasoning> and <answer> tags around a whole
-rnumber.
+number.
 
 Each scores exactly as the notebook's function does, including its errors. `fixed: true` corrects them as the docstrings
 describe. The notebook prints the first completion of each batch; here the console and completions.jsonl show
@@ -25,7 +25,7 @@ def xml_answer(text: str) -> str:
 
 def xmlcount(completions: list[Any], fixed: bool = False, prefixes: list[str] | None = None) -> list[float]:
     r"""Return 0.125 for each of the four tags that occurs exactly once on a line of its own, minus 0.001 per character
-    rafter </answer>.
+    after </answer>.
 
     The notebook applies the penalty twice. With "\n<answer>\n" it counts the text after "\n</answer>\n", or the whole
     text without that tag. With "\n</answer>" it counts one character less than follows, so a text that ends there gains

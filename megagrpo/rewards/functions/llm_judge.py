@@ -7,6 +7,7 @@ import json
 import os
 import re
 import sqlite3
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ PATTERN = r"(?i)score\W{0,3}\s*(-?[0-9]+(?:\.[0-9]+)?)"
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
+@dataclass(eq=False)
 class LlmJudge:
     """Returns the judge's score, scaled from `low`..`high` to 0..1. Returns None, counted as an exception, when the
     judge fails or gives no score.
@@ -40,41 +42,39 @@ class LlmJudge:
     completions_per_call = 1  # so that rewards.concurrency counts requests
     value_of_failure = None
 
-    def __init__(
-        self,
-        url: str,
-        model: str,
-        template: str = TEMPLATE,
-        system: str | None = None,
-        pattern: str = PATTERN,
-        low: float = 0.0,
-        high: float = 10.0,
-        temperature: float = 0.0,
-        max_tokens: int = 1024,
-        timeout: float = 60.0,
-        retries: int = 3,
-        cache: str | None = None,
-        api_key_env: str = "OPENAI_API_KEY",
-        options: dict[str, Any] | None = None,
-    ):
-        if low >= high:
-            raise ValueError(f"llm_judge: low {low:g} is not below high {high:g}")
-        if timeout <= 0 or retries < 0:
-            raise ValueError(f"llm_judge: timeout {timeout} must be above 0 and retries {retries} 0 or more")
-        self._pattern = re.compile(pattern)
+    url: str
+    model: str
+    template: str = TEMPLATE
+    system: str | None = None
+    pattern: str = PATTERN
+    low: float = 0.0
+    high: float = 10.0
+    temperature: float = 0.0
+    max_tokens: int = 1024
+    timeout: float = 60.0
+    retries: int = 3
+    cache: str | None = None
+    api_key_env: str = "OPENAI_API_KEY"
+    options: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.low >= self.high:
+            raise ValueError(f"llm_judge: low {self.low:g} is not below high {self.high:g}")
+        if self.timeout <= 0 or self.retries < 0:
+            raise ValueError(f"llm_judge: timeout {self.timeout} must be above 0 and retries {self.retries} 0 or more")
+        self._pattern = re.compile(self.pattern)
         if self._pattern.groups < 1:
-            raise ValueError(f"llm_judge: pattern {pattern!r} needs a group, (...), around the score")
-        self._template = Path(template).read_text() if "\n" not in template and Path(template).is_file() else template
+            raise ValueError(f"llm_judge: pattern {self.pattern!r} needs a group, (...), around the score")
+        is_file = "\n" not in self.template and Path(self.template).is_file()
+        self._template = Path(self.template).read_text() if is_file else self.template
         fields = set(_FIELD.findall(self._template))
         if "completion" not in fields:
             raise ValueError("llm_judge: template lacks {completion}")
         self.needs_columns = tuple((name,) for name in sorted(fields - {"prompt", "completion", "low", "high"}))
-        self._low, self._high, self._system = low, high, system
-        self._common = {"model": model, "temperature": temperature, "max_tokens": max_tokens, **(options or {})}
-        key = os.environ.get(api_key_env)
+        key = os.environ.get(self.api_key_env)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._service = JsonService(url.rstrip("/") + "/chat/completions", timeout, retries, headers)
-        self._cache = None if cache is None else _Cache(cache)
+        self._service = JsonService(self.url.rstrip("/") + "/chat/completions", self.timeout, self.retries, headers)
+        self._cache = None if self.cache is None else _Cache(self.cache)
 
     async def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
         return [await self._score(i, prompts, completions, columns) for i in range(len(completions))]
@@ -84,15 +84,16 @@ class LlmJudge:
         values |= {
             "prompt": _as_text(prompts[i]),
             "completion": text_of(completions[i]),
-            "low": f"{self._low:g}",
-            "high": f"{self._high:g}",
+            "low": f"{self.low:g}",
+            "high": f"{self.high:g}",
         }
         # braces inside the filled-in values stay
         task = _FIELD.sub(lambda field: str(values[field[1]]), self._template)
         messages = [{"role": "user", "content": task}]
-        if self._system is not None:
-            messages.insert(0, {"role": "system", "content": self._system})
-        return self._read(await self._ask({**self._common, "messages": messages}))
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        request = {"model": self.model, "temperature": self.temperature, "max_tokens": self.max_tokens}
+        return self._read(await self._ask({**request, **(self.options or {}), "messages": messages}))
 
     async def _ask(self, body: dict[str, Any]) -> str:
         key = hashlib.sha256(json.dumps([self._service.url, body], sort_keys=True).encode()).hexdigest()
@@ -114,11 +115,11 @@ class LlmJudge:
         if not matches:
             raise ServiceError(f"{self._service.url}: no score in the judge's response: {text[-300:]!r}")
         score = float(matches[-1][1])
-        if not self._low <= score <= self._high:
+        if not self.low <= score <= self.high:
             raise ServiceError(
-                f"{self._service.url}: the judge's score {score:g} is not from {self._low:g} to {self._high:g}"
+                f"{self._service.url}: the judge's score {score:g} is not from {self.low:g} to {self.high:g}"
             )
-        return (score - self._low) / (self._high - self._low)
+        return (score - self.low) / (self.high - self.low)
 
 
 class _Cache:

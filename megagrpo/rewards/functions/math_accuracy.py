@@ -6,6 +6,8 @@ math-verify's time limits use SIGALRM, so these functions run in the main thread
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 from latex2sympy2_extended import NormalizationConfig
@@ -13,13 +15,13 @@ from math_verify import LatexExtractionConfig, parse, verify
 
 from megagrpo.rewards.answers import final_answer
 from megagrpo.rewards.equality import MAX_LENGTH, equal
-from megagrpo.rewards.functions.text_rewards import cosine_value, first_answer, text_of
+from megagrpo.rewards.functions.text_rewards import first_answer, text_of
 
+_GOLD = (("solution", "answer"),)
 # TRL: boxed answers first, then anchored LaTeX ("the answer is $3$"); a number in plain text is no answer.
 _STRICT_LATEX = LatexExtractionConfig(
     normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
 )
-_GOLD = (("solution", "answer"),)
 
 
 def accuracy(
@@ -70,36 +72,6 @@ def reasoning_accuracy(
     return rewards
 
 
-def cosine(
-    completions: list[Any],
-    completion_ids: list[list[int]],
-    max_completion_length: int,
-    solution: list[Any] | None = None,
-    answer: list[Any] | None = None,
-    prefixes: list[str] | None = None,
-    max_len: int | None = None,
-    min_len_value_wrong: float = -1.0,
-    max_len_value_wrong: float = -0.5,
-    min_len_value_correct: float = 1.0,
-    max_len_value_correct: float = 0.5,
-    clamp: bool = True,
-    as_trl: bool = False,
-) -> list[float | None]:
-    """Return `accuracy` scaled by length in tokens: longer right answers earn less, longer wrong answers lose less;
-    None as in `accuracy`.
-
-    `max_len` defaults to the rollout's maximum. The other defaults are TRL's (`get_cosine_scaled_reward`). ms-swift's
-    `cosine` has min_len_value_wrong -0.5, max_len_value_wrong 0.0 and no clamp above `max_len`.
-    """
-    limit = max_completion_length if max_len is None else max_len
-    values = (min_len_value_wrong, max_len_value_wrong, min_len_value_correct, max_len_value_correct)
-    rights = accuracy(completions, solution, answer, prefixes, as_trl)
-    return [
-        None if right is None else cosine_value(right >= 1, len(ids), limit, *values, clamp=clamp)
-        for right, ids in zip(rights, completion_ids, strict=True)
-    ]
-
-
 def gold_fault(solution: Any = None, answer: Any = None) -> str | None:
     """Return why no response to a row can be scored, or can be right except by repeating a long text; None for a good
     row."""
@@ -112,14 +84,64 @@ def gold_fault(solution: Any = None, answer: Any = None) -> str | None:
     return None
 
 
-for _function in (accuracy, reasoning_accuracy, cosine):
+for _function in (accuracy, reasoning_accuracy):
     vars(_function)["needs_columns"] = _GOLD
     vars(_function)["row_fault"] = gold_fault
 
 
+@dataclass(eq=False)
+class Cosine:
+    """Returns `accuracy` scaled by length in tokens: longer right answers earn less, longer wrong answers lose less;
+    None as in `accuracy`.
+
+    The value runs along half a cosine, from the `min_len` value at length 0 to the `max_len` value at `max_len` tokens
+    (Yeo et al. 2025, eq. 1), by default the rollout's maximum. Longer responses keep the value at `max_len`. Without
+    `clamp` the cosine continues, so twice the length earns the value at length 0. The other defaults are TRL's
+    (`get_cosine_scaled_reward`). ms-swift's `cosine` has min_len_value_wrong -0.5, max_len_value_wrong 0.0, no clamp.
+    """
+
+    needs_columns = _GOLD
+    row_fault = staticmethod(gold_fault)
+    max_len: int | None = None
+    min_len_value_wrong: float = -1.0
+    max_len_value_wrong: float = -0.5
+    min_len_value_correct: float = 1.0
+    max_len_value_correct: float = 0.5
+    clamp: bool = True
+    as_trl: bool = False
+
+    def __call__(
+        self,
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        max_completion_length: int,
+        solution: list[Any] | None = None,
+        answer: list[Any] | None = None,
+        prefixes: list[str] | None = None,
+    ) -> list[float | None]:
+        limit = max_completion_length if self.max_len is None else self.max_len
+        rights = accuracy(completions, solution, answer, prefixes, self.as_trl)
+        return [
+            None if right is None else self.value(right >= 1, len(ids), limit)
+            for right, ids in zip(rights, completion_ids, strict=True)
+        ]
+
+    def value(self, is_right: bool, length: int, max_len: int) -> float:
+        """Return the reward of a right or wrong answer of `length` tokens. Raises ValueError for a `max_len` of 0."""
+        if max_len <= 0:
+            raise ValueError(f"cosine: max_len {max_len} must be above 0")
+        first, last = (
+            (self.min_len_value_correct, self.max_len_value_correct)
+            if is_right
+            else (self.min_len_value_wrong, self.max_len_value_wrong)
+        )
+        progress = min(length / max_len, 1.0) if self.clamp else length / max_len
+        return last + (first - last) * (1 + math.cos(progress * math.pi)) / 2
+
+
 def gold_answer(gold: Any) -> str | None:
     r"""Return the answer in a gold value: a number or text as it is, a list joined, or the part that `final_answer`
-    rfinds in a solution.
+    finds in a solution.
 
     None if it is empty.
     """

@@ -1,5 +1,5 @@
 r"""The last number of a text, by value; docs/rewards.md#the-last-number states the rule. Imports only the standard
-rlibrary.
+library.
 
 A line is split from left to right into tokens: numbers, and names, exponents, dates or versions, whose digits are no
 numbers. No token contains a line break, so reading starts at the last line. Each pattern takes linear time for any

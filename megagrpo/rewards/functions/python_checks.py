@@ -9,16 +9,7 @@ from itertools import pairwise
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 COMPOUND = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.TryStar, ast.Match, ast.AsyncFor, ast.AsyncWith)
 PROGRAM_MODULES = ("solution", "__main__")  # names under which tests may import the program
-_RAISES = (
-    "raises",
-    "assertRaises",
-    "assertRaisesRegex",
-    "warns",
-    "assertWarns",
-    "assertWarnsRegex",
-    "assertLogs",
-    "assertNoLogs",
-)
+_RAISES = "raises assertRaises assertRaisesRegex warns assertWarns assertWarnsRegex assertLogs assertNoLogs".split()
 
 
 def is_check(statement: ast.stmt, own_functions: Container[str]) -> bool:

@@ -3,7 +3,6 @@ cannot score."""
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Hashable, Sequence
 from decimal import Decimal
@@ -131,31 +130,6 @@ def _length_penalty(length: int, free: int, cache: int, floor: float | None) -> 
         return 0.0
     slope = (free - length) / cache if cache else float("-inf")
     return slope if floor is None else max(slope, floor)
-
-
-def cosine_value(
-    correct: bool,
-    length: int,
-    max_len: int,
-    min_len_value_wrong: float = -1.0,
-    max_len_value_wrong: float = -0.5,
-    min_len_value_correct: float = 1.0,
-    max_len_value_correct: float = 0.5,
-    clamp: bool = True,
-) -> float:
-    """Interpolate along half a cosine, from the value at length 0 to the value at `max_len` tokens (Yeo et al. 2025,
-    eq. 1).
-
-    Longer responses keep the value at `max_len`. Without `clamp` the cosine continues, so twice the length earns the
-    value at length 0.
-    """
-    if max_len <= 0:
-        raise ValueError(f"cosine: max_len {max_len} must be above 0")
-    first, last = (
-        (min_len_value_correct, max_len_value_correct) if correct else (min_len_value_wrong, max_len_value_wrong)
-    )
-    progress = min(length / max_len, 1.0) if clamp else length / max_len
-    return last + (first - last) * (1 + math.cos(progress * math.pi)) / 2
 
 
 def repetition(completions: list[Any], n_grams: int = 3, max_penalty: float = -1.0) -> list[float]:

@@ -4,7 +4,7 @@ import pytest
 
 from megagrpo.rewards.functions.gsm8k_xml import correctness, soft_format, strict_format, whole_number, xmlcount
 from megagrpo.rewards.functions.gym_score import reasoning_gym
-from megagrpo.rewards.functions.math_accuracy import accuracy, cosine, reasoning_accuracy
+from megagrpo.rewards.functions.math_accuracy import Cosine, accuracy, reasoning_accuracy
 from megagrpo.rewards.functions.text_rewards import (
     encodable,
     first_answer,
@@ -78,12 +78,12 @@ def test_the_reasoning_ends_at_the_last_of_the_first_delimiter_that_occurs():
 def test_cosine_scales_accuracy_by_length_and_cannot_score_without_a_gold():
     texts = [r"\boxed{3}", r"\boxed{4}", r"\boxed{3}"]
     ids = [[1] * 50, [1] * 50, []]
-    assert cosine(texts, ids, 100, solution=["3", "3", None]) == pytest.approx([0.75, -0.75, None])
-    assert cosine(texts, ids, 100, answer=["3"] * 3, max_len=50, min_len_value_correct=2.0) == pytest.approx(
+    assert Cosine()(texts, ids, 100, solution=["3", "3", None]) == pytest.approx([0.75, -0.75, None])
+    assert Cosine(max_len=50, min_len_value_correct=2.0)(texts, ids, 100, answer=["3"] * 3) == pytest.approx(
         [0.5, -0.5, 2.0]
     )
     with pytest.raises(ValueError, match="max_len 0 must be above 0"):
-        cosine(texts, ids, 100, answer=["3"] * 3, max_len=0)
+        Cosine(max_len=0)(texts, ids, 100, answer=["3"] * 3)
 
 
 @pytest.mark.parametrize(

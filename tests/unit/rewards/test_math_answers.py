@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.rewards.answers import boxed, final_answer
-from megagrpo.rewards.functions.math_accuracy import accuracy, cosine, reasoning_accuracy
+from megagrpo.rewards.functions.math_accuracy import Cosine, accuracy, reasoning_accuracy
 from megagrpo.rewards.leaves import UnreadableError, same_value
 
 ROOT = Path(__file__).parents[3]
@@ -76,7 +76,7 @@ def test_one_part_of_a_response_is_its_answer(text, prefix, answer):
 def test_a_thought_that_the_chat_template_opened_does_not_count():
     texts, golds = [r"so \boxed{3}", r"so \boxed{3}</think> \boxed{3}", r"\boxed{3}"], ["3"] * 3
     assert accuracy(texts, answer=golds, prefixes=["<think>\n", "<think>\n", ""]) == [0.0, 1.0, 1.0]
-    values = cosine(texts, [[1]] * 3, 100, answer=golds, prefixes=["<think>\n", "<think>\n", ""])
+    values = Cosine()(texts, [[1]] * 3, 100, answer=golds, prefixes=["<think>\n", "<think>\n", ""])
     assert [value > 0 for value in values if value is not None] == [False, True, True]
     assert reasoning_accuracy([r"so \boxed{3}", r"</think> The answer is 3"], answer=golds[:2]) == [0.0, 1.0]
 
@@ -88,7 +88,7 @@ def test_golds_that_are_numbers_or_empty():
 
 
 def test_a_row_without_a_readable_gold_is_named():
-    for function in (accuracy, reasoning_accuracy, cosine):
+    for function in (accuracy, reasoning_accuracy, Cosine):
         fault = vars(function)["row_fault"]
         assert fault(answer=None) == "`answer` has no answer: None"
         assert fault(solution="", answer="3") == "`solution` has no answer: ''"

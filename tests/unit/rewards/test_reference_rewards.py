@@ -16,9 +16,8 @@ from megagrpo.rewards.functions.gsm8k_xml import (
     xml_answer,
     xmlcount,
 )
-from megagrpo.rewards.functions.math_accuracy import accuracy, reasoning_accuracy
+from megagrpo.rewards.functions.math_accuracy import Cosine, accuracy, reasoning_accuracy
 from megagrpo.rewards.functions.text_rewards import (
-    cosine_value,
     format,
     react_format,
     repetition,
@@ -62,9 +61,9 @@ def test_cosine_as_trl():
     values = {ours: defaults[theirs] for theirs, ours in named.items()}
     for case in TRL["cosine_scaled_reward"]["cases"]:
         right, length = bool(case["correct"]), case["length"]
-        assert cosine_value(right, length, defaults["max_len"], **values) == pytest.approx(case["reward"], rel=1e-12)
+        assert Cosine(**values).value(right, length, defaults["max_len"]) == pytest.approx(case["reward"], rel=1e-12)
         # they are our defaults
-        assert cosine_value(right, length, defaults["max_len"]) == pytest.approx(case["reward"], rel=1e-12)
+        assert Cosine().value(right, length, defaults["max_len"]) == pytest.approx(case["reward"], rel=1e-12)
 
 
 @pytest.mark.parametrize("case", TRL["repetition_penalty_reward"])
@@ -103,9 +102,9 @@ def test_cosine_as_ms_swift_with_its_values_and_without_the_clamp():
     values = {name: params[f"cosine_{name}"] for name in names}
     for case in SWIFT["cosine"]["cases"]:
         right, length = case["acc"] >= 1, case["length"]
-        assert cosine_value(right, length, limit, **values, clamp=False) == pytest.approx(case["reward"], rel=1e-12)
+        assert Cosine(**values, clamp=False).value(right, length, limit) == pytest.approx(case["reward"], rel=1e-12)
         # By default a response above the maximum gets the reward at the maximum, not the reward of a shorter one.
-        clamped = cosine_value(right, length, limit, **values)
+        clamped = Cosine(**values).value(right, length, limit)
         beyond = values["max_len_value_correct" if right else "max_len_value_wrong"]
         assert clamped == pytest.approx(beyond if length > limit else case["reward"], rel=1e-12)
 
