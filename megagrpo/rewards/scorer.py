@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from megagrpo.config import RewardsSection
-from megagrpo.rewards.function import Function
 from megagrpo.rewards.reward_registry import display_names, resolve
-from megagrpo.rewards.scoring import Scoring
+from megagrpo.rewards.scoring import Function, Scoring
 from megagrpo.rewards.target import did_you_mean
 from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
 from megagrpo.types import Rollout, ScoredRollout
@@ -23,7 +22,7 @@ class RewardScorer:
 
     Arguments are keywords as in TRL: `prompts`, `completions`, `completion_ids`, every data set column, the function's
     own `args`, and `finish_reason`, `is_truncated`, `prefixes`, `max_completion_length`, `trainer_state`
-    (`.global_step`), and the callables `log_extra` and `log_metric` (`workers/call_log.py`). A function gets the ones
+    (`.global_step`), and the callables `log_extra` and `log_metric` (`workers/values.py`). A function gets the ones
     that it accepts. `prefixes` has the end of each rendered prompt that opens a thought, such as "<think>\\n", else "".
 
     For a prompt that is a list of messages, the completion is a list with one assistant message; with several turns it

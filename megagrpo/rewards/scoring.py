@@ -1,23 +1,118 @@
-"""Scoring of rollouts in reward workers, concurrently with generation."""
+"""Scoring of rollouts in reward workers, concurrently with generation: how calls are split, repeated and recorded."""
 
 from __future__ import annotations
 
 import math
+import statistics
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import batched, groupby
 from typing import Any
 
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.platform.process.terminal import get_logger
-from megagrpo.rewards.function import Function, FunctionResults
+from megagrpo.rewards.target import Signature, Target
 from megagrpo.rewards.workers.pool import Call, Outcome, WorkerPool
-from megagrpo.rewards.workers.values import LARGEST
+from megagrpo.rewards.workers.values import MAX_REWARD, Logged
 from megagrpo.types import Rollout, ScoredRollout
 
 log = get_logger(__name__)
 _SHOWN = 1000  # characters of a text shown in a failure report
+
+
+@dataclass(eq=False)
+class Function:
+    """One configured reward function. `signature` is the result of `worker.load`; `declared_independent` is the
+    config's `independent`."""
+
+    name: str
+    target: Target
+    weight: float
+    args: dict[str, Any]
+    timeout: float
+    lane: str
+    declared_independent: bool = False
+    signature: Signature = field(init=False)
+    pace: float = 0.0  # seconds per completion in the last call
+
+    @property
+    def is_coroutine(self) -> bool:
+        return self.signature["is_coroutine"]
+
+    @property
+    def is_independent(self) -> bool:
+        """Whether the function scores each completion on its own, so that a call may have a part of a group."""
+        return self.declared_independent or self.signature["independent"]
+
+    def takes(self, name: str) -> bool:
+        """Whether a call gets the argument `name`."""
+        return self.signature["open"] or name in self.signature["accepts"]
+
+    def parts(self, rollouts: list[Rollout]) -> Iterator[list[int]]:
+        """Yield the indices in `rollouts` for each call: one whole group, in order.
+
+        A part of a group is a call only if the function asks for it (`completions_per_call`), or if the function is
+        independent and the group needs more than a quarter of the deadline.
+        """
+        size = self.signature["completions_per_call"] or len(rollouts)
+        if self.is_independent and self.pace and not self.is_coroutine:
+            size = min(size, max(1, int(self.timeout / 4 / self.pace)))
+        for _, group in groupby(
+            range(len(rollouts)), key=lambda i: (rollouts[i].prompt.prompt_id, rollouts[i].prompt.occurrence)
+        ):
+            yield from map(list, batched(group, size))
+
+    def deadline(self, count: int) -> float:
+        """Timeout in seconds of a call with `count` completions. A call that may be repeated in smaller parts gets no
+        more than for one."""
+        return self.timeout * (1 if self.is_independent else count)
+
+
+@dataclass
+class FunctionResults:
+    """The results of one `function` in one scoring: one value per rollout, what it logged, and counters."""
+
+    function: Function
+    values: list[float | None] = field(default_factory=list)
+    # per rollout: the columns of `log_extra`, by FUNCTION/column
+    extra: list[dict[str, Any]] = field(default_factory=list)
+    # per rollout: the numbers that its call logged, by FUNCTION/name
+    logged: list[dict[str, float]] = field(default_factory=list)
+    timeouts: int = 0
+    exceptions: int = 0
+    seconds: float = 0.0
+
+    def extend(self, count: int) -> None:
+        """Add `count` rollouts that are not scored yet."""
+        self.values += [None] * count
+        self.extra += [{} for _ in range(count)]
+        self.logged += [{} for _ in range(count)]
+
+    def keep_log(self, part: Sequence[int], logged: Logged) -> None:
+        """Store what a call logged of the rollouts `part`."""
+        for column, cells in logged["columns"].items():
+            for i, cell in zip(part, cells, strict=True):
+                self.extra[i][f"{self.function.name}/{column}"] = cell
+        for i in part:
+            self.logged[i] = {f"{self.function.name}/{name}": value for name, value in logged["metrics"].items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Return mean and unbiased std over the scored rollouts, and the counters."""
+        scored = [v for v in self.values if v is not None]
+        mean = statistics.fmean(scored) if scored else math.nan
+        return {"mean": mean, "std": statistics.stdev(scored) if len(scored) > 1 else 0.0} | self.counters()
+
+    def counters(self) -> dict[str, float]:
+        """Return the numbers that add up over ranks and rounds."""
+        return {
+            "timeouts": float(self.timeouts),
+            "exceptions": float(self.exceptions),
+            "unscorable": float(sum(value is None for value in self.values)),
+            "seconds": self.seconds,
+        }
 
 
 class Scoring:
@@ -75,16 +170,12 @@ class Scoring:
     def metrics(self) -> dict[str, float]:
         """Return metrics per function, once the scoring is finished: mean and unbiased std over scored completions,
         counts of timeouts, exceptions and unscorable completions, and the workers' seconds."""
-        return {
-            f"rewards/{r.function.name}/{name}": value for r in self._results for name, value in r.metrics().items()
-        }
+        return {f"rewards/{r.function.name}/{name}": v for r in self._results for name, v in r.metrics().items()}
 
     def counters(self) -> dict[str, float]:
         """Return those of `metrics` that add up over ranks and rounds: timeouts, exceptions, unscorable completions,
         seconds."""
-        return {
-            f"rewards/{t.function.name}/{name}": value for t in self._results for name, value in t.counters().items()
-        }
+        return {f"rewards/{r.function.name}/{name}": v for r in self._results for name, v in r.counters().items()}
 
     def drop(self) -> None:
         """Cancel the calls that are not finished."""
@@ -171,23 +262,21 @@ class Scoring:
             return
         self._seen_failures[function.name, kind] = reason
         if len(part) > 1 and kind != "invalid":
-            reason += (
-                "\n(a failed call costs its group; `independent: true` repeats it one completion at a time: "
-                "docs/rewards.md)"
-            )
+            fix = "`independent: true` repeats it one completion at a time: docs/rewards.md"
+            reason += f"\n(a failed call costs its group; {fix})"
         rollout = self._rollouts[part[0]]
         sample = {"prompt": rollout.prompt.messages, "completion": rollout.text, **rollout.prompt.columns}
+        lines = [f"  {name:<12}{_short(repr(value))}" for name, value in sample.items()]
         log.warning(
             "reward `%s` %s for %d completion(s) of prompt %d (further failures of this kind are only counted, in "
-            "rewards/%s/%s): %s\n%s",
-            *(
-                function.name,
-                "gave no score" if value is None else f"scored {value:g}",
-                len(part),
-                rollout.prompt.prompt_id,
-            ),
-            *(function.name, counter, reason),
-            "\n".join(f"  {name:<12}{_short(repr(value))}" for name, value in sample.items()),
+            "%s): %s\n%s",
+            function.name,
+            "gave no score" if value is None else f"scored {value:g}",
+            len(part),
+            rollout.prompt.prompt_id,
+            f"rewards/{function.name}/{counter}",
+            reason,
+            "\n".join(lines),
         )
 
     def _warn_of_log(self, function: Function, problem: str) -> None:
@@ -216,9 +305,9 @@ class Scoring:
 
 
 def _too_large(value: float | None, weight: float) -> str:
-    if value is None or abs(value * weight) <= LARGEST:
+    if value is None or abs(value * weight) <= MAX_REWARD:
         return ""
-    return f"it returned {value:g}, which with weight {weight:g} is beyond ±{LARGEST:g}"
+    return f"it returned {value:g}, which with weight {weight:g} is beyond ±{MAX_REWARD:g}"
 
 
 def _short(text: str) -> str:
@@ -232,13 +321,10 @@ def _own_ids(rollout: Rollout) -> list[int]:
 
 def _completion(rollout: Rollout) -> str | list[dict[str, Any]]:
     messages = None if rollout.dialogue is None else list(rollout.dialogue.messages)
-    if isinstance(rollout.prompt.messages, str):
-        return (
-            rollout.text
-            if messages is None
-            else next(m["content"] for m in reversed(messages) if m["role"] == "assistant")
-        )
-    return messages or [{"role": "assistant", "content": rollout.text}]
+    if not isinstance(rollout.prompt.messages, str):
+        return messages or [{"role": "assistant", "content": rollout.text}]
+    written = [m["content"] for m in messages or () if m["role"] == "assistant"]
+    return rollout.text if messages is None else written[-1]
 
 
 _PER_ROLLOUT: dict[str, Callable[[Rollout], Any]] = {  # arguments of a reward function, one value per rollout

@@ -268,19 +268,10 @@ def _module_path(packages: bool) -> list[str]:
 def _readable(packages: bool) -> list[str]:
     """Return the files that Python needs to run."""
     prefixes = [sys.base_prefix, *_module_path(packages), sysconfig.get_config_var("LIBDIR") or "/usr/lib"]
-    system = [
-        "/usr/lib",
-        "/usr/lib64",
-        "/lib",
-        "/lib64",
-        "/usr/local/lib",
-        "/usr/share/zoneinfo",
-        "/etc/ld.so.cache",
-        "/etc/localtime",
-    ]
-    devices = ["/dev/null", "/dev/urandom", "/dev/random"]
+    system = "/usr/lib /usr/lib64 /lib /lib64 /usr/local/lib /usr/share/zoneinfo /etc/ld.so.cache /etc/localtime"
     own = [p for p in prefixes if p not in ("/", "/usr")]
-    return [p for p in dict.fromkeys(own + system + devices) if os.path.exists(p)]
+    readable = [*own, *system.split(), "/dev/null", "/dev/urandom", "/dev/random"]
+    return [p for p in dict.fromkeys(readable) if os.path.exists(p)]
 
 
 # ----------------------------------------------------------------------------------------------------------- guarantees

@@ -24,9 +24,9 @@ from typing import Any, cast
 
 from megagrpo.platform.process.removal import remove_tree
 from megagrpo.rewards.target import Target
-from megagrpo.rewards.workers.call_log import is_logged
 from megagrpo.rewards.workers.channel import Frames, ProtocolError, as_json, frame
 from megagrpo.rewards.workers.output import Output
+from megagrpo.rewards.workers.values import is_logged
 
 LOAD_SECONDS = 300.0  # timeout to start a worker and load the function; the call's own deadline starts after that
 REPORT_SECONDS = 2.0  # time for a coroutine worker to report a call that it cancelled

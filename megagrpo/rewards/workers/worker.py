@@ -29,13 +29,12 @@ from megagrpo.platform.process import user_code
 from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.plugins import orms
 from megagrpo.rewards.target import BUILT_IN, Signature, Target, did_you_mean
-from megagrpo.rewards.workers.call_log import ARGUMENTS, CallLog
 from megagrpo.rewards.workers.channel import Channel, from_json
-from megagrpo.rewards.workers.values import InvalidRewards, reward_of, rewards_of
+from megagrpo.rewards.workers.values import LOG_ARGUMENTS, CallLog, InvalidRewards, reward_of, rewards_of
 
 PASSED_TO_ALL = (
     *("prompts", "completions", "completion_ids", "finish_reason", "is_truncated"),
-    *("prefixes", "max_completion_length", "trainer_state", *ARGUMENTS),
+    *("prefixes", "max_completion_length", "trainer_state", *LOG_ARGUMENTS),
 )
 _PR_SET_PDEATHSIG = 1
 _LONGEST_REPORT = 20_000  # characters of an error
@@ -94,17 +93,19 @@ def find(target: Target) -> Callable[..., Any]:
 def _signature(function: type[Any] | Callable[..., Any], target: Target, options: dict[str, Any]) -> Signature:
     """Describe a function or class before it is called. `options` are those of the config."""
     call = function.__call__ if isinstance(function, type) else function
-    takes = _named(call, skip_first=isinstance(function, type))
+    takes, takes_any = _named(call, skip_first=isinstance(function, type))
     # A class object, not an instance: its constructor is the one that will be called.
-    constructor = _named(function.__init__, skip_first=True) if isinstance(function, type) else takes  # type: ignore[misc]
+    options_of = function.__init__ if isinstance(function, type) else call  # type: ignore[misc]
+    constructor, is_open = _named(options_of, skip_first=isinstance(function, type))
     preset = {name for name, _ in target.preset}
-    names = tuple(p.name for p in constructor.named if p.name not in preset)
-    required = tuple((p.name,) for p in takes.named if p.default is p.empty and p.name not in PASSED_TO_ALL)
+    names = tuple(p.name for p in constructor if p.name not in preset)
+    required = tuple((p.name,) for p in takes if p.default is p.empty and p.name not in PASSED_TO_ALL)
+    columns = getattr(function, "columns_read", ())  # of a function that takes any column, and reads these only
     return {
         "options": names,
-        "unknown": () if constructor.open else tuple(name for name in options if name not in names),
-        "accepts": tuple(p.name for p in takes.named),
-        "open": takes.open,
+        "unknown": () if is_open else tuple(name for name in options if name not in names),
+        "accepts": (*(p.name for p in takes), *columns),
+        "open": takes_any and not columns,
         "needs": required,
         "is_coroutine": any(map(inspect.iscoroutinefunction, (call, type(function).__call__))),
         "independent": False,  # known when a class is constructed
@@ -124,23 +125,18 @@ def _value_of_failure(function: Callable[..., Any]) -> float | None:
         ) from None
 
 
-@dataclass(frozen=True)
-class _Parameters:
-    named: list[inspect.Parameter]
-    open: bool
-
-
-def _named(function: Callable[..., Any], skip_first: bool) -> _Parameters:
+def _named(function: Callable[..., Any], skip_first: bool) -> tuple[list[inspect.Parameter], bool]:
+    """Return the parameters that a call can name, and whether the function takes any further name."""
     parameters = list(inspect.signature(function).parameters.values())[int(skip_first) :]
     if function is object.__init__:
-        return _Parameters([], False)
+        return [], False
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    return _Parameters(named, any(p.kind is p.VAR_KEYWORD for p in parameters))
+    return named, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
 
 def call(loaded: Loaded, arguments: dict[str, Any], log: CallLog) -> Any:
     """Call the function with the arguments that it accepts. Returns its values or an awaitable of them."""
-    arguments = arguments | copy.deepcopy(loaded.options) | {name: getattr(log, name) for name in ARGUMENTS}
+    arguments = arguments | copy.deepcopy(loaded.options) | {name: getattr(log, name) for name in LOG_ARGUMENTS}
     if loaded.wants_text:
         arguments["completions"] = [text_of(c) for c in arguments["completions"]]
     if not loaded.signature["open"]:
@@ -180,10 +176,8 @@ def serve_functions(channel: Channel) -> None:
             channel.send([number, "started"])
             begun = time.perf_counter()
             answer = ["result", _result(action, loaded, arguments)]
-        except InvalidRewards as error:
-            answer = ["invalid", str(error)]
         except BaseException as error:  # SystemExit and KeyboardInterrupt of a reward count as its errors too
-            answer = ["error", explain(error, whole=action == "score")]
+            answer = _failure(error, action)
         seconds = time.perf_counter() - begun
         signal.setitimer(signal.ITIMER_REAL, 0)  # the next call may be another function's
         with contextlib.suppress(OSError):
@@ -200,22 +194,17 @@ def _result(action: str, loaded: Loaded, arguments: dict[str, Any]) -> Any:
         return [_row_fault(loaded, row) for row in arguments["rows"]]
     count = len(arguments["completions"])
     log = CallLog(count)
-    values = call(loaded, arguments, log)
-    if inspect.isawaitable(values):  # a plain function that returns an awaitable
-        values = asyncio.run(_await(values))
-    return [rewards_of(values, count), log.contents()]
+    return [rewards_of(awaited(call(loaded, arguments, log)), count), log.contents()]
 
 
 def _row_fault(loaded: Loaded, row: dict[str, Any]) -> str | None:
     """Return why the function says that it cannot score a row, or why it cannot say so; None for a row without a
     fault."""
     find_fault = loaded.function.row_fault  # type: ignore[attr-defined]
-    takes = _named(find_fault, skip_first=False)
-    names = [p.name for p in takes.named]
+    takes, takes_any = _named(find_fault, skip_first=False)
+    names = {p.name for p in takes}
     try:
-        fault = find_fault(
-            **{name: value for name, value in (row | loaded.options).items() if takes.open or name in names}
-        )
+        fault = find_fault(**{name: v for name, v in (row | loaded.options).items() if takes_any or name in names})
     except Exception as error:
         return f"its row_fault fails: {explain(error, whole=False)}"
     return (
@@ -225,8 +214,19 @@ def _row_fault(loaded: Loaded, row: dict[str, Any]) -> str | None:
     )
 
 
-async def _await(awaitable: Any) -> Any:
-    return await awaitable
+def awaited(value: Any) -> Any:
+    """Return the value of a plain function that may return an awaitable."""
+
+    async def wait() -> Any:
+        return await value
+
+    return asyncio.run(wait()) if inspect.isawaitable(value) else value
+
+
+def _failure(error: BaseException, action: str) -> list[Any]:
+    if isinstance(error, InvalidRewards):
+        return ["invalid", str(error)]
+    return ["error", explain(error, whole=action == "score")]
 
 
 def _reply(channel: Channel, number: int, answer: list[Any], seconds: float) -> None:
@@ -281,13 +281,9 @@ async def _answer(
             log = CallLog(count)
             async with asyncio.timeout(timeout) as limit:
                 answer = ["result", [rewards_of(await call(loaded, arguments, log), count), log.contents()]]
-    except InvalidRewards as error:
-        answer = ["invalid", str(error)]
     except BaseException as error:
-        if isinstance(error, TimeoutError) and limit is not None and limit.expired():
-            answer = ["timeout", "no answer in time"]
-        else:
-            answer = ["error", explain(error, whole=action == "score")]
+        is_late = isinstance(error, TimeoutError) and limit is not None and limit.expired()
+        answer = ["timeout", "no answer in time"] if is_late else _failure(error, action)
     _reply(channel, number, answer, time.perf_counter() - begun)
 
 

@@ -10,8 +10,8 @@ from megagrpo.config import RewardsSection
 from megagrpo.records.completions import completion_rows, table
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.target import Target
-from megagrpo.rewards.workers.call_log import MOST_NAMES, CallLog, is_logged
 from megagrpo.rewards.workers.pool import Call, _is_result_of
+from megagrpo.rewards.workers.values import MOST_NAMES, CallLog, is_logged
 from megagrpo.trainer.rollout.collector import rollout_metrics
 from megagrpo.types import Prompt, Rollout
 
@@ -148,7 +148,7 @@ def test_values_become_json():
         ("log_metric", "n" * 101, 1, "the name must have 1 to 100 printable characters"),
         ("log_metric", "n", math.nan, "the value is nan, which is not finite"),
         ("log_metric", "n", -2e15, "the value is -2e+15; it must lie within ±1e+15"),
-        ("log_metric", "n", 10**400, "int too large to convert to float"),
+        ("log_metric", "n", 10**400, "the value is inf, which is not finite"),
         ("log_metric", "timeouts", 1, "every reward function has a metric of this name"),
     ],
 )

@@ -20,7 +20,7 @@ from megagrpo.environments.responders import Responders
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import MAX_MESSAGE_BYTES, Channel, Frames, ProtocolError, as_json, from_json
 from megagrpo.rewards.workers.output import BURST
-from megagrpo.rewards.workers.values import LARGEST, reward_of, rewards_of
+from megagrpo.rewards.workers.values import MAX_REWARD, reward_of, rewards_of
 from megagrpo.types import Prompt
 from tests.unit.rewards.test_workers import rewards_of as rewards_named
 from tests.unit.rewards.test_workers import rollouts, scorer
@@ -258,8 +258,8 @@ def test_a_column_that_cannot_be_passed_is_an_error_of_the_call_and_names_the_ty
         ("3.5", "it returned a str, '3.5'; a reward must be a number or None"),
         ({"a": 1}, "it returned a dict, {'a': 1}; a reward must be a number or None"),
         ([1], "it returned a list, [1]; a reward must be a number or None"),
-        (1e308, "it returned 1e+308; a reward must lie within ±1e+15, or the statistics of a step overflow float32"),
-        (-1e16, "it returned -1e+16; a reward must lie within"),
+        (1e308, "it returned 1e+308; it must lie within ±1e+15, or the statistics of a step overflow float32"),
+        (-1e16, "it returned -1e+16; it must lie within"),
         (10**400, "it returned inf, which is not finite"),
         (math.nan, "it returned nan, which is not finite"),
     ],
@@ -303,7 +303,7 @@ def test_numbers_of_numpy_and_torch_are_rewards():
         == rewards_of((x for x in (1, 2)), 2)
         == [1.0, 2.0]
     )
-    assert reward_of(LARGEST) == LARGEST and reward_of(-0.1) == -0.1
+    assert reward_of(MAX_REWARD) == MAX_REWARD and reward_of(-0.1) == -0.1
 
 
 def test_what_a_reward_prints_is_cut_and_cannot_steer_the_terminal(folder, capfd):
