@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,21 +38,11 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
         if why := address_fault(function):
             raise ProblemError(Problem((key,), f"`{function}` {why}; write it as http://HOST:PORT/PATH", rule=18))
         return Target(*_split(SERVED_REWARD), preset=(("url", function),))
-    if _FILE_PATH.fullmatch(function):
-        path, attribute = function.rsplit(":", 1)
-        return Target(str(find_file(path, key)), attribute)
     if plugins and function not in BUILT_IN and _NAME.fullmatch(function):
         return Target("", function, plugins=tuple(str(find_file(path, "rewards.plugins")) for path in plugins))
-    dotted = BUILT_IN.get(function, function)
-    if not _IMPORT_PATH.fullmatch(dotted):
-        said = (
-            f"`{function}` is not a known reward function{did_you_mean(function, BUILT_IN)}; known: "
-            f"{', '.join(BUILT_IN)}; "
-            "your own: package.module:function, path/file.py:function, or a name from rewards.plugins; models: "
-            "model:PATH or http://..."
-        )
-        raise ProblemError(Problem((key,), said, rule=18))
-    return Target(*_split(dotted), independent=dotted in BUILT_IN.values())
+    own = "package.module:function, path/file.py:function, or a name from rewards.plugins; models: model:PATH or http://..."
+    target = locate(function, key, "reward function", BUILT_IN, own, rule=18)
+    return replace(target, independent=f"{target.location}:{target.attribute}" in BUILT_IN.values())
 
 
 def asks_service(function: str) -> bool:
@@ -59,19 +50,24 @@ def asks_service(function: str) -> bool:
     return function == "llm_judge" or function.startswith(_URL)
 
 
-def locate(name: str, key: str, kind: str, built_in: Mapping[str, str]) -> Target:
-    """Like resolve, for another `kind` of plug-in than a reward function, such as a tool."""
+def locate(
+    name: str,
+    key: str,
+    kind: str,
+    built_in: Mapping[str, str],
+    own: str = "package.module:name or path/file.py:name",
+    rule: int | None = None,
+) -> Target:
+    """Return the location of a plug-in of some `kind`, such as a tool: a name of `built_in`, or one that a user writes
+    as `own` says. Raises ProblemError for an unknown name and a missing file."""
     if _FILE_PATH.fullmatch(name):
         path, attribute = name.rsplit(":", 1)
         return Target(str(find_file(path, key)), attribute)
     dotted = built_in.get(name, name)
     if not _IMPORT_PATH.fullmatch(dotted):
         known = f"known: {', '.join(built_in)}; your own: " if built_in else "give it as "
-        said = (
-            f"`{name}` is not a known {kind}{did_you_mean(name, built_in)}; {known}package.module:name or "
-            f"path/file.py:name"
-        )
-        raise ProblemError(Problem((key,), said))
+        text = f"`{name}` is not a known {kind}{did_you_mean(name, built_in)}; {known}{own}"
+        raise ProblemError(Problem((key,), text, rule))
     return Target(*_split(dotted))
 
 

@@ -118,29 +118,22 @@ class CodeExecution:
         return sum(passed) / tests.count if self._partial else float(sum(passed) == tests.count)
 
     def _passed_checks(self, program: str, tests: RowTests, context: str) -> list[bool]:
-        """Run the row's calls and Python tests. Returns one boolean for each that has run."""
-        passed: list[bool] = []
-        setup = self._setup(program, tests, context)
-        if tests.calls:
-            checks = Checks(
-                setup=setup,
-                steps=[],
-                function=tests.function,
-                calls=tests.calls,
-                count=len(tests.calls),
-                stop_early=False,
-            )
-            limit = (1 << 20) + 4 * len(json.dumps(tests.expected))
-            ran = run(program, self._limits, checks, packages=self._packages, report_bytes=limit)
-            passed += tests.right(ran.results)
-        if python := tests.python.count:
-            steps, stop = tests.python.steps, not self._partial
-            checks = Checks(setup=setup, steps=steps, function="", calls=[], count=python, stop_early=stop)
-            ran = run(program, self._limits, checks, packages=self._packages)
-            # code after the last test raised
-            ended_early = ran.ended != "done" and len(ran.passed) == python and all(ran.passed)
-            passed += ran.passed[:-1] if ended_early else ran.passed
-        return passed
+        """Run the row's calls, then its Python tests, in one process. Returns one boolean for each that has run."""
+        if not (tests.calls or tests.python.count):
+            return []
+        checks = Checks(
+            setup=self._setup(program, tests, context),
+            steps=[*(("call", call) for call in tests.calls), *tests.python.steps],
+            function=tests.function,
+            count=len(tests.calls) + tests.python.count,
+            stop_early=not self._partial,
+        )
+        limit = (1 << 20) + 4 * len(json.dumps(tests.expected))
+        ran = run(program, self._limits, checks, packages=self._packages, report_bytes=limit)
+        values, passed = ran.results[: len(tests.calls)], ran.passed[len(tests.calls) :]
+        # code after the last test raised
+        ended_early = ran.ended != "done" and len(passed) == tests.python.count and all(passed)
+        return tests.right(values) + (passed[:-1] if ended_early else passed)
 
     def _setup(self, program: str, tests: RowTests, context: str) -> str:
         """Return code that runs before a program: the prompt's own, and imports of names that a site such as LeetCode

@@ -43,8 +43,6 @@ def execute(
         flush()
         result(status in (None, 0))
         result(True)
-    elif checks["function"]:
-        call(names, checks, result)
     else:
         run_steps(names, checks, result)
     flush()
@@ -79,21 +77,8 @@ def find(names: dict[str, object], path: str) -> "Callable[..., object]":
     return found  # type: ignore[return-value]
 
 
-def call(names: dict[str, object], checks: "Checks", result: "Callable[[object], None]") -> None:
-    """Call the program's function with each row of arguments. A result is a list with the value, or None after an
-    exception."""
-    for arguments, keywords in ITERATE(checks["calls"]):
-        try:
-            value = find(names, checks["function"])(*arguments, **keywords)
-            result([value])
-        except BaseException:
-            result(None)
-    result(True)
-
-
 def run_steps(names: dict[str, object], checks: "Checks", result: "Callable[[object], None]") -> None:
-    """Run the steps of Python tests. A step that sets up and raises ends them; so does a failed test with
-    `stop_early`."""
+    """Run the steps. A step that sets up and raises ends them; so does a failed test with `stop_early`."""
     counted: list[None] = []
     stop = checks["stop_early"]
 
@@ -111,6 +96,14 @@ def run_steps(names: dict[str, object], checks: "Checks", result: "Callable[[obj
     names["__test__"] = Test
     names["__function__"] = lambda path: find(names, path)
     for kind, code in ITERATE(checks["steps"]):
+        if kind == "call":
+            arguments, keywords = code
+            try:
+                value = find(names, checks["function"])(*arguments, **keywords)
+                result([value])
+            except BaseException:
+                result(None)
+            continue
         before = LENGTH(counted)
         try:
             EXEC(code, names)

@@ -20,7 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import CodeType
 from typing import Any, TypedDict, cast
 
 from megagrpo.platform.process.removal import temporary_folder
@@ -56,17 +55,17 @@ class Limits:
 
 
 class Checks(TypedDict):
-    """What checks a program after it has run: `steps`, or calls of a function.
+    """What checks a program after it has run.
 
-    A step is (kind, Python code, as text or compiled): "setup", "test", or "check", a test that also has to call
-    `__checked__()`. Inside a step, `with __test__():` reports one more test and `__function__(path)` finds the
-    program's function. A call is positional and keyword arguments.
+    A step is (kind, code). The code of a "setup", a "test", and a "check", a test that also has to call
+    `__checked__()`, is Python as text or compiled. Inside such a step, `with __test__():` reports one more test and
+    `__function__(path)` finds the program's function. A "call" calls `function` with positional and keyword arguments;
+    calls come first.
     """
 
     setup: str  # Python code that runs before the program
-    steps: list[tuple[str, str | CodeType]]
+    steps: list[tuple[str, Any]]
     function: str  # "" without calls
-    calls: list[tuple[list[Any], dict[str, Any]]]
     count: int  # results: of tests, or of calls
     stop_early: bool  # stop after the first failed test
 
@@ -124,8 +123,8 @@ def run(
     """Run a Python program, then `tests` (texts of Python, or `Checks`) in the same namespace, in a temporary folder
     that is removed afterwards. `report_bytes` limits the length of all results."""
     if isinstance(tests, list):
-        steps: list[tuple[str, str | CodeType]] = [("test", test.encode("utf-8", "replace").decode()) for test in tests]
-        tests = Checks(setup="", steps=steps, function="", calls=[], count=len(steps), stop_early=False)
+        steps = [("test", test.encode("utf-8", "replace").decode()) for test in tests]
+        tests = Checks(setup="", steps=[*steps], function="", count=len(steps), stop_early=False)
     with temporary_folder("megagrpo_code_") as folder:
         (folder / "work").mkdir()
         (folder / "root").mkdir()
@@ -186,8 +185,8 @@ def _watch(job: Job, folder: Path, limits: Limits, report_bytes: int) -> Ran:
     walls: dict[str, bool] = next((m["walls"] for m in messages if "walls" in m), {})
     count = 1 if job["checks"] is None else job["checks"]["count"]
     results = [m.get("result") for m in messages if m.get("token") == job["token"]]
-    calls = job["checks"] is not None and bool(job["checks"]["function"])
-    if len(results) > count + 1 or not (calls or all(type(result) is bool for result in results)):
+    calls = sum(kind == "call" for kind, _ in (job["checks"]["steps"] if job["checks"] else ()))  # the first steps
+    if len(results) > count + 1 or not all(type(result) is bool for result in results[calls:]):
         results = []  # the program has written results too
     if ended == "done" and results[count:] != [True]:
         ended = "died"
