@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megagrpo.trainer.trials.data_trial import SourceTrial
     from megagrpo.trainer.trials.gold_trial import RewardTrial
 
-BINS, BAR = 6, 40  # rows of a histogram, and characters of its longest bar
+BINS, BAR_LENGTH = 6, 40  # rows of a histogram, and characters of its longest bar
 SHOWN_LINES, SHOWN_WIDTH = 24, 96  # of a rendered prompt
 
 
@@ -79,11 +79,8 @@ def source_text(source: SourceTrial, prompts_per_step: int) -> str:
         f"  tokens    min {min(lengths)}, median {statistics.median(lengths):g}, max {max(lengths)}; "
         f"limit {source.limit} (rollout.max_prompt_length)",
         *histogram(lengths),
-        *(
-            [f"  opened    `{source.opened.strip()}`: a response continues the thought that the prompt has opened"]
-            if source.opened
-            else []
-        ),
+        *[f"  opened    `{source.opened.strip()}`: a response continues the thought that the prompt has opened"]
+        * bool(source.opened),
         f"  {'truncated' if source.overlong == 'truncate_left' else 'dropped':9} {_dropped(source)}",
         f"  prompt    of row {source.row}, {source.num_tokens} tokens:",
     ]
@@ -107,22 +104,17 @@ def histogram(lengths: list[int]) -> list[str]:
     low, high = min(lengths), max(lengths)
     width = (high - low) // BINS + 1
     counts = [sum(start <= length < start + width for length in lengths) for start in range(low, high + 1, width)]
-    names = [
-        f"{start}-{min(start + width - 1, high)}" if width > 1 else f"{start}" for start in range(low, high + 1, width)
-    ]
-    return [
-        f"    {name:>11}  {'#' * max(round(BAR * count / max(counts)), int(count > 0))} {count}".rstrip()
-        for name, count in zip(names, counts, strict=True)
-    ]
+    lines = []
+    for start, count in zip(range(low, high + 1, width), counts, strict=True):
+        name = f"{start}-{min(start + width - 1, high)}" if width > 1 else f"{start}"
+        bar = "#" * max(round(BAR_LENGTH * count / max(counts)), int(count > 0))
+        lines.append(f"    {name:>11}  {bar} {count}".rstrip())
+    return lines
 
 
 def rewards_text(result: DryRun) -> str:
     """Return a table of the reward functions per data set, then the warnings."""
-    lines = [
-        line
-        for source in result.sources
-        for line in _table(source.key, [t for t in result.rewards if t.data == source.key])
-    ]
+    lines = [line for source in result.sources for line in _table(source.key, result.rewards)]
     lines += [f"  {name}: not called, because it loads a reward model; add --models" for name in result.not_called]
     if result.tools:
         lines.append(f"tools: {', '.join(result.tools)}")
@@ -132,9 +124,10 @@ def rewards_text(result: DryRun) -> str:
     return "\n".join(lines)
 
 
-def _table(key: str, trials: list[RewardTrial]) -> list[str]:
+def _table(key: str, rewards: list[RewardTrial]) -> list[str]:
     """Return one line per reward function: weight, counts of rows, mean values, milliseconds. Then where and how it
     reads the gold."""
+    trials = [trial for trial in rewards if trial.data == key]
     if not trials:
         return []
     width = max(len(trial.function) for trial in trials)

@@ -88,11 +88,8 @@ class DialogueEngine:
 
     def __init__(self, engine: Engine, dialogues: Dialogues):
         self.engine, self._dialogues, self.responders = engine, dialogues, dialogues.responders
-        self._tokenizer, self._follow_ups, self._limits = (
-            dialogues.tokenizer,
-            dialogues.follow_ups,
-            dialogues.responders.section,
-        )
+        self._tokenizer, self._follow_ups = dialogues.tokenizer, dialogues.follow_ups
+        self._limits = dialogues.responders.section
 
     @property
     def weight_version(self) -> int:
@@ -135,9 +132,8 @@ class DialogueEngine:
         for prompt_index, prompt in enumerate(prompts):
             opening = as_messages(prompt.messages, self._dialogues.system_prompt)
             for i in range(n):
-                made.append(
-                    Conversation(prompt, prompt_index, prompt.occurrence * n + i, prompt_index * n + i, opening, limit)
-                )
+                index, number = prompt.occurrence * n + i, prompt_index * n + i
+                made.append(Conversation(prompt, prompt_index, index, number, opening, limit))
         return made
 
     def _open(self, conversations: Sequence[Conversation]) -> None:
@@ -148,16 +144,11 @@ class DialogueEngine:
                 continue
             said, opening = encodable(said), [*conversation.opening]
             opening[-1] = opening[-1] | {"content": opening[-1]["content"] + said}
-            kwargs = conversation.prompt.template_kwargs
-            token_ids = self._tokenizer.render(
-                opening, None, self._dialogues.chat_template, self.responders.tools, kwargs
-            )
+            template, kwargs = self._dialogues.chat_template, conversation.prompt.template_kwargs
+            token_ids = self._tokenizer.render(opening, None, template, self.responders.tools, kwargs)
             if len(token_ids) > longest:
-                reason = (
-                    f"its prompt has {len(token_ids)} tokens with the text of `reset`; the limit is {longest} "
-                    f"(rollout.max_prompt_length)"
-                )
-                self.responders.break_off(conversation, reason)
+                length = f"its prompt has {len(token_ids)} tokens with the text of `reset`"
+                self.responders.break_off(conversation, f"{length}; the limit is {longest} (rollout.max_prompt_length)")
                 continue
             prompt = conversation.prompt
             shown = prompt.messages + said if isinstance(prompt.messages, str) else opening
@@ -194,19 +185,15 @@ class DialogueEngine:
         """Return the tool calls of each conversation's last turn, and replace its message by one with parsed calls."""
         if not self.responders.tools or not conversations:
             return [[] for _ in conversations]
+        last_turns = [c.ids[c.message_start :] for c in conversations]
         if self._limits.vllm_parser is None:
-            # a stop string may close the call
-            texts = [self._tokenizer.decode(c.ids[c.message_start :]) for c in conversations]
-            thinks = [
-                after_thought(text, c.prompt.opened) is None for text, c in zip(texts, conversations, strict=True)
-            ]
-            read = [
-                (text, []) if open_thought else hermes(text) for text, open_thought in zip(texts, thinks, strict=True)
-            ]
+            read = []
+            for conversation, ids in zip(conversations, last_turns, strict=True):
+                text = self._tokenizer.decode(ids)  # not the message: a stop string may close the call
+                thinks = after_thought(text, conversation.prompt.opened) is None
+                read.append((text, []) if thinks else hermes(text))
         else:
-            answers = self.engine.read_tool_calls(
-                [c.ids[c.message_start :] for c in conversations], self.responders.tools
-            )
+            answers = self.engine.read_tool_calls(last_turns, self.responders.tools)
             read = [(content, [named_call(**call) for call in calls]) for content, calls in answers]
         for conversation, (content, calls) in zip(conversations, read, strict=True):
             if calls:
@@ -214,21 +201,20 @@ class DialogueEngine:
         return [calls for _, calls in read]
 
     def _may_call(self, conversation: Conversation) -> bool:
-        limits = self._limits
-        if (
-            limits.max_tool_calling_iterations is not None
-            and conversation.tool_rounds >= limits.max_tool_calling_iterations
-        ):
+        rounds, limits = conversation.tool_rounds, self._limits
+        if limits.max_tool_calling_iterations is not None and rounds >= limits.max_tool_calling_iterations:
             conversation.ended = "tool_limit"
-        elif limits.max_turns is not None and conversation.turns >= limits.max_turns:
+        elif self._has_no_turns_left(conversation):
             conversation.ended = "max_turns"
         return not conversation.ended
 
+    def _has_no_turns_left(self, conversation: Conversation) -> bool:
+        return self._limits.max_turns is not None and conversation.turns >= self._limits.max_turns
+
     def _call_tools(self, calling: Sequence[tuple[Conversation, list[dict[str, Any]]]]) -> None:
         conversations = [conversation for conversation, _ in calling]
-        for conversation, messages in zip(
-            conversations, self.responders.use_tools(conversations, [calls for _, calls in calling]), strict=True
-        ):
+        results = self.responders.use_tools(conversations, [calls for _, calls in calling])
+        for conversation, messages in zip(conversations, results, strict=True):
             conversation.tool_rounds += 1
             if not conversation.ended:
                 try:
@@ -244,7 +230,7 @@ class DialogueEngine:
             conversation.turn_rewards.append(reward)
             if done:
                 conversation.ended = "done"
-            elif self._limits.max_turns is not None and conversation.turns >= self._limits.max_turns:
+            elif self._has_no_turns_left(conversation):
                 conversation.ended = "max_turns"
             else:
                 try:

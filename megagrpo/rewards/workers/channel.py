@@ -130,9 +130,7 @@ _TYPES: dict[type, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     complex: (lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
     Decimal: (str, Decimal),
     Fraction: (str, Fraction),
-    datetime.datetime: (datetime.datetime.isoformat, datetime.datetime.fromisoformat),
-    datetime.date: (datetime.date.isoformat, datetime.date.fromisoformat),
-    datetime.time: (datetime.time.isoformat, datetime.time.fromisoformat),
+    **{t: (t.isoformat, t.fromisoformat) for t in (datetime.datetime, datetime.date, datetime.time)},
     datetime.timedelta: (
         lambda value: [value.days, value.seconds, value.microseconds],
         lambda parts: datetime.timedelta(*parts),
@@ -167,10 +165,8 @@ def as_json(value: Any) -> Any:
     for method in ("tolist", "to_pydatetime", "to_pytimedelta"):
         if hasattr(value, method):
             return as_json(getattr(value, method)())
-    raise TypeError(
-        f"a {kind.__module__}.{kind.__qualname__} cannot be passed to a worker; convert it to numbers, text, lists or "
-        f"dicts"
-    )
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    raise TypeError(f"a {name} cannot be passed to a worker; convert it to numbers, text, lists or dicts")
 
 
 def from_json(value: Any) -> Any:

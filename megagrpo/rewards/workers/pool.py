@@ -355,22 +355,15 @@ def _exit_text(code: int) -> str:
 
 def _is_result_of(call: Call, value: Any) -> bool:
     """Whether a result has the shape that `call.action` requires."""
-    if call.action == "describe":
-        return isinstance(value, dict)
-    if call.action == "row_faults":
-        rows = call.arguments["rows"]
-        return (
-            isinstance(value, list)
-            and len(value) == len(rows)
-            and all(isinstance(fault, str | None) for fault in value)
-        )
-    if call.action == "score":
-        count = len(call.arguments["completions"])
-        match value:
-            case [list() as rewards, logged]:
-                are_rewards = len(rewards) == count and all(
-                    type(reward) in (float, str, type(None)) for reward in rewards
-                )
-                return are_rewards and is_logged(logged, count)
-        return False
-    return True
+    match call.action, value:
+        case "call", _:
+            return True
+        case "describe", dict():
+            return True
+        case "row_faults", list() as faults:
+            return len(faults) == len(call.arguments["rows"]) and all(isinstance(f, str | None) for f in faults)
+        case "score", [list() as rewards, logged]:
+            count = len(call.arguments["completions"])
+            are_rewards = len(rewards) == count and all(type(r) in (float, str, type(None)) for r in rewards)
+            return are_rewards and is_logged(logged, count)
+    return False

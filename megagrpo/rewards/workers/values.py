@@ -64,21 +64,17 @@ def rewards_of(values: Any, count: int) -> list[float | str | None]:
 
     Raises InvalidRewards when `values` is not a list-like iterable, or has another length.
     """
-    fix = "return a list, one number or None per completion, in their order"
+    fix = f"for {count} completions; return a list, one number or None per completion, in their order"
     if getattr(values, "ndim", 1) > 1:
-        raise InvalidRewards(
-            f"it returned an array of shape {tuple(values.shape)} for {count} completions; {fix}: shape ({count},)"
-        )
+        raise InvalidRewards(f"it returned an array of shape {tuple(values.shape)} {fix}: shape ({count},)")
     values = values.tolist() if hasattr(values, "tolist") else values
     if isinstance(values, str | bytes | bytearray | Mapping | Set) or not isinstance(values, Iterable):
-        what = "None" if values is None else f"a {type(values).__name__}"
-        raise InvalidRewards(f"it returned {what} for {count} completions; {fix}")
+        raise InvalidRewards(f"it returned {'None' if values is None else f'a {type(values).__name__}'} {fix}")
     listed = list(islice(values, count + 1))  # an iterator may be endless
     if len(listed) != count:
-        returned = (
-            len(values) if isinstance(values, Sized) else f"more than {count}" if len(listed) > count else len(listed)
-        )
-        raise InvalidRewards(f"it returned {returned} rewards for {count} completions; {fix}")
+        read = len(listed) if len(listed) < count else f"more than {count}"
+        length = len(values) if isinstance(values, Sized) else read
+        raise InvalidRewards(f"it returned {length} rewards {fix}")
     return [None if value is None else _reward_or_problem(value) for value in listed]
 
 
@@ -166,12 +162,10 @@ def is_logged(value: Any, count: int) -> bool:
     """Whether `value`, received from a worker, is the log of a call that scored `count` completions."""
     match value:
         case {"columns": dict() as columns, "metrics": dict() as metrics, "problems": list() as problems}:
-            cells_valid = all(
-                isinstance(cells, list) and len(cells) == count and all(map(_is_cell, cells))
-                for cells in columns.values()
-            )
-            numbers_valid = all(type(number) is float and math.isfinite(number) for number in metrics.values())
-            return cells_valid and numbers_valid and all(type(problem) is str for problem in problems)
+            lists = columns.values()
+            are_columns = all(isinstance(c, list) and len(c) == count and all(map(_is_cell, c)) for c in lists)
+            are_metrics = all(type(number) is float and math.isfinite(number) for number in metrics.values())
+            return are_columns and are_metrics and all(type(problem) is str for problem in problems)
     return False
 
 

@@ -81,11 +81,9 @@ def find(target: Target) -> Callable[..., Any]:
         if taken := sorted(set(orms) & set(BUILT_IN)):
             raise ValueError(f"rewards.plugins registers `{taken[0]}`, which is the name of a built-in; choose another")
         if target.attribute not in orms:
-            known = ", ".join([*orms, *BUILT_IN])
-            raise ValueError(
-                f"no reward function `{target.attribute}`{did_you_mean(target.attribute, [*orms, *BUILT_IN])}; known: "
-                f"{known}"
-            )
+            known = [*orms, *BUILT_IN]
+            hint = did_you_mean(target.attribute, known)
+            raise ValueError(f"no reward function `{target.attribute}`{hint}; known: {', '.join(known)}")
         return orms[target.attribute]
     return user_code.load(target.location, target.attribute)
 
@@ -207,11 +205,9 @@ def _row_fault(loaded: Loaded, row: dict[str, Any]) -> str | None:
         fault = find_fault(**{name: v for name, v in (row | loaded.options).items() if takes_any or name in names})
     except Exception as error:
         return f"its row_fault fails: {explain(error, whole=False)}"
-    return (
-        fault
-        if fault is None or isinstance(fault, str)
-        else f"its row_fault returned {type(fault).__name__}; return a text or None"
-    )
+    if fault is None or isinstance(fault, str):
+        return fault
+    return f"its row_fault returned {type(fault).__name__}; return a text or None"
 
 
 def awaited(value: Any) -> Any:

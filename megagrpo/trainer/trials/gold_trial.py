@@ -18,12 +18,12 @@ from megagrpo.trainer.trials.golds import GoldColumn, in_form, wrong_answers
 from megagrpo.types import Prompt, Rollout
 
 ROWS = 64  # rows that are tried
-SECONDS = 15.0  # after this time no more rows are tried with a function
-AT_ONCE = 8  # rows between two looks at the clock
+TRIAL_SECONDS = 15.0  # after this time no more rows are tried with a function
+ROWS_AT_ONCE = 8  # rows between two looks at the clock
 PAIR = 2  # equal responses of a group: with one, a function that returns one value for all would pass
-WRONG = 2  # golds of other rows that are tried per row; of a program one
-AGAIN = "again "  # a long response repeats this
-PROGRAM = "program"  # kind of a gold
+WRONG_GOLDS = 2  # golds of other rows that are tried per row; of a program one
+REPEATED_WORD = "again "  # a long response repeats this
+PROGRAM_KIND = "program"  # kind of a gold
 
 
 type RowFault = tuple[int, str]  # a row, and why a function cannot score it
@@ -106,7 +106,7 @@ class Means:
     scorer: RewardScorer
     tokenizer: Tokenizer
     max_tokens: int
-    seconds: float = SECONDS
+    seconds: float = TRIAL_SECONDS
 
 
 class FunctionTrial:
@@ -116,13 +116,14 @@ class FunctionTrial:
     def __init__(
         self, means: Means, name: str, prompts: Sequence[Prompt], golds: GoldColumn | None, service: bool = False
     ):
-        self._scorer, self._tokenizer, self._max_tokens = means.scorer, means.tokenizer, means.max_tokens
-        self._name, self._golds, self._ends = name, golds, time.monotonic() + means.seconds
+        self._means, self._name, self._golds = means, name, golds
+        self._column = golds.name if golds else ""
+        self._ends = time.monotonic() + means.seconds
         self._forms = [*golds.forms[: 1 if service else None]] if golds else []
         texts = [golds.gold(prompt) if golds else None for prompt in prompts]
-        wrong = [wrong_answers(texts, i, 1 if golds and golds.holds_programs else WRONG) for i in range(len(texts))]
-        rows = [_Row(*row) for row in zip(prompts, texts, wrong, strict=True)]
-        self.weight = self._scorer.weights[name]
+        wrong = 1 if golds and golds.holds_programs else WRONG_GOLDS
+        rows = [_Row(prompt, texts[i], wrong_answers(texts, i, wrong)) for i, prompt in enumerate(prompts)]
+        self.weight = means.scorer.weights[name]
         self.rows: list[_Row] = []  # the rows that were tried
         self.failure = ""
         self._seen: set[float | None] = set()
@@ -130,23 +131,18 @@ class FunctionTrial:
         self._num_rows = len(rows)
         self._run(rows[: 1 if service else None])
 
-    @property
-    def _column(self) -> str:
-        return self._golds.name if self._golds else ""
-
     def _run(self, rows: list[_Row]) -> None:
         """Try the first row, then parts of the others, until the time is over or the function fails."""
-        for part in [rows[:1], *map(list, batched(rows[1:], AT_ONCE))]:
+        for part in [rows[:1], *map(list, batched(rows[1:], ROWS_AT_ONCE))]:
             if self.rows and (self.failure or time.monotonic() > self._ends):
                 break
             self.rows += part
             self._try(part)
 
     def _try(self, rows: list[_Row]) -> None:
-        for row, (empty, *_) in zip(
-            rows, self._score(rows, [[""] * PAIR for _ in rows], "an empty response"), strict=True
-        ):
-            row.empty = empty
+        empty = self._score(rows, [[""] * PAIR for _ in rows], "an empty response")
+        for row, (value, *_) in zip(rows, empty, strict=True):
+            row.empty = value
         tries_all = rows[0] is self.rows[0]  # the first row decides which form comes first
         for form in self._forms:
             left = [row for row in rows if row.gold is not None and (tries_all or not row.best)]
@@ -156,9 +152,8 @@ class FunctionTrial:
                 self.rows = [row for row in self.rows if row not in left]  # what they score is not known
                 break
             texts = [[in_form(form, text, row.prompt.opened) for text in (row.gold or "", *row.wrong)] for row in left]
-            for row, (gold, *wrong) in zip(
-                left, self._score(left, texts, f"a gold of column `{self._column}`"), strict=True
-            ):
+            values = self._score(left, texts, f"a gold of column `{self._column}`")
+            for row, (gold, *wrong) in zip(left, values, strict=True):
                 row.golds[form] = gold, wrong
                 if self._is_best(gold, wrong, row.empty) and (
                     not row.best or self._worth(gold) > self._worth(row.golds[row.best][0])
@@ -168,12 +163,8 @@ class FunctionTrial:
         self._forms.sort(key=lambda form: -used[form])  # the next rows begin with the form that this function reads
 
     def _is_best(self, gold: float | None, wrong: list[float | None], empty: float | None) -> bool:
-        others = [self._worth(value) for value in wrong]
-        return (
-            gold is not None
-            and self._worth(gold) > max(self._worth(empty), min(others))
-            and self._worth(gold) >= max(others)
-        )
+        worth, others = self._worth(gold), [self._worth(value) for value in wrong]
+        return gold is not None and worth > max(self._worth(empty), min(others)) and worth >= max(others)
 
     def _worth(self, value: float | None) -> float:
         return -math.inf if value is None else value * (self.weight or 1.0)
@@ -181,38 +172,38 @@ class FunctionTrial:
     def _score(self, rows: list[_Row], texts: list[list[str]], what: str) -> list[list[float | None]]:
         """Return the values of each row's texts. A row's texts are one group, as in training."""
         with ExitStack() as stack:
-            scorings = [stack.enter_context(self._scorer.begin(names=[self._name])) for _ in rows]
+            scorings = [stack.enter_context(self._means.scorer.begin(names=[self._name])) for _ in rows]
             for scoring, row, group in zip(scorings, rows, texts, strict=True):
-                scoring.add(0, [response(row.prompt, self._tokenizer, text) for text in group])
+                scoring.add(0, [response(row.prompt, self._means.tokenizer, text) for text in group])
             values = [[scored.rewards[self._name] for scored in scoring.finish()] for scoring in scorings]
         for row, scoring, own in zip(rows, scorings, values, strict=True):
             counters = {name.rpartition("/")[2]: count for name, count in scoring.counters().items()}
             self._seconds += counters["seconds"]
             self._responses += len(own)
             if counters["exceptions"] or counters["timeouts"]:
-                self._fail(row, what, "no result in time" if counters["timeouts"] else "")
+                row.failed = True
+                error = self._means.scorer.tracebacks.get(self._name, "").strip().split("\n")[-1]
+                reason = "no result in time" if counters["timeouts"] else error
+                text = f"`{self._name}` fails for {what}, row {row.prompt.prompt_id}: {reason}; correct the function"
+                self.failure = self.failure or text
             else:
                 self._seen.update(own)
         return values
-
-    def _fail(self, row: _Row, what: str, reason: str) -> None:
-        row.failed = True
-        reason = reason or self._scorer.tracebacks.get(self._name, "").strip().split("\n")[-1]
-        self.failure = (
-            self.failure
-            or f"`{self._name}` fails for {what}, row {row.prompt.prompt_id}: {reason}; correct the function"
-        )
 
     def is_constant(self) -> bool:
         """Whether every response got the same value, a long one included."""
         if self.failure or len(self._seen) != 1 or not any(row.gold for row in self.rows):
             return False
-        long = response(self.rows[0].prompt, self._tokenizer, AGAIN)
-        ids = (long.response_ids * self._max_tokens)[: self._max_tokens]
+        long = response(self.rows[0].prompt, self._means.tokenizer, REPEATED_WORD)
+        ids = (long.response_ids * self._means.max_tokens)[: self._means.max_tokens]
         long = replace(
-            long, response_ids=ids, rollout_logprobs=(0.0,) * len(ids), text=AGAIN * len(ids), finish_reason="length"
+            long,
+            response_ids=ids,
+            rollout_logprobs=(0.0,) * len(ids),
+            text=REPEATED_WORD * len(ids),
+            finish_reason="length",
         )
-        with self._scorer.begin(names=[self._name]) as scoring:
+        with self._means.scorer.begin(names=[self._name]) as scoring:
             scoring.add(0, [long] * PAIR)
             return {scored.rewards[self._name] for scored in scoring.finish()} == self._seen
 
@@ -236,10 +227,10 @@ class FunctionTrial:
         tried = [trial for trial, row in zip(trials, self.rows, strict=True) if row.golds]
         forms = Counter(row.best for row in self.rows if row.best and reads)
         lengths = [
-            (len(self._tokenizer.encode(row.gold or "", add_special_tokens=False)), row.prompt.prompt_id)
+            (len(self._means.tokenizer.encode(row.gold or "", add_special_tokens=False)), row.prompt.prompt_id)
             for row in self.rows
         ]
-        (longest, row), too_long = max(lengths), sum(length > self._max_tokens for length, _ in lengths)
+        (longest, row), too_long = max(lengths), sum(length > self._means.max_tokens for length, _ in lengths)
         return RewardTrial(
             data=data,
             function=self._name,
@@ -247,8 +238,8 @@ class FunctionTrial:
             column=self._column,
             kind=self._kind(),
             form=forms.most_common(1)[0][0] if forms else "",
-            reads_columns=self._scorer.reads_columns(self._name, columns),
-            needs_gold=bool(self._scorer.needs[self._name]),
+            reads_columns=self._means.scorer.reads_columns(self._name, columns),
+            needs_gold=bool(self._means.scorer.needs[self._name]),
             opened=self.rows[0].prompt.opened.strip(),
             num_rows=self._num_rows,
             rows=len(trials),
@@ -257,7 +248,7 @@ class FunctionTrial:
             without_gold=sum(not trial.gold for trial in trials),
             too_long=too_long,
             longest=(row, longest),
-            limit=self._max_tokens,
+            limit=self._means.max_tokens,
             failed=sum(row.failed for row in self.rows),
             failure=self.failure,
             row_faults=faults,
@@ -271,7 +262,7 @@ class FunctionTrial:
 
     def _kind(self) -> str:
         if self._golds is None or self._golds.holds_programs:
-            return PROGRAM if self._golds else ""
+            return PROGRAM_KIND if self._golds else ""
         return next((type(nested(row.prompt.columns, self._golds.name)).__name__ for row in self.rows if row.gold), "")
 
     def _row_trial(self, row: _Row, reads: bool) -> RowTrial:

@@ -15,11 +15,11 @@ from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.target import REPEATABLE
 from megagrpo.trainer.evaluation.sets import HeldOut
 from megagrpo.trainer.trials.data_trial import TRAIN, repeated_warning, shared_warning
-from megagrpo.trainer.trials.gold_trial import PROGRAM, ROWS, FunctionTrial, Means, RewardTrial, RowFault
+from megagrpo.trainer.trials.gold_trial import PROGRAM_KIND, ROWS, FunctionTrial, Means, RewardTrial, RowFault
 from megagrpo.trainer.trials.golds import find_golds
 from megagrpo.types import Prompt
 
-SHOWN = 60  # characters of a gold in a warning
+MAX_GOLD_SHOWN = 60  # characters of a gold in a warning
 SECONDS_AT_START = 4.0  # for golds in a run that starts, all functions together
 NEXT_ROWS = 5  # further rows that a warning names
 
@@ -151,26 +151,20 @@ def reward_warnings(key: str, trials: Sequence[RewardTrial]) -> list[str]:
 def _of_function(trial: RewardTrial, clear: Collection[int]) -> list[str]:
     """Return a line when a function gives all responses the same, for rows without a gold, and for golds that are too
     long."""
-    lines = []
+    lines, column = [], f"column `{trial.column}`"
     if trial.constant and not trial.needs_gold:
         after = f", after `{trial.opened}` at the end of the prompt" if trial.opened else ""
-        lines.append(
-            f"rewards.functions: `{trial.function}` gives every response {_number(trial.empty)}: golds in all "
-            f"forms{after}, golds of other "
-            "rows, empty and long ones; correct the function, or remove it"
-        )
+        tried = f"golds in all forms{after}, golds of other rows, empty and long ones"
+        value = f"`{trial.function}` gives every response {_number(trial.empty)}"
+        lines.append(f"rewards.functions: {value}: {tried}; correct the function, or remove it")
     if missing := [row.row for row in trial.trials if trial.column and not row.gold and row.row not in clear]:
-        lines.append(
-            f"{trial.data}: {len(missing)} of {trial.rows} rows have no gold in column `{trial.column}`, first row "
-            f"{missing[0]}; "
-            "fill the column, or remove the rows"
-        )
+        count = f"{len(missing)} of {trial.rows} rows have no gold in {column}, first row {missing[0]}"
+        lines.append(f"{trial.data}: {count}; fill the column, or remove the rows")
     if trial.too_long:
         row, length = trial.longest
+        limit = f"the {trial.limit} tokens of rollout.max_completion_length, longest in row {row}: {length}"
         lines.append(
-            f"{trial.data}: {trial.too_long} of {trial.rows} golds in column `{trial.column}` are longer than the "
-            f"{trial.limit} tokens of "
-            f"rollout.max_completion_length, longest in row {row}: {length}; raise the limit"
+            f"{trial.data}: {trial.too_long} of {trial.rows} golds in {column} are longer than {limit}; raise the limit"
         )
     return lines
 
@@ -188,22 +182,19 @@ def _golds(key: str, trials: Sequence[RewardTrial], clear: Collection[int]) -> l
     trial, row = min(
         (p for p in doubtful if p[1].row == rows[0]), key=lambda p: (not p[0].needs_gold, p[1].value is None)
     )
-    gold = row.gold if len(row.gold) <= SHOWN else f"{row.gold[: SHOWN - 3]}..."
+    gold = row.gold if len(row.gold) <= MAX_GOLD_SHOWN else f"{row.gold[: MAX_GOLD_SHOWN - 3]}..."
     values = (
         f"row {row.row}: `{trial.function}` gives {gold!r} ({trial.kind}, column `{trial.column}`) "
-        f"{_number(row.value)}, another row's "
-        f"gold {_number(row.other)}, an empty response {_number(row.empty)}"
+        f"{_number(row.value)}, another row's gold {_number(row.other)}, an empty response {_number(row.empty)}"
     )
     if telling:
         also = f"; also rows {', '.join(map(str, rows[1 : 1 + NEXT_ROWS]))}" if len(rows) > 1 else ""
-        return [
-            f"{key}: {len(rows)} of {trial.rows} golds do not score best, {values}; correct or remove the rows{also}"
-        ]
-    fix = (
-        "look for the format of its tests in docs/rewards.md" if trial.kind == PROGRAM else "compare values of one type"
-    )
-    said = f"no reward gives a gold of {key} more than an empty response and another row's gold"
-    return [f"rewards.functions: {said}, {values}; {fix}, and look at what the function searches for"]
+        count = f"{len(rows)} of {trial.rows} golds do not score best"
+        return [f"{key}: {count}, {values}; correct or remove the rows{also}"]
+    is_program = trial.kind == PROGRAM_KIND
+    fix = "look for the format of its tests in docs/rewards.md" if is_program else "compare values of one type"
+    reason = f"no reward gives a gold of {key} more than an empty response and another row's gold"
+    return [f"rewards.functions: {reason}, {values}; {fix}, and look at what the function searches for"]
 
 
 def _number(value: float | None) -> str:
