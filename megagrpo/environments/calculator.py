@@ -8,7 +8,7 @@ import operator
 import re
 from collections.abc import Callable
 
-MAX_LENGTH = 500  # characters of an expression
+MAX_EXPRESSION_LENGTH = 500  # characters of an expression
 MAX_BITS = 4096  # limit on the bits of integers, intermediate results included
 _BINARY: dict[type[ast.operator], Callable[[float, float], int | float]] = {
     ast.Add: operator.add,
@@ -41,8 +41,8 @@ def calculator(expression: str) -> str:
     Returns:
         The result as text.
     """
-    if len(expression) > MAX_LENGTH:
-        raise ValueError(f"the expression has more than {MAX_LENGTH} characters")
+    if len(expression) > MAX_EXPRESSION_LENGTH:
+        raise ValueError(f"the expression has more than {MAX_EXPRESSION_LENGTH} characters")
     text = expression.replace("^", "**").replace("\N{MULTIPLICATION SIGN}", "*").replace("\N{DIVISION SIGN}", "/")
     if not re.search("[a-z]", text):  # the comma of max(1,200) is not a thousands separator
         text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)

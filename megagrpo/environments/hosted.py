@@ -28,68 +28,172 @@ MALFORMED = "its process broke the protocol: it sent a malformed answer"
 NOT_TOOLS = ("reset", "get_reward")
 
 
+@dataclass
+class _Child:
+    pid: int
+    channel: Channel
+
+
 class Hosted:
-    """The callable that a worker runs: it calls a function of this module by name. It is made once per worker, and
-    imports `targets` before any deadline starts."""
+    """The callable that a worker runs: it calls one of its methods by name. It is made once per worker, and imports the
+    scheduler, the tools and the environment before any deadline starts."""
 
-    def __init__(self, targets: list[Target]):
-        for target in targets:
-            find(target)
+    def __init__(
+        self, scheduler: Target | None, scheduler_args: Arguments, tools: list[Target], environment: Target | None
+    ):
+        self._scheduler = None if scheduler is None else find(scheduler)
+        self._environment = None if environment is None else find(environment)
+        # the names that the config gives to the two
+        self._names = [None if target is None else target.attribute for target in (scheduler, environment)]
+        self._scheduler_args = scheduler_args
+        self._tools = [find(target) for target in tools]
+        self._children: dict[int, _Child] = {}  # the processes of episodes, by number
 
-    def __call__(self, function: str, arguments: Arguments) -> Any:
-        return {f.__name__: f for f in (describe, use_tool, schedule, begin, act, finish)}[function](**arguments)
+    def __call__(self, method: str, arguments: Arguments) -> Any:
+        return getattr(self, method)(**arguments)
+
+    def describe(self) -> Arguments:
+        """Describe scheduler, tools and environment to the trainer, before the first prompt.
+
+        Returns `tools` (all schemas), `methods` (names of the environment's tools), `columns` (names of rewards),
+        `scheduler_is_class`, and `keeps_state` (whether each response needs an episode). Raises ValueError for a target
+        that cannot be used.
+        """
+        schemas = [tool_schema(tool) for tool in self._tools]
+        methods: list[str] = []
+        columns: list[str] = []
+        scheduler, environment, (scheduler_name, environment_name) = self._scheduler, self._environment, self._names
+        if environment is not None:
+            if not isinstance(environment, type) or not callable(getattr(environment, "reset", None)):
+                raise ValueError(f"`{environment_name}` must be a class with a method `reset`")
+            names = [name for name, _ in inspect.getmembers(environment, inspect.isfunction)]
+            methods = [name for name in names if not name.startswith("_") and name not in NOT_TOOLS]
+            # bound to any object, because a schema has no `self`; no instance is created
+            schemas += [tool_schema(getattr(environment, name).__get__(object())) for name in methods]
+            columns += [environment.__name__] if hasattr(environment, "get_reward") else []
+        is_class = isinstance(scheduler, type)
+        if scheduler is not None:
+            if is_class and not callable(getattr(scheduler, "step", None)):
+                raise ValueError(f"the class `{scheduler_name}` must have a method `step`")
+            accepted = _accepted(scheduler, self._scheduler_args)
+            if unknown := [name for name in self._scheduler_args if name not in accepted]:
+                takes = ", ".join(inspect.signature(scheduler).parameters)
+                raise ValueError(f"`{scheduler_name}` has no argument `{unknown[0]}`; its arguments: {takes}")
+            columns += ["turns"] + ([scheduler.__name__] if is_class and hasattr(scheduler, "get_reward") else [])
+        names = [schema["function"]["name"] for schema in schemas]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two tools are named `{twice[0]}`; rename one")
+        described = {"tools": schemas, "methods": methods, "columns": columns, "scheduler_is_class": is_class}
+        return described | {"keeps_state": is_class or environment is not None}
+
+    def use_tool(self, name: str, arguments: Arguments) -> Arguments:
+        """Call a tool. Returns {"result": text}, or {"error": text} when it raises; the text becomes the tool
+        message."""
+        return _used(next(tool for tool in self._tools if tool.__name__ == name), arguments)
+
+    def schedule(self, arguments: Arguments) -> tuple[list[dict[str, Any]], bool, float | None]:
+        """Call a scheduler function. Returns the messages with any follow-up, whether the conversation ends, and the
+        turn's reward."""
+        assert self._scheduler is not None, "only a scheduler is asked"
+        return _answer(self._scheduler, arguments | self._scheduler_args)
+
+    def begin(self, number: int, columns: Arguments, timeout: float) -> str | None:
+        """Start episode `number` in a new process and reset it. Returns the text of `reset` for the end of the prompt,
+        or None. Raises as `act`."""
+        self.finish(number)
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            ours.close()
+            self._live(Channel(theirs))
+        theirs.close()
+        self._children[number] = _Child(pid, Channel(ours))
+        return self.act(number, "reset", columns, timeout)
+
+    def act(self, number: int, verb: str, arguments: Arguments, timeout: float) -> Any:
+        """Run `verb` of an episode: "step", "reward", or the name of a tool. Returns its value.
+
+        Raises InvalidRewards with the reason of a failure. An episode that misses a deadline or dies is over: every
+        later call of it fails too.
+        """
+        child = self._children.get(number)
+        if child is None:
+            raise InvalidRewards("its process has ended")
+        try:
+            child.channel.send(as_json([verb, arguments]))
+            match child.channel.receive(timeout):
+                case {"failure": str() as failure, **rest} if not rest:
+                    raise InvalidRewards(failure)
+                case {"value": value, **rest} if not rest and is_valid(verb, value):
+                    return value
+            failure = MALFORMED
+        except TimeoutError:
+            failure = "no answer in time"
+        except ProtocolError as error:
+            failure = f"its process broke the protocol: {error}"
+        except (EOFError, OSError):
+            failure = "its process died"
+        self.finish(number)
+        raise InvalidRewards(failure)
+
+    def finish(self, number: int) -> None:
+        """End an episode and kill all processes it started."""
+        child = self._children.pop(number, None)
+        if child is None:
+            return
+        child.channel.close()
+        try:
+            os.killpg(child.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it has not created its process group yet
+            os.kill(child.pid, signal.SIGKILL)
+        os.waitpid(child.pid, 0)
+
+    def _live(self, channel: Channel) -> NoReturn:
+        """Serve the episode's calls in the forked process; never returns."""
+        os.setpgid(0, 0)
+        tie_to_parent()
+        leave_trainer()
+        own = os.getpid()
+        players: list[Any] = []  # the instances of environment and scheduler
+        while True:
+            try:
+                verb, arguments = from_json(channel.receive())
+            except EOFError:
+                os._exit(0)
+            try:
+                players = players or self._players()
+                answer = {"value": _played(players, verb, arguments)}
+            except InvalidRewards as error:
+                answer = {"failure": str(error)}
+            except BaseException as error:
+                answer = {"failure": explain(error, whole=False)}
+            if os.getpid() != own:  # user code has forked, and the copy has returned too
+                os._exit(0)
+            try:
+                channel.send(answer)
+            except (TypeError, ValueError, RecursionError) as error:
+                channel.send({"failure": f"its result cannot be sent: {error}"})
+
+    def _players(self) -> list[Any]:
+        scheduler = self._scheduler(**self._scheduler_args) if isinstance(self._scheduler, type) else None
+        environment = None if self._environment is None else self._environment()
+        return [player for player in (environment, scheduler) if player is not None]
 
 
-def describe(
-    scheduler: Target | None, scheduler_args: Arguments, tools: list[Target], environment: Target | None
-) -> Arguments:
-    """Describe scheduler, tools and environment to the trainer, before the first prompt.
-
-    Returns `tools` (all schemas), `methods` (names of the environment's tools), `columns` (names of rewards),
-    `scheduler_is_class`, and `keeps_state` (whether each response needs an episode). Raises ValueError for a target
-    that cannot be used.
-    """
-    schemas = [tool_schema(find(target)) for target in tools]
-    methods: list[str] = []
-    columns: list[str] = []
-    scheduler_is_class = False
-    if environment is not None:
-        player = find(environment)
-        if not isinstance(player, type) or not callable(getattr(player, "reset", None)):
-            raise ValueError(f"`{environment.attribute}` must be a class with a method `reset`")
-        methods = [
-            name
-            for name, _ in inspect.getmembers(player, inspect.isfunction)
-            if not name.startswith("_") and name not in NOT_TOOLS
-        ]
-        # bound to any object, because a schema has no `self`; no instance is created
-        schemas += [tool_schema(getattr(player, name).__get__(object())) for name in methods]
-        columns += [player.__name__] if hasattr(player, "get_reward") else []
-    if scheduler is not None:
-        player = find(scheduler)
-        scheduler_is_class = isinstance(player, type)
-        if scheduler_is_class and not callable(getattr(player, "step", None)):
-            raise ValueError(f"the class `{scheduler.attribute}` must have a method `step`")
-        if unknown := [name for name in scheduler_args if name not in _accepted(player, scheduler_args)]:
-            takes = ", ".join(inspect.signature(player).parameters)
-            raise ValueError(f"`{scheduler.attribute}` has no argument `{unknown[0]}`; its arguments: {takes}")
-        columns += ["turns"] + ([player.__name__] if scheduler_is_class and hasattr(player, "get_reward") else [])
-    names = [schema["function"]["name"] for schema in schemas]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two tools are named `{twice[0]}`; rename one")
-    described = {"tools": schemas, "methods": methods, "columns": columns, "scheduler_is_class": scheduler_is_class}
-    return described | {"keeps_state": scheduler_is_class or environment is not None}
-
-
-def use_tool(target: Target, arguments: Arguments) -> Arguments:
-    """Call a tool. Returns {"result": text}, or {"error": text} when it raises; the text becomes the tool message."""
-    return _used(find(target), arguments)
-
-
-def schedule(target: Target, arguments: Arguments) -> tuple[list[dict[str, Any]], bool, float | None]:
-    """Call a scheduler function. Returns the messages with any follow-up, whether the conversation ends, and the turn's
-    reward."""
-    return _answer(find(target), arguments)
+def _played(players: list[Any], verb: str, arguments: Arguments) -> Any:
+    """Run `verb` of an episode: of the environment, which comes first, or of the scheduler, which comes last."""
+    if verb == "reset":
+        texts = [awaited(p.reset(**_accepted(p.reset, arguments))) for p in players if hasattr(p, "reset")]
+        texts = [text for text in texts if text is not None]
+        if wrong := [text for text in texts if not isinstance(text, str)]:
+            raise TypeError(f"reset must return text or None, not {wrong[0]!r:.200}")
+        return "".join(texts) if texts else None
+    if verb == "step":
+        return _answer(players[-1].step, arguments)
+    if verb == "reward":
+        judges = {type(p).__name__: p for p in players if hasattr(p, "get_reward")}
+        return {name: _reward(f"`{name}.get_reward`", awaited(p.get_reward())) for name, p in judges.items()}
+    return _used(getattr(players[0], verb), arguments)
 
 
 def _used(function: Callable[..., Any], arguments: Arguments) -> Arguments:
@@ -117,79 +221,6 @@ def _accepted(function: Callable[..., Any], arguments: Arguments) -> Arguments:
     return {name: value for name, value in arguments.items() if name in {p.name for p in parameters}}
 
 
-# ------------------------------------------------------------------------------------------------------------- episodes
-
-
-@dataclass
-class _Child:
-    pid: int
-    channel: Channel
-
-
-_children: dict[int, _Child] = {}
-
-
-def begin(
-    number: int,
-    scheduler: Target | None,
-    scheduler_args: Arguments,
-    environment: Target | None,
-    columns: Arguments,
-    timeout: float,
-) -> str | None:
-    """Start episode `number` in a new process and reset it. Returns the text of `reset` for the end of the prompt, or
-    None. Raises as `act`."""
-    finish(number)
-    ours, theirs = socket.socketpair()
-    pid = os.fork()
-    if pid == 0:
-        ours.close()
-        _live(Channel(theirs), scheduler, scheduler_args, environment)
-    theirs.close()
-    _children[number] = _Child(pid, Channel(ours))
-    return act(number, "reset", columns, timeout)
-
-
-def act(number: int, verb: str, arguments: Arguments, timeout: float) -> Any:
-    """Run `verb` of an episode: "step", "reward", or the name of a tool. Returns its value.
-
-    Raises InvalidRewards with the reason of a failure. An episode that misses a deadline or dies is over: every later
-    call of it fails too.
-    """
-    child = _children.get(number)
-    if child is None:
-        raise InvalidRewards("its process has ended")
-    try:
-        child.channel.send(as_json([verb, arguments]))
-        match child.channel.receive(timeout):
-            case {"failure": str() as failure, **rest} if not rest:
-                raise InvalidRewards(failure)
-            case {"value": value, **rest} if not rest and is_valid(verb, value):
-                return value
-        failure = MALFORMED
-    except TimeoutError:
-        failure = "no answer in time"
-    except ProtocolError as error:
-        failure = f"its process broke the protocol: {error}"
-    except (EOFError, OSError):
-        failure = "its process died"
-    finish(number)
-    raise InvalidRewards(failure)
-
-
-def finish(number: int) -> None:
-    """End an episode and kill all processes it started."""
-    child = _children.pop(number, None)
-    if child is None:
-        return
-    child.channel.close()
-    try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:  # it has not created its process group yet
-        os.kill(child.pid, signal.SIGKILL)
-    os.waitpid(child.pid, 0)
-
-
 def is_valid(verb: str, value: Any) -> bool:
     """Whether the value of an episode's `verb` has the shape that the trainer expects. User code may have produced
     it."""
@@ -212,60 +243,6 @@ def is_valid(verb: str, value: Any) -> bool:
 
 def _is_reward(value: Any) -> bool:
     return value is None or (type(value) is float and abs(value) <= MAX_REWARD)  # False for NaN
-
-
-def _live(
-    channel: Channel, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None
-) -> NoReturn:
-    """Serve the episode's calls in the forked process; never returns."""
-    os.setpgid(0, 0)
-    tie_to_parent()
-    leave_trainer()
-    own = os.getpid()
-    episode: _Episode | None = None
-    while True:
-        try:
-            verb, arguments = from_json(channel.receive())
-        except EOFError:
-            os._exit(0)
-        try:
-            episode = episode or _Episode(scheduler, scheduler_args, environment)
-            answer = {"value": episode.do(verb, arguments)}
-        except InvalidRewards as error:
-            answer = {"failure": str(error)}
-        except BaseException as error:
-            answer = {"failure": explain(error, whole=False)}
-        if os.getpid() != own:  # user code has forked, and the copy has returned too
-            os._exit(0)
-        try:
-            channel.send(answer)
-        except (TypeError, ValueError, RecursionError) as error:
-            channel.send({"failure": f"its result cannot be sent: {error}"})
-
-
-class _Episode:
-    """The scheduler and environment instances of one response."""
-
-    def __init__(self, scheduler: Target | None, scheduler_args: Arguments, environment: Target | None):
-        scheduler_target = None if scheduler is None else find(scheduler)
-        self.scheduler = scheduler_target(**scheduler_args) if isinstance(scheduler_target, type) else None
-        self.environment = None if environment is None else find(environment)()
-
-    def do(self, verb: str, arguments: Arguments) -> Any:
-        responders = [p for p in (self.environment, self.scheduler) if p is not None]
-        if verb == "reset":
-            said = [awaited(p.reset(**_accepted(p.reset, arguments))) for p in responders if hasattr(p, "reset")]
-            said = [text for text in said if text is not None]
-            if wrong := [text for text in said if not isinstance(text, str)]:
-                raise TypeError(f"reset must return text or None, not {wrong[0]!r:.200}")
-            return "".join(said) if said else None
-        if verb == "step":
-            assert self.scheduler is not None, "only a scheduler class is asked for steps"
-            return _answer(self.scheduler.step, arguments)
-        if verb == "reward":
-            judges = {type(p).__name__: p for p in responders if hasattr(p, "get_reward")}
-            return {name: _reward(f"`{name}.get_reward`", awaited(p.get_reward())) for name, p in judges.items()}
-        return _used(getattr(self.environment, verb), arguments)
 
 
 def _reward(what: str, value: Any) -> float | None:

@@ -19,7 +19,7 @@ from megagrpo.rewards.workers.pool import SHARED, Call, WorkerPool
 from megagrpo.rewards.workers.values import reward_of
 
 _HOSTED = Target("megagrpo.environments.hosted", "Hosted")
-# A function of `hosted` -> the verb whose values it returns; the argument `verb` of `act` is its own.
+# A method of `Hosted` -> the verb whose values it returns; the argument `verb` of `act` is its own.
 _VERBS = {"begin": "reset", "schedule": "step", "use_tool": "tool"}
 TURNS = "turns"  # name of the scheduler's reward column
 log = get_logger(__name__)
@@ -35,11 +35,15 @@ class Responders:
 
     def __init__(self, section: MultiTurnSection, base_folder: str | Path | None = None):
         self.section = section
-        self._scheduler, tools, self._environment = targets(section)
-        self._targets = [target for target in (self._scheduler, *tools, self._environment) if target is not None]
+        self._scheduler, tools, environment = targets(section)
+        self._options = dict(
+            scheduler=self._scheduler, scheduler_args=section.scheduler_args, tools=tools, environment=environment
+        )
         self._pool = WorkerPool(section.workers, None if base_folder is None else str(Path(base_folder).resolve()))
         try:
-            described = self._described(tools)
+            ((described, failure),) = self._answers([self._call("describe", {}, section.timeout)])
+            if failure is not None:
+                raise ValueError(f"multi_turn: {failure}")
         except BaseException:
             self.close()
             raise
@@ -47,7 +51,7 @@ class Responders:
         self.columns: list[str] = described["columns"]  # names of rewards
         self._methods: list[str] = described["methods"]  # names of the environment's tools
         # schemas of plain functions come first
-        self._functions = dict(zip((s["function"]["name"] for s in self.tools), tools, strict=False))
+        self._functions: list[str] = [schema["function"]["name"] for schema in self.tools[: len(tools)]]
         self._keeps_state: bool = described["keeps_state"]
         self._scheduler_is_class: bool = described["scheduler_is_class"]
         self._failed = ""
@@ -66,10 +70,7 @@ class Responders:
         self._failed = ""
         if not self._keeps_state:
             return [None] * len(conversations)
-        arguments = dict(
-            scheduler=self._scheduler, scheduler_args=self.section.scheduler_args, environment=self._environment
-        )
-        calls = [self._episode("begin", c, arguments | dict(columns=c.prompt.columns)) for c in conversations]
+        calls = [self._episode("begin", c, dict(columns=c.prompt.columns)) for c in conversations]
         return self._values(conversations, calls)
 
     def schedule(
@@ -158,8 +159,7 @@ class Responders:
     def _tool_call(self, conversation: Conversation, call: dict[str, Any]) -> Call:
         if call["name"] in self._methods:
             return self._episode("act", conversation, dict(verb=call["name"], arguments=call["arguments"]))
-        arguments = dict(target=self._functions[call["name"]], arguments=call["arguments"])
-        return self._call("use_tool", arguments, self.section.timeout)
+        return self._call("use_tool", dict(name=call["name"], arguments=call["arguments"]), self.section.timeout)
 
     def _step_call(self, conversation: Conversation) -> Call:
         left = None if self.section.max_turns is None else self.section.max_turns - conversation.turns
@@ -171,8 +171,7 @@ class Responders:
         )
         if self._scheduler_is_class:
             return self._episode("act", conversation, dict(verb="step", arguments=arguments))
-        call_arguments = dict(target=self._scheduler, arguments=arguments | self.section.scheduler_args)
-        return self._call("schedule", call_arguments, self.section.timeout)
+        return self._call("schedule", dict(arguments=arguments), self.section.timeout)
 
     def _episode(self, function: str, conversation: Conversation, arguments: dict[str, Any]) -> Call:
         """Build a call to an episode. The episode's process has the deadline; its worker gets `_GRACE` seconds more to
@@ -183,18 +182,15 @@ class Responders:
     def _lane_of(self, conversation: Conversation) -> str:
         return f"episodes {conversation.number % self.section.workers}"
 
-    def _call(self, function: str, arguments: dict[str, Any], timeout: float, lane: str = SHARED) -> Call:
-        call_arguments = {"function": function, "arguments": arguments}
-        return Call(
-            _HOSTED, {"targets": self._targets}, action="call", arguments=call_arguments, timeout=timeout, lane=lane
-        )
+    def _call(self, method: str, arguments: dict[str, Any], timeout: float, lane: str = SHARED) -> Call:
+        """Build a call of a method of `Hosted`."""
+        return Call(_HOSTED, self._options, "call", {"method": method, "arguments": arguments}, timeout, lane)
 
     def _answers(self, calls: Sequence[Call]) -> list[tuple[Any, str | None]]:
         """Run the calls. Returns, in order, (value, None) or (None, reason of the failure) of each."""
         answers: list[tuple[Any, str | None]] = []
         for call, outcome in zip(calls, self._pool.run(calls), strict=True):
-            function, arguments = call.arguments["function"], call.arguments["arguments"]
-            verb = arguments.get("verb") or _VERBS.get(function)
+            verb = call.arguments["arguments"].get("verb") or _VERBS.get(call.arguments["method"])
             if outcome.kind != "result":
                 answers.append((None, str(outcome.value)))
             elif verb and not is_valid(verb, outcome.value):
@@ -210,15 +206,3 @@ class Responders:
             if failure is not None:
                 self.break_off(conversation, failure)
         return [value for value, _ in answers]
-
-    def _described(self, tools: list[Target]) -> dict[str, Any]:
-        arguments = dict(
-            scheduler=self._scheduler,
-            scheduler_args=self.section.scheduler_args,
-            tools=tools,
-            environment=self._environment,
-        )
-        ((value, failure),) = self._answers([self._call("describe", arguments, self.section.timeout)])
-        if failure is not None:
-            raise ValueError(f"multi_turn: {failure}")
-        return value

@@ -16,7 +16,7 @@ from megagrpo.rewards.leaves import UnreadableError, exact, same_value
 from megagrpo.rewards.notation import plain
 from megagrpo.rewards.units import in_base_unit, quantity, same_unit
 
-MAX_LENGTH = 3000  # characters of an answer that is read as mathematics; a longer one is compared as text
+MAX_ANSWER_LENGTH = 3000  # characters of an answer that is read as mathematics; a longer one is compared as text
 _MAX_ITEMS, _MAX_DEPTH, _MAX_NESTING = 50, 12, 40
 _THOUSANDS = re.compile(r"[^,;]*?\d{1,3}(,\d{3})+(?![\d,])[^,;]*")
 _COMMA = re.compile("[,;]")
@@ -68,7 +68,7 @@ class Node:
 def equal(gold: str, answer: str) -> bool:
     """Whether `answer` equals `gold`, by the rules of docs/answers.md. Takes any text; a text that nothing can read is
     compared as text."""
-    if max(len(gold), len(answer)) > MAX_LENGTH:
+    if max(len(gold), len(answer)) > MAX_ANSWER_LENGTH:
         return bool(gold.strip()) and _squeezed(gold) == _squeezed(answer)
     one, other = _plain(gold), plain(answer)
     if not one or _squeezed(one) == _squeezed(other):
@@ -95,20 +95,13 @@ def _same(gold: str, answer: str, depth: int = 0) -> bool:
     if (choice := _same_choice(gold, answer, depth)) is not None:
         return choice
     one, other = _read(gold), _read(answer)
+    pairs = [(one, other)]
     # "1,000" is a number, and a list only beside a list that is not a number.
-    if (
-        one.kind == "list"
-        and _THOUSANDS.fullmatch(answer)
-        and _same_nodes(one, _read(answer, thousands=False), depth + 1)
-    ):
-        return True
-    if (
-        other.kind == "list"
-        and _THOUSANDS.fullmatch(gold)
-        and _same_nodes(_read(gold, thousands=False), other, depth + 1)
-    ):
-        return True
-    if _same_nodes(one, other, depth + 1):
+    if one.kind == "list" and _THOUSANDS.fullmatch(answer):
+        pairs.append((one, _read(answer, thousands=False)))
+    if other.kind == "list" and _THOUSANDS.fullmatch(gold):
+        pairs.append((_read(gold, thousands=False), other))
+    if any(_same_nodes(*pair, depth + 1) for pair in pairs):
         return True
     return bool(_SET_SIGN.search(gold) or _SET_SIGN.search(answer)) and _same_leaves(gold, answer)
 
@@ -129,9 +122,8 @@ def _read(text: str, thousands: bool = True) -> Node:
     """Return the outermost structure of a text."""
     text = text.strip()
     if _SIGNS.search(text):
-        return Node(
-            "list", tuple(text.replace(r"\pm", up).replace(r"\mp", down) for up, down in (("+", "-"), ("-", "+")))
-        )
+        signs = ("+", "-"), ("-", "+")
+        return Node("list", tuple(text.replace(r"\pm", up).replace(r"\mp", down) for up, down in signs))
     if (outward := re.fullmatch(r"([\]\[])([^\[\]]*)([\]\[])", text)) and outward[1] + outward[3] != "[]":
         # "]0, 1]" is "(0, 1]"
         text = ("(" if outward[1] == "]" else "[") + outward[2] + (")" if outward[3] == "[" else "]")
@@ -145,10 +137,8 @@ def _read(text: str, thousands: bool = True) -> Node:
         cells = tuple(f"({match[1]})({cell})" if match[1] else cell for row in rows for cell in row)
         return Node("matrix", cells, (str(max(map(len, rows), default=0)),))
     if match := _REALS.fullmatch(text):
-        bounds = sorted(
-            (b for b in _split(match[1] or match[2] or "", _COMMA)[0] if b), key=lambda bound: exact(bound) or 0
-        )
-        ends = [r"-\infty", *bounds, r"\infty"]
+        bounds = filter(None, _split(match[1] or match[2] or "", _COMMA)[0])
+        ends = [r"-\infty", *sorted(bounds, key=lambda bound: exact(bound) or 0), r"\infty"]
         return Node("list", tuple(f"({low}, {high})" for low, high in pairwise(ends)))
     return _bracketed(text) or _relation(text)
 
@@ -218,11 +208,8 @@ def _same_nodes(gold: Node, answer: Node, depth: int) -> bool:
     if {*kinds} == {"matrix", "tuple"}:  # a column vector
         return ("1",) in (gold.marks, answer.marks) and _in_order(gold.parts, answer.parts, depth)
     if {*kinds} == {"list", "tuple"} and len(gold.parts) == len(answer.parts):  # a point without its parentheses
-        return (
-            ("(", ")") in (gold.marks, answer.marks)
-            and not gold.name + answer.name
-            and _in_order(gold.parts, answer.parts, depth)
-        )
+        is_point = ("(", ")") in (gold.marks, answer.marks) and not gold.name + answer.name
+        return is_point and _in_order(gold.parts, answer.parts, depth)
     return _in_any_order(_items(gold), _items(answer), depth)
 
 
@@ -232,11 +219,9 @@ def _in_order(ones: Sequence[str], others: Sequence[str], depth: int) -> bool:
 
 def _in_any_order(ones: Sequence[str | Node], others: Sequence[str | Node], depth: int) -> bool:
     left = list(others)
-    if (
-        len(ones) != len(left)
-        or len(left) > _MAX_ITEMS
-        or (len(left) == 1 and not (isinstance(ones[0], str) or isinstance(left[0], str)))
-    ):
+    if len(ones) != len(left) or len(left) > _MAX_ITEMS:
+        return False
+    if len(left) == 1 and not (isinstance(ones[0], str) or isinstance(left[0], str)):
         return False
     for item in ones:
         index = next((i for i, other in enumerate(left) if _same_items(item, other, depth)), None)
@@ -274,12 +259,10 @@ def _same_relations(gold: Node, answer: Node, depth: int) -> bool:
         (first, *_, last), (other_first, *_, other_last) = gold.parts, answer.parts
         if {*gold.marks, *answer.marks} == {"="} and _same_name(first, other_first):
             return _same(last, other_last, depth)
-        one, other = (
-            " ".join(w for pair in zip(n.parts, (*n.marks, ""), strict=True) for w in pair) for n in (gold, answer)
-        )
-        return (gold.marks == answer.marks and _in_order(gold.parts, answer.parts, depth)) or (
-            len(gold.parts) == len(answer.parts) == 2 and _same_leaves(one, other)
-        )
+        if gold.marks == answer.marks and _in_order(gold.parts, answer.parts, depth):
+            return True
+        one, other = (" ".join(w for p in zip(n.parts, (*n.marks, ""), strict=True) for w in p) for n in (gold, answer))
+        return len(gold.parts) == len(answer.parts) == 2 and _same_leaves(one, other)
     relation, other_node = (gold, answer) if gold.kind == "relation" else (answer, gold)
     *names, value = relation.parts
     if {*relation.marks} - {"=", r"\equiv", r"\cong"} or not all(

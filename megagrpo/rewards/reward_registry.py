@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megagrpo.config.placement import address_fault
 from megagrpo.config.problems import Problem, ProblemError
-from megagrpo.rewards.target import BUILT_IN, Target, did_you_mean
+from megagrpo.rewards.target import BUILT_IN_REWARDS, Target, did_you_mean
 
 if TYPE_CHECKING:
     from megagrpo.config import RewardFunction
@@ -38,11 +38,11 @@ def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.func
         if why := address_fault(function):
             raise ProblemError(Problem((key,), f"`{function}` {why}; write it as http://HOST:PORT/PATH", rule=18))
         return Target(*_split(SERVED_REWARD), preset=(("url", function),))
-    if plugins and function not in BUILT_IN and _NAME.fullmatch(function):
+    if plugins and function not in BUILT_IN_REWARDS and _NAME.fullmatch(function):
         return Target("", function, plugins=tuple(str(find_file(path, "rewards.plugins")) for path in plugins))
     own = "package.module:function, path/file.py:function, or a name from rewards.plugins; models: model:PATH or http://..."
-    target = locate(function, key, "reward function", BUILT_IN, own, rule=18)
-    return replace(target, independent=f"{target.location}:{target.attribute}" in BUILT_IN.values())
+    target = locate(function, key, "reward function", BUILT_IN_REWARDS, own, rule=18)
+    return replace(target, independent=f"{target.location}:{target.attribute}" in BUILT_IN_REWARDS.values())
 
 
 def asks_service(function: str) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BUILT_IN = {
+BUILT_IN_REWARDS = {
     "exact_number": "megagrpo.rewards.functions.text_rewards:exact_number",
     "accuracy": "megagrpo.rewards.functions.math_accuracy:accuracy",
     "reasoning_accuracy": "megagrpo.rewards.functions.math_accuracy:reasoning_accuracy",
@@ -33,7 +33,7 @@ BUILT_IN = {
     "code_execution": "megagrpo.rewards.functions.code_execution:CodeExecution",
     "llm_judge": "megagrpo.rewards.functions.llm_judge:LlmJudge",
 }
-REPEATABLE = frozenset(BUILT_IN) - {"code_execution", "llm_judge"}  # deterministic functions
+REPEATABLE = frozenset(BUILT_IN_REWARDS) - {"code_execution", "llm_judge"}  # deterministic functions
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megagrpo.platform.process.terminal import get_logger
 from megagrpo.rewards.functions import implicit_names
-from megagrpo.rewards.functions.program_tests import COLUMNS, RowTests, read_tests
+from megagrpo.rewards.functions.program_tests import TEST_COLUMNS, RowTests, read_tests
 from megagrpo.rewards.functions.program_text import is_stub, outline, program_of
 from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.sandbox.sandbox import Checks, Limits, missing_guarantees, run
@@ -31,7 +31,7 @@ class CodeExecution:
     """
 
     needs_columns = (("tests", "expected_output"),)
-    columns_read = ("tests", "expected_output", *COLUMNS)
+    columns_read = ("tests", "expected_output", *TEST_COLUMNS)
     completions_per_call = 1  # so that slow programs do not use up each other's deadline
 
     def __init__(

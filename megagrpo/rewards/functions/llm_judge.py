@@ -14,7 +14,7 @@ from typing import Any
 from megagrpo.rewards.functions.http_service import JsonService, ServiceError
 from megagrpo.rewards.functions.text_rewards import text_of
 
-TEMPLATE = """Judge how well the answer below serves the question. Look for errors first, then decide.
+JUDGE_TEMPLATE = """Judge how well the answer below serves the question. Look for errors first, then decide.
 End with one line of the form "Score: N", where N is a number from {low} (useless) to {high} (perfect).
 
 [question]
@@ -44,7 +44,7 @@ class LlmJudge:
 
     url: str
     model: str
-    template: str = TEMPLATE
+    template: str = JUDGE_TEMPLATE
     system: str | None = None
     pattern: str = PATTERN
     low: float = 0.0

@@ -14,7 +14,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import LatexExtractionConfig, parse, verify
 
 from megagrpo.rewards.answers import final_answer
-from megagrpo.rewards.equality import MAX_LENGTH, equal
+from megagrpo.rewards.equality import MAX_ANSWER_LENGTH, equal
 from megagrpo.rewards.functions.text_rewards import first_answer, text_of
 
 _GOLD = (("solution", "answer"),)
@@ -79,7 +79,7 @@ def gold_fault(solution: Any = None, answer: Any = None) -> str | None:
     text = gold_answer(gold)
     if text is None:
         return f"`{name}` has no answer: {_short(gold)}"
-    if (len(text.split()) > 12 and "\\begin" not in text) or len(text) > MAX_LENGTH:
+    if (len(text.split()) > 12 and "\\begin" not in text) or len(text) > MAX_ANSWER_LENGTH:
         return rf"`{name}` is a text without \boxed{{...}} or `####`, which only the same text equals: {_short(gold)}"
     return None
 

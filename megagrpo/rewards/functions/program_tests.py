@@ -16,12 +16,10 @@ from typing import Any
 from megagrpo.rewards.functions.python_tests import PythonTests, read_python_tests
 
 # Columns that a row may have beside `tests` and `expected_output`.
-COLUMNS = ("entry_point", "fn_name", "metadata", "starter_code", "test_setup_code", "test_imports", "language")
+TEST_COLUMNS = ("entry_point", "fn_name", "metadata", "starter_code", "test_setup_code", "test_imports", "language")
 _INPUTS, _OUTPUTS = ("input", "inputs", "stdin"), ("output", "outputs", "expected_output", "stdout")
-_OF_STREAMS, _OF_CALLS = (
-    ("stdin", "stdin_stdout", "stdio", "standard_input"),
-    ("functional", "function_call", "function", "call_based"),
-)
+_OF_STREAMS = ("stdin", "stdin_stdout", "stdio", "standard_input")
+_OF_CALLS = ("functional", "function_call", "function", "call_based")
 _PYTHON = ("python", "python3", "py", "py3", "pypy", "pypy3", "cpython")
 _OTHER_LANGUAGES = (
     "bash c c# c++ cpp cs csharp go golang haskell java javascript js julia kotlin lua ocaml perl php python2 r ruby "
@@ -64,10 +62,8 @@ class RowTests:
             readings.append([value[0] for value in self.expected])
         if all(isinstance(value, str) for value in self.expected):
             readings.append([_literal(value) for value in self.expected])
-        rights = [
-            [r is not None and equal(r[0], e) for r, e in zip(results, expected, strict=False)] for expected in readings
-        ]
-        return max(rights, key=sum)
+        rows = [zip(results, expected, strict=False) for expected in readings]
+        return max(([r is not None and equal(r[0], e) for r, e in row] for row in rows), key=sum)
 
 
 def equal(value: Any, expected: Any) -> bool:
@@ -76,11 +72,8 @@ def equal(value: Any, expected: Any) -> bool:
     if isinstance(expected, list):
         return isinstance(value, list) and len(value) == len(expected) and all(map(equal, value, expected))
     if isinstance(expected, dict):
-        return (
-            isinstance(value, dict)
-            and value.keys() == expected.keys()
-            and all(equal(value[key], expected[key]) for key in expected)
-        )
+        same_keys = isinstance(value, dict) and value.keys() == expected.keys()
+        return same_keys and all(equal(value[key], expected[key]) for key in expected)
     if isinstance(value, float) or isinstance(expected, float):
         if not (isinstance(value, (int, float)) and isinstance(expected, (int, float))):
             return False
@@ -89,19 +82,16 @@ def equal(value: Any, expected: Any) -> bool:
 
 
 def read_tests(tests: Any = None, expected_output: Any = None, packages: bool = True, **facts: Any) -> RowTests:
-    """Read a row's tests. `facts` are its values of `COLUMNS`. Raises ValueError, with column and value, when they are
-    unknown."""
+    """Read a row's tests. `facts` are its values of `TEST_COLUMNS`. Raises ValueError, with column and value, when they
+    are unknown."""
     _check_language(facts.get("language"), _OTHER_LANGUAGES)
     reader = _RowReader(facts, packages)
     reader.read(tests)
     if expected_output is not None:
         reader.tests.pairs.append(("", _text(expected_output, "expected_output")))
     if not reader.tests.count:
-        raise ValueError(
-            f"`tests` is empty: {tests!r:.100}"
-            if tests is not None
-            else "neither `tests` nor `expected_output` has a value"
-        )
+        is_missing = "neither `tests` nor `expected_output` has a value"
+        raise ValueError(is_missing if tests is None else f"`tests` is empty: {tests!r:.100}")
     if reader.tests.calls and all(value is None for value in reader.tests.expected):
         raise ValueError("`tests` checks nothing: each expected value is None")
     return reader.tests
@@ -134,12 +124,10 @@ class _RowReader:
             raise ValueError(f"`tests` has no known shape: {tests!r:.100}")
 
     def _read_python(self, texts: list[str]) -> None:
-        setup = "\n".join(
-            _text(self._facts[c], c) for c in ("test_imports", "test_setup_code") if not _is_empty(self._facts.get(c))
-        )
-        self.tests.python = read_python_tests(
-            [_unfenced(t) for t in texts], setup, self._function({}), self._is_installed
-        )
+        columns = [c for c in ("test_imports", "test_setup_code") if not _is_empty(self._facts.get(c))]
+        setup = "\n".join(_text(self._facts[c], c) for c in columns)
+        unfenced = [_unfenced(text) for text in texts]
+        self.tests.python = read_python_tests(unfenced, setup, self._function({}), self._is_installed)
 
     def _is_installed(self, module: str) -> bool:
         return module in sys.stdlib_module_names or (self._packages and importlib.util.find_spec(module) is not None)
@@ -179,9 +167,8 @@ class _RowReader:
     def _add_cases(self, tests: Mapping[str, Any], inputs: list[Any], outputs: list[Any]) -> None:
         kind = tests.get("testtype") or tests.get("type") or ""
         if kind and kind not in (*_OF_STREAMS, *_OF_CALLS):
-            raise ValueError(
-                f"`tests` has cases of the type {kind!r}; known are {', '.join((*_OF_STREAMS[:2], *_OF_CALLS[:2]))}"
-            )
+            known = ", ".join((*_OF_STREAMS[:2], *_OF_CALLS[:2]))
+            raise ValueError(f"`tests` has cases of the type {kind!r}; known are {known}")
         function = self._function(tests)
         if kind in _OF_STREAMS or not (function or kind):
             self.tests.pairs += [(_text(i, "tests"), _text(o, "tests")) for i, o in zip(inputs, outputs, strict=True)]
@@ -189,10 +176,8 @@ class _RowReader:
         if not function:
             methods = [m for m in _METHOD.findall(str(self._facts.get("starter_code") or "")) if not m.startswith("__")]
             if not methods:
-                raise ValueError(
-                    "`tests` calls a function, and the row names none in `fn_name`, `entry_point`, `metadata` or "
-                    "`starter_code`"
-                )
+                columns = "`fn_name`, `entry_point`, `metadata` or `starter_code`"
+                raise ValueError(f"`tests` calls a function, and the row names none in {columns}")
             function = methods[0]
         if not re.fullmatch(r"[A-Za-z_]\w*(?:\(\))?(?:\.[A-Za-z_]\w*)*", function):
             raise ValueError(f"`tests` names no function: {function!r:.100}")
@@ -201,9 +186,8 @@ class _RowReader:
         self.tests.function = function
         for given, value in zip(inputs, outputs, strict=True):
             self.tests.calls.append(_arguments(given))
-            self.tests.expected.append(
-                _literal(value) if isinstance(given, str) and isinstance(value, str) else _json(value)
-            )
+            are_texts = isinstance(given, str) and isinstance(value, str)
+            self.tests.expected.append(_literal(value) if are_texts else _json(value))
 
 
 def _arguments(given: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -275,9 +259,8 @@ def _check_language(language: Any, others: Sequence[str] = ()) -> None:
 
 
 def _is_empty(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, (str, list, tuple, dict)) and not (value.strip() if isinstance(value, str) else value)
-    )
+    value = value.strip() if isinstance(value, str) else value
+    return value is None or (isinstance(value, (str, list, tuple, dict)) and not value)
 
 
 def _text(value: Any, column: str) -> str:
@@ -285,10 +268,8 @@ def _text(value: Any, column: str) -> str:
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, (list, tuple)):
         if not all(isinstance(line, str) for line in value):
-            raise ValueError(
-                f"`{column}` has arguments for a function, and the row names none in `fn_name` or `entry_point`: "
-                f"{value!r:.100}"
-            )
+            missing = "the row names none in `fn_name` or `entry_point`"
+            raise ValueError(f"`{column}` has arguments for a function, and {missing}: {value!r:.100}")
         return "\n".join(value)
     if isinstance(value, dict):
         raise ValueError(f"`{column}` has a dict for a text: {value!r:.100}")
@@ -298,6 +279,5 @@ def _text(value: Any, column: str) -> str:
 def _unfenced(text: str) -> str:
     """Remove a fence around tests."""
     lines = text.strip().split("\n")
-    return (
-        "\n".join(lines[1:-1]) if len(lines) > 2 and lines[0].startswith("```") and lines[-1].strip() == "```" else text
-    )
+    is_fenced = len(lines) > 2 and lines[0].startswith("```") and lines[-1].strip() == "```"
+    return "\n".join(lines[1:-1]) if is_fenced else text

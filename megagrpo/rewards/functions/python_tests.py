@@ -234,9 +234,8 @@ class _Reader:
                 body.append(statement)
             check.body = body
         self.count += asserts
-        only_asserts = asserts and not any(
-            is_check(s, self._functions) for s in check.body if not isinstance(s, ast.Assert)
-        )
+        others = [s for s in check.body if not isinstance(s, ast.Assert)]
+        only_asserts = asserts and not any(is_check(s, self._functions) for s in others)
         yield ("setup" if only_asserts else "check"), f"check({entry})"
 
     def _function_calls(self, checking: set[str], called: set[str]) -> Iterator[tuple[str, str]]:
@@ -254,17 +253,15 @@ class _Reader:
         """Return "check" for a test that must run a check, "test" for one that only must not raise."""
         nodes = list(ast.walk(function))
         uses = any(isinstance(n, ast.Name) and n.id in checking for n in nodes)
-        return (
-            "check" if uses or any(isinstance(n, ast.stmt) and is_check(n, self._functions) for n in nodes) else "test"
-        )
+        has_check = any(isinstance(n, ast.stmt) and is_check(n, self._functions) for n in nodes)
+        return "check" if uses or has_check else "test"
 
     def _class_calls(self, cases: set[str]) -> Iterator[tuple[str, str]]:
         for name in self._classes:
             if name in cases:
                 for method, function in self._methods(name).items():
-                    if method.startswith("test") and not any(
-                        called_name(d).startswith("skip") for d in function.decorator_list
-                    ):
+                    is_skipped = any(called_name(d).startswith("skip") for d in function.decorator_list)
+                    if method.startswith("test") and not is_skipped:
                         yield self._test_kind(function, set()), f"__case__({name}, {method!r})"
             elif name.startswith("Test"):
                 methods = self._methods(name)
@@ -272,16 +269,13 @@ class _Reader:
                     raise ValueError(f"`tests`: pytest does not run class `{name}`, which has `__init__`")
                 if "setup_class" in methods:
                     yield "setup", f"{name}.setup_class()"
-                before = [m for m in ("setup_method", "setUp") if m in methods]
-                starts = "".join(
-                    f"; __object__.{m}({', '.join(['None'] * len(required(methods[m])[1:]))})" for m in before
-                )
+                starts = ""
+                for before in [m for m in ("setup_method", "setUp") if m in methods]:
+                    starts += f"; __object__.{before}({', '.join(['None'] * len(required(methods[before])[1:]))})"
                 for method, function in methods.items():
                     if any(called_name(d) == "fixture" for d in function.decorator_list):
-                        raise ValueError(
-                            f"`tests`: class `{name}` has the fixture `{method}`; only module-level fixtures are "
-                            f"supported"
-                        )
+                        fixture = f"the fixture `{method}`; only module-level fixtures are supported"
+                        raise ValueError(f"`tests`: class `{name}` has {fixture}")
                     if method.startswith("test"):
                         call = self._call(f"{name}.{method}", f"__object__.{method}", function, [name])
                         yield self._test_kind(function, set()), f"__object__ = {name}(){starts}\n{call}"
@@ -293,10 +287,8 @@ class _Reader:
         marks = [*function.decorator_list, *(d for cls in owner for d in self._classes[cls].decorator_list)]
         for decorator in marks:
             if called_name(decorator) in _SELECTING:
-                raise ValueError(
-                    f"`tests`: test function `{name}` has the mark `{called_name(decorator)}`, which only pytest "
-                    f"itself can read"
-                )
+                mark = f"the mark `{called_name(decorator)}`, which only pytest itself can read"
+                raise ValueError(f"`tests`: test function `{name}` has {mark}")
         by_pytest = all(".mark." in ast.unparse(d) for d in function.decorator_list)
         rows = [d for d in marks if called_name(d) == "parametrize"]
         given = {n for d in rows if isinstance(d, ast.Call) for n in parameter_names(d)}
@@ -321,9 +313,8 @@ class _Reader:
 
     def _entry_value(self, function: str, parameter: str) -> str:
         if not self._entry:
-            raise ValueError(
-                f"`tests` defines `{function}({parameter})`, and the row has no `entry_point` to call it with"
-            )
+            missing = "the row has no `entry_point` to call it with"
+            raise ValueError(f"`tests` defines `{function}({parameter})`, and {missing}")
         if not _ENTRY.fullmatch(self._entry):
             raise ValueError(f"`entry_point` is not a function's name: {self._entry!r:.100}")
         self.calls_entry = True

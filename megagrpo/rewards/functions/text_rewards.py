@@ -4,7 +4,7 @@ cannot score."""
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -45,19 +45,16 @@ def exact_number(completions: list[Any], answer: list[Any], prefixes: list[str] 
 
     docs/rewards.md states what a number is. Returns None when `answer` has no number or several.
     """
-    golds = [_gold_number(value) for value in answer]
+    golds = [_number(str(value), only_number) for value in answer]
     rows = zip(completions, prefixes or [""] * len(completions), golds, strict=True)
-    return [None if gold is None else float(_answer_number(text_of(c), prefix) == gold) for c, prefix, gold in rows]
+    return [
+        None if gold is None else float(_number(text_of(c), last_number, prefix) == gold) for c, prefix, gold in rows
+    ]
 
 
-def _answer_number(text: str, prefix: str) -> Decimal | None:
+def _number(text: str, read: Callable[[str], Decimal | None], prefix: str = "") -> Decimal | None:
     part = number_part(text, prefix)
-    return None if part is None else last_number(part)
-
-
-def _gold_number(value: Any) -> Decimal | None:
-    part = number_part(str(value))
-    return None if part is None else only_number(part)
+    return None if part is None else read(part)
 
 
 def _number_fault(answer: Any = None) -> str | None:

@@ -28,7 +28,7 @@ from typing import Any
 from megagrpo.platform.process import user_code
 from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.plugins import orms
-from megagrpo.rewards.target import BUILT_IN, Signature, Target, did_you_mean
+from megagrpo.rewards.target import BUILT_IN_REWARDS, Signature, Target, did_you_mean
 from megagrpo.rewards.workers.channel import Channel, from_json
 from megagrpo.rewards.workers.values import LOG_ARGUMENTS, CallLog, InvalidRewards, reward_of, rewards_of
 
@@ -78,10 +78,10 @@ def find(target: Target) -> Callable[..., Any]:
     for path in target.plugins:
         user_code.load_file(Path(path))
     if target.plugins:
-        if taken := sorted(set(orms) & set(BUILT_IN)):
+        if taken := sorted(set(orms) & set(BUILT_IN_REWARDS)):
             raise ValueError(f"rewards.plugins registers `{taken[0]}`, which is the name of a built-in; choose another")
         if target.attribute not in orms:
-            known = [*orms, *BUILT_IN]
+            known = [*orms, *BUILT_IN_REWARDS]
             hint = did_you_mean(target.attribute, known)
             raise ValueError(f"no reward function `{target.attribute}`{hint}; known: {', '.join(known)}")
         return orms[target.attribute]

@@ -8,7 +8,7 @@ from ranks import run_ranks
 
 from megagrpo.config import RewardsSection
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rewards.target import BUILT_IN
+from megagrpo.rewards.target import BUILT_IN_REWARDS
 from megagrpo.types import Prompt, Rollout
 from tests.unit.rewards.reward_services import make_model, says, serving
 
@@ -57,7 +57,8 @@ SLOW_TO_LOAD = ("reasoning_gym", "model")  # every missed deadline costs seconds
 FEW = ("a tower of powers", "lone surrogates", "nothing", "a megabyte of digits")
 LONG = ("cosine", "model")  # cosine computes accuracy a second time
 NAMES = [
-    pytest.param(name, marks=[pytest.mark.full] if name in LONG else []) for name in (*BUILT_IN, "model", "served")
+    pytest.param(name, marks=[pytest.mark.full] if name in LONG else [])
+    for name in (*BUILT_IN_REWARDS, "model", "served")
 ]
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from megagrpo.config import RewardsSection
 from megagrpo.rewards.functions.code_execution import CodeExecution
-from megagrpo.rewards.functions.program_tests import COLUMNS
+from megagrpo.rewards.functions.program_tests import TEST_COLUMNS
 from megagrpo.rewards.functions.program_text import program_of
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.types import Prompt, Rollout
@@ -33,7 +33,7 @@ def score(completion, tests=None, partial=False, prompt=None, **columns):
 
 def wrong_rows(rows):
     def scored(row):
-        facts = {name: row[name] for name in ("expected_output", *COLUMNS) if name in row}
+        facts = {name: row[name] for name in ("expected_output", *TEST_COLUMNS) if name in row}
         return score(row["completion"], row["tests"], **facts), made().row_fault(tests=row["tests"], **facts)
 
     made(), made(partial=False)  # before the threads

@@ -10,7 +10,7 @@ import pytest
 from megagrpo.config import RunConfig, evaluation_sets
 from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.rewards.answers import READ_BY, extractor
-from megagrpo.rewards.target import BUILT_IN
+from megagrpo.rewards.target import BUILT_IN_REWARDS
 from megagrpo.trainer.evaluation.estimators import majority_passes, pass_at_k, steps_to
 from megagrpo.trainer.evaluation.sets import HeldOut, evaluate, load_sets, metrics_of
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout, Truncation
@@ -70,7 +70,7 @@ def test_answers_are_read_as_their_kind_says(kind, text, answer):
 
 
 def test_what_a_built_in_function_reads_is_known_and_what_others_read_is_not():
-    assert READ_BY.keys() <= BUILT_IN.keys()
+    assert READ_BY.keys() <= BUILT_IN_REWARDS.keys()
     assert extractor("auto", "exact_number")("so 7.0") == "7" and extractor("auto", "f.py:mine") is None
     assert extractor("auto", "format") is None
 
