@@ -42,20 +42,11 @@ class RewardScorer:
     """
 
     def __init__(self, section: RewardsSection, max_completion_length: int, base_folder: str | Path | None = None):
-        names = display_names(section.functions)
-        targets = [resolve(f.function, section.plugins) for f in section.functions]
-        self._functions = [
-            Function(
-                name,
-                target,
-                f.weight,
-                f.args,
-                f.timeout or section.timeout,
-                lane=f"own {i}" if f.own_worker or target.heavy else SHARED,
-                declared_independent=f.independent,
-            )
-            for i, (name, target, f) in enumerate(zip(names, targets, section.functions, strict=True))
-        ]
+        self.functions: dict[str, Function] = {}  # by name, in configured order
+        for i, (name, f) in enumerate(zip(display_names(section.functions), section.functions, strict=True)):
+            target, timeout = resolve(f.function, section.plugins), f.timeout or section.timeout
+            lane = f"own {i}" if f.own_worker or target.heavy else SHARED
+            self.functions[name] = Function(name, target, f.weight, f.args, timeout, lane, f.independent)
         self._max_completion_length, self._concurrency = max_completion_length, section.concurrency
         self._seen_failures: dict[tuple[str, str], str] = {}
         self._last: Scoring | None = None
@@ -69,22 +60,7 @@ class RewardScorer:
     @property
     def names(self) -> list[str]:
         """Names of the functions in configured order: the keys of `ScoredRollout.rewards`."""
-        return [f.name for f in self._functions]
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Name -> weight in the sum of rewards."""
-        return {f.name: f.weight for f in self._functions}
-
-    @property
-    def needs(self) -> dict[str, tuple[tuple[str, ...], ...]]:
-        """Name -> the columns that the function needs, each with its alternatives."""
-        return {f.name: tuple(f.signature["needs"]) for f in self._functions}
-
-    def reads_columns(self, name: str, columns: Iterable[str]) -> bool:
-        """Whether the function takes any of these columns of the data set."""
-        (signature,) = (f.signature for f in self._functions if f.name == name)
-        return signature["open"] or not set(columns).isdisjoint(signature["accepts"])
+        return list(self.functions)
 
     @property
     def tracebacks(self) -> dict[str, str]:
@@ -96,17 +72,16 @@ class RewardScorer:
     def _load(self) -> None:
         """Import every function once and check its arguments; all problems are raised together. Async functions are
         also loaded in their worker."""
-        for function in self._functions:
+        functions = list(self.functions.values())
+        for function in functions:
             if function.lane != SHARED:
                 self._pool.add_lane(function.lane)
-        self._describe(self._functions)
-        coroutines = [f for f in self._functions if f.is_coroutine]
-        for i, function in enumerate(self._functions):
-            if function.is_coroutine and function.lane != SHARED:
-                raise ValueError(
-                    f"rewards.functions[{i}].own_worker: `{function.name}` is async and shares a worker; remove "
-                    f"own_worker"
-                )
+        self._describe(functions)
+        coroutines = [f for f in functions if f.is_coroutine]
+        for function in coroutines:
+            if function.lane != SHARED:
+                key = f"rewards.functions[{functions.index(function)}].own_worker"
+                raise ValueError(f"{key}: `{function.name}` is async and shares a worker; remove own_worker")
         if coroutines:
             self._pool.add_lane(COROUTINES, capacity=self._concurrency)
             for function in coroutines:
@@ -115,9 +90,10 @@ class RewardScorer:
 
     def _describe(self, functions: list[Function]) -> None:
         problems: list[str] = []
+        names = self.names
         calls = [Call(f.target, f.args, "describe", timeout=f.timeout, lane=f.lane) for f in functions]
         for function, outcome in zip(functions, self._pool.run(calls), strict=True):
-            key = f"rewards.functions[{self._functions.index(function)}]"
+            key = f"rewards.functions[{names.index(function.name)}]"
             if outcome.kind != "result":
                 problems.append(f"{key}: `{function.name}` cannot be loaded: {outcome.value}")
                 continue
@@ -141,7 +117,7 @@ class RewardScorer:
             f"rewards.functions: reward `{function.name}` needs column "
             f"{' or '.join(f'`{name}`' for name in alternatives)}; "
             f"the data set has {has}{did_you_mean(alternatives[0], present)}; {fix}"
-            for function in self._functions
+            for function in self.functions.values()
             for alternatives in function.signature["needs"]
             if set(alternatives).isdisjoint(present)
         ]
@@ -152,16 +128,14 @@ class RewardScorer:
         """Return, for each function that has `row_fault`, (index of the row, phrase) of the rows that it cannot score.
 
         `rows` are columns and values as in `Prompt.columns`."""
-        functions = [f for f in self._functions if f.signature["finds_row_faults"]]
-        # `row_fault` is a plain function, also of an async reward
-        lanes = [SHARED if f.is_coroutine else f.lane for f in functions]
-        calls = [
-            Call(f.target, f.args, "row_faults", {"rows": rows}, f.timeout, lane)
-            for f, lane in zip(functions, lanes, strict=True)
-        ]
+        functions = [f for f in self.functions.values() if f.signature["finds_row_faults"]]
+        calls = []
+        for f in functions:
+            lane = SHARED if f.is_coroutine else f.lane  # `row_fault` is a plain function, also of an async reward
+            calls.append(Call(f.target, f.args, "row_faults", {"rows": rows}, f.timeout, lane))
         faults: dict[str, list[tuple[int, str]]] = {}
-        for call, function, outcome in zip(calls, functions, self._pool.run(calls), strict=True):
-            reason = f"no answer within {call.timeout:g} s" if outcome.kind == "timeout" else outcome.value
+        for function, outcome in zip(functions, self._pool.run(calls), strict=True):
+            reason = f"no answer within {function.timeout:g} s" if outcome.kind == "timeout" else outcome.value
             phrases = outcome.value if outcome.kind == "result" else [f"its row_fault fails: {reason}"] * len(rows)
             faults[function.name] = [(i, phrase) for i, phrase in enumerate(phrases) if phrase]
         return faults
@@ -173,11 +147,9 @@ class RewardScorer:
         `step` is the number of finished steps when the rollouts are trained on, for functions that depend on it.
         `names` are the functions to call; None: all.
         """
-        common = {
-            "max_completion_length": self._max_completion_length,
-            "trainer_state": SimpleNamespace(global_step=step),
-        }
-        functions = [f for f in self._functions if names is None or f.name in names]
+        state = SimpleNamespace(global_step=step)
+        common = {"max_completion_length": self._max_completion_length, "trainer_state": state}
+        functions = [f for f in self.functions.values() if names is None or f.name in names]
         return Scoring(functions, self._pool, common, self._seen_failures)
 
     def score(self, rollouts: list[Rollout], step: int = 0) -> list[ScoredRollout]:

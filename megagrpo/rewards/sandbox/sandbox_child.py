@@ -81,48 +81,46 @@ def enter_namespaces() -> bool:
     return True
 
 
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None) -> None:
+    arguments = (source.encode(), target.encode(), kind and kind.encode(), flags, options and options.encode())
+    if not succeeded(LIBC.mount(*arguments)):
+        raise OSError(ctypes.get_errno(), "mount", target)
+
+
 def mount_read_only(job: "Job") -> bool:
     """Mount a new root: the readable files, read-only, and the job's folder, in limited memory. Returns False when that
-    fails."""
+    fails; an unmapped user, for example, cannot create files in a new file system."""
     try:
-        return _mount_read_only(job)
-    except OSError:  # an unmapped user cannot create files in a new file system
+        _mount_read_only(job)
+    except OSError:
         return False
+    return True
 
 
-def _mount_read_only(job: "Job") -> bool:
+def _mount_read_only(job: "Job") -> None:
     root, folder = job["root"], job["folder"]
-    mount = LIBC.mount
-    if not succeeded(mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)):
-        return False
-    if not succeeded(mount(b"tmpfs", root.encode(), b"tmpfs", 0, b"size=1m,mode=755")):
-        return False
-    for path in job["readable"]:
-        if not os.path.exists(path):
-            continue
+    mount("none", "/", None, MS_REC | MS_PRIVATE, None)
+    mount("tmpfs", root, "tmpfs", 0, "size=1m,mode=755")
+    for path in filter(os.path.exists, job["readable"]):
         inside = root + path
         if os.path.isdir(path):
             os.makedirs(inside, exist_ok=True)
         else:
             os.makedirs(os.path.dirname(inside), exist_ok=True)
             open(inside, "w").close()
-        if not succeeded(mount(path.encode(), inside.encode(), None, MS_BIND, None)):
-            return False
+        mount(path, inside, None, MS_BIND, None)
         flags = MS_REMOUNT | MS_BIND | MS_RDONLY
         # A bind mount in a user namespace keeps the flags that are locked on the original: try with the usual ones too.
         locked = (0, 2 | 4, 2 | 4 | 1024, 2 | 4 | 1 << 21, 2 | 1 << 21, 1024, 1 << 21)
-        if not any(succeeded(mount(None, inside.encode(), None, flags | more, None)) for more in locked):
-            return False
+        if not any(succeeded(LIBC.mount(None, inside.encode(), None, flags | more, None)) for more in locked):
+            raise OSError("a readable file cannot be mounted read-only")
     os.makedirs(root + folder)
     # the folder itself counts as one inode
     limits = f"size={job['file_mb']}m,nr_inodes={job['max_files'] + 1},mode=700"
-    if not succeeded(mount(b"tmpfs", (root + folder).encode(), b"tmpfs", MS_NOSUID | MS_NODEV, limits.encode())):
-        return False
-    if not succeeded(mount(None, root.encode(), None, MS_REMOUNT | MS_RDONLY, None)):
-        return False
+    mount("tmpfs", root + folder, "tmpfs", MS_NOSUID | MS_NODEV, limits)
+    mount("none", root, None, MS_REMOUNT | MS_RDONLY, None)
     os.chroot(root)
     os.chdir(folder)
-    return True
 
 
 def drop_capabilities() -> None:

@@ -100,6 +100,7 @@ class Worker(asyncio.Protocol):
         paths = [p for p in (_PACKAGE_ROOT, search_path, os.environ.get("PYTHONPATH")) if p]
         self._output = Output("a reward worker")
         self._socket, theirs = socket.socketpair()
+        self._transport: asyncio.Transport | None = None
         kind = "coroutines" if capacity else "functions"
         self.process = subprocess.Popen(
             [sys.executable, "-m", "megagrpo.rewards.workers.worker", kind, str(theirs.fileno())],
@@ -116,7 +117,11 @@ class Worker(asyncio.Protocol):
 
     async def connect(self) -> Worker:
         """Open the connection to the process."""
-        await self._loop.create_unix_connection(lambda: self, sock=self._socket)
+        try:
+            await self._loop.create_unix_connection(lambda: self, sock=self._socket)
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def _print(self) -> None:
@@ -146,6 +151,7 @@ class Worker(asyncio.Protocol):
             return job.end(Outcome("error", f"its arguments cannot be sent to a worker: {error}", 0.0))
         self._running[number] = job
         self._set_deadline(job, LOAD_SECONDS)
+        assert self._transport is not None, "`connect` was called"
         self._transport.write(data)
 
     def _set_deadline(self, job: _Job, seconds: float) -> None:
@@ -225,7 +231,10 @@ class Worker(asyncio.Protocol):
         if self._killed:
             return
         self._killed = True
-        self._transport.abort()
+        if self._transport is None:
+            self._socket.close()
+        else:
+            self._transport.abort()
         try:
             # the group still exists while child processes of the reward run
             os.killpg(self.process.pid, signal.SIGKILL)

@@ -123,7 +123,8 @@ class FunctionTrial:
         texts = [golds.gold(prompt) if golds else None for prompt in prompts]
         wrong = 1 if golds and golds.holds_programs else WRONG_GOLDS
         rows = [_Row(prompt, texts[i], wrong_answers(texts, i, wrong)) for i, prompt in enumerate(prompts)]
-        self.weight = means.scorer.weights[name]
+        self._function = means.scorer.functions[name]
+        self.weight = self._function.weight
         self.rows: list[_Row] = []  # the rows that were tried
         self.failure = ""
         self._seen: set[float | None] = set()
@@ -238,8 +239,8 @@ class FunctionTrial:
             column=self._column,
             kind=self._kind(),
             form=forms.most_common(1)[0][0] if forms else "",
-            reads_columns=self._means.scorer.reads_columns(self._name, columns),
-            needs_gold=bool(self._means.scorer.needs[self._name]),
+            reads_columns=any(map(self._function.takes, columns)),
+            needs_gold=bool(self._function.signature["needs"]),
             opened=self.rows[0].prompt.opened.strip(),
             num_rows=self._num_rows,
             rows=len(trials),

@@ -61,7 +61,7 @@ def _trials(
 ) -> Iterator[RewardTrial]:
     scorer = means.scorer
     faults = scorer.row_faults([prompt.columns for prompt in prompts])
-    golds = {name: find_golds(prompts, needs) for name, needs in scorer.needs.items()}
+    golds = {name: find_golds(prompts, f.signature["needs"]) for name, f in scorer.functions.items()}
     usual = next(filter(None, golds.values()), None)
     for name in names:
         found = faults.get(name)

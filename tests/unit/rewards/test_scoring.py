@@ -310,7 +310,7 @@ def test_an_error_of_ours_in_the_middle_reaches_the_caller(folder):
             with pytest.raises(AttributeError):
                 ahead.add(0, ["no rollout"])
         assert values(s.score(rollouts("a")), "slowly") == [1.0]
-        s._functions[0].weight = "no number"  # the thread of the workers multiplies by it
+        s.functions["slowly"].weight = "no number"  # the thread of the workers multiplies by it
         with pytest.raises(TypeError):
             s.score(rollouts("b"))
 
