@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from megagrpo.platform.process.terminal import get_logger
@@ -15,6 +16,7 @@ from megagrpo.rewards.sandbox.sandbox import Checks, Limits, missing_guarantees,
 log = get_logger(__name__)
 
 
+@dataclass(eq=False)
 class CodeExecution:
     """Returns 1.0 when the completion's program passes all tests of column `tests`, or prints column `expected_output`;
     else 0.0. With `partial` it returns the share of passed tests. Returns None for a row whose tests cannot be read,
@@ -34,28 +36,25 @@ class CodeExecution:
     columns_read = ("tests", "expected_output", *TEST_COLUMNS)
     completions_per_call = 1  # so that slow programs do not use up each other's deadline
 
-    def __init__(
-        self,
-        sandbox: Literal["required", "best_effort"] = "required",
-        partial: bool = False,
-        seconds: float = 5.0,
-        memory_mb: int = 512,
-        output_kb: int = 64,
-        file_mb: int = 16,
-        packages: bool = True,
-    ):
-        if sandbox not in ("required", "best_effort"):
-            raise ValueError(f"code_execution: sandbox {sandbox!r} must be required or best_effort")
-        numbers = {"seconds": seconds, "memory_mb": memory_mb, "output_kb": output_kb, "file_mb": file_mb}
-        for name, value in numbers.items():
-            if value <= 0:
-                raise ValueError(f"code_execution: {name} {value} must be above 0")
-        self._limits = Limits(seconds, memory_mb, output_kb, file_mb)
-        self._partial, self._packages = partial, packages
+    sandbox: Literal["required", "best_effort"] = "required"
+    partial: bool = False
+    seconds: float = 5.0
+    memory_mb: int = 512
+    output_kb: int = 64
+    file_mb: int = 16
+    packages: bool = True
+
+    def __post_init__(self) -> None:
+        if self.sandbox not in ("required", "best_effort"):
+            raise ValueError(f"code_execution: sandbox {self.sandbox!r} must be required or best_effort")
+        for name in ("seconds", "memory_mb", "output_kb", "file_mb"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"code_execution: {name} {getattr(self, name)} must be above 0")
+        self._limits = Limits(self.seconds, self.memory_mb, self.output_kb, self.file_mb)
         self._last: tuple[str, RowTests | str] = "", ""  # the row read last, for the other completions of its group
         if missing := missing_guarantees():
             what = f"code_execution: this kernel lacks guarantees of the sandbox: {', '.join(missing)}"
-            if sandbox == "required":
+            if self.sandbox == "required":
                 raise ValueError(
                     f"{what}. Fix: allow seccomp with its listener, and Landlock or user namespaces; or accept it with "
                     "args: {sandbox: best_effort}"
@@ -90,7 +89,7 @@ class CodeExecution:
         key = repr(row)
         if key != self._last[0]:
             try:
-                read: RowTests | str = self._limited(read_tests(**row, packages=self._packages))
+                read: RowTests | str = self._limited(read_tests(**row, packages=self.packages))
             except (ValueError, RecursionError, MemoryError) as error:
                 read = str(error)
             self._last = key, read
@@ -111,11 +110,11 @@ class CodeExecution:
         if program is None:
             return 0.0
         passed = self._passed_checks(program, tests, context)
-        for stdin, output in tests.pairs if self._partial or all(passed) else []:
+        for stdin, output in tests.pairs if self.partial or all(passed) else []:
             passed.append(self._prints(program, stdin, output))
-            if not (passed[-1] or self._partial):
+            if not (passed[-1] or self.partial):
                 break
-        return sum(passed) / tests.count if self._partial else float(sum(passed) == tests.count)
+        return sum(passed) / tests.count if self.partial else float(sum(passed) == tests.count)
 
     def _passed_checks(self, program: str, tests: RowTests, context: str) -> list[bool]:
         """Run the row's calls, then its Python tests, in one process. Returns one boolean for each that has run."""
@@ -126,10 +125,10 @@ class CodeExecution:
             steps=[*(("call", call) for call in tests.calls), *tests.python.steps],
             function=tests.function,
             count=len(tests.calls) + tests.python.count,
-            stop_early=not self._partial,
+            stop_early=not self.partial,
         )
         limit = (1 << 20) + 4 * len(json.dumps(tests.expected))
-        ran = run(program, self._limits, checks, packages=self._packages, report_bytes=limit)
+        ran = run(program, self._limits, checks, packages=self.packages, report_bytes=limit)
         values, passed = ran.results[: len(tests.calls)], ran.passed[len(tests.calls) :]
         # code after the last test raised
         ended_early = ran.ended != "done" and len(passed) == tests.python.count and all(passed)
@@ -144,7 +143,7 @@ class CodeExecution:
         return f"{implicit_names.definitions(found.unbound)}\n{context}"
 
     def _prints(self, program: str, stdin: str, output: str) -> bool:
-        ran = run(program, self._limits, stdin=stdin, packages=self._packages)
+        ran = run(program, self._limits, stdin=stdin, packages=self.packages)
         return ran.ended == "done" and ran.passed == [True] and _lines(ran.stdout) == _lines(output)
 
 

@@ -7,8 +7,6 @@ import json
 import random
 from typing import TYPE_CHECKING, Any
 
-from megagrpo.rewards.functions.text_rewards import encodable
-
 if TYPE_CHECKING:
     import httpx
 
@@ -41,7 +39,7 @@ class JsonService:
 
         if self._client is None:  # created in the event loop that uses it
             self._client = httpx.AsyncClient(timeout=self._timeout, limits=httpx.Limits(max_connections=None))
-        content = json.dumps(_encodable(body)).encode()
+        content = json.dumps(body, ensure_ascii=False).encode("utf-8", "replace")  # a lone surrogate becomes "?"
         for attempt in range(self._retries + 1):
             wait, reason = self._first_wait * 2**attempt * random.uniform(0.75, 1.25), ""
             try:
@@ -68,13 +66,3 @@ def _asked_wait(answer: httpx.Response, otherwise: float) -> float:
         return max(0.0, float(answer.headers["Retry-After"]))
     except (KeyError, ValueError):
         return otherwise
-
-
-def _encodable(value: Any) -> Any:
-    if isinstance(value, str):
-        return encodable(value)
-    if isinstance(value, list | tuple):
-        return [_encodable(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _encodable(item) for key, item in value.items()}
-    return value

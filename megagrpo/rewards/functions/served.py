@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+from dataclasses import dataclass
 from itertools import batched
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from megagrpo.rewards.workers.values import InvalidRewards
 SECRET = re.compile("authorization|cookie|key|token|secret|password", re.IGNORECASE)
 
 
+@dataclass(eq=False)
 class ServedReward:
     """Requests the reward of each completion from `url`. Returns None, counted as an exception, when the server fails
     or returns null.
@@ -31,35 +33,34 @@ class ServedReward:
 
     value_of_failure = None
 
-    def __init__(
-        self,
-        url: str,
-        model: str | None = None,
-        columns: list[str] | None = None,
-        batch_size: int | None = None,
-        timeout: float = 30.0,
-        retries: int = 3,
-        headers: dict[str, str] | None = None,
-    ):
-        if (batch_size is not None and batch_size < 1) or retries < 0 or timeout <= 0:
+    url: str
+    model: str | None = None
+    columns: list[str] | None = None
+    batch_size: int | None = None
+    timeout: float = 30.0
+    retries: int = 3
+    headers: dict[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.batch_size is not None and self.batch_size < 1) or self.retries < 0 or self.timeout <= 0:
             raise ValueError(
-                f"{url}: batch_size {batch_size} must be 1 or more, retries {retries} 0 or more and timeout {timeout} "
-                f"above 0"
+                f"{self.url}: batch_size {self.batch_size} must be 1 or more, retries {self.retries} 0 or more and "
+                f"timeout {self.timeout} above 0"
             )
-        self._kind = urlsplit(url).path.rstrip("/").rpartition("/")[2]
+        self._kind = urlsplit(self.url).path.rstrip("/").rpartition("/")[2]
         self._is_vllm = self._kind in ("classify", "pooling")
-        if self._is_vllm and columns:
-            raise ValueError(f"{url}: vLLM's {self._kind} takes no columns; remove args.columns")
+        if self._is_vllm and self.columns:
+            raise ValueError(f"{self.url}: vLLM's {self._kind} takes no columns; remove args.columns")
         self.independent = self._is_vllm  # another server may compare the completions of a group
-        self._columns, self._batch_size = columns or [], batch_size
-        self._model = {"model": model} if model else {}
-        self._service = JsonService(url, timeout, retries, _revealed(url, headers or {}))
+        self._columns = self.columns or []
+        self._model = {"model": self.model} if self.model else {}
+        self._service = JsonService(self.url, self.timeout, self.retries, _revealed(self.url, self.headers or {}))
         self.needs_columns = tuple((name,) for name in self._columns)
 
     async def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float | None]:
         rows = list(zip(prompts, completions, *(columns[name] for name in self._columns), strict=True))
         ask = self._ask_vllm if self._is_vllm else self._ask
-        parts = await asyncio.gather(*(ask(list(part)) for part in batched(rows, self._batch_size or len(rows))))
+        parts = await asyncio.gather(*(ask(list(part)) for part in batched(rows, self.batch_size or len(rows))))
         return [reward for part in parts for reward in part]
 
     async def _ask(self, rows: list[tuple[Any, ...]]) -> list[float | None]:
@@ -68,9 +69,8 @@ class ServedReward:
         answer = await self._service.post(body | {"columns": dict(zip(self._columns, columns, strict=True))})
         rewards = answer.get("rewards") if isinstance(answer, dict) else None
         if not isinstance(rewards, list) or len(rewards) != len(rows):
-            raise InvalidRewards(
-                f'{self._service.url}: wanted {{"rewards": [{len(rows)} numbers or nulls]}}, got {str(answer)[:300]}'
-            )
+            form = f'{{"rewards": [{len(rows)} numbers or nulls]}}'
+            raise InvalidRewards(f"{self.url}: wanted {form}, got {str(answer)[:300]}")
         return rewards
 
     async def _ask_vllm(self, rows: list[tuple[Any, ...]]) -> list[float | None]:
@@ -80,11 +80,8 @@ class ServedReward:
         if self._kind == "pooling":
             common["task"] = "classify"
         if isinstance(rows[0][0], str):
-            answers = [
-                await self._service.post(
-                    {**common, "input": [prompt + text_of(completion) for prompt, completion in rows]}
-                )
-            ]
+            texts = [prompt + text_of(completion) for prompt, completion in rows]
+            answers = [await self._service.post({**common, "input": texts})]
         else:
             bodies = [{**common, "messages": [*prompt, *completion]} for prompt, completion in rows]
             answers = await asyncio.gather(*(self._service.post(body) for body in bodies))
@@ -95,7 +92,7 @@ class ServedReward:
         while isinstance(values, list) and len(values) == 1:
             values = values[0]
         if isinstance(values, list):
-            raise ServiceError(f"{self._service.url}: the model has {len(values)} labels; a reward model has one")
+            raise ServiceError(f"{self.url}: the model has {len(values)} labels; a reward model has one")
         return float(values)
 
 

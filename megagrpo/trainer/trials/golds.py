@@ -36,11 +36,9 @@ def in_form(form: str, gold: str, opened: str) -> str:
         return text
     closing = f"\n</{opened[opened.index('<') + 1 : opened.index('>')]}>\n\n"
     before, is_thought, after = text.partition(CLOSING)
-    return (
-        f"{before.removeprefix(OPENING)}{closing}{after}"
-        if is_thought
-        else f"{THOUGHT[len(OPENING) : -len(CLOSING)]}{closing}{text}"
-    )
+    if not is_thought:
+        before, after = THOUGHT.removesuffix(CLOSING), text
+    return f"{before.removeprefix(OPENING)}{closing}{after}"
 
 
 @dataclass(frozen=True)
@@ -84,9 +82,8 @@ def find_golds(prompts: Sequence[Prompt], needs: Sequence[Sequence[str]]) -> Gol
         columns = [GoldColumn(name, holds_programs=True) for name in (*PROGRAMS, OUTPUT)]
     else:
         fields = (name for name in names_in(prompts[0].columns) if "." in name and name.rpartition(".")[2] in ANSWERS)
-        columns = [
-            GoldColumn(name) for name in (*sorted(needed, key=lambda name: name not in ANSWERS), *ANSWERS, *fields)
-        ]
+        names = *sorted(needed, key=lambda name: name not in ANSWERS), *ANSWERS, *fields
+        columns = [GoldColumn(name) for name in names]
     return next((column for column in columns if any(column.gold(prompt) for prompt in prompts)), None)
 
 
@@ -107,13 +104,12 @@ def wrong_answers(golds: Sequence[str | None], row: int, count: int) -> list[str
     """Return up to `count` different golds of the rows that follow, none equal to the gold of `row`; else a text that
     is no row's gold."""
     own = golds[row]
-    seen = {_plain(own or "")}
-    found: list[str] = []
+    distinct: dict[str, str] = {}
     for other in [*golds[row + 1 :], *golds[:row]]:
-        if other is not None and _plain(other) not in seen and len(found) < count:
-            seen.add(_plain(other))
-            found.append(other)
-    return found or [f"{own}1" if own and own[-1:].isdigit() else "I do not know"]
+        if other is not None:
+            distinct.setdefault(_plain(other), other)
+    distinct.pop(_plain(own or ""), None)
+    return [*distinct.values()][:count] or [f"{own}1" if own and own[-1:].isdigit() else "I do not know"]
 
 
 def _plain(text: str) -> str:

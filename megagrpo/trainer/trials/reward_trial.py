@@ -41,11 +41,8 @@ def try_rewards(
     targets = [resolve(f.function, config.rewards.plugins) for f in functions]
     names = display_names(functions)
     yield from (name for name, target in zip(names, targets, strict=True) if target.heavy and not models)
-    chosen = [
-        f.model_copy(update={"name": name})
-        for f, name, target in zip(functions, names, targets, strict=True)
-        if models or not target.heavy
-    ]
+    named = zip(functions, names, targets, strict=True)
+    chosen = [f.model_copy(update={"name": name}) for f, name, target in named if models or not target.heavy]
     if not chosen:
         return
     services = {f.name or "" for f in chosen if asks_service(f.function) and not models}
@@ -102,20 +99,16 @@ def _check_columns(scorer: RewardScorer, key: str, prompt: Prompt) -> None:
 def _gold_hint(prompt: Prompt) -> str:
     """Return how to pass the right answer to rewards when it is a field of a column, as in verl's rows; else an empty
     string."""
-    fields = [
-        name for name in names_in(prompt.columns) if name not in prompt.columns and name.rpartition(".")[2] in ANSWERS
-    ]
+    names = [name for name in names_in(prompt.columns) if name not in prompt.columns]
+    fields = [name for name in names if name.rpartition(".")[2] in ANSWERS]
     return f"; data.columns={{answer: {fields[0]}}} passes the field `{fields[0]}` as `answer`" if fields else ""
 
 
 def unscorable(faults: Mapping[str, Sequence[RowFault]]) -> dict[int, str]:
     """Return row -> `NAME: phrase` of the rows in which every function that looks for faults finds one."""
     by_function = [{row: f"`{name}`: {phrase}" for row, phrase in found} for name, found in faults.items()]
-    return {
-        row: said
-        for row, said in (by_function[0] if by_function else {}).items()
-        if all(row in other for other in by_function)
-    }
+    first = by_function[0] if by_function else {}
+    return {row: phrase for row, phrase in first.items() if all(row in other for other in by_function)}
 
 
 def fault_warnings(key: str, num_rows: int, faults: Mapping[int, str]) -> list[str]:
@@ -123,10 +116,8 @@ def fault_warnings(key: str, num_rows: int, faults: Mapping[int, str]) -> list[s
     if not faults:
         return []
     row = min(faults)
-    return [
-        f"{key}: {len(faults)} of {num_rows} rows cannot be scored, first row {row}: {faults[row]}; correct or remove "
-        f"the rows"
-    ]
+    count = f"{len(faults)} of {num_rows} rows cannot be scored"
+    return [f"{key}: {count}, first row {row}: {faults[row]}; correct or remove the rows"]
 
 
 def reward_warnings(key: str, trials: Sequence[RewardTrial]) -> list[str]:
@@ -134,14 +125,12 @@ def reward_warnings(key: str, trials: Sequence[RewardTrial]) -> list[str]:
     if not trials:
         return []
     counted = [trial for trial in trials if trial.weight]
-    best = {row.row for trial in counted for row in trial.trials if row.best}
     found = unscorable({trial.function: trial.row_faults for trial in counted if trial.row_faults is not None})
     refused = {trial.function: dict(trial.row_faults or []) for trial in counted}
-    scored = {
-        row.row for trial in counted for row in trial.trials if row.best and row.row not in refused[trial.function]
-    }
-    faults = {row: said for row, said in found.items() if row not in scored}
-    clear = best | set(faults)
+    best_of = {trial.function: {row.row for row in trial.trials if row.best} for trial in counted}
+    scored = {row for name, rows in best_of.items() for row in rows - refused[name].keys()}
+    faults = {row: phrase for row, phrase in found.items() if row not in scored}
+    clear = set(faults).union(*best_of.values())
     lines = fault_warnings(key, max(trial.num_rows for trial in trials), faults)
     if not any(trial.failure for trial in counted):
         lines += _golds(key, [trial for trial in counted if trial.column], clear)
@@ -172,16 +161,14 @@ def _of_function(trial: RewardTrial, clear: Collection[int]) -> list[str]:
 def _golds(key: str, trials: Sequence[RewardTrial], clear: Collection[int]) -> list[str]:
     """Return a line for golds that do not score best with any function."""
     telling = [trial for trial in trials if trial.best]
-    doubtful = [
-        (trial, row) for trial in telling or trials for row in trial.trials if row.gold and row.row not in clear
-    ]
+    pairs = [(trial, row) for trial in telling or trials for row in trial.trials]
+    doubtful = [(trial, row) for trial, row in pairs if row.gold and row.row not in clear]
     rows = sorted({row.row for _, row in doubtful})
     if not rows or not any(trial.reads_columns for trial in trials):
         return []
     # Of several functions, show one that reads a column and can score the row.
-    trial, row = min(
-        (p for p in doubtful if p[1].row == rows[0]), key=lambda p: (not p[0].needs_gold, p[1].value is None)
-    )
+    first = [pair for pair in doubtful if pair[1].row == rows[0]]
+    trial, row = min(first, key=lambda pair: (not pair[0].needs_gold, pair[1].value is None))
     gold = row.gold if len(row.gold) <= MAX_GOLD_SHOWN else f"{row.gold[: MAX_GOLD_SHOWN - 3]}..."
     values = (
         f"row {row.row}: `{trial.function}` gives {gold!r} ({trial.kind}, column `{trial.column}`) "
