@@ -29,10 +29,8 @@ class RewardScorer:
     has all messages after the prompt. For a string prompt it is a string; with several turns it is the policy's last
     message. `completion_ids` are the tokens that the policy wrote.
 
-    A function returns one number, or None for "cannot score", per completion. A call has one whole group. A call that
-    raises is repeated once, as the same group; only an `independent` function gets the completions one by one then. A
-    completion scores 0 and is counted when its call raises, hangs, or returns another number of rewards, or when its
-    reward is no finite number.
+    A function returns one number, or None for "cannot score", per completion. A call has one whole group.
+    docs/rewards.md#when-a-call-fails states what a failure costs, and how `independent` functions differ.
 
     Plain functions share `rewards.workers` processes. Async functions run concurrently in one more process, up to
     `rewards.concurrency` calls. Reward models and functions with `own_worker` have a process each. The constructor

@@ -59,16 +59,15 @@ def reasoning_accuracy(
 
     `as_trl` scores as TRL's `reasoning_accuracy_reward` does.
     """
-    golds = _golds(solution, answer)
     rewards: list[float | None] = []
-    for completion, gold in zip(completions, golds, strict=True):
+    for completion, gold in zip(completions, _golds(solution, answer), strict=True):
         text = text_of(completion)
         delimiter = next((d for d in delimiters if d in text), None)
         after = "" if delimiter is None else text.rpartition(delimiter)[2]
-        if as_trl:
-            rewards.append(0.0 if delimiter is None else _score_as_trl(after, str(gold), tags=False))
-        else:
+        if not as_trl:
             rewards.append(_score(after, "", gold))
+        else:
+            rewards.append(0.0 if delimiter is None else _score_as_trl(after, str(gold), tags=False))
     return rewards
 
 

@@ -30,7 +30,6 @@ LANDLOCK_ABI = 6  # newest Landlock version in use; a test sets an older one
 COUNTS_SINCE = (5, 5)  # the Linux version that can let a counted call continue
 FEW_FILES = 16  # limit on files where the folder is on a disk; each may have `file_mb` / FEW_FILES
 _CHILD = str(Path(__file__).with_name("sandbox_child.py"))
-_PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 
 
 @dataclass(frozen=True)
@@ -82,13 +81,9 @@ class Job(TypedDict):
     readable: list[str]  # files and folders that Python needs
     path: list[str]  # sys.path of the program
     walls: list[str]
-    memory_mb: int
-    file_mb: int
-    max_files: int
+    limits: dict[str, Any]  # the values of `Limits`
     few_bytes: int  # limit of a file's bytes where the folder lies on a disk
     landlock_abi: int
-    package: str  # the folder of the package megagrpo
-    cpu_seconds: int
 
 
 @dataclass(frozen=True)
@@ -139,13 +134,9 @@ def run(
             "readable": _readable(packages),
             "path": _module_path(packages),
             "walls": [wall for wall in walls if wall != "counts" or _linux() >= COUNTS_SINCE],
-            "memory_mb": limits.memory_mb,
-            "file_mb": limits.file_mb,
-            "max_files": limits.max_files,
+            "limits": vars(limits),
             "few_bytes": (limits.file_mb << 20) // FEW_FILES,
             "landlock_abi": LANDLOCK_ABI,
-            "package": _PACKAGE_ROOT,
-            "cpu_seconds": int(limits.seconds) + 1,
         }
         return _watch(job, folder / "work", limits, report_bytes)
 

@@ -47,8 +47,8 @@ def succeeded(result: int) -> bool:
 def limit_resources(job: "Job", file_bytes: int) -> None:
     LIBC.prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # a huge page stays whole while one small page of it is mapped
     limits = {
-        resource.RLIMIT_AS: job["memory_mb"] << 20,
-        resource.RLIMIT_CPU: job["cpu_seconds"],
+        resource.RLIMIT_AS: job["limits"]["memory_mb"] << 20,
+        resource.RLIMIT_CPU: int(job["limits"]["seconds"]) + 1,
         resource.RLIMIT_FSIZE: file_bytes,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: 64,
@@ -116,7 +116,7 @@ def _mount_read_only(job: "Job") -> None:
             raise OSError("a readable file cannot be mounted read-only")
     os.makedirs(root + folder)
     # the folder itself counts as one inode
-    limits = f"size={job['file_mb']}m,nr_inodes={job['max_files'] + 1},mode=700"
+    limits = f"size={job['limits']['file_mb']}m,nr_inodes={job['limits']['max_files'] + 1},mode=700"
     mount("tmpfs", root + folder, "tmpfs", MS_NOSUID | MS_NODEV, limits)
     mount("none", root, None, MS_REMOUNT | MS_RDONLY, None)
     os.chroot(root)
@@ -249,22 +249,24 @@ def main() -> None:
 
     os.chdir(job["folder"])
     feed_input(job["input"].encode("utf-8", "replace"))
-    sys.path.append(job["package"] + "/megagrpo/rewards/sandbox")  # importing the package would import `typing`
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))  # importing the package would import `typing`
     import execution  # type: ignore[import-not-found]  # import now: the files cannot be read once the restrictions are in place
     import system_calls  # type: ignore[import-not-found]
 
     del sys.modules["execution"], sys.modules["system_calls"]  # a program may have modules of these names
     sys.path[:] = job["path"]
     LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    wanted = job["walls"]
-    walls = {"namespaces": "namespaces" in wanted and enter_namespaces()}
-    walls["mounts"] = walls["namespaces"] and "mounts" in wanted and mount_read_only(job)
+    requested = job["walls"]
+    walls = {"namespaces": "namespaces" in requested and enter_namespaces()}
+    walls["mounts"] = walls["namespaces"] and "mounts" in requested and mount_read_only(job)
     drop_capabilities()
-    limit_resources(job, job["file_mb"] << 20 if walls["mounts"] else job["few_bytes"])
-    walls["landlock"] = "landlock" in wanted and restrict_files(job)
+    limit_resources(job, job["limits"]["file_mb"] << 20 if walls["mounts"] else job["few_bytes"])
+    walls["landlock"] = "landlock" in requested and restrict_files(job)
     walls["seccomp"] = walls["counts"] = False
-    if "seccomp" in wanted:
-        walls["seccomp"], walls["counts"] = filter_calls(system_calls, "counts" in wanted, not walls["mounts"], mailbox)
+    if "seccomp" in requested:
+        walls["seccomp"], walls["counts"] = filter_calls(
+            system_calls, "counts" in requested, not walls["mounts"], mailbox
+        )
     os.close(mailbox)
     report({"walls": walls})
     token = job["token"]
