@@ -63,12 +63,12 @@ def test_no_program_kills_another_process_where_landlock_does_not_restrict_signa
 def test_the_start_check_finds_out_that_a_program_can_make_the_kernel_signal_others(monkeypatch, tmp_path):
     monkeypatch.setattr(sandbox, "LANDLOCK_ABI", BEFORE_SIGNALS)
     assert missing_guarantees(WITHOUT_NAMESPACES) == {}
-    package = tmp_path / "megagrpo" / "rewards" / "sandbox"
-    package.mkdir(parents=True)
-    (package / "execution.py").write_bytes(Path(execution.__file__).read_bytes())
+    folder = Path(execution.__file__).parent
+    for name in ("execution.py", "sandbox_child.py"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
     source = Path(system_calls.__file__).read_text()
-    (package / "system_calls.py").write_text(source.replace("SENDS_SIGNALS = (8, 10, 15)", "SENDS_SIGNALS = ()"))
-    monkeypatch.setattr(sandbox, "_PACKAGE_ROOT", str(tmp_path))
+    (tmp_path / "system_calls.py").write_text(source.replace("SENDS_SIGNALS = (8, 10, 15)", "SENDS_SIGNALS = ()"))
+    monkeypatch.setattr(sandbox, "_CHILD", str(tmp_path / "sandbox_child.py"))
     missing = missing_guarantees(WITHOUT_NAMESPACES)
     assert list(missing) == ["no other process"] and "F_SETOWN" in missing["no other process"]
 
