@@ -139,11 +139,11 @@ class DialogueEngine:
     def _open(self, conversations: Sequence[Conversation]) -> None:
         """Start the conversations' episodes, and append the text of each episode's `reset` to its prompt."""
         longest = self._dialogues.max_prompt_length
-        for conversation, said in zip(conversations, self.responders.begin(conversations), strict=True):
-            if said is None:
+        for conversation, reset_text in zip(conversations, self.responders.begin(conversations), strict=True):
+            if reset_text is None:
                 continue
-            said, opening = encodable(said), [*conversation.opening]
-            opening[-1] = opening[-1] | {"content": opening[-1]["content"] + said}
+            reset_text, opening = encodable(reset_text), [*conversation.opening]
+            opening[-1] = opening[-1] | {"content": opening[-1]["content"] + reset_text}
             template, kwargs = self._dialogues.chat_template, conversation.prompt.template_kwargs
             token_ids = self._tokenizer.render(opening, None, template, self.responders.tools, kwargs)
             if len(token_ids) > longest:
@@ -151,7 +151,7 @@ class DialogueEngine:
                 self.responders.break_off(conversation, f"{length}; the limit is {longest} (rollout.max_prompt_length)")
                 continue
             prompt = conversation.prompt
-            shown = prompt.messages + said if isinstance(prompt.messages, str) else opening
+            shown = prompt.messages + reset_text if isinstance(prompt.messages, str) else opening
             conversation.prompt, conversation.opening = replace(prompt, token_ids=token_ids, messages=shown), opening
 
     def _take_turns(self, conversations: Sequence[Conversation], sampling: SamplingParams, seed: int) -> None:

@@ -78,8 +78,8 @@ class Responders:
     ) -> list[tuple[list[dict[str, Any]], bool, float | None] | None]:
         """Call the scheduler on each conversation's last turn. Returns its answer, or None when it fails, which ends
         the conversation."""
-        said = self._values(conversations, [self._step_call(c) for c in conversations])
-        return [None if answer is None else tuple(answer) for answer in said]
+        answers = self._values(conversations, [self._step_call(c) for c in conversations])
+        return [None if answer is None else tuple(answer) for answer in answers]
 
     def use_tools(
         self, conversations: Sequence[Conversation], calls: Sequence[Sequence[dict[str, Any]]]

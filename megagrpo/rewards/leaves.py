@@ -125,15 +125,15 @@ def rewritten(text: str) -> str:
 def _parsed(text: str) -> Any:
     if len(text) > _MAX_TEXT or _ENDLESS.search(text):
         raise UnreadableError(text)
-    found = parse(
+    parsed = parse(
         f"${_LETTER_I.sub(' i', _DEGREES.sub(_RADIANS, rewritten(text)))}$",
         extraction_config=_CONFIG,
         fallback_mode="no_fallback",
     )
-    if not found:
+    if not parsed:
         raise UnreadableError(text)
     # math-verify leaves the imaginary unit as a symbol.
-    return found[0].subs(Symbol("i", real=False), I)
+    return parsed[0].subs(Symbol("i", real=False), I)
 
 
 def _at(expressions: tuple[Expr, Expr], shift: int) -> list[Any]:

@@ -137,10 +137,10 @@ class CodeExecution:
     def _setup(self, program: str, tests: RowTests, context: str) -> str:
         """Return code that runs before a program: the prompt's own, and imports of names that a site such as LeetCode
         provides."""
-        found = outline(program)
-        if found is None or not (tests.function or context or "Solution" in found.defines):
+        outlined = outline(program)
+        if outlined is None or not (tests.function or context or "Solution" in outlined.defines):
             return ""
-        return f"{implicit_names.definitions(found.unbound)}\n{context}"
+        return f"{implicit_names.definitions(outlined.unbound)}\n{context}"
 
     def _prints(self, program: str, stdin: str, output: str) -> bool:
         ran = run(program, self._limits, stdin=stdin, packages=self.packages)

@@ -170,8 +170,8 @@ def _score(text: str, prefix: str, gold: Any) -> float | None:
     expected = gold_answer(gold)
     if expected is None:
         return None
-    found = final_answer(text, prefix)
-    return float(found is not None and equal(expected, found))
+    response_answer = final_answer(text, prefix)
+    return float(response_answer is not None and equal(expected, response_answer))
 
 
 def _score_as_trl(text: str, gold: str, tags: bool = True) -> float | None:

@@ -175,8 +175,8 @@ def _power(base: str, exponent: int) -> Decimal | None:
 
 
 def _parts(fraction: str) -> list[str]:
-    found = _FRAC_PARTS.match(fraction)
-    return [part.strip("{} ") for part in found.groups()] if found else fraction.split("/")
+    match = _FRAC_PARTS.match(fraction)
+    return [part.strip("{} ") for part in match.groups()] if match else fraction.split("/")
 
 
 def _quotient(top: str, bottom: str, whole: str = "") -> Decimal | None:

@@ -184,32 +184,32 @@ class _RowReader:
         if self.tests.function not in ("", function):
             raise ValueError(f"`tests` calls two functions, `{self.tests.function}` and `{function}`")
         self.tests.function = function
-        for given, value in zip(inputs, outputs, strict=True):
-            self.tests.calls.append(_arguments(given))
-            are_texts = isinstance(given, str) and isinstance(value, str)
+        for case_input, value in zip(inputs, outputs, strict=True):
+            self.tests.calls.append(_arguments(case_input))
+            are_texts = isinstance(case_input, str) and isinstance(value, str)
             self.tests.expected.append(_literal(value) if are_texts else _json(value))
 
 
-def _arguments(given: Any) -> tuple[list[Any], dict[str, Any]]:
+def _arguments(case_input: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return positional and keyword arguments. A text has one JSON value per line (LiveCodeBench), or `a = 1, b = 2`
     (LeetCode)."""
-    if isinstance(given, list):
-        return _json(given), {}
-    if isinstance(given, dict):
-        return [], _json(given)
-    if not isinstance(given, str):
-        return [_json(given)], {}
+    if isinstance(case_input, list):
+        return _json(case_input), {}
+    if isinstance(case_input, dict):
+        return [], _json(case_input)
+    if not isinstance(case_input, str):
+        return [_json(case_input)], {}
     try:
-        return [json.loads(line) for line in given.split("\n") if line.strip()], {}
+        return [json.loads(line) for line in case_input.split("\n") if line.strip()], {}
     except ValueError:
         pass
     try:
-        call = ast.parse(f"f({given.strip()}\n)", mode="eval").body
+        call = ast.parse(f"f({case_input.strip()}\n)", mode="eval").body
         assert isinstance(call, ast.Call)
         keywords = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
         return _json([ast.literal_eval(a) for a in call.args]), _json(keywords)
     except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):
-        raise ValueError(f"`tests` has an input that cannot be read as arguments: {given!r:.100}") from None
+        raise ValueError(f"`tests` has an input that cannot be read as arguments: {case_input!r:.100}") from None
 
 
 def _literal(text: str) -> Any:
@@ -238,10 +238,12 @@ def _decoded(value: Any) -> Any:
         return list(value) if isinstance(value, tuple) else value
     for read in (json.loads, ast.literal_eval):
         try:
-            found = read(value.strip())
+            parsed = read(value.strip())
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
-        return _decoded(found) if isinstance(found, str) else list(found) if isinstance(found, tuple) else found
+        if isinstance(parsed, str):
+            return _decoded(parsed)
+        return list(parsed) if isinstance(parsed, tuple) else parsed
     return value
 
 

@@ -130,8 +130,8 @@ def program_of(text: str, names: Set[str] = frozenset(), prefix: str = "", conte
     codes = [code for language, code in blocks if language in PYTHON] if blocks else [_without_tags(rest)]
     best: tuple[tuple[int, bool], str] | None = None
     for code in reversed(codes):
-        if code.strip() and (found := outline(code)) is not None:
-            rank = len(names & found.defines), bool(names) or found.is_whole
+        if code.strip() and (outlined := outline(code)) is not None:
+            rank = len(names & outlined.defines), bool(names) or outlined.is_whole
             if best is None or rank > best[0]:
                 best = rank, code
             if best[0] == (len(names), True):

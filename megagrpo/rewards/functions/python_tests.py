@@ -144,7 +144,9 @@ class _Reader:
         )
         steps = [(kind, [n for s in part for n in marked[id(s)]]) for kind, part in self._cut(kinds)]
         try:
-            codes = [(kind, compile(ast.Module(nodes, []), "<tests>", "exec")) for kind, nodes in steps if nodes]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # "assertion is always true"
+                codes = [(kind, compile(ast.Module(nodes, []), "<tests>", "exec")) for kind, nodes in steps if nodes]
         except SyntaxError as error:
             raise ValueError(f"`tests` is not valid Python ({error.msg}, line {error.lineno})") from None
         return [*codes, *harness, *calls]

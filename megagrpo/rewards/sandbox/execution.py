@@ -71,10 +71,10 @@ def find(names: dict[str, object], path: str) -> "Callable[..., object]":
     first, *rest = path.replace("()", "").split(".")
     if first not in names and "Solution" in names:
         first, rest = "Solution", [first, *rest]
-    found = names[first]
+    target = names[first]
     for name in rest:
-        found = getattr(found() if isinstance(found, type) else found, name)
-    return found  # type: ignore[return-value]
+        target = getattr(target() if isinstance(target, type) else target, name)
+    return target  # type: ignore[return-value]
 
 
 def run_steps(names: dict[str, object], checks: "Checks", result: "Callable[[object], None]") -> None:

@@ -95,5 +95,5 @@ def shared_warning(key: str, shared: Sequence[tuple[int, int]], num_prompts: int
     if not shared:
         return []
     row, trained = shared[0]
-    said = f"{len(shared)} of {num_prompts} prompts are also in {TRAIN}, first row {row} (row {trained} of {TRAIN})"
-    return [f"{key}: {said}; remove them from one of the two"]
+    count = f"{len(shared)} of {num_prompts} prompts are also in {TRAIN}, first row {row} (row {trained} of {TRAIN})"
+    return [f"{key}: {count}; remove them from one of the two"]

@@ -61,9 +61,12 @@ def _trials(
     golds = {name: find_golds(prompts, f.signature["needs"]) for name, f in scorer.functions.items()}
     usual = next(filter(None, golds.values()), None)
     for name in names:
-        found = faults.get(name)
-        rows = found and [(prompts[i].prompt_id, phrase) for i, phrase in found]
+        rows = _by_row(prompts, faults[name]) if name in faults else None
         yield FunctionTrial(means, name, prompts, golds[name] or usual, service=name in services).result(key, rows)
+
+
+def _by_row(prompts: Sequence[Prompt], faults: Sequence[tuple[int, str]]) -> list[RowFault]:
+    return [(prompts[i].prompt_id, phrase) for i, phrase in faults]
 
 
 def start_warnings(
@@ -84,7 +87,7 @@ def start_warnings(
         lines += reward_warnings(TRAIN, list(_trials(TRAIN, means, scorer.names, prompts)))
     else:
         faults = scorer.row_faults([prompt.columns for prompt in prompts])
-        rows = {name: [(prompts[i].prompt_id, phrase) for i, phrase in found] for name, found in faults.items()}
+        rows = {name: _by_row(prompts, row_faults) for name, row_faults in faults.items()}
         lines += fault_warnings(TRAIN, len(prompts), unscorable(rows))
     return [f"warning: {line}" for line in lines]
 
@@ -106,7 +109,7 @@ def _gold_hint(prompt: Prompt) -> str:
 
 def unscorable(faults: Mapping[str, Sequence[RowFault]]) -> dict[int, str]:
     """Return row -> `NAME: phrase` of the rows in which every function that looks for faults finds one."""
-    by_function = [{row: f"`{name}`: {phrase}" for row, phrase in found} for name, found in faults.items()]
+    by_function = [{row: f"`{name}`: {phrase}" for row, phrase in rows} for name, rows in faults.items()]
     first = by_function[0] if by_function else {}
     return {row: phrase for row, phrase in first.items() if all(row in other for other in by_function)}
 
@@ -125,11 +128,11 @@ def reward_warnings(key: str, trials: Sequence[RewardTrial]) -> list[str]:
     if not trials:
         return []
     counted = [trial for trial in trials if trial.weight]
-    found = unscorable({trial.function: trial.row_faults for trial in counted if trial.row_faults is not None})
+    refused_by_all = unscorable({trial.function: trial.row_faults for trial in counted if trial.row_faults is not None})
     refused = {trial.function: dict(trial.row_faults or []) for trial in counted}
     best_of = {trial.function: {row.row for row in trial.trials if row.best} for trial in counted}
     scored = {row for name, rows in best_of.items() for row in rows - refused[name].keys()}
-    faults = {row: phrase for row, phrase in found.items() if row not in scored}
+    faults = {row: phrase for row, phrase in refused_by_all.items() if row not in scored}
     clear = set(faults).union(*best_of.values())
     lines = fault_warnings(key, max(trial.num_rows for trial in trials), faults)
     if not any(trial.failure for trial in counted):

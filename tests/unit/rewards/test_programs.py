@@ -199,6 +199,7 @@ FAULTS = [  # tests, columns, fault
     ("def add(a, b): return a + b\nassert add(1, 2) == 3", {}, "`tests` calls nothing of the program"),
     ("assert add(1, 2) ==", {}, r"`tests` is neither JSON nor valid Python \(invalid syntax, line 1\)"),
     ("[", {}, "`tests` is neither JSON nor valid Python"),
+    ("assert add(1, 2) == 3\nreturn", {}, r"`tests` is not valid Python \('return' outside function, line 2\)"),
     ("eJxrYJmqzQABPRwMAA8fAkk=", {}, "`tests` is neither JSON nor valid Python|`tests` checks nothing"),
     ("def check(candidate):\n    assert candidate(1, 2) == 3", {}, "the row has no `entry_point` to call it with"),
     (
@@ -313,6 +314,8 @@ SHARES = [  # program, tests, columns, share
         0.5,
     ),
     (ADD, "assert add(1, 2) == 3\nassert add(1, 1) == 2\nadd(1)", {}, 0.5),
+    (ADD, [{"fn_name": "add", "input": [1, 2], "output": 3}, {"assert_case": ["assert add(1, 2) == 4"]}], {}, 0.5),
+    (ADD, [{"fn_name": "add", "input": [1, 2], "output": 4}, {"assert_case": ["assert add(1, 2) == 3"]}], {}, 0.5),
     (
         "import time\ndef f(x):\n    if x == 2: time.sleep(99)\n    return x",
         {"fn_name": "f", "inputs": [[1], [2]], "outputs": [1, 2]},
