@@ -277,10 +277,11 @@ class WorkerPool:
 
         Raises ValueError when the pool is closed, and the error that ended it, if any.
         """
-        if self._error is not None:
-            raise self._error
         future: Future[Outcome] = Future()
         self._open.add(future)
+        if self._error is not None:  # looked at last: `_fail` sets it before it ends the open calls
+            self._open.discard(future)
+            raise self._error
         future.add_done_callback(self._forget)
         self._loop.call_soon_threadsafe(self._lanes[call.lane].put_nowait, _Job(call, future))
         return future
