@@ -42,6 +42,7 @@ from torch import Tensor
 from megagrpo.config import ParallelSection
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 
 Gradients = tuple[Tensor, ...]  # of hidden states and of the head's weight
@@ -50,7 +51,7 @@ Contender = Callable[[Tensor, Tensor, Tensor, Tensor], Gradients]
 
 def megagrpo(hidden: Tensor, weight: Tensor, labels: Tensor, upstream: Tensor, *, chunk: int, early: bool) -> Gradients:
     early_gradients = (lambda rows, logprobs: (upstream[rows],)) if early else None
-    logprobs, _ = vocab_logprobs(hidden, weight, labels, chunk=chunk, upstream=early_gradients)
+    logprobs, _ = vocab_logprobs(hidden, weight, HeadTask(labels, chunk=chunk, upstream=early_gradients))
     return torch.autograd.grad(logprobs, (hidden, weight), upstream)
 
 

@@ -157,6 +157,14 @@ class RefHead:
 
 
 @dataclass(frozen=True)
+class TopLogprobs:
+    """The k most likely tokens of each position, most likely first."""
+
+    logprobs: Tensor  # [T, k] float32
+    token_ids: Tensor  # [T, k] int64
+
+
+@dataclass(frozen=True)
 class StepTerms:
     """The inputs of a micro-batch's loss that packing cannot know. Each one needs a forward pass or numbers from all
     ranks' samples.

@@ -27,6 +27,7 @@ from benchmarks.gpu import common
 from megagrpo.platform import device
 from megagrpo.policy.lm_head import fused_logprobs
 from megagrpo.policy.lm_head.fp8 import FP8_BLOCK, in_fp8
+from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 
 GIB = 2**30
@@ -69,9 +70,11 @@ class Contender:
         options = dict(fused=self.fused, fp8=self.fp8, chunk=chunk)
         if not self.gradients:
             with torch.no_grad():
-                return vocab_logprobs(inputs.hidden, inputs.weight, inputs.labels, **options)
+                return vocab_logprobs(inputs.hidden, inputs.weight, HeadTask(inputs.labels, **options))
         early_gradients = (lambda rows, logprobs: (inputs.upstream[rows],)) if self.early else None
-        logprobs, _ = vocab_logprobs(inputs.hidden, inputs.weight, inputs.labels, upstream=early_gradients, **options)
+        logprobs, _ = vocab_logprobs(
+            inputs.hidden, inputs.weight, HeadTask(inputs.labels, upstream=early_gradients, **options)
+        )
         return torch.autograd.grad(logprobs, (inputs.hidden, inputs.weight), inputs.upstream)
 
 

@@ -278,12 +278,10 @@ def hidden_states(chunks: list[nn.Module]) -> Iterator[None]:
             head.stand_aside = False
 
 
-def lm_head(chunk: nn.Module) -> Tensor | None:
-    """Return the weight [V/tp, H] of this rank's LM head, or None when the chunk has no head. A head tied on the same
-    stage is the embedding's weight."""
+def lm_head(chunk: nn.Module) -> Tensor:
+    """Return the weight [V/tp, H] of the LM head of a chunk that ends the last stage. A head tied on the same stage is
+    the embedding's weight."""
     model = unwrap_model(chunk)
-    if not model.post_process:
-        return None
     return (
         model.shared_embedding_or_output_weight()
         if model.share_embeddings_and_output_weights

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,14 +26,15 @@ from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.chunks import config_of
+from megagrpo.policy.device_checks import fused_options, shares_prompts
 from megagrpo.policy.embedding import add_gradients_directly
 from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import forget_unrounded
-from megagrpo.policy.lm_head import fused_logprobs
-from megagrpo.policy.lm_head.task import Upstream
-from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
+from megagrpo.policy.lm_head.task import HeadTask, Upstream
+from megagrpo.policy.lm_head.top_logprobs import top_logprobs
+from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.policy.lora_layers import attach_adapters, without_dropout
 from megagrpo.policy.metric_sums import merged, on_host
 from megagrpo.policy.optimizer import (
@@ -45,7 +47,17 @@ from megagrpo.policy.optimizer import (
     wrap_data_parallel,
 )
 from megagrpo.policy.stored import store_weights
-from megagrpo.types import LossFn, LossInputs, Metric, MicroBatch, RefHead, TrainBatch, Truncation
+from megagrpo.types import (
+    NO_TRUNCATION,
+    LossFn,
+    LossInputs,
+    Metric,
+    MicroBatch,
+    RefHead,
+    TopLogprobs,
+    TrainBatch,
+    Truncation,
+)
 
 
 class MegatronPolicy:
@@ -91,8 +103,8 @@ class MegatronPolicy:
         self.scheduler = build_scheduler(
             self.optimizer, config.train, config.run.num_steps * config.algorithm.updates_per_step
         )
-        self.shares_prompts = _shares_prompts(config.train.share_prompts)
-        self._fused = _fused_options(config, self.dtype, hf_config)
+        self.shares_prompts = shares_prompts(config.train.share_prompts)
+        self._fused = fused_options(config, self.dtype, hf_config)
         self._scaling = scaling_of(self.chunks)
         self._schedule = get_forward_backward_func()
         for chunk in self.chunks:
@@ -125,30 +137,35 @@ class MegatronPolicy:
         if self.dtype == torch.bfloat16:
             weights_from_masters(self.optimizer, self.model)
 
-    @torch.no_grad()
     def logprobs(self, batch: TrainBatch) -> list[Tensor | None]:
         """Return the log-probs [T] float32 of every micro-batch's labels, 0 where the loss mask is 0.
 
         Only the last pipeline stage computes losses. Each of its ranks, every context-parallel rank included, returns
         whole rows; other stages return None.
         """
+        return self._collect(batch, lambda *last: self._loss_inputs(*last).policy_logprobs)
 
-        def collect(output: Tensor, item: RankBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
-            return self._loss_inputs(output, item, chunk).policy_logprobs
-
-        return self._collect(batch, collect)
-
-    @torch.no_grad()
     def entropies(self, batch: TrainBatch) -> list[Tensor | None]:
         """Return the entropies [T] float32 in nats at every micro-batch's labels, 0 where the loss mask is 0; None
         outside the last pipeline stage."""
+        return self._collect(batch, lambda *last: self._loss_inputs(*last).entropy)
 
-        def collect(output: Tensor, item: RankBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Tensor:
-            return self._loss_inputs(output, item, chunk).entropy
+    def top_logprobs(self, batch: TrainBatch, k: int) -> list[TopLogprobs | None]:
+        """Return the k largest log-probs [T, k] float32 at every micro-batch's labels and their token ids [T, k], both
+        0 where the loss mask is 0; None outside the last pipeline stage.
+
+        They are of the whole vocabulary at the sampling temperature. Raises ValueError for a k below 1 or above the
+        vocabulary's size.
+        """
+
+        def collect(hidden: Tensor, item: RankBatch, chunk: torch.nn.Module) -> TopLogprobs:
+            states = head_input(chunk, hidden).index_select(0, item.loss)
+            task = self._head_task(item.micro_batch.labels[item.own[item.loss]])
+            top = top_logprobs(states, lm_head(chunk), k, task)
+            return TopLogprobs(*(self._whole_rows(rows.t(), item).t() for rows in (top.logprobs, top.token_ids)))
 
         return self._collect(batch, collect)
 
-    @torch.no_grad()
     def heads(self, batch: TrainBatch) -> list[RefHead | None]:
         """Return the inputs of the LM head for every micro-batch's loss tokens on the last pipeline stage; None on
         other stages.
@@ -156,17 +173,22 @@ class MegatronPolicy:
         `RefHead.weight` is the head's own storage, not a copy.
         """
 
-        def collect(output: Tensor, item: RankBatch, chunk: torch.nn.Module, non_loss_data: bool) -> RefHead:
-            return RefHead(head_input(chunk, output).index_select(0, item.loss), _head_weight(chunk).detach())
+        def collect(hidden: Tensor, item: RankBatch, chunk: torch.nn.Module) -> RefHead:
+            return RefHead(head_input(chunk, hidden).index_select(0, item.loss), lm_head(chunk).detach())
 
         return self._collect(batch, collect)
 
-    def _collect(self, batch: TrainBatch, collect: Callable[..., Any]) -> list[Any]:
+    @torch.no_grad()
+    def _collect(self, batch: TrainBatch, collect: Callable[[Tensor, RankBatch, torch.nn.Module], Any]) -> list[Any]:
         """Run the micro-batches forward and return `collect`'s results for the hidden states of the last stage; None on
         other stages."""
+
+        def last_stage(output: Tensor, item: RankBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Any:
+            return collect(output, item, chunk)
+
         with (
             without_dropout(self.chunks),
-            self._schedule_arguments(batch.micro_batches, collect, forward_only=True) as arguments,
+            self._schedule_arguments(batch.micro_batches, last_stage, forward_only=True) as arguments,
         ):
             rows = self._schedule(**arguments)
         return rows if self.layout.is_last_stage else [None] * len(batch.micro_batches)
@@ -299,36 +321,41 @@ class MegatronPolicy:
         Context parallelism ends here and nowhere else: each rank computes its own tokens, and every rank gets all rows.
         """
         micro_batch, tokens = item.micro_batch, item.own[item.loss]
-        states, head, labels = (
-            head_input(chunk, hidden).index_select(0, item.loss),
-            _head_weight(chunk),
-            micro_batch.labels[tokens],
+        states, terms = head_input(chunk, hidden).index_select(0, item.loss), micro_batch.terms
+        task = replace(
+            self._head_task(micro_batch.labels[tokens]),
+            entropy_gradient=terms.entropy_weights is not None,
+            upstream=None if early is None else partial(early, micro_batch, tokens),
+            ref=terms.ref_head,
         )
-        options: dict[str, Any] = dict(
+        if terms.ref_head is not None:
+            direction = self.config.algorithm.kl_estimator.removeprefix("full_")
+            task = replace(task, truncation=NO_TRUNCATION, direction=direction)
+        rows = torch.stack(vocab_logprobs(states, lm_head(chunk), task))
+        logprobs, entropy, *full_kl = self._whole_rows(rows, item)
+        return LossInputs(logprobs, entropy if task.entropy_gradient else entropy.detach(), micro_batch, *full_kl)
+
+    def _head_task(self, labels: Tensor) -> HeadTask:
+        """Return the settings of the LM head's passes that are the same for all batches of the run, with `labels`
+        [N]."""
+        rollout = self.config.rollout
+        return HeadTask(
+            labels,
             group=self.layout.tp_group,
-            temperature=self.config.rollout.temperature,
+            temperature=rollout.temperature,
             logit_cap=self.hf_config.logit_cap,
             vocab_size=self.hf_config.vocab_size,
+            truncation=Truncation(rollout.top_p, rollout.top_k, rollout.min_p),
             chunk=self.config.train.logprob_chunk,
-            entropy_gradient=micro_batch.terms.entropy_weights is not None,
-            upstream=None if early is None else partial(early, micro_batch, tokens),
             early_differs=self._early_differs,
             into_main_grad=self._into_main_grad,
+            **self._fused,
         )
-        if (ref := micro_batch.terms.ref_head) is None:
-            r = self.config.rollout
-            truncation = Truncation(r.top_p, r.top_k, r.min_p)
-            outputs: tuple[Tensor, ...] = vocab_logprobs(
-                states, head, labels, truncation=truncation, **options, **self._fused
-            )
-        else:
-            direction = self.config.algorithm.kl_estimator.removeprefix("full_")
-            outputs = vocab_logprobs_and_kl(
-                states, head, labels, ref.hidden, ref.weight, direction=direction, **options
-            )
-        rows = outputs[0].new_zeros(len(outputs), item.own.numel()).index_copy(1, item.loss, torch.stack(outputs))
-        logprobs, entropy, *full_kl = gather_rows(rows, item.own, item.places, self.layout.cp_group)
-        return LossInputs(logprobs, entropy if options["entropy_gradient"] else entropy.detach(), micro_batch, *full_kl)
+
+    def _whole_rows(self, rows: Tensor, item: RankBatch) -> Tensor:
+        """Return rows [..., N] of this rank's loss tokens as rows [..., T] of the micro-batch, 0 at other tokens."""
+        spread = rows.new_zeros(*rows.shape[:-1], item.own.numel()).index_copy(-1, item.loss, rows)
+        return gather_rows(spread, item.own, item.places, self.layout.cp_group)
 
     def _finalize_gradients(
         self, model: list[torch.nn.Module], num_tokens: Tensor | None = None, **kwargs: Any
@@ -377,13 +404,6 @@ class MegatronPolicy:
         return metrics, first_cause(bad for _, bad, _ in gathered), any(differs for _, _, differs in gathered)
 
 
-def _head_weight(chunk: torch.nn.Module) -> Tensor:
-    """Return the weight [V/tp, H] of the LM head of a chunk of the last stage."""
-    weight = lm_head(chunk)
-    assert weight is not None
-    return weight
-
-
 @torch.enable_grad()
 def loss_gradients(
     loss_fn: LossFn, denominator: int, micro_batch: MicroBatch, positions: Tensor, rows: slice, *outputs: Tensor
@@ -401,37 +421,3 @@ def loss_gradients(
     entropy = others.pop(0) if micro_batch.terms.entropy_weights is not None else torch.zeros_like(logprobs)
     share = loss_fn(LossInputs(logprobs, entropy, micro_batch, *others)).numerator / denominator
     return tuple(gradient[positions[rows]] for gradient in torch.autograd.grad(share, leaves, materialize_grads=True))
-
-
-def check_device(config: RunConfig, hf_config: HfConfig) -> None:
-    """Check that this rank's device can run the config, without a model. Raises ValueError with key and fix."""
-    dtype = device.resolve_precision(config.model.precision)
-    if fp8 := Fp8.of(config.model, hf_config.num_layers):
-        fp8.megatron_config()
-        if fp8.keeps_weights and dtype != torch.bfloat16:
-            raise ValueError(
-                "model.fp8_param: weights in float32 have no masters to be rounded from; set model.precision to bf16"
-            )
-    _shares_prompts(config.train.share_prompts)
-    _fused_options(config, dtype, hf_config)
-
-
-def _shares_prompts(wanted: bool | None) -> bool:
-    possible = not device.has_transformer_engine()
-    if wanted and not possible:
-        raise ValueError(
-            "train.share_prompts: Transformer Engine's attention cannot share a prompt; set it to false or leave it "
-            "empty"
-        )
-    return possible if wanted is None else wanted
-
-
-def _fused_options(config: RunConfig, dtype: torch.dtype, hf_config: HfConfig) -> dict[str, Any]:
-    """Return the options `fused` and `fp8` of `vocab_logprobs`. All passes of a run use the same, so that equal weights
-    give equal log-probs."""
-    wanted, exact_kl = config.train.fused_logprobs, config.algorithm.full_kl and config.algorithm.beta > 0
-    fp8 = None if config.train.logprobs_fp8_recipe == "none" else config.train.logprobs_fp8_recipe
-    reason = fused_logprobs.refusal(dtype, hf_config.hidden_size, config.rollout.truncates, exact_kl, bool(fp8))
-    if wanted and reason:
-        raise ValueError(f"train.fused_logprobs: true is not possible: {reason}; set it to false")
-    return dict(fused=wanted, fp8=fp8)

@@ -17,7 +17,7 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.fp8.tensor import copied
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
-from megagrpo.types import MicroBatch, RefHead, TrainBatch
+from megagrpo.types import MicroBatch, RefHead, TopLogprobs, TrainBatch
 
 
 class Reference:
@@ -27,8 +27,8 @@ class Reference:
     With LoRA the trained weights are the adapters. Fresh adapters add nothing, so the reference is the base model, and
     the base is not copied.
 
-    Only `mix_in` and `load_state_dict` change it; `times_moved` counts the calls of both. `weights` are in the order of
-    the policy's parameters.
+    It is a `FrozenModel`. Only `mix_in` and `load_state_dict` change it; `times_moved` counts the calls of both.
+    `weights` are in the order of the policy's parameters.
     """
 
     def __init__(self, policy: MegatronPolicy):
@@ -85,6 +85,16 @@ class Reference:
         with self.in_place():
             return self._policy.logprobs(batch)
 
+    def entropies(self, batch: TrainBatch) -> list[Tensor | None]:
+        """Return `MegatronPolicy.entropies` of the reference: [T] float32 per micro-batch."""
+        with self.in_place():
+            return self._policy.entropies(batch)
+
+    def top_logprobs(self, batch: TrainBatch, k: int) -> list[TopLogprobs | None]:
+        """Return `MegatronPolicy.top_logprobs` of the reference: [T, k] per micro-batch."""
+        with self.in_place():
+            return self._policy.top_logprobs(batch, k)
+
     def _parameters(self) -> list[Tensor]:
         return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad]
 
@@ -130,6 +140,6 @@ def kl_by_sample(batches: Sequence[TrainBatch], layout: Layout) -> Tensor:
 def _add_kl(total: Tensor, micro_batch: MicroBatch) -> None:
     m = micro_batch.to(total.device)
     old, ref = m.terms.old_logprobs, m.terms.ref_logprobs
-    assert old is not None and ref is not None
+    assert old is not None and ref is not None, "the batch has no old or no reference log-probs"
     sample = m.samples[m.sequence_index]
     total.index_add_(0, sample[m.loss_mask], (old - ref)[m.loss_mask].double())

@@ -28,6 +28,7 @@ from megagrpo.platform.parallel.agree import RankError, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.policy.finite import NonFiniteError
+from megagrpo.policy.frozen_model import FrozenModel
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference, kl_by_sample
 from megagrpo.policy.step_terms import add_step_terms
@@ -68,7 +69,7 @@ class Trainer:
     config: RunConfig
     layout: Layout
     policy: MegatronPolicy
-    reference: Reference | None
+    reference: FrozenModel | None
     loss_fn: LossFn
     prompts: PromptSource
     held_out: list[HeldOut]
@@ -254,7 +255,7 @@ class Trainer:
         """Update the reference towards the policy at the end of every `ref_model_sync_steps` steps."""
         algorithm = self.config.algorithm
         if algorithm.sync_ref_model and (self.state.step + 1) % algorithm.ref_model_sync_steps == 0:
-            assert self.reference is not None, "algorithm.sync_ref_model needs a reference"
+            assert isinstance(self.reference, Reference), "algorithm.sync_ref_model needs the policy's reference"
             self.reference.mix_in(algorithm.ref_model_mixup_alpha)
 
     def sync(self) -> None:

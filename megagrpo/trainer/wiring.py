@@ -30,7 +30,8 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.platform.process.variable_names import TOKEN_VARIABLE
-from megagrpo.policy.megatron_policy import MegatronPolicy, check_device
+from megagrpo.policy.device_checks import check_device
+from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps

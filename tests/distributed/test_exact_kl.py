@@ -13,11 +13,12 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import lm_head
-from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs_and_kl
+from megagrpo.policy.lm_head.task import HeadTask
+from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.proof.verify.shrink import VOCABULARY, random_samples
 from megagrpo.proof.verify.verified_step import prepare
-from megagrpo.types import LossInputs
+from megagrpo.types import LossInputs, RefHead
 
 # ----------------------------------------------------------------------------------------------------- the kernel alone
 
@@ -44,10 +45,7 @@ def sharded_kl(vocab_size: int, direction: str):
     mine = slice(rank * shape[0] // tp, (rank + 1) * shape[0] // tp)
 
     leaves = hidden.clone().requires_grad_(), weight[mine].clone().requires_grad_()
-    logprobs, entropy, kl = vocab_logprobs_and_kl(
-        *leaves, labels, ref_hidden, ref_weight[mine], direction=direction, group=dist.group.WORLD, temperature=0.7,
-        vocab_size=vocab_size, chunk=4, entropy_gradient=True,
-    )  # fmt: skip
+    logprobs, entropy, kl = vocab_logprobs(*leaves, HeadTask(labels, ref=RefHead(ref_hidden, ref_weight[mine]), direction=direction, group=dist.group.WORLD, temperature=0.7, vocab_size=vocab_size, chunk=4, entropy_gradient=True))  # fmt: skip
     grad_hidden, grad_weight = torch.autograd.grad((logprobs, entropy, kl), leaves, tuple(upstream))
     dist.all_reduce(grad_hidden)
 

@@ -14,6 +14,7 @@ from megagrpo.data.packing import pack, packing_rules
 from megagrpo.models.bridge.hf_export import iter_full
 from megagrpo.models.bridge.megatron_io import load_model, model_state
 from megagrpo.platform.parallel.layout import Layout, init_layout
+from megagrpo.policy.device_checks import check_device
 from megagrpo.policy.finite import bad_weight
 from megagrpo.policy.fp8.current_scaling import CurrentScaling
 from megagrpo.policy.fp8.fp8_export import write
@@ -21,7 +22,7 @@ from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import unrounded
 from megagrpo.policy.fp8.rounding import E4M3, round_to
 from megagrpo.policy.fp8.tensor import dense, is_fp8
-from megagrpo.policy.megatron_policy import MegatronPolicy, check_device
+from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.shrink import plainly, random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, take_step

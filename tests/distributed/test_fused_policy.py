@@ -10,7 +10,7 @@ from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import ParallelSection
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.policy.megatron_policy import check_device
+from megagrpo.policy.device_checks import check_device
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import prepare
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
+from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import take_step
@@ -52,7 +53,7 @@ def test_values_and_gradients_are_those_of_the_kept_logits(rules, early):
     options = dict(temperature=0.7, truncation=rules, chunk=4, entropy_gradient=True)
     leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     early_gradients = (lambda rows, *outputs: tuple(upstream[:, rows])) if early else None
-    found = vocab_logprobs(*leaves, labels, upstream=early_gradients, **options)
+    found = vocab_logprobs(*leaves, HeadTask(labels, upstream=early_gradients, **options))
     grads = torch.autograd.grad(found, leaves, tuple(upstream))
     expected = naive(*leaves, labels, rules)
     oracles = torch.autograd.grad(expected, leaves, tuple(upstream))
@@ -60,13 +61,13 @@ def test_values_and_gradients_are_those_of_the_kept_logits(rules, early):
         torch.testing.assert_close(value, right, rtol=1e-10, atol=1e-10)
     assert (found[0] > -1e6).all()  # sampled tokens are kept, even where the rules drop them
     if rules.top_k != 1000:
-        assert (found[0] - vocab_logprobs(hidden, weight, labels, temperature=0.7)[0]).abs().max() > 1e-9
+        assert (found[0] - vocab_logprobs(hidden, weight, HeadTask(labels, temperature=0.7))[0]).abs().max() > 1e-9
 
 
 def test_logits_that_equal_the_last_one_kept_are_kept():
     weight = torch.tensor([[2.0], [1.0], [1.0], [1.0], [0.0]])
     for rules in (Truncation(top_k=2), Truncation(top_p=0.5), Truncation(min_p=0.3)):
-        logprobs, _ = vocab_logprobs(torch.ones(4, 1), weight, torch.arange(4), truncation=rules)
+        logprobs, _ = vocab_logprobs(torch.ones(4, 1), weight, HeadTask(torch.arange(4), truncation=rules))
         torch.testing.assert_close(logprobs, weight[:4, 0].log_softmax(0))
 
 
@@ -78,7 +79,7 @@ def sharded(vocab_size: int, name: str) -> tuple[float, float]:
     mine = slice(rank * height, (rank + 1) * height)
     leaves = hidden.clone().requires_grad_(), weight[mine].clone().requires_grad_()
     options = dict(temperature=0.7, vocab_size=vocab_size, truncation=rules, chunk=4)
-    logprobs, entropy = vocab_logprobs(*leaves, labels, group=dist.group.WORLD, **options)
+    logprobs, entropy = vocab_logprobs(*leaves, HeadTask(labels, group=dist.group.WORLD, **options))
     grad_hidden, grad_weight = torch.autograd.grad(logprobs, leaves, upstream[0])
     dist.all_reduce(grad_hidden)
     whole = hidden.requires_grad_(), weight[:vocab_size].clone().requires_grad_()

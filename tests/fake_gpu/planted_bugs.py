@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -74,8 +76,8 @@ def log_probs_over_the_wrong_group(patch: Patch) -> None:
 
     stock = megatron_policy.vocab_logprobs
 
-    def wrong(*args, group, **kwargs):
-        return stock(*args, group=parallel_state.get_data_parallel_group(), **kwargs)
+    def wrong(hidden, weight, task):
+        return stock(hidden, weight, replace(task, group=parallel_state.get_data_parallel_group()))
 
     patch.setattr(megatron_policy, "vocab_logprobs", wrong)
 

@@ -7,6 +7,7 @@ import torch
 from megagrpo.platform import device
 from megagrpo.policy.lm_head.fp8 import in_fp8
 from megagrpo.policy.lm_head.fused_logprobs import SCRATCH_BYTES
+from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 
 TOKENS, HIDDEN, VOCAB = 3000, 896, 151_936
@@ -31,7 +32,7 @@ def answer(problem, dtype=torch.bfloat16, early=True, **options):
     leaves = [t.to(dtype).requires_grad_() for t in (hidden, weight)]
     early_gradients = (lambda rows, *found: tuple(upstream[: len(found), rows])) if early else None
     outputs = vocab_logprobs(
-        *leaves, labels, vocab_size=VOCAB - 100, temperature=0.7, upstream=early_gradients, **options
+        *leaves, HeadTask(labels, vocab_size=VOCAB - 100, temperature=0.7, upstream=early_gradients, **options)
     )
     taught = [o for o in outputs if o.requires_grad]
     gradients = torch.autograd.grad(taught, leaves, tuple(upstream[: len(taught)]))
@@ -59,7 +60,7 @@ def test_fp8_gives_the_distribution_of_the_rounded_factors(problem, recipe):
         rounded = [
             f.values.float() * f.scales for f in (in_fp8(hidden, recipe, 1), in_fp8(weight[: VOCAB - 100], recipe, 128))
         ]
-        found = vocab_logprobs(*rounded, labels, temperature=0.7)
+        found = vocab_logprobs(*rounded, HeadTask(labels, temperature=0.7))
         assert (logprobs - found[0]).abs().max() < 1e-2 and (entropy - found[1]).abs().max() < 1e-2
 
 
@@ -68,7 +69,7 @@ def test_no_logits_are_held(problem):
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     with torch.no_grad():
-        vocab_logprobs(hidden, weight, labels, fused=True)
+        vocab_logprobs(hidden, weight, HeadTask(labels, fused=True))
     assert torch.cuda.max_memory_allocated() - before < 32 * 2**20
     answer(problem, fused=True)
     gradients = weight.numel() * (4 + 2 + 2 + 4) + 16 * hidden.numel()

@@ -107,9 +107,9 @@ class FusedPass:
 
     def __init__(self, hidden: Tensor, weight: Tensor, task: HeadTask, stores: bool):
         self._hidden, self._weight, self._task, self._stores = hidden, weight, task, stores
-        self._shard: VocabShard = task.shard
+        self.shard: VocabShard = task.shard(weight)
         self._tiles = TILES if task.fp8 is None else FP8_TILES
-        self._width = _width(self._shard.num_rows)
+        self._width = _width(self.shard.num_rows)
         itemsize = 2 if hidden.dtype == torch.bfloat16 else 4
         # Sized by the head's rows with padding: that number is equal on all ranks, which must combine the same tokens.
         most = chunk_tokens(weight.shape[0], itemsize, self._tiles) if stores else hidden.shape[0]
@@ -120,7 +120,7 @@ class FusedPass:
         """The operands: hidden states, and the head's rows without padding."""
         hidden, head, recipe = (
             self._hidden.detach().contiguous(),
-            self._weight.detach()[: self._shard.num_rows],
+            self._weight.detach()[: self.shard.num_rows],
             self._task.fp8,
         )
         if recipe is None:
@@ -136,13 +136,13 @@ class FusedPass:
     @cached_property
     def _references(self) -> Tensor:
         """Memory for one float32 per token of a chunk and tile of the vocabulary."""
-        size = -(-self._shard.num_rows // self._tiles.vocab) * self.chunk
+        size = -(-self.shard.num_rows // self._tiles.vocab) * self.chunk
         return torch.empty(size, dtype=torch.float32, device=self._hidden.device)
 
     def forward(self, rows: slice) -> Tensor:
         """Return log-probs, entropy and log-normaliser [3, n] float32 of the tokens `rows`."""
         statistics = self._statistics(rows)
-        softmax = _combined(statistics, self._shard)
+        softmax = _combined(statistics, self.shard)
         return torch.stack((softmax.logprobs, softmax.entropy, softmax.log_normaliser))
 
     def compute_logits_again(self, rows: slice, results: Tensor) -> None:
@@ -156,7 +156,7 @@ class FusedPass:
 
         from megagrpo.policy.lm_head import fused_logprobs_kernels as kernels
 
-        tiles, num_tokens, columns = self._tiles, rows.stop - rows.start, self._shard.num_rows
+        tiles, num_tokens, columns = self._tiles, rows.stop - rows.start, self.shard.num_rows
         if columns == 0:
             empty = self._hidden.new_zeros(4, 1, num_tokens, dtype=torch.float32)
             empty[0] = LOWEST
@@ -208,7 +208,7 @@ class FusedPass:
         """
         from megagrpo.policy.lm_head import fused_logprobs_kernels as kernels
 
-        tiles, num_tokens, columns = self._tiles, results.shape[1], self._shard.num_rows
+        tiles, num_tokens, columns = self._tiles, results.shape[1], self.shard.num_rows
         scratch = self._scratch[:num_tokens]
         if columns:
             kernels.gradient_of_stored[(-(-num_tokens // GRADIENT_TILE), -(-self._width // tiles.vocab))](
@@ -238,8 +238,8 @@ class FusedPass:
 
     def _columns_of_labels(self, rows: slice) -> Tensor:
         """Return [n] int64: the column of each label among this rank's rows, or -1 where another rank holds it."""
-        columns = self._task.labels[rows] - self._shard.first_row
-        return torch.where((columns >= 0) & (columns < self._shard.num_rows), columns, -1)
+        columns = self._task.labels[rows] - self.shard.first_row
+        return torch.where((columns >= 0) & (columns < self.shard.num_rows), columns, -1)
 
 
 def _combined(statistics: Tensor, shard: VocabShard) -> Softmax:

@@ -5,35 +5,57 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.policy.lm_head.vocab_shard import VocabShard
-from megagrpo.types import Truncation
+from megagrpo.types import NO_TRUNCATION, RefHead, Truncation
 
 LOGPROBS, ENTROPY, KL = range(3)  # indices of the outputs
+DIRECTIONS = ("forward", "reverse")
 Upstream = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class HeadTask:
-    """The arguments of a pass over N tokens, besides the two tensors that get gradients. They are those of
-    `vocab_logprobs`."""
+    """The arguments of `vocab_logprobs` for N tokens, besides the two tensors that get gradients. Raises ValueError for
+    another direction of the KL.
+
+    The logits of a token are hidden weight^T, then cap tanh(x / cap) with a cap, then / temperature. All ranks of
+    `group` must pass the same N.
+    """
 
     labels: Tensor  # [N] int64, ids in the full vocabulary
-    shard: VocabShard
-    temperature: float
-    logit_cap: float | None
-    truncation: Truncation
-    chunk: int  # tokens whose logits exist at a time
-    entropy_gradient: bool
-    upstream: Upstream | None  # None: no gradients ahead of the backward pass
-    ref: tuple[Tensor, Tensor] | None = None  # the reference's hidden states [N, H] and head [V/tp, H], for an exact KL
-    reverse: bool = False  # the direction of the KL
-    fused: bool = False
-    fp8: str | None = None
+    group: dist.ProcessGroup | None = None  # the tensor-parallel ranks; None: one rank holds all rows of the head
+    temperature: float = 1.0
+    logit_cap: float | None = None
+    vocab_size: int | None = None  # rows of the head at or above it are padding with probability 0; None: no padding
+    truncation: Truncation = NO_TRUNCATION  # the softmax is over the tokens that these rules keep, and the label
+    chunk: int = 256  # tokens whose logits exist at a time, of each model
+    entropy_gradient: bool = False  # whether the gradient flows through the entropy too
+    # Computes, ahead of the backward pass, the gradients [n] of the differentiable outputs from their values:
+    # `upstream(rows, logprobs)`, with more arguments for the entropy with `entropy_gradient` and the KL with `ref`.
+    upstream: Upstream | None = None
     # [1] bool on the device: set where upstream's gradients differ from the actual ones
     early_differs: Tensor | None = None
-    into_main_grad: bool = False  # add the gradient of a bfloat16 head to its float32 `main_grad`
+    into_main_grad: bool = False  # add the gradient of `weight` to its float32 `main_grad`, Megatron's sum, unrounded
+    fused: bool = False  # Triton kernels, which choose their own chunk
+    fp8: str | None = None  # the kernels multiply FP8: "tensorwise" or "blockwise"
+    ref: RefHead | None = None  # the reference's hidden states [N, H] and head [V/tp, H], for an exact KL
+    direction: str = "reverse"  # of the KL: reverse is KL(policy || reference), forward KL(reference || policy)
+
+    def __post_init__(self) -> None:
+        if self.direction not in DIRECTIONS:
+            raise ValueError(f"direction: {self.direction!r} is not one of {', '.join(DIRECTIONS)}")
+
+    def shard(self, weight: Tensor) -> VocabShard:
+        """Return this rank's shard of the vocabulary, whose head is `weight` [V/tp, H]."""
+        return VocabShard.of(weight, self.group, self.vocab_size)
+
+    @property
+    def reverse(self) -> bool:
+        """Whether there is a KL, and it is KL(policy || reference)."""
+        return self.ref is not None and self.direction == "reverse"
 
     @property
     def num_outputs(self) -> int:

@@ -2,137 +2,52 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megagrpo.policy.lm_head import fused_logprobs
 from megagrpo.policy.lm_head.fused_logprobs import FusedPass
-from megagrpo.policy.lm_head.task import ENTROPY, KL, LOGPROBS, HeadTask, Upstream
-from megagrpo.policy.lm_head.vocab_shard import HeadGradients, Softmax, VocabShard, blocks, chunks, wide
+from megagrpo.policy.lm_head.task import ENTROPY, KL, LOGPROBS, HeadTask
+from megagrpo.policy.lm_head.vocab_shard import HeadGradients, Softmax, blocks, chunks, wide
 from megagrpo.policy.lm_head.vocab_truncation import drop_below, lowest_kept
-from megagrpo.types import NO_TRUNCATION, Truncation
-
-DIRECTIONS = ("forward", "reverse")
 
 
-def vocab_logprobs(
-    hidden: Tensor,  # [N, H] float32, bfloat16 or float64
-    weight: Tensor,  # [V/tp, H], the same dtype
-    labels: Tensor,  # [N] int64, ids in the full vocabulary
-    *,
-    group: dist.ProcessGroup | None = None,
-    temperature: float = 1.0,
-    logit_cap: float | None = None,
-    vocab_size: int | None = None,
-    truncation: Truncation = NO_TRUNCATION,
-    chunk: int = 256,
-    entropy_gradient: bool = False,
-    upstream: Upstream | None = None,
-    early_differs: Tensor | None = None,
-    into_main_grad: bool = False,
-    fused: bool = False,
-    fp8: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return (logprobs [N], entropy [N]) in nats, float32 (float64 for float64 inputs), of softmax(hidden weight^T /
-    temperature).
+def vocab_logprobs(hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tensor, ...]:
+    """Return (logprobs [N], entropy [N]) of `task.labels` in nats, float32 (float64 for float64 inputs), of
+    softmax(logits / temperature) with the head `weight` [V/tp, H] of `hidden` [N, H]. Both have one dtype: float32,
+    bfloat16 or float64.
 
-    The softmax is over the tokens that `truncation` keeps, and the label, which was sampled. With `logit_cap` logits x
-    become cap tanh(x / cap) before the temperature.
+    With `task.ref` a third result is kl [N], each token's exact KL to the reference over the whole vocabulary. With p
+    of the policy and q of the reference, reverse is sum p log(p / q) and forward is sum q log(q / p). Nothing is
+    sampled, so value and gradient are exact. The reference gets no gradient.
 
-    `group` holds the tensor-parallel ranks (None: one rank holds all rows); all of them must call this with the same N.
-    Rows at or above `vocab_size` are padding with probability 0. Logits of only `chunk` tokens exist at a time. The
-    gradient flows through logprobs, and with `entropy_gradient` through entropy, to `hidden` and `weight`. The gradient
-    of `hidden` is this rank's share: the caller sums it over the group (the backward of Megatron's
-    copy_to_tensor_model_parallel_region).
+    Logits of only `task.chunk` tokens exist at a time. The gradient flows through logprobs and kl, and with
+    `entropy_gradient` through entropy, to `hidden` and `weight`. The gradient of `hidden` is this rank's share: the
+    caller sums it over the group (the backward of Megatron's copy_to_tensor_model_parallel_region).
 
-    `upstream(rows, logprobs)` may compute, ahead of the backward pass, the gradient ([n],) of the log-probs [n] of
-    tokens `rows`. With `entropy_gradient`, `upstream(rows, logprobs, entropy)` returns two. Each chunk's logits then
-    become gradients while they exist, in three matrix products, as many as with all logits kept. Without it the
-    backward pass recomputes the logits, a fourth product. It does so too when the actual gradients differ from
-    upstream's, with the same result. That comparison makes a GPU's host wait. With `early_differs`, a [1] bool tensor
-    on the device, the backward pass always takes upstream's gradients and sets `early_differs` where they are wrong.
+    With `task.upstream` each chunk's logits become gradients while they exist, in three matrix products, as many as
+    with all logits kept. Without it the backward pass recomputes the logits, a fourth product. It does so too when the
+    actual gradients differ from upstream's, with the same result. That comparison makes a GPU's host wait. With
+    `early_differs` the backward pass always takes upstream's gradients and sets `early_differs` where they are wrong.
     The caller reads it later and repeats the pass without upstream.
 
-    `into_main_grad` adds the gradient of `weight` to its float32 `main_grad` (Megatron's sum), unrounded. With
-    `upstream` the forward pass adds it, which needs `early_differs`. An overlapped reduction excludes it: its hooks
-    need a gradient that is passed on.
+    With `upstream`, `into_main_grad` adds the gradient in the forward pass, which needs `early_differs`. An overlapped
+    reduction excludes `into_main_grad`: its hooks need a gradient that is passed on.
 
     With `fused` Triton kernels compute the same. They write no logits, or write them to scratch of a bounded size, and
-    round none of the logits behind the results (`megagrpo/policy/lm_head/fused_logprobs.py`). They choose their own
-    chunk. `fp8`, "tensorwise" or "blockwise", makes them multiply FP8. Raises ValueError when the kernels cannot run.
+    round none of the logits behind the results (`megagrpo/policy/lm_head/fused_logprobs.py`). Raises ValueError when
+    the kernels cannot run.
     """
-    if fused and (
-        reason := fused_logprobs.refusal(hidden.dtype, hidden.shape[1], bool(truncation), exact_kl=False, fp8=bool(fp8))
-    ):
-        raise ValueError(f"fused log-probs: {reason}")
-    assert fused or fp8 is None
-    task = HeadTask(
-        labels=labels,
-        shard=VocabShard.of(weight, group, vocab_size),
-        temperature=temperature,
-        logit_cap=logit_cap,
-        truncation=truncation,
-        chunk=chunk,
-        entropy_gradient=entropy_gradient,
-        upstream=upstream if torch.is_grad_enabled() else None,
-        fused=fused,
-        fp8=fp8,
-        early_differs=early_differs,
-        into_main_grad=into_main_grad,
-    )
-    return _VocabHead.apply(hidden, weight, task)
-
-
-def vocab_logprobs_and_kl(
-    hidden: Tensor,  # [N, H] of the policy; float32, bfloat16 or float64
-    weight: Tensor,  # [V/tp, H] of the policy
-    labels: Tensor,  # [N] int64, ids in the full vocabulary
-    ref_hidden: Tensor,  # [N, H] of the reference
-    ref_weight: Tensor,  # [V/tp, H] of the reference
-    *,
-    direction: str,
-    group: dist.ProcessGroup | None = None,
-    temperature: float = 1.0,
-    logit_cap: float | None = None,
-    vocab_size: int | None = None,
-    chunk: int = 256,
-    entropy_gradient: bool = False,
-    upstream: Upstream | None = None,
-    early_differs: Tensor | None = None,
-    into_main_grad: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (logprobs [N], entropy [N], kl [N]): the results of `vocab_logprobs` for the policy, and each token's
-    exact KL to the reference.
-
-    With p = softmax(hidden weight^T / temperature) of the policy and q of the reference, in nats, over the whole
-    vocabulary: reverse is KL(p || q) = sum p log(p / q), forward is KL(q || p) = sum q log(q / p). Nothing is sampled,
-    so value and gradient are exact. The gradient flows through logprobs and kl to the policy's `hidden` and `weight` as
-    in `vocab_logprobs`; the reference gets none.
-
-    The other arguments are as in `vocab_logprobs`. `chunk` counts tokens of each model. `upstream` gets the kl of its
-    tokens as its last argument and returns a gradient for it. Raises ValueError for another direction.
-    """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction: {direction!r} is not one of {', '.join(DIRECTIONS)}")
-    task = HeadTask(
-        labels=labels,
-        shard=VocabShard.of(weight, group, vocab_size),
-        temperature=temperature,
-        logit_cap=logit_cap,
-        truncation=NO_TRUNCATION,
-        chunk=chunk,
-        entropy_gradient=entropy_gradient,
-        upstream=upstream if torch.is_grad_enabled() else None,
-        ref=(ref_hidden, ref_weight),
-        reverse=direction == "reverse",
-        early_differs=early_differs,
-        into_main_grad=into_main_grad,
-    )
-    return _VocabHead.apply(hidden, weight, task)
+    if task.fused:
+        exact_kl, truncates = task.ref is not None, bool(task.truncation)
+        if reason := fused_logprobs.refusal(hidden.dtype, hidden.shape[1], truncates, exact_kl, bool(task.fp8)):
+            raise ValueError(f"fused log-probs: {reason}")
+    assert task.fused or task.fp8 is None, "only the fused kernels multiply FP8"
+    return _VocabHead.apply(hidden, weight, task if torch.is_grad_enabled() else replace(task, upstream=None))
 
 
 def _begin(task: HeadTask, hidden: Tensor, weight: Tensor, gradients: bool) -> _Pass | FusedPass:
@@ -150,11 +65,7 @@ class _VocabHead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tensor, ...]:
-        passing, num_tokens, outputs = (
-            _begin(task, hidden, weight, task.upstream is not None),
-            hidden.shape[0],
-            task.num_outputs,
-        )
+        passing, num_tokens = _begin(task, hidden, weight, task.upstream is not None), hidden.shape[0]
         results = hidden.new_empty(task.num_results, num_tokens, dtype=wide(hidden.dtype))
         early_gradients = hidden.new_empty(len(task.differentiable), num_tokens, dtype=wide(hidden.dtype))
         gradients = None
@@ -162,7 +73,7 @@ class _VocabHead(torch.autograd.Function):
             # Where the caller repeats the pass after a wrong gradient, its sums are discarded: they may be changed
             # here.
             main_grad = None if task.early_differs is None else _main_grad(weight, task)
-            gradients = HeadGradients(hidden, weight, task.shard, ctx.needs_input_grad[:2], main_grad)
+            gradients = HeadGradients(hidden, weight, passing.shard, ctx.needs_input_grad[:2], main_grad)
         for rows in chunks(num_tokens, passing.chunk):
             results[:, rows] = passing.forward(rows)
             if gradients is not None and task.upstream is not None:
@@ -172,7 +83,7 @@ class _VocabHead(torch.autograd.Function):
                 gradients.add(rows, passing.grad_logits(rows, results[:, rows], early_gradients[:, rows]))
         ctx.save_for_backward(hidden, weight, results, early_gradients)
         ctx.task, ctx.gradients = task, None if gradients is None else gradients.result()
-        logprobs, entropy, *kl = (row.clone() for row in results[:outputs])
+        logprobs, entropy, *kl = (row.clone() for row in results[: task.num_outputs])
         if not task.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
         return logprobs, entropy, *kl
@@ -185,9 +96,8 @@ class _VocabHead(torch.autograd.Function):
         if ctx.gradients is not None and _taken(early_gradients, upstream, ctx.task.early_differs):
             return *ctx.gradients, None
         passing = _begin(ctx.task, hidden, weight, gradients=True)
-        gradients = HeadGradients(
-            hidden, weight, ctx.task.shard, ctx.needs_input_grad[:2], _main_grad(weight, ctx.task)
-        )
+        main_grad = _main_grad(weight, ctx.task)
+        gradients = HeadGradients(hidden, weight, passing.shard, ctx.needs_input_grad[:2], main_grad)
         for rows in chunks(hidden.shape[0], passing.chunk):
             passing.compute_logits_again(rows, results[:, rows])
             gradients.add(rows, passing.grad_logits(rows, results[:, rows], upstream[:, rows]))
@@ -214,25 +124,26 @@ class _Pass:
 
     def __init__(self, hidden: Tensor, weight: Tensor, task: HeadTask):
         self._task, self._policy, self.chunk = task, (hidden, weight), task.chunk
-        self._memory = task.shard.memory(hidden, task.chunk)
+        self.shard = task.shard(weight)
+        self._memory = self.shard.memory(hidden, task.chunk)
         self._ref_memory = self._memory[:0] if task.ref is None else torch.empty_like(self._memory)
         self._logits, self._ref_logits = self._memory, self._ref_memory
 
     def compute_logits(self, rows: slice) -> None:
         """Compute the logits [n, v] of the tokens `rows`, of the reference too if there is one."""
         self._logits = self._logits_of(self._policy, rows, self._memory)
-        if self._task.ref is not None:
-            self._ref_logits = self._logits_of(self._task.ref, rows, self._ref_memory)
+        if (ref := self._task.ref) is not None:
+            self._ref_logits = self._logits_of((ref.hidden, ref.weight), rows, self._ref_memory)
 
     def compute_logits_again(self, rows: slice, results: Tensor) -> None:
         """Recompute the logits [n, v] of `rows` as `forward` left them; `results` [3 to 5, n] is the result of
         `forward`."""
         self.compute_logits(rows)
         if self._task.truncation:
-            drop_below(self._logits, self._task.labels[rows], self._task.shard, results[-1])
+            drop_below(self._logits, self._task.labels[rows], self.shard, results[-1])
 
     def _logits_of(self, model: tuple[Tensor, Tensor], rows: slice, memory: Tensor) -> Tensor:
-        return self._task.shard.logits(model[0][rows], model[1], self._task.temperature, self._task.logit_cap, memory)
+        return self.shard.logits(model[0][rows], model[1], self._task.temperature, self._task.logit_cap, memory)
 
     def forward(self, rows: slice) -> Tensor:
         """Return log-probs, entropy and log-normaliser [3, n]; with a truncation also the smallest kept logit [4, n].
@@ -244,12 +155,12 @@ class _Pass:
         labels, logits, ref_logits = task.labels[rows], self._logits, self._ref_logits
         lowest: tuple[Tensor, ...] = ()
         if task.truncation:
-            lowest = (lowest_kept(logits, task.shard, task.truncation),)
-            drop_below(logits, labels, task.shard, *lowest)
-        policy = Softmax.of(logits, labels, task.shard, other=ref_logits if task.reverse else None)
+            lowest = (lowest_kept(logits, self.shard, task.truncation),)
+            drop_below(logits, labels, self.shard, *lowest)
+        policy = Softmax.of(logits, labels, self.shard, other=ref_logits if task.reverse else None)
         if task.ref is None:
             return torch.stack((policy.logprobs, policy.entropy, policy.log_normaliser, *lowest))
-        ref = Softmax.of(ref_logits, labels, task.shard, other=None if task.reverse else logits)
+        ref = Softmax.of(ref_logits, labels, self.shard, other=None if task.reverse else logits)
         first, second = (policy, ref) if task.reverse else (ref, policy)
         # Normalisers are subtracted part by part: for nearly equal distributions the rounding error of a sum would
         # exceed the KL.
@@ -269,7 +180,7 @@ class _Pass:
         scales: dict[int, Tensor] = dict(zip(task.differentiable, upstream[:, :, None] / task.temperature, strict=True))
         at_labels = scales[LOGPROBS][:, 0]
         if task.logit_cap is not None:
-            at_labels = at_labels * self._slope(task.shard.pick(logits, task.labels[rows]), task.logit_cap)
+            at_labels = at_labels * self._slope(self.shard.pick(logits, task.labels[rows]), task.logit_cap)
         for columns in blocks(logits):
             slope = None if task.logit_cap is None else self._slope(logits[:, columns], task.logit_cap)
             # the factor of p; the label's term is added at the end
@@ -282,7 +193,7 @@ class _Pass:
                 log_p.exp_().mul_(factor)
             if slope is not None:
                 log_p.mul_(slope)
-        task.shard.add_at_labels(logits, task.labels[rows], at_labels)
+        self.shard.add_at_labels(logits, task.labels[rows], at_labels)
         return logits
 
     def _slope(self, logits: Tensor, cap: float) -> Tensor:

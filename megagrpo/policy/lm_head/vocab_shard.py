@@ -35,6 +35,11 @@ class VocabShard:
         first_row = dist.get_rank(group) * height if group is not None else 0
         return cls(group, first_row, height if vocab_size is None else max(0, min(height, vocab_size - first_row)))
 
+    def size(self, weight: Tensor, vocab_size: int | None) -> int:
+        """Return the number of tokens in the whole vocabulary; the arguments are those of `of`."""
+        num_ranks = 1 if self.group is None else dist.get_world_size(self.group)
+        return num_ranks * weight.shape[0] if vocab_size is None else vocab_size
+
     def memory(self, hidden: Tensor, chunk: int) -> Tensor:
         """Allocate memory [min(chunk, N), v] for the logits of `chunk` tokens of hidden [N, H]."""
         return hidden.new_empty(min(chunk, hidden.shape[0]), self.num_rows, dtype=wide(hidden.dtype))
@@ -82,6 +87,19 @@ class VocabShard:
         maximum = values.amax(dim=-1) if self.num_rows else values.new_full(values.shape[:1], LOWEST)
         self.all_reduce(maximum, dist.ReduceOp.MAX)
         return maximum
+
+    def largest(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the k largest of values [n, v] over all ranks, [n, k], and their ids [n, k] int64, largest first.
+
+        LOWEST and some id fill the last columns where there are fewer. Each rank sends k values and k ids per token.
+        """
+        mine = values.new_full((values.shape[0], k), LOWEST)
+        ids = torch.full((values.shape[0], k), self.first_row, device=values.device)
+        count = min(k, self.num_rows)
+        mine[:, :count], columns = values.topk(count, dim=-1)
+        ids[:, :count] += columns
+        largest, order = self.all_gather(mine).topk(k, dim=-1)
+        return largest, self.all_gather(ids).gather(1, order)
 
     def all_gather(self, values: Tensor) -> Tensor:
         """Return [n, tp x k]: values [n, k] of all ranks side by side."""

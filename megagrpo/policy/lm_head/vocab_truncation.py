@@ -31,7 +31,7 @@ def lowest_kept(logits: Tensor, shard: VocabShard, truncation: Truncation) -> Te
     if truncation.min_p:
         lowest = maximum + math.log(truncation.min_p)
     if truncation.top_k:
-        lowest = torch.maximum(lowest, _kth_largest(logits, shard, truncation.top_k))
+        lowest = torch.maximum(lowest, shard.largest(logits, truncation.top_k)[0][:, -1])
     if truncation.top_p < 1:
         lowest = torch.maximum(lowest, _nucleus(logits, shard, truncation.top_p, maximum, lowest))
     return lowest
@@ -47,15 +47,6 @@ def drop_below(logits: Tensor, labels: Tensor, shard: VocabShard, lowest: Tensor
         part = logits[:, columns]
         part.masked_fill_(part < lowest[:, None], LOWEST)
     shard.put_at_labels(logits, labels, sampled)
-
-
-def _kth_largest(logits: Tensor, shard: VocabShard, k: int) -> Tensor:
-    """Return [n]: the k-th largest logit over all ranks, LOWEST when there are fewer. Each rank sends k values per
-    token."""
-    largest = logits.new_full((logits.shape[0], k), LOWEST)
-    count = min(k, shard.num_rows)
-    largest[:, :count] = logits.topk(count, dim=-1).values
-    return shard.all_gather(largest).topk(k, dim=-1).values[:, -1]
 
 
 def _nucleus(logits: Tensor, shard: VocabShard, p: float, maximum: Tensor, lowest: Tensor) -> Tensor:

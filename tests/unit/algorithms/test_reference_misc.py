@@ -13,6 +13,7 @@ from megagrpo.algorithms.kl import ESTIMATORS
 from megagrpo.algorithms.policy_losses import Tokens, importance_ratio, keep_on_policy, vespo
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import AlgorithmSection
+from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 
 VECTORS = Path(__file__).parents[2] / "vectors"
@@ -81,7 +82,7 @@ def test_logprobs_and_entropy_of_logits_are_trls(case):
     logits = tensor(MISC["logprob_entropy"]["logits"])
     labels, hidden = torch.tensor(MISC["logprob_entropy"]["index"]).flatten(), logits.flatten(0, 1)
     found = vocab_logprobs(
-        hidden, torch.eye(hidden.shape[1], dtype=torch.float64), labels, temperature=case["temperature"]
+        hidden, torch.eye(hidden.shape[1], dtype=torch.float64), HeadTask(labels, temperature=case["temperature"])
     )
     for values, name in zip(found, ("logps", "entropy"), strict=True):
         torch.testing.assert_close(values, tensor(case[name]).flatten(), rtol=1e-9, atol=1e-12)
@@ -91,7 +92,9 @@ def test_logprobs_of_the_lm_head_are_those_of_trls_kernel():
     """Without the reference's logit soft cap and scale, which no model family here has."""
     given = MISC["fused_lm_head_fp32"]
     hidden, weight = torch.tensor(given["hidden"]), torch.tensor(given["weight"])
-    found = vocab_logprobs(hidden, weight, torch.tensor(given["targets"]), temperature=given["temperature"], chunk=2)
+    found = vocab_logprobs(
+        hidden, weight, HeadTask(torch.tensor(given["targets"]), temperature=given["temperature"], chunk=2)
+    )
     for values, name in zip(found, ("logps", "entropy"), strict=True):
         torch.testing.assert_close(values, torch.tensor(given[name]), rtol=1e-5, atol=1e-6)
 

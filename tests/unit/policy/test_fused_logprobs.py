@@ -13,6 +13,7 @@ from megagrpo.platform import device
 from megagrpo.policy.lm_head import fused_logprobs
 from megagrpo.policy.lm_head.fp8 import FP8_BLOCK, in_fp8
 from megagrpo.policy.lm_head.fused_logprobs import MAX_SPLITS, Tiles, chunk_tokens, num_splits
+from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
 from megagrpo.types import Truncation
 
@@ -51,7 +52,7 @@ def problem(case: Case) -> tuple[torch.Tensor, ...]:
 def answer(case: Case, hidden, weight, labels, arriving, **options) -> list[torch.Tensor]:
     """Log-probs, entropy, and the gradients of hidden states and head."""
     leaves = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
-    outputs = vocab_logprobs(*leaves, labels, **case.options, **options)
+    outputs = vocab_logprobs(*leaves, HeadTask(labels, **case.options, **options))
     taught = outputs if case.options.get("entropy_gradient") else outputs[:1]
     return [*(o.detach() for o in outputs), *torch.autograd.grad(taught, leaves, tuple(arriving[: len(taught)]))]
 
@@ -192,7 +193,9 @@ def largest_of(vocab: int) -> tuple[int, int]:
     for teaches in (False, True):
         with Largest(hidden, weight) as largest, torch.set_grad_enabled(teaches):
             vocab_logprobs(
-                hidden.requires_grad_(), weight, labels, fused=True, upstream=lambda rows, logprobs: (logprobs,)
+                hidden.requires_grad_(),
+                weight,
+                HeadTask(labels, fused=True, upstream=lambda rows, logprobs: (logprobs,)),
             )
         found.append(largest.bytes)
     return found[0], found[1]
@@ -234,7 +237,9 @@ def test_the_vocabulary_is_split_so_that_no_processor_waits(blocks, tiles, proce
 )
 def test_what_the_kernels_cannot_do_is_refused_by_name(hidden, options, said, monkeypatch):
     def ask():
-        vocab_logprobs(hidden, torch.ones(3, hidden.shape[1]).to(hidden), torch.zeros(4).long(), fused=True, **options)
+        vocab_logprobs(
+            hidden, torch.ones(3, hidden.shape[1]).to(hidden), HeadTask(torch.zeros(4).long(), fused=True, **options)
+        )
 
     with pytest.raises(ValueError, match=said if "truncation" in options else "there is no GPU"):
         ask()

@@ -2,7 +2,9 @@ import pytest
 import torch
 
 from megagrpo.platform import device
-from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs, vocab_logprobs_and_kl
+from megagrpo.policy.lm_head.task import HeadTask
+from megagrpo.policy.lm_head.vocab_logprobs import vocab_logprobs
+from megagrpo.types import RefHead
 
 VOCAB, PADDED, WIDTH = 37, 40, 16
 
@@ -32,11 +34,11 @@ def problem(num_tokens=11, distance=0.3, dtype=torch.float32):
 def test_value_and_gradient_equal_the_divergence_summed_over_the_vocabulary(cap, direction, temperature, chunk):
     hidden, weight, labels, ref_hidden, ref_weight, upstream = problem()
     options = dict(temperature=temperature, logit_cap=cap, vocab_size=VOCAB, chunk=chunk)
-    logprobs, entropy, kl = vocab_logprobs_and_kl(
-        hidden, weight, labels, ref_hidden, ref_weight, direction=direction, **options
+    logprobs, entropy, kl = vocab_logprobs(
+        hidden, weight, HeadTask(labels, ref=RefHead(ref_hidden, ref_weight), direction=direction, **options)
     )
     expected = naive(hidden, weight, labels, ref_hidden, ref_weight, direction, temperature, cap)
-    alone = vocab_logprobs(hidden, weight, labels, **options)
+    alone = vocab_logprobs(hidden, weight, HeadTask(labels, **options))
     torch.testing.assert_close((logprobs, entropy), alone, rtol=0, atol=0)
     torch.testing.assert_close(kl.double(), expected[1], rtol=1e-5, atol=1e-6)
     assert kl.mean() > 0.1
@@ -52,8 +54,8 @@ def test_in_float64_the_gradient_is_that_of_finite_differences(direction):
     hidden, weight, labels, ref_hidden, ref_weight, _ = problem(num_tokens=3, dtype=torch.float64)
 
     def outputs(h, w):
-        logprobs, _, kl = vocab_logprobs_and_kl(
-            h, w, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=16
+        logprobs, _, kl = vocab_logprobs(
+            h, w, HeadTask(labels, ref=RefHead(ref_hidden, ref_weight), direction=direction, vocab_size=VOCAB, chunk=16)
         )
         return logprobs, kl
 
@@ -66,8 +68,8 @@ def test_padding_rows_take_no_part_whatever_they_hold(direction):
     with torch.no_grad():
         weight[VOCAB:] = 100.0
         ref_weight[VOCAB:] = torch.nan
-    _, _, kl = vocab_logprobs_and_kl(
-        hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB
+    _, _, kl = vocab_logprobs(
+        hidden, weight, HeadTask(labels, ref=RefHead(ref_hidden, ref_weight), direction=direction, vocab_size=VOCAB)
     )
     torch.testing.assert_close(
         kl.double(), naive(hidden, weight, labels, ref_hidden, ref_weight, direction)[1], rtol=1e-5, atol=1e-6
@@ -79,8 +81,12 @@ def test_padding_rows_take_no_part_whatever_they_hold(direction):
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_a_policy_at_its_reference_has_divergence_and_gradient_exactly_zero(direction):
     hidden, weight, labels, _, _, upstream = problem()
-    _, _, kl = vocab_logprobs_and_kl(
-        hidden, weight, labels, hidden.detach(), weight.detach(), direction=direction, vocab_size=VOCAB, chunk=16
+    _, _, kl = vocab_logprobs(
+        hidden,
+        weight,
+        HeadTask(
+            labels, ref=RefHead(hidden.detach(), weight.detach()), direction=direction, vocab_size=VOCAB, chunk=16
+        ),
     )
     grads = torch.autograd.grad(kl, (hidden, weight), upstream[1])
     assert kl.abs().max() == 0
@@ -90,8 +96,10 @@ def test_a_policy_at_its_reference_has_divergence_and_gradient_exactly_zero(dire
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
 def test_small_divergences_keep_their_digits(direction):
     hidden, weight, labels, ref_hidden, ref_weight, _ = problem(distance=1e-3)
-    _, _, kl = vocab_logprobs_and_kl(
-        hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=16
+    _, _, kl = vocab_logprobs(
+        hidden,
+        weight,
+        HeadTask(labels, ref=RefHead(ref_hidden, ref_weight), direction=direction, vocab_size=VOCAB, chunk=16),
     )
     expected = naive(hidden, weight, labels, ref_hidden, ref_weight, direction)[1]
     assert 1e-7 < expected.mean() < 1e-5
@@ -103,13 +111,17 @@ def test_distributions_without_common_ground_stay_finite():
     weight, ref_weight = torch.zeros(PADDED, WIDTH), torch.zeros(PADDED, WIDTH)
     weight[0], ref_weight[1] = 1.0, 1.0
     for direction in ("forward", "reverse"):
-        *_, kl = vocab_logprobs_and_kl(hidden, weight, torch.zeros(2).long(), hidden, ref_weight, direction=direction)
+        *_, kl = vocab_logprobs(
+            hidden, weight, HeadTask(torch.zeros(2).long(), ref=RefHead(hidden, ref_weight), direction=direction)
+        )
         torch.testing.assert_close(kl, torch.full((2,), 100.0))
 
 
 def test_no_tokens_still_have_a_backward_pass_of_zeros():
     hidden, weight, labels, ref_hidden, ref_weight, _ = problem()
-    _, _, kl = vocab_logprobs_and_kl(hidden[:0], weight, labels[:0], ref_hidden[:0], ref_weight, direction="forward")
+    _, _, kl = vocab_logprobs(
+        hidden[:0], weight, HeadTask(labels[:0], ref=RefHead(ref_hidden[:0], ref_weight), direction="forward")
+    )
     grads = torch.autograd.grad(kl.sum(), (hidden, weight))
     assert kl.shape == (0,)
     assert all(g.abs().max() == 0 for g in grads)
@@ -118,7 +130,7 @@ def test_no_tokens_still_have_a_backward_pass_of_zeros():
 def test_another_direction_is_an_error_that_names_the_two():
     hidden, weight, labels, ref_hidden, ref_weight, _ = problem()
     with pytest.raises(ValueError, match="direction: 'both' is not one of forward, reverse"):
-        vocab_logprobs_and_kl(hidden, weight, labels, ref_hidden, ref_weight, direction="both")
+        vocab_logprobs(hidden, weight, HeadTask(labels, ref=RefHead(ref_hidden, ref_weight), direction="both"))
 
 
 @pytest.mark.parametrize("direction", ["forward", "reverse"])
@@ -126,16 +138,17 @@ def test_early_gradients_of_logprobs_and_kl_change_nothing(direction):
     hidden, weight, labels, ref_hidden, ref_weight, upstream = problem()
     results = []
     for early_gradients in (None, lambda rows, logprobs, kl: tuple(upstream[:, rows])):
-        logprobs, _, kl = vocab_logprobs_and_kl(
+        logprobs, _, kl = vocab_logprobs(
             hidden,
             weight,
-            labels,
-            ref_hidden,
-            ref_weight,
-            direction=direction,
-            vocab_size=VOCAB,
-            chunk=4,
-            upstream=early_gradients,
+            HeadTask(
+                labels,
+                ref=RefHead(ref_hidden, ref_weight),
+                direction=direction,
+                vocab_size=VOCAB,
+                chunk=4,
+                upstream=early_gradients,
+            ),
         )
         results.append((logprobs, kl, *torch.autograd.grad((logprobs, kl), (hidden, weight), tuple(upstream))))
     for late, early in zip(*results, strict=True):
@@ -147,8 +160,10 @@ def test_blocks_of_columns_change_nothing_but_rounding(direction, monkeypatch):
     hidden, weight, labels, ref_hidden, ref_weight, upstream = problem()
 
     def results():
-        logprobs, entropy, kl = vocab_logprobs_and_kl(
-            hidden, weight, labels, ref_hidden, ref_weight, direction=direction, vocab_size=VOCAB, chunk=4
+        logprobs, entropy, kl = vocab_logprobs(
+            hidden,
+            weight,
+            HeadTask(labels, ref=RefHead(ref_hidden, ref_weight), direction=direction, vocab_size=VOCAB, chunk=4),
         )
         return logprobs, entropy, kl, *torch.autograd.grad((logprobs, kl), (hidden, weight), tuple(upstream))
 

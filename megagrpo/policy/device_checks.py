@@ -1,0 +1,56 @@
+"""Checks of what this rank's device can run, before a model is built."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import torch
+
+import megagrpo.platform.device as device
+from megagrpo.config import RunConfig
+from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.policy.fp8.fp8_settings import Fp8
+from megagrpo.policy.lm_head import fused_logprobs
+
+
+class FusedOptions(TypedDict):
+    """The fields of `HeadTask` for the fused kernels."""
+
+    fused: bool
+    fp8: str | None
+
+
+def check_device(config: RunConfig, hf_config: HfConfig) -> None:
+    """Check that this rank's device can run the config, without a model. Raises ValueError with key and fix."""
+    dtype = device.resolve_precision(config.model.precision)
+    if fp8 := Fp8.of(config.model, hf_config.num_layers):
+        fp8.megatron_config()
+        if fp8.keeps_weights and dtype != torch.bfloat16:
+            raise ValueError(
+                "model.fp8_param: weights in float32 have no masters to be rounded from; set model.precision to bf16"
+            )
+    shares_prompts(config.train.share_prompts)
+    fused_options(config, dtype, hf_config)
+
+
+def shares_prompts(wanted: bool | None) -> bool:
+    """Return whether responses share one copy of their prompt; `wanted` is `train.share_prompts`. Raises ValueError."""
+    possible = not device.has_transformer_engine()
+    if wanted and not possible:
+        raise ValueError(
+            "train.share_prompts: Transformer Engine's attention cannot share a prompt; set it to false or leave it "
+            "empty"
+        )
+    return possible if wanted is None else wanted
+
+
+def fused_options(config: RunConfig, dtype: torch.dtype, hf_config: HfConfig) -> FusedOptions:
+    """Return whether and how the fused kernels run. All passes of a run use the same, so that equal weights
+    give equal log-probs. Raises
+    ValueError."""
+    wanted, exact_kl = config.train.fused_logprobs, config.algorithm.full_kl and config.algorithm.beta > 0
+    fp8 = None if config.train.logprobs_fp8_recipe == "none" else config.train.logprobs_fp8_recipe
+    reason = fused_logprobs.refusal(dtype, hf_config.hidden_size, config.rollout.truncates, exact_kl, bool(fp8))
+    if wanted and reason:
+        raise ValueError(f"train.fused_logprobs: true is not possible: {reason}; set it to false")
+    return FusedOptions(fused=wanted, fp8=fp8)

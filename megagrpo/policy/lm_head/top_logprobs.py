@@ -1,0 +1,33 @@
+"""The largest log-probs of a vocabulary-sharded LM head, exact over the whole vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megagrpo.policy.lm_head.task import HeadTask
+from megagrpo.policy.lm_head.vocab_shard import Softmax, chunks
+from megagrpo.types import TopLogprobs
+
+
+@torch.no_grad()
+def top_logprobs(hidden: Tensor, weight: Tensor, k: int, task: HeadTask) -> TopLogprobs:
+    """Return the k largest log-probs [N, k] of each token and their ids [N, k], largest first, of softmax(logits /
+    temperature) over the whole vocabulary.
+
+    `hidden` [N, H] and the head `weight` [V/tp, H] are as in `vocab_logprobs`; `task.truncation` does not apply. All
+    ranks of `task.group` get the same result. Each rank sends k logits and k ids per token. The order of equal
+    log-probs is arbitrary. Raises ValueError for a k below 1 or above the vocabulary's size.
+    """
+    shard = task.shard(weight)
+    if not 0 < k <= shard.size(weight, task.vocab_size):
+        raise ValueError(f"k: {k} is not between 1 and the number of tokens in the vocabulary")
+    memory = shard.memory(hidden, task.chunk)
+    logprobs = torch.empty(hidden.shape[0], k, dtype=memory.dtype, device=hidden.device)
+    token_ids = torch.empty(hidden.shape[0], k, dtype=torch.int64, device=hidden.device)
+    for rows in chunks(hidden.shape[0], task.chunk):
+        logits = shard.logits(hidden[rows], weight, task.temperature, task.logit_cap, memory)
+        normaliser = Softmax.of(logits, task.labels[rows], shard).log_normaliser
+        largest, token_ids[rows] = shard.largest(logits, k)
+        logprobs[rows] = largest - normaliser[:, None]
+    return TopLogprobs(logprobs, token_ids)
