@@ -6,12 +6,15 @@ vocabulary (a tensor-parallel rank holds V/tp), H hidden size.
 
 Every [T] array is label-aligned: position t describes labels[t] = token_ids[t + 1], the next token. Only `data.packing`
 shifts. The last position of a sample has no label, and its loss_mask is False.
+
+The examples in the docstrings are one story, from a prompt to its loss: P = 1 prompt of Lp = 3 tokens with G = 2
+responses. Later examples use the names of earlier ones. `tests/unit/test_types.py` runs them.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -21,7 +24,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question with its chat template applied, ready for the engine."""
+    """A question with its chat template applied, ready for the engine.
+
+    `inputs` are what the model reads besides tokens, by name, such as the pixels of an image: arrays or tensors of this
+    prompt alone, without a batch dimension. Rollouts, samples and micro-batches pass the same object on, without
+    copies. It is empty for models of text, and `MegatronPolicy` rejects a non-empty one.
+
+    >>> prompt = Prompt(prompt_id=0, token_ids=(5, 6, 7), messages="2 + 2?", columns={"answer": "4"})
+    """
 
     prompt_id: int  # row in the data set
     token_ids: tuple[int, ...]  # [Lp]
@@ -29,15 +39,21 @@ class Prompt:
     columns: dict[str, Any] = field(default_factory=dict)  # the data set's other columns, for the reward functions
     occurrence: int = 0  # earlier prompts of the step with the same prompt_id; sampling seeds depend on it
     place: int | None = None  # unique index in the run's stream of prompts; None if the prompt is not from that stream
-    # variables of the chat template for this prompt alone
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # this prompt's variables of the chat template
     opened: str = ""  # the end of token_ids as text if it opens a thought for the response, such as "<think>\n"
+    inputs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Truncation:
     """The tokens that a sampler may choose from softmax(logits / temperature). Rules and order are vLLM's: min_p,
-    top_k, top_p."""
+    top_k, top_p.
+
+    Of the probabilities 0.5, 0.3, 0.15 and 0.05, top_p 0.7 keeps the first two, and min_p 0.2 those of at least 0.1.
+
+    >>> bool(Truncation(top_p=0.7)), bool(Truncation(top_p=1.0))
+    (True, False)
+    """
 
     top_p: float = 1.0  # keep the most likely tokens until their probabilities add up to top_p; 1 keeps all
     top_k: int = 0  # keep the top_k most likely tokens; 0 keeps all
@@ -54,14 +70,16 @@ NO_TRUNCATION = Truncation()
 @dataclass(frozen=True)
 class SamplingParams:
     """How the engine samples. Its log-probs are those of softmax(logits / temperature) over the tokens that
-    `truncation` keeps."""
+    `truncation` keeps.
+
+    >>> sampling = SamplingParams(temperature=1.0, max_tokens=3, stop_token_ids=(2,))
+    """
 
     temperature: float  # 0 is greedy
     max_tokens: int  # limit of a response
     stop_token_ids: tuple[int, ...] = ()  # each of them ends a response and is part of it
     truncation: Truncation = NO_TRUNCATION
-    # texts that end a response; the tokens up to the one that completes the text are part of it
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # texts that end a response, at the token that completes the text
     include_stop: bool = True  # whether the response's text includes the text of `stop` that ended it
 
 
@@ -71,14 +89,17 @@ class Dialogue:
 
     Tokens that the policy did not write (results of tools, messages of the user) count nowhere: not in the loss, and
     not in lengths, denominators or comparisons of log-probs.
+
+    >>> dialogue = Dialogue(written=(True, False, True), messages=(), num_turns=2, ended="done")
+    >>> Rollout(prompt, (8, 9, 2), (-0.5, 0.0, -0.125), "stop", 1, "4", dialogue).length  # 9 is a tool's
+    2
     """
 
     written: tuple[bool, ...]  # [Lr], True at tokens that the policy wrote
     messages: tuple[dict[str, Any], ...]  # all messages after the prompt: the policy's, the tools' and the user's
     num_turns: int  # turns of the policy
     ended: str  # "done", "length", "budget", "max_turns", "tool_limit" or "failed"
-    # rewards of turns and environment by column; summed with weight 1
-    rewards: dict[str, float | None] = field(default_factory=dict)
+    rewards: dict[str, float | None] = field(default_factory=dict)  # of turns and environment by column, weight 1
     turn_rewards: tuple[float | None, ...] = ()  # one per judged turn
     tool_calls: int = 0
     tool_failures: int = 0
@@ -90,7 +111,13 @@ class Dialogue:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One prompt with one sampled response."""
+    """One prompt with one sampled response.
+
+    >>> right = Rollout(prompt, (8, 9, 2), (-0.5, -0.25, -0.125), "stop", weight_version=1, text="4")
+    >>> cut = Rollout(prompt, (8, 3), (-0.5, -1.0), "length", weight_version=1, text="33", later_versions=((1, 2),))
+    >>> right.length, cut.token_versions  # a sync came before the second token of `cut`
+    (3, (1, 2))
+    """
 
     prompt: Prompt
     response_ids: tuple[int, ...]  # [Lr], with the end token if finish_reason is "stop" and stop_string is empty
@@ -99,8 +126,7 @@ class Rollout:
     weight_version: int  # number of weight syncs before the engine sampled the first token
     text: str  # the decoded response, without special tokens; up to the stop string, if one ended it
     dialogue: Dialogue | None = None  # None: one turn, written by the policy alone
-    # (first token, weight version) after each sync during the response
-    later_versions: tuple[tuple[int, int], ...] = ()
+    later_versions: tuple[tuple[int, int], ...] = ()  # (first token, weight version) after each sync during it
     # the text of `rollout.stop` that ended the policy's last turn, or ""; None without `rollout.stop`
     stop_string: str | None = None
 
@@ -124,20 +150,29 @@ class Rollout:
 
 @dataclass(frozen=True)
 class ScoredRollout:
-    """A rollout with its rewards."""
+    """A rollout with its rewards.
+
+    >>> scored = [ScoredRollout(right, {"exact": 1.0}, reward=1.0), ScoredRollout(cut, {"exact": 0.0}, reward=0.0)]
+    """
 
     rollout: Rollout
     rewards: dict[str, float | None]  # by reward function; None where a function could not score
     reward: float  # weighted sum; NaN if no function could score
-    # by FUNCTION/column: what functions logged of this response with `log_extra`
-    extra: dict[str, Any] = field(default_factory=dict)
-    # by FUNCTION/name: numbers of `log_metric` of the call that scored it
-    logged: dict[str, float] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)  # by FUNCTION/column: `log_extra` of this response
+    logged: dict[str, float] = field(default_factory=dict)  # by FUNCTION/name: `log_metric` of the call that scored it
 
 
 @dataclass(frozen=True)
 class TrainSample:
-    """A rollout as arrays [L]: the prompt, then the response."""
+    """A rollout as arrays [L]: the prompt, then the response. Nothing is shifted yet.
+
+    >>> from megagrpo.algorithms.advantages import to_samples
+    >>> first, second = to_samples(scored, advantages=torch.tensor([[1.0, -1.0]]))
+    >>> first.token_ids.tolist(), first.response_mask.int().tolist()
+    ([5, 6, 7, 8, 9, 2], [0, 0, 0, 1, 1, 1])
+    >>> first.rollout_logprobs.tolist()
+    [0.0, 0.0, 0.0, -0.5, -0.25, -0.125]
+    """
 
     token_ids: Tensor  # [L] int64
     response_mask: Tensor  # [L] bool, True at tokens that the policy wrote
@@ -145,12 +180,18 @@ class TrainSample:
     advantage: float
     index: int = -1  # index among the step's samples; -1 for padding
     truncated: bool = False  # the response reached its length limit
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # `Prompt.inputs`
 
 
 @dataclass(frozen=True)
 class RefHead:
     """The inputs of the reference's LM head for one micro-batch. Its logits are computed from them in tiles, when
-    needed."""
+    needed.
+
+    >>> head = RefHead(hidden=torch.ones(5, 4), weight=torch.ones(10, 4))  # 5 loss tokens, H = 4, V = 10 on one rank
+    >>> (head.hidden @ head.weight.t()).shape
+    torch.Size([5, 10])
+    """
 
     hidden: Tensor  # [n, H] final hidden states at the n loss tokens of this context-parallel rank, in order
     weight: Tensor  # [V/tp, H] this rank's rows of the head
@@ -158,7 +199,12 @@ class RefHead:
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """The k most likely tokens of each position, most likely first."""
+    """The k most likely tokens of each position, most likely first.
+
+    >>> top = TopLogprobs(*torch.tensor([[0.125, 0.25, 0.625], [0.5, 0.375, 0.125]]).log().topk(k=2))
+    >>> top.token_ids.tolist(), top.logprobs.exp().tolist()  # T = 2
+    ([[2, 1], [0, 1]], [[0.625, 0.25], [0.5, 0.375]])
+    """
 
     logprobs: Tensor  # [T, k] float32
     token_ids: Tensor  # [T, k] int64
@@ -172,14 +218,16 @@ class StepTerms:
     A term is None if the loss does not need it. Terms from a forward pass exist on the last pipeline stage only and are
     None on others. `Trainer.with_logprobs` and `Reference.annotate` add the log-probs once per batch.
     `policy.step_terms` adds the terms below them before each optimizer step.
+
+    >>> StepTerms(ref_logprobs=torch.tensor([0.0, 0.0, -0.75, -0.25, -0.125, 0.0])).old_logprobs is None
+    True
     """
 
     # [T] float32, with updates_per_step > 1 or kl_in_reward; None: policy_logprobs, detached
     old_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None  # [T] float32, with a KL term whose estimator uses the sampled token
     ref_head: RefHead | None = None  # with a KL term over the whole vocabulary (kl_estimator full_*)
-    # [T] bool, with top_entropy_quantile < 1: loss tokens that count in the policy term
-    high_entropy: Tensor | None = None
+    high_entropy: Tensor | None = None  # [T] bool, with top_entropy_quantile < 1: tokens that the policy term counts
     # [T] float32, with an entropy bonus: the loss falls by weight x entropy, which has a gradient
     entropy_weights: Tensor | None = None
     real_slopes: Tensor | None = None  # [T] float32, with loss_type real: d loss / d log-prob
@@ -200,6 +248,20 @@ class MicroBatch:
 
     The tensors of sequences ([S], [S + 1]) stay on the host, because layouts of memory and kernels depend on their
     numbers.
+
+    >>> from megagrpo.data.packing import PackingRules, build_micro_batch, pack
+    >>> m = build_micro_batch([first, second])
+    >>> m.token_ids.tolist(), m.cu_seqlens.tolist()  # T = 11, S = 2
+    ([5, 6, 7, 8, 9, 2, 5, 6, 7, 8, 3], [0, 6, 11])
+    >>> m.labels.tolist(), m.loss_mask.int().tolist()  # the prompt's last token predicts the first of the response
+    ([6, 7, 8, 9, 2, 0, 6, 7, 8, 3, 0], [0, 0, 1, 1, 1, 0, 0, 0, 1, 1, 0])
+    >>> m.rollout_logprobs.tolist()
+    [0.0, 0.0, -0.5, -0.25, -0.125, 0.0, 0.0, 0.0, -0.5, -1.0, 0.0]
+    >>> shared = build_micro_batch([first, second], PackingRules(max_tokens=16, share_prompts=True))
+    >>> shared.token_ids.tolist(), shared.cu_seqlens.tolist(), shared.prefixes.tolist()  # T = 9, S = 3
+    ([5, 6, 7, 8, 9, 2, 7, 8, 3], [0, 2, 6, 9], [-1, 0, 0])
+    >>> shared.position_ids.tolist(), shared.loss_mask.int().tolist()
+    ([0, 1, 2, 3, 4, 5, 2, 3, 4], [0, 0, 1, 1, 1, 0, 1, 1, 0])
     """
 
     token_ids: Tensor  # [T] int64
@@ -211,9 +273,9 @@ class MicroBatch:
     rollout_logprobs: Tensor  # [T] float32
     samples: Tensor  # [S] int64, `TrainSample.index` of each sequence
     sequence_index: Tensor  # [T] int64, index of each token's sequence
-    # [S] int64, index of the sequence that each sequence continues, or -1; None: all are -1
-    prefixes: Tensor | None = None
+    prefixes: Tensor | None = None  # [S] int64, index of the sequence that each one continues, or -1; None: all -1
     terms: StepTerms = field(default_factory=StepTerms)
+    inputs: tuple[Mapping[str, Any], ...] = ()  # [S], `TrainSample.inputs` of each sequence; () if all are empty
 
     @property
     def num_tokens(self) -> int:
@@ -254,7 +316,13 @@ def moved(row: Tensor, device: torch.device) -> Tensor:
 @dataclass(frozen=True)
 class ComputedTokens:
     """The tokens that one optimizer step runs through the model, over all ranks, without padding: what its FLOPs are
-    counted from."""
+    counted from.
+
+    >>> pack([first, second], PackingRules(max_tokens=16)).computed
+    ComputedTokens(spans=((0, 6), (0, 5)), num_loss=5)
+    >>> pack([first, second], PackingRules(max_tokens=16, share_prompts=True)).computed.spans
+    ((0, 2), (2, 6), (2, 5))
+    """
 
     # [start, stop) of each computed part of a sample; it attends to the sample's tokens < stop
     spans: tuple[tuple[int, int], ...] = ()
@@ -263,7 +331,14 @@ class ComputedTokens:
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The micro-batches of this data-parallel rank for one optimizer step, and counts over all ranks."""
+    """The micro-batches of this data-parallel rank for one optimizer step, and counts over all ranks.
+
+    The counts are the loss's denominators. They do not depend on the layout: here each of two ranks gets one sample.
+
+    >>> batch = pack([first, second], PackingRules(max_tokens=16), dp_rank=1, dp_size=2)
+    >>> batch.num_tokens, batch.num_sequences, [m.samples.tolist() for m in batch.micro_batches]
+    (5, 2, [[1]])
+    """
 
     micro_batches: tuple[MicroBatch, ...]
     num_tokens: int  # loss tokens of all ranks, including samples that were skipped for an advantage of 0
@@ -287,13 +362,15 @@ class TrainBatch:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The arguments of a loss for one micro-batch."""
+    """The arguments of a loss for one micro-batch.
+
+    >>> inputs = LossInputs(policy_logprobs=m.rollout_logprobs, entropy=torch.zeros(11), micro_batch=m)
+    """
 
     policy_logprobs: Tensor  # [T] float32, with gradient
     entropy: Tensor  # [T] float32 in nats, with gradient if the micro-batch has `entropy_weights`
     micro_batch: MicroBatch
-    # [T] float32, with gradient: KL to the reference over the whole vocabulary; None without `ref_head`
-    full_kl: Tensor | None = None
+    full_kl: Tensor | None = None  # [T] float32, with gradient: KL over the whole vocabulary; None without `ref_head`
 
 
 _MERGES: dict[str, Callable[[Any, Any], Any]] = {
@@ -311,6 +388,11 @@ class Metric:
     `mean`: `sum` and `count` add up over micro-batches and ranks, and `value` is their quotient; over optimizer steps
     it is the mean of the values. `max`, `min`, `last`: `sum` holds that number instead of a sum. A metric with count 0
     has no value.
+
+    >>> Metric(sum=3.0, count=2).merge(Metric(sum=5.0, count=2)).value  # (3 + 5) / 4
+    2.0
+    >>> Metric(3.0, 2, "max").merge(Metric(5.0, 2, "max")).value
+    5.0
     """
 
     sum: Tensor | float
@@ -331,7 +413,13 @@ class Metric:
 @dataclass(frozen=True)
 class LossOutput:
     """The result of a loss for one micro-batch: `numerator` is a sum over the micro-batch, which the policy divides by
-    the denominator of the whole step."""
+    the denominator of the whole step.
+
+    >>> numerator = -(m.advantages * inputs.policy_logprobs)[m.loss_mask].sum()  # 0.875 of first, -1.5 of second
+    >>> output = LossOutput(numerator, {"entropy": Metric(0.0, count=5)})
+    >>> (output.numerator / batch.num_tokens).item()
+    -0.125
+    """
 
     numerator: Tensor  # scalar float32
     metrics: dict[str, Metric]  # of this micro-batch
@@ -342,21 +430,22 @@ LossFn = Callable[[LossInputs], LossOutput]
 
 @dataclass
 class TrainState:
-    """What a checkpoint restores besides weights and optimizer."""
+    """What a checkpoint restores besides weights and optimizer.
+
+    >>> state = TrainState(step=2, weight_version=2, cursor=16)  # after two steps of 8 prompts
+    """
 
     step: int = 0  # steps finished
     weight_version: int = 0  # weight syncs finished
     best_step: int = 0  # step of the checkpoint with the best evaluation; 0: none
     best_value: float | None = None  # value of `evaluation.keep_best` at that step
     cursor: int = 0  # prompts drawn or skipped since the start
-    # for the curriculum: (prompt_id, pass rate, its epoch)
-    pass_rates: list[tuple[int, float, int]] = field(default_factory=list)
+    pass_rates: list[tuple[int, float, int]] = field(default_factory=list)  # of the curriculum: prompt_id, rate, epoch
     skipped_steps: int = 0  # optimizer steps skipped because loss or gradient was NaN or infinite
     skipped_in_a_row: int = 0  # skipped optimizer steps since the last one that was taken
     mismatch_alarms: int = 0  # steps with a warning of the train/rollout mismatch
     evaluated: int = -1  # the last step with a finished evaluation
     first_mismatches: list[float] = field(default_factory=list)  # `token_mult_prob_error` of the run's first steps
     entropy_coef: float | None = None  # weight of an adaptive entropy bonus; None: the configured weight
-    # groups of all replicas, generated ahead and not yet trained on
-    ahead: list[dict[str, Any]] = field(default_factory=list)
+    ahead: list[dict[str, Any]] = field(default_factory=list)  # groups of all replicas that wait for their step
     last_entropy: float | None = None  # mean entropy of the last optimizer step over the tokens that the bonus counts

@@ -168,4 +168,4 @@ def _to_sample(scored: ScoredRollout, advantage: float, index: int) -> TrainSamp
     logprobs = torch.tensor((0.0,) * prompt_length + rollout.rollout_logprobs)
     token_ids = torch.tensor(rollout.prompt.token_ids + rollout.response_ids, dtype=torch.int64)
     truncated = rollout.finish_reason == "length"
-    return TrainSample(token_ids, mask, logprobs, advantage, index, truncated)
+    return TrainSample(token_ids, mask, logprobs, advantage, index, truncated, rollout.prompt.inputs)

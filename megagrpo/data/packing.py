@@ -127,7 +127,9 @@ def prompt_length(sample: TrainSample) -> int:
 
 
 def same_prompt(one: TrainSample, other: TrainSample) -> bool:
-    """Return whether two samples have the same prompt tokens."""
+    """Return whether two samples have the same prompt: equal tokens and, if any, the same `inputs` object."""
+    if one.inputs is not other.inputs and (one.inputs or other.inputs):
+        return False
     length = prompt_length(one)
     return length == prompt_length(other) and torch.equal(one.token_ids[:length], other.token_ids[:length])
 
@@ -202,6 +204,7 @@ def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLI
         samples=torch.tensor([s.sample.index for s in sequences]),
         sequence_index=torch.arange(len(sequences)).repeat_interleave(lengths),
         prefixes=torch.tensor([s.prefix for s in sequences]) if any(s.prefix >= 0 for s in sequences) else None,
+        inputs=tuple(s.sample.inputs for s in sequences) if any(s.sample.inputs for s in sequences) else (),
     )
 
 

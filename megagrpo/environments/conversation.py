@@ -50,7 +50,8 @@ class Conversation:
     def prefix(self) -> Prompt:
         """The prompt for the engine to continue: the original prompt and the response so far."""
         prompt = self.prompt
-        return Prompt(prompt.prompt_id, (*prompt.token_ids, *self.ids), prompt.messages, prompt.columns)
+        ids = (*prompt.token_ids, *self.ids)
+        return Prompt(prompt.prompt_id, ids, prompt.messages, prompt.columns, inputs=prompt.inputs)
 
     @property
     def room(self) -> int:

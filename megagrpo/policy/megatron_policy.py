@@ -264,7 +264,12 @@ class MegatronPolicy:
         self, micro_batches: Sequence[MicroBatch], last_stage: Callable[..., Any], forward_only: bool
     ) -> Iterator[dict[str, Any]]:
         """Yield the arguments of Megatron's pipeline schedule for one pass over the micro-batches, which must run
-        inside this context. `last_stage` turns the final hidden states into the values that the schedule returns."""
+        inside this context. `last_stage` turns the final hidden states into the values that the schedule returns.
+
+        Raises ValueError for a micro-batch with `inputs`.
+        """
+        if names := sorted({name for m in micro_batches for of_sample in m.inputs for name in of_sample}):
+            raise ValueError(f"Prompt.inputs: the policy reads token ids only, and a prompt has {', '.join(names)}")
 
         def forward_step(iterator: Iterator[RankBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
             item = next(iterator)

@@ -1,5 +1,6 @@
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,15 @@ def test_samples_carry_the_response_mask_logprobs_and_advantage():
     assert first.response_mask.tolist() == [False, False, True, True, True]
     assert first.rollout_logprobs.tolist() == [0, 0, -0.5, -1.0, -1.5]
     assert (first.advantage, second.advantage) == (0.5, -0.5)
+
+
+def test_samples_carry_the_inputs_of_their_prompt_without_copies():
+    image = {"pixels": torch.ones(2, 2)}
+    rollouts = [
+        replace(s, rollout=replace(s.rollout, prompt=replace(s.rollout.prompt, inputs=image)))
+        for s in (scored(1.0), scored(0.0))
+    ]
+    assert all(sample.inputs is image for sample in to_samples(rollouts, torch.zeros(1, 2)))
 
 
 def test_broken_groups_are_refused():

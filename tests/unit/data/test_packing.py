@@ -284,3 +284,22 @@ def test_a_micro_batch_moves_to_a_device_with_its_terms_and_leaves_the_rows_of_s
 def test_every_token_has_the_index_of_its_sequence():
     batch = build_micro_batch([sample(), sample()])
     assert batch.sequence_index.tolist() == [0] * 5 + [1] * 5 and batch.num_sequences == 2
+
+
+def test_inputs_travel_with_their_samples_without_copies():
+    image, other = dict(pixels=torch.ones(3, 2)), dict(pixels=torch.zeros(3, 2))
+    first, second, plain = (replace(sample(first=10), index=i, inputs=of) for i, of in enumerate((image, other, {})))
+    batch = build_micro_batch([first, second, plain], replace(SHARE, align=16, sequence_align=4)).to(
+        torch.device("cpu")
+    )
+    assert batch.samples.tolist() == [0, 1, 2, -1]
+    assert batch.inputs[0] is image and batch.inputs[1] is other and batch.inputs[2:] == ({}, {})
+    assert build_micro_batch([plain]).inputs == ()
+
+
+def test_samples_share_a_prompt_only_with_the_same_inputs():
+    image = dict(pixels=torch.ones(3, 2))
+    prompts = [replace(sample(first=10), inputs=of) for of in (image, image, dict(image), {}, {})]
+    batch = build_micro_batch(prompts, SHARE)
+    assert batch.prefixes.tolist() == [-1, 0, 0, -1, -1, 4, 4]
+    assert [inputs is image for inputs in batch.inputs] == [True] * 3 + [False] * 4

@@ -790,3 +790,10 @@ def test_what_a_configuration_describes_shows_its_tools_and_columns(tokenizer, p
         assert [tool["function"]["name"] for tool in made.tools] == ["calculator", "add", "die", "hang"]
         assert made.columns == ["Counter", "turns", "Patient"]
         assert make_dialogues(tiny_run(), tokenizer, plugins.parent, resources) is None
+
+
+def test_a_later_turn_keeps_the_inputs_of_its_prompt():
+    image = {"pixels": [1.0]}
+    made = Conversation(Prompt(0, (1,), "hi", inputs=image), 0, 0, 0, [{"role": "user", "content": "hi"}], 100)
+    made.ids = [7, 8]
+    assert made.prefix.token_ids == (1, 7, 8) and made.prefix.inputs is image
