@@ -54,6 +54,7 @@ from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
+from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.types import Prompt, SamplingParams
 
@@ -169,7 +170,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, float]]:
         layout = init_layout(ParallelSection())
         stack.callback(layout.close)
         hf_config = load_hf_config(folder)
-        chunks = build_model(hf_config, layout, dtype=dtype, init_weights=args.model != "135m")
+        chunks = build_model(hf_config, layout, ModelOptions(dtype=dtype, init_weights=args.model != "135m"))
         if args.model == "135m":
             load_hf(chunks, hf_config, folder, layout)
         engine = VllmEngine(launcher.wait(), lambda ids: "", max_num_seqs=16, logs=launcher.logs)

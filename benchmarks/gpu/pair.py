@@ -19,6 +19,7 @@ from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.sync.trainer_side.sync import SyncReport, WeightSync, make_transport
 from megagrpo.trainer.gpu_turns import SyncHandover
 from megagrpo.trainer.state_offload import NoOffload, Offload
@@ -83,7 +84,7 @@ def pair(config: RunConfig, scratch: Path, trains: bool, offloads: bool = False)
         started_gib = used_gib() - own_gib() - base_gib
         engine.sleep()
         policy = MegatronPolicy(config, layout, hf_config) if trains else None
-        chunks = policy.chunks if policy else build_model(hf_config, layout, dtype=dtype)
+        chunks = policy.chunks if policy else build_model(hf_config, layout, ModelOptions(dtype=dtype))
         offload = Offload(policy) if policy and offloads else NoOffload()
         limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
         way = make_transport(transport, layout, engine_dtype, device.device(), **limits)

@@ -62,6 +62,7 @@ def make_model(raw: dict[str, Any], folder: Path) -> None:
     from megagrpo.models.families.weight_sources import resolve_model
     from megagrpo.platform.parallel.layout import init_layout
     from megagrpo.policy.build import build_model
+    from megagrpo.policy.transformer_config import ModelOptions
 
     source = folder.with_name("source")
     source.mkdir()
@@ -72,7 +73,12 @@ def make_model(raw: dict[str, Any], folder: Path) -> None:
     hf_config = parse_hf_config(raw)
     layout = init_layout(ParallelSection())
     save_hf(
-        build_model(hf_config, layout, dtype=torch.bfloat16), hf_config, layout, folder, source, dtype=torch.bfloat16
+        build_model(hf_config, layout, ModelOptions(dtype=torch.bfloat16)),
+        hf_config,
+        layout,
+        folder,
+        source,
+        dtype=torch.bfloat16,
     )
 
 

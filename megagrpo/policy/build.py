@@ -32,65 +32,38 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.embedding import ScaledEmbedding, TokenEmbedding
 from megagrpo.policy.experts import prepare_experts
-from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.megatron_patches import leave_fp8
 from megagrpo.policy.fp8.products import quantise_linears
 from megagrpo.policy.specs import LAYERS_PER_BLOCK, layer_pattern, local_spec, transformer_engine_spec
-from megagrpo.policy.transformer_config import fuses_rope, transformer_config
+from megagrpo.policy.transformer_config import ModelOptions, fuses_rope, transformer_config
 
 
-def build_model(
-    hf_config: HfConfig,
-    layout: Layout,
-    *,
-    dtype: torch.dtype,
-    recompute: str = "none",
-    recompute_modules: Sequence[str] = ("core_attn",),
-    fusions: Sequence[str] = (),
-    sequence_parallel: bool = False,
-    init_weights: bool = True,
-    own_linears: bool = False,
-    longest_sequence: int | None = None,
-    fp8: Fp8 | None = None,
-) -> list[nn.Module]:
-    """Build this rank's chunks of the model, one per virtual pipeline stage, in `dtype` on this rank's device.
+def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> list[nn.Module]:
+    """Build this rank's chunks of the model, one per virtual pipeline stage, on this rank's device.
 
-    The last chunk of the last stage returns logits [1, T, V/tp] in `dtype`, or hidden states inside
-    `hidden_states(chunks)`. With `init_weights=False` the weights are uninitialised memory, for callers that load all
-    of them. With `own_linears` all linears are Megatron's own, so that adapters or stored weights can replace parts of
-    them. `longest_sequence` goes to `rotary_frequencies`. `fp8` sets how the blocks' linears multiply. `recompute`,
-    `recompute_modules` and `fusions` are the keys of `model`.
+    The last chunk of the last stage returns logits [1, T, V/tp] in `options.dtype`, or hidden states inside
+    `hidden_states(chunks)`.
 
     Raises ProblemError when the layout cannot shard the model, ValueError when the GPU does not support the FP8 recipe.
     """
     problems = model_problems(hf_config.raw, _sizes(layout))
     if problems:
         raise ProblemError(*problems)
-    device.prepare_precision(dtype)
-    config = transformer_config(
-        hf_config,
-        layout,
-        dtype=dtype,
-        recompute=recompute,
-        recompute_modules=recompute_modules,
-        fusions=fusions,
-        sequence_parallel=sequence_parallel,
-        init_weights=init_weights,
-        fp8=fp8,
-    )
+    device.prepare_precision(options.dtype)
+    config, fp8 = transformer_config(hf_config, layout, options), options.fp8
     spec: Callable[[HfConfig], ModuleSpec]
     if device.has_transformer_engine():
         spec = partial(
             transformer_engine_spec,
-            own_linears=own_linears,
+            own_linears=options.own_linears,
             own_attention=_own_attention(hf_config, layout),
-            own_rotation=not fuses_rope(hf_config, fusions),
+            own_rotation=not fuses_rope(hf_config, options.fusions),
         )
     else:
         spec = local_spec
     chunks = [_build_chunk(hf_config, config, layout, chunk, spec(hf_config)) for chunk in range(layout.vpp)]
     for chunk in chunks:
-        _set_rotary(chunk, hf_config, longest_sequence)
+        _set_rotary(chunk, hf_config, options.longest_sequence)
         _accumulate_in_products(chunk)
     if fp8 is not None and not device.has_transformer_engine():
         quantise_linears(chunks, fp8, LAYERS_PER_BLOCK, layout.process_groups.tp_dp_cp)

@@ -47,6 +47,7 @@ from megagrpo.policy.optimizer import (
     wrap_data_parallel,
 )
 from megagrpo.policy.stored import store_weights
+from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.types import (
     NO_TRUNCATION,
     LossFn,
@@ -76,15 +77,17 @@ class MegatronPolicy:
         self.chunks = build_model(
             hf_config,
             layout,
-            dtype=self.dtype,
-            recompute=config.model.recompute,
-            recompute_modules=config.model.recompute_modules,
-            fusions=config.model.fusions,
-            sequence_parallel=config.parallel.sequence_parallel,
-            own_linears=config.lora.enabled,
-            init_weights=config.model.base_storage == "none",
-            longest_sequence=config.longest_sequence,
-            fp8=Fp8.of(config.model, hf_config.num_layers),
+            ModelOptions(
+                dtype=self.dtype,
+                recompute=config.model.recompute,
+                recompute_modules=config.model.recompute_modules,
+                fusions=config.model.fusions,
+                sequence_parallel=config.parallel.sequence_parallel,
+                own_linears=config.lora.enabled,
+                init_weights=config.model.base_storage == "none",
+                longest_sequence=config.longest_sequence,
+                fp8=Fp8.of(config.model, hf_config.num_layers),
+            ),
         )
         if config.model.offload_activations:
             offload_activations(self.chunks, config.model.offload_activations)

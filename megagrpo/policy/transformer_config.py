@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,42 +35,47 @@ def _recompute_config(recompute: str, modules: Sequence[str]) -> dict[str, Any]:
     return {}
 
 
-def transformer_config(
-    hf_config: HfConfig,
-    layout: Layout,
-    *,
-    dtype: torch.dtype,
-    recompute: str = "none",
-    recompute_modules: Sequence[str] = ("core_attn",),
-    fusions: Sequence[str] = (),
-    sequence_parallel: bool = False,
-    init_weights: bool = True,
-    fp8: Fp8 | None = None,
-) -> TransformerConfig:
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is built, besides its architecture and layout. `recompute`, `recompute_modules` and `fusions` are the
+    keys of `model`."""
+
+    dtype: torch.dtype  # of weights and activations
+    recompute: str = "none"
+    recompute_modules: Sequence[str] = ("core_attn",)
+    fusions: Sequence[str] = ()
+    sequence_parallel: bool = False
+    init_weights: bool = True  # False: uninitialised memory, for callers that load all weights
+    own_linears: bool = False  # all linears are Megatron's, so that adapters or stored weights can replace parts
+    longest_sequence: int | None = None  # for `build.rotary_frequencies`
+    fp8: Fp8 | None = None  # how the blocks' linears multiply
+
+
+def transformer_config(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> TransformerConfig:
     """Return Megatron's configuration of this model in this layout. Raises ValueError when the GPU does not support the
     FP8 recipe."""
-    fused = device.has_transformer_engine()
+    fused, fp8 = device.has_transformer_engine(), options.fp8
     # Megatron's default of cuda_graph_modules makes its config class warn on every construction.
     warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron")
     config = (TransformerConfig if hf_config.mla is None else MLATransformerConfig)(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         deterministic_mode=device.is_deterministic(),
-        perform_initialization=init_weights,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        sequence_parallel=sequence_parallel,
+        perform_initialization=options.init_weights,
+        params_dtype=options.dtype,
+        pipeline_dtype=options.dtype,
+        bf16=options.dtype == torch.bfloat16,
+        sequence_parallel=options.sequence_parallel,
         calculate_per_token_loss=True,
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,  # for Megatron's own linears; `build` sets it for Transformer Engine's
         persist_layer_norm=fused,
-        **_recompute_config(recompute, recompute_modules),
+        **_recompute_config(options.recompute, options.recompute_modules),
         **_shape_config(hf_config),
         **_layout_config(layout),
-        **_fusions_config(hf_config, fused, fusions),
+        **_fusions_config(hf_config, fused, options.fusions),
         **_windows_config(hf_config),
-        **_activation(hf_config, fused, _fuses_activation(hf_config, fusions)),
+        **_activation(hf_config, fused, _fuses_activation(hf_config, options.fusions)),
         **_experts_config(hf_config, layout),
         **(_latent_config(hf_config) if hf_config.mla else {}),
         **(fp8.megatron_config() if fp8 else {}),
@@ -155,7 +161,7 @@ def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
     """The fields of Megatron's configuration for latent attention. Of the rotary settings it contains only those that
     scale the scores."""
     mla, rotary = hf_config.mla, rope(hf_config.raw)
-    assert mla is not None
+    assert mla is not None, "the model has no latent attention"
     return dict(
         q_lora_rank=mla.query_rank,
         kv_lora_rank=mla.kv_rank,

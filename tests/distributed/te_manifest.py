@@ -32,6 +32,7 @@ from megagrpo.policy.build import build_model
 from megagrpo.policy.fp8.fp8_settings import Fp8, History
 from megagrpo.policy.fp8.megatron_patches import keep_in_bf16
 from megagrpo.policy.model_state import sharded_state
+from megagrpo.policy.transformer_config import ModelOptions
 
 FILE = Path(__file__).parents[1] / "vectors" / "te_manifest.json"
 CASES = (
@@ -76,7 +77,7 @@ def architecture(name: str) -> HfConfig:
 def chunk_of(hf_config: HfConfig, layout: Layout, own_linears: bool) -> nn.Module:
     """The model with uninitialized weights, with the layers that this process builds."""
     options = dict(init_weights=False, own_linears=own_linears, sequence_parallel=layout.tp_size > 1)
-    (chunk,) = build_model(hf_config, layout, dtype=DTYPE, **options)
+    (chunk,) = build_model(hf_config, layout, ModelOptions(dtype=DTYPE, **options))
     return chunk
 
 

@@ -25,6 +25,7 @@ from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
+from megagrpo.policy.transformer_config import ModelOptions
 
 # lengths of the sequences in each micro-batch; both have an even sum, as sequence parallelism requires
 PACKS = ([7, 40, 1, 12], [30])
@@ -89,7 +90,7 @@ def forward(chunks, hf_config) -> list[torch.Tensor]:
 
 def load_in(layout, folder, **options):
     hf_config = load_hf_config(folder)
-    chunks = build_model(hf_config, layout, dtype=torch.float32, init_weights=False, **options)
+    chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, init_weights=False, **options))
     for chunk in chunks:
         for p in chunk.parameters():
             p.data.fill_(float("nan"))  # shows every parameter that loading misses
@@ -210,7 +211,7 @@ def save_in_one_layout(folder: Path, out: Path, sizes: dict):
 def load_in_another(checkpoint: Path, out: Path, sizes: dict):
     layout = init_layout(ParallelSection(**sizes))
     hf_config = load_hf_config(checkpoint / "hf")
-    chunks = build_model(hf_config, layout, dtype=torch.float32)
+    chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32))
     load_model(chunks, checkpoint, layout)
     save_hf(chunks, hf_config, layout, out, checkpoint / "hf")
     layout.close()

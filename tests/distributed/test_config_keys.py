@@ -27,6 +27,7 @@ from megagrpo.models.families.hf_config import architecture_problems, load_hf_co
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
+from megagrpo.policy.transformer_config import ModelOptions
 
 TOKENS = 40  # more than the attention windows and the start lengths of rotary scaling
 ABSENT = object()
@@ -103,7 +104,9 @@ def their_logits(model: torch.nn.Module) -> torch.Tensor:
 @torch.no_grad()
 def our_logits(folder: Path, layout) -> torch.Tensor:
     hf_config = load_hf_config(folder)
-    (chunk,) = build_model(hf_config, layout, dtype=torch.float32, init_weights=False, longest_sequence=TOKENS)
+    (chunk,) = build_model(
+        hf_config, layout, ModelOptions(dtype=torch.float32, init_weights=False, longest_sequence=TOKENS)
+    )
     load_hf([chunk], hf_config, folder, layout)
     packed = pack_params(torch.tensor([0, TOKENS]).int())
     return chunk(tokens()[None], torch.arange(TOKENS)[None], None, packed_seq_params=packed)[

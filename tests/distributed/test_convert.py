@@ -35,6 +35,7 @@ from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import INDEX
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
+from megagrpo.policy.transformer_config import ModelOptions
 
 EVEN, UNEVEN = {1: None, 2: None, 4: None}, {2: [1, 3], 4: [1, 1, 1, 1]}
 AXES = {"tp": [1, 2], "pp": [1, 2, 4], "vpp": [1, 2], "uneven": [False, True], "ep": [1, 2, 4], "etp": [None, 1, 2]}
@@ -152,7 +153,7 @@ def save_with_megatron(source: Path, out: Path, sizes: dict) -> None:
 
     layout = init_layout(ParallelSection(**sizes))
     hf_config = load_hf_config(source)
-    chunks = build_model(hf_config, layout, dtype=torch.float32, init_weights=False)
+    chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, init_weights=False))
     load_hf(chunks, hf_config, source, layout)
     if layout.world_rank == 0:
         out.mkdir()
@@ -374,7 +375,9 @@ def test_a_nan_is_found_on_whichever_rank_and_nothing_is_left(sizes, models, tmp
 def train_from(source: Path) -> None:
     layout = init_layout(ParallelSection())
     hf_config = load_hf_config(source)
-    load_hf(build_model(hf_config, layout, dtype=torch.float32, init_weights=False), hf_config, source, layout)
+    load_hf(
+        build_model(hf_config, layout, ModelOptions(dtype=torch.float32, init_weights=False)), hf_config, source, layout
+    )
 
 
 def test_a_nan_is_found_when_training_starts(models, tmp_path):

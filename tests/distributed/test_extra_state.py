@@ -17,6 +17,7 @@ from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.build import build_model
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.specs import RMSNorm
+from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.types import TrainState
 
 
@@ -114,7 +115,7 @@ def _weights(folder: Path, with_extra_state: bool, save: bool) -> list:
         give_extra_state()
     layout = init_layout(ParallelSection(tp=2))
     torch.manual_seed(0)
-    chunks = build_model(tiny_model("qwen3_moe"), layout, dtype=torch.float32, sequence_parallel=True)
+    chunks = build_model(tiny_model("qwen3_moe"), layout, ModelOptions(dtype=torch.float32, sequence_parallel=True))
     if save:
         dist_checkpointing.save(
             model_state(chunks, layout), str(folder), content_metadata=METADATA, async_strategy="mcore"

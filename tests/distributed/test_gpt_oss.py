@@ -12,6 +12,7 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.build import build_model
+from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_samples, random_tensor, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
@@ -93,7 +94,7 @@ def sinks_made_in_float32() -> list[tuple[torch.dtype, bool, int]]:
         self.softmax_offset = torch.nn.Parameter(self.softmax_offset.data.float())
 
     TorchAttention.__init__ = make
-    chunks = build_model(model(), init_layout(ParallelSection()), dtype=torch.bfloat16)
+    chunks = build_model(model(), init_layout(ParallelSection()), ModelOptions(dtype=torch.bfloat16))
     sinks = [p for chunk in chunks for name, p in chunk.named_parameters() if name.endswith("softmax_offset")]
     return [(p.dtype, p.tensor_model_parallel, p.partition_dim) for p in sinks]
 

@@ -26,12 +26,13 @@ def switches_of_a_model(with_switch: tuple[str, ...]) -> dict[str, bool | None]:
     from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
     from megagrpo.policy.build import build_model
+    from megagrpo.policy.transformer_config import ModelOptions
 
     for linear in (ColumnParallelLinear, RowParallelLinear):
         if linear.__name__ in with_switch:
             setattr(linear, SWITCH, False)
     layout = init_layout(tiny_run({}).parallel)
-    (chunk,) = build_model(tiny_model("qwen3_untied"), layout, dtype=torch.float32)
+    (chunk,) = build_model(tiny_model("qwen3_untied"), layout, ModelOptions(dtype=torch.float32))
     layout.close()
     linears = {
         name: module

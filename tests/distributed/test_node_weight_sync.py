@@ -16,6 +16,7 @@ from megagrpo.models.bridge.parameter_blocks import blocks
 from megagrpo.models.families.boxes import size
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
+from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.sync.trainer_side.node_shares import Nodes, share_out
@@ -68,7 +69,7 @@ class Readers:
 def push(sizes: dict, shared: Path):
     layout = init_layout(ParallelSection(**sizes))
     hf_config = tiny_model("llama_tied")
-    chunks = build_model(hf_config, layout, dtype=torch.float32, init_weights=False)
+    chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, init_weights=False))
     fill_weights(SimpleNamespace(chunks=chunks), hf_config, layout)
     engine = Readers() if layout.world_rank == 0 else None
     transport = SharedMemory(layout, "float32", shared / str(NODES.of_ranks[layout.world_rank]), nodes=NODES)

@@ -20,6 +20,7 @@ from megagrpo.models.families.boxes import intersect, missing, size, whole
 from megagrpo.models.families.hf_config import model_problems, parse_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
+from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.proof.plan.cuts import EngineLayout, wanted_boxes
 from megagrpo.proof.verify.shrink import shrink_model
 from megagrpo.sync.wire.sync_plan import plan_transfers
@@ -29,7 +30,7 @@ def boxes_here(shape, parallel):
     """The blocks that a real rank holds."""
     section = ParallelSection(**parallel)
     layout, model = init_layout(section), shrink_model(SHAPES[shape], section)
-    chunks = build_model(model, layout, dtype=torch.float32)
+    chunks = build_model(model, layout, ModelOptions(dtype=torch.float32))
     found = {(block.name, block.shape, block.box) for _, _, held in blocks(chunks, model, layout) for block in held}
     layout.close()
     return found

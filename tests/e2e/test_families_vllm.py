@@ -22,6 +22,7 @@ from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
 from megagrpo.policy.lora_layers import attach_adapters
+from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
 from megagrpo.sync.trainer_side.sync import WeightSync
@@ -71,9 +72,7 @@ def push(engine, folder: Path, version: int, sizes: dict) -> int:
     chunks = build_model(
         hf_config,
         layout,
-        dtype=torch.float32,
-        init_weights=False,
-        sequence_parallel=sizes.get("sequence_parallel", False),
+        ModelOptions(dtype=torch.float32, init_weights=False, sequence_parallel=sizes.get("sequence_parallel", False)),
     )
     load_hf(chunks, hf_config, folder, layout)
     with WeightSync(engine if layout.world_rank == 0 else None, layout, "float32") as sync:
@@ -85,7 +84,9 @@ def push(engine, folder: Path, version: int, sizes: dict) -> int:
 def megatron_logprobs(folder: Path, samples: list[tuple]) -> list[list[float]]:
     """Log-probs of each response after its prompt."""
     layout, hf_config = init_layout(ParallelSection()), load_hf_config(folder)
-    (chunk,) = build_model(hf_config, layout, dtype=torch.float32, init_weights=False, longest_sequence=LONGEST)
+    (chunk,) = build_model(
+        hf_config, layout, ModelOptions(dtype=torch.float32, init_weights=False, longest_sequence=LONGEST)
+    )
     load_hf([chunk], hf_config, folder, layout)
     found = []
     for prompt, response in samples:
@@ -139,7 +140,7 @@ def test_a_family_reaches_vllm_exactly_and_both_compute_the_same(name):
 def push_adapter(engine, folder: Path, merged: Path) -> None:
     """Give a fused model adapters over ranks, write the merged model to `merged`, and push the adapters alone."""
     layout, hf_config = init_layout(ParallelSection(**LAYOUT)), load_hf_config(folder)
-    chunks = build_model(hf_config, layout, dtype=torch.float32, sequence_parallel=True, own_linears=True)
+    chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, sequence_parallel=True, own_linears=True))
     attach_adapters(chunks, hf_config, LORA, recompute="none")
     load_hf(chunks, hf_config, folder, layout)
     for _, parameter, found in adapter_blocks(chunks, hf_config, layout):

@@ -13,6 +13,7 @@ from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.build import build_model
+from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.types import SamplingParams
 from tests.e2e.test_megatron_to_vllm import push_from_megatron
 from tests.e2e.tiny_servers import PROMPTS, connect, launch, model_folder
@@ -24,7 +25,7 @@ def megatron_logprobs(folder: Path, sequences: list[tuple[int, ...]]) -> list:
     """[L - 1] of each sequence's tokens after the first."""
     layout = init_layout(ParallelSection())
     hf_config = load_hf_config(folder)
-    chunks = build_model(hf_config, layout, dtype=torch.float32)
+    chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32))
     load_hf(chunks, hf_config, folder, layout)
     found = []
     for sequence in sequences:

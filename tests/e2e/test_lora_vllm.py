@@ -21,6 +21,7 @@ from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.lora_layers import attach_adapters
+from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync, verify_adapter
 from megagrpo.sync.wire.manifest import WeightSyncError
@@ -49,7 +50,7 @@ def push(
     layout = init_layout(ParallelSection(**parallel))
     folder = world.folder() / "model"
     hf_config = load_hf_config(folder)
-    chunks = build_model(hf_config, layout, dtype=torch.float32, own_linears=True)
+    chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, own_linears=True))
     attach_adapters(chunks, hf_config, lora, recompute="none")
     load_hf(chunks, hf_config, folder, layout)
     with torch.no_grad():

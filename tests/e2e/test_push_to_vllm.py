@@ -18,6 +18,7 @@ from megagrpo.models.bridge.parameter_blocks import blocks
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
+from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.wire.exchange import Exchange
@@ -42,7 +43,7 @@ def push_from_megatron(parallel: dict, engine, folders: list, version: int, hang
     it has failed."""
     layout = init_layout(ParallelSection(**parallel))
     hf_config = load_hf_config(folders[0])
-    chunks = build_model(hf_config, layout, dtype=torch.float32)
+    chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32))
     transport = PointToPoint(layout, "float32", CPU, seconds=4 if hang else 60, megabytes=0.05)
     reports, failure = [], None
     with WeightSync(engine if layout.world_rank == 0 else None, layout, "float32", transport) as sync:

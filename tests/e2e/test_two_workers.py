@@ -22,6 +22,7 @@ from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.lora_layers import attach_adapters
+from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
 from megagrpo.sync.trainer_side.sync import WeightSync
@@ -105,7 +106,7 @@ def with_adapters(
     the bytes read."""
     layout = init_layout(ParallelSection(**parallel))
     hf_config = load_hf_config(folder)
-    chunks = build_model(hf_config, layout, dtype=torch.float32, own_linears=True)
+    chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, own_linears=True))
     attach_adapters(chunks, hf_config, LORA, recompute="none")
     load_hf(chunks, hf_config, folder, layout)
     with torch.no_grad():

@@ -38,6 +38,7 @@ from megagrpo.models.bridge.parameter_blocks import blocks
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
+from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.types import Prompt, SamplingParams
 
@@ -206,7 +207,7 @@ def push_from_megatron(parallel: dict, engine, folder: Path, out: Path, version:
     server read."""
     layout = init_layout(ParallelSection(**parallel))
     hf_config = load_hf_config(folder)
-    chunks = build_model(hf_config, layout, dtype=torch.float32)
+    chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32))
     load_hf(chunks, hf_config, folder, layout)
     save_hf(chunks, hf_config, layout, out, folder)
     with WeightSync(engine if layout.world_rank == 0 else None, layout, "float32") as sync:

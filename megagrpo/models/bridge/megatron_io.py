@@ -23,6 +23,7 @@ from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.build import build_model, weights_dtype
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
+from megagrpo.policy.transformer_config import ModelOptions
 
 HF_FILES = "hf"  # subfolder with config.json and the tokenizer, which an export needs
 # The only sharding of the distributed optimizer's state that can be loaded with other tensor- and pipeline-parallel
@@ -83,7 +84,7 @@ def structure(hf_config: HfConfig, layout: Layout) -> Structure:
     the layout."""
     dtype = weights_dtype(hf_config)
     with without_data():
-        chunks = build_model(hf_config, layout, dtype=dtype, init_weights=False)
+        chunks = build_model(hf_config, layout, ModelOptions(dtype=dtype, init_weights=False))
         state = model_state(chunks, layout)
         stored = {
             f"chunk{i}.{name}" if i else name: value

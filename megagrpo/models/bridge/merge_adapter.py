@@ -17,6 +17,7 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.policy.build import build_model, weights_dtype
 from megagrpo.policy.lora_layers import adapters, attach_adapters
+from megagrpo.policy.transformer_config import ModelOptions
 
 ARGUMENT = "ADAPTER"  # name of the command-line argument in errors
 
@@ -38,7 +39,9 @@ def merge(
         else resolve_model(base_of(adapter), f"{adapter / CONFIG} (or name one with --model)")
     )
     hf_config = load_hf_config(source)
-    chunks = build_model(hf_config, layout, dtype=weights_dtype(hf_config), init_weights=False, own_linears=True)
+    chunks = build_model(
+        hf_config, layout, ModelOptions(dtype=weights_dtype(hf_config), init_weights=False, own_linears=True)
+    )
     attach_adapters(chunks, hf_config, lora, recompute="none")
     for added in adapters(chunks):
         # the file holds A and B in float32; in the model's bfloat16 they would be rounded before the sum is

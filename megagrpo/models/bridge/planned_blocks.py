@@ -17,6 +17,7 @@ from megagrpo.models.families.boxes import Box
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model
+from megagrpo.policy.transformer_config import ModelOptions
 
 Shapes = dict[str, tuple[int, ...]]
 Holders = dict[str, dict[Box, list[int]]]  # tensor -> box -> the ranks that hold the box
@@ -33,7 +34,9 @@ def held_boxes(model: HfConfig, parallel: ParallelSection, world_size: int, alon
     for ranks, layout in imagined_layouts(alone, parallel, world_size):
         if layout.pp_rank not in chunks:
             with without_data():
-                chunks = {layout.pp_rank: build_model(model, layout, dtype=torch.bfloat16, init_weights=False)}
+                chunks = {
+                    layout.pp_rank: build_model(model, layout, ModelOptions(dtype=torch.bfloat16, init_weights=False))
+                }
         for _, _, parameter_blocks in blocks(chunks[layout.pp_rank], model, layout):
             for block in parameter_blocks:
                 shapes[block.name] = block.shape

@@ -8,6 +8,8 @@ sees.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,33 +24,36 @@ MAX_GROUPED_LENGTH = 128
 BLOCK_QUERIES = 256
 
 
-def causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """softmax(scale q k^T + causal) v with grouped heads, in the inputs' dtype: query [S, L, h, d], key [S, L, g, d],
-    value [S, L, g, v], g dividing h -> [S, L, h * v].
+@dataclass(frozen=True)
+class Scores:
+    """How scores follow from queries and keys: scale q k^T, then softcap tanh(x / softcap) with a cap.
 
-    With `window` a token sees itself and the window - 1 tokens before it. With `softcap` scores x become softcap tanh(x
-    / softcap).
     `sinks` [h] are scores of one more key, which all queries of a head see and whose value is 0 (GPT-OSS, arXiv
     2508.10925).
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether there is neither a cap nor a sink, so that torch's kernels can run."""
+        return self.softcap is None and self.sinks is None
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scores: Scores, window: int | None = None) -> Tensor:
+    """softmax(scores + causal) v with grouped heads, in the inputs' dtype: query [S, L, h, d], key [S, L, g, d], value
+    [S, L, g, v], g dividing h -> [S, L, h * v].
+
+    With `window` a token sees itself and the window - 1 tokens before it.
     """
     length = query.shape[1]
     window = None if window is None or window >= length else window
     if length <= MAX_GROUPED_LENGTH:
-        return _grouped_products(
-            query, key, value, _short_bias(length, window, query.dtype, query.device), scale, softcap, sinks
-        )
-    if window is None and softcap is None and sinks is None:
-        q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
-        return out.transpose(1, 2).flatten(2)
+        return _grouped_products(query, key, value, _short_bias(length, window, query.dtype, query.device), scores)
+    if window is None and scores.plain:
+        return _flash(query, key, value, scores.scale, is_causal=True)
     outputs = []
     for start in range(0, length, BLOCK_QUERIES):
         stop = min(start + BLOCK_QUERIES, length)
@@ -56,36 +61,26 @@ def causal_attention(
         mask = causal_bias(
             torch.arange(start - first, stop - first, device=query.device), stop - first, window, query.dtype
         )
-        outputs.append(
-            masked_attention(
-                query[:, start:stop], key[:, first:stop], value[:, first:stop], mask[None], scale, softcap, sinks
-            )
-        )
+        q, k, v = query[:, start:stop], key[:, first:stop], value[:, first:stop]
+        outputs.append(masked_attention(q, k, v, mask[None], scores))
     return torch.cat(outputs, dim=1)
 
 
-def masked_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """softmax(scale q k^T + mask) v, in the inputs' dtype: query [S, Lq, h, d], key [S, Lk, g, d], value [S, Lk, g, v],
-    mask [S or 1, Lq, Lk] -> [S, Lq, h * v].
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
+    """softmax(scores + mask) v, in the inputs' dtype: query [S, Lq, h, d], key [S, Lk, g, d], value [S, Lk, g, v], mask
+    [S or 1, Lq, Lk] -> [S, Lq, h * v].
 
-    `softcap` and `sinks` are as in `causal_attention`. With either, the backward pass recomputes the scores in place of
-    keeping them.
+    With capped scores or sinks the backward pass recomputes the scores in place of keeping them.
     """
-    if softcap is not None or sinks is not None:
-        inputs = query, key, value, mask, scale, softcap, sinks
+    if not scores.plain:
+        inputs = query, key, value, mask, scores
         return checkpoint(_grouped_products, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return _flash(query, key, value, scores.scale, attn_mask=mask[:, None])
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scale: float, **masking: Any) -> Tensor:
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask[:, None], scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    out = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=q.shape[1] != k.shape[1], **masking)
     return out.transpose(1, 2).flatten(2)
 
 
@@ -104,9 +99,7 @@ def _short_bias(length: int, window: int | None, dtype: torch.dtype, device: tor
     return causal_bias(torch.arange(length, device=device), length, window, dtype)[None]
 
 
-def _grouped_products(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
-) -> Tensor:
+def _grouped_products(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scores: Scores) -> Tensor:
     """Compute attention with all scores in memory at once; `bias` is [S or 1, Lq, Lk].
 
     The r = h / g query heads of a group share one product with their key head, so keys and values are not copied.
@@ -119,12 +112,12 @@ def _grouped_products(
     v = value.transpose(1, 2).reshape(s * g, keys, -1)
     bias = bias.repeat(1, r, 1)
     bias = bias.expand(s * g, -1, -1) if len(bias) == 1 else bias.repeat_interleave(g, 0)
-    if softcap is None:
-        scores = torch.baddbmm(bias, q, k, alpha=scale)
+    if scores.softcap is None:
+        values = torch.baddbmm(bias, q, k, alpha=scores.scale)
     else:
-        scores = torch.bmm(q, k).mul(scale / softcap).tanh().mul(softcap) + bias
-    if sinks is not None:
-        column = sinks.to(q.dtype).view(g, r, 1).expand(s, g, r, queries).reshape(s * g, r * queries, 1)
-        scores = torch.cat([scores, column], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., :keys]
+        values = torch.bmm(q, k).mul(scores.scale / scores.softcap).tanh().mul(scores.softcap) + bias
+    if scores.sinks is not None:
+        column = scores.sinks.to(q.dtype).view(g, r, 1).expand(s, g, r, queries).reshape(s * g, r * queries, 1)
+        values = torch.cat([values, column], dim=-1)
+    weights = torch.softmax(values, dim=-1)[..., :keys]
     return (weights @ v).view(s, g, r, queries, -1).permute(0, 3, 1, 2, 4).reshape(s, queries, -1)

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from megagrpo.platform.parallel.context import gathered_places
-from megagrpo.policy.attention.causal import causal_bias, masked_attention
+from megagrpo.policy.attention.causal import Scores, causal_bias, masked_attention
 from megagrpo.types import moved
 
 # A batch accepts chunks that see at least this share of the keys that its first chunk sees.
@@ -64,10 +64,8 @@ def context_attention(
     value: Tensor,
     packed: PackedSeqParams,
     group: dist.ProcessGroup,
-    scale: float,
+    scores: Scores,
     window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
 ) -> Tensor:
     """Run `causal_attention` for this rank's slice: query [T/cp, h, d], key [T/cp, g, d], value [T/cp, g, v] -> [T/cp,
     h * v]. Collective."""
@@ -81,7 +79,7 @@ def context_attention(
         q = query.index_select(0, batch.queries.flatten()).view(*batch.queries.shape, *query.shape[1:])
         kv = gathered.index_select(0, batch.keys.flatten()).view(*batch.keys.shape, *gathered.shape[1:])
         k, v = kv.split([key.shape[-1], value.shape[-1]], dim=-1)
-        outputs.append(masked_attention(q, k, v, mask, scale, softcap, sinks).flatten(0, 1))
+        outputs.append(masked_attention(q, k, v, mask, scores).flatten(0, 1))
     return torch.cat(outputs).index_select(0, back)
 
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from megagrpo.policy.attention.causal import causal_attention
+from megagrpo.policy.attention.causal import Scores, causal_attention
 from megagrpo.policy.attention.context_parallel import context_attention
 from megagrpo.policy.elementwise import rotate
 from megagrpo.types import moved
@@ -177,7 +177,8 @@ class TorchAttention(MegatronModule):
         **sizes: int,
     ):
         super().__init__(config=config)
-        assert attn_mask_type == AttnMaskType.causal and config.softmax_type in ("vanilla", "learnable")
+        assert attn_mask_type == AttnMaskType.causal, f"the mask is always causal, not {attn_mask_type}"
+        assert config.softmax_type in ("vanilla", "learnable"), f"no softmax of type {config.softmax_type}"
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), (
             "no tensor-parallel dropout generator"
         )
@@ -198,7 +199,7 @@ class TorchAttention(MegatronModule):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the sinks, sharded over tensor-parallel ranks."""
-        assert metadata is not None
+        assert metadata is not None, "the state of TorchAttention needs the metadata of groups"
         own = self.state_dict(prefix="", keep_vars=True)
         groups = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
         return make_sharded_tensors_for_checkpoint(own, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
@@ -217,17 +218,17 @@ class TorchAttention(MegatronModule):
 
         The mask is always causal; `attention_mask` is ignored. T is T/cp when a context-parallel group shares the pack.
         """
-        assert attention_bias is None
-        masking = self.window, self.softcap, self.softmax_offset
+        assert attention_bias is None, "there is no bias on scores"
+        scores = Scores(self.scale, self.softcap, self.softmax_offset)
         if packed_seq_params is None:
             if self.rotary is not None:
                 cos, sin = self.rotary.at(torch.arange(len(query), device=query.device)[:, None, None], query.dtype)
                 query, key = self.rotary.turned(query, key, cos, sin)
             q, k, v = (t.transpose(0, 1) for t in (query, key, value))
-            return causal_attention(q, k, v, self.scale, *masking).transpose(0, 1)
+            return causal_attention(q, k, v, scores, self.window).transpose(0, 1)
         if self.cp_group is not None:
             query, key = self._rotated(query, key, packed_seq_params)
-            return context_attention(query, key, value, packed_seq_params, self.cp_group, self.scale, *masking)
+            return context_attention(query, key, value, packed_seq_params, self.cp_group, scores, self.window)
         batches = _batches_of(packed_seq_params)
         assert batches.back.numel() == query.shape[0], (
             f"cu_seqlens end at {batches.back.numel()}, the pack has {query.shape[0]} tokens"
@@ -236,7 +237,7 @@ class TorchAttention(MegatronModule):
         outputs = []
         for rows in batches.rows:
             q, k, v = (t.index_select(0, rows.flatten()).view(*rows.shape, *t.shape[1:]) for t in (query, key, value))
-            outputs.append(causal_attention(q, k, v, self.scale, *masking).flatten(0, 1))
+            outputs.append(causal_attention(q, k, v, scores, self.window).flatten(0, 1))
         return torch.cat(outputs).index_select(0, batches.back)
 
     def _rotated(self, query: Tensor, key: Tensor, packed: PackedSeqParams) -> tuple[Tensor, Tensor]:

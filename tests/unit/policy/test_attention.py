@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megagrpo.policy.attention.causal import BLOCK_QUERIES, MAX_GROUPED_LENGTH, causal_attention
+from megagrpo.policy.attention.causal import BLOCK_QUERIES, MAX_GROUPED_LENGTH, Scores, causal_attention
 from megagrpo.policy.attention.packed import MIN_FILL, TorchAttention, batch_sequences, pack_params
 
 
@@ -118,8 +118,8 @@ def test_an_unpacked_batch_gives_the_same():
 
 def test_short_and_long_paths_agree():
     query, key, value = (torch.randn(3, MAX_GROUPED_LENGTH + 1, heads, 16) for heads in (6, 2, 2))
-    long = causal_attention(query, key, value, 0.25)
-    short = causal_attention(query[:, :-1], key[:, :-1], value[:, :-1], 0.25)
+    long = causal_attention(query, key, value, Scores(0.25))
+    short = causal_attention(query[:, :-1], key[:, :-1], value[:, :-1], Scores(0.25))
     torch.testing.assert_close(long[:, :-1], short, atol=1e-5, rtol=1e-5)
 
 

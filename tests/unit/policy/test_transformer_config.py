@@ -9,7 +9,7 @@ from tiny_policy import tiny_model
 
 from megagrpo.platform import device
 from megagrpo.policy.build import _own_attention
-from megagrpo.policy.transformer_config import transformer_config
+from megagrpo.policy.transformer_config import ModelOptions, transformer_config
 
 LAYOUT = SimpleNamespace(tp_size=1, pp_size=1, vpp=1, cp_size=1, ep_size=1, etp_size=1)
 
@@ -24,7 +24,7 @@ def on_gpu(monkeypatch):
 
 
 def built(shape="qwen2_untied", **options):
-    return transformer_config(tiny_model(shape), LAYOUT, dtype=torch.float32, **options)
+    return transformer_config(tiny_model(shape), LAYOUT, ModelOptions(dtype=torch.float32, **options))
 
 
 def test_fusions_that_change_log_probs_are_off_until_they_are_asked_for(on_gpu):
