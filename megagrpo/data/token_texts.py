@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+
+from megagrpo.data.tokenizer import Tokenizer
 
 UNFINISHED = "\ufffd"  # what a tokenizer decodes from a part of a character
 ANCHOR = "a"  # text before a token: tokenizers drop the space of a text's first token
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that turns token ids into text."""
-
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: Sequence[int]) -> str: ...
-
-    def token_text(self, token_id: int) -> str: ...
-
-
 class TokenTexts:
     """Returns the text of each token of a response. Texts of tokens that hold whole characters are cached."""
 
-    def __init__(self, tokenizer: Decoder):
+    def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
         self._anchor = tokenizer.encode(ANCHOR, add_special_tokens=False)
         self._skipped = len(tokenizer.decode(self._anchor))

@@ -6,7 +6,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from jinja2 import TemplateSyntaxError
 from sentencepiece import SentencePieceProcessor
@@ -43,8 +43,7 @@ def tokenizer_of(config: RunConfig, model_folder: str | Path) -> Tokenizer:
         if text not in special and (inside := [token for token in special if token in text]):
             raise ValueError(
                 f"rollout.stop.{index}: {text!r} contains the special token {inside[0]}, which the text of a response "
-                f"leaves out; "
-                "name the token alone"
+                f"leaves out; name the token alone"
             )
     ends = {special[text] for text in config.rollout.stop if text in special}
     tokenizer.eos_token_ids = tuple(sorted({*tokenizer.eos_token_ids, *ends}))
@@ -118,6 +117,10 @@ class Tokenizer(ABC):
         """Return the ids of special tokens, which `decode` leaves out."""
 
     @abstractmethod
+    def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        """Render chat messages as text. `options` are the arguments of transformers' renderer, and variables of the
+        template."""
+
     def apply_template(
         self,
         messages: list[dict[str, Any]],
@@ -128,6 +131,13 @@ class Tokenizer(ABC):
     ) -> str:
         """Render chat messages as text; `tools` are JSON schemas that the template may show to the policy. `kwargs` are
         variables of the template besides `template_kwargs`."""
+        options = dict(
+            chat_template=template,
+            add_generation_prompt=ending == "generate",
+            continue_final_message=ending == "continue",
+            tools=list(tools) or None,  # some templates test only for a list
+        )
+        return self._apply_template(messages, {**options, **self.template_kwargs, **(kwargs or {})})
 
     def render(
         self,
@@ -165,20 +175,13 @@ class Tokenizer(ABC):
         tools: Sequence[dict[str, Any]] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> str | None:
-        """Return the text that `render` encodes, special tokens of the template included; None without a template."""
+        """Return the text that `render` encodes, special tokens of the template included; None without a template.
+
+        Raises ValueError with the template's error, which can be of any type."""
         template = self.chat_template if chat_template is None else chat_template
         if template is None or template == PLAIN_TEXT:
             return None
-        return self._rendered(as_messages(prompt, system_prompt), template, tools, kwargs)
-
-    def _rendered(
-        self,
-        messages: list[dict[str, Any]],
-        template: str,
-        tools: Sequence[dict[str, Any]],
-        kwargs: Mapping[str, Any] | None,
-    ) -> str:
-        """Return the rendered messages. Raises ValueError with the template's error, which can be of any type."""
+        messages = as_messages(prompt, system_prompt)
         try:
             ending: Ending = "continue" if messages[-1]["role"] == "assistant" else "generate"
             return self.apply_template(messages, template, ending, tools, kwargs)
@@ -186,8 +189,7 @@ class Tokenizer(ABC):
             where = f", line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
             raise ValueError(
                 f"data.chat_template: {_beginning(template)}{where} cannot render {_beginning(repr(messages))}: "
-                f"{type(error).__name__}: "
-                f"{' '.join(str(error).split())}; correct the template, or the prompt"
+                f"{type(error).__name__}: {' '.join(str(error).split())}; correct the template, or the prompt"
             ) from error
 
     def _plain(self, prompt: Messages, system_prompt: str | None) -> list[int]:
@@ -229,16 +231,8 @@ class HuggingFaceTokenizer(Tokenizer):
         added = self.tokenizer.added_tokens_decoder.items()
         return [token_id for token_id, token in added if token.special]
 
-    def apply_template(
-        self,
-        messages: list[dict[str, Any]],
-        template: str,
-        ending: Ending,
-        tools: Sequence[dict[str, Any]] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        own: dict[str, Any] = {**_template_options(ending, tools), **self.template_kwargs, **(kwargs or {})}
-        return self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **own)
+    def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        return self.tokenizer.apply_chat_template(messages, tokenize=False, **options)
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -280,41 +274,12 @@ class SentencePieceTokenizer(Tokenizer):
     def special_ids(self) -> list[int]:
         return list(self._control.values())
 
-    def apply_template(
-        self,
-        messages: list[dict[str, Any]],
-        template: str,
-        ending: Ending,
-        tools: Sequence[dict[str, Any]] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> str:
-        names = {
-            "bos_token": self.processor.bos_id(),
-            "eos_token": self.processor.eos_id(),
-            "unk_token": self.processor.unk_id(),
-        }
-        tokens = {name: self.processor.id_to_piece(i) for name, i in names.items() if i >= 0}
-        own: dict[str, Any] = {**_template_options(ending, tools), **tokens, **self.template_kwargs, **(kwargs or {})}
-        rendered: Any = render_jinja_template([messages], chat_template=template, **own)
+    def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+        p = self.processor
+        names = {"bos_token": p.bos_id(), "eos_token": p.eos_id(), "unk_token": p.unk_id()}
+        tokens = {name: p.id_to_piece(i) for name, i in names.items() if i >= 0}
+        rendered: Any = render_jinja_template([messages], **(tokens | options))
         return rendered[0][0]
-
-
-class TemplateOptions(TypedDict):
-    """Keyword arguments of transformers' functions that render a chat template."""
-
-    add_generation_prompt: bool
-    continue_final_message: bool
-    tools: list[dict[str, Any]] | None
-
-
-def _template_options(ending: Ending, tools: Sequence[dict[str, Any]]) -> TemplateOptions:
-    """Return the options for one rendering. An empty list of tools becomes None, because some templates test only for a
-    list."""
-    return TemplateOptions(
-        add_generation_prompt=ending == "generate",
-        continue_final_message=ending == "continue",
-        tools=list(tools) or None,
-    )
 
 
 def as_messages(prompt: Messages, system_prompt: str | None) -> list[dict[str, Any]]:

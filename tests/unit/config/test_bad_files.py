@@ -44,8 +44,8 @@ class Letters(Tokenizer):
     def encode(self, text, add_special_tokens):
         return list(map(ord, text))
 
-    def apply_template(self, messages, template, ending, tools=(), kwargs=None):
-        return render_jinja_template([messages], chat_template=template)[0][0]
+    def _apply_template(self, messages, options):
+        return render_jinja_template([messages], chat_template=options["chat_template"])[0][0]
 
 
 @pytest.mark.parametrize(
