@@ -15,7 +15,9 @@ from megagrpo.config import RunConfig
 from megagrpo.types import ScoredRollout, TrainSample
 
 STD_EPSILON = 1e-4  # added to every standard deviation, as TRL and ms-swift do
-ROUNDING = 1e-12  # rewards that differ by less, relative to the largest or to 1, count as equal: 0.1 + 0.2 and 0.3
+REWARD_ROUNDING = (
+    1e-12  # rewards that differ by less, relative to the largest or to 1, count as equal: 0.1 + 0.2 and 0.3
+)
 Scale = Literal["group", "batch", "none"]
 Estimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
@@ -121,11 +123,11 @@ def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
 
 
 def _is_flat(rewards: Tensor) -> Tensor:
-    """[P, 1] bool: every scorable reward of the group is the same number, up to `ROUNDING`."""
+    """[P, 1] bool: every scorable reward of the group is the same number, up to `REWARD_ROUNDING`."""
     known = ~rewards.isnan()
     low = torch.where(known, rewards, math.inf).amin(dim=1, keepdim=True)
     high = torch.where(known, rewards, -math.inf).amax(dim=1, keepdim=True)
-    return high - low <= ROUNDING * torch.maximum(low.abs(), high.abs()).clamp(min=1)
+    return high - low <= REWARD_ROUNDING * torch.maximum(low.abs(), high.abs()).clamp(min=1)
 
 
 def rewards_by_group(scored: Sequence[ScoredRollout], num_generations: int) -> Tensor:

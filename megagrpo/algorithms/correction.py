@@ -18,10 +18,9 @@ import math
 import torch
 from torch import Tensor
 
+from megagrpo.algorithms.policy_losses import LOG_RATIO_LIMIT
 from megagrpo.algorithms.sequences import Sequences, masked_sum
 from megagrpo.types import Metric
-
-LOG_RATIO_LIMIT = 20.0
 
 
 def correction_weights(

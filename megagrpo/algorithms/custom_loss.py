@@ -14,8 +14,8 @@ from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import AlgorithmSection, Problem, ProblemError
 from megagrpo.platform.process import user_code
 
-KEY = "algorithm.loss_type"
-TAKES = "a loss takes (tokens, algorithm) and returns one number per token, [T] (docs/losses.md)"
+LOSS_TYPE_KEY = "algorithm.loss_type"
+LOSS_SIGNATURE = "a loss takes (tokens, algorithm) and returns one number per token, [T] (docs/losses.md)"
 
 
 def load_policy_term(algorithm: AlgorithmSection) -> PolicyTerm:
@@ -24,7 +24,7 @@ def load_policy_term(algorithm: AlgorithmSection) -> PolicyTerm:
     name = algorithm.loss_type
     term = _imported(name)
     if fault := _fault(term, algorithm):
-        raise ProblemError(Problem((KEY,), f"`{name}` {fault}"))
+        raise ProblemError(Problem((LOSS_TYPE_KEY,), f"`{name}` {fault}"))
     return term
 
 
@@ -35,7 +35,7 @@ def _imported(name: str) -> PolicyTerm:
         return user_code.load(user_code.absolute(location), attribute)
     except Exception as error:
         said = f"`{name}` cannot be loaded: {user_code.described(error)}; correct the file or the name"
-        raise ProblemError(Problem((KEY,), said)) from error
+        raise ProblemError(Problem((LOSS_TYPE_KEY,), said)) from error
 
 
 def _fault(term: PolicyTerm, algorithm: AlgorithmSection) -> str | None:
@@ -45,18 +45,18 @@ def _fault(term: PolicyTerm, algorithm: AlgorithmSection) -> str | None:
     try:
         inspect.signature(term).bind(tokens, algorithm)
     except TypeError as error:
-        return f"cannot be called as a loss: {error}; {TAKES}"
+        return f"cannot be called as a loss: {error}; {LOSS_SIGNATURE}"
     except ValueError:
         pass  # a builtin without a signature
     try:
         result: object = term(tokens, algorithm)  # of the user's function, whatever its types say
     except Exception as error:
-        return f"raised {user_code.described(error)}; {TAKES}"
+        return f"raised {user_code.described(error)}; {LOSS_SIGNATURE}"
     shape = tokens.logprobs.shape
     if not isinstance(result, Tensor):
-        return f"returned {type(result).__name__}, not a tensor; {TAKES}"
+        return f"returned {type(result).__name__}, not a tensor; {LOSS_SIGNATURE}"
     if result.shape != shape or not result.is_floating_point():
-        return f"returned {result.dtype} {list(result.shape)} for {shape.numel()} tokens; {TAKES}"
+        return f"returned {result.dtype} {list(result.shape)} for {shape.numel()} tokens; {LOSS_SIGNATURE}"
     counted = tokens.sequences.mask
     if not result[counted].isfinite().all():
         return (

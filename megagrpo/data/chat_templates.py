@@ -19,7 +19,7 @@ _OPENING = re.compile(r"<(?![|_]?end)([\w:|.-]{0,24}?(?:think|thought|reason|wor
 # transformers' own tag, which plain jinja2 does not know
 _GENERATION = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
 PLAIN_TEXT = "none"  # the value of data.chat_template for plain-text prompts
-TAIL = 64  # tokens at the end of a prompt that hold an opened tag and the white space after it
+PROMPT_TAIL = 64  # tokens at the end of a prompt that hold an opened tag and the white space after it
 
 
 def read_chat_template(chat_template: str | None) -> str | None:

@@ -114,14 +114,13 @@ def _builder(source: str, subset: str | None) -> tuple[datasets.DatasetBuilder, 
         ):
             cached = huggingface_hub.snapshot_download(source, repo_type="dataset", local_files_only=True)
     try:
-        if not cached or not huggingface_hub.constants.HF_HUB_OFFLINE:
+        if cached is None or not huggingface_hub.constants.HF_HUB_OFFLINE:
             return datasets.load_dataset_builder(source, subset), source
     except (datasets.exceptions.DataFilesNotFoundError, datasets.data_files.EmptyDatasetError):
         raise ValueError(f"it has no data files; put files that end in {', '.join(DATA_SUFFIXES)} there") from None
     except Exception:  # errors of the HTTP library, which is not the same in every version
-        if not cached:
+        if cached is None:
             raise
-    assert cached is not None
     return datasets.load_dataset_builder(cached, subset), cached
 
 

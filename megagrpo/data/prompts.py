@@ -13,7 +13,7 @@ from typing import Any
 import datasets
 
 from megagrpo.config import DataSection, DatasetSection
-from megagrpo.data.chat_templates import TAIL, check_kwargs, opened_thought
+from megagrpo.data.chat_templates import PROMPT_TAIL, check_kwargs, opened_thought
 from megagrpo.data.curriculum import Curriculum
 from megagrpo.data.data_sources import load_rows
 from megagrpo.data.prompt_values import RenderedPrompts, as_prompt
@@ -219,7 +219,7 @@ class PromptSource:
         token_ids = self._token_ids(row, question, own)[-self._max_prompt_length :]
         last = {} if isinstance(question, str) else question[-1]
         prefill = str(last["content"]) if last.get("role") == "assistant" else ""
-        opened = opened_thought(self._tokenizer.decode_all(token_ids[-TAIL:]), prefill)
+        opened = opened_thought(self._tokenizer.decode_all(token_ids[-PROMPT_TAIL:]), prefill)
         return Prompt(
             row, token_ids, question, self._columns(values), place=position, template_kwargs=own, opened=opened
         )

@@ -115,7 +115,7 @@ class OffloadedLayer:
         finished."""
         self.fetch()
         self._offloader.copies.wait(self._complete)
-        assert self._loaded is not None
+        assert self._loaded is not None, "the layer was not offloaded"
         return self._loaded
 
     def fetch(self) -> None:
@@ -153,13 +153,13 @@ class ActivationOffloader:
 
     def save(self, tensor: Tensor) -> SavedTensor:
         """Record a tensor [...] that autograd saves in the running layer, and return its handle."""
-        assert self.layer is not None
+        assert self.layer is not None, "no layer of the decoder is running"
         return self.layer.save(tensor)
 
     def end(self) -> None:
         """Offload a layer's saved tensors at the end of its forward pass. Their device memory is freed when the next
         offloaded layer ends: the copy overlaps with the layers in between."""
-        assert self.layer is not None and self.within is not None
+        assert self.layer is not None and self.within is not None, "no layer of the decoder is running"
         if id(self.within) not in self.offloaded:
             self.layer.release()
             return

@@ -23,7 +23,7 @@ def prepare_experts(model: nn.Module, hf_config: HfConfig) -> None:
     for layer in layers_of([model]):
         if isinstance(layer, MoETransformerLayer):
             router, experts = layer.mlp.router, hf_config.experts
-            assert experts is not None
+            assert experts is not None, "a layer with experts in a model without"
             router.__class__, router.frozen_expert_bias = BalancedRouter, True
             if experts.groups > 1:
                 router.router_replay = BestGroups(

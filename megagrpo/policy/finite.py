@@ -15,12 +15,13 @@ from megagrpo.platform import device
 from megagrpo.policy.fp8.tensor import dense
 from megagrpo.types import Metric
 
-KINDS = ("weight", "gradient", "gradient summed over ranks")  # the most likely cause comes first
+# the most likely cause comes first
+TENSOR_KINDS = ("weight", "gradient", "gradient summed over ranks")
 
 
 @dataclass(frozen=True)
 class BadTensor:
-    """A tensor with NaN or infinity; `kind` is one of `KINDS`. `name` is the parameter's name on that rank; in later
+    """A tensor with NaN or infinity; `kind` is one of `TENSOR_KINDS`. `name` is the parameter's name on that rank; in later
     virtual stages it starts with "chunkN."."""
 
     kind: str
@@ -61,7 +62,9 @@ class GradientCheck:
         can itself overflow."""
         named = [(place, p.main_grad) for place, p in _named(chunks) if p.requires_grad]
         return cls(
-            KINDS[2 if summed else 1], [place for place, _ in named], _finite([gradient for _, gradient in named])
+            TENSOR_KINDS[2 if summed else 1],
+            [place for place, _ in named],
+            _finite([gradient for _, gradient in named]),
         )
 
     def first_bad(self, finite: Sequence[bool], pp_rank: int, rank: int) -> BadTensor | None:
@@ -75,7 +78,7 @@ def bad_weight(chunks: Sequence[nn.Module], pp_rank: int, rank: int) -> BadTenso
     """Return the first non-finite weight of the forward pass on this rank, or None. Local; the host waits for the
     device."""
     bad = [place for place, p in _named(chunks) if not dense(p).isfinite().all()]
-    return _tensor(KINDS[0], min(bad, default=None), pp_rank, rank)
+    return _tensor(TENSOR_KINDS[0], min(bad, default=None), pp_rank, rank)
 
 
 def first_cause(tensors: Iterable[BadTensor | None]) -> BadTensor | None:
@@ -85,9 +88,9 @@ def first_cause(tensors: Iterable[BadTensor | None]) -> BadTensor | None:
     comes before a summed one. On a tie the lowest rank wins.
     """
     bad = [tensor for tensor in tensors if tensor is not None]
-    kind = min((KINDS.index(tensor.kind) for tensor in bad), default=0)
-    alike = [tensor for tensor in bad if tensor.kind == KINDS[kind]]
-    if KINDS[kind] == "weight":
+    kind = min((TENSOR_KINDS.index(tensor.kind) for tensor in bad), default=0)
+    alike = [tensor for tensor in bad if tensor.kind == TENSOR_KINDS[kind]]
+    if TENSOR_KINDS[kind] == "weight":
         return min(alike, key=lambda tensor: (tensor.order, tensor.rank), default=None)
     return max(alike, key=lambda tensor: (tensor.order, -tensor.rank))
 

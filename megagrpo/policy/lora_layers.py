@@ -38,7 +38,7 @@ from megagrpo.models.families.hf_config import HfConfig, projections
 from megagrpo.policy.chunks import layers_of, mix_in
 
 Names = dict[str, tuple[str, ...]]  # linear -> names of its projections
-ADAPTER = "adapter"  # submodule of a linear that holds its adapters; no other parameter has this in its name
+ADAPTER_MODULE = "adapter"  # submodule of a linear that holds its adapters; no other parameter has this in its name
 
 
 def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: LoraSection, recompute: str) -> None:
@@ -113,14 +113,14 @@ class Adapted:
         self: Any, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """Return the linear's sharded state and the adapters'."""
-        own = self.adapter.state_dict(prefix=f"{ADAPTER}.", keep_vars=True)
+        own = self.adapter.state_dict(prefix=f"{ADAPTER_MODULE}.", keep_vars=True)
         axes = {name: value.partition_dim for name, value in own.items() if value.tensor_model_parallel}
-        assert metadata is not None
+        assert metadata is not None, "the state of adapters needs the metadata of groups"
         options = dict(tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"])
         whole = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]  # the linear's
         made = make_sharded_tensors_for_checkpoint(own, prefix, axes, sharded_offsets, **options)
         # a rank's rows: first the gate's, then the up projection's
-        if (key := f"{prefix}{ADAPTER}.gate_up_proj.lora_B") in made:
+        if (key := f"{prefix}{ADAPTER_MODULE}.gate_up_proj.lora_B") in made:
             made[key] = apply_swiglu_sharded_factory(made[key], sharded_offsets)
         return whole | made
 
@@ -142,7 +142,10 @@ class LowRank(nn.Module):
 
 
 class _Adapter(nn.ModuleDict):
-    """Base of the adapters of one linear. All projections of the linear share one dropout mask."""
+    """Base of the adapters of one linear. All projections of the linear share one dropout mask. `cut` is as in
+    `LowRank`."""
+
+    cut: tuple[int | None, int | None]
 
     def __init__(
         self,
@@ -150,18 +153,16 @@ class _Adapter(nn.ModuleDict):
         parts: dict[str, int],
         groups: int,
         wanted: Sequence[str],
-        cut: tuple[int | None, int | None],
         lora: LoraSection,
     ):
-        super().__init__({name: LowRank(linear, parts[name] * groups, cut, lora.rank) for name in wanted})
+        super().__init__({name: LowRank(linear, parts[name] * groups, self.cut, lora.rank) for name in wanted})
         self.parts, self.groups, self.scale, self.dropout = parts, groups, lora.scale, lora.dropout
         self.tp_group = linear.tp_group
         self.sequence_parallel: bool = linear.config.sequence_parallel
 
     def low_rank(self, name: str) -> LowRank:
         """Return A and B of the projection `name`."""
-        part = self[name]
-        assert isinstance(part, LowRank)
+        part: Any = self[name]
         return part
 
     def drop(self, x: Tensor, cut: bool) -> Tensor:
@@ -176,8 +177,7 @@ class _Adapter(nn.ModuleDict):
 class ColumnAdapter(_Adapter):
     """Adapters of a column-parallel linear. Within each of `groups` the rows of all `parts` are side by side."""
 
-    def __init__(self, linear: Any, parts: dict[str, int], groups: int, wanted: Sequence[str], lora: LoraSection):
-        super().__init__(linear, parts, groups, wanted, (None, 0), lora)
+    cut = None, 0
 
     def forward(self, x: Tensor) -> Tensor:
         """Return scale B A x, [..., this rank's output rows], from x [..., in]."""
@@ -202,8 +202,7 @@ class ColumnAdapter(_Adapter):
 class RowAdapter(_Adapter):
     """Adapter of a row-parallel linear."""
 
-    def __init__(self, linear: Any, parts: dict[str, int], groups: int, wanted: Sequence[str], lora: LoraSection):
-        super().__init__(linear, parts, groups, wanted, (1, None), lora)
+    cut = 1, None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return scale B A x, [..., out], from x [..., this rank's input columns]."""
@@ -226,7 +225,7 @@ def adapters(chunks: Sequence[nn.Module]) -> Iterator[_Adapter]:
 
 def is_adapter(name: str) -> bool:
     """Whether `name` is the name of an adapter's parameter."""
-    return f".{ADAPTER}." in name
+    return f".{ADAPTER_MODULE}." in name
 
 
 @contextlib.contextmanager

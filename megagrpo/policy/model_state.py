@@ -13,7 +13,7 @@ from megagrpo.policy.fp8.masters import remember
 from megagrpo.policy.fp8.tensor import dense, is_fp8
 
 # key of a layer's state besides weights; with several experts in one layer the expert's number follows
-EXTRA = "_extra_state"
+EXTRA_STATE = "_extra_state"
 
 
 def sharded_state(chunk: nn.Module, metadata: dict[str, Any]) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def load_state(chunk: nn.Module, state: dict[str, Any], strict: bool = True) -> 
     """Load the tensors of `dense_state` into `chunk` after a checkpoint filled them. Layers without extra state in it
     keep their own."""
     model = unwrap_model(chunk)
-    without = {name: None for name in model.state_dict() if name.endswith(EXTRA)}
+    without = {name: None for name in model.state_dict() if name.endswith(EXTRA_STATE)}
     model.load_state_dict(without | state, strict=strict)
     for name, weight in model.named_parameters():
         if is_fp8(weight) and name in state:
@@ -49,4 +49,4 @@ def load_state(chunk: nn.Module, state: dict[str, Any], strict: bool = True) -> 
 
 
 def _is_extra(name: str) -> bool:
-    return name.rpartition(".")[2].startswith(EXTRA)
+    return name.rpartition(".")[2].startswith(EXTRA_STATE)

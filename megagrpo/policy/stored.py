@@ -16,9 +16,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor, nn
 
 from megagrpo.policy.chunks import decoder_of, mix_in
+from megagrpo.policy.fp8.rounding import E4M3
 
-BLOCK_SIZE = 64
-FP8 = torch.float8_e4m3fn
+STORED_BLOCK = 64
 # The 16 values of a 4-bit NormalFloat: quantiles of a normal distribution, 0 among them (QLoRA, arXiv 2305.14314,
 # appendix E).
 NF4_VALUES = (
@@ -45,21 +45,21 @@ class StoredWeight(nn.Module):
     def __init__(self, weight: Any, storage: str):
         super().__init__()
         rows, width = weight.shape
-        if width % BLOCK_SIZE:
+        if width % STORED_BLOCK:
             raise ValueError(
-                f"model.base_storage: {storage} needs rows of a multiple of {BLOCK_SIZE} elements on each rank, not "
+                f"model.base_storage: {storage} needs rows of a multiple of {STORED_BLOCK} elements on each rank, not "
                 f"{width}"
             )
         self.shape, self.dtype, self.storage = weight.shape, weight.dtype, storage
         self.tensor_model_parallel, self.partition_dim = weight.tensor_model_parallel, weight.partition_dim
         codes = (
-            weight.new_zeros(rows, width, dtype=FP8)
+            weight.new_zeros(rows, width, dtype=E4M3)
             if storage == "fp8"
             else weight.new_zeros(rows, width // 2, dtype=torch.uint8)
         )
         self.register_buffer("codes", codes, persistent=False)
         self.register_buffer(
-            "scales", weight.new_zeros(rows, width // BLOCK_SIZE, dtype=torch.float32), persistent=False
+            "scales", weight.new_zeros(rows, width // STORED_BLOCK, dtype=torch.float32), persistent=False
         )
 
     @property
@@ -83,17 +83,17 @@ class StoredWeight(nn.Module):
         else:
             table = _nf4_table(self.codes.device)
             values = table[torch.stack([self.codes >> 4, self.codes & 15], dim=-1).int().flatten(-2)]
-        return (values.unflatten(-1, (-1, BLOCK_SIZE)) * self.scales[..., None]).flatten(-2).to(self.dtype)
+        return (values.unflatten(-1, (-1, STORED_BLOCK)) * self.scales[..., None]).flatten(-2).to(self.dtype)
 
     @torch.no_grad()
     def store(self, dense: Tensor) -> None:
         """Quantize `dense` [out, in], any float dtype, and replace the weight by it."""
-        blocks = dense.float().unflatten(-1, (-1, BLOCK_SIZE))
+        blocks = dense.float().unflatten(-1, (-1, STORED_BLOCK))
         largest = blocks.abs().amax(-1)
-        self.scales.copy_(largest / torch.finfo(FP8).max if self.storage == "fp8" else largest)
+        self.scales.copy_(largest / torch.finfo(E4M3).max if self.storage == "fp8" else largest)
         values = (blocks / self.scales[..., None].clamp(min=torch.finfo(torch.float32).tiny)).flatten(-2)
         if self.storage == "fp8":
-            self.codes.copy_(values.clamp(-torch.finfo(FP8).max, torch.finfo(FP8).max).to(FP8))
+            self.codes.copy_(values.clamp(-torch.finfo(E4M3).max, torch.finfo(E4M3).max).to(E4M3))
             return
         table = _nf4_table(dense.device)
         nearest = torch.bucketize(values, (table[1:] + table[:-1]) / 2).to(torch.uint8)

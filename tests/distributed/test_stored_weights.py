@@ -15,7 +15,7 @@ from megagrpo.models.bridge.merged import merged_blocks
 from megagrpo.models.bridge.parameter_blocks import blocks
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.stored import BLOCK_SIZE, NF4_VALUES, StoredWeight
+from megagrpo.policy.stored import NF4_VALUES, STORED_BLOCK, StoredWeight
 from megagrpo.proof.verify.shrink import plainly, random_samples, random_tensor, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, fill_weights, take_step
 from megagrpo.proof.verify.verify_compare import compare, silent_tensors
@@ -30,7 +30,7 @@ def naive(weight: torch.Tensor, storage: str) -> torch.Tensor:
         table = table[table.isfinite()] / 448
     else:
         table = torch.tensor(NF4_VALUES).double()
-    rows = weight.double().reshape(-1, BLOCK_SIZE)
+    rows = weight.double().reshape(-1, STORED_BLOCK)
     found = [row.abs().max() * table[(row[:, None] / row.abs().max() - table).abs().argmin(1)] for row in rows]
     return torch.stack(found).view(weight.shape)
 
@@ -90,7 +90,7 @@ def one_process(storage: str) -> Outcome:
 
 
 def model():
-    return shrink_model(SHAPES["qwen2_untied"], LARGEST, unit=BLOCK_SIZE)
+    return shrink_model(SHAPES["qwen2_untied"], LARGEST, unit=STORED_BLOCK)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,8 @@ from megagrpo.platform.parallel.context import gathered_places
 from megagrpo.policy.attention.causal import Scores, causal_bias, masked_attention
 from megagrpo.types import moved
 
-# A batch accepts chunks that see at least this share of the keys that its first chunk sees.
+# A batch accepts sequences of at least this share of its longest, and chunks that see at least this share of the keys
+# that its first chunk sees: at most 30 % of its rows are padding.
 MIN_FILL = 0.7
 # A longer chunk is split: the mask of a batch grows with queries times keys, and no query sees keys after its own
 # chunk.

@@ -134,7 +134,7 @@ class LatentAttention(MultiLatentAttention):
         return torch.cat([query, rotated_query], -1), torch.cat([key, rotated_key], -1), value
 
     def _rotation(self, query: Tensor, packed: PackedSeqParams | None) -> tuple[Tensor, Tensor]:
-        assert self.rotary is not None
+        assert self.rotary is not None, "build._set_rotary has not run"
         if packed is None:
             return self.rotary.at(torch.arange(len(query), device=query.device)[:, None, None], query.dtype)
         return self.rotary.of_pack(packed, query.dtype)

@@ -23,12 +23,9 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor
 
 from megagrpo.policy.attention.causal import Scores, causal_attention
-from megagrpo.policy.attention.context_parallel import context_attention
+from megagrpo.policy.attention.context_parallel import MIN_FILL, context_attention
 from megagrpo.policy.elementwise import rotate
 from megagrpo.types import moved
-
-# A batch accepts sequences of at least this share of its longest, so at most 30 % of its rows are padding.
-MIN_FILL = 0.7
 
 
 def pack_params(

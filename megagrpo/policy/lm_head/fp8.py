@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megagrpo.policy.fp8.rounding import E4M3, largest, tiled, untiled
 from megagrpo.policy.lm_head.vocab_shard import chunks
 
 RECIPES = ("tensorwise", "blockwise")
@@ -31,31 +32,25 @@ def in_fp8(values: Tensor, recipe: str, rows_per_block: int) -> Factor:
     """
     if recipe not in RECIPES:
         raise ValueError(f"recipe: {recipe!r} is not one of {', '.join(RECIPES)}")
-    limit = torch.finfo(torch.float8_e4m3fn).max
-    rounded = torch.empty_like(values, dtype=torch.float8_e4m3fn)
+    limit, (height, width) = torch.finfo(E4M3).max, values.shape
+    rounded, scales = torch.empty_like(values, dtype=E4M3), []
     if recipe == "tensorwise":
-        largest = (
-            torch.linalg.vector_norm(values, torch.inf).float()
-            if values.numel()
-            else values.new_zeros((), dtype=torch.float32)
-        )
-        scale = torch.where(largest > 0, largest / limit, 1.0)
-        for rows in chunks(values.shape[0], ROWS_AT_A_TIME):
-            rounded[rows] = (values[rows].float() / scale).clamp_(-limit, limit).to(rounded.dtype)
-        return Factor(rounded, scale[None])
-    scales = []
-    for rows in chunks(values.shape[0], ROWS_AT_A_TIME):
+        magnitude = torch.linalg.vector_norm(values, torch.inf) if values.numel() else values.new_zeros(())
+        scales = [_scale(magnitude.float())[None]]
+    for rows in chunks(height, ROWS_AT_A_TIME):
         part = values[rows].float()
-        height, width = part.shape
-        down, across = -(-height // rows_per_block), -(-width // FP8_BLOCK)
-        padded = torch.nn.functional.pad(part, (0, across * FP8_BLOCK - width, 0, down * rows_per_block - height))
-        grid = padded.view(down, rows_per_block, across, FP8_BLOCK)
-        largest = grid.abs().amax(dim=(1, 3))
-        scale = torch.where(largest > 0, largest / limit, 1.0)
-        grid = (grid / scale[:, None, :, None]).clamp_(-limit, limit)
-        rounded[rows] = grid.view_as(padded)[:height, :width].to(rounded.dtype)
-        scales.append(scale)
-    return Factor(
-        rounded,
-        torch.cat(scales) if scales else values.new_zeros(0, -(-values.shape[1] // FP8_BLOCK), dtype=torch.float32),
-    )
+        if recipe == "tensorwise":
+            part = part / scales[0]
+        else:
+            tiles = tiled(part, (rows_per_block, FP8_BLOCK))
+            scales.append(_scale(largest(tiles)))
+            part = untiled(tiles / scales[-1][:, None, :, None], part.shape)
+        rounded[rows] = part.clamp_(-limit, limit).to(E4M3)
+    empty = values.new_zeros(0, -(-width // FP8_BLOCK), dtype=torch.float32)
+    return Factor(rounded, torch.cat(scales) if scales else empty)
+
+
+def _scale(magnitude: Tensor) -> Tensor:
+    """Return float32 scales [...]: the quotient of each largest magnitude [...] and the largest e4m3 number; 1 for
+    0."""
+    return torch.where(magnitude > 0, magnitude / torch.finfo(E4M3).max, 1.0)

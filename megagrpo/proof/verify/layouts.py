@@ -25,7 +25,7 @@ from megagrpo.platform import device
 from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
 from megagrpo.platform.process.terminal import show, warn
-from megagrpo.policy.stored import BLOCK_SIZE
+from megagrpo.policy.stored import STORED_BLOCK
 from megagrpo.proof.plan import plan
 from megagrpo.proof.plan.shapes import model_shape
 from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_config, shrink_model
@@ -99,7 +99,7 @@ def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int |
     ranks = ranks or (dp * replica if dp else config.parallel.smallest_world)
     if problems := plan(config, ranks, has_data=False).problems:
         raise ConfigError(io.listed(path, problems))
-    unit = config.model.width_align if config.model.base_storage == "none" else BLOCK_SIZE
+    unit = config.model.width_align if config.model.base_storage == "none" else STORED_BLOCK
     model = shrink_model(model_shape(config.model.path), config.parallel, unit)
     return Case(layout_text(config.parallel, ranks // replica), config, ranks, shrink_config(config), model)
 
