@@ -21,8 +21,8 @@ TENSOR_KINDS = ("weight", "gradient", "gradient summed over ranks")
 
 @dataclass(frozen=True)
 class BadTensor:
-    """A tensor with NaN or infinity; `kind` is one of `TENSOR_KINDS`. `name` is the parameter's name on that rank; in later
-    virtual stages it starts with "chunkN."."""
+    """A tensor with NaN or infinity; `kind` is one of `TENSOR_KINDS`. `name` is the parameter's name on that rank; in
+    later virtual stages it starts with "chunkN."."""
 
     kind: str
     name: str
