@@ -75,7 +75,7 @@ def read_lines(file: Path, prompt_column: str) -> Iterator[Line]:
     """Yield the rows of a text file. Raises ValueError, with the line, for what is no row; UnicodeDecodeError for other
     text than UTF-8."""
     with _open(file) as stream:
-        yield from READERS[data_suffix(file)](stream, prompt_column)
+        yield from FILE_READERS[data_suffix(file)](stream, prompt_column)
 
 
 def _open(file: Path) -> BinaryIO:
@@ -220,7 +220,7 @@ def _csv(stream: BinaryIO, prompt_column: str, delimiter: str = ",") -> Iterator
         raise ValueError(f"line {reader.line_num} is not valid csv: {error}; correct the line") from None
 
 
-READERS: dict[str, Callable[[BinaryIO, str], Iterator[Line]]] = {
+FILE_READERS: dict[str, Callable[[BinaryIO, str], Iterator[Line]]] = {
     **dict.fromkeys((".jsonl", ".ndjson"), _jsonl),
     ".json": _json,
     ".csv": _csv,

@@ -27,6 +27,7 @@ from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.chunks import config_of
 from megagrpo.policy.device_checks import fused_options, shares_prompts
+from megagrpo.policy.early_gradients import loss_gradients
 from megagrpo.policy.embedding import add_gradients_directly
 from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
 from megagrpo.policy.fp8.delayed_scaling import scaling_of
@@ -410,22 +411,3 @@ class MegatronPolicy:
         everyone = merged([metrics for metrics, _, _ in gathered if metrics is not None])
         metrics = {name: metric for name, metric in everyone.items() if metric.count}
         return metrics, first_cause(bad for _, bad, _ in gathered), any(differs for _, _, differs in gathered)
-
-
-@torch.enable_grad()
-def loss_gradients(
-    loss_fn: LossFn, denominator: int, micro_batch: MicroBatch, positions: Tensor, rows: slice, *outputs: Tensor
-) -> tuple[Tensor, ...]:
-    """Return d (loss / denominator) / d (logprobs, entropy, kl) [n] float32 at tokens `positions[rows]`, from their
-    values `outputs` [n], before the backward pass.
-
-    `positions` [N] int64 are the loss tokens in the pack. Entropy is included only with `entropy_weights`, KL only with
-    a reference head. Only for losses whose gradient at a token depends on that token alone.
-    """
-    leaves = [
-        row.new_zeros(micro_batch.num_tokens).index_copy(0, positions[rows], row).requires_grad_() for row in outputs
-    ]
-    logprobs, *others = leaves
-    entropy = others.pop(0) if micro_batch.terms.entropy_weights is not None else torch.zeros_like(logprobs)
-    share = loss_fn(LossInputs(logprobs, entropy, micro_batch, *others)).numerator / denominator
-    return tuple(gradient[positions[rows]] for gradient in torch.autograd.grad(share, leaves, materialize_grads=True))

@@ -8,7 +8,7 @@ the effect of FP8 on a model's numbers. It is slower than no FP8, and it takes t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, gather_from_sequence_parallel_region
@@ -16,24 +16,12 @@ from torch import Tensor, nn
 
 from megagrpo.policy.chunks import layers_of, mix_in
 from megagrpo.policy.fp8.current_scaling import CurrentScaling
-from megagrpo.policy.fp8.delayed_scaling import Slot, delay
+from megagrpo.policy.fp8.delayed_scaling import DelayedOperands, Slot, delay
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import patch_optimizer
 from megagrpo.policy.fp8.tensor import store_in_fp8
 
-
-class Operands(Protocol):
-    """Rounds the operands of one linear's products to FP8. `dim` is the dim that the product sums over. Results are
-    float32."""
-
-    def input(self, x: Tensor, dim: int) -> Tensor:
-        """Return x [rows, width], rounded."""
-
-    def weight(self, weight: Tensor, dim: int) -> Tensor:
-        """Return the weight [rows, width], rounded."""
-
-    def gradient(self, grad: Tensor, dim: int) -> Tensor:
-        """Return the output's gradient [rows, width], rounded."""
+Operands = CurrentScaling | DelayedOperands  # round the operands of one linear's products
 
 
 def quantise_linears(
