@@ -79,7 +79,7 @@ def measure(case: Case, scratch: Path, rounds: int) -> tuple[list[Round], list[C
         batch = pack(samples_of(case), packing_rules(config, policy.shares_prompts))
         divisor, loss_fn = (
             denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length),
-            make_loss(config),
+            make_loss(config.algorithm),
         )
 
         both.push()

@@ -170,7 +170,7 @@ def measure(case: Case, steps: int, warm_up: int = 2) -> Measured:
         batch = pack(samples_of(case), packing_rules(config, policy.shares_prompts))
         divisor, loss_fn = (
             denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length),
-            make_loss(config),
+            make_loss(config.algorithm),
         )
         train = _median(lambda: policy.train_step(batch, loss_fn, divisor), steps, warm_up)
         peak = device.memory_gb()

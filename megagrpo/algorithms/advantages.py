@@ -84,24 +84,22 @@ def advantages_of(scored: Sequence[ScoredRollout], config: RunConfig) -> Tensor:
     return normalized_sum_advantages(rewards, torch.tensor(weights))
 
 
-def flat_groups(scored: Sequence[ScoredRollout], config: RunConfig) -> list[bool]:
-    """Whether each group teaches nothing: its rewards are all equal, or those of every function where each is
-    normalised by itself; what no function could score is left out."""
-    group = config.rollout.num_generations
-    if config.algorithm.multi_objective_aggregation == "sum_then_normalize":
-        return _is_flat(rewards_by_group(scored, group))[:, 0].tolist()
-    return torch.stack([_is_flat(r) for r in rewards_by_function(scored, group).unbind(-1)]).all(0)[:, 0].tolist()
+def flat_groups(scored: Sequence[ScoredRollout], num_generations: int, by_function: bool) -> list[bool]:
+    """Whether each group teaches nothing: its rewards are all equal, or with `by_function` those of every function;
+    what no function could score is left out."""
+    if not by_function:
+        return _is_flat(rewards_by_group(scored, num_generations))[:, 0].tolist()
+    of_functions = rewards_by_function(scored, num_generations).unbind(-1)
+    return torch.stack([_is_flat(rewards) for rewards in of_functions]).all(0)[:, 0].tolist()
 
 
-def charged_kl(scored: Sequence[ScoredRollout], kl: Tensor, config: RunConfig) -> Tensor:
-    """The KL [N] that each reward pays, from the `kl` [N] of the loss tokens. A response whose tokens are all masked
-    has none: it pays the mean of its group's others, so that their advantages are those of rewards and KL among
-    themselves."""
-    if not config.algorithm.mask_truncated_completions:
+def charged_kl(scored: Sequence[ScoredRollout], kl: Tensor, num_generations: int, mask_truncated: bool) -> Tensor:
+    """The KL [N] that each reward pays, from the `kl` [N] of the loss tokens. With `mask_truncated` a truncated
+    response has no loss tokens: it pays the mean of its group's others, so that their advantages are those of rewards
+    and KL among themselves."""
+    if not mask_truncated:
         return kl
-    masked = torch.tensor([s.rollout.finish_reason == "length" for s in scored]).view(
-        -1, config.rollout.num_generations
-    )
+    masked = torch.tensor([s.rollout.finish_reason == "length" for s in scored]).view(-1, num_generations)
     groups = kl.view_as(masked)
     counted = (groups * ~masked).sum(1, keepdim=True) / (~masked).sum(1, keepdim=True).clamp(min=1)
     return torch.where(masked, counted, groups).flatten()

@@ -14,14 +14,13 @@ from megagrpo.algorithms.mismatch import mismatch_metrics
 from megagrpo.algorithms.policy_losses import PolicyTerm, Tokens, importance_ratio, keep_on_policy
 from megagrpo.algorithms.reductions import numerator
 from megagrpo.algorithms.sequences import Sequences, masked_sum
-from megagrpo.config import AlgorithmSection, RunConfig
+from megagrpo.config import AlgorithmSection
 from megagrpo.types import LossFn, LossInputs, LossOutput, Metric
 
 
-def make_loss(config: RunConfig) -> LossFn:
-    """The loss this configuration names, as a function of one micro-batch. Raises ProblemError for a user's loss that
+def make_loss(algorithm: AlgorithmSection) -> LossFn:
+    """The loss that `algorithm` names, as a function of one micro-batch. Raises ProblemError for a user's loss that
     cannot be used."""
-    algorithm = config.algorithm
     row, policy_term = algorithm.loss, policy_term_of(algorithm)
 
     def loss(inputs: LossInputs) -> LossOutput:

@@ -223,7 +223,9 @@ class Trainer:
     ) -> tuple[Tensor, list[TrainBatch], float]:
         """Subtract beta times each response's KL from its reward. Returns the new advantages [P, G] float64, the
         batches with these advantages, and the mean KL."""
-        kl = charged_kl(scored, kl_by_sample(batches, self.layout), self.config)
+        algorithm, num_generations = self.config.algorithm, self.config.rollout.num_generations
+        kl = kl_by_sample(batches, self.layout)
+        kl = charged_kl(scored, kl, num_generations, algorithm.mask_truncated_completions)
         advantages = advantages_of(less_kl(scored, kl, self.config.algorithm.beta), self.config)
         return advantages, [batch.with_advantages(advantages.flatten()) for batch in batches], kl.mean().item()
 

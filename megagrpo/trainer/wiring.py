@@ -150,7 +150,7 @@ def _read_inputs(
     first = layout.world_rank == 0
     token, urls = on_first_rank(layout, lambda: check_servers(config))
     os.environ.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
-    loss_fn = run_own_and_agree(layout, lambda: make_loss(config))
+    loss_fn = run_own_and_agree(layout, lambda: make_loss(config.algorithm))
     callbacks = run_own_and_agree(layout, lambda: load_callbacks(config), here=first)
     run_own_and_agree(layout, lambda: check_trackers(config), here=first)
     check_profile(config.run.profile, device.has_gpu())

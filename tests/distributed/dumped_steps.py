@@ -89,7 +89,7 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
         for _ in range(algorithm.num_iterations):
             coefficient = bonus_coefficient(state, algorithm)
             known = add_step_terms(batch, policy, divisor, coefficient)
-            metrics = values_of(policy.train_step(known, dumps.record(make_loss(config)), divisor))
+            metrics = values_of(policy.train_step(known, dumps.record(make_loss(config.algorithm)), divisor))
             adapt_bonus(state, metrics, algorithm)
             dumps.measured(metrics | dict(entropy_coef=coefficient), divisor, batch.samples)
         dumps.finish(scored, advantages.flatten().tolist())

@@ -45,7 +45,7 @@ def build(config, folder, layout, resources) -> Trainer:
         layout,
         policy,
         None,
-        make_loss(config),
+        make_loss(config.algorithm),
         given,
         [],
         given,

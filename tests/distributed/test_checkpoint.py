@@ -51,7 +51,7 @@ def step_once(policy, layout):
     """Overwrite weights and moments in place with other values."""
     config = policy.config
     batch = pack(random_samples(), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
-    policy.train_step(batch, make_loss(config), batch.num_tokens)
+    policy.train_step(batch, make_loss(config.algorithm), batch.num_tokens)
 
 
 def names(folder):

@@ -90,9 +90,9 @@ def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool) ->
     if resume:
         assert checkpointer.load(checkpointer.latest()) == STATE
     else:
-        policy.train_step(batch, make_loss(config), divisor)
+        policy.train_step(batch, make_loss(config.algorithm), divisor)
         checkpointer.start(STATE, background=True)
-    policy.train_step(batch, make_loss(config), divisor)
+    policy.train_step(batch, make_loss(config.algorithm), divisor)
     checkpointer.finish(wait=True)
     held = {}
     for _, parameter, found in blocks(policy.chunks, hf_config, layout):

@@ -32,7 +32,7 @@ def _train(folder, settings, steps: int, restart_after: int | None):
     policy.weights_changed()
     batch = pack(random_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     for step in range(steps):
-        policy.train_step(batch, make_loss(settings), batch.num_tokens)
+        policy.train_step(batch, make_loss(settings.algorithm), batch.num_tokens)
         if step == restart_after:
             (folder / "config.json").write_text("{}")
             saver = Checkpointer(folder / "saved", layout, policy, 1, folder)

@@ -52,7 +52,7 @@ def train(policy: MegatronPolicy, seed: int) -> float:
     )
     assert len(batch.micro_batches) > 1
     batch = batch.with_terms(old_logprobs=policy.logprobs(batch)) if policy.layout.pp_size == 1 else batch
-    return policy.train_step(batch, make_loss(policy.config), batch.num_tokens)["loss"].value
+    return policy.train_step(batch, make_loss(policy.config.algorithm), batch.num_tokens)["loss"].value
 
 
 # ----------------------------------------------------------------------------------------------------------- the oracle

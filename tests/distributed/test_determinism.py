@@ -42,7 +42,9 @@ def _steps(case, deterministic=False):
         batch = reference.annotate(
             pack(random_samples(), packing_rules(settings, policy.shares_prompts), layout.dp_rank, layout.dp_size)
         )
-        metrics = values_of(policy.train_step(batch, make_loss(settings), denominator(batch, "sequence_means", 16)))
+        metrics = values_of(
+            policy.train_step(batch, make_loss(settings.algorithm), denominator(batch, "sequence_means", 16))
+        )
         weights = b"".join(p.detach().numpy().tobytes() for chunk in policy.chunks for p in chunk.parameters())
         seen.append((metrics, hashlib.sha256(weights).hexdigest()))
     modes = torch.are_deterministic_algorithms_enabled(), {chunk.config.deterministic_mode for chunk in policy.chunks}

@@ -82,7 +82,7 @@ def kl_of_a_step(estimator: str) -> tuple[float, float, float]:
     float64 on the hidden states and heads of one process."""
     config, hf_config = tiny_run(algorithm=dict(kl_estimator=estimator, beta=5.0)), tiny_model("qwen2_untied")
     policy, batch, _ = prepare(config, hf_config, init_layout(config.parallel), random_samples())
-    heads, loss_fn, kls = policy.heads(batch), make_loss(config), []
+    heads, loss_fn, kls = policy.heads(batch), make_loss(config.algorithm), []
     weight = heads[0].weight.double().requires_grad_()
     numerator = torch.zeros((), dtype=torch.float64)
     for head, micro_batch in zip(heads, batch.micro_batches, strict=True):
@@ -128,7 +128,7 @@ def head_products(algorithm: dict) -> float:
     divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
     batch = add_step_terms(batch, policy, divisor, config.algorithm.entropy_coef)
     with CountHeadProducts() as counted:
-        metrics = policy.backward(batch, make_loss(config), divisor)
+        metrics = policy.backward(batch, make_loss(config.algorithm), divisor)
     assert "train/late_gradients" not in metrics
     return counted.products / sum(-(-int(m.loss_mask.sum()) // config.train.logprob_chunk) for m in batch.micro_batches)
 
@@ -170,7 +170,7 @@ def late_gradients(num_iterations: int) -> tuple[list[float], list[bool], int]:
     policy, batch, _ = prepare(config, tiny_model("qwen2_untied"), init_layout(config.parallel), random_samples()[:4])
     divisor, loss = (
         denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length),
-        make_loss(config),
+        make_loss(config.algorithm),
     )
 
     def not_local(inputs):

@@ -68,7 +68,7 @@ def step(policy: MegatronPolicy, reference: Reference) -> list[torch.Tensor]:
     batch = pack(random_samples(), packing_rules(run, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     logprobs = policy.logprobs(batch)
     annotated = reference.annotate(batch)
-    policy.train_step(annotated, make_loss(run), batch.num_tokens)
+    policy.train_step(annotated, make_loss(run.algorithm), batch.num_tokens)
     told = [*logprobs, *(m.terms.ref_logprobs for m in annotated.micro_batches)]
     return [rows for rows in told if rows is not None] + (masters(policy) if layout.dp_cp_size == 1 else [])
 

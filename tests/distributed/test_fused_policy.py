@@ -24,7 +24,7 @@ def difference(train: dict) -> tuple[float, float]:
             dict(tp=2), algorithm=dict(beta=0.1, entropy_coef=0.01), train=dict(distributed_optimizer=False) | settings
         )
         policy, batch, logprobs = prepare(config, tiny_model("qwen2_untied"), layout, random_samples())
-        policy.backward(batch, make_loss(config), batch.num_tokens)
+        policy.backward(batch, make_loss(config.algorithm), batch.num_tokens)
         gradients = [p.main_grad.flatten().clone() for chunk in policy.chunks for p in chunk.parameters()]
         found.append((torch.cat([row for row in logprobs if row is not None]), torch.cat(gradients)))
     (expected, oracle), (logprobs, gradient) = found

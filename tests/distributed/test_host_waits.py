@@ -57,7 +57,7 @@ def waits_of_a_step(shape: str, parallel: dict, sections: dict) -> tuple[dict[st
             mode.counted(policy._reduce_metrics, "metrics"),
         )
         policy.logprobs(batch)
-        policy.backward(batch, make_loss(config), batch.num_tokens)
+        policy.backward(batch, make_loss(config.algorithm), batch.num_tokens)
     layout.close()
     return dict(mode.waits["pass"]), dict(mode.waits["metrics"])
 

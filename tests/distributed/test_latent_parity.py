@@ -94,7 +94,7 @@ def biases_after_a_step(precision: str) -> list[tuple[str, torch.Tensor]]:
     policy, batch, _ = prepare(config, hf_config, layout, random_samples())
     policy.backward(
         batch,
-        make_loss(config),
+        make_loss(config.algorithm),
         denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length),
     )
     policy.update()

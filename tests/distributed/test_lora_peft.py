@@ -97,7 +97,7 @@ def prepare(root, parallel: dict, **lora):
 def _step(root, parallel, out):
     config, layout, hf_config, policy, batch = prepare(root, parallel, adapter_path=str(root / "adapter"))
     merged = dict(iter_full(policy.chunks, hf_config, layout))
-    policy.backward(batch, make_loss(config), batch.num_tokens)
+    policy.backward(batch, make_loss(config.algorithm), batch.num_tokens)
     gradients, _, _ = whole_tensors(policy, hf_config, layout, lambda p: p.main_grad)
     save_adapter(list(adapter_blocks(policy.chunks, hf_config, layout)), layout, out, config.lora, "base", policy.dtype)
     frozen = [p for chunk in policy.chunks for p in chunk.parameters() if not p.requires_grad]
@@ -158,9 +158,9 @@ def _checkpoint(root, parallel, folder, load):
     if load:
         checkpointer.load(checkpointer.latest())
     else:
-        policy.train_step(batch, make_loss(config), batch.num_tokens)
+        policy.train_step(batch, make_loss(config.algorithm), batch.num_tokens)
         checkpointer.save(TrainState(step=1, weight_version=1, cursor=1))
-    policy.train_step(batch, make_loss(config), batch.num_tokens)
+    policy.train_step(batch, make_loss(config.algorithm), batch.num_tokens)
     return whole_tensors(policy, hf_config, layout, lambda p: p.data)[0]
 
 
@@ -224,7 +224,7 @@ def _dropout(root, parallel):
     same = all(torch.equal(a, b) for a, b in zip(policy.logprobs(batch), policy.logprobs(batch), strict=True))
     runs = []
     for _ in range(2):
-        policy.backward(batch, make_loss(config), batch.num_tokens)
+        policy.backward(batch, make_loss(config.algorithm), batch.num_tokens)
         gradients, apart, _ = whole_tensors(policy, hf_config, layout, lambda p: p.main_grad)
         runs.append(gradients)
     return same, apart, max((relative_error(runs[0][n], g) for n, g in runs[1].items()), default=1.0)

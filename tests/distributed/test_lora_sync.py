@@ -58,10 +58,10 @@ def _train(root: Path, parallel: dict, folder: Path, steps: int, resume: bool):
     if resume:
         assert saver.load(saver.latest()) == TrainState(step=1)
     for _ in range(steps):
-        policy.train_step(batch, make_loss(config), batch.num_tokens)
+        policy.train_step(batch, make_loss(config.algorithm), batch.num_tokens)
     if not resume:
         saver.save(TrainState(step=1))
-        policy.train_step(batch, make_loss(config), batch.num_tokens)
+        policy.train_step(batch, make_loss(config.algorithm), batch.num_tokens)
     return whole_tensors(policy, hf_config, layout, lambda p: p.data)[0], saver._bytes_needed
 
 

@@ -119,7 +119,7 @@ def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[l
 
     for step in range(3):
         logprobs += [rows for rows in policy.logprobs(batch) if rows is not None]
-        policy.train_step(reference.annotate(batch), make_loss(settings), batch.num_tokens)
+        policy.train_step(reference.annotate(batch), make_loss(settings.algorithm), batch.num_tokens)
         whole = alive() if offloads else 0
         leave(written=[once, 0, 0 if lora else once][step])
         if offloads:

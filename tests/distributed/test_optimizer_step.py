@@ -85,10 +85,10 @@ def take_steps(train, steps=STEPS):
 
     weights, gradients, metrics = [whole(lambda p: p.data)], [], []
     for _ in range(steps):
-        policy.backward(batch, make_loss(config), divisor)
+        policy.backward(batch, make_loss(config.algorithm), divisor)
         gather_gradients(policy.model)
         gradients.append(whole(lambda p: p.main_grad))
-        metrics.append(policy.train_step(batch, make_loss(config), divisor))
+        metrics.append(policy.train_step(batch, make_loss(config.algorithm), divisor))
         weights.append(whole(lambda p: p.data))
     layout.release()
     return config, weights, gradients, metrics

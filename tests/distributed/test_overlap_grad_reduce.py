@@ -51,7 +51,7 @@ class Training:
         samples = random_samples()
         parts = (samples, samples[: len(samples) // 2])
         self.batches = [pack(part, rules, self.layout.dp_rank, self.layout.dp_size) for part in parts]
-        self.loss, self.steps = make_loss(settings), 0
+        self.loss, self.steps = make_loss(settings.algorithm), 0
         assert len(self.batches[0].micro_batches) > len(self.batches[1].micro_batches)
 
     def step(self) -> dict[str, float]:

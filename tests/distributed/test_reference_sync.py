@@ -78,7 +78,7 @@ def moved_and_saved(parallel: dict, model: Path, checkpoints: Path, alpha: float
     layout, hf_config, policy, reference, checkpointer = _build(parallel, model, checkpoints)
     batch = pack(random_samples(), packing_rules(policy.config, policy.shares_prompts), layout.dp_rank, layout.dp_size)
     divisor = denominator(batch, "sequence_means", 1)
-    policy.train_step(reference.annotate(batch), make_loss(policy.config), divisor)
+    policy.train_step(reference.annotate(batch), make_loss(policy.config.algorithm), divisor)
     if alpha:
         reference.mix_in(alpha)
     checkpointer.save(TrainState(step=1))
@@ -180,9 +180,9 @@ def kl_before_and_after(estimator: str, model: Path) -> list[float]:
         if mixed:
             reference.mix_in(1.0)
         found.append(
-            policy.train_step(reference.annotate(batch), make_loss(config), denominator(batch, "sequence_means", 1))[
-                "kl"
-            ].value
+            policy.train_step(
+                reference.annotate(batch), make_loss(config.algorithm), denominator(batch, "sequence_means", 1)
+            )["kl"].value
         )
     layout.close()
     return found

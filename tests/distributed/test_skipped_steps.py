@@ -66,7 +66,7 @@ class Training:
         self.batch = pack(
             random_samples(), packing_rules(settings, self.policy.shares_prompts), layout.dp_rank, layout.dp_size
         )
-        self.loss, self.said = make_loss(settings), Messages()
+        self.loss, self.said = make_loss(settings.algorithm), Messages()
         writer = MetricsWriter.silent()
         writer._sinks["messages"] = self.said
         dumps = StepDumps(settings, self.policy, Path("unused"), Path("unused"), writer.message)

@@ -61,7 +61,7 @@ def two_steps(
     policy.weights_changed()
     given, reference, writer = Given(), Reference(policy), MetricsWriter.silent()
     trainer = Alone(
-        config, layout, policy, reference, make_loss(config), given, [], given, sampling_params(config.rollout, ()),
+        config, layout, policy, reference, make_loss(config.algorithm), given, [], given, sampling_params(config.rollout, ()),
         partial(blocks, policy.chunks, hf_config, layout), None, None, writer,
         StepDumps(config, policy, run / "dumps", model, lambda text: None, reference), Callbacks(config, layout),
         tokens=TokenLog(layout, None, logged_groups, config.rollout.num_generations),

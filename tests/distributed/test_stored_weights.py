@@ -143,7 +143,7 @@ def _measure(storage: str) -> tuple[int, int, int, bool]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        policy.backward(batch, make_loss(settings), batch.num_tokens)
+        policy.backward(batch, make_loss(settings.algorithm), batch.num_tokens)
     dense = {name: param for name, param, _ in blocks(policy.chunks, model(), layout)}
     sent = {name: param.detach() for name, param, _ in merged_blocks(policy.chunks, model(), layout)}
     changed = {name for name in sent if not torch.equal(sent[name], dense[name].detach())}

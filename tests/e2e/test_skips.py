@@ -15,8 +15,8 @@ def spoil(steps):
     step."""
     make_loss, seen = wiring.make_loss, []
 
-    def spoilt(config):
-        loss = make_loss(config)
+    def spoilt(algorithm):
+        loss = make_loss(algorithm)
 
         def with_nan(inputs):
             if not any(inputs.micro_batch is earlier for earlier in seen):

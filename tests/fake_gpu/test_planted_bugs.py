@@ -65,7 +65,7 @@ def problems_of_leaving() -> list[str]:
             offload = kind() if kind is NoOffload else kind(policy, reference)
             batch = pack(random_samples(), packing_rules(config, policy.shares_prompts))
             for _ in range(2):
-                policy.train_step(reference.annotate(batch), make_loss(config), batch.num_tokens)
+                policy.train_step(reference.annotate(batch), make_loss(config.algorithm), batch.num_tokens)
                 offload.offload_all()
                 if kind is Offload and (
                     left := sum(p.untyped_storage().nbytes() for c in policy.chunks for p in c.parameters())

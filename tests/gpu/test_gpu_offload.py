@@ -47,7 +47,11 @@ def leave_and_come_back(folder: Path, model: str, precision: str, in_fp8: bool) 
     batch = pack(
         samples_of(Case("", hf_config, config, sizes_of(config))), packing_rules(config, policy.shares_prompts)
     )
-    arguments = reference.annotate(batch), make_loss(config), denominator(batch, config.algorithm.loss.average, 64)
+    arguments = (
+        reference.annotate(batch),
+        make_loss(config.algorithm),
+        denominator(batch, config.algorithm.loss.average, 64),
+    )
     policy.train_step(*arguments)
     offload = Offload(policy, reference)
 

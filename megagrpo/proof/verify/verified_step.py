@@ -66,8 +66,8 @@ def take_step(
         divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
         batch = add_step_terms(batch, policy, divisor, config.algorithm.entropy_coef)
         if config.model.fp8_recipe == "delayed":  # gradients' scales too: a new maximum depends on its micro-batch
-            policy.backward(batch, make_loss(config), divisor)
-        metrics = policy.backward(batch, make_loss(config), divisor)
+            policy.backward(batch, make_loss(config.algorithm), divisor)
+        metrics = policy.backward(batch, make_loss(config.algorithm), divisor)
         gather_gradients(policy.model)
         gradients, apart, padding = whole_tensors(policy, hf_config, layout, attrgetter("main_grad"))
         metrics |= policy.update()

@@ -98,7 +98,12 @@ def groups_of(scored: Sequence[ScoredRollout], group: int) -> list[tuple[ScoredR
 def useful_groups(scored: Sequence[ScoredRollout], config: RunConfig) -> list[tuple[ScoredRollout, ...]]:
     """Return the groups whose rewards differ, in the order of drawing."""
     groups = groups_of(scored, config.rollout.num_generations)
-    return [members for members, flat in zip(groups, flat_groups(scored, config), strict=True) if not flat]
+    by_function = config.algorithm.multi_objective_aggregation != "sum_then_normalize"
+    return [
+        members
+        for members, flat in zip(groups, flat_groups(scored, config.rollout.num_generations, by_function), strict=True)
+        if not flat
+    ]
 
 
 def redraw_size(wanted: int, useful: int, drawn: int) -> int:

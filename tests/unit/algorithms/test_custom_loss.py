@@ -51,7 +51,7 @@ def step(config):
     (rows,) = batch.micro_batches
     old = rows.rollout_logprobs + 0.2 * torch.cos(3.0 * torch.arange(rows.num_tokens))
     policy = (old + 0.5 * torch.sin(1.0 * torch.arange(rows.num_tokens))).requires_grad_()
-    output = make_loss(config)(LossInputs(policy, torch.zeros_like(old), rows.with_terms(old_logprobs=old)))
+    output = make_loss(config.algorithm)(LossInputs(policy, torch.zeros_like(old), rows.with_terms(old_logprobs=old)))
     loss = output.numerator / denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
     return loss.item(), torch.autograd.grad(loss, policy)[0], output.metrics
 
@@ -97,7 +97,7 @@ def test_a_path_counts_from_the_folder_of_the_yaml(tmp_path, file, monkeypatch):
     (tmp_path / "run.yaml").write_text(SMALLEST + "algorithm: {loss_type: 'my_loss.py:clipped'}\n")
     monkeypatch.chdir("/")
     config = load_config(tmp_path / "run.yaml")
-    assert config.algorithm.loss_type == f"{file}:clipped" and make_loss(config)
+    assert config.algorithm.loss_type == f"{file}:clipped" and make_loss(config.algorithm)
 
 
 BODIES = {
@@ -118,7 +118,7 @@ def test_a_loss_that_cannot_be_used_is_refused_in_one_line_with_the_rule(tmp_pat
     name = f"{tmp_path}/bad.py:bad"
     (tmp_path / "bad.py").write_text(f"def bad(tokens, algorithm):\n    {BODIES[said]}\n")
     with pytest.raises(ProblemError) as refused:
-        make_loss(settings(loss_type=name))
+        make_loss(settings(loss_type=name).algorithm)
     (problem,) = refused.value.problems
     assert problem.keys == ("algorithm.loss_type",) and str(problem).startswith(f"algorithm.loss_type: `{name}` {said}")
     assert "\n" not in str(problem)
@@ -127,7 +127,7 @@ def test_a_loss_that_cannot_be_used_is_refused_in_one_line_with_the_rule(tmp_pat
 def test_values_at_masked_tokens_do_not_count_when_a_loss_is_tried(tmp_path):
     body = "torch.where(tokens.sequences.mask, tokens.ratio * tokens.advantages, float('nan'))"
     (tmp_path / "own.py").write_text(f"import torch\n\n\ndef own(tokens, algorithm):\n    return {body}\n")
-    assert make_loss(settings(loss_type=f"{tmp_path}/own.py:own"))
+    assert make_loss(settings(loss_type=f"{tmp_path}/own.py:own").algorithm)
 
 
 def test_a_wrong_signature_is_named(tmp_path):
@@ -135,19 +135,19 @@ def test_a_wrong_signature_is_named(tmp_path):
     with pytest.raises(
         ProblemError, match=r"bad` cannot be called as a loss: missing a required argument: 'advantages'; a loss takes"
     ):
-        make_loss(settings(loss_type=f"{tmp_path}/bad.py:bad"))
+        make_loss(settings(loss_type=f"{tmp_path}/bad.py:bad").algorithm)
 
 
 def test_a_file_that_is_missing_and_one_that_raises_are_named(tmp_path):
     with pytest.raises(
         ProblemError, match=rf"cannot be loaded: FileNotFoundError: no file {tmp_path}/none.py; correct the file"
     ):
-        make_loss(settings(loss_type=f"{tmp_path}/none.py:f"))
+        make_loss(settings(loss_type=f"{tmp_path}/none.py:f").algorithm)
     (tmp_path / "raises.py").write_text("import nothing_of_that_name\n")
     with pytest.raises(
         ProblemError, match=rf"ModuleNotFoundError: No module named 'nothing_of_that_name' \({tmp_path}/raises.py:1\)"
     ):
-        make_loss(settings(loss_type=f"{tmp_path}/raises.py:f"))
+        make_loss(settings(loss_type=f"{tmp_path}/raises.py:f").algorithm)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def contributions(name: str, rules: PackingRules, dp_size: int, dtype: torch.dty
             if name == "real":
                 slopes, values = terms.rows(micro_batch, divisor)
                 inputs = inputs.with_terms(real_slopes=slopes, real_values=values)
-            numerator = make_loss(config)(LossInputs(policy, torch.zeros_like(policy), inputs)).numerator
+            numerator = make_loss(config.algorithm)(LossInputs(policy, torch.zeros_like(policy), inputs)).numerator
             (gradient,) = torch.autograd.grad(numerator, policy)
             mask = micro_batch.loss_mask
             assert not gradient[~mask].any()

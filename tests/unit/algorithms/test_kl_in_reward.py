@@ -59,10 +59,9 @@ def test_a_masked_response_pays_the_mean_kl_of_its_group():
     masked = replace(scored(1.0), rollout=replace(scored(1.0).rollout, finish_reason="length"))
     rows, kl = [masked, scored(1.0), scored(1.0), masked, masked, masked], torch.tensor([0.0, 2.0, 4.0, 0.0, 0.0, 0.0])
     algorithm = dict(beta=0.5, kl_in_reward=True, kl_estimator="k1", scale_rewards="none")
-    settings = config(algorithm=algorithm, rollout=dict(num_generations=3))
-    assert charged_kl(rows, kl, settings) is kl
+    assert charged_kl(rows, kl, 3, mask_truncated=False) is kl
     settings = config(algorithm=algorithm | dict(mask_truncated_completions=True), rollout=dict(num_generations=3))
-    charged = charged_kl(rows, kl, settings)
+    charged = charged_kl(rows, kl, 3, mask_truncated=True)
     assert charged.tolist() == [3.0, 2.0, 4.0, 0.0, 0.0, 0.0]
     first, second = advantages_of(less_kl(rows, charged, 0.5), settings)
     assert first[0] == 0 < first[1] == -first[2] and not second.any()

@@ -49,7 +49,7 @@ def step(name, advantages, lengths, policy=-1.1, old=-1.2):
             batch, max(sum(lengths), 1)
         )
         batch = batch.with_terms(real_slopes=slopes, real_values=values)
-    numerator = make_loss(config)(LossInputs(logprobs, torch.zeros_like(logprobs), batch)).numerator
+    numerator = make_loss(config.algorithm)(LossInputs(logprobs, torch.zeros_like(logprobs), batch)).numerator
     (gradient,) = torch.autograd.grad(numerator, logprobs)
     divisor = denominator(TrainBatch((batch,), sum(lengths), len(lengths)), config.algorithm.loss.average, 3)
     return numerator / divisor, gradient / divisor, batch.loss_mask

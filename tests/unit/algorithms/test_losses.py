@@ -52,7 +52,7 @@ def run(inputs, settings, with_ref=True):
     if settings.algorithm.beta and with_ref:
         batch = batch.with_terms(ref_logprobs=rows(inputs, "ref"))
     policy = rows(inputs, "new").requires_grad_()
-    output = make_loss(settings)(LossInputs(policy, rows(inputs, "entropy"), batch))
+    output = make_loss(settings.algorithm)(LossInputs(policy, rows(inputs, "entropy"), batch))
     counts = pack(samples, PackingRules(max_tokens=1000))
     divisor = denominator(counts, settings.algorithm.loss.average, settings.rollout.max_completion_length)
     return batch, policy, output, divisor
@@ -96,7 +96,7 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_is_the_policy_gr
     inputs = VECTORS["inputs"]
     batch = build_micro_batch(samples_of(inputs))
     policy = rows(inputs, "new").float().requires_grad_()
-    output = make_loss(config(loss_type="dapo"))(LossInputs(policy, torch.zeros_like(policy), batch))
+    output = make_loss(config(loss_type="dapo").algorithm)(LossInputs(policy, torch.zeros_like(policy), batch))
     (grad,) = torch.autograd.grad(output.numerator, policy)
     torch.testing.assert_close(grad, torch.where(batch.loss_mask, -batch.advantages, 0.0))
     assert output.metrics["clip_ratio/region_mean"].sum == 0
@@ -117,7 +117,7 @@ def test_an_exact_kl_term_is_taken_from_the_policy_as_it_is(estimator):
     inputs = VECTORS["inputs"]
     batch = build_micro_batch(samples_of(inputs)).with_terms(old_logprobs=rows(inputs, "old"))
     policy, full_kl = rows(inputs, "new"), rows(inputs, "entropy").requires_grad_()
-    loss = make_loss(config(loss_type="dapo", beta=0.5, kl_estimator=estimator))
+    loss = make_loss(config(loss_type="dapo", beta=0.5, kl_estimator=estimator).algorithm)
     output = loss(LossInputs(policy, rows(inputs, "entropy"), batch, full_kl))
     (grad,) = torch.autograd.grad(output.numerator, full_kl)
     assert torch.equal(grad, 0.5 * batch.loss_mask)
@@ -129,7 +129,7 @@ def test_mismatch_metrics_are_those_of_the_engine_against_old_logprobs():
     batch = build_micro_batch(samples_of(inputs)).with_terms(old_logprobs=rows(inputs, "old"))
     batch = replace(batch, rollout_logprobs=rows(inputs, "old") + 0.25)
     policy = rows(inputs, "new")
-    metrics = make_loss(config())(LossInputs(policy, policy, batch)).metrics
+    metrics = make_loss(config().algorithm)(LossInputs(policy, policy, batch)).metrics
     assert metrics["token_mult_prob_error"].value.item() == pytest.approx(torch.tensor(0.25).exp().item())
     assert metrics["sampling/sampling_logp_difference/max"].value.item() == pytest.approx(0.25)
 
@@ -147,7 +147,7 @@ def test_cutting_the_batch_into_micro_batches_changes_neither_loss_nor_gradient(
         part = policy.detach()[offset : offset + length].requires_grad_()
         ref = rows(inputs, "ref")[offset : offset + length]
         batch = replace(batch, advantages=batch.advantages.double()).with_terms(old_logprobs=old, ref_logprobs=ref)
-        output = make_loss(settings)(LossInputs(part, part.detach(), batch))
+        output = make_loss(settings.algorithm)(LossInputs(part, part.detach(), batch))
         grads.append(torch.autograd.grad(output.numerator, part)[0])
         total, offset = total + output.numerator.item(), offset + length
     assert total == pytest.approx(whole.numerator.item(), rel=1e-12)
@@ -163,7 +163,7 @@ def test_a_masked_infinity_does_not_poison_the_loss():
     batch = build_micro_batch(samples_of(inputs))
     policy = torch.where(batch.loss_mask, rows(inputs, "new"), -torch.inf).requires_grad_()
     batch = batch.with_terms(old_logprobs=rows(inputs, "old"))
-    output = make_loss(config())(LossInputs(policy, torch.zeros_like(policy), batch))
+    output = make_loss(config().algorithm)(LossInputs(policy, torch.zeros_like(policy), batch))
     assert output.numerator.isfinite()
 
 

@@ -89,7 +89,7 @@ def of_the_loss(**algorithm):
         terms = RealTerms.of(sample_sums(rows, policy.detach()), batch.samples, GROUP_SIZE, config.algorithm.real_tau)
         slopes, values = terms.rows(rows, divisor)
         rows = rows.with_terms(real_slopes=slopes, real_values=values)
-    loss = make_loss(config)(LossInputs(policy, entropy, rows)).numerator / divisor
+    loss = make_loss(config.algorithm)(LossInputs(policy, entropy, rows)).numerator / divisor
     return loss.item(), torch.autograd.grad(loss, policy)[0]
 
 

@@ -107,7 +107,7 @@ def check(case, inputs, mask, config, scale=1.0, batch_changes=lambda rows: {}, 
     policy, entropy = (rows.pack(inputs[name]).requires_grad_() for name in ("new", "entropy"))
     batch = replace(rows.batch, **batch_changes(rows)).with_terms(**terms)
     batch = batch.with_terms(**of_the_whole_step(batch, policy.detach(), entropy.detach(), rows, config))
-    output = make_loss(config)(LossInputs(policy, entropy, batch))
+    output = make_loss(config.algorithm)(LossInputs(policy, entropy, batch))
     loss = output.numerator * scale / rows.divisor(config)
     assert loss.item() == pytest.approx(case["loss"], rel=1e-6, abs=1e-9)
     found = torch.autograd.grad(loss, (policy, entropy), materialize_grads=True)

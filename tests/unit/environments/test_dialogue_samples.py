@@ -85,7 +85,7 @@ def test_the_loss_is_that_of_the_tokens_alone(loss_type):
         tags = torch.where(m.loss_mask, m.rollout_logprobs, torch.randn(m.num_tokens))
         policy = (tags + 0.1 * torch.sin(40 * tags)).requires_grad_()
         batch = batch.with_terms(old_logprobs=[tags + 0.01], ref_logprobs=[tags - 0.2])
-        output = make_loss(config)(LossInputs(policy, tags.abs(), batch.micro_batches[0]))
+        output = make_loss(config.algorithm)(LossInputs(policy, tags.abs(), batch.micro_batches[0]))
         output.numerator.backward()
         metrics = {name: [metric.sum.item(), metric.count.item()] for name, metric in output.metrics.items()}
         value = output.numerator.item() / denominator(batch, config.algorithm.loss.average, 16)

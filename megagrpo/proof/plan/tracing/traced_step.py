@@ -53,7 +53,7 @@ def trace_step(
     ):
         policy = MegatronPolicy(config, layout, model)
         _mark(policy, counter)
-        loss = make_loss(config)
+        loss = make_loss(config.algorithm)
 
         def step(micro_batches: int) -> Costs:
             batch = batch_of(config, model, policy.shares_prompts, prompt, response, micro_batches)
