@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
 import torch
 
 import megagrpo.platform.device as device
@@ -11,13 +9,6 @@ from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.lm_head import fused_logprobs
-
-
-class FusedOptions(TypedDict):
-    """The fields of `HeadTask` for the fused kernels."""
-
-    fused: bool
-    fp8: str | None
 
 
 def check_device(config: RunConfig, hf_config: HfConfig) -> None:
@@ -30,7 +21,7 @@ def check_device(config: RunConfig, hf_config: HfConfig) -> None:
                 "model.fp8_param: weights in float32 have no masters to be rounded from; set model.precision to bf16"
             )
     shares_prompts(config.train.share_prompts)
-    fused_options(config, dtype, hf_config)
+    check_fused(config, dtype, hf_config)
 
 
 def shares_prompts(wanted: bool | None) -> bool:
@@ -44,13 +35,10 @@ def shares_prompts(wanted: bool | None) -> bool:
     return possible if wanted is None else wanted
 
 
-def fused_options(config: RunConfig, dtype: torch.dtype, hf_config: HfConfig) -> FusedOptions:
-    """Return whether and how the fused kernels run. All passes of a run use the same, so that equal weights
-    give equal log-probs. Raises
-    ValueError."""
-    wanted, exact_kl = config.train.fused_logprobs, config.algorithm.full_kl and config.algorithm.beta > 0
-    fp8 = None if config.train.logprobs_fp8_recipe == "none" else config.train.logprobs_fp8_recipe
-    reason = fused_logprobs.refusal(dtype, hf_config.hidden_size, config.rollout.truncates, exact_kl, bool(fp8))
-    if wanted and reason:
+def check_fused(config: RunConfig, dtype: torch.dtype, hf_config: HfConfig) -> None:
+    """Raise ValueError when the config asks for the fused kernels and they cannot run."""
+    exact_kl = config.algorithm.full_kl and config.algorithm.beta > 0
+    in_fp8 = config.train.logprobs_fp8_recipe != "none"
+    reason = fused_logprobs.refusal(dtype, hf_config.hidden_size, config.rollout.truncates, exact_kl, in_fp8)
+    if config.train.fused_logprobs and reason:
         raise ValueError(f"train.fused_logprobs: true is not possible: {reason}; set it to false")
-    return FusedOptions(fused=wanted, fp8=fp8)

@@ -26,7 +26,7 @@ from megagrpo.policy.attention.packed import pack_params
 from megagrpo.policy.balance import counting, set_slopes
 from megagrpo.policy.build import build_model, head_input, hidden_states, lm_head
 from megagrpo.policy.chunks import config_of
-from megagrpo.policy.device_checks import fused_options, shares_prompts
+from megagrpo.policy.device_checks import check_fused, shares_prompts
 from megagrpo.policy.early_gradients import loss_gradients
 from megagrpo.policy.embedding import add_gradients_directly
 from megagrpo.policy.finite import BadTensor, GradientCheck, NonFiniteError, bad_weight, first_cause
@@ -41,7 +41,6 @@ from megagrpo.policy.metric_sums import merged, on_host
 from megagrpo.policy.optimizer import (
     build_optimizer,
     build_scheduler,
-    learning_rate,
     masters_from_weights,
     overlaps_reduction,
     weights_from_masters,
@@ -108,7 +107,7 @@ class MegatronPolicy:
             self.optimizer, config.train, config.run.num_steps * config.algorithm.updates_per_step
         )
         self.shares_prompts = shares_prompts(config.train.share_prompts)
-        self._fused = fused_options(config, self.dtype, hf_config)
+        check_fused(config, self.dtype, hf_config)
         self._scaling = scaling_of(self.chunks)
         self._schedule = get_forward_backward_func()
         for chunk in self.chunks:
@@ -261,7 +260,7 @@ class MegatronPolicy:
         with self.phases("optimizer"):
             _, grad_norm, _ = self.optimizer.step()
         norm = {} if grad_norm is None else {"grad_norm": Metric(float(grad_norm))}
-        return norm | {"learning_rate": Metric(learning_rate(self.optimizer), reduce="last")}
+        return norm | {"learning_rate": Metric(float(self.optimizer.param_groups[0]["lr"]), reduce="last")}
 
     @contextmanager
     def _schedule_arguments(
@@ -347,7 +346,7 @@ class MegatronPolicy:
     def _head_task(self, labels: Tensor) -> HeadTask:
         """Return the settings of the LM head's passes that are the same for all batches of the run, with `labels`
         [N]."""
-        rollout = self.config.rollout
+        rollout, train = self.config.rollout, self.config.train
         return HeadTask(
             labels,
             group=self.layout.tp_group,
@@ -355,10 +354,11 @@ class MegatronPolicy:
             logit_cap=self.hf_config.logit_cap,
             vocab_size=self.hf_config.vocab_size,
             truncation=Truncation(rollout.top_p, rollout.top_k, rollout.min_p),
-            chunk=self.config.train.logprob_chunk,
+            chunk=train.logprob_chunk,
             early_differs=self._early_differs,
             into_main_grad=self._into_main_grad,
-            **self._fused,
+            fused=train.fused_logprobs,
+            fp8=None if train.logprobs_fp8_recipe == "none" else train.logprobs_fp8_recipe,
         )
 
     def _whole_rows(self, rows: Tensor, item: RankBatch) -> Tensor:

@@ -273,8 +273,3 @@ def gather_gradients(wrapped: Sequence[DistributedDataParallel]) -> None:
             for bucket in group.buckets:
                 own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
                 dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
-
-
-def learning_rate(built: MegatronOptimizer) -> float:
-    """Return the learning rate of the last step."""
-    return float(built.param_groups[0]["lr"])
