@@ -153,14 +153,6 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         q_layernorm=head_norm,
         k_layernorm=head_norm,
     )
-    attention_layer = TransformerLayerSubmodules(
-        input_layernorm=RMSNorm,
-        self_attention=ModuleSpec(
-            module=attention_class, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention
-        ),
-        self_attn_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=ATTENTION_KEYS,
-    )
     latent = MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear,
         linear_q_up_proj=ColumnParallelLinear,
@@ -170,12 +162,16 @@ def local_spec(hf_config: HfConfig) -> ModuleSpec:
         q_layernorm=RMSNorm,
         kv_layernorm=RMSNorm,
     )
-    latent_layer = TransformerLayerSubmodules(
-        input_layernorm=RMSNorm,
-        self_attention=ModuleSpec(
-            module=LatentAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=latent
-        ),
-        self_attn_bda=get_bias_dropout_add,
+    attention_layer, latent_layer = (
+        TransformerLayerSubmodules(
+            input_layernorm=RMSNorm,
+            self_attention=ModuleSpec(
+                module=module, params={"attn_mask_type": AttnMaskType.causal}, submodules=submodules
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            sharded_state_dict_keys_map=keys,
+        )
+        for module, submodules, keys in ((attention_class, attention, ATTENTION_KEYS), (LatentAttention, latent, {}))
     )
     mlp = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear, activation_func=GatedActivation)
     mlp_layer = TransformerLayerSubmodules(
