@@ -56,7 +56,8 @@ def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: Lora
             for linear, parts, groups in (*_of_attention(attention, names), *_of_mlp(mlp, names)):
                 if wanted := [name for name in parts if name in lora.projections]:
                     column = linear.weight.partition_dim == 0
-                    _attach(linear, (ColumnAdapter if column else RowAdapter)(linear, parts, groups, wanted, lora))
+                    linear.adapter = (ColumnAdapter if column else RowAdapter)(linear, parts, groups, wanted, lora)
+                    mix_in(linear, Adapted)
         if recompute == "full" and chunk.pre_process:
             # Recompute runs a block's backward pass only if its input requires a gradient. Nothing before the first
             # block is trained.
@@ -94,11 +95,6 @@ def _of_mlp(mlp: Any, names: Names) -> list[tuple[Any, dict[str, int], int]]:
 def _rows(names: tuple[str, ...], rows: tuple[int, ...]) -> dict[str, int]:
     """Return the rows of each projection. A single fused projection gets the sum of all rows."""
     return dict(zip(names, rows, strict=True)) if len(names) == len(rows) else {names[0]: sum(rows)}
-
-
-def _attach(linear: Any, adapter: nn.Module) -> None:
-    linear.adapter = adapter
-    mix_in(linear, Adapted)
 
 
 class Adapted:

@@ -65,19 +65,15 @@ class StoredWeight(nn.Module):
     @property
     def data(self) -> Tensor:
         """The dequantized weight [out, in], a new tensor."""
-        return self.dense()
-
-    def detach(self) -> Tensor:
-        """Return the dequantized weight [out, in], a new tensor."""
-        return self.dense()
+        return self.detach()
 
     def numel(self) -> int:
         """Return the number of elements of the weight."""
         return self.shape.numel()
 
     @torch.no_grad()
-    def dense(self) -> Tensor:
-        """Return the dequantized weight [out, in] in `dtype`."""
+    def detach(self) -> Tensor:
+        """Return the dequantized weight [out, in] in `dtype`, a new tensor."""
         if self.storage == "fp8":
             values = self.codes.float()
         else:
@@ -148,11 +144,11 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stored: StoredWeight, group: torch.distributed.ProcessGroup | None) -> Tensor:
         ctx.stored, ctx.group = stored, group
-        return torch.matmul(x, stored.dense().t())
+        return torch.matmul(x, stored.detach().t())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        grad_x = torch.matmul(grad, ctx.stored.dense())
+        grad_x = torch.matmul(grad, ctx.stored.detach())
         if ctx.group is not None:
             torch.distributed.all_reduce(grad_x, group=ctx.group)
         return grad_x, None, None

@@ -48,16 +48,16 @@ def test_what_is_stored_is_the_nearest_that_can_be_and_storing_it_again_changes_
     weight = torch.randn(24, 192) * torch.logspace(-4, 2, 24)[:, None]
     weight[3, :64] = 0
     made = stored(weight, storage)
-    dense = made.dense()
+    dense = made.detach()
     expected = torch.where(weight == 0, 0, naive(weight, storage).nan_to_num())
     torch.testing.assert_close(dense.double(), expected, rtol=1e-6, atol=0)
     made.store(dense)
-    torch.testing.assert_close(made.dense(), dense, rtol=1e-6, atol=0)
+    torch.testing.assert_close(made.detach(), dense, rtol=1e-6, atol=0)
     error = ((dense - weight).norm() / weight.norm()).item()
     assert error < {"fp8": 0.03, "nf4": 0.11}[storage]
     held = made.codes.nbytes + made.scales.nbytes
     assert held == weight.numel() * {"fp8": 1 + 4 / 64, "nf4": 0.5 + 4 / 64}[storage]
-    assert stored(weight.bfloat16(), storage).dense().dtype == torch.bfloat16
+    assert stored(weight.bfloat16(), storage).detach().dtype == torch.bfloat16
 
 
 def test_rows_that_blocks_do_not_fit_are_refused():
@@ -114,7 +114,7 @@ def test_a_step_on_stored_weights_equals_one_on_dense_weights_that_were_rounded_
     def rounded(name: str, shape: tuple) -> torch.Tensor:
         tensor = random_tensor(name, shape, 0.8)
         inside = name.endswith("_proj.weight") and "lora" not in name
-        return stored(tensor, storage).dense() if inside else tensor
+        return stored(tensor, storage).detach() if inside else tensor
 
     (found,) = run_ranks(take_step, 1, config({}, "none"), model(), random_samples(), rounded)
     assert [d for d in compare(found, one_process(storage)) if not d.passed] == []

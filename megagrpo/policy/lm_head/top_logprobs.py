@@ -15,9 +15,9 @@ def top_logprobs(hidden: Tensor, weight: Tensor, k: int, task: HeadTask) -> TopL
     """Return the k largest log-probs [N, k] of each token and their ids [N, k], largest first, of softmax(logits /
     temperature) over the whole vocabulary.
 
-    `hidden` [N, H] and the head `weight` [V/tp, H] are as in `vocab_logprobs`; `task.truncation` does not apply. All
-    ranks of `task.group` get the same result. Each rank sends k logits and k ids per token. The order of equal
-    log-probs is arbitrary. Raises ValueError for a k below 1 or above the vocabulary's size.
+    `hidden` [N, H] and the head `weight` [V/tp, H] are as in `vocab_logprobs`; `task.truncation` and `task.fused` do
+    not apply. All ranks of `task.group` get the same result. Each rank sends k logits and k ids per token. The order of
+    equal log-probs is arbitrary. Raises ValueError for a k below 1 or above the vocabulary's size.
     """
     shard = task.shard(weight)
     if not 0 < k <= shard.size(weight, task.vocab_size):
