@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import Tensor
 
@@ -257,8 +258,9 @@ class Trainer:
         """Update the reference towards the policy at the end of every `ref_model_sync_steps` steps."""
         algorithm = self.config.algorithm
         if algorithm.sync_ref_model and (self.state.step + 1) % algorithm.ref_model_sync_steps == 0:
-            assert isinstance(self.reference, Reference), "algorithm.sync_ref_model needs the policy's reference"
-            self.reference.mix_in(algorithm.ref_model_mixup_alpha)
+            assert self.reference is not None, "algorithm.sync_ref_model needs a reference"
+            # of all frozen models only the policy's own copy can move towards it
+            cast(Reference, self.reference).mix_in(algorithm.ref_model_mixup_alpha)
 
     def sync(self) -> None:
         """Push the policy's weights to the engine. They are verified there before this returns. A run that was asked to
