@@ -53,45 +53,32 @@ class Event(Enum):
     REMOVED = "removed"  # `follow`
 
 
-_S, _E = State, Event
-# event -> {state: next state}. None: the event is ignored in that state. A state that is absent does not allow the
-# event.
-TRANSITIONS: dict[Event, dict[State, State | None]] = {
-    _E.SILENT: {_S.SERVING: _S.SILENT, _S.NEEDS_WEIGHTS: _S.SILENT, _S.DRAINING: _S.GONE}
-    | dict.fromkeys((_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED, _S.ENDED, _S.GONE)),
-    _E.EXCLUDED: {
-        _S.SERVING: _S.EXCLUDED,
-        _S.SILENT: _S.EXCLUDED,
-        _S.EXCLUDED: _S.EXCLUDED,
-        _S.NEEDS_WEIGHTS: _S.EXCLUDED,
+# The state after an event. "-": the event is ignored. "!": the event raises AssertionError, with state and event.
+TRANSITION_TABLE = """
+              silent excluded died  started  gone ready   filled  waiting       synced  missed named   removed
+JOINING       -      JOINING  !     !        !    SERVING SERVING NEEDS_WEIGHTS -       -      !       GONE
+STARTING      -      -        ENDED !        !    -       SERVING NEEDS_WEIGHTS -       -      !       !
+SERVING       SILENT EXCLUDED ENDED !        !    -       -       -             SERVING SILENT !       DRAINING
+SILENT        -      EXCLUDED ENDED !        !    SERVING SERVING NEEDS_WEIGHTS -       -      !       GONE
+EXCLUDED      -      EXCLUDED ENDED !        !    SERVING SERVING NEEDS_WEIGHTS -       -      !       GONE
+NEEDS_WEIGHTS SILENT EXCLUDED ENDED !        !    SERVING !       !             SERVING -      !       GONE
+ENDED         -      -        -     STARTING GONE -       !       !             -       -      !       !
+DRAINING      GONE   GONE     !     !        !    -       -       -             -       -      JOINING !
+GONE          -      -        !     !        !    -       -       -             -       -      JOINING !
+"""
+
+
+def _read_table() -> dict[tuple[State, Event], State | str]:
+    header, *rows = (line.split() for line in TRANSITION_TABLE.strip().splitlines())
+    return {
+        (State[name], Event(event)): cell if cell in "-!" else State[cell]
+        for name, *cells in rows
+        for event, cell in zip(header, cells, strict=True)
     }
-    | {_S.JOINING: _S.JOINING, _S.DRAINING: _S.GONE}
-    | dict.fromkeys((_S.STARTING, _S.ENDED, _S.GONE)),
-    _E.DIED: dict.fromkeys((_S.STARTING, _S.SERVING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS), _S.ENDED)
-    | {_S.ENDED: None},
-    _E.STARTED: {_S.ENDED: _S.STARTING},
-    _E.GONE: {_S.ENDED: _S.GONE},
-    _E.READY: dict.fromkeys((_S.JOINING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS), _S.SERVING)
-    | dict.fromkeys((_S.STARTING, _S.SERVING, _S.ENDED, _S.DRAINING, _S.GONE)),
-    _E.FILLED: dict.fromkeys((_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED), _S.SERVING)
-    | dict.fromkeys((_S.SERVING, _S.DRAINING, _S.GONE)),
-    _E.WAITING: dict.fromkeys((_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED), _S.NEEDS_WEIGHTS)
-    | dict.fromkeys((_S.SERVING, _S.DRAINING, _S.GONE)),
-    _E.SYNCED: {_S.SERVING: _S.SERVING, _S.NEEDS_WEIGHTS: _S.SERVING}
-    | dict.fromkeys((_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED, _S.ENDED, _S.DRAINING, _S.GONE)),
-    _E.MISSED: {_S.SERVING: _S.SILENT}
-    | dict.fromkeys(
-        (_S.JOINING, _S.STARTING, _S.SILENT, _S.EXCLUDED, _S.NEEDS_WEIGHTS, _S.ENDED, _S.DRAINING, _S.GONE)
-    ),
-    _E.NAMED: {_S.DRAINING: _S.JOINING, _S.GONE: _S.JOINING},
-    _E.REMOVED: {
-        _S.JOINING: _S.GONE,
-        _S.SERVING: _S.DRAINING,
-        _S.SILENT: _S.GONE,
-        _S.EXCLUDED: _S.GONE,
-        _S.NEEDS_WEIGHTS: _S.GONE,
-    },
-}
+
+
+TRANSITIONS = _read_table()
+HOLDING_WEIGHTS = {State.SERVING, State.NEEDS_WEIGHTS}  # states in which a server may hold a known weight version
 
 
 class Fleet:
@@ -102,21 +89,7 @@ class Fleet:
     `patience` seconds for one to return. With 0 a server that stops serving never returns. Raises ValueError without
     any URL.
 
-    The table shows the state after an event. "-": the event is ignored. "!": the event raises AssertionError, with
-    state and event.
-
-                      silent excluded died  started  gone ready   filled  waiting       synced  missed named   removed
-        JOINING       -      JOINING  !     !        !    SERVING SERVING NEEDS_WEIGHTS -       -      !       GONE
-        STARTING      -      -        ENDED !        !    -       SERVING NEEDS_WEIGHTS -       -      !       !
-        SERVING       SILENT EXCLUDED ENDED !        !    -       -       -             SERVING SILENT !       DRAINING
-        SILENT        -      EXCLUDED ENDED !        !    SERVING SERVING NEEDS_WEIGHTS -       -      !       GONE
-        EXCLUDED      -      EXCLUDED ENDED !        !    SERVING SERVING NEEDS_WEIGHTS -       -      !       GONE
-        NEEDS_WEIGHTS SILENT EXCLUDED ENDED !        !    SERVING !       !             SERVING -      !       GONE
-        ENDED         -      -        -     STARTING GONE -       !       !             -       -      !       !
-        DRAINING      GONE   GONE     !     !        !    -       -       -             -       -      JOINING !
-        GONE          -      -        !     !        !    -       -       -             -       -      JOINING !
-
-    Events that are ignored come from another thread, too late:
+    `TRANSITION_TABLE` has all transitions. Events that are ignored come from another thread, too late:
     - silent, excluded: a request to a server that does not serve has failed. A STARTING server is not blamed for its
       former process, and an EXCLUDED one keeps its exclusion time. A server that joins stays JOINING, because it has
       never served.
@@ -234,9 +207,8 @@ class Fleet:
         others GONE."""
         with self._lock:
             removed, added = set(self._urls) - set(urls), set(urls) - set(self._urls)
-            events = [(url, Event.REMOVED) for url in removed] + [
-                (url, Event.NAMED) for url in added & self._states.keys()
-            ]
+            events = [(url, Event.REMOVED) for url in removed]
+            events += [(url, Event.NAMED) for url in added & self._states.keys()]
             for url, event in events:
                 self._next(url, event)  # all of them are allowed, or nothing changes
             for url, event in events:
@@ -310,14 +282,12 @@ class Fleet:
     def updatable(self) -> list[str]:
         """Servers that get weight updates: they serve, or wait for weights."""
         with self._lock:
-            return self._in_states({State.SERVING, State.NEEDS_WEIGHTS})
+            return self._in_states(HOLDING_WEIGHTS)
 
     def holding(self, version: int) -> list[str]:
         """Servers of `updatable` that have loaded `version`."""
         with self._lock:
-            return [
-                url for url in self._in_states({State.SERVING, State.NEEDS_WEIGHTS}) if self._loaded.get(url) == version
-            ]
+            return [url for url in self._in_states(HOLDING_WEIGHTS) if self._loaded.get(url) == version]
 
     def unsettled(self) -> list[str]:
         """Servers that may hold GPU memory and cannot be put to sleep until the restart thread has filled or killed
@@ -355,17 +325,18 @@ class Fleet:
         """The server's state after `event`, or None when the event is ignored. Raises AssertionError when the table
         does not allow it."""
         state = self._states.get(url)
-        if state is None or state not in TRANSITIONS[event]:
+        after = "!" if state is None else TRANSITIONS[state, event]
+        if after == "!":
             shown = "unknown" if state is None else state.name
             raise AssertionError(f"vLLM server {url}: event {event.name} is not allowed in state {shown}")
-        return TRANSITIONS[event][state]
+        return after if isinstance(after, State) else None
 
     def _apply(self, url: str, event: Event) -> bool:
         """Move the server to its next state. Returns False when the event is ignored. Raises the error of `_next`."""
         state = self._next(url, event)
         if state is None:
             return False
-        if state not in (State.SERVING, State.NEEDS_WEIGHTS):
+        if state not in HOLDING_WEIGHTS:
             self._loaded.pop(url, None)
         self._states[url] = state
         return True
@@ -376,7 +347,6 @@ class Fleet:
             return
         if now > until + BACKOFF_RESET_SECONDS:
             del self._exclusions[url]
-        self._excluded_until[url] = now + min(
-            FIRST_EXCLUSION_SECONDS * 2 ** self._exclusions[url], LONGEST_EXCLUSION_SECONDS
-        )
+        seconds = FIRST_EXCLUSION_SECONDS * 2 ** self._exclusions[url]
+        self._excluded_until[url] = now + min(seconds, LONGEST_EXCLUSION_SECONDS)
         self._exclusions[url] += 1
