@@ -42,22 +42,10 @@ def run(options: argparse.Namespace) -> int:
 
         return run_ranks(ranks, ONE_NODE, ["megagrpo", "train", options.config, *overrides(options)])
     with without_garbage_collection():
-        if not is_rank:
-            _start_vllm_early(config)
         from megagrpo.trainer import rank
     with rank.exit_code() as ended, rank.make_trainer(config, path.parent, ended) as trainer:
         ended.stopped_by = trainer.run()
     return ended.code
-
-
-def _start_vllm_early(config: RunConfig) -> None:
-    """On a machine without a GPU start a process that imports vLLM at the same time as this process imports the
-    trainer."""
-    from megagrpo.engine.servers import early_start
-    from megagrpo.platform.launch.local import num_gpus
-
-    if not num_gpus():
-        early_start.begin(config)
 
 
 def _ranks_to_start(config: RunConfig) -> int:

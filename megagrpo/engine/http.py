@@ -7,7 +7,7 @@ import json
 import math
 import ssl
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -27,6 +27,8 @@ POOLS = 64  # connection pools per client
 MOVED_SECONDS = 0.5  # while a response is pending: between two checks whether its server has moved
 OF_PROXIES = (502, 503, 504)  # status codes by which a proxy reports that the server behind it did not respond
 HEALTH_SECONDS = 5.0  # timeout of a health check
+# of silence counted per check, so that a pause of this process does not count as silence of the server
+MAX_COUNTED_SECONDS = 10.0
 
 
 class ConnectionOptions(TypedDict, total=False):
@@ -73,9 +75,6 @@ class Servers:
         named = [] if self.urls_file is None else read_urls(self.urls_file)
         if named:
             self.fleet.follow(named)
-
-    def close(self) -> None:
-        """Do nothing: each connection lives no longer than one call."""
 
     async def _post(
         self,
@@ -257,6 +256,28 @@ class MovedServers:
             except (OSError, ValueError):  # a shared file system may fail for a moment: keep what was read last
                 pass
         return self._addresses.get(url)
+
+
+class Silence:
+    """Measures how long a server has not responded. Time in which this process was stopped or busy does not count as
+    silence."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Hashable, float] = {}
+        self._checked: dict[Hashable, float] = {}
+
+    def heard(self, server: Hashable) -> None:
+        """Reset the silence of `server`: it has responded."""
+        self._seconds.pop(server, None)
+        self._checked.pop(server, None)
+
+    def goes_on(self, server: Hashable) -> float:
+        """Record one more check of `server` without a response. Returns the seconds of silence so far."""
+        now = time.monotonic()
+        since_last_check = min(now - self._checked.get(server, now), MAX_COUNTED_SECONDS)
+        self._seconds[server] = self._seconds.get(server, 0.0) + since_last_check
+        self._checked[server] = now
+        return self._seconds[server]
 
 
 class ServerTimeout(WeightSyncError):

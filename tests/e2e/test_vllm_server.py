@@ -208,9 +208,10 @@ def test_a_server_that_cannot_start_shows_the_end_of_its_log(tmp_path):
 
 TRAINER = """
 import os, sys, time
+from pathlib import Path
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
-launcher = Launcher(ServerOptions(sys.argv[1], "float32", 64, kv_cache_gb=1, omp_threads=1), sys.argv[2])
+launcher = Launcher(ServerOptions(sys.argv[1], "float32", 64, kv_cache_gb=1, omp_threads=1), Path(sys.argv[2]))
 launcher.start()
 launcher.wait()
 print(launcher.servers[0].supervisor.pid, *launcher.urls, flush=True)

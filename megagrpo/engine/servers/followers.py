@@ -13,7 +13,7 @@ import threading
 from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from megagrpo.engine.servers.hang_detection import Silence
+from megagrpo.engine.http import Silence
 from megagrpo.engine.servers.options import NodePorts
 from megagrpo.sync.wire.exchange import Board, Deadline
 from megagrpo.sync.wire.manifest import WeightSyncError

@@ -4,40 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import httpx
 
 from megagrpo.engine.access import headers
-from megagrpo.engine.http import CERTIFICATES, HEALTH_SECONDS, answers
-from megagrpo.engine.servers.launched import Launched, LaunchedServer
+from megagrpo.engine.http import CERTIFICATES, HEALTH_SECONDS, Silence, answers
+from megagrpo.engine.servers.node_agent import AnyLauncher, AnyServer
 
 CHECK_SECONDS = 2.0  # between two checks
 # without a passed health check, after which a server counts as hung; at least as long is allowed for its engine
 HANG_SECONDS = 60.0
-# limit on the silence counted per check, so that a pause of this process does not count as silence of the server
-LONGEST = 10.0
-
-
-class Silence:
-    """Measures how long a server has not responded. Time in which this process was stopped or busy does not count as
-    silence."""
-
-    def __init__(self) -> None:
-        self._seconds: dict[Hashable, float] = {}
-        self._checked: dict[Hashable, float] = {}
-
-    def heard(self, server: Hashable) -> None:
-        """Reset the silence of `server`: it has responded."""
-        self._seconds.pop(server, None)
-        self._checked.pop(server, None)
-
-    def goes_on(self, server: Hashable) -> float:
-        """Record one more check of `server` without a response. Returns the seconds of silence so far."""
-        now = time.monotonic()
-        self._seconds[server] = self._seconds.get(server, 0.0) + min(now - self._checked.get(server, now), LONGEST)
-        self._checked[server] = now
-        return self._seconds[server]
 
 
 class HangDetector:
@@ -52,7 +29,7 @@ class HangDetector:
     only after `engine_seconds`, the timeout of a weight load, and never before HANG_SECONDS.
     """
 
-    def __init__(self, launcher: Launched, engine_seconds: float):
+    def __init__(self, launcher: AnyLauncher, engine_seconds: float):
         self._launcher, self._engine_seconds = launcher, max(engine_seconds, HANG_SECONDS)
         self._servers, self._engines = Silence(), Silence()
         self._have_responded = {server.process for server in launcher.servers}
@@ -64,7 +41,7 @@ class HangDetector:
             say(f"vLLM server {server.url} {reason}; killing it")
             server.end()
 
-    def _hung(self) -> list[tuple[LaunchedServer, str]]:
+    def _hung(self) -> list[tuple[AnyServer, str]]:
         """Return the servers that hang, each with a description of why."""
         if time.monotonic() - self._checked < CHECK_SECONDS:
             return []
@@ -85,7 +62,7 @@ class HangDetector:
             both = [asyncio.gather(answers(client, url), _engine_responds(client, url)) for url in urls]
             return await asyncio.gather(*both)
 
-    def _judge(self, server: LaunchedServer, healthy: bool, engine_healthy: bool) -> str:
+    def _judge(self, server: AnyServer, healthy: bool, engine_healthy: bool) -> str:
         """Record the result of one check. Return why the server counts as hung; empty when it does not."""
         pid = server.process
         if not healthy:

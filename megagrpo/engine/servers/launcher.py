@@ -7,6 +7,7 @@ ends the server and all its processes when the trainer exits, even by SIGKILL.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib.util
 import os
 import re
@@ -16,7 +17,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import dropwhile, groupby, takewhile
 from pathlib import Path
 
@@ -24,23 +25,22 @@ import httpx
 
 from megagrpo.engine.http import CERTIFICATES, MovedServers
 from megagrpo.engine.protocol import EngineStartError
-from megagrpo.engine.servers import early_start
 from megagrpo.engine.servers.command_line import server_command, server_environment
 from megagrpo.engine.servers.followers import Followers, PartFault
-from megagrpo.engine.servers.launched import LaunchedServer
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.engine.servers.ports import check_port, free_ports, is_free
-from megagrpo.engine.servers.supervisor import ENGINE_ENDED, GRACE_SECONDS, supervise
+from megagrpo.engine.servers.supervisor import ENGINE_ENDED, SUPERVISOR
 from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
 from megagrpo.platform.process.progress_hook import SILENT, Progress, Task
 from megagrpo.platform.process.shm_names import remove_stale
 from megagrpo.platform.process.terminal import LineTimes
 from megagrpo.records.run_files import make_run_folder
 
-LINE_SECONDS = 10.0  # of waiting for servers, until the first line
+FIRST_LINE_SECONDS = 10.0  # of waiting for servers, until the first line
 LOG_LINES = 30  # log lines shown when a server does not start and no process logged an exception
 # prefix of each line that one of vLLM's processes logs as an error
 ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")
+SERVER_GRACE_SECONDS = 10.0  # between a server's SIGTERM and SIGKILL
 # exit code -> signal
 KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number)}
 TRACEBACK = "Traceback (most recent call last):"
@@ -94,7 +94,7 @@ class Server:
         if self.alive:
             self.supervisor.send_signal(signal.SIGTERM)
         try:
-            self.supervisor.wait(GRACE_SECONDS + 5)
+            self.supervisor.wait(SERVER_GRACE_SECONDS + 5)
         except subprocess.TimeoutExpired:
             os.killpg(self.supervisor.pid, signal.SIGKILL)
             self.supervisor.wait()
@@ -122,6 +122,7 @@ class Server:
         return ""
 
 
+@dataclass(eq=False)
 class Launcher:
     """`num_servers` servers on this host: call `start`, then `wait`, then `stop`. A context manager that stops them on
     exit.
@@ -140,34 +141,32 @@ class Launcher:
     starts the other parts through `followers`. The other nodes' launchers call `start_part` instead of `start`.
     """
 
-    def __init__(
-        self,
-        options: ServerOptions,
-        log_dir: str | Path,
-        *,
-        num_servers: int = 1,
-        port: int = 0,
-        devices: Sequence[str] | None = None,
-        startup_timeout: float = 600.0,
-        host: str = LOOPBACK_ADDRESS,
-        token: str | None = None,
-        max_restarts: int = 0,
-        moved: MovedServers | None = None,
-        first: int = 0,
-        node: ServerNode | None = None,
-        followers: Followers | None = None,
-    ):
-        if devices is not None and len(devices) < num_servers * options.devices:
-            wanted = f"rollout.servers {num_servers} x {options.sizes} need {num_servers * options.devices} GPUs"
-            raise ValueError(f"{wanted}; {len(devices)} were given: lower one of them")
-        self.options, self.log_dir, self.num_servers, self.port = options, Path(log_dir), num_servers, port
-        self.devices, self.startup_timeout = devices, startup_timeout
-        self.host, self.token = host, token
-        self.max_restarts, self._moved, self._first = max_restarts, moved, first
-        self.node, self.followers, self._ports = node, followers, NodePorts(0, 0)
-        self.restarts: Counter[str] = Counter()  # URL -> number of restarts
-        self.servers: list[Server] = []
-        self.progress: Progress = SILENT  # shows the wait for servers; set by the caller
+    options: ServerOptions
+    log_dir: Path
+    _: KW_ONLY
+    num_servers: int = 1
+    port: int = 0
+    devices: Sequence[str] | None = None
+    startup_timeout: float = 600.0
+    host: str = LOOPBACK_ADDRESS
+    token: str | None = None
+    max_restarts: int = 0
+    moved: MovedServers | None = None
+    first: int = 0
+    node: ServerNode | None = None
+    followers: Followers | None = None
+    progress: Progress = SILENT  # shows the wait for servers
+    servers: list[Server] = field(default_factory=list, init=False)
+    restarts: Counter[str] = field(default_factory=Counter, init=False)  # URL -> number of restarts
+    _ports: NodePorts = field(default=NodePorts(0, 0), init=False)
+
+    def __post_init__(self) -> None:
+        num_devices = self.num_servers * self.options.devices
+        if self.devices is not None and len(self.devices) < num_devices:
+            raise ValueError(
+                f"rollout.servers {self.num_servers} x {self.options.sizes} need {num_devices} GPUs; "
+                f"{len(self.devices)} were given: lower one of them"
+            )
 
     def __enter__(self) -> Launcher:
         return self
@@ -189,9 +188,8 @@ class Launcher:
         """Start all servers without waiting for them. Raises EngineStartError, before any server starts, when vLLM is
         not installed, the model folder has no config.json or a port is taken."""
         self._prepare()
-        ports = (
-            [self.port + i for i in range(self.num_servers)] if self.port else free_ports(self.host, self.num_servers)
-        )
+        given = range(self.port, self.port + self.num_servers)
+        ports = given if self.port else free_ports(self.host, self.num_servers)
         for port in ports:
             check_port(self.host, port)
         for index, port in enumerate(ports):
@@ -217,8 +215,8 @@ class Launcher:
             )
         make_run_folder(self.log_dir)
         remove_stale()
-        if self._moved is not None:
-            self._moved.forget()
+        if self.moved is not None:
+            self.moved.forget()
         atexit.register(self.stop)
         self._pid = os.getpid()
 
@@ -241,33 +239,38 @@ class Launcher:
             return self._wait(say, task)
 
     def _wait(self, say: Callable[[str], None], task: Task) -> list[str]:
-        begun, lines, said = time.monotonic(), LineTimes(LINE_SECONDS), False
+        begun, lines, said = time.monotonic(), LineTimes(FIRST_LINE_SECONDS), False
         waiting = list(range(self.num_servers))
         while waiting:
             task.expect(self.num_servers, "servers", done=self.num_servers - len(waiting))
             now = time.monotonic()
             self.end_incomplete()
             for index in waiting:
-                server = self.servers[index]
-                if not server.alive:
-                    if not (server.killed and self.may_restart(server)):
-                        self._give_up(server, f"{server.exit_description} after {now - server.started:.0f} s")
-                    say(f"warning: {self.restart(index)}")
-                    self._rename(index)  # safe to rename: no client knows the server yet
-                elif now - server.started > self.startup_timeout:
-                    missing = self.followers.missing() if self.followers is not None else []
-                    absent = (
-                        f"; megagrpo serve has not joined it on node {', '.join(map(str, missing))}" if missing else ""
-                    )
-                    self._give_up(
-                        server, f"did not respond within {self.startup_timeout:.0f} s (rollout.startup_timeout){absent}"
-                    )
+                self._check_start(index, now, say)
             waiting = [index for index in waiting if not healthy(self.servers[index].address)]
             if waiting and not (said and self.progress.draws) and lines.due(now - begun):
                 said, log = True, self.servers[waiting[0]].log
                 say(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {now - begun:.0f} s, log {log}")
             time.sleep(0.1 if waiting else 0)
         return self.urls
+
+    def _check_start(self, index: int, now: float, say: Callable[[str], None]) -> None:
+        """Restart a server that was killed before it responded. Raises EngineStartError when it must not restart or is
+        late."""
+        server = self.servers[index]
+        if not server.alive:
+            if not (server.killed and self.may_restart(server.url)):
+                self._give_up(server, f"{server.exit_description} after {now - server.started:.0f} s")
+            say(f"warning: {self.restart(index)}")
+            server = self.servers[index]  # its name may change: no client knows the server yet
+            self.restarts[server.address] = self.restarts.pop(server.url)
+            server.url = server.address
+        elif now - server.started > self.startup_timeout:
+            missing = self.followers.missing() if self.followers is not None else []
+            nodes = ", ".join(map(str, missing))
+            absent = f"; megagrpo serve has not joined it on node {nodes}" if missing else ""
+            timeout = f"did not respond within {self.startup_timeout:.0f} s (rollout.startup_timeout)"
+            self._give_up(server, timeout + absent)
 
     def stop(self) -> None:
         """Stop every server and all its processes: SIGTERM, then SIGKILL. Does nothing when called again or in a forked
@@ -280,69 +283,65 @@ class Launcher:
         for server in self.servers:
             server.end()
         remove_stale()  # files of a server whose supervisor was killed
-        if self._moved is not None:
-            self._moved.forget()
+        if self.moved is not None:
+            self.moved.forget()
         self.servers.clear()
         atexit.unregister(self.stop)
 
-    def may_restart(self, server: LaunchedServer) -> bool:
+    def may_restart(self, url: str) -> bool:
         """Whether the server has been restarted fewer than `max_restarts` times, and has all its nodes."""
-        return self.restarts[server.url] < self.max_restarts and not (
-            self.followers is not None and self.followers.lost
-        )
+        lost = self.followers is not None and self.followers.lost
+        return self.restarts[url] < self.max_restarts and not lost
 
     def restart(self, index: int) -> str:
         """Restart a server that has ended, without waiting for it, and return the line to log. The log file is appended
         to. The server keeps the port of its URL. With `moved`, it gets a free port when another process listens on the
         old one."""
         server = self.servers[index]
-        assert not server.alive and self.may_restart(server)
+        assert not server.alive and self.may_restart(server.url), f"{server.url} is alive or may not restart"
         self.restarts[server.url] += 1
         port, where = int(server.url.rpartition(":")[2]), ""
-        if self._moved is not None and not is_free(self.host, port):
+        if self.moved is not None and not is_free(self.host, port):
             (fresh,) = free_ports(self.host, 1)
             port, where = fresh, f", and another process took its port (new port {fresh})"
         self.servers[index] = self._launch(index, port, how="ab", url=server.url)
-        if self._moved is not None:
-            self._moved.write({each.url: each.address for each in self.servers if each.address != each.url})
+        if self.moved is not None:
+            self.moved.write({each.url: each.address for each in self.servers if each.address != each.url})
         return (
             f"vLLM server {server.url} {server.exit_description}{where}; restarting it, {self.restarts[server.url]} of "
             f"{self.max_restarts} times (rollout.max_restarts); log: {server.log}"
         )
 
-    def _rename(self, index: int) -> None:
-        """Change the server's name to its current address."""
-        server = self.servers[index]
-        self.restarts[server.address] = self.restarts.pop(server.url)
-        server.url = server.address
-
     def _launch(self, index: int, port: int, how: str = "wb", url: str | None = None) -> Server:
-        log = self.log_dir / f"vllm_{self._first + index}.log"
+        log = self.log_dir / f"vllm_{self.first + index}.log"
         if self.followers is not None and self.node is not None:
             self._ports = NodePorts(*free_ports(self.node.first, 2))
             self.followers.start(self._ports)
-        command, environment, token = self._command(port), self._environment(index), (self.token or "").encode()
         with log.open(how) as out:
-            supervisor = early_start.take(command, environment, log, token) or supervise(
-                command, environment, out, token
+            supervisor = subprocess.Popen(
+                [*SUPERVISOR, str(os.getpid()), str(SERVER_GRACE_SECONDS), *self._command(port)],
+                env=self._environment(index),
+                stdin=subprocess.PIPE,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
+        assert supervisor.stdin is not None, "stdin is a pipe"
+        with contextlib.suppress(BrokenPipeError), supervisor.stdin:  # the exit status of one that has ended tells why
+            supervisor.stdin.write((self.token or "").encode())
         address = f"http://{self.host}:{port}"
         return Server(url or address, log, supervisor, time.monotonic(), address)
 
     def _command(self, port: int) -> list[str]:
         gpu, guarded = self.devices is not None, self.token is not None
-        return server_command(
-            self.options, self.host, port, gpu=gpu, guarded=guarded, node=self.node, ports=self._ports
-        )
+        address = self.host, port
+        return server_command(self.options, *address, gpu=gpu, guarded=guarded, node=self.node, ports=self._ports)
 
     def _environment(self, index: int) -> dict[str, str]:
-        o, devices = self.options, None
-        if self.devices is not None:
-            devices = self.devices[index * o.devices : (index + 1) * o.devices]
-        workers = self.num_servers * o.devices
-        return server_environment(
-            o, devices, workers, loopback=self.host == LOOPBACK_ADDRESS, guarded=self.token is not None, node=self.node
-        )
+        count, local, guarded = self.options.devices, self.host == LOOPBACK_ADDRESS, self.token is not None
+        devices = None if self.devices is None else self.devices[index * count : (index + 1) * count]
+        workers = self.num_servers * count
+        return server_environment(self.options, devices, workers, loopback=local, guarded=guarded, node=self.node)
 
     def _give_up(self, server: Server, what: str) -> None:
         cause, tail = server.cause(), server.log_tail()

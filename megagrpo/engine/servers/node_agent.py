@@ -12,11 +12,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from megagrpo.engine.servers.launched import LaunchedServer
-from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.launcher import Launcher, Server
 from megagrpo.sync.wire.exchange import Board, Deadline
 from megagrpo.sync.wire.manifest import WeightSyncError
 
@@ -66,13 +66,13 @@ class NodeAgent:
                 return self._launcher.restart(index)
             self._launcher.servers[index].end()
         except Exception as error:  # the thread must survive; rank 0 shows the text
-            return f"{verb} of a vLLM server failed: {type(error).__name__}: {error}"
+            return f"node {self._node}: {verb} of a vLLM server failed: {type(error).__name__}: {error}"
         return ""
 
     def _publish(self) -> None:
         state = [
-            {"url": server.url, "address": server.address, "log": str(server.log), "process": server.supervisor.pid}
-            | {"alive": server.alive, "exit": "" if server.alive else server.exit_description}
+            {"url": server.url, "address": server.address, "log": str(server.log), "process": server.process}
+            | {"alive": server.alive, "exit_description": "" if server.alive else server.exit_description}
             | {"restarts": self._launcher.restarts[server.url]}
             for server in self._launcher.servers
         ]
@@ -83,68 +83,40 @@ class NodeAgent:
 
 @dataclass(frozen=True)
 class DistantServer:
-    """A server of another node, by its `index` there. Its properties read the state that the node's agent published
-    last.
+    """A server of another node, as the node's agent published it last. Fields are those of `Server`; `process` names
+    the node too."""
 
-    Properties raise WeightSyncError when the board is gone; `end` also when the agent does not answer within
-    ORDER_SECONDS.
-    """
-
-    node: int
-    index: int
-    board: Board
-    order: Callable[[int, str, int], str]
-
-    def _state(self) -> dict[str, Any]:
-        state: dict[str, Any] = self.board.find(f"state/{self.node}")[self.index]
-        return state
-
-    @property
-    def url(self) -> str:
-        return str(self._state()["url"])
-
-    @property
-    def address(self) -> str:
-        return str(self._state()["address"])
-
-    @property
-    def log(self) -> Path:
-        return Path(self._state()["log"])
-
-    @property
-    def process(self) -> Hashable:
-        return self.node, self._state()["process"]
-
-    @property
-    def alive(self) -> bool:
-        return bool(self._state()["alive"])
-
-    @property
-    def exit_description(self) -> str:
-        return str(self._state()["exit"])
-
-    @property
-    def restarts(self) -> int:
-        """Number of restarts so far."""
-        return int(self._state()["restarts"])
+    url: str
+    address: str
+    log: Path
+    process: Hashable
+    alive: bool
+    exit_description: str
+    restarts: int
+    order: Callable[[str], str]  # has the agent carry out a verb on this server
 
     def end(self) -> None:
-        """Stop the server and all its processes. Raises WeightSyncError when its node fails to, or does not respond."""
-        if failure := self.order(self.node, "end", self.index):
-            raise WeightSyncError(f"node {self.node}: {failure}")
+        """Stop the server and all its processes. Raises WeightSyncError when its node fails to, or does not respond
+        within ORDER_SECONDS."""
+        if failure := self.order("end"):
+            raise WeightSyncError(failure)
+
+
+type AnyServer = Server | DistantServer
 
 
 class NodeLaunchers:
     """The servers of all nodes, on rank 0: its own `launcher`'s, and those of the other nodes, `per_node` each, through
     `board`.
 
-    Construct it after the agents of `nodes` have published their servers. Raises WeightSyncError like `DistantServer`.
+    Construct it after the agents of `nodes` have published their servers. Every method and property raises
+    WeightSyncError when the board is gone.
     """
 
     def __init__(self, launcher: Launcher, board: Board, nodes: Sequence[int], per_node: int):
         self._own, self._board, self._orders = launcher, board, Counter[int]()
         self._locks = {node: threading.Lock() for node in nodes}
-        self._distant = [DistantServer(node, index, board, self._order) for node in nodes for index in range(per_node)]
+        self._distant = [(node, index) for node in nodes for index in range(per_node)]
         self.token, self.startup_timeout, self.max_restarts = (
             launcher.token,
             launcher.startup_timeout,
@@ -152,9 +124,9 @@ class NodeLaunchers:
         )
 
     @property
-    def servers(self) -> list[LaunchedServer]:
+    def servers(self) -> list[AnyServer]:
         """All servers, in order."""
-        return [*self._own.servers, *self._distant]
+        return [*self._own.servers, *map(self._published, self._distant)]
 
     @property
     def urls(self) -> list[str]:
@@ -169,27 +141,35 @@ class NodeLaunchers:
     @property
     def restarts(self) -> Counter[str]:
         """URL -> number of restarts."""
-        return self._own.restarts + Counter({server.url: server.restarts for server in self._distant})
+        distant = map(self._published, self._distant)
+        return self._own.restarts + Counter({server.url: server.restarts for server in distant})
 
-    def may_restart(self, server: LaunchedServer) -> bool:
+    def may_restart(self, url: str) -> bool:
         """Whether the server has been restarted fewer times than the limit."""
-        return self.restarts[server.url] < self.max_restarts
+        return self.restarts[url] < self.max_restarts
 
     def restart(self, index: int) -> str:
         """Restart a server that has ended, without waiting for it, and return the line to log."""
         if index < len(self._own.servers):
             return self._own.restart(index)
-        distant = self._distant[index - len(self._own.servers)]
-        return self._order(distant.node, "restart", distant.index)
+        return self._order(self._distant[index - len(self._own.servers)], "restart")
 
-    def _order(self, node: int, verb: str, index: int) -> str:
-        """Have an agent carry out an order, and return its answer."""
+    def _published(self, where: tuple[int, int]) -> DistantServer:
+        """Return the server `where` (node, index there) as its agent published it last."""
+        node, index = where
+        state = self._board.find(f"state/{node}")[index]
+        state |= {"log": Path(state["log"]), "process": (node, state["process"])}
+        return DistantServer(**state, order=partial(self._order, where))
+
+    def _order(self, where: tuple[int, int], verb: str) -> str:
+        """Have the agent of the server `where` carry out a verb, and return its answer."""
+        node, index = where
         with self._locks[node]:
             number = self._orders[node]
             self._orders[node] += 1
             self._board.put(f"order/{node}/{number}", {"verb": verb, "index": index})
-            return str(
-                self._board.take(
-                    f"answer/{node}/{number}", f"node {node} to {verb} a vLLM server", Deadline(ORDER_SECONDS)
-                )
-            )
+            purpose, deadline = f"node {node} to {verb} a vLLM server", Deadline(ORDER_SECONDS)
+            return str(self._board.take(f"answer/{node}/{number}", purpose, deadline))
+
+
+type AnyLauncher = Launcher | NodeLaunchers

@@ -7,6 +7,7 @@ import socket
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from megagrpo.config import RunConfig
 from megagrpo.engine.protocol import EngineStartError
@@ -119,21 +120,12 @@ def _launcher(
     node: ServerNode | None = None,
     followers: Followers | None = None,
 ) -> Launcher:
-    host = own_address(f"http://{reach}") if reach else None
-    if host is None and node is not None:
-        host = node.address
-    return make_launcher(
-        config,
-        resolve_model(config.model.path),
-        logs,
-        engine_dtype(config),
-        num_ranks=first_gpu,
-        host=host,
-        token=token,
-        num_servers=None if node is None else 1,
-        node=node,
-        followers=followers,
-    )
+    fields: dict[str, Any] = {} if node is None else dict(host=node.address, num_servers=1)
+    if reach:
+        fields["host"] = own_address(f"http://{reach}")
+    model, dtype = resolve_model(config.model.path), engine_dtype(config)
+    fields |= dict(num_ranks=first_gpu, token=token, node=node, followers=followers)
+    return make_launcher(config, model, logs, dtype, **fields)
 
 
 def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> bool:
@@ -150,7 +142,7 @@ def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> 
         for index, server in enumerate(launcher.servers):
             if server.alive or server.url in gone:
                 continue
-            if launcher.may_restart(server):
+            if launcher.may_restart(server.url):
                 _warn(launcher.restart(index))
             else:
                 gone.add(server.url)

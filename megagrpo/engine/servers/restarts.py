@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from typing import Self
 
 from megagrpo.engine.fleet import State
-from megagrpo.engine.servers.hang_detection import HangDetector, Silence
-from megagrpo.engine.servers.launched import Launched, LaunchedServer
+from megagrpo.engine.http import Silence
+from megagrpo.engine.servers.hang_detection import HangDetector
 from megagrpo.engine.servers.launcher import healthy
+from megagrpo.engine.servers.node_agent import AnyLauncher, AnyServer
 from megagrpo.engine.updates import Updates
 from megagrpo.sync.wire.manifest import WeightSyncError
 
@@ -114,7 +115,7 @@ class Restarter(Reconnector):
     With `Fleet.leaving` a server that does not serve and fails its health check is killed at once.
     """
 
-    def __init__(self, launcher: Launched, engine: Updates, refill: Refill, say: Callable[[str], None] = print):
+    def __init__(self, launcher: AnyLauncher, engine: Updates, refill: Refill, say: Callable[[str], None] = print):
         super().__init__(engine, refill, say)
         self.launcher = launcher
         self._hang_detector = HangDetector(launcher, engine.sync_timeout)
@@ -139,7 +140,7 @@ class Restarter(Reconnector):
         for index, server in enumerate(self.launcher.servers):
             self._look_at(index, server)
 
-    def _look_at(self, index: int, server: LaunchedServer) -> None:
+    def _look_at(self, index: int, server: AnyServer) -> None:
         url, state = server.url, self.fleet.state(server.url)
         if state is State.GONE:
             return
@@ -164,14 +165,13 @@ class Restarter(Reconnector):
         if self.fleet.state(url) in (State.SERVING, State.NEEDS_WEIGHTS):
             self._silence.heard(url)
 
-    def _restart(self, index: int, server: LaunchedServer) -> None:
+    def _restart(self, index: int, server: AnyServer) -> None:
         url = server.url
-        if not self.launcher.may_restart(server):
+        if not self.launcher.may_restart(url):
             self.fleet.gone(url)
             self.say(
                 f"warning: vLLM server {url} {server.exit_description}; restart limit {self.launcher.restarts[url]} "
-                f"reached "
-                f"(rollout.max_restarts); log: {server.log}"
+                f"reached (rollout.max_restarts); log: {server.log}"
             )
             return
         with self._ending:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,10 +18,9 @@ from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.engine.access import address_of, read_token
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.http import MovedServers, check_urls, named_urls
+from megagrpo.engine.http import check_urls, named_urls
 from megagrpo.engine.protocol import EngineError, EngineStartError
 from megagrpo.engine.servers.command_line import LORA_RANKS
-from megagrpo.engine.servers.followers import Followers
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerNode, ServerOptions
 from megagrpo.models.bridge.adapter_files import ADAPTER_FILES, CONFIG, WEIGHTS
@@ -71,45 +71,30 @@ def make_launcher(
     adapter: Path | None = None,
     max_model_len: int | None = None,
     num_ranks: int = 0,
-    host: str | None = None,
     token: str | None = None,
-    moved: MovedServers | None = None,
-    first: int = 0,
-    num_servers: int | None = None,
-    node: ServerNode | None = None,
-    followers: Followers | None = None,
+    **fields: Any,
 ) -> Launcher:
     """Build the launcher of the servers that `rollout` describes, on `model_folder`; nothing is started.
 
     The servers log to `log_folder` and require `token`; None generates one. With the PEFT folder `adapter` they also
     serve it as the model ADAPTER. `max_model_len` None means the longest sequence of the run and its evaluation.
-    `num_ranks` trainer ranks on this host use the first GPUs; dedicated servers get the other GPUs. `host` is the
-    address to listen on; None means the address of `rollout.interface`. `moved`, `first`, `node` and `followers` are
-    passed to the Launcher. `num_servers` None means all servers of the run.
+    `num_ranks` trainer ranks on this host use the first GPUs; dedicated servers get the other GPUs. `fields` are other
+    fields of the Launcher: by default it starts all servers of the run, on the address of `rollout.interface`.
 
     Raises ValueError when `adapter` is invalid, GPUs are missing, `rollout.quantization` of this model needs a GPU, the
     interface does not exist, or a server on several nodes is to be started on this host alone.
     """
     r = config.rollout
     gpus = device.visible_gpus()
-    _check_place(config, model_folder, gpus is None, node)
+    _check_place(config, model_folder, gpus is None, fields.get("node"))
     if gpus is not None and r.placed == "dedicated":
         gpus = gpus[num_ranks:]
-    return Launcher(
-        _options(config, model_folder, dtype, adapter, max_model_len, beside_ranks=num_ranks > 0),
-        log_folder,
-        num_servers=r.servers if num_servers is None else num_servers,
-        port=r.port,
-        devices=gpus,
-        startup_timeout=r.startup_timeout,
-        host=host or address_of(r.interface),
-        token=token or secrets.token_urlsafe(32),
-        max_restarts=r.max_restarts,
-        moved=moved,
-        first=first,
-        node=node,
-        followers=followers,
-    )
+    if "host" not in fields:
+        fields["host"] = address_of(r.interface)
+    options = _options(config, model_folder, dtype, adapter, max_model_len, beside_ranks=num_ranks > 0)
+    limits = dict(port=r.port, startup_timeout=r.startup_timeout, max_restarts=r.max_restarts)
+    fields = limits | {"num_servers": r.servers} | fields
+    return Launcher(options, log_folder, devices=gpus, token=token or secrets.token_urlsafe(32), **fields)
 
 
 def _check_place(config: RunConfig, model_folder: Path, on_cpu: bool, node: ServerNode | None) -> None:
@@ -118,10 +103,9 @@ def _check_place(config: RunConfig, model_folder: Path, on_cpu: bool, node: Serv
     r = config.rollout
     if r.nodes_per_server > 1 and node is None:
         raise ValueError(
-            f"rollout.nodes_per_server: {r.nodes_per_server}, but this command starts servers on this host only; start "
-            f"them with `megagrpo "
-            "serve --head` on every node and name them in rollout.urls, use `megagrpo submit`, or set nodes_per_server "
-            "to 1"
+            f"rollout.nodes_per_server: {r.nodes_per_server}, but this command starts servers on this host only; "
+            "start them with `megagrpo serve --head` on every node and name them in rollout.urls, use `megagrpo "
+            "submit`, or set nodes_per_server to 1"
         )
     if on_cpu and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)

@@ -1,9 +1,6 @@
 """Runs one server, and ends it with all its child processes on a signal or when the trainer process is gone.
 
-    python supervisor.py PARENT_PID GRACE_SECONDS [--early] COMMAND...
-
-With --early the command waits for its server (early_start.py). The trainer hands the server to this process, and this
-process hands it to the command, followed by the server's token (platform/process/hand_over.py).
+    python supervisor.py PARENT_PID GRACE_SECONDS COMMAND...
 
 It also ends a server whose engine process has ended, when the API server stays for ENGINE_SECONDS.
 
@@ -19,22 +16,18 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 VLLM_FILES = re.compile(r"/dev/shm/(?:psm_|vllm_|VLLM_|nccl-|sem\.mp-)[^/]+")  # files of vLLM, NCCL and multiprocessing
-EARLY = "--early"
-GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
-# longest path for the temporary folder: vLLM makes sockets in it, with names of 36 characters
-LONGEST = 107 - len("/vllm-12345678/") - 36
+# of the temporary folder: vLLM makes sockets in it, with names of 36 characters
+MAX_PATH_LENGTH = 107 - len("/vllm-12345678/") - 36
+SUPERVISOR = (sys.executable, "-I", "-S", __file__)  # the command that runs this file; its arguments follow
 ENGINE = b"::EngineCore"  # part of the title of vLLM's engine process
 ENGINE_ENDED = 70  # exit code for a server that was killed because its engine had ended
 # without an engine process, after which a server that had one is killed; a healthy API server exits sooner
@@ -50,8 +43,7 @@ def main() -> int:
     from megagrpo.platform.process.removal import remove_own_file, remove_tree
     from megagrpo.platform.process.shm_names import remove_stale
 
-    parent, grace, waits = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3] == EARLY
-    command = sys.argv[3 + waits :]
+    parent, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     signals: list[int] = []  # received so far
@@ -67,18 +59,14 @@ def main() -> int:
             os._exit(1)
 
     trainer_tmp = Path(tempfile.gettempdir())  # the trainer's temporary folder
-    folder = tempfile.mkdtemp(prefix="vllm-", dir=trainer_tmp if len(str(trainer_tmp)) <= LONGEST else "/tmp")
+    folder = tempfile.mkdtemp(prefix="vllm-", dir=trainer_tmp if len(str(trainer_tmp)) <= MAX_PATH_LENGTH else "/tmp")
     environment = {**os.environ, "TMPDIR": folder}
-    server = subprocess.Popen(command, env=environment, preexec_fn=tie, stdin=subprocess.PIPE if waits else None)
+    server = subprocess.Popen(command, env=environment, preexec_fn=tie)
     files: dict[str, int] = {}  # path -> inode
     begun = scanned = time.monotonic()
     engine_seen, stuck = 0.0, False  # when an engine process was last seen; 0: never
     while server.poll() is None and not signals and os.getppid() == parent and not stuck:
-        if not waits:
-            time.sleep(0.1)
-        elif select.select([0], [], [], 0.1)[0]:
-            waits = False
-            pass_on(server)
+        time.sleep(0.1)
         now = time.monotonic()
         # record mapped files regularly: once a server has died, its files are no longer mapped by any process
         if now - scanned > (5 if engine_seen and now - begun > 60 else 1):  # an engine may end soon after its start
@@ -104,36 +92,6 @@ def main() -> int:
     if os.getppid() != parent:
         remove_if_left(trainer_tmp, TEMPORARY)
     return 0 if status is None else status if status >= 0 else 128 - status
-
-
-def supervise(
-    command: Sequence[str], environment: dict[str, str], out: IO[bytes], token: bytes | None
-) -> subprocess.Popen[bytes]:
-    """Start this file as a process of its own that runs `command`, with its output in `out` and `token` on its standard
-    input. Without a token the command waits for its server."""
-    from megagrpo.platform.process.hand_over import send
-
-    early = [EARLY] if token is None else []
-    words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(GRACE_SECONDS), *early, *command]
-    pipe = subprocess.PIPE
-    supervisor = subprocess.Popen(
-        words, env=environment, stdin=pipe, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    if token is not None:
-        send(token, supervisor.stdin)
-    return supervisor
-
-
-def pass_on(server: subprocess.Popen[bytes]) -> None:
-    """Pass the server and its token from standard input to the waiting process, which ends when the pipe holds no
-    server."""
-    from megagrpo.platform.process.hand_over import line_of, receive, send
-
-    data = b""
-    if given := receive():
-        token = given.pop("token").encode()
-        data = line_of(given) + token
-    send(data, server.stdin)
 
 
 def end(server: subprocess.Popen[bytes], grace: float, files: dict[str, int]) -> None:

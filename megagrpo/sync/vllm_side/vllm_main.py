@@ -3,8 +3,8 @@ per process.
 
 vLLM for CPU starts its engine and workers with the start method "spawn", only so that each can get its own OpenMP
 settings. Our servers share one set (`VLLM_CPU_OMP_THREADS_BIND=nobind`), so the processes fork, as they do by default
-on a GPU. Forking saves two imports of vLLM, 10 to 25 s each, per start. With --wait the process imports vLLM before its
-server is known. Remove this file when vLLM for CPU follows `VLLM_WORKER_MULTIPROC_METHOD`.
+on a GPU. Forking saves two imports of vLLM, 10 to 25 s each, per start. Remove this file when vLLM for CPU
+follows `VLLM_WORKER_MULTIPROC_METHOD`.
 """
 
 import functools
@@ -15,7 +15,6 @@ import sys
 import time
 from typing import Any
 
-from megagrpo.platform.process.hand_over import receive
 from megagrpo.platform.process.parent_death import tie_process_tree
 
 
@@ -23,18 +22,6 @@ def _fork_instead_of_spawn() -> None:
     module: Any = multiprocessing
     get_context = multiprocessing.get_context
     module.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
-
-
-def _wait_for_server() -> None:
-    """Take the arguments of the server that the trainer hands over (engine/servers/early_start.py), and show them in
-    `ps`. Its token stays in standard input."""
-    from setproctitle import setproctitle
-
-    server = receive()
-    if server is None:
-        sys.exit(0)  # the trainer has ended
-    sys.argv[1:] = server["arguments"]
-    setproctitle(" ".join([sys.executable, *sys.argv]))
 
 
 def _nap_instead_of_spin() -> None:
@@ -54,9 +41,6 @@ if __name__ == "__main__":
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     _nap_instead_of_spin()
-    if sys.argv[1:] == ["--wait"]:
-        _wait_for_server()
-
     gc.freeze()  # otherwise the collector would touch every inherited page, which copies it
     gc.enable()
     headless = "--headless" in sys.argv

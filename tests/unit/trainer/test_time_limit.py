@@ -11,7 +11,7 @@ import pytest
 
 from megagrpo.__main__ import main
 from megagrpo.config import ConfigError, load_config
-from megagrpo.engine.servers import early_start
+from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.trainer import time_limit
 from megagrpo.trainer.time_limit import KEY, OUT_OF_TIME, End, TimeLimit, end_of_run, process_start, seconds_of
 from tests.unit.config.test_placement import QUICKSTART
@@ -106,7 +106,7 @@ def test_slurm_knows_the_end_else_the_config(monkeypatch):
 
 
 def test_a_run_without_time_for_a_step_ends_before_a_server_starts(monkeypatch, capsys):
-    monkeypatch.setattr(early_start, "begin", pytest.fail)
+    monkeypatch.setattr(Launcher, "start", pytest.fail)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 60))
     assert main(["train", str(QUICKSTART)]) == 2
     assert re.match(

@@ -14,7 +14,7 @@ from megagrpo.engine import http
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.fleet import State
 from megagrpo.engine.protocol import EngineDeadError
-from megagrpo.engine.servers import hang_detection, restarts, supervisor
+from megagrpo.engine.servers import hang_detection, restarts
 from megagrpo.engine.servers import launcher as launcher_module
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.node_agent import NodeAgent, NodeLaunchers
@@ -67,7 +67,7 @@ def impatient(monkeypatch):
         monkeypatch.setattr(hang_detection, name, seconds)
     for module in (hang_detection, http):
         monkeypatch.setattr(module, "HEALTH_SECONDS", 0.2)
-    monkeypatch.setattr(launcher_module, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(launcher_module, "SERVER_GRACE_SECONDS", 0.1)
 
 
 def wait_until(condition, seconds=20.0):
@@ -80,7 +80,7 @@ def wait_until(condition, seconds=20.0):
 @pytest.fixture
 def stand(tmp_path, monkeypatch):
     monkeypatch.setattr(restarts_module, "RESTART_LOOP_SECONDS", 0.05)
-    monkeypatch.setattr(supervisor, "GRACE_SECONDS", 1.0)
+    monkeypatch.setattr(launcher_module, "SERVER_GRACE_SECONDS", 1.0)
     (tmp_path / "config.json").write_text("{}")
     with Stand(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1) as launcher:
         launcher.start()
@@ -292,6 +292,6 @@ def test_a_node_that_fails_is_reported_and_its_server_is_ended_at_the_next_try(t
 
 def test_an_order_that_fails_on_another_node_says_so_and_the_agent_goes_on(two_nodes):
     nodes, other = two_nodes
-    assert nodes.restart(1).startswith("restart of a vLLM server failed: AssertionError")  # it is alive
+    assert nodes.restart(1).startswith("node 1: restart of a vLLM server failed: AssertionError")  # it is alive
     nodes.servers[1].end()
     assert not nodes.servers[1].alive and nodes.restart(1).endswith(f"log: {other.logs[0]}")

@@ -10,7 +10,7 @@ from megagrpo.config import load_config
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers import serving
 from megagrpo.engine.servers.launcher import Launcher
-from megagrpo.engine.servers.options import NodePorts, ServerNode
+from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.platform.process.variable_names import TOKEN_FILE_VARIABLE
 from megagrpo.trainer import engine_side, gpu_turns
 from megagrpo.trainer.rollout.collector import sampling_params
@@ -188,7 +188,7 @@ def test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on(adap
     settings = config(*adapters)
     with noting() as (url, paths):
         monkeypatch.setattr(Launcher, "wait", lambda self, say: [url])
-        gpu_turns.start_asleep(settings, Launcher(None, "."), print)
+        gpu_turns.start_asleep(settings, Launcher(ServerOptions("", "float32", 64), Path()), print)
         engine = VllmEngine([url], str, sleeps=True, lora=settings.lora.syncs_adapters)
         engine.sleep()
         engine.fleet.end_sleep()
