@@ -7,24 +7,23 @@ import contextlib
 import math
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
 import httpx
 
-from megagrpo.engine.distribution import Choices, Generation, Handlers, Job, gather
+from megagrpo.engine.distribution import Choices, Generation, Job, gather
 from megagrpo.engine.http import HEALTH_SECONDS, answers, error_text
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, OnGroup, derive_seed
-from megagrpo.engine.responses import Deadlines, InvalidResponse, is_broken_off, joined, read_choices, rest_of
+from megagrpo.engine.responses import InvalidResponse, is_broken_off, joined, read_choices, rest_of
 from megagrpo.engine.stops import find_ending
 from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.engine.updates import LOOK_SECONDS, UpdateOptions, Updates, adapter_name
 from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
-# failed attempts at a prompt before the error; `_failed` allows this many per server if servers may return
-ATTEMPTS = 3
+ATTEMPTS_PER_SERVER = 3  # failed attempts at a prompt before the error; per server if servers may return
 
 
 class VllmEngine(Updates):
@@ -51,9 +50,7 @@ class VllmEngine(Updates):
     ):
         super().__init__(urls, **options)
         self.decode, self.max_num_seqs, self.model, self.any_version = decode, max_num_seqs, model, any_version
-        self._deadlines = Deadlines(self.timeout)
-        # (event loop, task) of each `generate`, for `interrupt`
-        self._under_way: set[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = set()
+        self._under_way: set[asyncio.Task[None]] = set()  # the task of each `generate`, for `interrupt`
         self._in_flight_places: dict[str, int | None] = {}  # request id of each request in flight -> `Prompt.place`
         self._cut: set[int] = set()  # `Prompt.place` of the prompts whose responses are truncated
 
@@ -69,19 +66,17 @@ class VllmEngine(Updates):
         on_begun: Callable[[], None] = lambda: None,
     ) -> list[list[Rollout]]:
         """Generate `n` rollouts of each prompt, in the order of `prompts`. A prompt's seed depends on `seed`, its
-        prompt_id and its occurrence.
+        prompt_id and its occurrence. The same arguments and weights give the same tokens.
 
         `on_group` is called with each prompt's index and rollouts as they finish. `on_begun` is called, possibly more
-        than once, when all prompts are on servers and a server has room for more.
+        than once, when all prompts are on servers and a server has room for more. Neither may block.
 
         Raises EngineDeadError when no server is left, EngineStarved when all remaining servers need weights,
         EngineInterrupted after `interrupt`, EngineError when a server rejects a request or its response is
         inconsistent.
         """
-        jobs: deque[Job] = deque()
-        for index, prompt in enumerate(prompts):
-            own_seed = derive_seed(seed, prompt.prompt_id, prompt.occurrence)
-            jobs.append(self._job(index, prompt, n, sampling, own_seed))
+        seeds = [derive_seed(seed, prompt.prompt_id, prompt.occurrence) for prompt in prompts]
+        jobs = [self._job(index, prompt, n, sampling, seeds[index]) for index, prompt in enumerate(prompts)]
         return self._run(jobs, n, on_group, on_begun)
 
     def extend(
@@ -90,7 +85,7 @@ class VllmEngine(Updates):
         """Generate one rollout of each prompt, in order, each with its own limits and seed. Raises the errors of
         `generate`."""
         requests = enumerate(zip(prompts, sampling, seeds, strict=True))
-        jobs = deque(self._job(index, prompt, 1, params, seed) for index, (prompt, params, seed) in requests)
+        jobs = [self._job(index, prompt, 1, params, seed) for index, (prompt, params, seed) in requests]
         return [rollout for (rollout,) in self._run(jobs, 1)]
 
     def read_tool_calls(self, turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]) -> list[ToolCalls]:
@@ -104,85 +99,70 @@ class VllmEngine(Updates):
         return asyncio.run(read())
 
     def _run(
-        self, jobs: deque[Job], n: int, on_group: OnGroup | None = None, on_begun: Callable[[], None] = lambda: None
+        self, jobs: list[Job], n: int, on_group: OnGroup | None = None, on_begun: Callable[[], None] = lambda: None
     ) -> list[list[Rollout]]:
         self.follow()
         groups: dict[int, list[Rollout]] = {}
-        count = len(jobs)
 
-        def take_in(index: int, group: list[Rollout]) -> None:
-            groups[index] = group
+        def deliver(url: str, job: Job, choices: Choices) -> None:
+            groups[job.index] = [self._rollout(url, job, choice) for choice in choices]
             if on_group is not None:
-                on_group(index, group)
+                on_group(job.index, groups[job.index])
+            self._cut.discard(job.prompt.place)
+
+        async def work_off() -> None:
+            async with self._client() as client:
+                slots = max(1, math.ceil(self.max_num_seqs / n))
+                await Generation(self, client, deque(jobs), slots, self._complete_choices, deliver, on_begun).run()
 
         try:
-            asyncio.run(self._work_off(jobs, n, take_in, on_begun))
+            asyncio.run(self._until_interrupted(work_off()))
         except asyncio.CancelledError:
             raise EngineInterrupted("generation was interrupted") from None
-        return [groups[index] for index in range(count)]
+        return [groups[index] for index in range(len(jobs))]
 
     def interrupt(self) -> None:
         """Make every running and every later `generate` raise EngineInterrupted. Running ones close their connections,
         on which vLLM drops the requests. May be called from a signal handler."""
         self._interrupted = True
-        for loop, task in list(self._under_way):
+        for task in list(self._under_way):
             with contextlib.suppress(RuntimeError):  # the event loop has just ended in another thread
-                loop.call_soon_threadsafe(task.cancel)
+                task.get_loop().call_soon_threadsafe(task.cancel)
 
-    async def _work_off(self, jobs: deque[Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "this coroutine runs in a task"
-        mine = asyncio.get_running_loop(), task
-        self._under_way.add(mine)
+    async def _until_interrupted(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await `work` in a task that `interrupt` cancels."""
+        task = asyncio.ensure_future(work)
+        self._under_way.add(task)
+        if self._interrupted:  # check after registering in _under_way: the other order races with `interrupt`
+            task.cancel()
         try:
-            if self._interrupted:  # check after registering in _under_way: the other order races with `interrupt`
-                raise asyncio.CancelledError
-            await self._serve_all(jobs, n, take_in, on_begun)
+            await task
         finally:
-            self._under_way.discard(mine)
+            self._under_way.discard(task)
 
-    async def _serve_all(self, jobs: deque[Job], n: int, take_in: OnGroup, on_begun: Callable[[], None]) -> None:
-        def deliver(url: str, job: Job, choices: Choices) -> None:
-            take_in(job.index, [self._rollout(url, job, choice) for choice in choices])
-            self._cut.discard(job.prompt.place)
-
-        handlers = Handlers(self._complete_choices, deliver, self._deadlines.end, on_begun)
-        async with self._client() as client:
-            try:
-                await Generation(self, client, jobs, max(1, math.ceil(self.max_num_seqs / n)), handlers).run()
-            finally:
-                self._deadlines.forget()
-
-    async def _complete_choices(self, client: httpx.AsyncClient, url: str, job: Job) -> Choices | None:
+    async def _complete_choices(self, generation: Generation, url: str, job: Job) -> Choices | None:
         """Return the complete choices for one prompt, or None when it must be retried, on this server or another. A
         choice that a weight update aborted is continued from its tokens. A choice that `cut` aborted ends with its
         tokens."""
-        choices = await self._ask(client, url, job)
-        while (
-            choices
-            and any(map(is_broken_off, choices))
-            and (self.in_flight == "resume" or job.prompt.place in self._cut)
-        ):
-            rests = [
-                rest
-                for rest in await gather([self._rest(client, url, job, choice) for choice in choices])
-                if rest is not None
-            ]
-            choices = rests if len(rests) == len(choices) else None
+        choices = await self._ask(generation, url, job)
+        while choices and any(map(is_broken_off, choices)):
+            if self.in_flight != "resume" and job.prompt.place not in self._cut:
+                break
+            rests = await gather([self._rest(generation, url, job, choice) for choice in choices])
+            complete = [rest for rest in rests if rest is not None]
+            choices = complete if len(complete) == len(choices) else None
         return choices
 
-    async def _rest(
-        self, client: httpx.AsyncClient, url: str, job: Job, choice: dict[str, Any]
-    ) -> dict[str, Any] | None:
+    async def _rest(self, generation: Generation, url: str, job: Job, choice: dict[str, Any]) -> dict[str, Any] | None:
         """Return a choice together with its continuation if it was aborted, None when the continuation failed. A choice
         that was cut ends with the tokens it has, but gets at least one."""
         if not is_broken_off(choice):
             return choice
         if not (cut := job.prompt.place in self._cut):
-            more = await self._ask(client, url, replace(job, body=rest_of(job.body, choice)))
+            more = await self._ask(generation, url, replace(job, body=rest_of(job.body, choice)))
             return joined(choice, *more) if more else None
         if not choice["token_ids"]:
-            more = await self._ask(client, url, replace(job, body=rest_of(job.body, choice, limit=1)))
+            more = await self._ask(generation, url, replace(job, body=rest_of(job.body, choice, limit=1)))
             return more[0] | {"index": choice["index"], "cut": cut} if more else None
         return choice | {"finish_reason": "length", "cut": cut}
 
@@ -197,29 +177,26 @@ class VllmEngine(Updates):
         async def verbs(client: httpx.AsyncClient, url: str) -> None:
             # a failing server's error surfaces where its responses are awaited
             with contextlib.suppress(WeightSyncError):
-                await self._post(
-                    client, url, "/inference/v1/abort_requests", {"request_ids": internal_ids}, HEALTH_SECONDS
-                )
+                body = {"request_ids": internal_ids}
+                await self._post(client, url, "/inference/v1/abort_requests", body, HEALTH_SECONDS)
 
         if internal_ids:
             asyncio.run(self._each(verbs, self.fleet.serving()))
 
-    async def _ask(self, client: httpx.AsyncClient, url: str, job: Job) -> Choices | None:
+    async def _ask(self, generation: Generation, url: str, job: Job) -> Choices | None:
         """Send the request for one prompt and return its choices, which may be aborted; None when the prompt must be
         retried, here or elsewhere. Raises EngineError when no attempts are left or the server rejects the prompt."""
+        client = generation.client
         try:
-            answer = await self._post_prompt(client, url, job)
-        except httpx.ConnectTimeout as error:
-            await self._failed(client, url, job, repr(error))
-            return None
-        except (TimeoutError, httpx.TimeoutException) as error:
+            answer = await self._post_prompt(generation, url, job)
+        except (TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout) as error:
             self._hung(url, job, error)
             return None
         except httpx.HTTPError as error:
             await self._failed(client, url, job, repr(error))
             return None
         if answer.status_code == 503 and self.in_flight is not None and await self._was_paused(client, url):
-            return await self._ask(client, url, job)
+            return await self._ask(generation, url, job)
         if answer.status_code >= 500:
             await self._failed(client, url, job, error_text(answer))
             return None
@@ -231,13 +208,14 @@ class VllmEngine(Updates):
             await self._failed(client, url, job, str(error), trusted=False)
             return None
 
-    async def _post_prompt(self, client: httpx.AsyncClient, url: str, job: Job) -> httpx.Response:
+    async def _post_prompt(self, generation: Generation, url: str, job: Job) -> httpx.Response:
         """Send the request for one prompt under the deadline, with a request id by which `cut` aborts it."""
         request_id = uuid.uuid4().hex
         self._in_flight_places[request_id] = job.prompt.place
         try:
-            async with self._deadlines.of(url):
-                return await client.post(f"{url}/inference/v1/generate", json=job.body | {"request_id": request_id})
+            async with generation.deadline(url):
+                body = job.body | {"request_id": request_id}
+                return await generation.client.post(f"{url}/inference/v1/generate", json=body)
         finally:
             del self._in_flight_places[request_id]
 
@@ -270,11 +248,11 @@ class VllmEngine(Updates):
         job.failures += 1
         if not await answers(client, url):
             self.fleet.silent(url)
-        elif job.failures >= ATTEMPTS * (len(self.urls) if self.fleet.patience else 1):
+        elif job.failures >= ATTEMPTS_PER_SERVER * (len(self.urls) if self.fleet.patience else 1):
             raise EngineError(
                 f"{self.name(url)} failed, after {job.failures} attempts, on prompt {job.prompt.prompt_id}: {reason}"
             )
-        elif self.fleet.patience and (not trusted or job.failures % ATTEMPTS == 0):
+        elif self.fleet.patience and (not trusted or job.failures % ATTEMPTS_PER_SERVER == 0):
             self.fleet.excluded(url)
         else:
             await asyncio.sleep(LOOK_SECONDS * 2 ** (job.failures - 1))
@@ -285,7 +263,7 @@ class VllmEngine(Updates):
         if self.fleet.patience and not self.fleet.usable([url]):  # `Generation` has ended the request
             return
         job.failures += 1
-        if not self.fleet.patience or job.failures >= ATTEMPTS:
+        if not self.fleet.patience or job.failures >= ATTEMPTS_PER_SERVER:
             raise EngineError(
                 f"{self.name(url)} did not respond within {self.timeout:.0f} s (rollout.request_timeout)"
             ) from error
@@ -303,8 +281,7 @@ class VllmEngine(Updates):
         if reason == "length" and len(ids) < limit and not stopped and "cut" not in choice:
             raise EngineError(
                 f"{self.name(url)} has no room for prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens and a "
-                f"response of {limit}; "
-                "start it with a larger --max-model-len"
+                f"response of {limit}; start it with a larger --max-model-len"
             )
         if not ids:
             raise EngineError(f"{self.name(url)} sent a response without tokens for prompt {prompt.prompt_id}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,31 +37,32 @@ class Job:
     failures: int = 0
 
 
-@dataclass(frozen=True)
-class Handlers:
-    """What a `Generation` calls. `respond` returns the choices for a job, or None when the job must be retried.
-    `deliver` takes them. `end_requests` ends all requests of this event loop to a server. `begun` is called when
-    servers work on all prompts and have room."""
-
-    respond: Callable[[httpx.AsyncClient, str, Job], Awaitable[Choices | None]]
-    deliver: Callable[[str, Job, Choices], None]
-    end_requests: Callable[[str], None]
-    begun: Callable[[], None]
-
-
 class Generation:
     """One call of `generate`. Each server works on up to `slots` jobs at once; a free slot takes the next job.
+
+    `respond` returns a server's choices for a job, or None when the job must be retried. `deliver` takes the choices.
+    `begun` is called when servers work on all prompts and have room.
 
     When a server stops serving, its jobs go to other servers. With the fleet's `patience`, servers that return are used
     again. The servers are those of the fleet at construction, although `follow` may be called meanwhile.
     """
 
-    def __init__(self, engine: Updates, client: httpx.AsyncClient, jobs: deque[Job], slots: int, handlers: Handlers):
-        self._engine, self._fleet, self._client = engine, engine.fleet, client
-        self._jobs, self._slots, self._handlers = jobs, slots, handlers
+    def __init__(
+        self,
+        engine: Updates,
+        client: httpx.AsyncClient,
+        jobs: deque[Job],
+        slots: int,
+        respond: Callable[[Generation, str, Job], Awaitable[Choices | None]],
+        deliver: Callable[[str, Job, Choices], None],
+        begun: Callable[[], None],
+    ):
+        self._engine, self._fleet, self.client, self._jobs, self._slots = engine, engine.fleet, client, jobs, slots
+        self._respond, self._deliver, self._begun = respond, deliver, begun
         self._urls = self._fleet.urls if self._fleet.patience else engine.serving()
         self._undelivered = len(jobs)  # jobs whose choices were not delivered yet
         self._busy = 0  # slots that work on a job
+        self._timeouts: dict[str, set[asyncio.Timeout]] = defaultdict(set)  # server -> those of its requests
         self._jobs_waiting = asyncio.Event()  # pulsed by `_wake`; free slots wait for it
 
     async def run(self) -> None:
@@ -74,12 +76,23 @@ class Generation:
         if self._undelivered:
             raise self._engine.dead_error()
 
+    @contextlib.asynccontextmanager
+    async def deadline(self, url: str) -> AsyncIterator[None]:
+        """Run one request to the server under the engine's timeout, however slowly the response drips. Raises
+        TimeoutError when the time is over, or when the server has not passed a health check for too long."""
+        async with asyncio.timeout(self._engine.timeout) as limit:
+            self._timeouts[url].add(limit)
+            try:
+                yield
+            finally:
+                self._timeouts[url].discard(limit)
+
     def _usable(self) -> list[str]:
         return self._fleet.usable(self._urls)
 
     def _report_if_begun(self) -> None:
         if not self._jobs and self._busy < self._slots * len(self._usable()):
-            self._handlers.begun()
+            self._begun()
 
     async def _serve(self, url: str) -> None:
         """Work off jobs on one slot of the server."""
@@ -91,13 +104,13 @@ class Generation:
             job = self._jobs.popleft()
             self._busy += 1
             self._report_if_begun()
-            choices = await self._handlers.respond(self._client, url, job)
+            choices = await self._respond(self, url, job)
             self._busy -= 1
             if choices is None:
                 self._jobs.append(job)
                 continue
             self._report_if_begun()
-            self._handlers.deliver(url, job, choices)
+            self._deliver(url, job, choices)
             self._undelivered -= 1
 
     async def _wake(self) -> None:
@@ -114,10 +127,10 @@ class Generation:
         silent_since = time.monotonic()
         while self._undelivered:
             for url in self._fleet.returning(self._urls):
-                await self._engine.report_if_ready(self._client, url)
+                await self._engine.report_if_ready(self.client, url)
             if self._usable():
                 silent_since = time.monotonic()
-            elif not self._engine.refills and any([await answers(self._client, url) for url in self._urls]):
+            elif not self._engine.refills and any([await answers(self.client, url) for url in self._urls]):
                 names = ", ".join(map(self._engine.name, self._urls))
                 raise EngineStarved(f"{names}: none has weight version {self._engine.weight_version}")
             elif time.monotonic() - silent_since >= self._fleet.patience:
@@ -129,7 +142,7 @@ class Generation:
         heard: dict[str, float] = {}  # server -> when it passed a health check last, or was not expected to
         while self._undelivered:
             urls, began = self._usable(), time.monotonic()
-            healthy = await gather([answers(self._client, url) for url in urls])
+            healthy = await gather([answers(self.client, url) for url in urls])
             # this process was starved of CPU, so silence proves nothing
             starved = time.monotonic() - began > HEALTH_SECONDS + 1
             usable = self._fleet.usable(urls)
@@ -139,7 +152,8 @@ class Generation:
                     heard[url] = now
                 elif now - heard.setdefault(url, now) > REASSIGN_SECONDS:
                     self._fleet.silent(url)
-                    self._handlers.end_requests(url)
+                    for limit in [*self._timeouts[url]]:
+                        limit.reschedule(asyncio.get_running_loop().time())
             await pause(WATCH_SECONDS, lambda: not self._undelivered)
 
 

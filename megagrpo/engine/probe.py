@@ -38,8 +38,7 @@ def check_plugin(urls: Sequence[str], token: str | None = None, quantization: st
         if (its := _first_result(url, answer)) != quantization:
             raise ValueError(
                 f"rollout.quantization: {quantization} differs from {url}, which was started with {its}; set it to "
-                f"that, or "
-                "start the server with `megagrpo serve` and this config"
+                "that, or start the server with `megagrpo serve` and this config"
             )
 
 

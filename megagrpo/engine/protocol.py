@@ -1,14 +1,9 @@
-"""The interface between the trainer and an engine: methods and errors.
-
-`VllmEngine` is the engine that ships. `trainer/` and `sync/` call only the methods of `Engine`, so another engine is
-another class with these methods.
-"""
+"""What the engine shares with the trainer: its errors, the update that it loads, and the interface of a generator."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from megagrpo.sync.wire.manifest import Manifest, WeightSyncError
@@ -88,60 +83,6 @@ class Generator(Protocol):
 
     def interrupt(self) -> None:
         """Make the running and every later `generate` raise EngineInterrupted. May be called from a signal handler."""
-
-
-class Engine(Generator, Protocol):
-    """Generates responses and loads new weights."""
-
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: SamplingParams,
-        seed: int,
-        on_group: OnGroup | None = None,
-        on_begun: Callable[[], None] = lambda: None,
-    ) -> list[list[Rollout]]:
-        """Generate as `Generator` does. `on_begun` is called, possibly more than once, when servers work on all prompts
-        and have room for more. It must not block."""
-
-    def extend(
-        self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
-    ) -> list[Rollout]:
-        """Generate one rollout of each prompt, in order, each with its own limits and seed."""
-
-    def read_tool_calls(
-        self, turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]
-    ) -> list[tuple[str, list[dict[str, str]]]]:
-        """Return, for each turn's token ids, the text outside of the tool calls, and the calls: name, and arguments as
-        JSON text."""
-
-    def cut(self, places: Collection[int]) -> None:
-        """Truncate the in-flight responses to prompts at these places: they end with the tokens generated so far."""
-
-    def workers(self) -> dict[str, int]:
-        """Return the address of each live server and its number of workers. Without a live server, wait for a
-        restart."""
-
-    def load_weights(self, update: WeightUpdate, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Load the weights of `update` and stay paused. Returns each worker's report with `server` and `worker` added.
-        `only` names the servers to update; None means all. Raises ServerDied when a server died that must get
-        `update`."""
-
-    def resume(self, update: WeightUpdate, only: Sequence[str] | None = None) -> None:
-        """Serve again, with the weights of `update`, which the trainer has verified. Raises the errors of
-        `load_weights`."""
-
-    def load_adapter(self, folder: Path, version: int, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Load the adapter in `folder`. Returns `server`, `worker` and the loaded tensors' checksums (`sums`) for each
-        worker."""
-
-    def use_adapter(self, version: int) -> None:
-        """Sample with the adapter of `version`, which the trainer has verified, from here on, and unload the previous
-        adapter."""
-
-    def close(self) -> None:
-        """Close all connections."""
 
 
 def derive_seed(*parts: int | str) -> int:

@@ -1,11 +1,7 @@
-"""Validation of vLLM's responses to prompts, continuation of aborted ones, and request deadlines."""
+"""Validation of vLLM's responses to prompts, and continuation of aborted ones."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections import defaultdict
-from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -78,36 +74,3 @@ def joined(choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
         "logprobs": {"content": content},
         "weight_versions": [*(choice.get("weight_versions") or ()), *later],
     }
-
-
-class Deadlines:
-    """Request timeouts: ends a request after `seconds` in total, however slowly its response drips, and all requests of
-    a server on demand."""
-
-    def __init__(self, seconds: float):
-        self.seconds = seconds
-        # (event loop, server) -> its requests
-        self._under_way: dict[tuple[Any, str], set[asyncio.Timeout]] = defaultdict(set)
-
-    @contextlib.asynccontextmanager
-    async def of(self, url: str) -> AsyncIterator[None]:
-        """Run one request to the server at `url` under the deadline. Raises TimeoutError when the request is ended."""
-        async with asyncio.timeout(self.seconds) as limit:
-            mine = self._under_way[asyncio.get_running_loop(), url]
-            mine.add(limit)
-            try:
-                yield
-            finally:
-                mine.discard(limit)
-
-    def end(self, url: str) -> None:
-        """End this event loop's requests that are in flight at the server."""
-        loop = asyncio.get_running_loop()
-        for limit in [*self._under_way[loop, url]]:
-            limit.reschedule(loop.time())
-
-    def forget(self) -> None:
-        """Drop the state of the running event loop; call this before the loop ends."""
-        loop = asyncio.get_running_loop()
-        for key in [key for key in self._under_way if key[0] is loop]:
-            del self._under_way[key]

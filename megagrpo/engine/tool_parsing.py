@@ -34,8 +34,7 @@ async def read_tool_calls(
         if answer.status_code != 200:
             raise EngineError(
                 f"vLLM server {url} cannot parse tool calls: {answer.text[:300]}; it must be started with "
-                f"--enable-scale-out, "
-                "--enable-auto-tool-choice, --tool-call-parser and a tokenizer"
+                "--enable-scale-out, --enable-auto-tool-choice, --tool-call-parser and a tokenizer"
             )
         return _calls(answer.json())
 

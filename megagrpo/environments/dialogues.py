@@ -12,7 +12,8 @@ from typing import Any
 from megagrpo.config import RunConfig
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
-from megagrpo.engine.protocol import Engine, OnGroup, derive_seed
+from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.protocol import OnGroup, derive_seed
 from megagrpo.environments.conversation import Conversation
 from megagrpo.environments.responders import Responders
 from megagrpo.environments.tool_calls import as_message, hermes, named_call
@@ -49,7 +50,7 @@ class Dialogues:
         """Names of the rewards that scheduler and environment give."""
         return self.responders.columns
 
-    def wrap(self, engine: Engine) -> DialogueEngine:
+    def wrap(self, engine: VllmEngine) -> DialogueEngine:
         """Wrap `engine` in a DialogueEngine with this configuration."""
         return DialogueEngine(engine, self)
 
@@ -86,7 +87,7 @@ class DialogueEngine:
     reproducible whatever other requests are in flight.
     """
 
-    def __init__(self, engine: Engine, dialogues: Dialogues):
+    def __init__(self, engine: VllmEngine, dialogues: Dialogues):
         self.engine, self._dialogues, self.responders = engine, dialogues, dialogues.responders
         self._tokenizer, self._follow_ups = dialogues.tokenizer, dialogues.follow_ups
         self._limits = dialogues.responders.section
@@ -107,8 +108,8 @@ class DialogueEngine:
     def generate(
         self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
     ) -> list[list[Rollout]]:
-        """Generate `n` rollouts of each prompt, in order; see `Engine.generate`. `sampling.max_tokens` limits each turn
-        of the policy, and also the whole response without `max_response_length`."""
+        """Generate `n` rollouts of each prompt, in order; see `VllmEngine.generate`. `sampling.max_tokens` limits each
+        turn of the policy, and also the whole response without `max_response_length`."""
         limit = self._dialogues.max_response_length or sampling.max_tokens
         conversations = self._conversations(prompts, n, limit)
         self._open(conversations)

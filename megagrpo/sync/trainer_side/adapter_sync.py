@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.config import LoraSection
-from megagrpo.engine.protocol import Engine
+from megagrpo.engine.client import VllmEngine
 from megagrpo.models.bridge.adapter_files import save_adapter
 from megagrpo.models.bridge.hf_export import Parameters
 from megagrpo.models.bridge.parameter_blocks import PEFT
@@ -35,7 +35,7 @@ class AdapterSync(WeightSync):
     """A `WeightSync` whose `push` takes blocks from `megagrpo.models.bridge.parameter_blocks.adapter_blocks`. `base` is
     the model as the config names it."""
 
-    def __init__(self, engine: Engine | None, layout: Layout, dtype: str, lora: LoraSection, base: str):
+    def __init__(self, engine: VllmEngine | None, layout: Layout, dtype: str, lora: LoraSection, base: str):
         shared = SharedMemory(layout, dtype)
         super().__init__(engine, layout, dtype, shared)
         self.layout, self.lora, self.base, self.folder = layout, lora, base, shared.folder

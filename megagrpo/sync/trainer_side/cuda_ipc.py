@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.engine.protocol import Engine
+from megagrpo.engine.client import VllmEngine
 from megagrpo.sync.trainer_side.node_shares import Nodes
 from megagrpo.sync.trainer_side.shared_memory import SHARED_MEMORY, FileUpdate, SharedMemory, replies_of
 from megagrpo.sync.trainer_side.slots import Slots
@@ -46,7 +46,7 @@ class CudaIpc(SharedMemory):
         super().__init__(ranks, dtype, folder, seconds, nodes)
         self.device = device
 
-    def prepare(self, parameters: Sequence[Weight], version: int, engine: Engine | None) -> HandleUpdate:
+    def prepare(self, parameters: Sequence[Weight], version: int, engine: VllmEngine | None) -> HandleUpdate:
         """Like `SharedMemory.prepare`; the update also has one handle of each rank's buffer per worker."""
         servers: dict[str, int] | str | None = None
         try:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megagrpo.engine.protocol import Engine
+from megagrpo.engine.client import VllmEngine
 from megagrpo.models.families.boxes import Box, brackets, missing, size, whole
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.trainer_side.local_blocks import LocalBlocks
@@ -101,7 +101,7 @@ class PointToPoint:
             self.exchange.close()
             self.exchange = None
 
-    def prepare(self, parameters: Sequence[Weight], version: int, engine: Engine | None) -> DirectUpdate:
+    def prepare(self, parameters: Sequence[Weight], version: int, engine: VllmEngine | None) -> DirectUpdate:
         """Check the weights and agree on the servers that take part. Collective.
 
         Raises WeightSyncError on every rank when any rank has a problem.
@@ -136,7 +136,7 @@ class PointToPoint:
         deadline."""
         return self.ranks.all_gather_objects(value)
 
-    def _invite(self, engine: Engine) -> Invitation:
+    def _invite(self, engine: VllmEngine) -> Invitation:
         """Return the invitation, on rank 0: the address of the board, the attempt, and the servers. Starts the board
         when it must move or is missing."""
         servers = engine.workers()

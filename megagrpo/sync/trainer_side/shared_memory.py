@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megagrpo.engine.protocol import Engine
+from megagrpo.engine.client import VllmEngine
 from megagrpo.models.families.boxes import brackets
 from megagrpo.platform.process.ownership import make_folder
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
@@ -106,7 +106,7 @@ class SharedMemory:
             self._remover = None
         atexit.unregister(self.close)
 
-    def prepare(self, parameters: Sequence[Weight], version: int, engine: Engine | None) -> FileUpdate:
+    def prepare(self, parameters: Sequence[Weight], version: int, engine: VllmEngine | None) -> FileUpdate:
         """Check this rank's weights, reserve memory for them, and return an update with the blocks of all ranks.
         Collective.
 

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megagrpo.engine.protocol import Engine, ServerDied
+from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.protocol import ServerDied
 from megagrpo.models.families.blocks import Block, with_last_dim
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.trainer_side.cuda_ipc import CudaIpc
@@ -90,7 +91,7 @@ class WeightSync:
 
     def __init__(
         self,
-        engine: Engine | None,
+        engine: VllmEngine | None,
         ranks: Ranks,
         dtype: str,
         transport: Transport | None = None,
@@ -226,7 +227,7 @@ class WeightSync:
             return _not_reached(update.manifest.version, error)
         return None
 
-    def _load(self, engine: Engine, update: TransportUpdate) -> list[dict[str, Any]]:
+    def _load(self, engine: VllmEngine, update: TransportUpdate) -> list[dict[str, Any]]:
         """Load the update into the engine, while the ranks send it. Then stop ranks that still wait for a server."""
         why = "the servers have finished without it"
         try:

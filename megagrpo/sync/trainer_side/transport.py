@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from megagrpo.engine.protocol import Engine, WeightUpdate
+from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.protocol import WeightUpdate
 from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.boxes import Box
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
@@ -93,7 +94,7 @@ class TransportUpdate(WeightUpdate, Protocol):
 class Transport(Protocol):
     """Creates updates. Each rank has one transport."""
 
-    def prepare(self, parameters: Sequence[Weight], version: int, engine: Engine | None) -> TransportUpdate:
+    def prepare(self, parameters: Sequence[Weight], version: int, engine: VllmEngine | None) -> TransportUpdate:
         """Create an update with the current parameters. Collective. Raises WeightSyncError on every rank, before the
         engine receives any request."""
 

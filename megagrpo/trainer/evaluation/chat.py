@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.tokenizer import Tokenizer, read_chat_template, tokenizer_of
-from megagrpo.engine.protocol import Engine, derive_seed
+from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.protocol import derive_seed
 from megagrpo.engine.servers.serving import Serving
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.process.terminal import show, warn, write_output
@@ -22,7 +23,7 @@ PROMPT_ROOM = 2048  # prompt tokens of a conversation when there is no config
 class Chat:
     """A conversation: `say` returns the answer to a text and stores both."""
 
-    engine: Engine
+    engine: VllmEngine
     tokenizer: Tokenizer
     sampling: SamplingParams
     system: str | None

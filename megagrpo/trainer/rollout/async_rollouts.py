@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megagrpo.engine.protocol import Engine
+from megagrpo.engine.client import VllmEngine
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.rewards.scoring import Scoring
@@ -44,7 +44,7 @@ class AsyncPool:
     """
 
     def __init__(
-        self, engine: Engine, rewards: RewardScorer, max_staleness: int, straggler_seconds: float | None = None
+        self, engine: VllmEngine, rewards: RewardScorer, max_staleness: int, straggler_seconds: float | None = None
     ):
         self.engine, self.rewards, self.max_staleness, self.straggler_seconds = (
             engine,
