@@ -156,9 +156,8 @@ def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
     if world_size % parallel.expert_parallel_size:
         raise ValueError(
             f"parallel: ep {parallel.ep} x etp {parallel.expert_tp} x pp {parallel.pp} = "
-            f"{parallel.expert_parallel_size} does not divide "
-            f"the world of {world_size} ranks; start a multiple of {parallel.expert_parallel_size} ranks or lower ep "
-            f"or etp"
+            f"{parallel.expert_parallel_size} does not divide the world of {world_size} ranks; start a multiple of "
+            f"{parallel.expert_parallel_size} ranks or lower ep or etp"
         )
     # Megatron sets a timeout for every subgroup and ignores the world's.
     parallel_state.initialize_model_parallel(

@@ -58,8 +58,7 @@ def _shared_token() -> bytes:
     if not token:
         raise ValueError(
             f"{TOKEN_FILE_VARIABLE}: on several nodes ranks sign their messages with a shared token, and there is no "
-            f"token; "
-            "`openssl rand -hex 32` makes one. Give every node a file with the same token"
+            "token; `openssl rand -hex 32` makes one. Give every node a file with the same token"
         )
     return token
 

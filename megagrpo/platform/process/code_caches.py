@@ -46,8 +46,7 @@ def code_caches(temporary: Path) -> dict[str, str]:
     if problem and os.environ.get("RANK", "0") == "0":
         warn(
             f"warning: {problem}, so code that this run compiles is not kept for the next run; set {COMPILED} to a "
-            f"folder that only you "
-            "can write to"
+            "folder that only you can write to"
         )
     return {COMPILED: str(temporary / "torchinductor")} | {
         name: str(temporary / below) for name, below in _OF_LIBRARIES.items()
