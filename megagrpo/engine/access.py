@@ -7,22 +7,21 @@ resolved config never hold a token, because other users can read them.
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import json
 import os
 import socket
 import stat
-import struct
 from collections.abc import Awaitable, Callable, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from megagrpo.platform.process.variable_names import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 GUARD = "megagrpo.engine.access.TokenGuard"  # for vLLM's --middleware
-SHORTEST = 16  # characters of a token
-SIOCGIFADDR = 0x8915
+MIN_TOKEN_LENGTH = 16
 OPEN_ROUTE = "/health"
 REFUSAL = (
     f"this server requires its token: set rollout.token_file to the file that holds it, or set the environment "
@@ -52,10 +51,9 @@ def read_token(file: str | Path | None, key: str = "rollout.token_file") -> str 
 
 
 def _checked(token: str, what: str) -> str:
-    if len(token) < SHORTEST or not (token.isascii() and token.isprintable()) or " " in token:
-        raise ValueError(
-            f"{what}: a token must be one word of {SHORTEST} or more characters; `openssl rand -hex 32` generates one"
-        )
+    if len(token) < MIN_TOKEN_LENGTH or not (token.isascii() and token.isprintable()) or " " in token:
+        rule = f"a token must be one word of {MIN_TOKEN_LENGTH} or more characters"
+        raise ValueError(f"{what}: {rule}; `openssl rand -hex 32` generates one")
     return token
 
 
@@ -64,19 +62,24 @@ def headers(token: str | None) -> dict[str, str]:
     return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
+def interface_addresses() -> dict[str, str]:
+    """Return the first IPv4 address of each network interface of this host that has one."""
+    return {
+        name: ipv4[0]
+        for name, addresses in psutil.net_if_addrs().items()
+        if (ipv4 := [address.address for address in addresses if address.family == socket.AF_INET])
+    }
+
+
 def address_of(interface: str) -> str:
     """Return the IPv4 address of a network interface. Raises ValueError, with the names of all interfaces, when it has
     none."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            request = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        except OSError as error:
-            known = ", ".join(sorted(name for _, name in socket.if_nameindex()))
-            fix = "as root: ip addr add 127.0.0.1/8 dev lo" if interface == "lo" else f"choose one of {known}"
-            raise ValueError(
-                f"rollout.interface: {interface} has no IPv4 address here ({error.strerror}); {fix}"
-            ) from error
-    return socket.inet_ntoa(request[20:24])
+    addresses = interface_addresses()
+    if interface not in addresses:
+        others = f"choose one of {', '.join(addresses)}"
+        fix = "as root: ip addr add 127.0.0.1/8 dev lo" if interface == "lo" else others
+        raise ValueError(f"rollout.interface: {interface} has no IPv4 address here; {fix}")
+    return addresses[interface]
 
 
 Message = MutableMapping[str, Any]

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import importlib.util
 import json
 import math
 import os
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megagrpo.engine.access import GUARD, address_of
+from megagrpo.engine.access import GUARD, interface_addresses
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.platform.process.environment import inherited
 from megagrpo.platform.process.loopback import LOOPBACK, LOOPBACK_ADDRESS
@@ -23,7 +19,7 @@ PLUGIN = Path(__file__).parents[2] / "sync" / "vllm_side"
 MAX_BATCHED_TOKENS = 4096  # tokens of one prefill batch on a CPU
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # the ranks that vLLM allocates adapter slots for
 
-# Flags by which a sleeping server also frees the pools of CUDA graphs and NCCL's buffers. New in vLLM 0.32.
+# Flags by which a sleeping server also frees the pools of CUDA graphs and NCCL's buffers.
 SLEEP_FLAGS = ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend")
 
 
@@ -111,7 +107,7 @@ def _switches(o: ServerOptions, gpu: bool, headless: bool) -> list[str]:
         # engine would die.
         switches.append("--no-enable-chunked-prefill")
     elif o.sleep_mode:
-        switches += [flag for flag in SLEEP_FLAGS if _vllm_knows(flag)]
+        switches += SLEEP_FLAGS
     if o.enforce_eager or not gpu:  # compiling on a CPU takes longer than it saves
         switches.append("--enforce-eager")
     return switches
@@ -178,20 +174,9 @@ def _interface_of(address: str) -> str:
     the address."""
     if address.startswith("127."):
         return LOOPBACK
-    for _, name in socket.if_nameindex():
-        with contextlib.suppress(ValueError):
-            if address_of(name) == address:
-                return name
+    for name, ipv4 in interface_addresses().items():
+        if ipv4 == address:
+            return name
     raise ValueError(
         f"--head: {address} is not an IPv4 address of this host's network interfaces; name another address"
     )
-
-
-@functools.cache
-def _vllm_knows(flag: str) -> bool:
-    """Whether the installed vLLM has this command line flag. Reads vLLM's source, because importing vLLM takes
-    seconds."""
-    spec = importlib.util.find_spec("vllm")
-    folders = spec.submodule_search_locations if spec is not None else None
-    source = Path(next(iter(folders)), "engine", "arg_utils.py") if folders else None
-    return source is not None and source.exists() and f'"{flag}"' in source.read_text()
