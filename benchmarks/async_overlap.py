@@ -27,7 +27,7 @@ from megagrpo.config import load_config
 from megagrpo.engine.servers.serving import make_launcher, name_of
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
-from megagrpo.platform.process.variable_names import OPENMP, TOKEN_VARIABLE
+from megagrpo.platform.process.variables import OPENMP, TOKEN_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"

@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from megagrpo.platform.process.variable_names import OPENMP
+from megagrpo.platform.process.variables import OPENMP
 
 os.environ |= OPENMP | os.environ  # read once, when torch is imported
 

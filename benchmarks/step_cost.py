@@ -171,7 +171,7 @@ def main() -> None:
         return
 
     def point(size: str, tokens: int) -> Cost:
-        from megagrpo.platform.process.variable_names import OPENMP
+        from megagrpo.platform.process.variables import OPENMP
 
         command = [
             sys.executable,

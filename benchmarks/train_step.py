@@ -29,7 +29,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from megagrpo.platform.process.variable_names import OPENMP
+from megagrpo.platform.process.variables import OPENMP
 
 os.environ |= OPENMP | os.environ  # read once, when torch is imported
 

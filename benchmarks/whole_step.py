@@ -28,7 +28,7 @@ from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
-from megagrpo.platform.process.variable_names import OPENMP
+from megagrpo.platform.process.variables import OPENMP
 
 HERE = Path(__file__).resolve()
 QUICKSTART = HERE.parents[1] / "configs" / "quickstart.yaml"

@@ -26,7 +26,7 @@ from megagrpo.platform.process.terminal import (
     warn,
     write_output,
 )
-from megagrpo.platform.process.variable_names import RENDEZVOUS_VARIABLE
+from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE
 
 CLOSED_PIPE = 141  # exit code, as of a program that SIGPIPE ends
 DOCTOR = "doctor"  # shows the environment of the shell, and writes no file

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from megagrpo.platform.process.variable_names import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from megagrpo.platform.process.variables import ENVIRONMENT, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, take
 
 GUARD = "megagrpo.engine.access.TokenGuard"  # for vLLM's --middleware
 MIN_TOKEN_LENGTH = 16
@@ -36,9 +36,9 @@ def read_token(file: str | Path | None, key: str = "rollout.token_file") -> str 
     Returns None without any of them. Raises ValueError, beginning with `key`, when the file is unreadable, readable by
     others, or holds no valid token.
     """
-    token = os.environ.pop(TOKEN_VARIABLE, None)
-    if file is None and TOKEN_FILE_VARIABLE in os.environ:
-        file, key = os.environ[TOKEN_FILE_VARIABLE], TOKEN_FILE_VARIABLE
+    token = take(TOKEN_VARIABLE)
+    if file is None and TOKEN_FILE_VARIABLE in ENVIRONMENT:
+        file, key = ENVIRONMENT[TOKEN_FILE_VARIABLE], TOKEN_FILE_VARIABLE
     if file is None:
         return None if token is None else _checked(token, TOKEN_VARIABLE)
     try:

@@ -22,7 +22,7 @@ import megagrpo.platform.device as device
 from megagrpo.config import TrainSection
 from megagrpo.platform.device.compact_adam import MOMENTS, CompactAdam
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.platform.process.variable_names import KEPT_BYTES
+from megagrpo.platform.process.variables import KEPT_BYTES
 from megagrpo.policy.chunks import config_of
 from megagrpo.policy.fp8.masters import unrounded
 

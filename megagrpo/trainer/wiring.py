@@ -29,7 +29,7 @@ from megagrpo.platform.parallel.agree import on_first_rank, run_and_agree, run_o
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.progress_hook import SILENT, Progress
-from megagrpo.platform.process.variable_names import TOKEN_VARIABLE
+from megagrpo.platform.process.variables import TOKEN_VARIABLE
 from megagrpo.policy.device_checks import check_device
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference

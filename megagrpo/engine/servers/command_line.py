@@ -13,7 +13,7 @@ from megagrpo.engine.access import GUARD, interface_addresses
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.platform.process.environment import inherited
 from megagrpo.platform.process.loopback import LOOPBACK, LOOPBACK_ADDRESS
-from megagrpo.platform.process.variable_names import MALLOC, OPENMP, TOKEN_FILE_VARIABLE
+from megagrpo.platform.process.variables import ENVIRONMENT, MALLOC, OPENMP, TOKEN_FILE_VARIABLE
 
 PLUGIN = Path(__file__).parents[2] / "sync" / "vllm_side"
 MAX_BATCHED_TOKENS = 4096  # tokens of one prefill batch on a CPU
@@ -128,7 +128,7 @@ def server_environment(
     all ranks are on this host too. With `guarded` the server reads its token from standard input. `node`: as in
     `server_command`.
     """
-    env = inherited(os.environ)
+    env = inherited(ENVIRONMENT)
     env |= {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -3,7 +3,6 @@ reports its start to a job."""
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -14,7 +13,7 @@ from typing import NamedTuple
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.engine.access import read_token
 from megagrpo.models.families.weight_sources import resolve_model
-from megagrpo.platform.process.variable_names import NODE_INDICES
+from megagrpo.platform.process.variables import ENVIRONMENT, NODE_INDICES, text
 
 
 @dataclass(frozen=True)
@@ -64,11 +63,8 @@ def place_of(config: RunConfig, span: Span) -> Place:
             f"--head: {span.heads} only applies to servers on several nodes; set rollout.nodes_per_server, or leave it "
             f"out"
         )
-    index = (
-        span.node
-        if span.node is not None
-        else next((int(os.environ[key]) for key in NODE_INDICES if key in os.environ), None)
-    )
+    known = [span.node, *(int(ENVIRONMENT[key]) for key in NODE_INDICES if key in ENVIRONMENT)]
+    index = next((each for each in known if each is not None), None)
     if index is None or not 0 <= index < count * len(heads):
         said = (
             f"{count * len(heads)} nodes, rollout.nodes_per_server {count} for each address of --head; use 0 to "
@@ -83,7 +79,7 @@ def place_of(config: RunConfig, span: Span) -> Place:
 
 def node_name() -> str:
     """Return the name of this machine in files and lines."""
-    return os.environ.get("SLURMD_NODENAME", socket.gethostname())
+    return text("SLURMD_NODENAME", socket.gethostname())
 
 
 @contextmanager

@@ -42,6 +42,7 @@ def main() -> int:
     from megagrpo.platform.process.ownership import TEMPORARY, remove_if_left
     from megagrpo.platform.process.removal import remove_own_file, remove_tree
     from megagrpo.platform.process.shm_names import remove_stale
+    from megagrpo.platform.process.variables import ENVIRONMENT
 
     parent, grace, command = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]
     libc = ctypes.CDLL(None)
@@ -60,7 +61,7 @@ def main() -> int:
 
     trainer_tmp = Path(tempfile.gettempdir())  # the trainer's temporary folder
     folder = tempfile.mkdtemp(prefix="vllm-", dir=trainer_tmp if len(str(trainer_tmp)) <= MAX_PATH_LENGTH else "/tmp")
-    environment = {**os.environ, "TMPDIR": folder}
+    environment = {**ENVIRONMENT, "TMPDIR": folder}
     server = subprocess.Popen(command, env=environment, preexec_fn=tie)
     files: dict[str, int] = {}  # path -> inode
     begun = scanned = time.monotonic()

@@ -25,7 +25,7 @@ import warnings
 import torch
 
 from megagrpo.platform.device import cpu, cpu_patches, wide_products
-from megagrpo.platform.process.variable_names import KEPT_BYTES
+from megagrpo.platform.process.variables import KEPT_BYTES
 
 _CPU = torch.device("cpu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h

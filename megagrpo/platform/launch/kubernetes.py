@@ -11,7 +11,7 @@ import yaml
 
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.platform.launch.job import Cluster, Placement, job_folder
-from megagrpo.platform.process.variable_names import TOKEN_FILE_VARIABLE
+from megagrpo.platform.process.variables import TOKEN_FILE_VARIABLE
 
 PORT, SERVER_PORT, BOARD_PORT = 29400, 8000, 29600
 LONGEST_NAME = 40  # characters; a pod's name, which adds suffixes, may have 63

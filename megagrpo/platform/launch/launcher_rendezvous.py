@@ -24,7 +24,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from megagrpo.platform.launch.job_nodes import ONE_NODE, Nodes
 from megagrpo.platform.launch.preflight import listen
-from megagrpo.platform.process.variable_names import RENDEZVOUS_VARIABLE
+from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE
 
 BACKEND = "megagrpo"  # name of this rendezvous in torchrun
 SECONDS = 600  # timeout until every agent has joined

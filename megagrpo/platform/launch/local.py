@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING
 from megagrpo.config import ConfigError, ParallelSection, RunConfig
 from megagrpo.platform.launch.job_nodes import Nodes
 from megagrpo.platform.launch.preflight import needs_one_connection, visible_gpus
-from megagrpo.platform.process.parent_death import LAUNCHER_VARIABLE
 from megagrpo.platform.process.scratch import temporary_files
 from megagrpo.platform.process.terminal import warn
-from megagrpo.platform.process.variable_names import OPENMP
+from megagrpo.platform.process.variables import LAUNCHER_VARIABLE, OPENMP
 from megagrpo.trainer.time_limit import TO_BE_CONTINUED
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from megagrpo.config import ConfigError, load_config
 from megagrpo.platform.launch.job_nodes import Nodes
 from megagrpo.platform.launch.local import run_ranks, set_connections, set_thread_environment
 from megagrpo.platform.process.terminal import warn
-from megagrpo.platform.process.variable_names import NODE_INDICES
+from megagrpo.platform.process.variables import NODE_INDICES
 from megagrpo.records.run_files import make_run_folder
 
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -9,7 +9,6 @@ pickle carries an authentication code (HMAC-SHA256), and a pickle without the ri
 from __future__ import annotations
 
 import hmac
-import os
 import pickle
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +18,14 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megagrpo.platform.process.loopback import LOOPBACK
-from megagrpo.platform.process.variable_names import RENDEZVOUS_VARIABLE, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from megagrpo.platform.process.variables import (
+    RENDEZVOUS_VARIABLE,
+    TOKEN_FILE_VARIABLE,
+    TOKEN_VARIABLE,
+    number,
+    put,
+    text,
+)
 
 CODE_BYTES = 32
 
@@ -30,9 +36,8 @@ def join_world(backend: str, timeout: timedelta) -> None:
 
     Raises ValueError on several nodes without a token, with which ranks sign their messages.
     """
-    size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    folder = os.environ.get(RENDEZVOUS_VARIABLE)
-    if size == int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+    size, rank, folder = number("WORLD_SIZE", 1), number("RANK", 0), text(RENDEZVOUS_VARIABLE)
+    if size == number("LOCAL_WORLD_SIZE", 1):
         stay_on_this_host()
     else:
         sign_objects(_shared_token())
@@ -50,7 +55,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
 def _shared_token() -> bytes:
     """Return the token that all nodes of a run share. Raises ValueError when there is none or its file cannot be
     read."""
-    file, token = os.environ.get(TOKEN_FILE_VARIABLE), os.environ.get(TOKEN_VARIABLE, "").encode()
+    file, token = text(TOKEN_FILE_VARIABLE), text(TOKEN_VARIABLE).encode()
     try:
         token = Path(file).read_bytes().strip() if file else token
     except OSError as error:
@@ -65,7 +70,7 @@ def _shared_token() -> bytes:
 
 def stay_on_this_host() -> None:
     """Make gloo listen on loopback only, even if the environment names another interface."""
-    os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
+    put({"GLOO_SOCKET_IFNAME": LOOPBACK})
 
 
 def sign_objects(secret: bytes) -> None:

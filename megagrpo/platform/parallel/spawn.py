@@ -8,7 +8,6 @@ a fork, so on GPUs the ranks are fresh interpreters.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import multiprocessing
 import os
@@ -18,7 +17,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +32,7 @@ from megagrpo.platform import device
 from megagrpo.platform.parallel.rank_rendezvous import stay_on_this_host
 from megagrpo.platform.process.parent_death import end_with_parent
 from megagrpo.platform.process.removal import temporary_folder
-from megagrpo.platform.process.variable_names import RENDEZVOUS_VARIABLE
+from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE, changed, put
 
 
 class RankFailed(RuntimeError):
@@ -64,7 +63,8 @@ def run_ranks(
         try:
             for rank in range(n):
                 ranks[rank] = context.Process(target=_rank, args=(rank, n, folder, os.getpid(), function, args))
-                with _environment(env or {}), warnings.catch_warnings():
+                # the environment of its start: a fresh interpreter reads it when it imports torch
+                with changed(env or {}), warnings.catch_warnings():
                     # torch warns of its two idle helper threads, which no rank needs
                     warnings.simplefilter("ignore", DeprecationWarning)
                     ranks[rank].start()
@@ -75,21 +75,6 @@ def run_ranks(
                     process.kill()
                     process.join()
         return [pickle.loads((folder / f"result_{rank}").read_bytes()) for rank in range(n)]
-
-
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Context manager: the environment that a rank starts with. A fresh interpreter reads it when it imports torch."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _wait(ranks: dict[int, BaseProcess], folder: Path, timeout: float) -> None:
@@ -126,8 +111,8 @@ def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable[..., 
     gc.freeze()  # the garbage collector would touch, and so copy, every page that the fork inherits
     code = 1
     try:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(n)}
-        os.environ[RENDEZVOUS_VARIABLE] = str(folder)
+        put({"RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(n)})
+        put({RENDEZVOUS_VARIABLE: str(folder)})
         if not device.has_gpu():
             torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool
         device.select_local_device()

@@ -7,6 +7,7 @@ import stat
 from pathlib import Path
 
 from megagrpo.platform.process.terminal import warn
+from megagrpo.platform.process.variables import text
 
 COMPILED = "TORCHINDUCTOR_CACHE_DIR"
 # caches of libraries below the home folder -> their folder among temporary files when the home folder is not private
@@ -24,7 +25,7 @@ _LINKS = 40  # the kernel's limit for links in a path
 def user_cache() -> Path:
     """Return the user's folder for caches: $XDG_CACHE_HOME if it is absolute, else ~/.cache. Raises RuntimeError
     without a home folder."""
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    named = Path(text("XDG_CACHE_HOME"))
     return named if named.is_absolute() else Path.home() / ".cache"
 
 
@@ -43,7 +44,7 @@ def code_caches(temporary: Path) -> dict[str, str]:
             return {COMPILED: str(folder)}
     except (OSError, RuntimeError):
         problem = ""
-    if problem and os.environ.get("RANK", "0") == "0":
+    if problem and text("RANK", "0") == "0":
         warn(
             f"warning: {problem}, so code that this run compiles is not kept for the next run; set {COMPILED} to a "
             "folder that only you can write to"

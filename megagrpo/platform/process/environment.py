@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from megagrpo.platform.process.variable_names import RENDEZVOUS_VARIABLE
+from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE
 
 PASSED, IGNORED, REMOVED, REFUSED = "passed on", "ignored with a warning", "removed for servers", "refused"
 FATES = {

@@ -13,8 +13,8 @@ import threading
 from multiprocessing import parent_process
 
 from megagrpo.platform.process.environment import under_torchrun
+from megagrpo.platform.process.variables import ENVIRONMENT, LAUNCHER_VARIABLE, take
 
-LAUNCHER_VARIABLE = "MEGAGRPO_LAUNCHER_PID"  # the launcher sets it to its process id before it starts ranks
 PR_SET_PDEATHSIG = 1
 
 
@@ -35,8 +35,8 @@ def end_with_torchrun() -> None:
     SIGTERM ends a rank that is still starting; a rank that trains saves and stops. Does nothing without torchrun. The
     launcher names its process id, so a torchrun killed before this call counts too.
     """
-    launcher = os.environ.pop(LAUNCHER_VARIABLE, None)
-    if under_torchrun(os.environ):
+    launcher = take(LAUNCHER_VARIABLE)
+    if under_torchrun(ENVIRONMENT):
         end_with_parent(int(launcher) if launcher else os.getppid(), signal.SIGTERM)
 
 

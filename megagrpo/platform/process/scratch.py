@@ -17,6 +17,7 @@ from pathlib import Path
 from megagrpo.platform.process.code_caches import COMPILED, VARIABLES, code_caches
 from megagrpo.platform.process.ownership import TEMPORARY, make_folder, owner_in, remove_left
 from megagrpo.platform.process.removal import remove_tree
+from megagrpo.platform.process.variables import ENVIRONMENT, put
 
 
 @contextlib.contextmanager
@@ -31,17 +32,16 @@ def temporary_files() -> Iterator[Path]:
     around = temp_dir.parent if owner_in(temp_dir.name, TEMPORARY) else temp_dir
     remove_left(around, TEMPORARY)
     (folder, lock), owner = make_folder(TEMPORARY, around), os.getpid()
-    before = {name: os.environ.get(name) for name in ("TMPDIR", *VARIABLES)}
-    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
-    if COMPILED not in os.environ:
-        os.environ.update({name: path for name, path in code_caches(folder).items() if name not in os.environ})
+    before = {name: ENVIRONMENT.get(name) for name in ("TMPDIR", *VARIABLES)}
+    ENVIRONMENT["TMPDIR"] = tempfile.tempdir = str(folder)
+    if COMPILED not in ENVIRONMENT:
+        put({name: path for name, path in code_caches(folder).items() if name not in ENVIRONMENT})
     try:
         yield folder
     finally:
         if os.getpid() == owner:  # not in a fork
             tempfile.tempdir = str(temp_dir)
-            for name, value in before.items():
-                os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            put(before)
             remove_tree(folder)
             os.close(lock)
             remove_left(around, TEMPORARY)

@@ -16,7 +16,7 @@ from megagrpo.engine.access import TokenGuard, address_of, headers, read_token
 from megagrpo.engine.servers import serving
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
-from megagrpo.platform.process.variable_names import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
+from megagrpo.platform.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from megagrpo.sync.wire.exchange import Board, Deadline
 from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.trainer import engine_side

@@ -27,7 +27,7 @@ from megagrpo.engine.servers.launcher import Launcher, Server, healthy
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.engine.servers.serving import make_launcher
 from megagrpo.platform.launch.node import silent_servers
-from megagrpo.platform.process import variable_names
+from megagrpo.platform.process import variables
 from megagrpo.platform.process.ownership import TEMPORARY, make_folder, owner_in
 from megagrpo.platform.process.shm_names import CPU_WORKERS, FOLDER, SEGMENTS, remove_stale
 
@@ -622,7 +622,7 @@ def test_seeds_depend_on_every_part_and_never_change():
 def test_a_server_without_a_gpu_gets_memory_in_large_pages_unless_the_user_says_otherwise(tmp_path, monkeypatch):
     launcher = Launcher(ServerOptions("model", "float32", 64), tmp_path)
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    assert list(launcher._environment(0).items())[-1] == ("GLIBC_TUNABLES", variable_names.MALLOC)
+    assert list(launcher._environment(0).items())[-1] == ("GLIBC_TUNABLES", variables.MALLOC)
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
     assert launcher._environment(0)["GLIBC_TUNABLES"] == "glibc.malloc.hugetlb=0"
 

@@ -11,7 +11,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers import serving
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
-from megagrpo.platform.process.variable_names import TOKEN_FILE_VARIABLE
+from megagrpo.platform.process.variables import TOKEN_FILE_VARIABLE
 from megagrpo.trainer import engine_side, gpu_turns
 from megagrpo.trainer.rollout.collector import sampling_params
 from megagrpo.types import Prompt, SamplingParams, Truncation

@@ -19,7 +19,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvou
 from megagrpo.platform.launch import launcher_rendezvous
 from megagrpo.platform.launch.job_nodes import Nodes
 from megagrpo.platform.parallel.rank_rendezvous import join_world, sign_objects
-from megagrpo.platform.process.variable_names import RENDEZVOUS_VARIABLE
+from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE
 from tests.listening import LOOPBACK, listening
 
 

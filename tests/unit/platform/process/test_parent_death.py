@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.platform.process.parent_death import LAUNCHER_VARIABLE
+from megagrpo.platform.process.variables import LAUNCHER_VARIABLE
 from tests.unit.engine.servers.test_launcher import wait_until, with_mark
 
 REPOSITORY = Path(__file__).parents[4]
