@@ -9,8 +9,8 @@ import time
 import pytest
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.servers import hang_detection
 from megagrpo.engine.servers import remote as serve
+from megagrpo.engine.servers import restarts
 from megagrpo.engine.servers.launcher import healthy
 from megagrpo.types import SamplingParams
 from tests.e2e import world
@@ -22,8 +22,8 @@ ENGINE_SECONDS = 6.0
 
 
 def look_often(set_to=setattr):
-    set_to(hang_detection, "CHECK_SECONDS", 0.2)
-    set_to(hang_detection, "HANG_SECONDS", ENGINE_SECONDS)
+    set_to(restarts, "CHECK_SECONDS", 0.2)
+    set_to(restarts, "HANG_SECONDS", ENGINE_SECONDS)
 
 
 @pytest.mark.full

@@ -39,78 +39,54 @@ def server_command(
     `ports` belong to the first node.
     """
     headless = node is not None and node.index > 0
-    flags: dict[str, object] = {"--model": o.model, "--served-model-name": "policy"}
-    if not headless:
-        flags |= {"--host": host, "--port": port, "--uvicorn-log-level": "warning"}
-    flags |= {
+    flags: dict[str, object] = {  # True: a flag without a value; None and False: left out
+        "--model": o.model,
+        "--served-model-name": "policy",
         "--dtype": o.dtype,
         "--max-model-len": o.max_model_len,
         "--max-num-seqs": o.max_num_seqs,
         "--tensor-parallel-size": o.tp,
         "--pipeline-parallel-size": o.pp,
         "--data-parallel-size": o.dp,
+        "--enable-expert-parallel": o.expert_parallel,
+        "--quantization": o.quantization,
         # log-probs of the distribution that is sampled from, temperature included
         "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": "megagrpo.sync.vllm_side.worker_verbs.WorkerVerbs",
+        "--tool-call-parser": o.tool_parser,
+        "--enable-auto-tool-choice": o.tool_parser is not None,
+        "--tokenizer": (o.tokenizer or o.model) if o.loads_tokenizer else None,
+        "--skip-tokenizer-init": not o.loads_tokenizer,
+        "--enable-sleep-mode": o.sleep_mode,
+        "--enforce-eager": o.enforce_eager or not gpu,  # compiling on a CPU takes longer than it saves
+        "--enable-scale-out": True,
+        "--no-enable-log-requests": True,
+        "--headless": headless,
     }
+    if not headless:
+        flags |= {"--host": host, "--port": port, "--uvicorn-log-level": "warning"}
+        flags["--middleware"] = GUARD if guarded else None
     if node is not None and ports is not None:
-        flags |= {
-            "--nnodes": o.nodes,
-            "--node-rank": node.index,
-            "--master-addr": node.first,
-            "--master-port": ports.rendezvous,
-        }
-        flags |= {"--data-parallel-rpc-port": ports.handshake} if o.dp > 1 else {}
-    if o.quantization is not None:
-        flags["--quantization"] = o.quantization
+        flags |= {"--nnodes": o.nodes, "--node-rank": node.index, "--master-addr": node.first}
+        flags |= {"--master-port": ports.rendezvous, "--data-parallel-rpc-port": ports.handshake if o.dp > 1 else None}
     if o.lora_rank:
-        flags |= {
-            "--max-loras": 1,
-            "--max-cpu-loras": 1,
-            "--max-lora-rank": next(rank for rank in LORA_RANKS if rank >= o.lora_rank),
-        }
+        slots = next(rank for rank in LORA_RANKS if rank >= o.lora_rank)
+        flags |= {"--enable-lora": True, "--max-loras": 1, "--max-cpu-loras": 1, "--max-lora-rank": slots}
     else:
         flags["--weight-transfer-config"] = json.dumps({"backend": "megagrpo"})
-    if o.tool_parser is not None:
-        flags["--tool-call-parser"] = o.tool_parser
-    if o.loads_tokenizer:
-        flags["--tokenizer"] = o.tokenizer or o.model
     if gpu:
-        flags["--gpu-memory-utilization"] = o.gpu_memory_utilization
+        flags |= {"--gpu-memory-utilization": o.gpu_memory_utilization, **dict.fromkeys(SLEEP_FLAGS, o.sleep_mode)}
     else:
         # responses to one prompt share only full blocks; vLLM's default of 128 exceeds most short prompts
-        flags["--block-size"] = 32
-        flags["--max-num-batched-tokens"] = max(o.max_model_len, MAX_BATCHED_TOKENS)
-    if guarded and not headless:
-        flags["--middleware"] = GUARD
-    words = (str(word) for flag in flags.items() for word in flag)
-    return [sys.executable, *_program(gpu, headless), *words, *_switches(o, gpu, headless), *o.extra_args]
-
-
-def _program(gpu: bool, headless: bool) -> list[str]:
-    """Return Python's arguments that select the program."""
-    if not gpu:
-        return [str(PLUGIN / "vllm_main.py")]
-    return ["-m", "megagrpo.sync.vllm_side.headless" if headless else "vllm.entrypoints.openai.api_server"]
-
-
-def _switches(o: ServerOptions, gpu: bool, headless: bool) -> list[str]:
-    """Return the arguments without a value."""
-    switches = ["--enable-scale-out", "--no-enable-log-requests"] + ["--headless"] * headless
-    switches += ["--skip-tokenizer-init"] * (not o.loads_tokenizer) + ["--enable-auto-tool-choice"] * (
-        o.tool_parser is not None
-    )
-    switches += ["--enable-lora"] * bool(o.lora_rank) + ["--enable-sleep-mode"] * o.sleep_mode
-    switches += ["--enable-expert-parallel"] * o.expert_parallel
-    if not gpu:
+        flags |= {"--block-size": 32, "--max-num-batched-tokens": max(o.max_model_len, MAX_BATCHED_TOKENS)}
         # A prompt that is split over two batches rewinds its seeded generator. torch cannot do that on a CPU, so the
         # engine would die.
-        switches.append("--no-enable-chunked-prefill")
-    elif o.sleep_mode:
-        switches += SLEEP_FLAGS
-    if o.enforce_eager or not gpu:  # compiling on a CPU takes longer than it saves
-        switches.append("--enforce-eager")
-    return switches
+        flags["--no-enable-chunked-prefill"] = True
+    used = {flag: value for flag, value in flags.items() if value is not None and value is not False}
+    words = [word for flag, value in used.items() for word in ([flag] if value is True else [flag, str(value)])]
+    module = "megagrpo.sync.vllm_side.headless" if headless else "vllm.entrypoints.openai.api_server"
+    program = ["-m", module] if gpu else [str(PLUGIN / "vllm_main.py")]
+    return [sys.executable, *program, *words, *o.extra_args]
 
 
 def server_environment(

@@ -12,9 +12,9 @@ from typing import Any
 from megagrpo.config import RunConfig
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.engine.servers.followers import FOLLOW_SECONDS, Followers, Reports
-from megagrpo.engine.servers.hang_detection import HangDetector
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerNode
+from megagrpo.engine.servers.restarts import HangDetector
 from megagrpo.engine.servers.serve_inputs import Inputs, Place, node_name, write
 from megagrpo.engine.servers.serving import engine_dtype, make_launcher
 from megagrpo.models.families.weight_sources import resolve_model

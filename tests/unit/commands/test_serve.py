@@ -14,8 +14,8 @@ from megagrpo.__main__ import main
 from megagrpo.commands.parser import parse
 from megagrpo.config import load_config
 from megagrpo.engine import http
-from megagrpo.engine.servers import hang_detection
 from megagrpo.engine.servers import remote as serve
+from megagrpo.engine.servers import restarts
 from megagrpo.engine.servers.launcher import healthy
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.engine.servers.serve_inputs import write
@@ -97,12 +97,12 @@ def test_time_in_which_this_process_did_not_run_does_not_count_as_silence(monkey
 
 def test_a_detector_starved_of_cpu_reports_no_server_as_hung(stand, monkeypatch):
     impatient(monkeypatch)
-    monkeypatch.setattr(hang_detection, "HANG_SECONDS", 0.0)
-    monkeypatch.setattr(hang_detection, "CHECK_SECONDS", 0.0)
-    watching = hang_detection.HangDetector(stand, 60)
+    monkeypatch.setattr(restarts, "HANG_SECONDS", 0.0)
+    monkeypatch.setattr(restarts, "CHECK_SECONDS", 0.0)
+    watching = restarts.HangDetector(stand, 60)
     stop(stand.servers[0])
     for health_seconds, hung in ((-1.0, 0), (0.2, 1)):  # with the first value every response is too late
-        monkeypatch.setattr(hang_detection, "HEALTH_SECONDS", health_seconds)
+        monkeypatch.setattr(restarts, "HEALTH_SECONDS", health_seconds)
         assert [len(watching._hung()) for _ in range(2)] == [0, hung]
     kill(stand.servers[0])
 

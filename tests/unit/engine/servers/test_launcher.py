@@ -488,13 +488,13 @@ def test_why_a_server_did_not_start_is_what_failed_first(log, cause, tmp_path):
 
 
 class Starting(Launcher):
-    """Servers that do `first` at their first start and `later` at every other start; `well` responds."""
+    """Servers that do `initially` at their first start and `later` at every other start; `well` responds."""
 
-    first, later = "kill -KILL $$", "kill -KILL $$"
+    initially, later = "kill -KILL $$", "kill -KILL $$"
     well = f"exec {sys.executable} -m http.server --bind 127.0.0.1 --directory {{folder}} {{port}}"
 
     def _command(self, port):
-        code = self.later if self.restarts.total() else self.first
+        code = self.later if self.restarts.total() else self.initially
         (self.log_dir / "health").touch()
         return ["bash", "-c", code.format(folder=self.log_dir, port=port)]
 
@@ -514,7 +514,7 @@ def test_a_server_that_is_killed_while_it_starts_is_started_again(options, tmp_p
 def test_a_server_whose_port_was_taken_restarts_at_a_fresh_port_and_clients_follow(options, tmp_path):
     file = tmp_path / "moved.json"
     with Starting(options, tmp_path, max_restarts=2, moved=MovedServers(file)) as launcher:
-        launcher.first = launcher.later = launcher.well
+        launcher.initially = launcher.later = launcher.well
         launcher.start()
         (url,) = launcher.wait()
         client = Servers([url], moved=MovedServers(file))  # on another rank
@@ -569,7 +569,7 @@ def test_a_server_that_is_killed_too_often_or_ends_by_itself_while_it_starts_is_
     first, restarts, ending, options, tmp_path
 ):
     with Starting(options, tmp_path, max_restarts=2) as launcher:
-        launcher.first = first
+        launcher.initially = first
         launcher.start()
         with pytest.raises(EngineStartError, match=f"vLLM server .* {ending}"):
             launcher.wait()

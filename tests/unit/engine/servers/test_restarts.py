@@ -14,8 +14,8 @@ from megagrpo.engine import http
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.fleet import State
 from megagrpo.engine.protocol import EngineDeadError
-from megagrpo.engine.servers import hang_detection, restarts
 from megagrpo.engine.servers import launcher as launcher_module
+from megagrpo.engine.servers import restarts
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.node_agent import NodeAgent, NodeLaunchers
 from megagrpo.engine.servers.options import ServerOptions
@@ -64,8 +64,8 @@ def stop(server):
 def impatient(monkeypatch):
     """Treat a server as hung after half a second without a response."""
     for name, seconds in (("CHECK_SECONDS", 0.01), ("HANG_SECONDS", 0.5)):
-        monkeypatch.setattr(hang_detection, name, seconds)
-    for module in (hang_detection, http):
+        monkeypatch.setattr(restarts, name, seconds)
+    for module in (restarts, http):
         monkeypatch.setattr(module, "HEALTH_SECONDS", 0.2)
     monkeypatch.setattr(launcher_module, "SERVER_GRACE_SECONDS", 0.1)
 
