@@ -47,11 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until a signal, and return the exit code. Raises ConfigError when a server does not start."""
-    from megagrpo.engine.servers.serve_inputs import Span, check_inputs, reported_errors
+    from megagrpo.engine.servers.serve_inputs import check_inputs, reported_errors
 
-    config, span = load(options), None if options.head is None else Span(options.head, options.node)
+    config = load(options)
     with reported_errors(options.urls):
-        inputs = check_inputs(config, span)
+        token, place = check_inputs(config, options.head, options.node)
         with without_garbage_collection():
             from megagrpo.engine.servers.remote import serve
-        return serve(config, options.urls, options.logs, options.reach, options.first_gpu, inputs)
+        return serve(config, options.urls, options.logs, options.reach, options.first_gpu, token, place)

@@ -91,25 +91,24 @@ class Servers:
         Raises WeightSyncError for an error status, or its subclasses: ServerTimeout on a timeout, NoAnswer when the
         server itself did not respond.
         """
-        timeout = httpx.USE_CLIENT_DEFAULT if seconds is None else seconds
-        return await self._control(
-            client.post(f"{url}{path}", json=body, timeout=timeout), url, path, seconds, optional
-        )
+        return await self._control(client, "POST", url, path, body, seconds, optional)
 
     async def _get(self, client: httpx.AsyncClient, url: str, path: str, seconds: float | None = None) -> Any:
-        timeout = httpx.USE_CLIENT_DEFAULT if seconds is None else seconds
-        return await self._control(client.get(f"{url}{path}", timeout=timeout), url, path, seconds)
+        return await self._control(client, "GET", url, path, None, seconds)
 
     async def _control(
         self,
-        request: Coroutine[Any, Any, httpx.Response],
+        client: httpx.AsyncClient,
+        method: str,
         url: str,
         path: str,
+        body: Any,
         seconds: float | None,
         optional: bool = False,
     ) -> Any:
+        timeout = httpx.USE_CLIENT_DEFAULT if seconds is None else seconds
         try:
-            answer = await request
+            answer = await client.request(method, f"{url}{path}", json=body, timeout=timeout)
         except httpx.TimeoutException as error:
             raise ServerTimeout(
                 f"{self.name(url)} did not respond to {path} within {seconds or self.timeout:g} s"

@@ -9,9 +9,11 @@ import httpx
 from megagrpo.engine.access import headers
 from megagrpo.engine.http import CERTIFICATES, error_text
 
-BACKEND = """--weight-transfer-config '{"backend": "megagrpo"}'"""
-VERBS = "--worker-extension-cls megagrpo.sync.vllm_side.worker_verbs.WorkerVerbs"
-NEEDED = f"{BACKEND} {VERBS}, with megagrpo installed where it runs and VLLM_SERVER_DEV_MODE=1 in its environment"
+BACKEND_FLAG = """--weight-transfer-config '{"backend": "megagrpo"}'"""
+VERBS_FLAG = "--worker-extension-cls megagrpo.sync.vllm_side.worker_verbs.WorkerVerbs"
+NEEDED_FLAGS = (
+    f"{BACKEND_FLAG} {VERBS_FLAG}, with megagrpo installed where it runs and VLLM_SERVER_DEV_MODE=1 in its environment"
+)
 
 
 def check_plugin(urls: Sequence[str], token: str | None = None, quantization: str = "none") -> None:
@@ -22,19 +24,14 @@ def check_plugin(urls: Sequence[str], token: str | None = None, quantization: st
     """
     for url in urls:
         answer = _post(url, "init_weight_transfer_engine", {"init_info": {}}, token)
-        if answer.status_code == 401:
-            raise ValueError(f"rollout.urls: {url} rejected this run's token: {error_text(answer)}")
-        if answer.status_code == 404:
-            raise ValueError(
-                f"rollout.urls: {url} has no weight update routes (vLLM 0.25 or later has them); start it with {NEEDED}"
-            )
         if answer.status_code != 200:
-            text = " ".join(answer.text.split())[:300]
-            raise ValueError(f"rollout.urls: {url} cannot receive weights; start it with {NEEDED}. Response: {text}")
+            routes = f"has no weight update routes (vLLM 0.25 or later has them); start it with {NEEDED_FLAGS}"
+            problems = {401: f"rejected this run's token: {error_text(answer)}", 404: routes}
+            plugin = f"cannot receive weights; start it with {NEEDED_FLAGS}. Response: {_start_of(answer)}"
+            raise ValueError(f"rollout.urls: {url} {problems.get(answer.status_code, plugin)}")
         answer = _post(url, "collective_rpc", {"method": "quantization"}, token)
         if answer.status_code != 200:
-            text = " ".join(answer.text.split())[:300]
-            raise ValueError(f"rollout.urls: {url} lacks {VERBS} of this version. Response: {text}")
+            raise ValueError(f"rollout.urls: {url} lacks {VERBS_FLAG} of this version. Response: {_start_of(answer)}")
         if (its := _first_result(url, answer)) != quantization:
             raise ValueError(
                 f"rollout.quantization: {quantization} differs from {url}, which was started with {its}; set it to "
@@ -42,17 +39,16 @@ def check_plugin(urls: Sequence[str], token: str | None = None, quantization: st
             )
 
 
+def _start_of(answer: httpx.Response, length: int = 300) -> str:
+    """Return the first characters of a response on one line."""
+    return " ".join(answer.text.split())[:length]
+
+
 def _post(url: str, route: str, body: dict[str, object], token: str | None) -> httpx.Response:
     """Send a POST request and return the response. Raises ValueError when the server does not respond."""
+    address, options = f"{url.rstrip('/')}/{route}", dict(timeout=60, trust_env=False, verify=CERTIFICATES)
     try:
-        return httpx.post(
-            f"{url.rstrip('/')}/{route}",
-            json=body,
-            headers=headers(token),
-            timeout=60,
-            trust_env=False,
-            verify=CERTIFICATES,
-        )
+        return httpx.post(address, json=body, headers=headers(token), **options)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ValueError(f"rollout.urls: {url} does not respond: {error!r}; start it, or name another") from error
 
@@ -63,7 +59,7 @@ def _first_result(url: str, answer: httpx.Response) -> object:
     try:
         return answer.json()["results"][0]
     except (ValueError, LookupError, TypeError):
-        text = " ".join(answer.text.split())[:100]
         raise ValueError(
-            f"rollout.urls: {url} is not a vLLM server (response: {text!r}); name the address of a vLLM server"
+            f"rollout.urls: {url} is not a vLLM server (response: {_start_of(answer, 100)!r}); name the address of a "
+            "vLLM server"
         ) from None

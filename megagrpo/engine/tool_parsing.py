@@ -10,8 +10,8 @@ import httpx
 
 from megagrpo.engine.protocol import EngineError
 
-PATH = "/v1/chat/completions/derender"
-AT_ONCE = 64  # requests in flight
+DERENDER_ROUTE = "/v1/chat/completions/derender"
+MAX_PARSE_REQUESTS = 64  # requests in flight
 
 # The text outside of the calls, and the calls: {"name": ..., "arguments": JSON text}.
 ToolCalls = tuple[str, list[dict[str, str]]]
@@ -22,15 +22,15 @@ async def read_tool_calls(
 ) -> list[ToolCalls]:
     """Return the content and the tool calls of each turn, in order. Turns are distributed over the servers. Raises
     EngineError when a server cannot parse tool calls or does not respond."""
-    at_once = asyncio.Semaphore(AT_ONCE)
+    at_once = asyncio.Semaphore(MAX_PARSE_REQUESTS)
 
     async def read(index: int) -> ToolCalls:
         url = urls[index % len(urls)]
         async with at_once:
             try:
-                answer = await client.post(f"{url}{PATH}", json=_request(turns[index], tools))
+                answer = await client.post(f"{url}{DERENDER_ROUTE}", json=_request(turns[index], tools))
             except httpx.TransportError as error:
-                raise EngineError(f"vLLM server {url} did not respond to {PATH}: {error!r}") from error
+                raise EngineError(f"vLLM server {url} did not respond to {DERENDER_ROUTE}: {error!r}") from error
         if answer.status_code != 200:
             raise EngineError(
                 f"vLLM server {url} cannot parse tool calls: {answer.text[:300]}; it must be started with "

@@ -15,7 +15,7 @@ from megagrpo.engine.servers.followers import FOLLOW_SECONDS, Followers, Reports
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerNode
 from megagrpo.engine.servers.restarts import HangDetector
-from megagrpo.engine.servers.serve_inputs import Inputs, Place, node_name, write
+from megagrpo.engine.servers.serve_inputs import Place, node_name, write
 from megagrpo.engine.servers.serving import engine_dtype, make_launcher
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform.device import quiet
@@ -26,15 +26,17 @@ from megagrpo.sync.wire.manifest import WeightSyncError
 SERVE_LOOP_SECONDS = 0.5  # between two looks at the servers
 
 
-def serve(config: RunConfig, urls: Path | None, logs: Path, reach: str | None, first_gpu: int, inputs: Inputs) -> int:
+def serve(
+    config: RunConfig, urls: Path | None, logs: Path, reach: str | None, first_gpu: int, token: str, place: Place | None
+) -> int:
     """Start `rollout.servers` servers on the GPUs from `first_gpu` and keep them running until SIGTERM or Ctrl-C. With
-    `inputs.place` start this node's part of one server on several nodes.
+    `place` start this node's part of one server on several nodes.
 
     Returns 0 after a signal, and 1 when every server has exceeded `rollout.max_restarts`, or a node of the server is
     lost, so that the caller can restart the command.
 
     The servers listen on this machine's address on the route to `reach`, by default on `rollout.interface`. They accept
-    only requests with `inputs.token`. Once all are healthy, the file NODE.url in the folder `urls` holds one line per
+    only requests with `token`. Once all are healthy, the file NODE.url in the folder `urls` holds one line per
     server. Logs go to a subfolder with this machine's name in `logs`.
 
     Raises ValueError or OSError when a server does not start.
@@ -43,13 +45,13 @@ def serve(config: RunConfig, urls: Path | None, logs: Path, reach: str | None, f
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    name, token = node_name(), inputs.token
-    port = 0 if inputs.place is None else inputs.place.port
+    name, node, followers = node_name(), None, None
     try:
-        node = None if inputs.place is None else this_node(config, inputs.place, stop)
-        if node is not None and node.index > 0:
-            return _follow(config, _launcher(config, logs / name, None, 0, token, node), port, token, name, stop)
-        followers = None if node is None else Followers(node.first, port, token, config.rollout.nodes_per_server)
+        if place is not None:
+            node = this_node(place, config.rollout.startup_timeout, stop)
+            if node.index > 0:
+                return _follow(_launcher(config, logs / name, None, 0, token, node), node, place.port, name, stop)
+            followers = Followers(node.first, place.port, token, config.rollout.nodes_per_server)
         with _launcher(config, logs / name, reach, first_gpu, token, node, followers) as launcher:
             launcher.start()
             addresses = launcher.wait(partial(_progress, name, stop))
@@ -61,10 +63,9 @@ def serve(config: RunConfig, urls: Path | None, logs: Path, reach: str | None, f
         raise ValueError(str(error)) from error
 
 
-def this_node(config: RunConfig, place: Place, stop: threading.Event) -> ServerNode:
-    """Return this node of its server. Raises ValueError when the first node's host is unknown for
-    `rollout.startup_timeout` seconds."""
-    first = _address(place.host, Deadline(config.rollout.startup_timeout), stop)
+def this_node(place: Place, seconds: float, stop: threading.Event) -> ServerNode:
+    """Return this node of its server. Raises ValueError when the first node's host is unknown for so many seconds."""
+    first = _address(place.host, Deadline(seconds), stop)
     return ServerNode(place.index, own_address(f"http://{first}") if place.index else first, first)
 
 
@@ -79,16 +80,12 @@ def _address(host: str, deadline: Deadline, stop: threading.Event) -> str:
         stop.wait(SERVE_LOOP_SECONDS)
 
 
-def _follow(config: RunConfig, launcher: Launcher, port: int, token: str, name: str, stop: threading.Event) -> int:
+def _follow(launcher: Launcher, node: ServerNode, port: int, name: str, stop: threading.Event) -> int:
     """Run this node's part of a server whenever the first node starts the server. Returns 0 after a signal, 1 when the
     first node has ended."""
-    node = launcher.node
-    assert node is not None
+    token, seconds = launcher.token or "", launcher.startup_timeout
     try:
-        with (
-            launcher,
-            Reports(node.first, port, token, node.index, name, config.rollout.startup_timeout, stop) as reports,
-        ):
+        with launcher, Reports(node.first, port, token, node.index, name, seconds, stop) as reports:
             show(f"{name}: node {node.index} of the server on {node.first}")
             while not stop.wait(FOLLOW_SECONDS):
                 if (ports := reports.order()) is not None:

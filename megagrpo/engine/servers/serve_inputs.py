@@ -8,22 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.engine.access import read_token
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform.process.variables import ENVIRONMENT, NODE_INDICES, text
-
-
-@dataclass(frozen=True)
-class Span:
-    """The nodes of servers on several nodes, as on the command line: `heads` holds HOST:PORT of the first node of each
-    server, separated by commas. `node` is the index of this node among the nodes of all servers; None reads it from
-    Slurm's or Kubernetes' environment."""
-
-    heads: str
-    node: int | None = None
 
 
 @dataclass(frozen=True)
@@ -35,16 +24,9 @@ class Place:
     port: int
 
 
-class Inputs(NamedTuple):
-    """The servers' token, and this node's place in a server on several nodes."""
-
-    token: str
-    place: Place | None
-
-
-def check_inputs(config: RunConfig, span: Span | None) -> Inputs:
-    """Return the inputs. Raises ValueError when there is no token, no model in the folder `model.path`, or `span` does
-    not fit `rollout.nodes_per_server`."""
+def check_inputs(config: RunConfig, heads: str | None, node: int | None) -> tuple[str, Place | None]:
+    """Return the servers' token, and with `heads` the result of `place_of`. Raises ValueError when there is no token,
+    no model in the folder `model.path`, or `heads` does not fit `rollout.nodes_per_server`."""
     token = read_token(config.rollout.token_file)
     if token is None:
         raise ValueError(
@@ -52,29 +34,33 @@ def check_inputs(config: RunConfig, span: Span | None) -> Inputs:
         )
     if Path(config.model.path).is_absolute():
         resolve_model(config.model.path)
-    return Inputs(token, None if span is None else place_of(config, span))
+    return token, None if heads is None else place_of(config.rollout.nodes_per_server, heads, node)
 
 
-def place_of(config: RunConfig, span: Span) -> Place:
-    """Return this node's place. Raises ValueError when `span` does not fit `rollout.nodes_per_server`."""
-    count, heads = config.rollout.nodes_per_server, span.heads.split(",")
+def place_of(count: int, heads: str, node: int | None = None) -> Place:
+    """Return this node's place among the `count` nodes of its server.
+
+    `heads` holds HOST:PORT of the first node of each server, separated by commas. `node` is the index of this node
+    among the nodes of all servers; None reads it from Slurm's or Kubernetes' environment. Raises ValueError when they
+    do not fit `rollout.nodes_per_server`.
+    """
+    firsts = heads.split(",")
     if count == 1:
         raise ValueError(
-            f"--head: {span.heads} only applies to servers on several nodes; set rollout.nodes_per_server, or leave it "
-            f"out"
+            f"--head: {heads} only applies to servers on several nodes; set rollout.nodes_per_server, or leave it out"
         )
-    known = [span.node, *(int(ENVIRONMENT[key]) for key in NODE_INDICES if key in ENVIRONMENT)]
-    index = next((each for each in known if each is not None), None)
-    if index is None or not 0 <= index < count * len(heads):
-        said = (
-            f"{count * len(heads)} nodes, rollout.nodes_per_server {count} for each address of --head; use 0 to "
-            f"{count * len(heads) - 1}"
+    if node is None:
+        node = next((int(ENVIRONMENT[key]) for key in NODE_INDICES if key in ENVIRONMENT), None)
+    num_nodes = count * len(firsts)
+    if node is None or not 0 <= node < num_nodes:
+        raise ValueError(
+            f"--node: {'missing' if node is None else node}, but there are {num_nodes} nodes, rollout.nodes_per_server "
+            f"{count} for each address of --head; use 0 to {num_nodes - 1}"
         )
-        raise ValueError(f"--node: {'missing' if index is None else index}, but there are {said}")
-    host, colon, port = heads[index // count].rpartition(":")
+    host, colon, port = firsts[node // count].rpartition(":")
     if not (host and colon and port.isdigit()):
-        raise ValueError(f"--head: {heads[index // count]} is not HOST:PORT; write it as 10.0.0.1:29600")
-    return Place(index % count, host, int(port))
+        raise ValueError(f"--head: {firsts[node // count]} is not HOST:PORT; write it as 10.0.0.1:29600")
+    return Place(node % count, host, int(port))
 
 
 def node_name() -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import text
 
-COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
 # caches of libraries below the home folder -> their folder among temporary files when the home folder is not private
 _OF_LIBRARIES = {
     "TRITON_CACHE_DIR": "triton",
@@ -18,7 +18,7 @@ _OF_LIBRARIES = {
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
     "CUDA_CACHE_PATH": "cuda",
 }
-VARIABLES = (COMPILED, *_OF_LIBRARIES)
+VARIABLES = (INDUCTOR_CACHE, *_OF_LIBRARIES)
 _LINKS = 40  # the kernel's limit for links in a path
 
 
@@ -41,15 +41,15 @@ def code_caches(temporary: Path) -> dict[str, str]:
         folder = user_cache() / "megagrpo" / "torchinductor"
         problem = not_private(folder, create=True) or not_private(Path.home())
         if not problem:
-            return {COMPILED: str(folder)}
+            return {INDUCTOR_CACHE: str(folder)}
     except (OSError, RuntimeError):
         problem = ""
     if problem and text("RANK", "0") == "0":
         warn(
-            f"warning: {problem}, so code that this run compiles is not kept for the next run; set {COMPILED} to a "
-            "folder that only you can write to"
+            f"warning: {problem}, so code that this run compiles is not kept for the next run; set {INDUCTOR_CACHE} to "
+            "a folder that only you can write to"
         )
-    return {COMPILED: str(temporary / "torchinductor")} | {
+    return {INDUCTOR_CACHE: str(temporary / "torchinductor")} | {
         name: str(temporary / below) for name, below in _OF_LIBRARIES.items()
     }
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from megagrpo.platform.process.removal import opened, remove_own_file, remove_tree
 
-LOCK = ".lock"
+OWNER_LOCK = ".lock"
 TEMPORARY = "megagrpo_tmp_"  # prefix of a process's folder for temporary files (`scratch.py`)
 _FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _OWNER = r"(\d+\.[a-z0-9_]{8})"  # process id, and the characters of tempfile.mkdtemp
@@ -34,7 +34,7 @@ def make_folder(prefix: str, parent: Path) -> tuple[Path, int]:
     Where files cannot be locked, the lock file stays empty, and only this process removes the folder.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{os.getpid()}.", dir=parent))
-    lock = open_lock(folder / LOCK)
+    lock = open_lock(folder / OWNER_LOCK)
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX)
         os.write(lock, f"{os.getpid()}\n".encode())  # after the lock: an empty lock file may be about to be locked
@@ -70,7 +70,7 @@ def remove_if_left(folder: Path, prefix: str, labels: Sequence[str] = ()) -> Non
     if not (owner := owner_in(folder.name, prefix)):
         return
     with contextlib.suppress(OSError), opened(folder, owner=user) as inside:
-        lock = os.open(LOCK, _FLAGS, dir_fd=inside)
+        lock = os.open(OWNER_LOCK, _FLAGS, dir_fd=inside)
         try:
             status = os.fstat(lock)
             if not (stat.S_ISREG(status.st_mode) and status.st_uid == user and status.st_size):

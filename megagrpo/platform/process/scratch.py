@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megagrpo.platform.process.code_caches import COMPILED, VARIABLES, code_caches
+from megagrpo.platform.process.code_caches import INDUCTOR_CACHE, VARIABLES, code_caches
 from megagrpo.platform.process.ownership import TEMPORARY, make_folder, owner_in, remove_left
 from megagrpo.platform.process.removal import remove_tree
 from megagrpo.platform.process.variables import ENVIRONMENT, put
@@ -34,7 +34,7 @@ def temporary_files() -> Iterator[Path]:
     (folder, lock), owner = make_folder(TEMPORARY, around), os.getpid()
     before = {name: ENVIRONMENT.get(name) for name in ("TMPDIR", *VARIABLES)}
     ENVIRONMENT["TMPDIR"] = tempfile.tempdir = str(folder)
-    if COMPILED not in ENVIRONMENT:
+    if INDUCTOR_CACHE not in ENVIRONMENT:
         put({name: path for name, path in code_caches(folder).items() if name not in ENVIRONMENT})
     try:
         yield folder

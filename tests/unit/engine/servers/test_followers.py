@@ -15,7 +15,7 @@ from megagrpo.engine.servers import remote
 from megagrpo.engine.servers.followers import Followers, Reports
 from megagrpo.engine.servers.launcher import healthy
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
-from megagrpo.engine.servers.serve_inputs import Span, place_of
+from megagrpo.engine.servers.serve_inputs import place_of
 from megagrpo.sync.wire.manifest import WeightSyncError
 from tests.unit.config.test_placement import QUICKSTART
 from tests.unit.engine.servers.test_restarts import Stand, kill, wait_until
@@ -90,9 +90,10 @@ class TwoNodes(ExitStack):
         settings = ServerOptions(str(folder), "float32", 64, tp=2, nodes=2)
         self.board, self.stop = Followers(HERE, 0, TOKEN, 2), threading.Event()
         self.first = Stand(settings, folder / "n1", node=ServerNode(0, HERE, HERE), followers=self.board, **options)
-        self.second = Stand(settings, folder / "n2", node=ServerNode(1, HERE, HERE))
+        second = ServerNode(1, HERE, HERE)
+        self.second = Stand(settings, folder / "n2", node=second, token=TOKEN)
         self.codes = []
-        arguments = load_config(QUICKSTART), self.second, self.board.port, TOKEN, "n2", self.stop
+        arguments = self.second, second, self.board.port, "n2", self.stop
         self.follower = threading.Thread(target=lambda: self.codes.append(remote._follow(*arguments)))
 
     def __enter__(self):
@@ -169,9 +170,9 @@ NODES = ("rollout.tp=2", "rollout.nodes_per_server=2", "rollout.placement=dedica
 
 
 def spanned(heads, node=None, *overrides):
-    config = load_config(QUICKSTART, [*NODES, *overrides])
-    place = place_of(config, Span(heads, node))
-    return remote.this_node(config, place, threading.Event()), place.port
+    rollout = load_config(QUICKSTART, [*NODES, *overrides]).rollout
+    place = place_of(rollout.nodes_per_server, heads, node)
+    return remote.this_node(place, rollout.startup_timeout, threading.Event()), place.port
 
 
 def test_nodes_of_a_server_follow_each_other_and_slurm_numbers_them(monkeypatch):

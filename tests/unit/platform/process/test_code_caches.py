@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.platform.process.code_caches import COMPILED, VARIABLES, code_caches, not_private, user_cache
+from megagrpo.platform.process.code_caches import INDUCTOR_CACHE, VARIABLES, code_caches, not_private, user_cache
 from megagrpo.platform.process.scratch import temporary_files
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
@@ -25,17 +25,17 @@ def home(monkeypatch, tmp_path_factory) -> Path:
 def test_the_compile_cache_is_a_private_folder_of_the_user_and_stays(home):
     before = dict(os.environ)
     with temporary_files() as temporary:
-        folder = Path(os.environ[COMPILED])
+        folder = Path(os.environ[INDUCTOR_CACHE])
         assert folder == home / ".cache" / "megagrpo" / "torchinductor" and temporary not in folder.parents
-        assert [name for name in VARIABLES if name in os.environ] == [COMPILED]
+        assert [name for name in VARIABLES if name in os.environ] == [INDUCTOR_CACHE]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE((home / ".cache").stat().st_mode) == 0o700
     assert dict(os.environ) == before
 
 
 def test_a_folder_that_the_user_names_is_taken_as_it_is(home, monkeypatch, tmp_path):
-    monkeypatch.setenv(COMPILED, str(tmp_path / "named"))
+    monkeypatch.setenv(INDUCTOR_CACHE, str(tmp_path / "named"))
     with temporary_files():
-        assert os.environ[COMPILED] == str(tmp_path / "named")
+        assert os.environ[INDUCTOR_CACHE] == str(tmp_path / "named")
     assert not (home / ".cache").exists()
 
 
@@ -52,7 +52,7 @@ def assert_refused(temporary: Path, capfd, *words: str) -> None:
     assert all(Path(folder).parent == temporary for folder in code_caches(temporary).values())
     said = capfd.readouterr().err.splitlines()[0]
     assert said.startswith("warning: ") and all(
-        word in said for word in (*words, f"set {COMPILED} to a folder that only you can write to")
+        word in said for word in (*words, f"set {INDUCTOR_CACHE} to a folder that only you can write to")
     )
 
 
@@ -88,7 +88,7 @@ def test_links_count_like_folders(home, tmp_path, capfd):
     own.mkdir()
     theirs.mkdir()
     (home / ".cache").symlink_to(own)
-    assert code_caches(tmp_path)[COMPILED] == str(home / ".cache/megagrpo/torchinductor")
+    assert code_caches(tmp_path)[INDUCTOR_CACHE] == str(home / ".cache/megagrpo/torchinductor")
     assert (own / "megagrpo/torchinductor").is_dir()
     os.lchown(home / ".cache", OTHER, OTHER)
     assert not_private(home / ".cache" / "megagrpo") == f"{home / '.cache'} belongs to another user"
@@ -111,7 +111,7 @@ def test_a_private_group_of_the_user_is_allowed_and_a_shared_group_is_not(home):
 
 def test_without_a_home_folder_a_run_compiles_into_its_temporary_folder(home, tmp_path, capfd):
     (home / ".cache").touch()
-    assert code_caches(tmp_path)[COMPILED] == str(tmp_path / "torchinductor") and capfd.readouterr().err == ""
+    assert code_caches(tmp_path)[INDUCTOR_CACHE] == str(tmp_path / "torchinductor") and capfd.readouterr().err == ""
 
 
 def test_only_the_first_rank_warns(home, monkeypatch, tmp_path, capfd):

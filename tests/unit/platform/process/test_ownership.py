@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.platform.process.ownership import LOCK, TEMPORARY, make_folder, owner_in, remove_left
+from megagrpo.platform.process.ownership import OWNER_LOCK, TEMPORARY, make_folder, owner_in, remove_left
 from megagrpo.platform.process.removal import remove, remove_own_file, remove_tree
 from megagrpo.platform.process.scratch import temporary_files
 from megagrpo.platform.process.shm_names import CPU_WORKERS, FOLDER, SEGMENTS, remove_stale
@@ -138,7 +138,7 @@ def test_files_of_a_process_in_another_pid_namespace_stay_until_it_ends(memory):
 def test_a_folder_whose_name_parses_only_in_part_stays(name, memory):
     folder = memory / f"{FOLDER}{name}"
     folder.mkdir()
-    (folder / LOCK).write_text("1\n")
+    (folder / OWNER_LOCK).write_text("1\n")
     (folder / "model.safetensors").touch()
     remove_stale(memory)
     assert (folder / "model.safetensors").exists()
@@ -148,14 +148,14 @@ def test_a_folder_without_a_lock_that_was_held_once_stays(memory):
     bare, fresh = memory / f"{FOLDER}1.abcdefgh", memory / f"{FOLDER}2.abcdefgh"
     bare.mkdir()
     fresh.mkdir()
-    (fresh / LOCK).touch()  # its process is about to lock it
+    (fresh / OWNER_LOCK).touch()  # its process is about to lock it
     remove_stale(memory)
     assert names(memory) == {bare.name, fresh.name}
 
 
 @needs_root
 def test_files_of_another_user_stay_also_for_root(memory):
-    program = f"import os\nos.mkdir('{FOLDER}1.abcdefgh')\nopen('{FOLDER}1.abcdefgh/{LOCK}', 'w').write('1')\n"
+    program = f"import os\nos.mkdir('{FOLDER}1.abcdefgh')\nopen('{FOLDER}1.abcdefgh/{OWNER_LOCK}', 'w').write('1')\n"
     program += f"open('{SEGMENTS}1.abcdefgh-x', 'w')\nos.chmod('{FOLDER}1.abcdefgh', 0o500)"
     as_another_user(program, memory)
     left = owner_in(left_by_an_ended_process(memory).name, FOLDER)
@@ -170,9 +170,7 @@ def test_files_of_another_user_stay_also_for_root(memory):
 @pytest.mark.parametrize("prefix", [FOLDER, TEMPORARY])
 def test_a_deep_folder_of_another_user_stops_no_clean_up(prefix, memory):
     own = left_by_an_ended_process(memory, prefix)
-    program = (
-        f"import os\nos.mkdir('{prefix}0.abcdefgh'); os.chdir('{prefix}0.abcdefgh'); open('{LOCK}', 'w').write('1')\n"
-    )
+    program = f"import os\nos.mkdir('{prefix}0.abcdefgh'); os.chdir('{prefix}0.abcdefgh'); open('{OWNER_LOCK}', 'w').write('1')\n"
     as_another_user(program + DEEP.format(levels=1500), memory)
     remove_left(memory, prefix)
     assert names(memory) == {f"{prefix}0.abcdefgh"} and not own.exists()
@@ -185,7 +183,7 @@ def test_a_deep_folder_of_an_ended_process_is_removed(memory):
 
 
 def test_links_to_the_files_of_others_are_not_followed(memory, tmp_path):
-    (tmp_path / LOCK).write_text("1\n")
+    (tmp_path / OWNER_LOCK).write_text("1\n")
     (tmp_path / "file").touch()
     (memory / f"{FOLDER}1.abcdefgh").symlink_to(tmp_path)  # in place of the folder
     below = left_by_an_ended_process(memory)
@@ -193,14 +191,14 @@ def test_links_to_the_files_of_others_are_not_followed(memory, tmp_path):
     (below / "link").symlink_to(tmp_path)
     (memory / f"{SEGMENTS}{owner}-x").symlink_to(tmp_path / "file")  # in place of a segment
     replaced = left_by_an_ended_process(memory)
-    (replaced / LOCK).unlink()
-    (replaced / LOCK).symlink_to(tmp_path / LOCK)  # in place of the lock
+    (replaced / OWNER_LOCK).unlink()
+    (replaced / OWNER_LOCK).symlink_to(tmp_path / OWNER_LOCK)  # in place of the lock
     os.mkfifo(memory / f"{FOLDER}2.abcdefgh")
     pipe = left_by_an_ended_process(memory)
-    (pipe / LOCK).unlink()
-    os.mkfifo(pipe / LOCK)
+    (pipe / OWNER_LOCK).unlink()
+    os.mkfifo(pipe / OWNER_LOCK)
     remove_stale(memory)
-    assert names(tmp_path) == {LOCK, "file"} and (tmp_path / LOCK).read_text() == "1\n"
+    assert names(tmp_path) == {OWNER_LOCK, "file"} and (tmp_path / OWNER_LOCK).read_text() == "1\n"
     stay = {f"{FOLDER}1.abcdefgh", f"{FOLDER}2.abcdefgh", f"{SEGMENTS}{owner}-x", replaced.name, pipe.name}
     assert stay <= names(memory)
 
