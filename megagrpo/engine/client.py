@@ -16,8 +16,7 @@ import httpx
 from megagrpo.engine.distribution import Choices, Generation, Job, gather
 from megagrpo.engine.http import HEALTH_SECONDS, answers, error_text
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, OnGroup, derive_seed
-from megagrpo.engine.responses import InvalidResponse, is_broken_off, joined, read_choices, rest_of
-from megagrpo.engine.stops import find_ending
+from megagrpo.engine.responses import InvalidResponse, find_ending, is_broken_off, joined, read_choices, rest_of
 from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.engine.updates import LOOK_SECONDS, UpdateOptions, Updates, adapter_name
 from megagrpo.sync.wire.manifest import WeightSyncError
@@ -276,24 +275,24 @@ class VllmEngine(Updates):
         )
         ids = tuple(choice["token_ids"][:count])
         logprobs = tuple(entry["logprob"] for entry in choice["logprobs"]["content"][:count])
+        problem = ""
         if reason not in ("stop", "length"):
-            raise EngineError(f"{self.name(url)} ended prompt {prompt.prompt_id} with finish_reason {reason!r}")
-        if reason == "length" and len(ids) < limit and not stopped and "cut" not in choice:
-            raise EngineError(
-                f"{self.name(url)} has no room for prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens and a "
-                f"response of {limit}; start it with a larger --max-model-len"
+            problem = f"ended prompt {prompt.prompt_id} with finish_reason {reason!r}"
+        elif reason == "length" and len(ids) < limit and not stopped and "cut" not in choice:
+            problem = (
+                f"has no room for prompt {prompt.prompt_id}: {len(prompt.token_ids)} tokens and a response of {limit}; "
+                "start it with a larger --max-model-len"
             )
-        if not ids:
-            raise EngineError(f"{self.name(url)} sent a response without tokens for prompt {prompt.prompt_id}")
-        if not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
-            raise EngineError(
-                f"{self.name(url)} sent invalid log-probs (NaN, inf or > 0) for prompt {prompt.prompt_id}: {logprobs}"
+        elif not ids:
+            problem = f"sent a response without tokens for prompt {prompt.prompt_id}"
+        elif not all(math.isfinite(value) and value <= 1e-4 for value in logprobs):
+            problem = f"sent invalid log-probs (NaN, inf or > 0) for prompt {prompt.prompt_id}: {logprobs}"
+        elif count < len(choice["token_ids"]) and "joined" not in choice:
+            problem = (
+                f"went on after the stop string {stopped!r} (rollout.stop); start it without --skip-tokenizer-init"
             )
-        if count < len(choice["token_ids"]) and "joined" not in choice:
-            raise EngineError(
-                f"{self.name(url)} went on after the stop string {stopped!r} (rollout.stop); start it without "
-                f"--skip-tokenizer-init"
-            )
+        if problem:
+            raise EngineError(f"{self.name(url)} {problem}")
         version, *later = self._versions(url, job, choice)
         later = [part for part in later if part[0] < count]
         reason, stop_string = "stop" if stopped else reason, stopped if job.sampling.stop else None

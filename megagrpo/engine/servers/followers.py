@@ -31,13 +31,11 @@ def _report_key(node: int) -> str:
 @dataclass(frozen=True)
 class PartFault:
     """Why a server cannot go on without one of its parts: a description, and the first exception in the part's log, if
-    any. `killed`: by the out-of-memory killer or a user. `lost`: the node itself is gone, so the server cannot
-    restart."""
+    any. `killed`: by the out-of-memory killer or a user."""
 
     text: str
     cause: str = ""
     killed: bool = False
-    lost: bool = False
 
 
 class Followers:
@@ -87,7 +85,7 @@ class Followers:
             self.lost = (
                 f"{name} has not reported for {LOST_SECONDS:g} s" if silent else f"megagrpo serve on {name} has ended"
             )
-            return PartFault(f"was stopped because {self.lost}", lost=True)
+            return PartFault(f"was stopped because {self.lost}")
         if report["attempt"] == self._attempt and report["exit"]:
             text = f"was stopped because its part on {name} {report['exit']} (log there: {report['log']})"
             return PartFault(text, report["cause"], report["killed"])

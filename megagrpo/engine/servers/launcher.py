@@ -31,7 +31,7 @@ from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.engine.servers.ports import check_port, free_ports, is_free
 from megagrpo.engine.servers.supervisor import ENGINE_ENDED, SUPERVISOR
 from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
-from megagrpo.platform.process.progress_hook import SILENT, Progress, Task
+from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.platform.process.shm_names import remove_stale
 from megagrpo.platform.process.terminal import LineTimes
 from megagrpo.records.run_files import make_run_folder
@@ -235,23 +235,20 @@ class Launcher:
         often, or does not respond within `startup_timeout` seconds. The message has the cause, or else the end of the
         log. All servers are stopped then.
         """
-        with self.progress.task("waiting for vLLM") as task:
-            return self._wait(say, task)
-
-    def _wait(self, say: Callable[[str], None], task: Task) -> list[str]:
         begun, lines, said = time.monotonic(), LineTimes(FIRST_LINE_SECONDS), False
         waiting = list(range(self.num_servers))
-        while waiting:
-            task.expect(self.num_servers, "servers", done=self.num_servers - len(waiting))
-            now = time.monotonic()
-            self.end_incomplete()
-            for index in waiting:
-                self._check_start(index, now, say)
-            waiting = [index for index in waiting if not healthy(self.servers[index].address)]
-            if waiting and not (said and self.progress.draws) and lines.due(now - begun):
-                said, log = True, self.servers[waiting[0]].log
-                say(f"waiting for {len(waiting)} vLLM server{'s' * (len(waiting) > 1)}: {now - begun:.0f} s, log {log}")
-            time.sleep(0.1 if waiting else 0)
+        with self.progress.task("waiting for vLLM") as task:
+            while waiting:
+                task.expect(self.num_servers, "servers", done=self.num_servers - len(waiting))
+                now = time.monotonic()
+                self.end_incomplete()
+                for index in waiting:
+                    self._check_start(index, now, say)
+                waiting = [index for index in waiting if not healthy(self.servers[index].address)]
+                if waiting and not (said and self.progress.draws) and lines.due(now - begun):
+                    said, servers = True, f"{len(waiting)} vLLM server{'s' * (len(waiting) > 1)}"
+                    say(f"waiting for {servers}: {now - begun:.0f} s, log {self.servers[waiting[0]].log}")
+                time.sleep(0.1 if waiting else 0)
         return self.urls
 
     def _check_start(self, index: int, now: float, say: Callable[[str], None]) -> None:

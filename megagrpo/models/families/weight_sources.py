@@ -15,9 +15,9 @@ from pathlib import Path
 
 from megagrpo.config import Problem, ProblemError
 from megagrpo.models.families.hf_config import architecture_problems, of_model, read_raw_config
-from megagrpo.platform.process.code_caches import user_cache
 from megagrpo.platform.process.ownership import open_lock
 from megagrpo.platform.process.removal import remove
+from megagrpo.platform.process.scratch import user_cache
 from megagrpo.platform.process.terminal import show
 
 INDEX = "model.safetensors.index.json"  # index of a sharded checkpoint

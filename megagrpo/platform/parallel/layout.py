@@ -40,7 +40,6 @@ class Layout:
     cp_group: dist.ProcessGroup
     pp_size: int
     pp_rank: int
-    pp_group: dist.ProcessGroup
     dp_size: int
     dp_rank: int
     dp_cp_group: dist.ProcessGroup
@@ -186,7 +185,6 @@ def _describe(parallel: ParallelSection, timeout: timedelta) -> Layout:
         cp_group=ps.get_context_parallel_group(),
         pp_size=parallel.pp,
         pp_rank=ps.get_pipeline_model_parallel_rank(),
-        pp_group=ps.get_pipeline_model_parallel_group(),
         dp_size=ps.get_data_parallel_world_size(),
         dp_rank=ps.get_data_parallel_rank(),
         dp_cp_group=ps.get_data_parallel_group(with_context_parallel=True),

@@ -11,11 +11,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from megagrpo.platform.process.progress_hook import SILENT, SILENT_TASK, Progress, Task
 
 
-def no_mark(name: str) -> AbstractContextManager[object]:
-    """Mark nothing: no profiler runs."""
-    return nullcontext()
-
-
 class Phases:
     """Measures the seconds of each phase, shows its progress, and names it in a profile: `with phases("generate") as
     task: ...`.
@@ -29,7 +24,7 @@ class Phases:
 
     def __init__(self, progress: Progress = SILENT) -> None:
         self.about = ""
-        self.mark: Callable[[str], AbstractContextManager[object]] = no_mark
+        self.mark: Callable[[str], AbstractContextManager[object]] = nullcontext  # no profiler
         self.task: Task = SILENT_TASK  # of the phase that runs
         self._progress = progress
         self._seconds: dict[str, float] = defaultdict(float)

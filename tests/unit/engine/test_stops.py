@@ -6,7 +6,7 @@ import pytest
 
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineError
-from megagrpo.engine.stops import Ending, find_ending
+from megagrpo.engine.responses import Ending, find_ending
 from tests.unit.engine.test_async_client import PROMPT, SAMPLING, choice, scripted
 
 WORDS = ["It", " is", " <ans", "wer>9", "</an", "swer>\n", "So", "", "é"]  # token 7 is a special token without text

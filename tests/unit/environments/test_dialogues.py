@@ -15,7 +15,7 @@ from tiny_policy import tiny_run
 from megagrpo.config import MultiTurnSection
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import load_tokenizer
-from megagrpo.engine.stops import find_ending
+from megagrpo.engine.responses import find_ending
 from megagrpo.environments.conversation import Conversation
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
 from megagrpo.environments.responders import Responders

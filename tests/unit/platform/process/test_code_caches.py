@@ -6,8 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from megagrpo.platform.process.code_caches import INDUCTOR_CACHE, VARIABLES, code_caches, not_private, user_cache
-from megagrpo.platform.process.scratch import temporary_files
+from megagrpo.platform.process.scratch import (
+    CACHE_VARIABLES,
+    INDUCTOR_CACHE,
+    code_caches,
+    not_private,
+    temporary_files,
+    user_cache,
+)
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
 OTHER = 65534
@@ -17,7 +23,7 @@ OTHER = 65534
 def home(monkeypatch, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(folder))
-    for name in ("XDG_CACHE_HOME", "RANK", *VARIABLES):
+    for name in ("XDG_CACHE_HOME", "RANK", *CACHE_VARIABLES):
         monkeypatch.delenv(name, raising=False)
     return folder
 
@@ -27,7 +33,7 @@ def test_the_compile_cache_is_a_private_folder_of_the_user_and_stays(home):
     with temporary_files() as temporary:
         folder = Path(os.environ[INDUCTOR_CACHE])
         assert folder == home / ".cache" / "megagrpo" / "torchinductor" and temporary not in folder.parents
-        assert [name for name in VARIABLES if name in os.environ] == [INDUCTOR_CACHE]
+        assert [name for name in CACHE_VARIABLES if name in os.environ] == [INDUCTOR_CACHE]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and stat.S_IMODE((home / ".cache").stat().st_mode) == 0o700
     assert dict(os.environ) == before
 
@@ -48,7 +54,7 @@ def test_the_cache_follows_xdg_cache_home_if_it_is_absolute(home, monkeypatch, t
 
 def assert_refused(temporary: Path, capfd, *words: str) -> None:
     """All caches are in the temporary folder, and one warning has the words."""
-    assert code_caches(temporary).keys() == set(VARIABLES)
+    assert code_caches(temporary).keys() == set(CACHE_VARIABLES)
     assert all(Path(folder).parent == temporary for folder in code_caches(temporary).values())
     said = capfd.readouterr().err.splitlines()[0]
     assert said.startswith("warning: ") and all(
@@ -117,4 +123,4 @@ def test_without_a_home_folder_a_run_compiles_into_its_temporary_folder(home, tm
 def test_only_the_first_rank_warns(home, monkeypatch, tmp_path, capfd):
     home.chmod(0o777)
     monkeypatch.setenv("RANK", "1")
-    assert code_caches(tmp_path).keys() == set(VARIABLES) and capfd.readouterr().err == ""
+    assert code_caches(tmp_path).keys() == set(CACHE_VARIABLES) and capfd.readouterr().err == ""
