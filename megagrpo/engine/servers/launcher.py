@@ -122,7 +122,7 @@ class Server:
         return ""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # a token must not be shown
 class Launcher:
     """`num_servers` servers on this host: call `start`, then `wait`, then `stop`. A context manager that stops them on
     exit.
