@@ -111,9 +111,10 @@ class Fleet:
         self._urls = list(urls)
         self._states = dict.fromkeys(urls, State.SERVING)
         self._loaded: dict[str, int] = {}  # URL -> weight version that the server loaded last and has not lost since
-        self._version = 0
+        self.version = 0  # the current weight version; set it when another rank has synced the servers
         self._patience = patience
-        self._asleep = self._leaving = False
+        self.asleep = False  # servers sleep; set by `begin_sleep` and `end_sleep`
+        self.leaving = False  # servers that are unsettled are to be killed
         self._exclusions: Counter[str] = Counter()
         self._excluded_until: dict[str, float] = {}
 
@@ -141,7 +142,7 @@ class Fleet:
         this method exclude each other, so no server starts unnoticed.
         """
         with self._lock:
-            return not self._asleep and self._apply(url, Event.STARTED)
+            return not self.asleep and self._apply(url, Event.STARTED)
 
     def gone(self, url: str) -> None:
         """The server's process has ended and is not restarted."""
@@ -150,7 +151,7 @@ class Fleet:
     def ready(self, url: str, version: int) -> None:
         """The server was seen healthy, serving weights of `version`. Ignored if another version is current by now."""
         with self._lock:
-            if version == self._version:
+            if version == self.version:
                 self._apply(url, Event.READY)
 
     def filled(self, url: str, version: int) -> bool:
@@ -160,7 +161,7 @@ class Fleet:
         again.
         """
         with self._lock:
-            if version == self._version:
+            if version == self.version:
                 self._apply(url, Event.FILLED)
             return self._states[url] is State.SERVING
 
@@ -169,18 +170,6 @@ class Fleet:
         self._report(url, Event.WAITING)
 
     # -- weights
-
-    @property
-    def version(self) -> int:
-        """The current weight version."""
-        with self._lock:
-            return self._version
-
-    @version.setter
-    def version(self, version: int) -> None:
-        """Set the version without a change of states: another rank synced the servers."""
-        with self._lock:
-            self._version = version
 
     def loading(self, url: str) -> None:
         """The server starts to load weights. Until `loaded` it holds no known version."""
@@ -196,7 +185,7 @@ class Fleet:
         """Make `version` current. Servers that hold it serve; servers that served and missed it are SILENT until they
         are filled."""
         with self._lock:
-            self._version = version
+            self.version = version
             for url in self._urls:
                 self._apply(url, Event.SYNCED if self._loaded.get(url) == version else Event.MISSED)
 
@@ -223,15 +212,15 @@ class Fleet:
         `last` means that servers in `unsettled` are to be killed instead of waited for.
         """
         with self._lock:
-            if self._asleep:
+            if self.asleep:
                 return False
-            self._asleep, self._leaving = True, last
+            self.asleep, self.leaving = True, last
             return True
 
     def end_sleep(self) -> None:
         """Record that servers are awake."""
         with self._lock:
-            self._asleep = False
+            self.asleep = False
 
     # -- queries; each is a consistent snapshot
 
@@ -240,18 +229,6 @@ class Fleet:
         """The servers of the run, in order."""
         with self._lock:
             return list(self._urls)
-
-    @property
-    def asleep(self) -> bool:
-        """Whether servers sleep."""
-        with self._lock:
-            return self._asleep
-
-    @property
-    def leaving(self) -> bool:
-        """Whether servers that are unsettled are to be killed."""
-        with self._lock:
-            return self._leaving
 
     @property
     def patience(self) -> float:

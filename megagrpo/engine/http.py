@@ -316,12 +316,12 @@ def check_urls(urls: Sequence[str]) -> None:
         )
 
 
-async def answers(client: httpx.AsyncClient, url: str) -> bool:
-    """Whether the server at `url` passes its health check."""
+async def answers(client: httpx.AsyncClient, url: str, route: str = "/health") -> bool:
+    """Whether the server at `url` passes its health check, or responds to another route in the same time."""
     try:
         # limits the total time; httpx's timeout only limits the time between two bytes
         async with asyncio.timeout(HEALTH_SECONDS):
-            return (await client.get(f"{url}/health", timeout=HEALTH_SECONDS)).status_code == 200
+            return (await client.get(f"{url}{route}", timeout=HEALTH_SECONDS)).status_code == 200
     except (TimeoutError, httpx.HTTPError, httpx.InvalidURL):
         return False
 

@@ -53,29 +53,27 @@ class HangDetector:
 
     def end_hung(self, say: Callable[[str], None]) -> None:
         """Kill servers that hang. Each is first reported to `say`, one line per server."""
-        for server, reason in self._hung():
-            say(f"vLLM server {server.url} {reason}; killing it")
-            server.end()
-
-    def _hung(self) -> list[tuple[AnyServer, str]]:
-        """Return the servers that hang, each with a description of why."""
         if time.monotonic() - self._checked < CHECK_SECONDS:
-            return []
+            return
         alive = [server for server in self._launcher.servers if server.alive]
         began = time.monotonic()
         responses = asyncio.run(self._ask([server.address for server in alive]))
         self._checked = time.monotonic()
         if self._checked - began > HEALTH_SECONDS + 1:  # this process was starved of CPU, so silence proves nothing
-            return []
-        judged = [(server, self._judge(server, *healthy)) for server, healthy in zip(alive, responses, strict=True)]
-        return [(server, reason) for server, reason in judged if reason]
+            return
+        reasons = [self._judge(server, *response) for server, response in zip(alive, responses, strict=True)]
+        for server, reason in zip(alive, reasons, strict=True):
+            if reason:
+                say(f"vLLM server {server.url} {reason}; killing it")
+                server.end()
 
     async def _ask(self, urls: list[str]) -> list[tuple[bool, bool]]:
         """Check each server and its engine: a pair of booleans per URL."""
         async with httpx.AsyncClient(
             trust_env=False, verify=CERTIFICATES, headers=headers(self._launcher.token)
         ) as client:
-            both = [asyncio.gather(answers(client, url), _engine_responds(client, url)) for url in urls]
+            # vLLM asks its engine whether it is paused
+            both = [asyncio.gather(answers(client, url), answers(client, url, "/is_paused")) for url in urls]
             return await asyncio.gather(*both)
 
     def _judge(self, server: AnyServer, healthy: bool, engine_healthy: bool) -> str:
@@ -93,16 +91,6 @@ class HangDetector:
                 f"is up, but its engine has not responded for {self._engine_seconds:g} s (rollout.weight_sync_timeout)"
             )
         return ""
-
-
-async def _engine_responds(client: httpx.AsyncClient, url: str) -> bool:
-    """Whether the engine behind the server responds: vLLM asks its engine whether it is paused."""
-    try:
-        async with asyncio.timeout(HEALTH_SECONDS):
-            await client.get(f"{url}/is_paused", timeout=HEALTH_SECONDS)
-    except (TimeoutError, httpx.HTTPError):
-        return False
-    return True
 
 
 class Reconnector:

@@ -12,6 +12,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import secrets
 import signal
 import sys
 import time
@@ -26,10 +27,11 @@ from typing import Any, Literal
 import megatron.core.models.mimo.optimizer  # noqa: F401
 import torch
 import torch._dynamo
+from torch.distributed.constants import default_pg_timeout
 
 import megagrpo.platform.parallel.layout  # noqa: F401
 from megagrpo.platform import device
-from megagrpo.platform.parallel.rank_rendezvous import stay_on_this_host
+from megagrpo.platform.parallel.rank_rendezvous import join_world
 from megagrpo.platform.process.parent_death import end_with_parent
 from megagrpo.platform.process.removal import temporary_folder
 from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE, changed, put
@@ -57,6 +59,7 @@ def run_ranks(
     start = start or ("spawn" if device.has_gpu() else "fork")
     context = multiprocessing.get_context("spawn") if start == "spawn" else multiprocessing.get_context("fork")
     with temporary_folder("ranks_") as folder:
+        (folder / "secret").write_text(secrets.token_hex(32))
         ranks: dict[int, BaseProcess] = {}
         sys.stdout.flush()
         sys.stderr.flush()
@@ -116,10 +119,7 @@ def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable[..., 
         if not device.has_gpu():
             torch.set_num_threads(1)  # a fork cannot use its parent's OpenMP pool
         device.select_local_device()
-        stay_on_this_host()
-        torch.distributed.init_process_group(
-            device.backend(), init_method=f"file://{folder}/store", rank=rank, world_size=n
-        )
+        join_world(device.backend(), default_pg_timeout)
         if not device.has_gpu():
             # gloo fails in a rank that still connects while another one closes its group or exits
             torch.distributed.barrier()
