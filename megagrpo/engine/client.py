@@ -8,8 +8,8 @@ import math
 import uuid
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from dataclasses import replace
-from typing import Any, Unpack
+from dataclasses import KW_ONLY, dataclass, field, replace
+from typing import Any
 
 import httpx
 
@@ -18,13 +18,14 @@ from megagrpo.engine.http import HEALTH_SECONDS, answers, error_text
 from megagrpo.engine.protocol import EngineError, EngineInterrupted, OnGroup, derive_seed
 from megagrpo.engine.responses import InvalidResponse, find_ending, is_broken_off, joined, read_choices, rest_of
 from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
-from megagrpo.engine.updates import LOOK_SECONDS, UpdateOptions, Updates, adapter_name
+from megagrpo.engine.updates import LOOK_SECONDS, Updates, adapter_name
 from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS_PER_SERVER = 3  # failed attempts at a prompt before the error; per server if servers may return
 
 
+@dataclass(eq=False, repr=False)
 class VllmEngine(Updates):
     """Generates rollouts on vLLM servers that all hold the same weights.
 
@@ -32,26 +33,22 @@ class VllmEngine(Updates):
     next prompt. When a server stops responding, its prompts go to other servers. It gets requests again once it has the
     current weights. `model` is the model name to request, such as an adapter that the servers started with. With
     `any_version` the weight versions of responses are not checked, because other clients may have updated the weights.
-    All other options are passed to `Updates`.
+    All other options are those of `Updates`.
 
     `generate` is thread-safe. With `in_flight` it may also run during a weight update.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        decode: Callable[[Sequence[int]], str],
-        *,
-        max_num_seqs: int = 256,
-        model: str | None = None,
-        any_version: bool = False,
-        **options: Unpack[UpdateOptions],
-    ):
-        super().__init__(urls, **options)
-        self.decode, self.max_num_seqs, self.model, self.any_version = decode, max_num_seqs, model, any_version
-        self._under_way: set[asyncio.Task[None]] = set()  # the task of each `generate`, for `interrupt`
-        self._in_flight_places: dict[str, int | None] = {}  # request id of each request in flight -> `Prompt.place`
-        self._cut: set[int] = set()  # `Prompt.place` of the prompts whose responses are truncated
+    decode: Callable[[Sequence[int]], str]
+    _: KW_ONLY
+    max_num_seqs: int = 256
+    model: str | None = None
+    any_version: bool = False
+    # the task of each `generate`, for `interrupt`
+    _under_way: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    # request id of each request in flight -> `Prompt.place`
+    _in_flight_places: dict[str, int | None] = field(default_factory=dict, init=False)
+    # `Prompt.place` of the prompts whose responses are truncated
+    _cut: set[int] = field(default_factory=set, init=False)
 
     # -- generation
 
@@ -264,7 +261,7 @@ class VllmEngine(Updates):
         job.failures += 1
         if not self.fleet.patience or job.failures >= ATTEMPTS_PER_SERVER:
             raise EngineError(
-                f"{self.name(url)} did not respond within {self.timeout:.0f} s (rollout.request_timeout)"
+                f"{self.name(url)} did not respond within {self.request_timeout:.0f} s (rollout.request_timeout)"
             ) from error
         self.fleet.excluded(url)
 

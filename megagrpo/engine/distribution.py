@@ -80,7 +80,7 @@ class Generation:
     async def deadline(self, url: str) -> AsyncIterator[None]:
         """Run one request to the server under the engine's timeout, however slowly the response drips. Raises
         TimeoutError when the time is over, or when the server has not passed a health check for too long."""
-        async with asyncio.timeout(self._engine.timeout) as limit:
+        async with asyncio.timeout(self._engine.request_timeout) as limit:
             self._timeouts[url].add(limit)
             try:
                 yield

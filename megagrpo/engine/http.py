@@ -8,8 +8,9 @@ import math
 import ssl
 import time
 from collections.abc import Callable, Collection, Coroutine, Hashable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import httpx
 
@@ -31,39 +32,29 @@ HEALTH_SECONDS = 5.0  # timeout of a health check
 MAX_COUNTED_SECONDS = 10.0
 
 
-class ConnectionOptions(TypedDict, total=False):
-    """The optional arguments of `Servers`, for classes that pass them on."""
-
-    patience: float
-    logs: Sequence[Path]
-    request_timeout: float
-    token: str | None
-    urls_file: Path | None
-    moved: MovedServers | None
-
-
+@dataclass(eq=False, repr=False)  # a token must not be shown
 class Servers:
     """Requests to the vLLM servers of a `fleet`.
 
-    `urls` are the server addresses and `patience` as in `Fleet`. `logs` are the log files (for messages), `token`
-    authenticates requests. While the file `urls_file` exists, it names the servers: see `follow`. `moved` maps servers
-    that were restarted on another port to their new address. Raises ValueError without any URL.
+    `initial_urls` are the server addresses and `patience` as in `Fleet`. `logs` are the log files (for messages),
+    `token` authenticates requests. While the file `urls_file` exists, it names the servers: see `follow`. `moved` maps
+    servers that were restarted on another port to their new address. Raises ValueError without any URL.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        patience: float = 0.0,
-        logs: Sequence[Path] = (),
-        request_timeout: float = 1800.0,
-        token: str | None = None,
-        urls_file: Path | None = None,
-        moved: MovedServers | None = None,
-    ):
-        self.fleet, self.timeout = Fleet(urls, patience), request_timeout
-        self.logs = dict(zip(urls, logs, strict=False))
-        self._headers, self.urls_file, self._moved = headers(token), urls_file, moved
+    initial_urls: InitVar[Sequence[str]]
+    _: KW_ONLY
+    patience: InitVar[float] = 0.0
+    logs: InitVar[Sequence[Path]] = ()
+    token: InitVar[str | None] = None
+    request_timeout: float = 1800.0
+    urls_file: Path | None = None
+    moved: MovedServers | None = None
+
+    def __post_init__(
+        self, initial_urls: Sequence[str], patience: float, logs: Sequence[Path], token: str | None
+    ) -> None:
+        self.fleet, self._headers = Fleet(initial_urls, patience), headers(token)
+        self._logs = dict(zip(initial_urls, logs, strict=False))
 
     @property
     def urls(self) -> list[str]:
@@ -111,7 +102,7 @@ class Servers:
             answer = await client.request(method, f"{url}{path}", json=body, timeout=timeout)
         except httpx.TimeoutException as error:
             raise ServerTimeout(
-                f"{self.name(url)} did not respond to {path} within {seconds or self.timeout:g} s"
+                f"{self.name(url)} did not respond to {path} within {seconds or self.request_timeout:g} s"
             ) from error
         except httpx.HTTPError as error:
             raise NoAnswer(f"{self.name(url)} did not respond to {path}: {error!r}") from error
@@ -146,9 +137,11 @@ class Servers:
         # vLLM closes a connection after an error. A request that reuses the connection at that moment would be lost, so
         # none is kept alive.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-        transport = PooledTransport(limits, CERTIFICATES, self._moved)
+        transport = PooledTransport(limits, CERTIFICATES, self.moved)
         return httpx.AsyncClient(
-            timeout=httpx.Timeout(self.timeout, connect=CONNECT_SECONDS), transport=transport, headers=self._headers
+            timeout=httpx.Timeout(self.request_timeout, connect=CONNECT_SECONDS),
+            transport=transport,
+            headers=self._headers,
         )
 
     def serving(self) -> list[str]:
@@ -163,7 +156,7 @@ class Servers:
 
     def name(self, url: str) -> str:
         """The server's name for messages, with its log file."""
-        return f"vLLM server {url}" + (f" (log {self.logs[url]})" if url in self.logs else "")
+        return f"vLLM server {url}" + (f" (log {self._logs[url]})" if url in self._logs else "")
 
 
 class PooledTransport(httpx.AsyncBaseTransport):

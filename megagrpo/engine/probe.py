@@ -46,9 +46,9 @@ def _start_of(answer: httpx.Response, length: int = 300) -> str:
 
 def _post(url: str, route: str, body: dict[str, object], token: str | None) -> httpx.Response:
     """Send a POST request and return the response. Raises ValueError when the server does not respond."""
-    address, options = f"{url.rstrip('/')}/{route}", dict(timeout=60, trust_env=False, verify=CERTIFICATES)
     try:
-        return httpx.post(address, json=body, headers=headers(token), **options)
+        with httpx.Client(headers=headers(token), timeout=60, trust_env=False, verify=CERTIFICATES) as client:
+            return client.post(f"{url.rstrip('/')}/{route}", json=body)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise ValueError(f"rollout.urls: {url} does not respond: {error!r}; start it, or name another") from error
 

@@ -12,12 +12,13 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import httpx
 
-from megagrpo.engine.http import HEALTH_SECONDS, ConnectionOptions, NoAnswer, Servers, ServerTimeout, answers
+from megagrpo.engine.http import HEALTH_SECONDS, NoAnswer, Servers, ServerTimeout, answers
 from megagrpo.engine.protocol import ServerDied, WeightUpdate
 from megagrpo.sync.wire.manifest import WeightSyncError
 
@@ -26,16 +27,7 @@ LOOK_SECONDS = 0.5  # between two polls of servers that do not respond
 PAUSE_MODES = {None: "wait", "wait": "wait", "keep": "keep", "resume": "abort"}  # `in_flight` -> vLLM's pause mode
 
 
-class UpdateOptions(ConnectionOptions, total=False):
-    """The optional arguments of `Updates`, for classes that pass them on."""
-
-    sync_timeout: float
-    lora: bool
-    sleeps: bool
-    refills: bool
-    in_flight: str | None
-
-
+@dataclass(eq=False, repr=False)
 class Updates(Servers):
     """Servers that hold the same weights, version `weight_version`.
 
@@ -48,26 +40,13 @@ class Updates(Servers):
     response is in flight.
     """
 
-    def __init__(
-        self,
-        urls: Sequence[str],
-        *,
-        sync_timeout: float = 300.0,
-        lora: bool = False,
-        sleeps: bool = False,
-        refills: bool = True,
-        in_flight: str | None = None,
-        **connection: Unpack[ConnectionOptions],
-    ):
-        super().__init__(urls, **connection)
-        self.sync_timeout, self.lora, self.sleeps, self.refills, self.in_flight = (
-            sync_timeout,
-            lora,
-            sleeps,
-            refills,
-            in_flight,
-        )
-        self._interrupted = False  # `interrupt` was called
+    _: KW_ONLY
+    sync_timeout: float = 300.0
+    lora: bool = False
+    sleeps: bool = False
+    refills: bool = True
+    in_flight: str | None = None
+    _interrupted: bool = field(default=False, init=False)  # `interrupt` was called
 
     @property
     def weight_version(self) -> int:

@@ -62,7 +62,7 @@ def hang_in_the_middle(sync, chunks, hf_config, layout, hang, version) -> tuple[
     """Push, and have rank 1 stop these processes before its second round; return each rank's error and its delay."""
     send, sent = Exchange.send, []
     if sync.engine is not None:
-        sync.engine.timeout = sync.engine.sync_timeout = 6.0  # for every request
+        sync.engine.request_timeout = sync.engine.sync_timeout = 6.0  # for every request
 
     def disturbed(self, parcels):
         sent.append(1)

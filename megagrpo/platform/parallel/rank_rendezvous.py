@@ -38,7 +38,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
     """
     size, rank, folder = number("WORLD_SIZE", 1), number("RANK", 0), text(RENDEZVOUS_VARIABLE)
     if size == number("LOCAL_WORLD_SIZE", 1):
-        stay_on_this_host()
+        put({"GLOO_SOCKET_IFNAME": LOOPBACK})  # gloo listens there alone, whatever interface the environment names
     else:
         sign_objects(_shared_token())
     if size == 1:
@@ -66,11 +66,6 @@ def _shared_token() -> bytes:
             "token; `openssl rand -hex 32` makes one. Give every node a file with the same token"
         )
     return token
-
-
-def stay_on_this_host() -> None:
-    """Make gloo listen on loopback only, even if the environment names another interface."""
-    put({"GLOO_SOCKET_IFNAME": LOOPBACK})
 
 
 def sign_objects(secret: bytes) -> None:
