@@ -197,7 +197,7 @@ class MovedServers:
     """
 
     def __init__(self, file: Path):
-        self._file, self._seen, self._looked = file, (0, 0), -math.inf
+        self._file, self._looked = file, -math.inf
         self._addresses: dict[str, httpx.URL] = {}
 
     def write(self, addresses: dict[str, str]) -> None:
@@ -237,14 +237,10 @@ class MovedServers:
         if time.monotonic() - self._looked >= age:
             self._looked = time.monotonic()
             try:
-                status = self._file.stat()
-                if (status.st_ino, status.st_mtime_ns) != self._seen:
-                    self._addresses = {
-                        name: httpx.URL(address) for name, address in json.loads(self._file.read_text()).items()
-                    }
-                    self._seen = status.st_ino, status.st_mtime_ns
+                addresses = json.loads(self._file.read_text())
+                self._addresses = {name: httpx.URL(address) for name, address in addresses.items()}
             except FileNotFoundError:  # no server has moved
-                self._addresses, self._seen = {}, (0, 0)
+                self._addresses = {}
             except (OSError, ValueError):  # a shared file system may fail for a moment: keep what was read last
                 pass
         return self._addresses.get(url)

@@ -129,11 +129,6 @@ class NodeLaunchers:
         return [*self._own.servers, *map(self._published, self._distant)]
 
     @property
-    def urls(self) -> list[str]:
-        """URLs of the servers, in order."""
-        return [server.url for server in self.servers]
-
-    @property
     def logs(self) -> list[Path]:
         """Log files of the servers, in order."""
         return [server.log for server in self.servers]

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -230,17 +230,13 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
 def _checkpoint(config: RunConfig, checkpoint: str) -> Path:
     """Return the path of a checkpoint. Raises ValueError when the run has no `latest` or `best` one."""
     run = Path(config.run.output_dir) / config.run.name
-    found = {LATEST: newest_checkpoint(run / CHECKPOINTS), BEST: run / CHECKPOINTS / BEST}.get(
-        checkpoint, Path(checkpoint)
-    )
-    if found is None or (checkpoint == BEST and not found.exists()):
-        fix = (
-            "set evaluation.keep_best before training"
-            if checkpoint == BEST
-            else "train it to its end, or set run.save_steps"
-        )
+    of_run = {LATEST: newest_checkpoint(run / CHECKPOINTS), BEST: run / CHECKPOINTS / BEST}
+    path = of_run.get(checkpoint, Path(checkpoint))
+    if path is None or (checkpoint == BEST and not path.exists()):
+        best = "set evaluation.keep_best before training"
+        fix = best if checkpoint == BEST else "train it to its end, or set run.save_steps"
         raise ValueError(f"--checkpoint: {run} has no {checkpoint} checkpoint; {fix}")
-    return found
+    return path
 
 
 def _dtype_of_adapter(adapter: Path) -> torch.dtype | None:
@@ -263,12 +259,9 @@ class Serving:
 
     def __init__(self, config: RunConfig, say: Callable[[str], None]):
         self._config, self._say = config, say
-        self._progress = run_progress(config.run)
         self._resources = ExitStack()
         self._launcher: Launcher | None = None
-        self.folder = Path()
-        self.adapter: Path | None = None
-        self._dtype = ""
+        self._weights = Weights(Path(), None, "")
 
     def find(self, checkpoint: str | None, adapter: str | None) -> Path:
         """Return the Hugging Face folder whose tokenizer and weights are used. Raises ValueError when the weights are
@@ -277,25 +270,23 @@ class Serving:
         if urls and (checkpoint or adapter):
             raise ValueError(
                 f"rollout.urls: {', '.join(urls)} already have their weights; leave out --checkpoint and --adapter, or "
-                f"the urls"
+                "the urls"
             )
         check_urls(urls)
         self._token = read_token(self._config.rollout.token_file)
         self._scratch = self._resources.enter_context(temporary_folder("megagrpo_serving_"))
-        found = find_weights(self._config, checkpoint, self._scratch, self._say)
-        self.folder, self.adapter, self._dtype = found.folder, found.adapter, found.dtype
+        self._weights = find_weights(self._config, checkpoint, self._scratch, self._say)
         if adapter is not None:
-            self.adapter = Path(adapter)
-        return self.folder
+            self._weights = replace(self._weights, adapter=Path(adapter))
+        return self._weights.folder
 
     def start(self, max_model_len: int | None = None) -> None:
         """Start the servers, for sequences of up to `max_model_len` tokens. Does nothing with `rollout.urls`."""
         if self._config.rollout.urls:
             return
-        self._launcher = make_launcher(
-            self._config, self.folder, self._scratch, self._dtype, self.adapter, max_model_len, token=self._token
-        )
-        self._launcher.progress = self._progress
+        w, progress = self._weights, run_progress(self._config.run)
+        model = self._config, w.folder, self._scratch, w.dtype, w.adapter, max_model_len
+        self._launcher = make_launcher(*model, token=self._token, progress=progress)
         self._resources.callback(self._launcher.stop)
         self._launcher.start()
 
@@ -304,7 +295,7 @@ class Serving:
         they do not."""
         r, launcher = self._config.rollout, self._launcher
         urls = launcher.wait(self._say) if launcher else named_urls(r.urls, r.urls_file)
-        model = ADAPTER if self.adapter else None
+        model = ADAPTER if self._weights.adapter else None
         logs = launcher.logs if launcher else ()
         return VllmEngine(
             urls,

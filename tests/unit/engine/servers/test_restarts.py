@@ -254,22 +254,24 @@ def two_nodes(stand, tmp_path):
 
 def test_a_server_of_another_node_is_restarted_from_rank_0_up_to_the_limit(two_nodes, tmp_path):
     nodes, other = two_nodes
-    assert nodes.urls[1] == other.urls[0] and [log.name for log in nodes.logs] == ["vllm_0.log", "vllm_1.log"]
-    engine, said = VllmEngine(nodes.urls, str, patience=5.0), []
+    urls = [server.url for server in nodes.servers]
+    assert urls[1] == other.urls[0] and [log.name for log in nodes.logs] == ["vllm_0.log", "vllm_1.log"]
+    engine, said = VllmEngine(urls, str, patience=5.0), []
     with Restarter(nodes, engine, lambda url: 0, said.append):
         kill(other.servers[0])
         wait_until(lambda: len(said) == 2)
         assert "was killed by SIGKILL; restarting it, 1 of 1 times (rollout.max_restarts); log: " in said[0]
-        assert said[1] == f"vLLM server {nodes.urls[1]} is back, with weight version 0"
+        assert said[1] == f"vLLM server {urls[1]} is back, with weight version 0"
         nodes.servers[1].end()
         wait_until(lambda: len(said) == 3)
-    assert "restart limit 1 reached (rollout.max_restarts)" in said[2] and nodes.restarts[nodes.urls[1]] == 1
-    assert engine.fleet.states() == {nodes.urls[0]: State.SERVING, nodes.urls[1]: State.GONE}
+    assert "restart limit 1 reached (rollout.max_restarts)" in said[2] and nodes.restarts[urls[1]] == 1
+    assert engine.fleet.states() == {urls[0]: State.SERVING, urls[1]: State.GONE}
 
 
 def test_a_node_that_fails_is_reported_and_its_server_is_ended_at_the_next_try(two_nodes, tmp_path, monkeypatch):
     nodes, other = two_nodes
-    engine, said, ends = VllmEngine(nodes.urls, str, patience=5.0), [], []
+    urls = [server.url for server in nodes.servers]
+    engine, said, ends = VllmEngine(urls, str, patience=5.0), [], []
     end = other.servers[0].end
 
     def failing():
@@ -281,7 +283,7 @@ def test_a_node_that_fails_is_reported_and_its_server_is_ended_at_the_next_try(t
     monkeypatch.setattr(other.servers[0], "end", failing)
     monkeypatch.setattr(restarts, "KILL_SILENT_SECONDS", 0.2)
     with Restarter(nodes, engine, lambda url: 0, said.append):
-        engine.fleet.silent(nodes.urls[1])
+        engine.fleet.silent(urls[1])
         stop(other.servers[0])
         wait_until(lambda: any("was killed" in line or "ended with" in line for line in said), seconds=30)
     assert any(
