@@ -1,0 +1,38 @@
+"""One module reads and writes the environment of this process."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+import megagrpo
+from megagrpo.platform.process.variables import changed, number, put, take, text
+
+PACKAGE = Path(megagrpo.__file__).parent
+NAME = "MEGAGRPO_OF_A_TEST"
+
+
+@pytest.fixture(autouse=True)
+def absent(monkeypatch):
+    monkeypatch.delenv(NAME, raising=False)
+
+
+def test_values_are_read_written_and_taken():
+    assert text(NAME) == "" and text(NAME, "other") == "other" and number(NAME, 3) == 3 and take(NAME) is None
+    put({NAME: "7"})
+    assert text(NAME) == os.environ[NAME] == "7" and number(NAME, 3) == 7
+    assert take(NAME) == "7" and NAME not in os.environ
+
+
+def test_changed_variables_return_to_their_values_also_after_an_error(monkeypatch):
+    monkeypatch.setenv("MEGAGRPO_BEFORE", "old")
+    with pytest.raises(RuntimeError), changed({NAME: "new", "MEGAGRPO_BEFORE": None}):
+        assert os.environ[NAME] == "new" and "MEGAGRPO_BEFORE" not in os.environ
+        raise RuntimeError
+    assert os.environ["MEGAGRPO_BEFORE"] == "old" and NAME not in os.environ
+
+
+@pytest.mark.parametrize("room", ["engine", "platform/parallel", "platform/process"])
+def test_no_other_module_of_these_rooms_touches_the_environment(room):
+    users = {path.name for path in (PACKAGE / room).rglob("*.py") if "os.environ" in path.read_text()}
+    assert users <= {"variables.py", "terminal.py"}
