@@ -45,14 +45,17 @@ def serve(
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    name, node, followers = node_name(), None, None
+    name, fields = node_name(), dict[str, Any]()
     try:
         if place is not None:
             node = this_node(place, config.rollout.startup_timeout, stop)
+            fields = dict(node=node, host=node.address, num_servers=1)
             if node.index > 0:
-                return _follow(_launcher(config, logs / name, None, 0, token, node), node, place.port, name, stop)
-            followers = Followers(node.first, place.port, token, config.rollout.nodes_per_server)
-        with _launcher(config, logs / name, reach, first_gpu, token, node, followers) as launcher:
+                return _follow(_launcher(config, logs / name, token, **fields), node, place.port, name, stop)
+            fields["followers"] = Followers(node.first, place.port, token, config.rollout.nodes_per_server)
+        if reach:
+            fields["host"] = own_address(f"http://{reach}")
+        with _launcher(config, logs / name, token, num_ranks=first_gpu, **fields) as launcher:
             launcher.start()
             addresses = launcher.wait(partial(_progress, name, stop))
             show(f"{name}: {', '.join(addresses)}")
@@ -108,21 +111,9 @@ def _progress(node: str, stop: threading.Event, text: str) -> None:
     show(f"{node}: {text}")
 
 
-def _launcher(
-    config: RunConfig,
-    logs: Path,
-    reach: str | None,
-    first_gpu: int,
-    token: str,
-    node: ServerNode | None = None,
-    followers: Followers | None = None,
-) -> Launcher:
-    fields: dict[str, Any] = {} if node is None else dict(host=node.address, num_servers=1)
-    if reach:
-        fields["host"] = own_address(f"http://{reach}")
+def _launcher(config: RunConfig, logs: Path, token: str, **fields: Any) -> Launcher:
     model, dtype = resolve_model(config.model.path), engine_dtype(config)
-    fields |= dict(num_ranks=first_gpu, token=token, node=node, followers=followers)
-    return make_launcher(config, model, logs, dtype, **fields)
+    return make_launcher(config, model, logs, dtype, token=token, **fields)
 
 
 def _watch(launcher: Launcher, stop: threading.Event, engine_seconds: float) -> bool:

@@ -40,7 +40,7 @@ from megagrpo.platform.process.terminal import warn
 from megagrpo.records.progress_bars import conversion_progress, run_progress
 from megagrpo.records.run_files import BEST, CHECKPOINTS, STATE_FILE, newest_checkpoint, why_no_checkpoint
 
-ADAPTER = "adapter"  # name of the LoRA adapter that a server was started with
+ADAPTER_MODEL = "adapter"  # name of the LoRA adapter that a server was started with
 LATEST = "latest"
 ON_CPU = ("none", "fp8_per_channel")  # quantizations that vLLM for CPU supports
 
@@ -77,7 +77,7 @@ def make_launcher(
     """Build the launcher of the servers that `rollout` describes, on `model_folder`; nothing is started.
 
     The servers log to `log_folder` and require `token`; None generates one. With the PEFT folder `adapter` they also
-    serve it as the model ADAPTER. `max_model_len` None means the longest sequence of the run and its evaluation.
+    serve it as the model ADAPTER_MODEL. `max_model_len` None means the longest sequence of the run and its evaluation.
     `num_ranks` trainer ranks on this host use the first GPUs; dedicated servers get the other GPUs. `fields` are other
     fields of the Launcher: by default it starts all servers of the run, on the address of `rollout.interface`.
 
@@ -178,7 +178,7 @@ def adapter_arguments(adapter: Path | None) -> list[str]:
             f"--adapter: {adapter} holds no adapter_config.json of PEFT with a rank `r`: {error}"
         ) from error
     fits = next((known for known in LORA_RANKS if known >= rank), rank)
-    return ["--enable-lora", "--max-lora-rank", str(fits), "--lora-modules", f"{ADAPTER}={adapter.resolve()}"]
+    return ["--enable-lora", "--max-lora-rank", str(fits), "--lora-modules", f"{ADAPTER_MODEL}={adapter.resolve()}"]
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class Serving:
         they do not."""
         r, launcher = self._config.rollout, self._launcher
         urls = launcher.wait(self._say) if launcher else named_urls(r.urls, r.urls_file)
-        model = ADAPTER if self._weights.adapter else None
+        model = ADAPTER_MODEL if self._weights.adapter else None
         logs = launcher.logs if launcher else ()
         return VllmEngine(
             urls,

@@ -14,6 +14,7 @@ from megagrpo.__main__ import main
 from megagrpo.commands.parser import parse
 from megagrpo.config import load_config
 from megagrpo.engine import http
+from megagrpo.engine.protocol import EngineStartError
 from megagrpo.engine.servers import remote as serve
 from megagrpo.engine.servers import restarts
 from megagrpo.engine.servers.launcher import healthy
@@ -100,10 +101,14 @@ def test_a_detector_starved_of_cpu_reports_no_server_as_hung(stand, monkeypatch)
     monkeypatch.setattr(restarts, "HANG_SECONDS", 0.0)
     monkeypatch.setattr(restarts, "CHECK_SECONDS", 0.0)
     watching = restarts.HangDetector(stand, 60)
+    monkeypatch.setattr(stand.servers[0], "end", lambda: None)
     stop(stand.servers[0])
     for health_seconds, hung in ((-1.0, 0), (0.2, 1)):  # with the first value every response is too late
         monkeypatch.setattr(restarts, "HEALTH_SECONDS", health_seconds)
-        assert [len(watching._hung()) for _ in range(2)] == [0, hung]
+        lines = []
+        for _ in range(2):  # the first check only begins to count
+            watching.end_hung(lines.append)
+        assert len(lines) == hung
     kill(stand.servers[0])
 
 
@@ -116,11 +121,17 @@ def test_it_ends_when_it_is_asked_to(stand, monkeypatch):
 
 def test_servers_listen_where_the_trainer_reaches_them_and_leave_it_its_gpus(monkeypatch, tmp_path):
     made = {}
+
+    def make_launcher(*args, **fields):
+        made.update(fields)
+        raise EngineStartError("enough")
+
     monkeypatch.setattr(serve, "resolve_model", Path)
-    monkeypatch.setattr(serve, "make_launcher", lambda *args, **options: made.update(options))
-    serve._launcher(load_config(QUICKSTART), tmp_path, "127.0.0.1", 6, "a-token-of-the-tests-1234")
-    alone = {"node": None, "followers": None}
-    assert made == {"num_ranks": 6, "host": "127.0.0.1", "token": "a-token-of-the-tests-1234"} | alone
+    monkeypatch.setattr(serve, "make_launcher", make_launcher)
+    monkeypatch.setattr(serve.signal, "signal", lambda *_: None)
+    with pytest.raises(ValueError, match="enough"):
+        serve.serve(load_config(QUICKSTART), None, tmp_path, "127.0.0.1", 6, "a-token-of-the-tests-1234", None)
+    assert made == {"num_ranks": 6, "host": "127.0.0.1", "token": "a-token-of-the-tests-1234"}
 
 
 @pytest.mark.parametrize(
