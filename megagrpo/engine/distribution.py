@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from megagrpo.engine.protocol import EngineStarved
 from megagrpo.engine.updates import LOOK_SECONDS, Updates
 from megagrpo.types import Prompt, SamplingParams
 
-WAKE_SECONDS = 0.02  # between two looks for prompts that wait for a server
+WAKE_SECONDS = 0.02  # between two looks for free slots, and for the end of all jobs
 WATCH_SECONDS = 2.0  # between two health checks of a server that works on prompts
 REASSIGN_SECONDS = 30.0  # without a passed health check, after which a server's prompts go to other servers
 
@@ -38,7 +38,8 @@ class Job:
 
 
 class Generation:
-    """One call of `generate`. Each server works on up to `slots` jobs at once; a free slot takes the next job.
+    """One call of `generate`. Each server works on up to `slots` jobs at once; a free slot takes the next job. Jobs are
+    distributed over the servers in turn.
 
     `respond` returns a server's choices for a job, or None when the job must be retried. `deliver` takes the choices.
     `begun` is called when servers work on all prompts and have room.
@@ -61,18 +62,14 @@ class Generation:
         self._respond, self._deliver, self._begun = respond, deliver, begun
         self._urls = self._fleet.urls if self._fleet.patience else engine.serving()
         self._undelivered = len(jobs)  # jobs whose choices were not delivered yet
-        self._busy = 0  # slots that work on a job
+        self._busy = Counter[str]()  # server -> slots that work on a job
         self._timeouts: dict[str, set[asyncio.Timeout]] = defaultdict(set)  # server -> those of its requests
-        self._jobs_waiting = asyncio.Event()  # pulsed by `_wake`; free slots wait for it
 
     async def run(self) -> None:
         """Work off all jobs. Raises EngineDeadError when no server is left, EngineStarved when all remaining servers
         need weights."""
-        slots = min(self._slots, len(self._jobs))
-        # prompts are distributed over the servers in turn
-        work = [self._serve(url) for _ in range(slots) for url in self._urls]
         recovery = [self._await_servers(), self._watch()] if self._fleet.patience else []
-        await gather([*work, self._wake(), *recovery])
+        await gather([self._dispatch(), *recovery])
         if self._undelivered:
             raise self._engine.dead_error()
 
@@ -91,36 +88,33 @@ class Generation:
         return self._fleet.usable(self._urls)
 
     def _report_if_begun(self) -> None:
-        if not self._jobs and self._busy < self._slots * len(self._usable()):
+        if not self._jobs and self._busy.total() < self._slots * len(self._usable()):
             self._begun()
 
-    async def _serve(self, url: str) -> None:
-        """Work off jobs on one slot of the server."""
-        while self._undelivered and (self._fleet.patience or self._fleet.usable([url])):
-            # another server may still return its prompts, and this server may recover
-            if not self._jobs or not self._fleet.usable([url]):
-                await self._jobs_waiting.wait()
-                continue
-            job = self._jobs.popleft()
-            self._busy += 1
+    async def _dispatch(self) -> None:
+        """Give jobs to free slots until all are delivered, or no server is left and none may return."""
+        async with asyncio.TaskGroup() as slots:
+            while self._undelivered and (self._fleet.patience or self._usable()):
+                url = min(self._usable(), key=self._busy.__getitem__, default=None)
+                if url is not None and self._jobs and self._busy[url] < self._slots:
+                    self._busy[url] += 1
+                    slots.create_task(self._work_off(url, self._jobs.popleft()))
+                else:
+                    await asyncio.sleep(WAKE_SECONDS)
+
+    async def _work_off(self, url: str, job: Job | None) -> None:
+        """Work off a job on one slot of the server, and then others while the server is usable."""
+        while job is not None:
             self._report_if_begun()
             choices = await self._respond(self, url, job)
-            self._busy -= 1
             if choices is None:
                 self._jobs.append(job)
-                continue
-            self._report_if_begun()
-            self._deliver(url, job, choices)
-            self._undelivered -= 1
-
-    async def _wake(self) -> None:
-        """Wake free slots when there are jobs for them."""
-        while self._undelivered and (self._fleet.patience or self._usable()):
-            if self._jobs and self._usable():
-                self._jobs_waiting.set()  # wakes every waiting `_serve` once
-                self._jobs_waiting.clear()
-            await asyncio.sleep(WAKE_SECONDS)
-        self._jobs_waiting.set()
+            else:
+                self._deliver(url, job, choices)
+                self._undelivered -= 1
+            job = self._jobs.popleft() if self._jobs and self._fleet.usable([url]) else None
+        self._busy[url] -= 1
+        self._report_if_begun()
 
     async def _await_servers(self) -> None:
         """Report servers that return. Raises the errors of `run` when no server serves for too long."""
@@ -171,5 +165,8 @@ async def gather[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as errors:
-        raise errors.exceptions[0] from None
+        error: BaseException = errors
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
     return [task.result() for task in tasks]
