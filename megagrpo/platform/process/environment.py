@@ -342,25 +342,22 @@ def _job_of_this_process() -> str | None:
 def _proxies(environment: Mapping[str, str]) -> Iterator[Verdict]:
     """Yield the proxies for which httpx, which also downloads from the hub, would raise an exception."""
     for name in PROXIES.split():
-        value = environment.get(name, "")
-        try:
-            parts = urlsplit(value if "://" in value else f"http://{value}")
-            _ = parts.port
-        except ValueError:
-            yield Verdict((name,), "this is not the address of a proxy", "correct or unset it")
-            continue
-        if parts.scheme not in ("http", "https", "socks5", "socks5h"):
-            yield Verdict(
-                (name,),
-                f"httpx knows no proxies of the kind {parts.scheme}",
-                "write http, https or socks5, or unset it",
-            )
-        elif parts.scheme.startswith("socks") and importlib.util.find_spec("socksio") is None:
-            yield Verdict(
-                (name,),
-                "SOCKS proxies need the package socksio, which is not installed",
-                "pip install socksio, or unset it",
-            )
+        if problem := _proxy_problem(environment.get(name, "")):
+            yield Verdict((name,), *problem)
+
+
+def _proxy_problem(value: str) -> tuple[str, str] | None:
+    """Return why httpx cannot use a proxy, and the fix; None when it can."""
+    try:
+        parts = urlsplit(value if "://" in value else f"http://{value}")
+        _ = parts.port
+    except ValueError:
+        return "this is not the address of a proxy", "correct or unset it"
+    if parts.scheme not in ("http", "https", "socks5", "socks5h"):
+        return f"httpx knows no proxies of the kind {parts.scheme}", "write http, https or socks5, or unset it"
+    if parts.scheme.startswith("socks") and importlib.util.find_spec("socksio") is None:
+        return "SOCKS proxies need the package socksio, which is not installed", "pip install socksio, or unset it"
+    return None
 
 
 def _caches(environment: Mapping[str, str]) -> Iterator[Verdict]:
@@ -373,14 +370,8 @@ def _caches(environment: Mapping[str, str]) -> Iterator[Verdict]:
     existing = next((path for path in (folder, *folder.parents) if path.exists()), Path())
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         reason = f"{folder} cannot be written, so data sets are cached in the temporary folder of this run"
-        cache = str(Path(tempfile.gettempdir(), "datasets"))
-        yield Verdict(
-            (name,),
-            reason,
-            "set HF_DATASETS_CACHE to a folder that you can write",
-            PASSED,
-            (("HF_DATASETS_CACHE", cache),),
-        )
+        instead = (("HF_DATASETS_CACHE", str(Path(tempfile.gettempdir(), "datasets"))),)
+        yield Verdict((name,), reason, "set HF_DATASETS_CACHE to a folder that you can write", PASSED, instead)
 
 
 def _reach_loopback_directly(environment: MutableMapping[str, str]) -> None:
@@ -396,12 +387,8 @@ def _reach_loopback_directly(environment: MutableMapping[str, str]) -> None:
 def _interpreter() -> Iterator[Verdict]:
     """Yield what this interpreter has already taken from its environment or command line."""
     if sys.flags.inspect:
-        yield Verdict(
-            ("PYTHONINSPECT",),
-            "Python ends with another exit code than the run",
-            "unset it, and start Python without -i",
-            REFUSED,
-        )
+        reason = "Python ends with another exit code than the run"
+        yield Verdict(("PYTHONINSPECT",), reason, "unset it, and start Python without -i", REFUSED)
     if sys.flags.optimize:
         reason = "Python skips the assertions by which torch, Megatron and vLLM check shapes and layouts"
         yield Verdict(("PYTHONOPTIMIZE",), reason, "unset it, and start Python without -O", REFUSED)
