@@ -125,8 +125,7 @@ class Checkpoint:
         if fused := next((name for name in unused if name.endswith(".experts.gate_up_proj")), None):
             raise ValueError(
                 f"model: {self.folder} holds all experts of a block in one tensor ({fused}); save one tensor per "
-                f"expert, as the "
-                "save_pretrained of transformers does"
+                "expert, as the save_pretrained of transformers does"
             )
         if missing:
             tied = (

@@ -11,32 +11,26 @@ from megagrpo.models.families.family import COMMON, FULL, SLIDING, Family, Raw, 
 HARMLESS = frozenset(
     # Written by the program that made the file, about itself or the file.
     "_name_or_path _model_name_or_path _commit_hash _attn_implementation_autoset _pre_quantization_dtype "
-    "transformers_version "
-    "transformers.js_config model_name unsloth_version unsloth_fixed unsloth_tiled_mlp is_llama_config is_decoder "
-    "tie_encoder_decoder "
+    "transformers_version transformers.js_config model_name unsloth_version unsloth_fixed unsloth_tiled_mlp "
+    "is_llama_config is_decoder tie_encoder_decoder "
     # Token ids and tokenizers: the tokenizer's files decide. Padding rows differ in initial values alone.
     "bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id mask_token_id "
-    "decoder_start_token_id "
-    "forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens bad_words_ids prefix "
-    "tokenizer_class "
+    "decoder_start_token_id forced_bos_token_id forced_eos_token_id suppress_tokens begin_suppress_tokens "
+    "bad_words_ids prefix tokenizer_class "
     # Generation: the run's config sets the sampling.
     "do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p min_p typical_p "
-    "repetition_penalty "
-    "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences "
-    "exponential_decay_length_penalty max_length "
-    "min_length max_new_tokens remove_invalid_values use_cache cache_implementation return_dict_in_generate "
-    "output_scores "
+    "repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size num_return_sequences "
+    "exponential_decay_length_penalty max_length min_length max_new_tokens remove_invalid_values use_cache "
+    "cache_implementation return_dict_in_generate output_scores "
     # Outputs of transformers besides logits, and losses that it adds.
     "output_hidden_states output_attentions output_router_logits return_dict use_return_dict router_aux_loss_coef "
-    "router_z_loss_coef "
-    "aux_loss_alpha seq_aux "
+    "router_z_loss_coef aux_loss_alpha seq_aux "
     # Classification heads, which a language model lacks.
     "id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout "
     # How the same result is computed: kernels, precision, chunks, ranks, recomputation, compilation.
     "_attn_implementation attn_implementation _experts_implementation _flash_attn_2_enabled use_flash_attn "
-    "use_flash_attention_2 "
-    "torchscript tf_legacy_loss use_bfloat16 pretraining_tp ep_size chunk_size_feed_forward gradient_checkpointing "
-    "use_reentrant_checkpointing neftune_noise_alpha "
+    "use_flash_attention_2 torchscript tf_legacy_loss use_bfloat16 pretraining_tp ep_size chunk_size_feed_forward "
+    "gradient_checkpointing use_reentrant_checkpointing neftune_noise_alpha "
     # Other names for the length that vLLM and transformers only use as a limit.
     "max_sequence_length max_seq_len seq_length model_max_length "
     # Sum of the dimensions of latent attention's queries, computed by transformers and written back.
@@ -87,8 +81,7 @@ def key_problems(family: Family, raw: Raw) -> list[str]:
 
 _UNKNOWN = (
     "a key that the trainer does not know and that may change what the model computes. If the model's own code does "
-    "not read it, remove it "
-    "from a copy of config.json; else this model is not supported: docs/add_a_model.md"
+    "not read it, remove it from a copy of config.json; else this model is not supported: docs/add_a_model.md"
 )
 
 
@@ -123,9 +116,8 @@ def class_problems(family: Family, raw: Raw) -> list[str]:
     if classes and name not in (classes if isinstance(classes, list) else [classes]):
         problems.append(
             f"model: config.json has architectures={classes} with model_type={family.model_type}, whose class is "
-            f"{name}. If that class "
-            f"fits the model, set architectures to [{name!r}] in a copy of config.json; else it is not supported: "
-            f"docs/add_a_model.md"
+            f"{name}. If that class fits the model, set architectures to [{name!r}] in a copy of config.json; else it "
+            "is not supported: docs/add_a_model.md"
         )
     remote = remote.get("AutoModelForCausalLM") if isinstance(remote, dict) else remote
     if remote and str(remote).rpartition(".")[2] != name:

@@ -43,8 +43,7 @@ FAMILY = Family(
         "quantization_config": (
             None,
             "quantized weights cannot be trained. If a release has no others, convert them to bfloat16 (for FP8: "
-            "inference/"
-            "fp8_cast_bf16.py of DeepSeek-V3's repository), then remove quantization_config from the copy's "
+            "inference/fp8_cast_bf16.py of DeepSeek-V3's repository), then remove quantization_config from the copy's "
             "config.json",
         ),
     },

@@ -191,8 +191,7 @@ def layer_type_problems(family: Family, raw: Raw) -> list[str]:
     if "layer_types" not in family.keys and (SLIDING in types or (types and raw.get("sliding_window"))):
         return [
             f"model: layer_types in config.json ({family.model_type}) lets vLLM choose the blocks with a window, and "
-            f"transformers and the "
-            f"trainer do not read it; remove it from a copy of config.json"
+            "transformers and the trainer do not read it; remove it from a copy of config.json"
         ]
     problems = [
         f"model: layer_types names {kind!r}; only {FULL} and {SLIDING} are supported"

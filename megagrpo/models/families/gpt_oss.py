@@ -71,9 +71,8 @@ _TABLE |= {
 }
 MXFP4 = (
     "MXFP4 weights cannot be trained. Write them in bfloat16: AutoModelForCausalLM.from_pretrained(THIS, "
-    "dtype='bfloat16', "
-    "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW, save_original_format=False); add the "
-    "tokenizer's files"
+    "dtype='bfloat16', quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(NEW, "
+    "save_original_format=False); add the tokenizer's files"
 )
 _FIXED = {
     "quantization_config": (None, MXFP4),

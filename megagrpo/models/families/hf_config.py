@@ -212,14 +212,12 @@ def _unknown(raw: dict[str, Any]) -> str:
     if same := [name for name, family in FAMILIES.items() if family.architecture in classes]:
         return (
             f"model: architecture {FAMILIES[same[0]].architecture} is not supported as model_type {kind}, but as "
-            f"{same[0]}; set model_type "
-            f"to {same[0]} in a copy of config.json. Then all other keys are checked"
+            f"{same[0]}; set model_type to {same[0]} in a copy of config.json. Then all other keys are checked"
         )
     return (
         f"model: architecture {kind or ', '.join(classes)} is not supported: no file in megagrpo/models/families "
-        f"describes it, and "
-        f"another family would compute other numbers. docs/add_a_model.md shows how to write that file. Supported: "
-        f"{names}"
+        "describes it, and another family would compute other numbers. docs/add_a_model.md shows how to write that "
+        f"file. Supported: {names}"
     )
 
 

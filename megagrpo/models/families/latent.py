@@ -96,7 +96,6 @@ def problems(raw: Raw) -> list[str]:
     if raw["n_routed_experts"] % count or of_token * raw["n_routed_experts"] // count < raw["num_experts_per_tok"]:
         lines.append(
             f"model: topk_group={of_token} of n_group={count} groups of the {raw['n_routed_experts']} experts do not "
-            f"hold the "
-            f"{raw['num_experts_per_tok']} of num_experts_per_tok"
+            f"hold the {raw['num_experts_per_tok']} of num_experts_per_tok"
         )
     return lines

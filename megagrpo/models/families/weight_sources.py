@@ -136,8 +136,7 @@ def _from_hub(name: str, key: str) -> Path:
         raise _error(
             key,
             f"{name} is neither a local folder nor complete in the hub cache, and the hub cannot be reached; download "
-            f"it on a machine with "
-            f"network (`hf download {name}`) and name that folder, or unset HF_HUB_OFFLINE",
+            f"it on a machine with network (`hf download {name}`) and name that folder, or unset HF_HUB_OFFLINE",
         ) from e
     except (HfHubHTTPError, HFValidationError) as e:
         raise _error(

@@ -63,6 +63,5 @@ def verdict(checks: Iterable[Check]) -> str:
         )
     return (
         f"differs first in {first.quantity}{place}: the run has {first.dumped:.9g}, float64 has "
-        f"{first.recomputed:.9g}, "
-        f"off by {first.difference:.2e} where {first.allowed:.1e} is allowed"
+        f"{first.recomputed:.9g}, off by {first.difference:.2e} where {first.allowed:.1e} is allowed"
     )

@@ -32,8 +32,7 @@ def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
         nearest = [str(n) for n in _multiples(p.smallest_world, world_size)]
         said = (
             f"{world_size} is not a multiple of parallel.ep x parallel.etp x parallel.pp = {p.ep} x {p.expert_tp} x "
-            f"{p.pp} = "
-            f"{p.expert_parallel_size}; use {' or '.join(nearest)} ranks"
+            f"{p.pp} = {p.expert_parallel_size}; use {' or '.join(nearest)} ranks"
         )
         problems.append(Problem(("world_size", "parallel.ep", "parallel.etp", "parallel.pp"), said, rule=6))
     longest, budget, align = config.max_model_len, config.train.max_tokens_per_micro_batch, config.micro_batch_align
@@ -41,8 +40,7 @@ def layout_problems(config: RunConfig, world_size: int) -> list[Problem]:
         factors = " x ".join(_align_factors(config))
         said = (
             f"{budget} is cut to {budget // align * align}, a multiple of {factors} = {align}, and the longest sample "
-            f"has {longest} "
-            f"tokens; use {ceil(longest / align) * align}"
+            f"has {longest} tokens; use {ceil(longest / align) * align}"
         )
         problems.append(Problem(("train.max_tokens_per_micro_batch", *LONGEST_SAMPLE), said, rule=9))
     if unknown := [rank for rank in config.run.profile.ranks if rank >= world_size]:
@@ -86,8 +84,7 @@ def layout_notes(config: RunConfig, world_size: int) -> list[Problem]:
     if samples < dp:
         said = (
             f"an optimizer step has {samples} samples (responses, not prompts), fewer samples than data-parallel "
-            f"ranks, {dp}; use "
-            f"{ceil(dp * slices / r.num_generations)} prompts or more"
+            f"ranks, {dp}; use {ceil(dp * slices / r.num_generations)} prompts or more"
         )
         notes.append(Problem(("rollout.prompts_per_step", "rollout.num_generations"), said, rule=11))
     return notes
@@ -356,8 +353,7 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> list[Problem]:
         )
         said = (
             f"vLLM cannot split {model.num_heads} heads, {model.num_kv_heads} KV heads, vocabulary "
-            f"{_vllm_vocab(model)}{widths} over "
-            f"tp={r.tp}; valid tp: {', '.join(map(str, valid))}"
+            f"{_vllm_vocab(model)}{widths} over tp={r.tp}; valid tp: {', '.join(map(str, valid))}"
         )
         problems.append(Problem(("rollout.tp", "model.path"), said))
     if not r.urls and shared_out and not model.experts:
@@ -473,9 +469,8 @@ def too_big(
     if r.placed == "dedicated" and trainer < gpu and left < reload:
         said = (
             f"vLLM's {r.gpu_memory_utilization:g} of a GPU leaves {left:.1f} GiB, but a weight sync reloads a module "
-            f"of {reload:.1f} GiB "
-            f"beside it; lower rollout.gpu_memory_utilization to {int((1 - reload / gpu) * 100) / 100:g}, or raise "
-            f"rollout.tp"
+            f"of {reload:.1f} GiB beside it; lower rollout.gpu_memory_utilization to "
+            f"{int((1 - reload / gpu) * 100) / 100:g}, or raise rollout.tp"
         )
         return Problem(("rollout.gpu_memory_utilization", "rollout.tp"), said, rule=20)
     if (r.placed != "colocated" or takes_turns(config)) and trainer < gpu:
@@ -500,7 +495,6 @@ def too_big(
         fix = less
     said = (
         f"a trainer rank of {trainer:.1f} GiB and vLLM's {r.gpu_memory_utilization:g} of the GPU need {smallest:.1f} "
-        f"GiB, but it has "
-        f"{gpu:g}; {fix}"
+        f"GiB, but it has {gpu:g}; {fix}"
     )
     return Problem(("rollout.gpu_memory_utilization", "rollout.tp"), said, rule=20)

@@ -91,8 +91,7 @@ def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
     wanted = min(r.max_num_seqs, ceil(r.prompts_per_step * r.num_generations / r.servers))
     return (
         f"on each GPU {memory['vllm_weights']:.1f} GiB of weights and {memory['kv_cache']:.1f} GiB of KV cache, "
-        f"{fit:,} sequences of "
-        f"{config.max_model_len} tokens; a server gets {wanted:,} at once"
+        f"{fit:,} sequences of {config.max_model_len} tokens; a server gets {wanted:,} at once"
     )
 
 

@@ -138,8 +138,7 @@ def _check_machine(cases: Sequence[Case]) -> None:
             why = f"this machine has {limit} GPU(s)" if gpus else f"without GPUs, {limit} are started at most"
             raise ConfigError(
                 f"--layout {case.text}: needs {case.ranks} ranks, and {why}; name a smaller layout of the same kind, "
-                f"or start "
-                f"megagrpo verify with `megagrpo launch {case.ranks} verify ...`"
+                f"or start megagrpo verify with `megagrpo launch {case.ranks} verify ...`"
             )
 
 

@@ -59,8 +59,7 @@ def header(config: RunConfig, model: HfConfig, samples: Sequence[TrainSample]) -
         f"model   {config.model.path} shrunk: {model.family}, {model.num_layers} layers of width {model.hidden_size}, "
         f"{model.num_heads} heads, {model.num_kv_heads} KV heads, vocabulary {model.vocab_size}; random weights",
         f"step    {len(samples)} samples with {tokens} response tokens, {algorithm.loss_type}, beta "
-        f"{algorithm.beta:g}, {dtype}, "
-        f"recompute {config.model.recompute}; reference: one process in float32",
+        f"{algorithm.beta:g}, {dtype}, recompute {config.model.recompute}; reference: one process in float32",
     )
     return "\n".join(part for line in lines for part in wrapped(line, indent=8))
 
