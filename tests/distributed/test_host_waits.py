@@ -7,10 +7,9 @@ import collections
 
 import pytest
 import torch
+from host_waits import HostWaits
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
-
-from megagrpo.proof.plan.tracing.host_waits import HostWaits
 
 EXPERTS = "megatron/core/transformer/moe/"  # tokens of each expert are known on the device only
 CASES = {

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from host_waits import HostWaits
 from ranks import run_ranks
 from tiny_policy import tiny_model
 
@@ -17,7 +18,6 @@ from megagrpo.models.families.boxes import size
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.transformer_config import ModelOptions
-from megagrpo.proof.plan.tracing.host_waits import HostWaits
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.sync.trainer_side.shared_memory import FileUpdate, SharedMemory

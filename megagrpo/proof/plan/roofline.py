@@ -1,20 +1,22 @@
-"""Turns a traced step into seconds on a kind of GPU, and names what keeps the MFU down. Needs no torch."""
+"""The costs of a traced step by phase (FLOPs, bytes, kernel launches, messages, memory), its seconds on a kind of GPU,
+and what keeps the MFU down. Needs no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import ceil
 
 from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.proof.plan.costs import PHASES, Costs, Kernel, Message, Trace
 from megagrpo.proof.plan.flops import model_flops
-from megagrpo.proof.plan.gpu_specs import Gpu
-from megagrpo.proof.plan.link_speeds import Links
+from megagrpo.proof.plan.gpu_specs import Gpu, Links
 from megagrpo.proof.plan.passes import ATTENTION_EFFICIENCY, BANDWIDTH, DENSE_EFFICIENCY, EXPERT_EFFICIENCY
 from megagrpo.proof.plan.planned_memory import GIB, stage_memory
 from megagrpo.proof.plan.workload import Lengths
 
+TRACE_PHASES = ("forward", "head", "backward", "reduce", "optimizer")
 LAUNCH_SECONDS = 5e-6  # the host's time for one operation, launched from Python
 EXPERT_LAUNCH_SECONDS = 2e-6  # the same for one expert's part of a grouped product, launched from C++
 KERNEL_SECONDS = 2e-6  # the shortest kernel
@@ -24,6 +26,73 @@ EFFICIENCIES = {
     "attention": ATTENTION_EFFICIENCY,
     "elementwise": 1.0,
 }
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One launch: its phase, its kind (a key of `EFFICIENCIES`), FLOPs, and bytes that it reads and writes."""
+
+    phase: str
+    kind: str
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective or message: its phase, operation, bytes of the larger side on this rank, and ranks of its
+    group."""
+
+    phase: str
+    operation: str
+    bytes: float
+    ranks: int
+
+
+@dataclass
+class Costs:
+    """The launches and messages of a piece of work, each with the number of times it occurs, and the host's waits by
+    phase."""
+
+    kernels: Counter[Kernel] = field(default_factory=Counter)
+    messages: Counter[Message] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+
+    def plus(self, other: Costs, times: float = 1) -> Costs:
+        """Return these costs and `times` the other ones. A negative `times` subtracts; counts stay exact."""
+        kernels, messages = _sum(self.kernels, other.kernels, times), _sum(self.messages, other.messages, times)
+        return Costs(kernels, messages, _sum(self.waits, other.waits, times))
+
+    def total(self, what: str, phase: str | None = None, kind: str | None = None) -> float:
+        """Return the sum of `flops` or `bytes`, or the number of `launches`, of one phase and kind or of all."""
+        chosen = ((k, n) for k, n in self.kernels.items() if phase in (None, k.phase) and kind in (None, k.kind))
+        return sum(n * (1 if what == "launches" else getattr(k, what)) for k, n in chosen)
+
+
+def _sum[T](one: Mapping[T, float], other: Mapping[T, float], times: float) -> Counter[T]:
+    made: Counter[T] = Counter(one)
+    for key, count in other.items():
+        made[key] += count * times  # type: ignore[assignment]
+    return Counter({key: count for key, count in made.items() if count})
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced step of one rank: the `fixed` costs of a step, the costs of `each` micro-batch, and the bytes at the
+    memory peak by the phase that allocated them.
+
+    `tokens` is the number of tokens of a micro-batch, `loss_tokens` the number of them in the loss.
+    """
+
+    fixed: Costs
+    each: Costs
+    peak: Mapping[str, float]
+    tokens: int
+    loss_tokens: int
+
+    def step(self, micro_batches: float) -> Costs:
+        """Return the costs of a step with this many micro-batches."""
+        return self.fixed.plus(self.each, micro_batches)
 
 
 @dataclass(frozen=True)
@@ -74,15 +143,10 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
     with nothing."""
     count = micro_batches(config, trace, world_size, lengths)
     costs = trace.step(count)
-    device = {
-        phase: sum(n * kernel_seconds(k, gpu) for k, n in costs.kernels.items() if k.phase == phase) for phase in PHASES
-    }
-    host = {phase: sum(n * launch_seconds(k) for k, n in costs.kernels.items() if k.phase == phase) for phase in PHASES}
-    messages = {
-        phase: sum(n * message_seconds(m, gpu) for m, n in costs.messages.items() if m.phase == phase)
-        for phase in PHASES
-    }
-    seconds = {phase: max(device[phase], host[phase]) + messages[phase] for phase in PHASES}
+    device = _by_phase(costs.kernels, lambda kernel: kernel_seconds(kernel, gpu))
+    host = _by_phase(costs.kernels, launch_seconds)
+    messages = _by_phase(costs.messages, lambda message: message_seconds(message, gpu))
+    seconds = {phase: max(device[phase], host[phase]) + messages[phase] for phase in TRACE_PHASES}
     passes = sum(seconds[phase] for phase in ("forward", "head", "backward"))
     bubble = passes * (config.parallel.pp - 1) / (config.parallel.vpp * count)
     total = sum(seconds.values()) + bubble
@@ -96,7 +160,7 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
     losses = {
         "pipeline bubble": bubble,
         "messages": sum(messages.values()),
-        "launches": sum(max(0.0, host[phase] - device[phase]) for phase in PHASES),
+        "launches": sum(max(0.0, host[phase] - device[phase]) for phase in TRACE_PHASES),
         **_device_losses(costs, gpu),
         "recomputation and padding": max(0.0, costs.total("flops") / (gpu.bf16_tflops * 1e12) - ideal),
     }
@@ -104,6 +168,10 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
         name: lost / total for name, lost in sorted(losses.items(), key=lambda item: -item[1]) if lost > 0.001 * total
     }
     return Roofline(seconds | ({"bubble": bubble} if bubble else {}), ideal / total, shares)
+
+
+def _by_phase[T: (Kernel, Message)](counts: Mapping[T, float], seconds: Callable[[T], float]) -> dict[str, float]:
+    return {phase: sum(n * seconds(one) for one, n in counts.items() if one.phase == phase) for phase in TRACE_PHASES}
 
 
 def _device_losses(costs: Costs, gpu: Gpu) -> dict[str, float]:
@@ -134,7 +202,7 @@ def trace_rows(
             f"them in the loss",
         )
     ]
-    for phase in PHASES:
+    for phase in TRACE_PHASES:
         text = (
             f"{costs.total('flops', phase) / 1e12:,.1f} TFLOP, {costs.total('bytes', phase) / 1e9:,.0f} GB of "
             f"memory traffic, "

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from megagrpo.proof.plan.costs import PHASES, Costs, Kernel, Message
+from megagrpo.proof.plan.roofline import TRACE_PHASES, Costs, Kernel, Message
 from megagrpo.proof.plan.tracing.without_floats import aten, without_data
 
 # Operations that launch no kernel, in addition to views.
@@ -29,6 +29,7 @@ FREE = {
     aten.resize_.default,
     aten.record_stream.default,
 }
+NEEDS_NUMBERS = {aten._local_scalar_dense.default, aten.equal.default}  # the host waits for the device's numbers
 
 
 def size_of(tensor: Tensor) -> int:
@@ -68,7 +69,9 @@ class StepCounter:
             if without_data(tensor):
                 self._remember(tensor)
         read = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        if self.phase not in PHASES:
+        if func in NEEDS_NUMBERS and any(map(without_data, read)):
+            self.wait()
+        if self.phase not in TRACE_PHASES:
             return  # the host builds the model or a batch
         if func.namespace == "c10d":
             self._message(func, inputs, read)
@@ -84,7 +87,7 @@ class StepCounter:
 
     def wait(self) -> None:
         """Count one wait of the host for the device."""
-        if self.phase in PHASES:
+        if self.phase in TRACE_PHASES:
             self.costs.waits[self.now] += 1
 
     def add(self, kind: str, flops: float, size: float) -> None:

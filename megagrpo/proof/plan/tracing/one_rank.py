@@ -1,4 +1,5 @@
-"""One rank of a world whose other ranks do not exist, and the choices that the code makes on a GPU."""
+"""One rank of a world whose other ranks do not exist, and the choices that the code makes on a GPU, where Transformer
+Engine computes the experts of a layer as grouped products."""
 
 from __future__ import annotations
 
@@ -20,11 +21,13 @@ from megagrpo.platform.device import norms
 from megagrpo.platform.device.cpu import VARIABLE
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.balance import BalancedRouter
+from megagrpo.policy.fp8.megatron_patches import token_dispatcher
+from megagrpo.policy.specs import SequentialMLP
 from megagrpo.proof.plan.tracing.counter import StepCounter, size_of
-from megagrpo.proof.plan.tracing.grouped_experts import counts_on_host, grouped_experts
 from megagrpo.proof.plan.tracing.without_floats import without_data
 
 GPU_BLOCK_ELEMENTS = 2**24  # `device.block_elements` on a GPU
+GRADIENT_BYTES = 4  # bytes per element of `main_grad`
 
 
 class _Alone(Layout):
@@ -51,11 +54,12 @@ def one_rank(parallel: ParallelSection, world_size: int, rank: int, counter: Ste
         mock.patch.object(dist, "batch_isend_irecv", _send_one_by_one),
         mock.patch.object(device, "block_elements", lambda: GPU_BLOCK_ELEMENTS),
         mock.patch.object(F, "scaled_dot_product_attention", _attention_of(counter)),
-        mock.patch.object(torch.Tensor, "tolist", _tolist_of(torch.Tensor.tolist)),
+        mock.patch.object(torch.Tensor, "to", _copying(torch.Tensor.to)),
+        mock.patch.object(torch.Tensor, "tolist", _tolist_of(torch.Tensor.tolist, counter)),
         mock.patch.object(BalancedRouter, "routing", _even_routing(BalancedRouter.routing)),
         mock.patch.object(norms, "l2_norm", _norm_of(counter)),
-        grouped_experts(counter),
-        counts_on_host(counter),
+        _grouped_experts(counter),
+        _waits_for_counts(counter),
     ]
     with contextlib.ExitStack() as stack:
         for patch in patches:
@@ -79,12 +83,24 @@ def _send_one_by_one(messages: list[Any]) -> list[Any]:
     return [message.op(message.tensor, message.peer, message.group) for message in messages]
 
 
-def _tolist_of(tolist: Any) -> Any:
-    """Return a `tolist` that gives ones for tensors without data."""
+def _copying(to: Any) -> Any:
+    """Return a `to` that copies integers to the device, as on a GPU. On a CPU host and device are the same."""
+
+    def patched(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        moved = to(tensor, *args, **kwargs)
+        to_device = isinstance(args[0] if args else kwargs.get("device"), torch.device)
+        return moved.clone() if to_device and not without_data(tensor) else moved
+
+    return patched
+
+
+def _tolist_of(tolist: Any, counter: StepCounter) -> Any:
+    """Return a `tolist` that gives ones for tensors without data, for which the host waits."""
 
     def patched(tensor: Tensor) -> Any:
         if not without_data(tensor):
             return tolist(tensor)
+        counter.wait()
         number: Any = True if tensor.dtype == torch.bool else 1.0
         for size in reversed(tensor.shape):
             number = [number] * size
@@ -116,7 +132,7 @@ def _even_routing(routing: Any) -> Any:
         even = torch.zeros(tokens, experts, dtype=torch.bool).scatter_(
             1, (first + torch.arange(router.topk)) % experts, True
         )
-        return probs, even.to(device.device(), non_blocking=True)  # not a tensor of the host
+        return probs, even.to(device.device())
 
     return patched
 
@@ -154,3 +170,74 @@ def _attention_of(counter: StepCounter) -> Any:
         return Attention.apply(query, key, value, is_causal)
 
     return patched
+
+
+def _grouped_experts(counter: StepCounter) -> Any:
+    """Return a patch of Megatron's `SequentialMLP` that computes the experts of a layer as two grouped products.
+
+    The weight gradients are added to `main_grad` inside their product. Experts with biases stay sequential.
+    """
+    sequential = SequentialMLP.forward
+
+    def forward(
+        experts: SequentialMLP, hidden: Tensor, tokens_per_expert: Tensor, probs: Tensor
+    ) -> tuple[Tensor, None]:
+        if experts.config.add_bias_linear or experts.num_local_experts == 1:
+            return sequential(experts, hidden, tokens_per_expert, probs)
+        first = experts.local_experts[0]
+        with contextlib.ExitStack() as stack:
+            for name in ("linear_fc1", "linear_fc2"):
+                weights = [getattr(expert, name).weight for expert in experts.local_experts]
+                stack.enter_context(mock.patch.object(getattr(first, name), "forward", _product(weights, counter)))
+            return first(hidden, probs)[0], None
+
+    return mock.patch.object(SequentialMLP, "forward", forward)
+
+
+def _waits_for_counts(counter: StepCounter) -> Any:
+    """Return a patch of Megatron's dispatcher that counts one wait of the host per layer, for the token counts."""
+    dispatcher_class = token_dispatcher.MoEAlltoAllTokenDispatcher
+    synchronize = dispatcher_class._maybe_dtoh_and_synchronize
+
+    def patched(dispatcher: Any, point: str, tokens_per_expert: Tensor | None = None) -> Any:
+        moved = synchronize(dispatcher, point, tokens_per_expert)
+        if point == dispatcher.cuda_sync_point:
+            counter.wait()
+        return moved
+
+    return mock.patch.object(dispatcher_class, "_maybe_dtoh_and_synchronize", patched)
+
+
+def _product(weights: list[Tensor], counter: StepCounter) -> Any:
+    return lambda rows: (_Grouped.apply(rows, counter, *weights), None)
+
+
+class _Grouped(torch.autograd.Function):
+    """Rows [T, in], split evenly over the experts, times each expert's weight [out, in]. `main_grad` gets the weight
+    gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, counter: StepCounter, *weights: Tensor) -> Tensor:
+        made = rows.new_empty(rows.shape[0], weights[0].shape[0])
+        ctx.counter, ctx.out = counter, size_of(made)
+        ctx.save_for_backward(rows, *weights)
+        _count(counter, rows, weights, size_of(made))
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        rows, *weights = ctx.saved_tensors
+        made = torch.empty_like(rows)
+        _count(ctx.counter, rows, weights, ctx.out)
+        if weights[0].requires_grad:  # not with adapters, whose base weights are frozen
+            _count(ctx.counter, rows, weights, ctx.out, GRADIENT_BYTES * 2 / weights[0].element_size())
+        return made, None, *[None] * len(weights)
+
+
+def _count(counter: StepCounter, rows: Tensor, weights: Any, out: int, weight_passes: float = 1) -> None:
+    """Count the products of one direction, one launch per expert, which reads or writes the weights' bytes
+    `weight_passes` times."""
+    flops = 2 * rows.shape[0] * weights[0].numel()
+    size = size_of(rows) + out + weight_passes * sum(map(size_of, weights))
+    for _ in weights:
+        counter.add("experts", flops / len(weights), size / len(weights))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
 from typing import Any
@@ -16,12 +15,10 @@ from megagrpo.data.packing import pack, packing_rules
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform import device
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.proof.plan.costs import Costs, Trace
 from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.planned_memory import stage_memory
-from megagrpo.proof.plan.roofline import trace_rows
+from megagrpo.proof.plan.roofline import Costs, Trace, trace_rows
 from megagrpo.proof.plan.tracing.counter import StepCounter
-from megagrpo.proof.plan.tracing.host_waits import HostWaits
 from megagrpo.proof.plan.tracing.one_rank import one_rank
 from megagrpo.proof.plan.tracing.without_floats import WithoutFloats
 from megagrpo.proof.plan.workload import Lengths
@@ -46,11 +43,7 @@ def trace_step(
     few = p.pp if p.vpp > 1 else 1  # the interleaved schedule takes multiples of pp
     many = max((1 + extra) * few, p.pp)
     shape = _message_shape(config, model, prompt, response)
-    with (
-        one_rank(config.parallel, world_size, rank, counter) as layout,
-        WithoutFloats(counter, shape),
-        HostWaits(counter.wait),
-    ):
+    with one_rank(config.parallel, world_size, rank, counter) as layout, WithoutFloats(counter, shape):
         policy = MegatronPolicy(config, layout, model)
         _mark(policy, counter)
         loss = make_loss(config.algorithm)
@@ -119,18 +112,13 @@ def batch_of(
 def _mark(policy: Any, counter: StepCounter) -> None:
     """Set the counter's phase when the policy enters its parts."""
 
-    @contextmanager
-    def during(phase: str) -> Iterator[None]:
-        before, counter.phase = counter.phase, phase
-        try:
-            yield
-        finally:
-            counter.phase = before
-
     def wrapped(function: Callable[..., Any], phase: str) -> Callable[..., Any]:
         def marked(*args: Any, **kwargs: Any) -> Any:
-            with during(phase):
+            before, counter.phase = counter.phase, phase
+            try:
                 return function(*args, **kwargs)
+            finally:
+                counter.phase = before
 
         return marked
 
@@ -139,8 +127,8 @@ def _mark(policy: Any, counter: StepCounter) -> None:
     def reduced(per_micro_batch: list[Any]) -> Any:
         """Return the metrics, no bad tensor, and False for wrong early gradients, because that flag has no data.
 
-        The transfer to the host counts as one wait, although the trace makes one for numbers with data and one for
-        numbers without. A stage without the LM head gets a loss of 0; in a real run it gets the loss of the last stage.
+        The transfer to the host counts as one wait, although the trace reads the numbers one by one. A stage without
+        the LM head gets a loss of 0; in a real run it gets the loss of the last stage.
         """
         waits = counter.costs.waits.copy()
         metrics, _, _ = reduce_metrics(per_micro_batch)

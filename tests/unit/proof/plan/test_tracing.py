@@ -9,11 +9,10 @@ import pytest
 
 from megagrpo.config import load_config
 from megagrpo.models.families.hf_config import parse_hf_config
-from megagrpo.proof.plan.costs import Costs, Kernel, Trace
 from megagrpo.proof.plan.flops import attention_flops, token_flops
 from megagrpo.proof.plan.gpu_specs import GPUS
 from megagrpo.proof.plan.planned_memory import GIB, stage_memory
-from megagrpo.proof.plan.roofline import kernel_seconds, roofline
+from megagrpo.proof.plan.roofline import Costs, Kernel, Trace, kernel_seconds, roofline
 from megagrpo.proof.plan.workload import Lengths
 
 ROOT = Path(__file__).parents[4]

@@ -37,14 +37,10 @@ METHODS = ("to", "cpu", "tolist", "numpy")  # a dispatch mode does not see them 
 
 
 class HostWaits(TorchDispatchMode):
-    """Counts the waits inside `counting`, by name, then by operation and innermost line of the package or of Megatron.
+    """Counts the waits inside `counting`, by name, then by operation and innermost line of the package or of Megatron."""
 
-    `on_wait()` is called at each wait, inside `counting` and outside.
-    """
-
-    def __init__(self, on_wait: Callable[[], None] = lambda: None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._on_wait = on_wait
         self.waits: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
         self._name: str | None = None
         self._device: dict[int, StorageWeakRef] = {}  # the weak reference keeps the address from being reused
@@ -89,7 +85,6 @@ class HostWaits(TorchDispatchMode):
         return isinstance(x, Tensor) and (x.device.type == "meta" or x.untyped_storage()._cdata in self._device)
 
     def _note(self, operation: str) -> None:
-        self._on_wait()
         if self._name is not None:
             self.waits[self._name][f"{operation} at {innermost_line()}"] += 1
 
@@ -128,7 +123,7 @@ class HostWaits(TorchDispatchMode):
 def innermost_line() -> str:
     """Return the innermost line of the package or of Megatron, as room/file.py:line."""
     for frame in reversed(traceback.extract_stack()):
-        if "/plan/tracing/" in frame.filename:
+        if frame.filename == __file__:
             continue
         for package, prefix in (("/megagrpo/", ""), ("/megatron/core/", "megatron/core/")):
             if package in frame.filename:
