@@ -13,6 +13,7 @@ from typing import Any
 from megagrpo.config import Problem, ProblemError, RunConfig
 from megagrpo.config.tracker_options import tracker_notes
 from megagrpo.models.families.hf_config import MODEL, HfConfig, model_problems, parse_hf_config
+from megagrpo.proof.plan.code_problems import multi_turn_problems, own_code_problems, reward_problems
 from megagrpo.proof.plan.files import data_notes, data_problems, output_problems, tokenizer_notes
 from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.host_memory import host_memory
@@ -24,9 +25,6 @@ from megagrpo.proof.plan.plan_problems import (
     gpu_problems,
     layout_notes,
     layout_problems,
-    multi_turn_problems,
-    own_code_problems,
-    reward_problems,
     rollout_problems,
     too_big,
     too_little_ram,
@@ -69,23 +67,28 @@ from megagrpo.proof.plan.workload import Lengths
 class Plan:
     """The result of a preflight. `problems` is empty when the run can start; `notes` do not prevent a start.
 
-    `memory` is phase -> part -> GiB on the fullest rank; empty without a model. `model` is the model's shape. `times`
-    and `found` are set only on request.
+    `memory` is phase -> part -> GiB on the fullest rank; empty without a model. `model` is the model's shape. `has_gpu`
+    says whether the memory of a GPU is known. `times` and `found` are set only on request.
     """
 
     problems: list[Problem]
     rows: list[tuple[str, str]]
+    has_gpu: bool = False
     memory: dict[str, dict[str, float]] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)  # purpose -> GiB of RAM on the fullest node
     smallest_gpu: float = 0.0  # GiB that a GPU needs for its trainer rank, its vLLM server or both; 0 without a model
     notes: list[Problem] = field(default_factory=list)
     model: HfConfig | None = None
-    rules: list[RuleVerdict] = field(default_factory=list)
     times: StepTimes | None = None
     found: list[Candidate] = field(default_factory=list)
 
+    @property
+    def rules(self) -> list[RuleVerdict]:
+        """The verdict on each rule."""
+        return verdicts(self.problems, self.notes, self.has_gpu)
+
     def __str__(self) -> str:
-        rows = self.rows + [("rules", rules_text(self.rules))] * bool(self.rules)
+        rows = [*self.rows, ("rules", rules_text(self.rules))]
         lines = [line for name, text in rows for line in wrapped(f"{name:<10}{text}", indent=10)]
         if self.memory:
             lines += ["", *memory_table(self.memory)]
@@ -138,28 +141,18 @@ def with_times(
         f"{gpu.name}, {gpu.bf16_tflops:g} TFLOP/s in bf16, {gpu.memory_gib:g} GiB at {gpu.memory_gb_per_s:g} GB/s "
         f"({gpu.source})"
     )
-    rows = [*made.rows, ("kind", where)]
-    rows.append(
-        (
-            "lengths",
-            f"{lengths.prompt:g} tokens a prompt and {lengths.response:g} a response on average, {lengths.longest:g} "
-            f"at most",
-        )
-    )
-    unfit = gpu_problems(config, gpu)
+    average = f"{lengths.prompt:g} tokens a prompt and {lengths.response:g} a response on average"
+    rows = [*made.rows, ("kind", where), ("lengths", f"{average}, {lengths.longest:g} at most")]
+    unfit = [*gpu_problems(config, gpu)]
     times = step_times(config, made.model, world_size, gpu, lengths) if made.memory and not unfit else None
     layouts = search(config, made.model, world_size, gpu, lengths) if searching and not unfit else []
     notes = list(made.notes)
     if searching and not layouts and not unfit:
         text = (
             f"no layout of {world_size} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, "
-            f"another rollout.tp or "
+            f"another rollout.tp or rollout.gpu_memory_utilization"
         )
-        notes.append(
-            Problem(
-                ("--search", "rollout.tp", "rollout.gpu_memory_utilization"), f"{text}rollout.gpu_memory_utilization"
-            )
-        )
+        notes.append(Problem(("--search", "rollout.tp", "rollout.gpu_memory_utilization"), text))
     return replace(made, problems=made.problems + unfit, rows=rows, times=times, found=layouts, notes=notes)
 
 
@@ -177,13 +170,13 @@ def plan(
     that stays in a node's RAM must fit that. With `has_data` False data files are not checked, without `fetch` no model
     is downloaded or unpacked.
     """
-    problems = layout_problems(config, world_size) + reward_problems(config) + multi_turn_problems(config)
-    problems += own_code_problems(config) + output_problems(config)
+    problems = [*layout_problems(config, world_size), *reward_problems(config), *multi_turn_problems(config)]
+    problems += [*own_code_problems(config), *output_problems(config)]
     problems += data_problems(config) if has_data else []
     problems += [] if gpu_memory_gb is None else transport_problems(config)
     if host_memory_gb is not None and gpu_memory_gb is None:
         problems += cache_problems(config, host_memory_gb)
-    notes = layout_notes(config, world_size) + tracker_notes(config) + (data_notes(config) if has_data else [])
+    notes = [*layout_notes(config, world_size), *tracker_notes(config), *(data_notes(config) if has_data else [])]
     dp = max(1, world_size // config.parallel.model_parallel_size)
     rows = [
         ("layout", layout_text(config.parallel, world_size, dp)),
@@ -192,27 +185,27 @@ def plan(
         ("weights", weights_text(config, True if gpu_memory_gb else None)),
         ("step", step_text(config, dp)),
     ]
+    has_gpu = bool(gpu_memory_gb)
     try:
         raw = model_shape(config.model.path, fetch)
     except ProblemError as error:
-        return judged(Plan([*problems, *error.problems], rows, notes=notes), gpu_memory_gb)
+        return Plan([*problems, *error.problems], rows, has_gpu, notes=notes)
     unfit = model_problems(raw, config.parallel)
     if any(problem.keys == MODEL for problem in unfit):
-        return judged(Plan(problems + unfit, rows, notes=notes), gpu_memory_gb)
+        return Plan(problems + unfit, rows, has_gpu, notes=notes)
     model = parse_hf_config(raw)
     tokenizer_problems, worth_knowing = tokenizer_notes(config, model)
-    notes += vocabulary_notes(config, model) + worth_knowing
+    notes += [*vocabulary_notes(config, model), *worth_knowing]
     rows.insert(0, ("model", model_text(config.model.path, model)))
     if model.experts:
         rows.insert(2, ("experts", experts_text(config, model, world_size)))
     if config.lora.enabled:
         rows.insert(1, ("LoRA", lora_text(config.lora, model)))
-    problems += tokenizer_problems + unfit + expert_problems(config, model) + adapter_problems(config, model)
-    problems += fp8_problems(config, model) + rollout_problems(config, model)
-    made = Plan(problems, rows, notes=notes, model=model)
-    return judged(
-        made if unfit else with_memory(made, config, world_size, gpu_memory_gb, host_memory_gb), gpu_memory_gb
-    )
+    problems += tokenizer_problems + unfit
+    for check in (expert_problems, adapter_problems, fp8_problems, rollout_problems):
+        problems += check(config, model)
+    made = Plan(problems, rows, has_gpu, notes=notes, model=model)
+    return made if unfit else with_memory(made, config, world_size, gpu_memory_gb, host_memory_gb)
 
 
 def with_memory(
@@ -244,8 +237,3 @@ def with_memory(
     for parts in memory.values():
         parts["total"] = sum(parts.values())
     return replace(made, problems=problems, rows=rows, memory=memory, host=host, smallest_gpu=smallest)
-
-
-def judged(made: Plan, gpu_memory_gb: float | None) -> Plan:
-    """Return the plan with the verdict on each rule."""
-    return replace(made, rules=verdicts(made.problems, made.notes, bool(gpu_memory_gb)))

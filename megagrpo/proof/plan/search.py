@@ -75,7 +75,7 @@ def search(
                 if len(best) == keep and _cost(times, stages) >= best[-1].cost:
                     break
                 gib = _gib(made, model, dp)
-                if gib <= room and not cross_field_problems(made) and not layout_problems(made, world_size):
+                if gib <= room and not cross_field_problems(made) and not any(layout_problems(made, world_size)):
                     best = sorted(
                         [*best, Candidate(_overrides(made, config), gib, times, stages)], key=lambda one: one.cost
                     )[:keep]
@@ -116,7 +116,8 @@ def _layouts(config: RunConfig, model: HfConfig, world_size: int) -> Iterator[Pa
             sizes = {"tp": tp, "pp": pp, "vpp": 1, "cp": cp, "ep": ep, "etp": etp, "sequence_parallel": tp > 1}
             made = _staged(model, config.parallel.model_copy(update=sizes))
             cut = config.model_copy(update={"parallel": made})
-            if not (model_problems(model.raw, made) or expert_problems(cut, model) or fp8_problems(cut, model)):
+            odd = (*model_problems(model.raw, made), *expert_problems(cut, model), *fp8_problems(cut, model))
+            if not odd:
                 yield made
 
 

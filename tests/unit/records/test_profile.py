@@ -77,7 +77,7 @@ def test_tools_of_gpus_are_refused_without_one(tool):
 
 def test_ranks_and_steps_that_do_not_exist_are_problems():
     config = load_config(CONFIG, ["run.profile.steps=[1]", "run.profile.ranks=[0, 4]"])
-    assert layout_problems(config, 5) == []
+    assert not any(layout_problems(config, 5))
     said = "run.profile.ranks: rank 4 does not exist: the run has 4 rank(s), counted from 0; leave ranks empty for all"
     assert list(map(str, layout_problems(config, 4))) == [said] == list(map(str, plan(config, 4).problems))
     with pytest.raises(
