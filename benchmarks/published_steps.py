@@ -26,8 +26,7 @@ from statistics import median
 
 from megagrpo.config import RunConfig, load_config
 from megagrpo.models.families.hf_config import HfConfig, nearly_even, parse_hf_config
-from megagrpo.proof.plan.gpu_specs import GPUS
-from megagrpo.proof.plan.link_speeds import Links
+from megagrpo.proof.plan.gpu_specs import GPUS, Links
 from megagrpo.proof.plan.shapes import num_parameters
 from megagrpo.proof.plan.times import StepTimes, step_times
 from megagrpo.proof.plan.workload import Lengths

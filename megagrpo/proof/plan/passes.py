@@ -9,8 +9,7 @@ from math import ceil
 from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.flops import attention_flops, token_flops
-from megagrpo.proof.plan.gpu_specs import Gpu
-from megagrpo.proof.plan.link_speeds import HOST_GB_PER_S, Links, layer_seconds
+from megagrpo.proof.plan.gpu_specs import HOST_GB_PER_S, Gpu, Links, layer_seconds
 from megagrpo.proof.plan.planned_memory import activation_elements, expert_output_elements, weight_bytes
 from megagrpo.proof.plan.workload import Lengths
 

@@ -12,9 +12,8 @@ from math import ceil, exp
 from megagrpo.config import RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.flops import attention_flops, model_flops, token_flops
-from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE, Gpu
+from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE, HOST_GB_PER_S, Gpu, Links
 from megagrpo.proof.plan.host_memory import copied_bytes
-from megagrpo.proof.plan.link_speeds import HOST_GB_PER_S, Links
 from megagrpo.proof.plan.passes import pass_seconds
 from megagrpo.proof.plan.planned_memory import (
     GIB,

@@ -22,8 +22,7 @@ from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
 from megagrpo.platform.process.terminal import show, wrapped
 from megagrpo.proof.plan import plan
-from megagrpo.proof.verify.layer_tape import PARTS
-from megagrpo.proof.verify.precision import PrecisionErrors, batch_of, measure
+from megagrpo.proof.verify.precision import PARTS, PrecisionErrors, batch_of, measure
 from megagrpo.types import TrainSample
 
 # relative error of a layer's contribution to the hidden states; on SmolLM2-135M rounding alone is 2 to 13 %

@@ -17,8 +17,7 @@ from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.proof.plan import plan, with_times
 from megagrpo.proof.plan.cuts import EngineLayout
 from megagrpo.proof.plan.flops import attention_flops, model_flops, token_flops
-from megagrpo.proof.plan.gpu_specs import GPUS
-from megagrpo.proof.plan.link_speeds import LINK_EFFICIENCY, Links
+from megagrpo.proof.plan.gpu_specs import GPUS, LINK_EFFICIENCY, Links
 from megagrpo.proof.plan.passes import (
     ATTENTION_EFFICIENCY,
     BANDWIDTH,
