@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megagrpo.config import ProblemError
+from megagrpo.config import ParallelSection, ProblemError
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.family import FULL
 from megagrpo.models.families.hf_config import HfConfig, model_problems, stage_layers
@@ -84,20 +83,11 @@ def _own_attention(hf_config: HfConfig, layout: Layout) -> bool:
     return not device.has_transformer_engine() or hf_config.score_cap is not None or beyond_a_ring or unfused
 
 
-@dataclass
-class _Sizes:
-    """The layout's sizes, as `families.config.Sizes` names them."""
-
-    tp: int
-    pp: int
-    vpp: int
-    pipeline_layers: Sequence[int] | None
-    ep: int
-    expert_tp: int
-
-
-def _sizes(layout: Layout) -> _Sizes:
-    return _Sizes(layout.tp_size, layout.pp_size, layout.vpp, layout.pipeline_layers, layout.ep_size, layout.etp_size)
+def _sizes(layout: Layout) -> ParallelSection:
+    """Return the layout's sizes as the config names them."""
+    layers = None if layout.pipeline_layers is None else [*layout.pipeline_layers]
+    sizes = dict(tp=layout.tp_size, pp=layout.pp_size, vpp=layout.vpp, ep=layout.ep_size, etp=layout.etp_size)
+    return ParallelSection.model_construct(**sizes, pipeline_layers=layers)
 
 
 def weights_dtype(hf_config: HfConfig) -> torch.dtype:

@@ -1,5 +1,5 @@
-"""The families of models that can be trained, one file each. A new family needs only a file with a `FAMILY` in this
-folder."""
+"""The families of models that can be trained, in one short file each or with their relatives. A new family needs only
+a file with a `Family` in this folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ READERS = ("hf_config", "weight_sources")  # modules of this folder that import 
 def _find() -> dict[str, Family]:
     names = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in READERS]
     modules = (importlib.import_module(f"{__name__}.{name}") for name in names)
-    families = [module.FAMILY for module in modules if hasattr(module, "FAMILY")]
+    families = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
     return {family.model_type: family for family in families}
 
 

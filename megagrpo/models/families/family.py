@@ -19,26 +19,9 @@ REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermed
 # Keys of config.json that are read for every family: by `common_config`, `rope`, Megatron's configuration and
 # `families.keys`.
 COMMON = (
-    *(
-        "model_type",
-        "architectures",
-        "auto_map",
-        *REQUIRED,
-        "num_key_value_heads",
-        "head_dim",
-        "tie_word_embeddings",
-        "rms_norm_eps",
-    ),
-    *(
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "partial_rotary_factor",
-        "max_position_embeddings",
-        "dtype",
-        "torch_dtype",
-    ),
-    "initializer_range",
+    *("model_type", "architectures", "auto_map", *REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings"),
+    *("rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+    *("max_position_embeddings", "dtype", "torch_dtype", "initializer_range"),
 )
 _DROPOUT = (0, "dropout is not supported; set it to 0")
 _HEAD_NORMS = (False, "norms of queries and keys are not supported")

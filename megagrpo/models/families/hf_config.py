@@ -6,13 +6,13 @@ Imports no torch, so `plan.py` can check a run on a login node.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from megagrpo.config import Problem, ProblemError
+from megagrpo.config import ParallelSection, Problem, ProblemError
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families.architecture import Experts, HfConfig
 from megagrpo.models.families.config_keys import class_problems, key_problems
@@ -34,47 +34,15 @@ _TYPES: dict[type | tuple[type, ...], tuple[tuple[str, ...], str]] = {
     ),
     int: (
         (
-            *(
-                "max_position_embeddings",
-                "original_max_position_embeddings",
-                "max_window_layers",
-                "sliding_window_pattern",
-            ),
-            *(
-                "num_experts",
-                "num_local_experts",
-                "num_experts_per_tok",
-                "moe_intermediate_size",
-                "decoder_sparse_step",
-            ),
+            *("max_position_embeddings", "original_max_position_embeddings", "max_window_layers"),
+            *("sliding_window_pattern", "num_experts", "num_local_experts", "num_experts_per_tok"),
+            *("moe_intermediate_size", "decoder_sparse_step"),
             *("n_routed_experts", "n_shared_experts", "first_k_dense_replace", "n_group", "topk_group"),
         ),
         "a whole number",
     ),
 }
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
-
-
-class Sizes(Protocol):
-    """The fields of the `parallel` section that the model must fit."""
-
-    @property
-    def tp(self) -> int: ...
-
-    @property
-    def pp(self) -> int: ...
-
-    @property
-    def vpp(self) -> int: ...
-
-    @property
-    def pipeline_layers(self) -> Sequence[int] | None: ...
-
-    @property
-    def ep(self) -> int: ...
-
-    @property
-    def expert_tp(self) -> int: ...
 
 
 def load_hf_config(folder: str | Path) -> HfConfig:
@@ -88,18 +56,16 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ProblemError(
-            Problem(MODEL, f"{folder} holds no config.json; name a folder in Hugging Face format")
-        ) from None
+        said = f"{folder} holds no config.json; name a folder in Hugging Face format"
     except OSError as e:
-        raise ProblemError(
-            Problem(MODEL, f"{path} cannot be read: {e.strerror}; name a folder in Hugging Face format")
-        ) from None
+        said = f"{path} cannot be read: {e.strerror}; name a folder in Hugging Face format"
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise ProblemError(Problem(MODEL, f"{path} is not valid JSON: {e}; download it again")) from None
-    if not isinstance(raw, dict):
-        raise ProblemError(Problem(MODEL, f"{path} must contain a JSON object; download it again"))
-    return raw
+        said = f"{path} is not valid JSON: {e}; download it again"
+    else:
+        if isinstance(raw, dict):
+            return raw
+        said = f"{path} must contain a JSON object; download it again"
+    raise ProblemError(Problem(MODEL, said))
 
 
 def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
@@ -227,7 +193,7 @@ def _nearest(kind: str) -> str:
     return f"; supported: {', '.join([*near, *(name for name in FAMILIES if name not in near)])}"
 
 
-def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[Problem]:
+def model_problems(raw: dict[str, Any], parallel: ParallelSection) -> list[Problem]:
     """Return why this model cannot be sharded into `parallel`, with the valid values; empty when it can."""
     if lines := architecture_problems(raw):
         return of_model(lines)
@@ -244,34 +210,25 @@ def model_problems(raw: dict[str, Any], parallel: Sizes) -> list[Problem]:
             valid = [d for d in _divisors(hf_config.num_kv_heads) if not any(n % d for n in sizes.values())]
             said = f"{key}={size} is not divisible by tp={tp}; valid tp: {_words(valid)}"
             problems.append(Problem(("parallel.tp", "model.path"), said, rule=rules.get(key, 3)))
-    return (
-        problems
-        + _stage_problems(hf_config.num_layers, parallel)
-        + _expert_problems(hf_config.family, hf_config.experts, parallel)
-    )
+    problems += _stage_problems(hf_config.num_layers, parallel)
+    problems += _expert_problems(hf_config.family, hf_config.experts, parallel)
+    return problems
 
 
-def _stage_problems(layers: int, parallel: Sizes) -> list[Problem]:
+def _stage_problems(layers: int, parallel: ParallelSection) -> Iterator[Problem]:
     stages = parallel.pp * parallel.vpp
-    example = f"parallel.pipeline_layers=[{','.join(map(str, nearly_even(layers, stages)))}]"
-    if parallel.pipeline_layers is not None and sum(parallel.pipeline_layers) != layers:
-        said = (
-            f"{list(parallel.pipeline_layers)} sums to {sum(parallel.pipeline_layers)}, not to "
-            f"num_hidden_layers={layers}"
-        )
+    example, own = f"parallel.pipeline_layers=[{_words(nearly_even(layers, stages), ',')}]", parallel.pipeline_layers
+    if own is not None and sum(own) != layers:
         fix = f"; for example {example}" if stages <= layers else ""
-        return [Problem(("parallel.pipeline_layers", "model.path"), said + fix, rule=5)]
-    if parallel.pipeline_layers is None and layers % stages:
-        valid = (
-            f"num_hidden_layers={layers} is not divisible by pp x vpp = {stages}; valid pp x vpp: "
-            f"{_words(_divisors(layers))}"
-        )
+        said = f"{own} sums to {sum(own)}, not to num_hidden_layers={layers}{fix}"
+        yield Problem(("parallel.pipeline_layers", "model.path"), said, rule=5)
+    if own is None and layers % stages:
         fix = f"; or set {example}" if stages <= layers else ""
-        return [Problem(("parallel.pp", "parallel.vpp", "model.path"), valid + fix, rule=5)]
-    return []
+        said = f"num_hidden_layers={layers} is not divisible by pp x vpp = {stages}; valid pp x vpp: "
+        yield Problem(("parallel.pp", "parallel.vpp", "model.path"), f"{said}{_words(_divisors(layers))}{fix}", rule=5)
 
 
-def stage_layers(layers: int, parallel: Sizes) -> list[int]:
+def stage_layers(layers: int, parallel: ParallelSection) -> list[int]:
     """Return the number of decoder layers of each pipeline stage, virtual ones included, in model order."""
     stages = parallel.pp * parallel.vpp
     if parallel.pipeline_layers is None:
@@ -287,29 +244,20 @@ def nearly_even(layers: int, stages: int) -> list[int]:
     return [layers // stages + (stage in favoured) for stage in range(stages)]
 
 
-def _expert_problems(family: str, experts: Experts | None, parallel: Sizes) -> list[Problem]:
-    problems = []
+def _expert_problems(family: str, experts: Experts | None, parallel: ParallelSection) -> Iterator[Problem]:
+    ep, etp, none = parallel.ep, parallel.expert_tp, f"but {family} has no experts"
     if experts is None:
-        if parallel.ep > 1:
-            problems.append(
-                Problem(("parallel.ep", "model.path"), f"{parallel.ep}, but {family} has no experts; set it to 1")
-            )
-        if parallel.expert_tp != parallel.tp:
-            problems.append(
-                Problem(
-                    ("parallel.etp", "model.path"), f"{parallel.expert_tp}, but {family} has no experts; leave it empty"
-                )
-            )
-        return problems
-    if experts.count % parallel.ep:
-        valid = _words(_divisors(experts.count))
-        said = f"the model's {experts.count} experts are not divisible by ep={parallel.ep}; valid ep: {valid}"
-        problems.append(Problem(("parallel.ep", "model.path"), said, rule=7))
-    if (width := experts.intermediate_size) % parallel.expert_tp:
-        valid = _words(_divisors(width))
-        said = f"the experts' width {width} is not divisible by etp={parallel.expert_tp}; valid etp: {valid}"
-        problems.append(Problem(("parallel.etp", "model.path"), said, rule=7))
-    return problems
+        if ep > 1:
+            yield Problem(("parallel.ep", "model.path"), f"{ep}, {none}; set it to 1")
+        if etp != parallel.tp:
+            yield Problem(("parallel.etp", "model.path"), f"{etp}, {none}; leave it empty")
+        return
+    if (count := experts.count) % ep:
+        said = f"the model's {count} experts are not divisible by ep={ep}; valid ep: {_words(_divisors(count))}"
+        yield Problem(("parallel.ep", "model.path"), said, rule=7)
+    if (width := experts.intermediate_size) % etp:
+        said = f"the experts' width {width} is not divisible by etp={etp}; valid etp: {_words(_divisors(width))}"
+        yield Problem(("parallel.etp", "model.path"), said, rule=7)
 
 
 def projections(hf_config: HfConfig) -> dict[str, tuple[str, ...]]:
@@ -341,5 +289,5 @@ def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def _words(values: list[int]) -> str:
-    return ", ".join(map(str, values))
+def _words(values: list[int], separator: str = ", ") -> str:
+    return separator.join(map(str, values))

@@ -32,13 +32,8 @@ _LATENT = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _EXPERTS = ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts")
 LATENT_REQUIRED = (*REQUIRED, *_LATENT, "q_lora_rank")
 LATENT_KEYS = (
-    *_LATENT,
-    *_EXPERTS,
-    "q_lora_rank",
-    "first_k_dense_replace",
-    "routed_scaling_factor",
-    "n_group",
-    "topk_group",
+    *(*_LATENT, *_EXPERTS, "q_lora_rank"),
+    *("first_k_dense_replace", "routed_scaling_factor", "n_group", "topk_group"),
 )
 LATENT_FIXED = {
     "moe_layer_freq": (1, "only 1, experts in every block from first_k_dense_replace on, is supported"),

@@ -1,8 +1,50 @@
-"""Llama 2, 3 and derived models, for example SmolLM2: the base of the other families."""
+"""Llama 2, 3 and derived models, for example SmolLM2: the base of the other families. Mistral: a Llama whose attention
+may have a window, of 4096 tokens if config.json does not set one. Mixtral: a Mistral with a mixture of experts in every
+block; the weights of a token's experts always sum to 1."""
 
 from __future__ import annotations
 
-from megagrpo.models.families.dense import DENSE
-from megagrpo.models.families.family import Family
+from dataclasses import replace
 
-FAMILY = Family("llama", "LlamaForCausalLM", table=lambda hf: DENSE)
+from megagrpo.models.families.architecture import Experts, HfConfig
+from megagrpo.models.families.dense import DENSE, experts
+from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, num_experts, rope, windows
+
+LLAMA = Family("llama", "LlamaForCausalLM", table=lambda hf: DENSE)
+
+
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    table=lambda hf: DENSE,
+    read=lambda raw, common: replace(common, windows=windows(raw, raw.get("sliding_window", 4096))),
+    keys=("sliding_window",),
+)
+
+
+_MIXTRAL_TABLE = DENSE | experts("block_sparse_moe", "w1", "w3", "w2")
+
+
+def _mixtral(raw: Raw, common: HfConfig) -> HfConfig:
+    mixture = Experts(
+        count=num_experts(raw),
+        per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["intermediate_size"],
+        normalized=True,
+        blocks=frozenset(range(raw["num_hidden_layers"])),
+    )
+    # transformers has other defaults for this family than for Llama.
+    norm_eps, theta = raw.get("rms_norm_eps", 1e-5), rope({"rope_theta": 1e6} | raw)["rope_theta"]
+    return replace(
+        common, norm_eps=norm_eps, rope_theta=theta, experts=mixture, windows=windows(raw, raw.get("sliding_window"))
+    )
+
+
+MIXTRAL = Family(
+    "mixtral",
+    "MixtralForCausalLM",
+    table=lambda hf: _MIXTRAL_TABLE,
+    read=_mixtral,
+    problems=expert_problems,
+    keys=("sliding_window", *EXPERT_KEYS),
+)

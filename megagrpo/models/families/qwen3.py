@@ -1,21 +1,92 @@
-"""Qwen3: queries and keys are normalised per head."""
+"""Qwen2 and Qwen2.5: biases on queries, keys and values. A window applies only with `use_sliding_window`, and only from
+some block on. Qwen3: queries and keys are normalised per head. Qwen3-MoE: a Qwen3 with a mixture of experts in some
+blocks; in all blocks if config.json does not name any."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from megagrpo.models.families.dense import DENSE, QK_NORM
-from megagrpo.models.families.family import Family
-from megagrpo.models.families.qwen2 import UPPER_WINDOWS, upper_windows
+from megagrpo.models.families.architecture import Experts, HfConfig
+from megagrpo.models.families.dense import DENSE, QK_NORM, QKV_BIAS, experts
+from megagrpo.models.families.family import EXPERT_KEYS, Family, Raw, expert_problems, num_experts, windows
+
+UPPER_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")  # read by `upper_windows`
+
+
+def window(raw: Raw) -> int | None:
+    """Return the number of tokens that a token sees in blocks with a window; None without a window. Other Qwen families
+    use it too."""
+    return raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+
+
+def upper_windows(raw: Raw) -> tuple[int | None, ...]:
+    """Return the windows of a dense Qwen: block `max_window_layers` is the first with one, unless `layer_types`
+    overrides it."""
+    return windows(raw, window(raw), lambda block: block >= raw.get("max_window_layers", 28))
+
+
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    table=lambda hf: DENSE | QKV_BIAS,
+    read=lambda raw, common: replace(common, qkv_bias=True, windows=upper_windows(raw)),
+    keys=UPPER_WINDOWS,
+    ignored=("attention_bias",),  # the biases do not depend on it
+    fixed={"qkv_bias": (True, "queries, keys and values of this family have biases")},
+)
+
 
 HAS_HEAD_NORMS = dict.fromkeys(
     ("use_qk_norm", "qk_norm", "qk_layernorm"), (True, "this family normalises queries and keys")
 )
-FAMILY = Family(
+QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     table=lambda hf: DENSE | QK_NORM,
     read=lambda raw, common: replace(common, qk_norm=True, windows=upper_windows(raw)),
     keys=UPPER_WINDOWS,
+    fixed=HAS_HEAD_NORMS,
+)
+
+
+_MOE_TABLE = DENSE | QK_NORM | experts("mlp", "gate_proj", "up_proj", "down_proj")
+
+
+def _moe_blocks(raw: Raw) -> frozenset[int]:
+    dense, every = raw.get("mlp_only_layers") or [], raw.get("decoder_sparse_step") or 1
+    return frozenset(b for b in range(raw["num_hidden_layers"]) if b not in dense and (b + 1) % every == 0)
+
+
+def _moe(raw: Raw, common: HfConfig) -> HfConfig:
+    mixture = Experts(
+        count=num_experts(raw),
+        per_token=raw["num_experts_per_tok"],
+        intermediate_size=raw["moe_intermediate_size"],
+        normalized=raw.get("norm_topk_prob", False),
+        blocks=_moe_blocks(raw),
+    )
+    return replace(common, qk_norm=True, experts=mixture, windows=windows(raw, window(raw)))
+
+
+def _moe_problems(raw: Raw) -> list[str]:
+    problems = expert_problems(raw, ("moe_intermediate_size",))
+    if not problems and "num_hidden_layers" in raw and not _moe_blocks(raw):
+        problems.append(
+            "model: mlp_only_layers and decoder_sparse_step leave no block with experts; a dense model is a qwen3"
+        )
+    return problems
+
+
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    table=lambda hf: _MOE_TABLE,
+    read=_moe,
+    problems=_moe_problems,
+    keys=(
+        *(*EXPERT_KEYS, "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step"),
+        *("use_sliding_window", "sliding_window"),
+    ),
+    ignored=("max_window_layers",),  # all blocks have the window, or no block
     fixed=HAS_HEAD_NORMS,
 )
