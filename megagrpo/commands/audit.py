@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         from transformers.utils.logging import disable_progress_bar
 
         from megagrpo.proof.audit.audit_checks import check_step
-        from megagrpo.proof.audit.audit_report import as_json, as_text
+        from megagrpo.proof.audit.audit_compare import as_json, as_text
         from megagrpo.proof.audit.saved import load_step
     disable_progress_bar()
     step = load_step(options.folder, options.step, options.model)

@@ -38,8 +38,7 @@ def run(options: argparse.Namespace) -> int:
     """Merge, write the model card, upload with --push, and return the exit code."""
 
     def action(layout: Layout) -> None:
-        from megagrpo.models.bridge.adapter_files import base_of
-        from megagrpo.models.bridge.merge_adapter import merge
+        from megagrpo.models.bridge.adapter_files import base_of, merge
         from megagrpo.models.hub.card import write_card
         from megagrpo.records.progress_bars import conversion_progress
 

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     unchanged: list[bool] = []
 
     def action(layout: Layout) -> None:
-        from megagrpo.models.bridge.roundtrip_check import check
+        from megagrpo.models.bridge.conversion import check
 
         unchanged.append(check(options.model, options.manifest, options.scratch, layout))
 

@@ -31,9 +31,15 @@ from megagrpo.config import TrainSection
 from megagrpo.models.bridge.adapter_files import ADAPTER_FILES, save_adapter
 from megagrpo.models.bridge.file_checksums import CHECKSUMS, checksums, verify_others, verify_tensors
 from megagrpo.models.bridge.hf_files import carry, files_of
-from megagrpo.models.bridge.megatron_io import HF_FILES, METADATA, check_is_checkpoint, read_state
+from megagrpo.models.bridge.megatron_io import (
+    HF_FILES,
+    METADATA,
+    check_is_checkpoint,
+    read_state,
+    restore_rng,
+    sharded_rng,
+)
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks
-from megagrpo.models.bridge.rng_state import restore_rng, sharded_rng
 from megagrpo.models.bridge.sharded_write import ShardedWrite
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families.hf_config import HfConfig, architecture_differences, load_hf_config

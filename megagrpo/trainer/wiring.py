@@ -20,8 +20,7 @@ from megagrpo.engine.servers.serving import engine_dtype, name_of, offloads
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
 from megagrpo.models.bridge.adapter_files import fill_adapters
 from megagrpo.models.bridge.load import Checkpoint, load_hf
-from megagrpo.models.bridge.merged import merged_blocks
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, merged_blocks
 from megagrpo.models.families.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device

@@ -11,7 +11,7 @@ from tiny_policy import tiny_model
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.megatron_io import METADATA, load_model, model_state
-from megagrpo.models.bridge.stored_metadata import read_metadata
+from megagrpo.models.bridge.torch_dist import read_metadata
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.attention.packed import TorchAttention
 from megagrpo.policy.build import build_model

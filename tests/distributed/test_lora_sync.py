@@ -14,7 +14,7 @@ from test_weight_sync_copies import OneReader
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.models.bridge.hf_export import save_hf
-from megagrpo.models.bridge.merged import merged_blocks
+from megagrpo.models.bridge.parameter_blocks import merged_blocks
 from megagrpo.proof.verify.verified_step import whole_tensors
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory

@@ -11,8 +11,7 @@ from tiny_policy import SHAPES, Case, tiny_run
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import ParallelSection
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge.merged import merged_blocks
-from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.bridge.parameter_blocks import blocks, merged_blocks
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.stored import NF4_VALUES, STORED_BLOCK, StoredWeight

@@ -221,7 +221,7 @@ TAMPERED = {
 def _audit_tampered(dump, scratch):
     """The audit's exit code and first difference for each way to tamper with the dump of a second step."""
     from megagrpo.proof.audit.audit_checks import check_step
-    from megagrpo.proof.audit.audit_report import verdict
+    from megagrpo.proof.audit.audit_compare import verdict
     from megagrpo.proof.audit.saved import load_step
 
     found = {}

@@ -16,8 +16,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineDeadError
 from megagrpo.models.bridge.hf_export import save_hf
 from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.merged import merged_blocks
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, merged_blocks
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.build import build_model

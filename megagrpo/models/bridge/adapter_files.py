@@ -1,4 +1,4 @@
-"""Loads and saves adapters in PEFT's format, for any layout: a folder with adapter_config.json and
+"""Loads, saves and merges adapters in PEFT's format, for any layout: a folder with adapter_config.json and
 adapter_model.safetensors."""
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ from torch import Tensor, nn
 
 from megagrpo.config import LoraSection
 from megagrpo.models.bridge.file_checksums import verify_inside
-from megagrpo.models.bridge.hf_export import Parameters, Source, Stream, save_folder
-from megagrpo.models.bridge.hf_files import File, Files, Writer
+from megagrpo.models.bridge.hf_export import Parameters, Source, Stream, save_folder, save_hf
+from megagrpo.models.bridge.hf_files import File, Files, Rounded, Writer
+from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
 from megagrpo.models.bridge.tensor_files import TensorFile, first_bad, make_header
 from megagrpo.models.bridge.unfinished import refuse_taken
 from megagrpo.models.families.blocks import Block
-from megagrpo.models.families.hf_config import HfConfig
-from megagrpo.models.families.weight_sources import new_folder, shared_name
+from megagrpo.models.families.hf_config import HfConfig, load_hf_config
+from megagrpo.models.families.weight_sources import new_folder, resolve_model, shared_name
+from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.progress_hook import SILENT, Progress
+from megagrpo.policy.build import build_model, weights_dtype
+from megagrpo.policy.lora_layers import adapters, attach_adapters
+from megagrpo.policy.transformer_config import ModelOptions
 
 ADAPTER_FILES = "adapter"  # subfolder of a checkpoint
 RUN_KEY = "lora.adapter_path"  # the config key in a run's error messages; a tool passes its own argument
@@ -204,3 +210,35 @@ def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict
         fan_in_fan_out=False,
     )
     return about | own | PLAIN | dict(init_lora_weights=True)
+
+
+MERGE_ARGUMENT = "ADAPTER"  # name of the command-line argument in errors
+
+
+def merge(
+    adapter: Path,
+    out: Path,
+    model: str | None,
+    layout: Layout,
+    progress: Progress = SILENT,
+    dtype: torch.dtype | None = None,
+) -> Rounded:
+    """Write the merged model to `out`: safetensors, config and tokenizer. Collective. `dtype`, `progress` and the
+    result are as in `save_hf`."""
+    lora = read_lora(adapter, MERGE_ARGUMENT)
+    source = (
+        resolve_model(model, "--model")
+        if model
+        else resolve_model(base_of(adapter), f"{adapter / CONFIG} (or name one with --model)")
+    )
+    hf_config = load_hf_config(source)
+    chunks = build_model(
+        hf_config, layout, ModelOptions(dtype=weights_dtype(hf_config), init_weights=False, own_linears=True)
+    )
+    attach_adapters(chunks, hf_config, lora, recompute="none")
+    for added in adapters(chunks):
+        # the file holds A and B in float32; in the model's bfloat16 they would be rounded before the sum is
+        added.float()
+    run_own_and_agree(layout, lambda: load_hf(chunks, hf_config, source, layout, progress))
+    load_adapter(chunks, hf_config, layout, adapter, lora, MERGE_ARGUMENT)
+    return save_hf(chunks, hf_config, layout, out, source, dtype=dtype, progress=progress)

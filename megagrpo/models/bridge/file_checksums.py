@@ -1,7 +1,7 @@
-"""CRC-32 checksums of a checkpoint's files: a damaged file is detected and named.
+"""File names and CRC-32 checksums of a checkpoint's files: a name outside of the folder is rejected before any file is
+opened, and a damaged file is detected and named.
 
-They detect damage by disks, networks and memory, not deliberate changes.
-"""
+The checksums detect damage by disks, networks and memory, not deliberate changes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,20 @@ import json
 import re
 import zlib
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
-from megagrpo.models.bridge.file_names import check_inside
+
+def check_inside(names: Iterable[Any], source: Path) -> None:
+    """Raises ValueError when a file name in `source` leaves the folder of `source`. Symbolic links pass, because the
+    hub's cache uses them."""
+    for name in names:
+        inside = isinstance(name, str) and name and "\0" not in name
+        if not inside or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+            raise ValueError(
+                f"model: {source} names the file {name!r}, which is not inside its folder; do not use this download"
+            )
+
 
 CHECKSUMS = "checksums.json"  # file -> CRC-32, for all other files of the folder
 _CHUNK = 2**24

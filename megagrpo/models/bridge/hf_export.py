@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megagrpo.models.bridge.hf_files import Rounded, Writer, copy_side_files, files_for, new_files
-from megagrpo.models.bridge.merged import merged_blocks
+from megagrpo.models.bridge.parameter_blocks import merged_blocks
 from megagrpo.models.bridge.unfinished import refuse_taken
 from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.boxes import Box, extent, size, whole

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megagrpo.models.bridge.file_names import check_inside
+from megagrpo.models.bridge.file_checksums import check_inside
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.tensor_files import METADATA, Entry, first_bad, make_header, parse_header
 from megagrpo.models.bridge.unfinished import check_space

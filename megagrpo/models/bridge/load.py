@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megagrpo.models.bridge.file_names import check_inside
+from megagrpo.models.bridge.file_checksums import check_inside
 from megagrpo.models.bridge.parameter_blocks import blocks, fill, tensor_names
 from megagrpo.models.bridge.tensor_files import Entry, TensorFile, first_bad
 from megagrpo.models.families import FAMILIES

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
 
 from megagrpo.models.bridge.parameter_blocks import Parameter, blocks
+from megagrpo.models.bridge.planned_blocks import without_data
 from megagrpo.models.bridge.torch_dist import StoredTensors
-from megagrpo.models.bridge.without_data import without_data
 from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform.parallel.layout import Layout
@@ -148,3 +149,16 @@ def check_is_checkpoint(folder: Path) -> None:
 
 def _named(chunks: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     return (("model" if len(chunks) == 1 else f"model{i}", chunk) for i, chunk in enumerate(chunks))
+
+
+def sharded_rng(layout: Layout) -> ShardedObject:
+    """Return this rank's RNG state. Every rank saves its own: replicas' generators diverge as soon as one replica has
+    more tokens."""
+    state = [{"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}]
+    return ShardedObject("rng", state, (layout.world_size,), (layout.world_rank,), replica_id=0)
+
+
+def restore_rng(saved: list[dict[str, Any]]) -> None:
+    """Set this process's generators to the contents of a loaded `sharded_rng`."""
+    torch.set_rng_state(saved[0]["torch"])
+    get_cuda_rng_tracker().set_states(saved[0]["tracker"])

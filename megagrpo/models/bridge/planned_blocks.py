@@ -1,23 +1,50 @@
-"""Computes which rank of a trainer holds which blocks, for a layout of any size, in one process.
+"""Builds models without data, and computes from them which rank of a trainer holds which blocks, for a layout of any
+size, in one process.
 
 The training code builds the model once per pipeline stage, from tensors without data. The families' rules then give the
-blocks of each rank of that stage.
-"""
+blocks of each rank of that stage."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from megagrpo.config import ParallelSection
 from megagrpo.models.bridge.parameter_blocks import blocks
-from megagrpo.models.bridge.without_data import without_data
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.models.families.boxes import Box
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.parallel.planned_layouts import imagined_layouts
 from megagrpo.policy.build import build_model
 from megagrpo.policy.transformer_config import ModelOptions
+
+
+@contextlib.contextmanager
+def without_data() -> Iterator[None]:
+    """Tensors created inside this context have a shape and no data, on any requested device."""
+    with _Alone(), FakeTensorMode():
+        yield
+
+
+class _Alone(TorchFunctionMode):
+    """Skips all-reduces: pipeline stages that share tied embeddings do not make them equal."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        return None if func is dist.all_reduce else func(*args, **(kwargs or {}))
+
 
 Shapes = dict[str, tuple[int, ...]]
 Holders = dict[str, dict[Box, list[int]]]  # tensor -> box -> the ranks that hold the box

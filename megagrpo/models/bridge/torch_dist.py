@@ -2,14 +2,16 @@
 
 The format is torch.distributed.checkpoint's. Its own writer and reader, and Megatron's, hold all tensors of a rank at
 once. Megatron's code handles everything except tensors. A file is a sequence of torch.save archives, one per piece of a
-tensor; `.metadata` locates each piece.
-"""
+tensor; `.metadata` locates each piece. That index is a pickle, and unpickling calls any function that the pickle names.
+`read_metadata` allows only torch's records of tensors and pieces, which hold numbers and names. Code that loads a
+checkpoint with Megatron or torch must call it first."""
 
 from __future__ import annotations
 
 import io
 import mmap
 import os
+import pickle
 import zipfile
 from collections.abc import Buffer, Iterable
 from dataclasses import asdict, dataclass
@@ -32,10 +34,54 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
-from megagrpo.models.bridge.stored_metadata import read_metadata
+from megagrpo.models.bridge.file_checksums import check_inside
 from megagrpo.models.bridge.tensor_files import mapped_tensor
 from megagrpo.models.bridge.unfinished import Journal
 from megagrpo.models.families.boxes import Box, intersect, size
+
+METADATA_FILE = ".metadata"
+CHECKPOINT = "torch.distributed.checkpoint"
+RECORDS = {
+    f"{CHECKPOINT}.filesystem": {"_StorageInfo"},
+    f"{CHECKPOINT}.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    f"{CHECKPOINT}.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath"},  # the folder that the checkpoint was written to
+    "pathlib._local": {"PosixPath"},  # the same class in Python 3.13
+}
+
+
+class _Records(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in RECORDS.get(module, ()):
+            raise pickle.UnpicklingError(
+                f"the pickle calls {module}.{name}, which no checkpoint needs; the call was blocked"
+            )
+        return super().find_class(module, name)
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Return the metadata of the checkpoint in `folder`. Raises various errors when the file is missing, damaged or not
+    such an index."""
+    with open(folder / METADATA_FILE, "rb") as file:
+        metadata = _Records(file).load()
+    if not isinstance(metadata, Metadata):
+        raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
+    check_inside({info.relative_path for info in (metadata.storage_data or {}).values()}, folder / METADATA_FILE)
+    return metadata
+
 
 FILE_BYTES = 4 * 2**30  # a file above this size is closed
 ARCHIVE_BYTES = 2048  # upper bound of an archive's bytes beside the tensor

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,92 @@ from huggingface_hub import ModelCard, ModelCardData, try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from megagrpo.config import RunConfig
+from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.models.families.weight_sources import shared_name
-from megagrpo.models.hub.markdown import block, code, table
-from megagrpo.models.hub.run_facts import Line, RunFacts, read_run
+from megagrpo.platform.process.terminal import one_line, printable
 from megagrpo.rewards.reward_registry import display_names
+
+LONGEST = 200  # characters of one value
+
+
+def code(value: object) -> str:
+    """Return `value` as a code span on one line, shortened to LONGEST characters."""
+    text = one_line(str(value)).strip()
+    text = text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    ticks = _ticks(text, shortest=1)
+    return f"{ticks} {text} {ticks}" if "`" in text else f"`{text}`" if text else "(empty)"
+
+
+def block(text: str, language: str) -> str:
+    """Return `text` as a fenced code block that no line of `text` can close."""
+    ticks = _ticks(text, shortest=3)
+    return f"{ticks}{language}\n{printable(text).strip()}\n{ticks}"
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table. A pipe in a cell does not end the cell."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def _ticks(text: str, shortest: int) -> str:
+    """Return a run of backticks that is longer than every run in `text`."""
+    return "`" * max([shortest, *(len(run) + 1 for run in re.findall("`+", text))])
+
+
+RESOLVED, METRICS = "resolved.yaml", "metrics.jsonl"
+_STEP = re.compile(r"step_(\d{6,})")
+_EVALUATION = "eval/"
+Line = dict[str, float]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """A run up to one of its checkpoints. `steps` and `evaluations` are the lines of metrics.jsonl up to `step`,
+    numbers only."""
+
+    config: RunConfig
+    step: int
+    steps: list[Line]
+    evaluations: list[Line]
+
+
+def read_run(checkpoint: Path) -> RunFacts | None:
+    """Return the facts about RUN/checkpoints/step_N, or about the adapter in it. None when the run's folder is not
+    there or its config cannot be read."""
+    checkpoint = checkpoint.resolve()
+    folder = next((each for each in (checkpoint, checkpoint.parent) if _STEP.fullmatch(each.name)), None)
+    if folder is None or not (folder.parents[1] / RESOLVED).is_file():
+        return None
+    run, step = folder.parents[1], int(folder.name.removeprefix("step_"))
+    try:
+        config = load_config(run / RESOLVED)
+    except ConfigError:
+        return None
+    lines = [line for line in _read_metrics(run / METRICS) if line["step"] <= step]
+    evaluations = [line for line in lines if any(name.startswith(_EVALUATION) for name in line)]
+    return RunFacts(config, step, [line for line in lines if "reward" in line], evaluations)
+
+
+def _read_metrics(file: Path) -> list[Line]:
+    """Return the finite numbers of each line that has a step. Damaged lines are skipped."""
+    lines = []
+    for text in file.read_text(errors="replace").splitlines() if file.is_file() else []:
+        try:
+            values = json.loads(text)
+        except ValueError:
+            continue
+        numbers = (
+            {name: value for name, value in values.items() if _is_number(value)} if isinstance(values, dict) else {}
+        )
+        if "step" in numbers:
+            lines.append(numbers)
+    return lines
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
 
 CARD = "README.md"
 CURVE_ROWS = 12  # rows of the table of rewards

@@ -19,8 +19,7 @@ from megagrpo.models.bridge.adapter_files import read_lora
 from megagrpo.models.bridge.file_checksums import checksums, verify_others
 from megagrpo.models.bridge.hf_files import HEADERS, files_of
 from megagrpo.models.bridge.load import Checkpoint
-from megagrpo.models.bridge.stored_metadata import read_metadata
-from megagrpo.models.bridge.torch_dist import StoredTensors
+from megagrpo.models.bridge.torch_dist import StoredTensors, read_metadata
 from megagrpo.models.families.weight_sources import INDEX
 
 ROOT = Path(__file__).parents[4]

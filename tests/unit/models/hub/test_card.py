@@ -11,9 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from megagrpo.config import load_config, save_resolved
-from megagrpo.models.hub.card import license_of, model_card, write_card
-from megagrpo.models.hub.markdown import LONGEST, block, code, table
-from megagrpo.models.hub.run_facts import read_run
+from megagrpo.models.hub.card import LONGEST, block, code, license_of, model_card, read_run, table, write_card
 
 CONFIG = """
 run: {name: sums}
