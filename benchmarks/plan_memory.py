@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 
 from megagrpo.config import RunConfig
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge import sharded_write
+from megagrpo.models.bridge import megatron_io
 from megagrpo.models.families.hf_config import HfConfig, parse_hf_config
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import init_layout
@@ -180,8 +180,8 @@ def _noting_copies(peaks: dict[str, float]) -> Iterator[None]:
         copied(lists, copy)
         peaks["writing"] = sum(tensor.nbytes for tensors in lists for _, tensor in tensors) / MIB
 
-    copied = sharded_write._to_host
-    with patch.object(sharded_write, "_to_host", copy_and_note):
+    copied = megatron_io._to_host
+    with patch.object(megatron_io, "_to_host", copy_and_note):
         yield
 
 

@@ -34,13 +34,13 @@ from megagrpo.models.bridge.hf_files import carry, files_of
 from megagrpo.models.bridge.megatron_io import (
     HF_FILES,
     METADATA,
+    ShardedWrite,
     check_is_checkpoint,
     read_state,
     restore_rng,
     sharded_rng,
 )
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks
-from megagrpo.models.bridge.sharded_write import ShardedWrite
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.platform import device

@@ -16,8 +16,7 @@ from tiny_policy import tiny_model, tiny_run
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.models.bridge.file_checksums import checksums
-from megagrpo.models.bridge.megatron_io import METADATA
-from megagrpo.models.bridge.sharded_write import ShardedWrite
+from megagrpo.models.bridge.megatron_io import METADATA, ShardedWrite
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy

@@ -26,7 +26,7 @@ from megagrpo.config import ParallelSection
 from megagrpo.models.bridge import conversion, torch_dist, unfinished
 from megagrpo.models.bridge.conversion import export_hf, import_hf
 from megagrpo.models.bridge.file_checksums import CHECKSUMS, checksums
-from megagrpo.models.bridge.hf_files import HEADERS, Writer
+from megagrpo.models.bridge.hf_files import HEADERS_FILE, Writer
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.megatron_io import METADATA, model_state
 from megagrpo.models.bridge.torch_dist import PieceWriter
@@ -415,7 +415,7 @@ def change_config(**values):
 
 
 def change_header(folder: Path) -> None:
-    path = folder / "hf" / HEADERS
+    path = folder / "hf" / HEADERS_FILE
     path.write_text(path.read_text().replace("k_proj", "m_proj"))
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from ranks import run_ranks
 from test_fp8 import config, model
+from tiny_policy import whole_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import ModelSection, ParallelSection, RunConfig
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge.hf_export import iter_full
 from megagrpo.models.bridge.megatron_io import load_model, model_state
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.device_checks import check_device
@@ -132,7 +132,7 @@ def _exchanged(case: str, recipe: str, folder: Path) -> None:
 
 def whole(policy: MegatronPolicy) -> list[torch.Tensor]:
     """The model's full tensors, on rank 0."""
-    return [tensor.clone() for _, tensor in iter_full(policy.chunks, policy.hf_config, policy.layout)]
+    return [tensor.clone() for _, tensor in whole_model(policy)]
 
 
 @pytest.mark.full

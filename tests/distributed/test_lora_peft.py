@@ -9,13 +9,12 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
-from tiny_policy import tiny_run
+from tiny_policy import tiny_run, whole_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import LoraSection
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.models.bridge.adapter_files import fill_adapters, fresh_matrix, load_adapter, read_lora, save_adapter
-from megagrpo.models.bridge.hf_export import iter_full
 from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks
 from megagrpo.models.families.hf_config import load_hf_config
@@ -96,7 +95,7 @@ def prepare(root, parallel: dict, **lora):
 
 def _step(root, parallel, out):
     config, layout, hf_config, policy, batch = prepare(root, parallel, adapter_path=str(root / "adapter"))
-    merged = dict(iter_full(policy.chunks, hf_config, layout))
+    merged = dict(whole_model(policy))
     policy.backward(batch, make_loss(config.algorithm), batch.num_tokens)
     gradients, _, _ = whole_tensors(policy, hf_config, layout, lambda p: p.main_grad)
     save_adapter(list(adapter_blocks(policy.chunks, hf_config, layout)), layout, out, config.lora, "base", policy.dtype)

@@ -102,3 +102,13 @@ class Case:
 
     def config(self, **algorithm) -> RunConfig:
         return tiny_run(self.parallel, algorithm=algorithm, train=self.train or {})
+
+
+def whole_model(policy) -> list[tuple[str, Any]]:
+    """Return (name, whole tensor) of the model with merged adapters on rank 0, empty elsewhere. Collective."""
+    from megagrpo.models.bridge.hf_export import find_sources, stream
+    from megagrpo.models.bridge.parameter_blocks import merged_blocks
+
+    parameters = list(merged_blocks(policy.chunks, policy.hf_config, policy.layout))
+    sources = find_sources(parameters, policy.layout)
+    return list(stream(parameters, policy.layout, sources, sources))

@@ -3,7 +3,6 @@ adapter_model.safetensors."""
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import shutil
@@ -23,7 +22,6 @@ from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
 from megagrpo.models.bridge.tensor_files import TensorFile, first_bad, make_header
 from megagrpo.models.bridge.unfinished import refuse_taken
-from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.models.families.weight_sources import new_folder, resolve_model, shared_name
 from megagrpo.platform.parallel.agree import run_own_and_agree
@@ -94,11 +92,7 @@ def load_adapter(
             raise ValueError(f"{key}: {name} in {folder} has shape {list(stored.shape)}; the model needs {list(shape)}")
         if bad := first_bad(stored):
             raise ValueError(f"{key}: {name} in {folder} holds {bad}; the adapter is broken: use another")
-        fill(param, blocks, functools.partial(_part, stored))
-
-
-def _part(stored: Tensor, block: Block) -> Tensor:
-    return stored[block.slices]
+        fill(param, blocks, lambda block, stored=stored: stored[block.slices])
 
 
 def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
@@ -112,22 +106,17 @@ def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
             raise ValueError(f"{key}: {folder} has no {file}; name an adapter folder of PEFT or of a run's checkpoint")
     verify_inside(folder)
     saved = json.loads((folder / CONFIG).read_text())
-    if saved.get("peft_type") != "LORA" or (
-        odd := [name for name, plain in PLAIN.items() if saved.get(name, plain) not in (plain, None)]
-    ):
-        what = (
-            f"peft_type {saved.get('peft_type')}" if saved.get("peft_type") != "LORA" else f"{odd[0]} {saved[odd[0]]}"
-        )
-        raise ValueError(
-            f"{key}: the adapter in {folder} has {what}; only plain LoRA of one rank, on every layer, is supported"
-        )
-    section = dict(
-        rank=saved["r"],
-        alpha=saved["lora_alpha"],
-        use_rslora=bool(saved.get("use_rslora")),
-        dropout=saved.get("lora_dropout", 0),
-    )
-    return LoraSection(**section, target_modules=_projections(saved["target_modules"]))
+    odd = ["peft_type"] if saved.get("peft_type") != "LORA" else []
+    odd += [name for name, plain in PLAIN.items() if saved.get(name, plain) not in (plain, None)]
+    if odd:
+        what = f"{odd[0]} {saved.get(odd[0])}; only plain LoRA of one rank, on every layer, is supported"
+        raise ValueError(f"{key}: the adapter in {folder} has {what}")
+    modules = saved["target_modules"]
+    if not isinstance(modules, str):  # PEFT may name whole modules; a projection is the last part
+        modules = sorted({name.rpartition(".")[2] for name in modules})
+    rslora, dropout = bool(saved.get("use_rslora")), saved.get("lora_dropout", 0)
+    scale = dict(rank=saved["r"], alpha=saved["lora_alpha"], use_rslora=rslora)
+    return LoraSection(**scale, dropout=dropout, target_modules=modules)
 
 
 def base_of(folder: Path) -> str:
@@ -147,21 +136,11 @@ def export_adapter(folder: Path, out: Path, base: str | None = None) -> None:
     """
     read_lora(folder, "CHECKPOINT")
     refuse_taken(out)
-    saved = json.loads((folder / CONFIG).read_text()) | {
-        "base_model_name_or_path": shared_name(base or base_of(folder))
-    }
+    saved = json.loads((folder / CONFIG).read_text())
+    saved["base_model_name_or_path"] = shared_name(base or base_of(folder))
     with new_folder(out) as unfinished:
         shutil.copyfile(folder / WEIGHTS, unfinished / WEIGHTS)
         (unfinished / CONFIG).write_text(json.dumps(saved, indent=2))
-
-
-def _projections(target_modules: Any) -> Any:
-    """Return PEFT's `target_modules`, with full module names cut to the projection."""
-    return (
-        target_modules
-        if isinstance(target_modules, str)
-        else sorted({name.rpartition(".")[2] for name in target_modules})
-    )
 
 
 def save_adapter(
@@ -187,28 +166,19 @@ def save_adapter(
             for name, tensor in tensors:
                 look(name, tensor)
                 writer.write(name, tensor)
-        (unfinished / CONFIG).write_text(json.dumps(adapter_config(lora, _named(sources), base), indent=2))
+        projections = sorted({name.split(".")[-3] for name in sources})
+        (unfinished / CONFIG).write_text(json.dumps(adapter_config(lora, projections, base), indent=2))
 
     save_folder(folder, parameters, layout, write, dtype)
-
-
-def _named(sources: dict[str, Any]) -> list[str]:
-    return sorted({name.split(".")[-3] for name in sources})
 
 
 def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict[str, Any]:
     """Return the contents of adapter_config.json."""
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
-    own = dict(
-        r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora, target_modules=projections
-    )
-    about = dict(
-        peft_type="LORA",
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=shared_name(base),
-        inference_mode=True,
-        fan_in_fan_out=False,
-    )
+    own = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora)
+    own |= dict(target_modules=projections)
+    about = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=shared_name(base))
+    about |= dict(inference_mode=True, fan_in_fan_out=False)
     return about | own | PLAIN | dict(init_lora_weights=True)
 
 
@@ -226,11 +196,8 @@ def merge(
     """Write the merged model to `out`: safetensors, config and tokenizer. Collective. `dtype`, `progress` and the
     result are as in `save_hf`."""
     lora = read_lora(adapter, MERGE_ARGUMENT)
-    source = (
-        resolve_model(model, "--model")
-        if model
-        else resolve_model(base_of(adapter), f"{adapter / CONFIG} (or name one with --model)")
-    )
+    key = "--model" if model else f"{adapter / CONFIG} (or name one with --model)"
+    source = resolve_model(model or base_of(adapter), key)
     hf_config = load_hf_config(source)
     chunks = build_model(
         hf_config, layout, ModelOptions(dtype=weights_dtype(hf_config), init_weights=False, own_linears=True)

@@ -56,9 +56,8 @@ def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT
     hf_config = load_hf_config(source)
     checkpoint = run_own_and_agree(layout, lambda: Checkpoint(source))
     own = run_own_and_agree(layout, lambda: structure(hf_config, layout))
-    run_own_and_agree(
-        layout, lambda: checkpoint.check([block for part in own.parts for block in part.blocks], hf_config)
-    )
+    blocks = [block for part in own.parts for block in part.blocks]
+    run_own_and_agree(layout, lambda: checkpoint.check(blocks, hf_config))
     run_own_and_agree(layout, lambda: checkpoint.check_head(hf_config), here=layout.world_rank == 0)
     if layout.world_rank == 0:
         checkpoint.say_left_out(hf_config)
@@ -111,11 +110,8 @@ def _import_tensors(
 
 def _dtype_of(part: Part, checkpoint: Checkpoint, own: Structure) -> torch.dtype:
     """Return the narrowest dtype that holds all tensors of a parameter without loss."""
-    return (
-        reduce(torch.promote_types, [checkpoint.entry(block.name).dtype for block in part.blocks])
-        if part.blocks
-        else own.dtype
-    )
+    dtypes = [checkpoint.entry(block.name).dtype for block in part.blocks]
+    return reduce(torch.promote_types, dtypes) if dtypes else own.dtype
 
 
 def export_hf(
@@ -136,13 +132,11 @@ def export_hf(
     RankError. `progress` shows the bytes on rank 0.
     """
     if (checkpoint / ADAPTER_FILES).is_dir():
-        raise ValueError(
-            f"{checkpoint} has an adapter but no weights; merge it: megagrpo merge {checkpoint / ADAPTER_FILES} {out}"
-        )
+        fix = f"merge it: megagrpo merge {checkpoint / ADAPTER_FILES} {out}"
+        raise ValueError(f"{checkpoint} has an adapter but no weights; {fix}")
     if model is None and not (checkpoint / HF_FILES).is_dir():
-        raise ValueError(
-            f"{checkpoint} has no {HF_FILES} folder with config.json; name the original model with --model"
-        )
+        why = f"{checkpoint} has no {HF_FILES} folder with config.json"
+        raise ValueError(f"{why}; name the original model with --model")
     check_is_checkpoint(checkpoint)
     if (checkpoint / CHECKSUMS).is_file():
         run_and_agree(layout, lambda: verify_others(checkpoint), here=layout.world_rank == 0)
@@ -233,15 +227,8 @@ def _check_stored(own: Structure, stored: StoredTensors) -> None:
 def _unfinished(out: Path, layout: Layout, *sources: Path, dtype: torch.dtype | None = None) -> Iterator[Unfinished]:
     """Yield the folder that becomes `out`. An error removes it. After a kill or an interrupt, the next attempt from the
     same sources to the same dtype resumes it."""
-    sizes = (
-        layout.world_size,
-        layout.tp_size,
-        layout.pp_size,
-        layout.vpp,
-        layout.pipeline_layers,
-        layout.ep_size,
-        layout.etp_size,
-    )
+    axes = (layout.world_size, layout.tp_size, layout.pp_size, layout.vpp, layout.pipeline_layers)
+    sizes = (*axes, layout.ep_size, layout.etp_size)
     named = [[str(source), fingerprint(source)] for source in sources]
     folder = Unfinished(out, layout, dict(sources=named, layout=str(sizes), dtype=str(dtype)))
     try:
@@ -267,7 +254,7 @@ def export_alone(checkpoint: Path, out: Path, progress: Progress = SILENT, dtype
         layout.close()
 
 
-SHOWN = 5  # limit of the differences that are printed
+SHOWN_DIFFERENCES = 5  # limit of the differences that are printed
 
 
 def check(model: str, manifest: Path | None, scratch: Path, layout: Layout) -> bool:
@@ -278,9 +265,8 @@ def check(model: str, manifest: Path | None, scratch: Path, layout: Layout) -> b
     try:
         import_hf(str(source), folder / "megatron", layout)
         export_hf(folder / "megatron", folder / "hf", None, layout)
-        return on_first_rank(
-            layout, lambda: _report(source, folder / "hf", manifest or Path(f"{source.name}.manifest.json"))
-        )
+        manifest = manifest or Path(f"{source.name}.manifest.json")
+        return on_first_rank(layout, lambda: _report(source, folder / "hf", manifest))
     finally:
         if layout.world_rank == 0:
             remove(folder)
@@ -294,15 +280,13 @@ def _report(source: Path, back: Path, manifest: Path) -> bool:
     manifest.write_text(json.dumps(verdict | before, indent=1))
     if left_out:
         show(f"dropped, because the architecture does not use it: {counted(left_out)}")
-    for line in changes[:SHOWN]:
+    for line in changes[:SHOWN_DIFFERENCES]:
         show(line)
     total = sum(tensor["nbytes"] for tensor in before["tensors"].values())
     converted = f"{len(before['tensors']) - len(left_out)} of them " if left_out else ""
     outcome = f"{len(changes)} differences" if changes else f"{converted}unchanged after both conversions"
-    show(
-        f"{len(before['tensors'])} tensors, {total / 1e9:.3f} GB, {len(before['files'])} files: {outcome}; manifest: "
-        f"{manifest}"
-    )
+    counts = f"{len(before['tensors'])} tensors, {total / 1e9:.3f} GB, {len(before['files'])} files"
+    show(f"{counts}: {outcome}; manifest: {manifest}")
     return not changes
 
 
@@ -314,9 +298,8 @@ def describe(folder: Path) -> dict[str, Any]:
     for name, file in checkpoint.where.items():
         entry = checkpoint.entry(name)
         digest = hashlib.sha256(checkpoint.bytes_of(name)).hexdigest()
-        tensors[name] = dict(
-            dtype=NAMES[entry.dtype], shape=list(entry.shape), nbytes=entry.nbytes, file=file, sha256=digest
-        )
+        of_tensor = dict(dtype=NAMES[entry.dtype], shape=list(entry.shape), nbytes=entry.nbytes)
+        tensors[name] = of_tensor | dict(file=file, sha256=digest)
     files = {}
     for name in [*checkpoint.files, *([INDEX] if checkpoint.index is not None else [])]:
         with open(folder / name, "rb") as stored:
@@ -340,6 +323,5 @@ def differences(before: dict[str, Any], after: dict[str, Any], left_out: list[st
     lines += [f"{name} ({now['file']}): new" for name, now in after["tensors"].items() if name not in before["tensors"]]
     changed = {before["tensors"][name]["file"] for name in left_out} | ({INDEX} if left_out else set())
     names = sorted((before["files"].keys() | after["files"].keys()) - changed)
-    return lines + [
-        f"{name}: the files differ" for name in names if before["files"].get(name) != after["files"].get(name)
-    ]
+    differ = [name for name in names if before["files"].get(name) != after["files"].get(name)]
+    return lines + [f"{name}: the files differ" for name in differ]

@@ -19,9 +19,8 @@ def check_inside(names: Iterable[Any], source: Path) -> None:
     for name in names:
         inside = isinstance(name, str) and name and "\0" not in name
         if not inside or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ValueError(
-                f"model: {source} names the file {name!r}, which is not inside its folder; do not use this download"
-            )
+            why = f"{source} names the file {name!r}, which is not inside its folder"
+            raise ValueError(f"model: {why}; do not use this download")
 
 
 CHECKSUMS = "checksums.json"  # file -> CRC-32, for all other files of the folder
@@ -39,10 +38,9 @@ def verify_tensors(folder: Path, part: int = 0, parts: int = 1) -> None:
     The files are divided over `parts` by the rank that wrote them. So in the same layout each rank verifies the files
     that it then reads.
     """
-    written = _listed(folder).items()
-    _verify(
-        folder, {name: crc for name, crc in written if (writer := _writer(name)) is not None and writer % parts == part}
-    )
+    listed = _listed(folder)
+    mine = [name for name in listed if (rank := _writer(name)) is not None and rank % parts == part]
+    _verify(folder, {name: listed[name] for name in mine})
 
 
 def verify_others(folder: Path) -> None:
@@ -61,9 +59,8 @@ def _verify(folder: Path, written: dict[str, str]) -> None:
     for name, crc in written.items():
         file = folder / name
         if not file.is_file():
-            raise ValueError(
-                f"{folder} is damaged: it lacks {name}, which {CHECKSUMS} names; copy the checkpoint again"
-            )
+            why = f"it lacks {name}, which {CHECKSUMS} names"
+            raise ValueError(f"{folder} is damaged: {why}; copy the checkpoint again")
         if (actual := f"{_crc(file):08x}") != crc:
             raise ValueError(f"{file} is corrupt: its CRC-32 is {actual}; {crc} was written; copy the checkpoint again")
 

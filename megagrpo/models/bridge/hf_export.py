@@ -51,23 +51,6 @@ class Source:
     senders: dict[Box, int]
 
 
-@torch.no_grad()
-def iter_full(
-    chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, *, dtype: torch.dtype | None = None, writer: int = 0
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, whole tensor) for every tensor of the model on rank `writer`, on the CPU, layer by layer. Other
-    ranks yield nothing.
-
-    Collective: every rank of the world must exhaust the iterator. Each block is sent once, by one of the ranks that
-    hold it. A tensor may share the parameter's memory. Tensors have Hugging Face shapes. `dtype` None keeps the dtypes
-    of the parameters; weights with adapters are merged, in float32. Reads `param.data`, so an optimizer that gathers
-    parameters late must have gathered them.
-    """
-    parameters = list(merged_blocks(chunks, hf_config, layout))
-    sources = find_sources(parameters, layout)
-    yield from stream(parameters, layout, sources, sources, dtype, writer)
-
-
 def find_sources(parameters: Parameters, layout: Layout) -> dict[str, Source]:
     """Return every tensor of the model, in layer order; the lowest rank that holds a block sends it. Collective, small
     messages only."""
@@ -193,10 +176,8 @@ def save_hf(
             files, copies = files_for(shapes(sources), source_folder, hf_config, dtype)
         else:
             in_dtype = dtype or getattr(torch, hf_config.dtype)
-            files, copies = (
-                new_files({n: (in_dtype, source.shape) for n, source in sources.items()}, max_shard_bytes),
-                {},
-            )
+            tensors_in_files = {name: (in_dtype, source.shape) for name, source in sources.items()}
+            files, copies = new_files(tensors_in_files, max_shard_bytes), {}
         with Writer(unfinished, files, copies) as writer, progress.task(f"writing {out_folder.name}") as task:
             task.expect(sum(entry.nbytes for entry in files.entries.values()), "B")
             for name, tensor in tensors:

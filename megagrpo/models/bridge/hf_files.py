@@ -18,17 +18,17 @@ from torch import Tensor
 
 from megagrpo.models.bridge.file_checksums import check_inside
 from megagrpo.models.bridge.load import Checkpoint
-from megagrpo.models.bridge.tensor_files import METADATA, Entry, first_bad, make_header, parse_header
+from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, first_bad, make_header, parse_header
 from megagrpo.models.bridge.unfinished import check_space
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.weight_sources import INDEX, SINGLE
 from megagrpo.sync.wire.manifest import EXACT
 
-HEADERS = "safetensors_headers.json"  # beside a checkpoint's side files: the headers of the original model's files
-SIDE_FILES = (".json", ".jinja", ".txt", ".model", ".py")
+HEADERS_FILE = "safetensors_headers.json"  # beside a checkpoint's side files: the headers of the original model's files
+SIDE_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".py")
 REMOTE_CODE = "auto_map"  # of config.json: class of transformers -> "module.Class", or "repository--module.Class"
 SHARD_BYTES = 5 * 2**30
-HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+HEAD_NAME, EMBEDDING_NAME = "lm_head.weight", "embed_tokens.weight"
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json: the new and the old name
 _ROWS = 2**26  # bytes cast and written at once
 
@@ -80,14 +80,11 @@ class Files:
     def in_dtype(self, dtype: torch.dtype) -> Files:
         """Return the files with all tensors in `dtype`, except that tensors which every program computes with in
         float32 are not narrowed."""
-        exact = {
-            name
-            for name, entry in self.entries.items()
-            if name.endswith(EXACT) and entry.dtype.itemsize > dtype.itemsize
-        }
-        return self._with(
-            {name: (entry.dtype if name in exact else dtype, entry.shape) for name, entry in self.entries.items()}
-        )
+
+        def chosen(name: str, stored: torch.dtype) -> torch.dtype:
+            return stored if name.endswith(EXACT) and stored.itemsize > dtype.itemsize else dtype
+
+        return self._with({name: (chosen(name, one.dtype), one.shape) for name, one in self.entries.items()})
 
     def _with(self, tensors: Tensors) -> Files:
         """Return the files with these tensors, or this object when nothing changes."""
@@ -107,16 +104,16 @@ def _with(file: File, tensors: Tensors) -> File:
     """Return the file with those of its tensors that are in `tensors`."""
     own = {name: tensors[name] for name in file.entries if name in tensors}
     unchanged = own == {name: (entry.dtype, entry.shape) for name, entry in file.entries.items()}
-    return file if unchanged else File(file.name, make_header(own, json.loads(file.header).get(METADATA)))
+    return file if unchanged else File(file.name, make_header(own, json.loads(file.header).get(METADATA_KEY)))
 
 
 def files_of(folder: Path) -> Files | None:
     """Return the files of the model in `folder`, from its weights or from the headers in a checkpoint; None when the
     folder has neither."""
     index = (folder / INDEX).read_bytes() if (folder / INDEX).is_file() else None
-    if (folder / HEADERS).is_file():
-        headers = json.loads((folder / HEADERS).read_text())
-        check_inside(headers, folder / HEADERS)
+    if (folder / HEADERS_FILE).is_file():
+        headers = json.loads((folder / HEADERS_FILE).read_text())
+        check_inside(headers, folder / HEADERS_FILE)
         return Files(tuple(File(name, text.encode()) for name, text in headers.items()), index)
     if index is None and not (folder / SINGLE).is_file():
         return None
@@ -135,21 +132,18 @@ def files_for(
     """
     source = files_of(folder)
     if source is None:
-        return new_files(
-            {name: (dtype or getattr(torch, hf_config.dtype), shape) for name, shape in shapes.items()}
-        ), {}
+        in_dtype = dtype or getattr(torch, hf_config.dtype)
+        return new_files({name: (in_dtype, shape) for name, shape in shapes.items()}), {}
     copies = {}
-    if hf_config.tied_embeddings and HEAD in source.entries and HEAD not in shapes:
-        copies = {HEAD: next(name for name in shapes if name.endswith(EMBEDDING))}
+    if hf_config.tied_embeddings and HEAD_NAME in source.entries and HEAD_NAME not in shapes:
+        copies = {HEAD_NAME: next(name for name in shapes if name.endswith(EMBEDDING_NAME))}
     files = source.only(shapes.keys() | copies.keys())
     for name, shape in shapes.items():
         if name not in files.entries:
             raise ValueError(f"model: the files of {folder} lack {name}; they belong to another model")
         if files.entries[name].shape != shape:
-            raise ValueError(
-                f"model: {name} has shape {shape}, but {files.entries[name].shape} in {folder}, which holds another "
-                f"model"
-            )
+            stored = f"{files.entries[name].shape} in {folder}, which holds another model"
+            raise ValueError(f"model: {name} has shape {shape}, but {stored}")
     return files if dtype is None else files.in_dtype(dtype), copies
 
 
@@ -210,10 +204,8 @@ class Writer:
 
         Raises ValueError when a value is NaN or infinite, or becomes infinite by the cast.
         """
-        return sum(
-            self._write(stored_name, tensor)
-            for stored_name in (name, *(copy for copy, of in self._copies.items() if of == name))
-        )
+        names = [name, *(copy for copy, of in self._copies.items() if of == name)]
+        return sum(self._write(stored, tensor) for stored in names)
 
     def _write(self, name: str, tensor: Tensor) -> int:
         i, entry = self._places[name]
@@ -249,9 +241,8 @@ def rounding(rounded: Rounded, cause: str) -> str | None:
         return None
     targets = ", ".join(sorted({_name(to) for _, to in rounded}))
     exact = reduce(torch.promote_types, (source for source, _ in rounded))
-    return f"rounded to {targets} ({cause})" + (
-        f"; --dtype {_name(exact)} keeps every bit" if exact != torch.float64 else ""
-    )
+    fix = f"; --dtype {_name(exact)} keeps every bit" if exact != torch.float64 else ""
+    return f"rounded to {targets} ({cause}){fix}"
 
 
 def _bad(name: str, part: Tensor, cast: Tensor) -> str:
@@ -261,10 +252,8 @@ def _bad(name: str, part: Tensor, cast: Tensor) -> str:
         return f"{name} holds {bad}; these weights are broken"
     index = (~torch.isfinite(cast)).nonzero()[0].tolist()
     value, limit = part[tuple(index)].item(), torch.finfo(cast.dtype).max
-    return (
-        f"{name} holds {value:g} at {index}, beyond the {limit:g} of {_name(cast.dtype)}; choose float32 or "
-        f"bfloat16 with --dtype"
-    )
+    where = f"{name} holds {value:g} at {index}, beyond the {limit:g} of {_name(cast.dtype)}"
+    return f"{where}; choose float32 or bfloat16 with --dtype"
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -291,7 +280,7 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None
     needed.
     """
     for file in source.iterdir():
-        if file.suffix in SIDE_FILES and file.name not in (INDEX, HEADERS):
+        if file.suffix in SIDE_FILE_SUFFIXES and file.name not in (INDEX, HEADERS_FILE):
             shutil.copyfile(file, target / file.name)
     if not (config := target / "config.json").is_file():
         return
@@ -308,10 +297,9 @@ def _has_its_code(raw: dict[str, Any], folder: Path) -> bool:
     """Whether `folder` holds every module that `auto_map` names without a repository."""
     mapped = raw.get(REMOTE_CODE)
     values = mapped.values() if isinstance(mapped, dict) else [mapped]
-    named = [
-        name for value in values for name in (value if isinstance(value, list) else [value]) if isinstance(name, str)
-    ]
-    modules = {name.rpartition(".")[0] for name in named if "--" not in name and "/" not in name}
+    named = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    names = [name for name in named if isinstance(name, str) and "--" not in name and "/" not in name]
+    modules = {name.rpartition(".")[0] for name in names}
     return all((folder / f"{module}.py").is_file() for module in modules)
 
 
@@ -320,6 +308,8 @@ def carry(source: Path, files: Files | None, target: Path) -> None:
     same `files` needs."""
     copy_side_files(source, target)
     if files is not None:
-        (target / HEADERS).write_text(json.dumps({file.name: file.header.decode() for file in files.files}, indent=1))
+        (target / HEADERS_FILE).write_text(
+            json.dumps({file.name: file.header.decode() for file in files.files}, indent=1)
+        )
         if files.index is not None:
             (target / INDEX).write_bytes(files.index)

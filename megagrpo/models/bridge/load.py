@@ -24,6 +24,9 @@ from megagrpo.platform.process.terminal import warn
 from megagrpo.sync.wire.sync_plan import layer_of
 
 INV_FREQ = "rotary_emb.inv_freq"
+_TIED = (
+    "if the embeddings are tied, set tie_word_embeddings to true in config.json; otherwise download the folder again"
+)
 _OTHER = "config.json and the weights belong to different models, or are incomplete; download the folder again"
 
 
@@ -83,10 +86,8 @@ class Checkpoint:
                 raise ValueError(f"model: {self.folder / INDEX} names {file} for {name}, but the file lacks it; {fix}")
         for file, opened in self.files.items():
             if extra := [name for name in opened.entries if self.where.get(name) != file]:
-                raise ValueError(
-                    f"model: {self.folder / file} holds {_list(extra)}, which {INDEX} does not list for this file; "
-                    f"{fix}"
-                )
+                holds = f"{self.folder / file} holds {_list(extra)}, which {INDEX} does not list for this file"
+                raise ValueError(f"model: {holds}; {fix}")
 
     def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
         """Raises ValueError when the tensor of a block in `wanted` is missing, quantized or of another shape.
@@ -113,10 +114,10 @@ class Checkpoint:
         one, other = self.tensor(embedding), self.tensor(HEAD_TENSOR)
         pairs = zip(one.split(_ROWS), other.split(_ROWS), strict=False)
         if one.shape != other.shape or not all(torch.equal(a.float(), b.float()) for a, b in pairs):
+            head = f"{HEAD_TENSOR} in {self.folder / self.where[HEAD_TENSOR]}"
             raise ValueError(
-                f"model: {HEAD_TENSOR} in {self.folder / self.where[HEAD_TENSOR]} differs from {embedding}, but "
-                f"config.json ties them; set "
-                "tie_word_embeddings to false in config.json, or remove the tensor if the head is a leftover"
+                f"model: {head} differs from {embedding}, but config.json ties them; set tie_word_embeddings to false "
+                "in config.json, or remove the tensor if the head is a leftover"
             )
 
     def _check_names(self, needed: set[str], hf_config: HfConfig) -> None:
@@ -128,16 +129,11 @@ class Checkpoint:
                 "expert, as the save_pretrained of transformers does"
             )
         if missing:
-            tied = (
-                "if the embeddings are tied, set tie_word_embeddings to true in config.json; otherwise download "
-                "the folder again"
-            )
-            fix = tied if missing == [HEAD_TENSOR] else _OTHER
+            fix = _TIED if missing == [HEAD_TENSOR] else _OTHER
             raise ValueError(f"model: {self.folder} lacks {_list(missing)}; {fix}")
         if unused:
-            raise ValueError(
-                f"model: {self.folder} holds {_list(unused)}, which this architecture does not use; {_OTHER}"
-            )
+            holds = f"{self.folder} holds {_list(unused)}, which this architecture does not use"
+            raise ValueError(f"model: {holds}; {_OTHER}")
 
     def left_out(self, hf_config: HfConfig) -> list[str]:
         """Return the tensors that are dropped: tensors that this family does not train, and rotary frequencies, which
@@ -166,10 +162,8 @@ class Checkpoint:
     def _check_tensor(self, block: Block) -> None:
         entry, file = self.entry(block.name), self.folder / self.where[block.name]
         if entry.shape != block.shape:
-            raise ValueError(
-                f"model: {block.name} in {file} has shape {entry.shape}; config.json implies {block.shape}; they "
-                f"belong to different models"
-            )
+            shapes = f"has shape {entry.shape}; config.json implies {block.shape}"
+            raise ValueError(f"model: {block.name} in {file} {shapes}; they belong to different models")
         if not entry.dtype.is_floating_point or entry.dtype.itemsize < 2:
             raise ValueError(f"model: {block.name} in {file} is {entry.dtype}, quantized; use the original weights")
 
@@ -179,10 +173,8 @@ class Checkpoint:
         part = self.tensor(block.name)[block.slices]
         if bad := first_bad(part):
             where = f"{block.name} in {self.folder / self.where[block.name]}"
-            raise ValueError(
-                f"model: {where} holds {bad} of the part {brackets(block.box)}; the weights are broken: use another "
-                f"checkpoint"
-            )
+            what = f"holds {bad} of the part {brackets(block.box)}"
+            raise ValueError(f"model: {where} {what}; the weights are broken: use another checkpoint")
         return part
 
 

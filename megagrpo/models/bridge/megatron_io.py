@@ -1,11 +1,14 @@
-"""Model weights in Megatron's distributed checkpoint: the sharded state, and the position of each parameter's parts in
-it."""
+"""Megatron's distributed checkpoint: the model's sharded state and the position of each parameter's parts in it, the
+state of random number generators, and a write that each rank can do in the background."""
 
 from __future__ import annotations
 
 import dataclasses
+import threading
+import time
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory, is_main_replica
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 
+from megagrpo.models.bridge.file_checksums import checksums
 from megagrpo.models.bridge.parameter_blocks import Parameter, blocks
 from megagrpo.models.bridge.planned_blocks import without_data
 from megagrpo.models.bridge.torch_dist import StoredTensors
@@ -87,23 +92,18 @@ def structure(hf_config: HfConfig, layout: Layout) -> Structure:
     with without_data():
         chunks = build_model(hf_config, layout, ModelOptions(dtype=dtype, init_weights=False))
         state = model_state(chunks, layout)
-        stored = {
-            f"chunk{i}.{name}" if i else name: value
-            for i, own in enumerate(state.values())
-            for name, value in own.items()
-        }
-        parts = [
-            _part(name, param, of_param, stored.pop(name))
-            for name, param, of_param in blocks(chunks, hf_config, layout)
-        ]
+        stored = {}
+        for i, own in enumerate(state.values()):
+            stored |= {f"chunk{i}.{name}" if i else name: value for name, value in own.items()}
+        named = blocks(chunks, hf_config, layout)
+        parts = [_part(name, param, of_param, stored.pop(name)) for name, param, of_param in named]
     assert not stored, f"stored without blocks: {[*stored]}"
     return Structure(parts, dtype)
 
 
 def _part(name: str, param: Parameter, blocks: list[Block], stored: ShardedTensor | ShardedTensorFactory) -> Part:
-    return Part(
-        name, tuple(param.shape), blocks, stored, [stored] if isinstance(stored, ShardedTensor) else stored.build()
-    )
+    places = [stored] if isinstance(stored, ShardedTensor) else stored.build()
+    return Part(name, tuple(param.shape), blocks, stored, places)
 
 
 def save_frame(folder: Path) -> None:
@@ -162,3 +162,85 @@ def restore_rng(saved: list[dict[str, Any]]) -> None:
     """Set this process's generators to the contents of a loaded `sharded_rng`."""
     torch.set_rng_state(saved[0]["torch"])
     get_cuda_rng_tracker().set_states(saved[0]["tracker"])
+
+
+class ShardedWrite:
+    """The write of this rank's part of `state` to `folder`. Construction and `finish` are collective; in between each
+    rank writes on its own."""
+
+    def __init__(self, state: dict[str, Any], folder: Path, metadata: dict[str, Any], background: bool):
+        """Start the write. With `background`, the current values are copied to host memory and a thread writes them;
+        otherwise this call writes."""
+        self._folder = folder
+        self._error: Exception | None = None
+        self.ended = 0.0  # time.monotonic() at the end of this rank's write
+        self._checksums: dict[str, str] = {}
+        # The default strategy needs a package that cannot be installed everywhere.
+        with _failures_as_os_errors():
+            self._request = dist_checkpointing.save(
+                state, str(folder), content_metadata=metadata, async_sharded_save=True, async_strategy="mcore"
+            )
+        _to_host(self._tensors, copy=background)
+        # A daemon thread: a process that must exit at once leaves the checkpoint unfinished.
+        self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
+        self._thread.start() if background else self._run()
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank's part is written, or its write has failed."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Wait until this rank's write ends."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def result(self) -> dict[str, str]:
+        """Wait for the write and return the checksums of this rank's files. Raises the error of a failed write."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._checksums
+
+    def finish(self) -> None:
+        """Write the files that complete the distributed checkpoint. Raises OSError on every rank when a rank could not
+        write its part;
+        only rank 0 knows which rank failed."""
+        with _failures_as_os_errors():
+            for finalize in self._request.finalize_fns:
+                finalize()
+
+    @property
+    def _tensors(self) -> list[list[tuple[Any, torch.Tensor]]]:
+        """The tensors that this rank writes, one list per file. The writer reads these same list objects."""
+        buckets = self._request.async_fn_args[1] if self._request.async_fn is not None else []
+        return [tensors for _, _, (_, tensors) in buckets]
+
+    def _run(self) -> None:
+        try:
+            if self._request.async_fn is not None:
+                self._request.async_fn(*self._request.async_fn_args)
+                for tensors in self._tensors:
+                    tensors.clear()  # otherwise the tensors would live until `finish`
+                rank = torch.distributed.get_rank()
+                self._checksums = checksums(self._folder, self._folder.glob(f"__{rank}_*.distcp"))
+        except Exception as error:
+            self._error = error
+        self.ended = time.monotonic()
+
+
+@contextmanager
+def _failures_as_os_errors() -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as error:  # CheckpointException is not a subclass of Exception
+        who = ", ".join(f"rank {rank}" for rank in error.failures) or "a rank"
+        raise OSError(f"{who} could not write its part (see the log)") from error
+
+
+def _to_host(lists: list[list[tuple[Any, torch.Tensor]]], copy: bool) -> None:
+    """Replace every tensor with one in host memory, a fresh copy if `copy`. Replaced tensors are freed one by one."""
+    for tensors in lists:
+        for i, (item, tensor) in enumerate(tensors):
+            tensors[i] = item, tensor.to("cpu", copy=copy)
+            del tensor

@@ -51,11 +51,8 @@ def blocks(
         for name, weight in (*model.named_parameters(), *_weights_without_gradient(model)):
             if is_adapter(name):
                 continue
-            stored = (
-                getattr(model.get_submodule(name.rpartition(".")[0]), "stored", weight)
-                if name.endswith(".weight")
-                else weight
-            )
+            module = model.get_submodule(name.rpartition(".")[0]) if name.endswith(".weight") else None
+            stored = getattr(module, "stored", weight)
             param: Parameter = DenseWeight(stored) if is_fp8(stored) else stored
             in_decoder = _IN_LAYER.fullmatch(name)
             key, layer = (in_decoder[2], _block_number(model, int(in_decoder[1]))) if in_decoder else (name, None)
@@ -107,11 +104,8 @@ def adapter_blocks(
             patterns = rule.blocks(Local(param, layout.tp_size, layout.tp_rank, hf_config))
             named_blocks = [in_layer(block, _block_number(model, int(in_decoder[1]))) for block in patterns]
             name_in_file = f"{PEFT}{named_blocks[0].name.removesuffix('weight')}{matrix}.weight"
-            yield (
-                f"chunk{i}.{name}" if i else name,
-                param,
-                [dataclasses.replace(block, name=name_in_file) for block in named_blocks],
-            )
+            renamed = [dataclasses.replace(block, name=name_in_file) for block in named_blocks]
+            yield f"chunk{i}.{name}" if i else name, param, renamed
 
 
 def trained_blocks(
@@ -185,9 +179,8 @@ class Merged:
         merged = self.weight.detach().to(torch.float32, copy=True)
         for block, low_rank in self.parts:
             view = block.view(merged)
-            view.add_(
-                (_rows(low_rank.lora_B, block).float() @ low_rank.lora_A.float()).view(view.shape), alpha=self.scale
-            )
+            product = _rows(low_rank.lora_B, block).float() @ low_rank.lora_A.float()
+            view.add_(product.view(view.shape), alpha=self.scale)
         return merged
 
 

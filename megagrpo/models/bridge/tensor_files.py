@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = {
+SAFETENSORS_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -34,11 +34,11 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
-METADATA = "__metadata__"
+NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
+METADATA_KEY = "__metadata__"
 _PREFIX = 8
 _RELEASE = 2**28  # bytes read from mapped files before their pages are released
-AGAIN = "download or copy the file again"
+COPY_AGAIN = "download or copy the file again"
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,14 @@ def parse_header(text: bytes | str, path: Path) -> dict[str, Entry]:
     the header is damaged."""
     try:
         raw = json.loads(text)
-        entries = {name: _entry(name, value, path) for name, value in raw.items() if name != METADATA}
+        entries = {name: _entry(name, value, path) for name, value in raw.items() if name != METADATA_KEY}
     except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
-        raise ValueError(f"model: {path} is corrupt: its header is not a JSON object ({error}); {AGAIN}") from None
+        raise ValueError(f"model: {path} is corrupt: its header is not a JSON object ({error}); {COPY_AGAIN}") from None
     at, entries = 0, dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)))
     for name, entry in entries.items():
         if entry.start != at:
-            raise ValueError(
-                f"model: {path} is corrupt: {name} starts at byte {entry.start} of the data and not at {at}; {AGAIN}"
-            )
+            where = f"{name} starts at byte {entry.start} of the data and not at {at}"
+            raise ValueError(f"model: {path} is corrupt: {where}; {COPY_AGAIN}")
         at = entry.stop
     return entries
 
@@ -77,27 +76,24 @@ def _entry(name: str, value: Any, path: Path) -> Entry:
     try:
         start, stop = value["data_offsets"]
         dtype, shape = value["dtype"], tuple(value["shape"])
-        size = math.prod(shape) * (DTYPES[dtype].itemsize if dtype in DTYPES else 1)
+        size = math.prod(shape) * (SAFETENSORS_DTYPES[dtype].itemsize if dtype in SAFETENSORS_DTYPES else 1)
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f"model: {path} is corrupt: its header describes {name} as {value}; {AGAIN}") from None
-    if dtype not in DTYPES:
-        raise ValueError(
-            f"model: {name} in {path} has dtype {dtype}, which is not one of {', '.join(DTYPES)}; use the original "
-            f"weights"
-        )
+        raise ValueError(f"model: {path} is corrupt: its header describes {name} as {value}; {COPY_AGAIN}") from None
+    if dtype not in SAFETENSORS_DTYPES:
+        known = ", ".join(SAFETENSORS_DTYPES)
+        why = f"{name} in {path} has dtype {dtype}, which is not one of {known}"
+        raise ValueError(f"model: {why}; use the original weights")
     if stop - start != size or start < 0 or min(shape, default=0) < 0:
-        raise ValueError(
-            f"model: {path} is corrupt: {name}, {dtype} {list(shape)}, takes {size} bytes and not {stop - start}; "
-            f"{AGAIN}"
-        )
-    return Entry(DTYPES[dtype], shape, start, stop)
+        sizes = f"{name}, {dtype} {list(shape)}, takes {size} bytes and not {stop - start}"
+        raise ValueError(f"model: {path} is corrupt: {sizes}; {COPY_AGAIN}")
+    return Entry(SAFETENSORS_DTYPES[dtype], shape, start, stop)
 
 
 def make_header(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: dict[str, str] | None = None
 ) -> bytes:
     """Return the header of a file with these tensors, in this order."""
-    header: dict[str, Any] = {METADATA: metadata or {"format": "pt"}}
+    header: dict[str, Any] = {METADATA_KEY: metadata or {"format": "pt"}}
     at = 0
     for name, (dtype, shape) in tensors.items():
         stop = at + math.prod(shape) * dtype.itemsize
@@ -114,9 +110,8 @@ def read_header(path: Path) -> bytes:
         size = path.stat().st_size
         length = int.from_bytes(file.read(_PREFIX), "little")
         if size < _PREFIX or length > size - _PREFIX:
-            raise ValueError(
-                f"model: {path} is truncated or not a safetensors file: its {size} bytes end inside the header; {AGAIN}"
-            )
+            why = f"is truncated or not a safetensors file: its {size} bytes end inside the header"
+            raise ValueError(f"model: {path} {why}; {COPY_AGAIN}")
         return file.read(length)
 
 
@@ -134,9 +129,9 @@ class TensorFile:
         size, needed = path.stat().st_size, self._data + max((entry.stop for entry in self.entries.values()), default=0)
         if size < needed:
             first = next(name for name, entry in self.entries.items() if self._data + entry.stop > size)
-            raise ValueError(f"model: {path} is truncated inside {first}: {size} bytes of {needed}; {AGAIN}")
+            raise ValueError(f"model: {path} is truncated inside {first}: {size} bytes of {needed}; {COPY_AGAIN}")
         if size > needed:
-            raise ValueError(f"model: {path} is corrupt: {size - needed} bytes follow the last tensor; {AGAIN}")
+            raise ValueError(f"model: {path} is corrupt: {size - needed} bytes follow the last tensor; {COPY_AGAIN}")
         with open(path, "rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 

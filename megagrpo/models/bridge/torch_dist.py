@@ -66,9 +66,8 @@ class _Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in RECORDS.get(module, ()):
-            raise pickle.UnpicklingError(
-                f"the pickle calls {module}.{name}, which no checkpoint needs; the call was blocked"
-            )
+            why = f"the pickle calls {module}.{name}, which no checkpoint needs"
+            raise pickle.UnpicklingError(f"{why}; the call was blocked")
         return super().find_class(module, name)
 
 
@@ -153,9 +152,8 @@ class PieceWriter:
         own = data.untyped_storage().nbytes() == data.nbytes  # torch.save writes a tensor's whole storage
         try:
             torch.save(data if own else _alone(data), self._file)
-        except (
-            RuntimeError
-        ) as error:  # torch closes its archive after a failed write; the second failure hides the cause
+        except RuntimeError as error:
+            # torch closes its archive after a failed write; the second failure hides the cause
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
         part = (tuple(tensor.global_shape), str(data.dtype).removeprefix("torch."), tuple(tensor.global_offset), extent)
         return Piece(tensor.key, *part, self._name, offset, self._file.tell() - offset)
@@ -188,9 +186,8 @@ def add_pieces(folder: Path, pieces: Iterable[Piece]) -> None:
     results = [WriteResult(index, 0, info) for index, info in metadata.storage_data.items()]
     for piece in pieces:
         properties = TensorProperties(dtype=getattr(torch, piece.dtype))
-        whole = metadata.state_dict_metadata.setdefault(
-            piece.key, TensorStorageMetadata(properties, torch.Size(piece.shape), [])
-        )
+        fresh = TensorStorageMetadata(properties, torch.Size(piece.shape), [])
+        whole = metadata.state_dict_metadata.setdefault(piece.key, fresh)
         assert isinstance(whole, TensorStorageMetadata), f"{piece.key} is not a tensor"
         assert whole.size == torch.Size(piece.shape), f"{piece.key}: {whole.size} and {piece.shape}"
         index = MetadataIndex(piece.key, torch.Size(piece.lo), len(whole.chunks))
@@ -219,11 +216,8 @@ class StoredTensors:
         The values are not read."""
         for index, info in self.metadata.storage_data.items():
             file = self._whole(index.fqn, info)
-            ends = (
-                file[info.offset : info.offset + 4],
-                file[info.offset + info.length - _END : info.offset + info.length - _END + 4],
-            )
-            if ends != _MARKS:
+            last = info.offset + info.length - _END
+            if (file[info.offset : info.offset + 4], file[last : last + 4]) != _MARKS:
                 raise ValueError(self._corrupt(index.fqn, info))
 
     def dtype(self, key: str) -> torch.dtype:
@@ -241,9 +235,8 @@ class StoredTensors:
         stored, wanted = tuple(self._tensor(tensor.key).size), tuple(tensor.global_shape)
         fits = stored[1:] == wanted[1:] and stored[0] >= rows if tensor.allow_shape_mismatch else stored == wanted
         if not fits:
-            raise ValueError(
-                f"{self.folder} does not fit this model: {tensor.key} has shape {stored}; config.json implies {wanted}"
-            )
+            shapes = f"{tensor.key} has shape {stored}; config.json implies {wanted}"
+            raise ValueError(f"{self.folder} does not fit this model: {shapes}")
 
     def mapped(self, tensor: ShardedTensor) -> Tensor | None:
         """Return a read-only view [local_shape] of the file in the stored dtype when the tensor is one piece there;
@@ -266,9 +259,8 @@ class StoredTensors:
                 target[_relative(common, wanted)].copy_(part)
                 count += size(common)
         if count != size(wanted) and not tensor.allow_shape_mismatch:
-            raise ValueError(
-                f"{self.folder} is damaged: it holds {count} of {size(wanted)} elements of a part of {tensor.key}"
-            )
+            held = f"{count} of {size(wanted)} elements of a part of {tensor.key}"
+            raise ValueError(f"{self.folder} is damaged: it holds {held}")
 
     def _piece(self, key: str, chunk: ChunkStorageMetadata) -> Tensor:
         info = self.metadata.storage_data[MetadataIndex(key, chunk.offsets)]
@@ -284,9 +276,8 @@ class StoredTensors:
         assert fake.shape == chunk.sizes and fake.is_contiguous() and fake.storage_offset() == 0, (
             f"{key}: {fake.shape} {fake.stride()}"
         )
-        return mapped_tensor(
-            buffer, info.offset + fake.untyped_storage()._checkpoint_offset, fake.dtype, tuple(fake.shape)
-        )
+        start = info.offset + fake.untyped_storage()._checkpoint_offset
+        return mapped_tensor(buffer, start, fake.dtype, tuple(fake.shape))
 
     def _compare(self, archive: _Window, info: _StorageInfo) -> None:
         """Raises ValueError unless each record of a torch.save archive matches its CRC-32, which torch.load ignores.
@@ -304,10 +295,8 @@ class StoredTensors:
         """Return the mapped file of a piece. Raises ValueError when the file ends before the piece does."""
         buffer, end = self._map(info.relative_path), info.offset + info.length
         if len(buffer) < end:
-            path = self.folder / info.relative_path
-            raise ValueError(
-                f"{path} is truncated: {key} ends at byte {end} of {len(buffer)}; copy the checkpoint again"
-            )
+            why = f"{key} ends at byte {end} of {len(buffer)}"
+            raise ValueError(f"{self.folder / info.relative_path} is truncated: {why}; copy the checkpoint again")
         return buffer
 
     def _corrupt(self, key: str, info: _StorageInfo, why: str = "") -> str:
@@ -319,9 +308,8 @@ class StoredTensors:
             return self._files[name]
         path = self.folder / name
         if not path.is_file() or not path.stat().st_size:
-            raise ValueError(
-                f"{self.folder} is damaged: it lacks {name}, which .metadata names; copy the checkpoint again"
-            )
+            why = f"it lacks {name}, which .metadata names"
+            raise ValueError(f"{self.folder} is damaged: {why}; copy the checkpoint again")
         with open(path, "rb") as file:
             self._files[name] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         return self._files[name]

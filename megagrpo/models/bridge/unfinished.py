@@ -41,15 +41,13 @@ class Unfinished:
         except (FileExistsError, NotADirectoryError):
             foreign = True
         if foreign:
-            raise ValueError(
-                f"{self.path} was not made by this command; rename it, or name another folder than {self.folder}"
-            )
+            fix = f"rename it, or name another folder than {self.folder}"
+            raise ValueError(f"{self.path} was not made by this command; {fix}")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
-                f"{self.folder} is being written by another process; wait for it, or name another folder"
-            ) from None
+            busy = f"{self.folder} is being written by another process"
+            raise ValueError(f"{busy}; wait for it, or name another folder") from None
         text = json.dumps(purpose, sort_keys=True)
         if not stamp.exists() or stamp.read_text() != text:
             for purpose_now in ("", text):  # the stamp comes first and last: a kill between leaves files for no purpose
@@ -116,6 +114,5 @@ def check_space(folder: Path, needed: int) -> None:
     """Raises OSError when the disk of `folder` has less than `needed` bytes free."""
     free = shutil.disk_usage(folder).free
     if free < needed:
-        raise OSError(
-            f"not enough disk space for {folder}: {needed / 1e9:.2f} GB more needed, {free / 1e9:.2f} GB free"
-        )
+        sizes = f"{needed / 1e9:.2f} GB more needed, {free / 1e9:.2f} GB free"
+        raise OSError(f"not enough disk space for {folder}: {sizes}")

@@ -8,11 +8,11 @@ import pkgutil
 
 from megagrpo.models.families.family import Family
 
-READERS = ("hf_config", "weight_sources")  # modules of this folder that import FAMILIES
+MODULES_ABOVE = ("hf_config", "weight_sources")  # modules of this folder that import FAMILIES
 
 
 def _find() -> dict[str, Family]:
-    names = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in READERS]
+    names = [module.name for module in pkgutil.iter_modules(__path__) if module.name not in MODULES_ABOVE]
     modules = (importlib.import_module(f"{__name__}.{name}") for name in names)
     families = [value for module in modules for value in vars(module).values() if isinstance(value, Family)]
     return {family.model_type: family for family in families}

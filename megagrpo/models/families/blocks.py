@@ -159,9 +159,8 @@ def gated(gate: str, up: str) -> BlockRule:
         parts = []
         for at, name in enumerate((gate, up)):
             start = rows * local.tp_rank + at * (full[0] - total)
-            parts.append(
-                Block(name, full, cut(full, 0, start, start + rows), grid=(2, rows, *rest), axis=0, at=at, count=1)
-            )
+            box = cut(full, 0, start, start + rows)
+            parts.append(Block(name, full, box, grid=(2, rows, *rest), axis=0, at=at, count=1))
         return parts
 
     return BlockRule(names, blocks)

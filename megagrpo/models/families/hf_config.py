@@ -98,10 +98,8 @@ def architecture_problems(raw: dict[str, Any]) -> list[str]:
     wrong = class_problems(family, raw) + key_problems(family, raw)
     unknown = [kind for kind in (rope(raw)["rope_type"], *_rope_types(raw)) if kind not in family.rope_types]
     if unknown:
-        wrong.append(
-            f"model: rope_type {unknown[0]!r} is not supported for {family.model_type}; supported: "
-            f"{', '.join(family.rope_types)}"
-        )
+        said = f"model: rope_type {unknown[0]!r} is not supported for {family.model_type}"
+        wrong.append(f"{said}; supported: {', '.join(family.rope_types)}")
     if family.partial_rotary_factor is None and rotated_share(raw, default=1.0) != 1.0:
         wrong.append(f"model: partial_rotary_factor must be 1: {family.model_type} rotates all dimensions of a head")
     return missing + wrong + layer_type_problems(family, raw) + family.problems(raw)
@@ -111,14 +109,11 @@ def _unsupported(config: HfConfig) -> list[str]:
     """Return what Megatron cannot compute of a model whose config.json is valid."""
     problems = []
     if config.rotary_dim % 2 or not config.rotary_dim:
-        problems.append(
-            f"model: {config.rotary_dim} dimensions of each head are rotated; the number must be even and positive"
-        )
+        said = f"model: {config.rotary_dim} dimensions of each head are rotated"
+        problems.append(f"{said}; the number must be even and positive")
     if config.experts is not None and config.experts.normalized and config.experts.per_token == 1:
-        problems.append(
-            "model: num_experts_per_tok=1 with normalized expert weights is not supported: the only weight would "
-            "always be 1"
-        )
+        said = "model: num_experts_per_tok=1 with normalized expert weights is not supported"
+        problems.append(f"{said}: the only weight would always be 1")
     return problems
 
 

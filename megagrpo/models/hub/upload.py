@@ -41,30 +41,30 @@ def push(
         raise PushError(f"{folder} is no folder; export the checkpoint first")
     check_repo(repo)
     token = token or get_token()
-    if token is None:
-        raise PushError(f"{repo}: no token for the hub; {TOKEN_HELP}. {_kept(folder, repo, private, revision)}")
     api = HfApi(token=token, library_name="megagrpo")
     try:
+        if token is None:
+            raise PushError(f"no token for the hub; {TOKEN_HELP}")
         created = api.create_repo(repo, private=private or None, exist_ok=True)
         if revision is not None:
             api.create_branch(created.repo_id, branch=revision, exist_ok=True)
-        api.upload_folder(
-            repo_id=created.repo_id,
-            folder_path=folder,
-            revision=revision,
-            commit_message=f"Upload {folder.resolve().name}",
-        )
-    except OfflineModeIsEnabled as error:
-        raise PushError(f"{repo}: HF_HUB_OFFLINE is set; unset it. {_kept(folder, repo, private, revision)}") from error
-    except HfHubHTTPError as error:
-        raise PushError(f"{repo}: {_reason(error)}. {_kept(folder, repo, private, revision)}") from error
+        message = f"Upload {folder.resolve().name}"
+        api.upload_folder(repo_id=created.repo_id, folder_path=folder, revision=revision, commit_message=message)
     except Exception as error:  # connection errors belong to another HTTP package in each release of huggingface_hub
-        cause = f"cannot upload to {api.endpoint} ({type(error).__name__}: {_first_line(error)}); check the network"
-        raise PushError(f"{repo}: {cause}. {_kept(folder, repo, private, revision)}") from error
+        options = " --private" * private + (f" --revision {revision}" if revision else "")
+        kept = f"The export is kept; upload it with: hf upload {repo} {os.fspath(folder)} .{options}"
+        raise PushError(f"{repo}: {_reason(error, api.endpoint)}. {kept}") from error
     return str(created) if revision is None else f"{created}/tree/{revision}"
 
 
-def _reason(error: HfHubHTTPError) -> str:
+def _reason(error: Exception, endpoint: str) -> str:
+    """Return the cause of a failed upload, and the fix."""
+    if isinstance(error, PushError):
+        return str(error)
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set; unset it"
+    if not isinstance(error, HfHubHTTPError):
+        return f"cannot upload to {endpoint} ({type(error).__name__}: {_first_line(error)}); check the network"
     status = error.response.status_code
     said = error.server_message or _first_line(error)
     if status == 401:
@@ -76,9 +76,3 @@ def _reason(error: HfHubHTTPError) -> str:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "")
-
-
-def _kept(folder: Path, repo: str, private: bool, revision: str | None) -> str:
-    """Return the sentence that ends every message: the folder is kept, with the command that uploads it."""
-    options = " --private" * private + (f" --revision {revision}" if revision else "")
-    return f"The export is kept; upload it with: hf upload {repo} {os.fspath(folder)} .{options}"

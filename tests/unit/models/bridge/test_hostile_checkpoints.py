@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megagrpo.engine.servers.serving import adapter_arguments
 from megagrpo.models.bridge.adapter_files import read_lora
 from megagrpo.models.bridge.file_checksums import checksums, verify_others
-from megagrpo.models.bridge.hf_files import HEADERS, files_of
+from megagrpo.models.bridge.hf_files import HEADERS_FILE, files_of
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.torch_dist import StoredTensors, read_metadata
 from megagrpo.models.families.weight_sources import INDEX
@@ -95,7 +95,7 @@ def test_a_file_name_that_leaves_its_folder_is_refused_before_the_file_is_opened
         ValueError, match=r"model.safetensors.index.json names the file '.*', which is not inside its folder"
     ):
         Checkpoint(folder)
-    (folder / HEADERS).write_text(json.dumps({name: "{}"}))  # an export writes files with these names
+    (folder / HEADERS_FILE).write_text(json.dumps({name: "{}"}))  # an export writes files with these names
     with pytest.raises(
         ValueError, match=r"safetensors_headers.json names the file '.*', which is not inside its folder"
     ):

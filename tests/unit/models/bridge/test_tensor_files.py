@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from megagrpo.models.bridge import load
 from megagrpo.models.bridge.load import Checkpoint
-from megagrpo.models.bridge.tensor_files import DTYPES, TensorFile, make_header, parse_header
+from megagrpo.models.bridge.tensor_files import SAFETENSORS_DTYPES, TensorFile, make_header, parse_header
 from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.boxes import whole
 from megagrpo.models.families.hf_config import parse_hf_config
@@ -120,7 +120,7 @@ def test_offsets_that_contradict_shapes_are_found(entry, message, tmp_path):
 
 
 def test_headers_of_all_dtypes_come_back():
-    tensors = {name.lower(): (dtype, (3, 2)) for name, dtype in DTYPES.items()} | {
+    tensors = {name.lower(): (dtype, (3, 2)) for name, dtype in SAFETENSORS_DTYPES.items()} | {
         "scalar": (torch.float32, ()),
         "none": (torch.int8, (0, 4)),
     }

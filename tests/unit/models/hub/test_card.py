@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from megagrpo.config import load_config, save_resolved
-from megagrpo.models.hub.card import LONGEST, block, code, license_of, model_card, read_run, table, write_card
+from megagrpo.models.hub.card import MAX_VALUE_CHARS, block, code, license_of, model_card, read_run, table, write_card
 
 CONFIG = """
 run: {name: sums}
@@ -197,7 +197,7 @@ def test_hostile_text_adds_no_markup_no_cells_and_no_metadata(tmp_path):
 
 def test_values_stay_on_one_line_and_short():
     assert code("a\nb") == "`a⏎b`" and code("") == "(empty)" and code("a`b") == "`` a`b ``"
-    assert len(code("y" * 500)) == LONGEST + 2
+    assert len(code("y" * 500)) == MAX_VALUE_CHARS + 2
     assert block("a```b", "yaml") == "````yaml\na```b\n````"
     assert table(["a"], [["b|c"]]).splitlines()[-1] == "| b\\|c |"
 
