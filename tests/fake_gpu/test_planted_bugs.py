@@ -13,7 +13,7 @@ from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import Outcome, take_step
-from megagrpo.proof.verify.verify_compare import FLOAT32, distances
+from megagrpo.proof.verify.verify_compare import FLOAT32_TOLERANCES, distances
 from tests.fake_gpu import planted_bugs as bugs
 from tests.fake_gpu.runtime import needs_fake_gpu, on_gpus
 
@@ -40,7 +40,7 @@ def problems_of_a_step(expected: Outcome, parallel: dict | None = None) -> list[
     if outcome is None:
         return waited
     apart = distances(outcome, expected).items()
-    return [f"differs: {kind} {name}" for (kind, name), error in apart if not error <= FLOAT32[kind]] + waited
+    return [f"differs: {kind} {name}" for (kind, name), error in apart if not error <= FLOAT32_TOLERANCES[kind]] + waited
 
 
 def problems_of_leaving() -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from statistics import fmean
 
 import torch
@@ -13,9 +14,16 @@ import torch
 from megagrpo.config import RewardsSection
 from megagrpo.data.tokenizer import Tokenizer, tokenizer_of
 from megagrpo.proof.audit import naive_advantages, naive_loss
-from megagrpo.proof.audit.audit_compare import EXACT, ROUNDING, SUMMING, Check, compare, named
-from megagrpo.proof.audit.custom_term import check_custom_loss, note
+from megagrpo.proof.audit.audit_compare import (
+    NO_TOLERANCE,
+    ROUNDING_TOLERANCE,
+    SUMMING_TOLERANCE,
+    Check,
+    compare,
+    named,
+)
 from megagrpo.proof.audit.dumped_rows import Rows, means
+from megagrpo.proof.audit.naive_loss import check_custom_loss, note
 from megagrpo.proof.audit.recompute import Recomputed, recompute
 from megagrpo.proof.audit.saved import DumpedUpdate, Sample, Step
 from megagrpo.proof.audit.tolerances import TOLERANCES
@@ -33,25 +41,23 @@ def check_step(step: Step) -> Iterator[Check]:
     yield _tokens(step)
     if len(step.updates) > 1:
         yield _slices(step)
-    yield from (_masks(step, update) for update in step.updates)
+    yield from (named(_masks(step, update), step, update) for update in step.updates)
     table, weights, check = _rewards(step)
     yield check
     if step.config.algorithm.kl_in_reward:
         table, weights = _with_kl(step, table), [*weights, -step.config.algorithm.beta]
     advantages = naive_advantages.advantages(table, weights, step.config.rollout.num_generations, step.config.algorithm)
     dumped = [float(s.text["advantage"]) for s in step.samples]
-    yield compare("advantages", dumped, advantages, ROUNDING, lambda i: f"sample {i}")
+    yield compare("advantages", dumped, advantages, ROUNDING_TOLERANCE, lambda i: f"sample {i}")
     rows = [Rows(step, update) for update in step.updates]
     for of in rows:
-        yield of.compare(
-            "advantages in the batch",
-            "advantage",
-            [torch.full((s.length,), a) for s, a in zip(step.samples, advantages, strict=True)],
-        )
-        yield of.compare("rollout log-probs", "rollout_logprobs", [s.rollout_logprobs for s in step.samples])
+        spread = [torch.full((s.length,), a) for s, a in zip(step.samples, advantages, strict=True)]
+        sampled = [s.rollout_logprobs for s in step.samples]
+        yield named(of.compare("advantages in the batch", "advantage", spread), step, of.update)
+        yield named(of.compare("rollout log-probs", "rollout_logprobs", sampled), step, of.update)
     for of, result in zip(rows, recompute(step, advantages), strict=True):
-        yield from _numbers(step, of, result)
-        yield from check_update(step, of.update, result)
+        for check in chain(_numbers(step, of, result), check_update(step, of.update, result)):
+            yield named(check, step, of.update)
 
 
 def _tokens(step: Step) -> Check:
@@ -81,11 +87,8 @@ def _tokenizer(step: Step) -> tuple[Tokenizer | None, str]:
 
 
 def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) -> Iterator[str]:
-    rollout, response, reason = (
-        step.config.rollout,
-        sample.token_ids[sample.prompt_length :].tolist(),
-        sample.text["finish_reason"],
-    )
+    rollout, reason = step.config.rollout, sample.text["finish_reason"]
+    response = sample.token_ids[sample.prompt_length :].tolist()
     if sample.prompt_length > rollout.max_prompt_length:
         yield f"a prompt of {sample.prompt_length} tokens, rollout.max_prompt_length {rollout.max_prompt_length}"
     if not 0 < len(response) <= step.config.max_response_length:
@@ -97,10 +100,8 @@ def _sample_problems(sample: Sample, step: Step, tokenizer: Tokenizer | None) ->
     text, turn = tokenizer.decode(response), _last_turn(sample, response)
     stop, end = _first_stop(last := tokenizer.decode(turn), rollout.stop)
     if reason == "stop" and response[-1] not in tokenizer.eos_token_ids and not stop:
-        yield (
-            f"ended with token {response[-1]}, which is not an end "
-            f"token{' and completes no stop string' * bool(rollout.stop)}"
-        )
+        no_stop = " and completes no stop string" if rollout.stop else ""
+        yield f"ended with token {response[-1]}, which is not an end token{no_stop}"
     if stop and _first_stop(tokenizer.decode(turn[:-1]), rollout.stop)[0]:
         yield f"has tokens after the stop string {stop!r}"
     if stop and sample.text["dialogue"] is None:
@@ -149,13 +150,10 @@ def _masks(step: Step, update: DumpedUpdate) -> Check:
     trained = Counter(zip(update.rows["sample"].tolist(), update.rows["token"].tolist(), strict=True))
     problems = [("not in the loss", spot) for spot in sorted(expected - trained.keys())]
     problems += [("in the loss by mistake", spot) for spot in sorted(trained.keys() - expected)]
-    problems += [
-        (f"in the loss {times} times", spot)
-        for spot, times in sorted(trained.items())
-        if times > 1 and spot in expected
-    ]
+    repeated = [(spot, times) for spot, times in sorted(trained.items()) if times > 1 and spot in expected]
+    problems += [(f"in the loss {times} times", spot) for spot, times in repeated]
     placed = [(problem, f"sample {sample} token {token}") for problem, (sample, token) in problems]
-    return _listed(named("masks", step, update), len(expected), placed)
+    return _listed("masks", len(expected), placed)
 
 
 def _with_kl(step: Step, table: list[list[float | None]]) -> list[list[float | None]]:
@@ -180,7 +178,7 @@ def _with_kl(step: Step, table: list[list[float | None]]) -> list[list[float | N
 def _listed(quantity: str, count: int, problems: list[tuple[str, str]], note: str = "") -> Check:
     """Return a yes/no check: its difference is the number of wrong items, and it shows the first one."""
     first, where = problems[0] if problems else ("", "")
-    return Check(quantity, count, not problems, float(len(problems)), EXACT, where, first, "", note=note)
+    return Check(quantity, count, not problems, float(len(problems)), NO_TOLERANCE, where, first, "", note=note)
 
 
 def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
@@ -192,13 +190,11 @@ def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
     values = [[s.text["rewards"][name] for name in names] for s in step.samples]
     pairs: list[tuple[float | None, float | None, str]] = []  # dumped, recomputed, place
     if again:
-        section = RewardsSection(
-            functions=[functions[i] for i in again], timeout=step.config.rewards.timeout, workers=1
-        )
+        kept = [functions[i] for i in again]
+        section = RewardsSection(functions=kept, timeout=step.config.rewards.timeout, workers=1)
         with RewardScorer(section, step.config.rollout.max_completion_length) as scorer:
-            for sample, (row, scored) in enumerate(
-                zip(values, scorer.score([_rollout(s) for s in step.samples]), strict=True)
-            ):
+            scores = scorer.score([_rollout(s) for s in step.samples])
+            for sample, (row, scored) in enumerate(zip(values, scores, strict=True)):
                 for i, value in zip(again, scored.rewards.values(), strict=False):  # rewards of turns follow in the row
                     pairs.append((row[i], value, f"sample {sample} {names[i]}"))
                     row[i] = value
@@ -215,11 +211,8 @@ def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
     said += [f"weighted sum of what is dumped: {', '.join(not_run)}"] if not_run else []
     dumped = [math.nan if value is None else value for value, _, _ in pairs]
     recomputed = [math.nan if value is None else value for _, value, _ in pairs]
-    return (
-        values,
-        weights,
-        compare("rewards", dumped, recomputed, ROUNDING, lambda i: pairs[i][2], note="; ".join(said)),
-    )
+    check = compare("rewards", dumped, recomputed, ROUNDING_TOLERANCE, lambda i: pairs[i][2], note="; ".join(said))
+    return values, weights, check
 
 
 def _rollout(sample: Sample) -> Rollout:
@@ -228,10 +221,8 @@ def _rollout(sample: Sample) -> Rollout:
     prompt = Prompt(text["prompt_id"], ids[: sample.prompt_length], text["prompt"], text["columns"], opened=opened)
     response, dialogue = ids[sample.prompt_length :], None
     if text["dialogue"] is not None:
-        written = torch.zeros(sample.length, dtype=torch.bool).index_fill(0, sample.places, True)[
-            sample.prompt_length :
-        ]
-        dialogue = Dialogue(tuple(written.tolist()), **text["dialogue"])
+        written = torch.zeros(sample.length, dtype=torch.bool).index_fill(0, sample.places, True)
+        dialogue = Dialogue(tuple(written[sample.prompt_length :].tolist()), **text["dialogue"])
     zeros = (0.0,) * len(response)
     return Rollout(prompt, response, zeros, text["finish_reason"], text["weight_version"], text["response"], dialogue)
 
@@ -252,21 +243,13 @@ def _numbers(step: Step, rows: Rows, result: Recomputed) -> Iterator[Check]:
     def single(
         quantity: str, dumped: float, recomputed: float, tolerance: float, size: float = 1.0, remark: str = ""
     ) -> Check:
-        return compare(
-            named(quantity, step, update), [dumped], [recomputed], tolerance, lambda _: "", size, note=remark
-        )
+        return compare(quantity, [dumped], [recomputed], tolerance, lambda _: "", size, note=remark)
 
     for name, (value, border) in means(rows).items():
         quantity = name if "ratio" in name or name.startswith(("sampling/", "off_")) else f"mean {name}"
-        yield single(quantity, update.metric(name), value, SUMMING + border)
-    yield single("denominator", update.denominator, _denominator(step, update), EXACT)
-    yield single(
-        "loss", update.metric("loss"), result.loss, tolerances.loss, result.loss_size, note(step.config.algorithm)
-    )
+        yield single(quantity, update.metric(name), value, SUMMING_TOLERANCE + border)
+    algorithm, lengths = step.config.algorithm, step.loss_lengths(update)
+    divisor = naive_loss.denominator(lengths, algorithm.loss.average, step.config.rollout.max_completion_length)
+    yield single("denominator", update.denominator, divisor, NO_TOLERANCE)
+    yield single("loss", update.metric("loss"), result.loss, tolerances.loss, result.loss_size, note(algorithm))
     yield single("grad_norm", update.metric("grad_norm"), result.grad_norm, tolerances.grad_norm, 0.0)
-
-
-def _denominator(step: Step, update: DumpedUpdate) -> int:
-    return naive_loss.denominator(
-        step.loss_lengths(update), step.config.algorithm.loss.average, step.config.rollout.max_completion_length
-    )

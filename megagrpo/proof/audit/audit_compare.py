@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megagrpo.proof.audit.saved import DumpedUpdate, Step
 
-EXACT = 0.0
-ROUNDING = 1e-6  # tolerance of one number stored in float32
-SUMMING = 1e-5  # tolerance of a mean of many numbers
+NO_TOLERANCE = 0.0
+ROUNDING_TOLERANCE = 1e-6  # tolerance of one number stored in float32
+SUMMING_TOLERANCE = 1e-5  # tolerance of a mean of many numbers
 
 
 @dataclass(frozen=True)
@@ -67,19 +67,16 @@ def compare(
     worst = int((difference - allowed).argmax())
     mean = difference.mean().item()
     passed = bool((difference <= allowed).all()) and (average is None or mean <= average)
-    values = (
-        difference[worst].item(),
-        allowed[worst].item(),
-        locate(worst),
-        measured[worst].item(),
-        expected[worst].item(),
-    )
-    return Check(quantity, expected.numel(), passed, *values, mean, average, note)
+    apart, limit, place = difference[worst].item(), allowed[worst].item(), locate(worst)
+    pair = measured[worst].item(), expected[worst].item()
+    return Check(quantity, expected.numel(), passed, apart, limit, place, *pair, mean, average, note)
 
 
-def named(quantity: str, step: Step, update: DumpedUpdate) -> str:
-    """Return the quantity's name, with the number of the optimizer step if the dumped step has several."""
-    return quantity if len(step.updates) == 1 else f"{quantity}, optimizer step {update.number}"
+def named(check: Check, step: Step, update: DumpedUpdate) -> Check:
+    """Return the check with the number of the optimizer step in its name if the dumped step has several."""
+    if len(step.updates) == 1:
+        return check
+    return replace(check, quantity=f"{check.quantity}, optimizer step {update.number}")
 
 
 def as_json(step: Step, checks: Iterable[Check]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.proof.audit import naive, naive_loss
-from megagrpo.proof.audit.audit_compare import ROUNDING, Check, compare, named
+from megagrpo.proof.audit.audit_compare import ROUNDING_TOLERANCE, Check, compare
 from megagrpo.proof.audit.naive_loss import Response
 from megagrpo.proof.audit.saved import DumpedUpdate, Step
 
@@ -24,12 +24,8 @@ class Rows:
         self.step, self.update = step, update
         sample, token = update.rows["sample"].long(), update.rows["token"].long()
         lengths = torch.tensor([s.length for s in step.samples])
-        self._valid = (
-            (sample >= 0)
-            & (sample < len(lengths))
-            & (token >= 0)
-            & (token < lengths[sample.clamp(0, len(lengths) - 1)])
-        )
+        of_sample = lengths[sample.clamp(0, len(lengths) - 1)]
+        self._valid = (sample >= 0) & (sample < len(lengths)) & (token >= 0) & (token < of_sample)
         self.sample, self.token = sample[self._valid], token[self._valid]
         self._place = (lengths.cumsum(0) - lengths)[self.sample] + self.token
 
@@ -47,20 +43,17 @@ class Rows:
         for sample, row in zip(self.step.samples, rows, strict=True):
             filled = torch.full((sample.length,), math.nan, dtype=torch.float64)
             if row is not None:
-                filled = (
-                    row.double() if row.numel() == sample.length else filled.index_copy(0, sample.places, row.double())
-                )
+                is_whole = row.numel() == sample.length
+                filled = row.double() if is_whole else filled.index_copy(0, sample.places, row.double())
             whole.append(filled)
         return torch.cat(whole)[self._place]
 
     def ratio(self, log_ratio: Tensor) -> Tensor:
         """Return the probability ratio [n] of these tokens as the loss computes it."""
-        ratio = torch.empty_like(log_ratio)
+        ratio, level = torch.empty_like(log_ratio), self.step.config.algorithm.importance_sampling_level
         for sample in self.sample.unique():
             mine = self.sample == sample
-            ratio[mine] = naive_loss.probability_ratio(
-                log_ratio[mine], self.step.config.algorithm.importance_sampling_level
-            )
+            ratio[mine] = naive_loss.probability_ratio(log_ratio[mine], level)
         return ratio
 
     def compare(
@@ -68,11 +61,10 @@ class Rows:
         quantity: str,
         name: str,
         rows: Sequence[Tensor | None],
-        tolerance: float = ROUNDING,
+        tolerance: float = ROUNDING_TOLERANCE,
         average: float | None = None,
     ) -> Check:
         """Compare the dumped column `name` [n] with the values [L] or [Lr] of each sample."""
-        quantity = named(quantity, self.step, self.update)
         return compare(quantity, self.column(name), self.recomputed(rows), tolerance, self._where, average=average)
 
     def _where(self, i: int) -> str:
@@ -92,22 +84,17 @@ def means(rows: Rows) -> dict[str, tuple[float, float]]:
     algorithm = rows.step.config.algorithm
     apart = (old - rollout).abs()
     exact = naive.mismatch(old, rollout) | {"entropy": entropy.mean().item()}
-    exact |= {
-        "sampling/sampling_logp_difference/mean": apart.mean().item(),
-        "sampling/sampling_logp_difference/max": apart.max().item(),
-    }
+    for which, value in (("mean", apart.mean()), ("max", apart.max())):
+        exact[f"sampling/sampling_logp_difference/{which}"] = value.item()
     if algorithm.top_entropy_quantile < 1:
         threshold = naive_loss.top_threshold(entropy.tolist(), algorithm.top_entropy_quantile)
-        exact["entropy/top"] = entropy[entropy >= threshold - ROUNDING].mean().item()
+        exact["entropy/top"] = entropy[entropy >= threshold - ROUNDING_TOLERANCE].mean().item()
     if ref is not None and not algorithm.kl_in_reward:
         full_kl = naive.estimated_kl(ref - policy, rows.ratio(policy - old), algorithm)
     if full_kl is not None:
         exact = {"kl": full_kl.mean().item()} | exact
-    return (
-        {name: (value, 0.0) for name, value in exact.items()}
-        | _clip_ratios(rows, policy - old)
-        | _corrections(rows, policy, old)
-    )
+    without_border = {name: (value, 0.0) for name, value in exact.items()}
+    return without_border | _clip_ratios(rows, policy - old) | _corrections(rows, policy, old)
 
 
 def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]]:
@@ -141,11 +128,8 @@ def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]
 def _corrections(rows: Rows, policy: Tensor, old: Tensor) -> dict[str, tuple[float, float]]:
     """Return the weights for the engine's mismatch, and the share of tokens that off-policy masking keeps, one sample
     at a time."""
-    algorithm, rollout, advantage = (
-        rows.step.config.algorithm,
-        rows.column("rollout_logprobs"),
-        rows.column("advantage"),
-    )
+    algorithm = rows.step.config.algorithm
+    rollout, advantage = rows.column("rollout_logprobs"), rows.column("advantage")
     corrects, threshold = algorithm.importance_correction != "off", algorithm.off_policy_mask_threshold
     weights: list[Tensor] = []
     is_counted: list[Tensor] = []
@@ -158,9 +142,8 @@ def _corrections(rows: Rows, policy: Tensor, old: Tensor) -> dict[str, tuple[flo
             weights.append(of_sample if algorithm.importance_correction.startswith("token") else of_sample.mean()[None])
         if threshold is not None:
             distance = naive_loss.left_behind(of, algorithm)
-            is_counted.append(
-                torch.full((len(of.old),), float(not (of.advantage < 0 and distance > threshold)), dtype=torch.float64)
-            )
+            counts = float(not (of.advantage < 0 and distance > threshold))
+            is_counted.append(torch.full((len(of.old),), counts, dtype=torch.float64))
             near += len(of.old) * (of.advantage < 0 and abs(distance - threshold) < BORDER)
     metrics = {}
     if corrects:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megagrpo.config import AlgorithmSection
+from megagrpo.algorithms.custom_loss import load_policy_term
+from megagrpo.algorithms.policy_losses import Tokens
+from megagrpo.algorithms.sequences import Sequences
+from megagrpo.config import AlgorithmSection, ConfigError, ProblemError
 from megagrpo.config.loss_table import Average
-from megagrpo.proof.audit.custom_term import custom_term
 
 
 @dataclass(frozen=True)
@@ -122,11 +124,8 @@ def sapo(of: Response, algorithm: AlgorithmSection) -> Tensor:
 def vespo(of: Response, algorithm: AlgorithmSection) -> Tensor:
     """[Lr]: -e^lambda W^k e^(-lambda W) A log policy, W the weight of the whole response, without gradient."""
     positive = of.advantage >= 0
-    k, scale = (
-        (algorithm.vespo_k_pos, algorithm.vespo_lambda_pos)
-        if positive
-        else (algorithm.vespo_k_neg, algorithm.vespo_lambda_neg)
-    )
+    k = algorithm.vespo_k_pos if positive else algorithm.vespo_k_neg
+    scale = algorithm.vespo_lambda_pos if positive else algorithm.vespo_lambda_neg
     floor = math.log(1e-8)
     log_weight = sum(min(max(value, -20.0), 20.0) for value in (of.logprobs - of.old).tolist())
     if algorithm.importance_correction != "off":
@@ -164,9 +163,14 @@ def fipo(of: Response, algorithm: AlgorithmSection) -> Tensor:
 
 
 def _custom(of: Response, algorithm: AlgorithmSection) -> Tensor:
+    """[Lr]: the policy term of the user's own loss. It has no second formula, so the audit runs the user's function
+    again, in float64 and one response at a time. That checks everything around the formula, and not the formula."""
     ratio = probability_ratio(of.logprobs - of.old, algorithm.importance_sampling_level)
     weights = correction(of, algorithm) if algorithm.importance_correction != "off" else None
-    return custom_term(of.logprobs, of.old, ratio, of.advantage, weights, algorithm)
+    length = of.logprobs.numel()
+    sequences = Sequences.of(torch.tensor([0, length]), torch.ones(length, dtype=torch.bool))
+    tokens = Tokens(of.logprobs, of.old, ratio, torch.full_like(of.old, of.advantage), sequences, weights)
+    return load_policy_term(algorithm)(tokens, algorithm)
 
 
 TERMS = {term.__name__: term for term in (clipped, cispo, sapo, vespo, gmpo, fipo)}  # real's is in `real_loss`
@@ -196,3 +200,18 @@ def real_loss(scores: Tensor, advantages: Sequence[float], group_size: int) -> T
                 (1 + sum(score.exp() for score in bad)).log() + (1 + sum((-score).exp() for score in good)).log()
             )
     return sum(losses[1:], losses[0]) / math.ceil(len(scores) / group_size)
+
+
+def check_custom_loss(algorithm: AlgorithmSection) -> None:
+    """Raise ConfigError when the run's loss is the user's own and cannot be loaded any longer."""
+    if not algorithm.loss.custom:
+        return
+    try:
+        load_policy_term(algorithm)
+    except ProblemError as error:
+        raise ConfigError(f"{error}; the audit runs the loss of the run again: put its file back there") from error
+
+
+def note(algorithm: AlgorithmSection) -> str:
+    """Return what the audit says of a loss of the user's own; empty for others."""
+    return f"{algorithm.loss_type} run again in float64; its formula is not checked" if algorithm.loss.custom else ""

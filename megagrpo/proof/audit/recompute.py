@@ -125,9 +125,8 @@ def _elements(model: nn.Module, update: DumpedUpdate) -> dict[str, Elements]:
     elements = {}
     for name in update.optimizer.keys() & weights.keys():
         places = update.optimizer[name].places
-        elements[name] = Elements(
-            weights[name].flatten()[places], gradients[name].flatten()[places], weights[name].dim()
-        )
+        weight, gradient = weights[name].flatten()[places], gradients[name].flatten()[places]
+        elements[name] = Elements(weight, gradient, weights[name].dim())
     return elements
 
 
@@ -136,14 +135,9 @@ def _response(step: Step, index: int, policy: Tensor, advantage: float, old: lis
     sample = step.samples[index]
     logprobs = _picked(policy, sample)
     entropy = -(policy.exp() * policy).sum(dim=-1)
-    return Response(
-        logprobs,
-        logprobs.detach() if old is None else old[index],
-        sample.rollout_logprobs[sample.places].double(),
-        entropy,
-        sample.places,
-        advantage,
-    )
+    before = logprobs.detach() if old is None else old[index]
+    rollout = sample.rollout_logprobs[sample.places].double()
+    return Response(logprobs, before, rollout, entropy, sample.places, advantage)
 
 
 def _policy_terms(
@@ -151,9 +145,8 @@ def _policy_terms(
 ) -> list[Tensor]:
     """Return [Lr] each: the policy term (for REAL the terms of its gradient) and the entropy bonus."""
     if algorithm.loss.whole_step:
-        of_policy = (
-            whole.real_slopes[index] * (response.logprobs - response.old) / response.old.numel() / algorithm.real_tau
-        )
+        log_ratio, length = response.logprobs - response.old, response.old.numel()
+        of_policy = whole.real_slopes[index] * log_ratio / length / algorithm.real_tau
     else:
         of_policy = naive_loss.policy_term(response, algorithm, whole.entropy_threshold) / share
     return [of_policy, -whole.bonus * response.entropy * (response.entropy >= whole.entropy_threshold)]
@@ -178,10 +171,8 @@ def _whole_step(
         whole.entropy_threshold = naive_loss.top_threshold(entropies, algorithm.top_entropy_quantile)
     whole.bonus = coefficient / max(1, sum(value >= whole.entropy_threshold for value in entropies))
     if algorithm.loss.whole_step:
-        moved = [
-            (responses[i].logprobs - responses[i].old).mean().item() if i in responses else 0.0
-            for i in range(len(advantages))
-        ]
+        of_responses = {i: (one.logprobs - one.old).mean().item() for i, one in responses.items()}
+        moved = [of_responses.get(i, 0.0) for i in range(len(advantages))]
         scores = (torch.tensor(moved, dtype=torch.float64) / algorithm.real_tau).requires_grad_()
         signs = [advantage if i in responses else 0.0 for i, advantage in enumerate(advantages)]
         with torch.enable_grad():

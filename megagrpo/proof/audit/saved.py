@@ -95,22 +95,18 @@ def load_step(run: Path, step: int, model: Path | None = None) -> Step:
     file = folder / "step.json"
     if not file.is_file():
         there = [str(int(p.parent.name.removeprefix("step_"))) for p in sorted(run.glob("dumps/step_*/step.json"))]
-        raise ConfigError(
-            f"--step: {run} holds no dump of step {step}; it has {', '.join(there) or 'none: set debug.dump_steps'}"
-        )
+        known = ", ".join(there) or "none: set debug.dump_steps"
+        raise ConfigError(f"--step: {run} holds no dump of step {step}; it has {known}")
     contents = json.loads(file.read_text())
     first = Path(contents["model"])
     reference, model = folder / contents["reference"], model or first
     reference = model if reference == first else reference
     if not (model / "config.json").is_file():
-        raise ConfigError(
-            f"--model: {model} holds no config.json; give the folder of the model that the run started from"
-        )
+        fix = "give the folder of the model that the run started from"
+        raise ConfigError(f"--model: {model} holds no config.json; {fix}")
     if not (reference / "config.json").is_file():
-        raise ConfigError(
-            f"{file}: the reference {reference} holds no config.json; put the weights of model.reference_path back "
-            f"there"
-        )
+        fix = "put the weights of model.reference_path back there"
+        raise ConfigError(f"{file}: the reference {reference} holds no config.json; {fix}")
     return Step(
         folder=folder,
         config=RunConfig.model_validate(contents["config"]),

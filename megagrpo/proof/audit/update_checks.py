@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from megagrpo.proof.audit import naive_optimizer
-from megagrpo.proof.audit.audit_compare import EXACT, ROUNDING, Check, compare, named
+from megagrpo.proof.audit.audit_compare import NO_TOLERANCE, ROUNDING_TOLERANCE, Check, compare
 from megagrpo.proof.audit.recompute import Recomputed
 from megagrpo.proof.audit.saved import DumpedUpdate, Sampled, Step, following
 from megagrpo.proof.audit.tolerances import TOLERANCES
 
 UPDATE = 1e-4  # tolerance relative to a weight's movement, which Adam computes in float32
-FLOAT32 = 2.0**-23  # tolerance relative to the weight that the movement is added to
+FLOAT32_EPSILON = 2.0**-23  # tolerance relative to the weight that the movement is added to
 TINY = 1e-30  # second moments below are denormal in float32
 BACKGROUND = 1e-3  # a tensor with a gradient below this share of all tensors' is compared relative to theirs
 
@@ -28,12 +28,9 @@ def check_update(step: Step, update: DumpedUpdate, result: Recomputed) -> Iterat
     total = step.config.run.num_steps * step.config.algorithm.updates_per_step
     if "grad_norm" in update.metrics and number is not None:
         rate = naive_optimizer.learning_rate(number + 1, train, total)
-        quantity = named("learning_rate", step, update)
-        yield compare(quantity, [update.metric("learning_rate")], [rate], ROUNDING, lambda _: "", 0.0)
+        yield compare("learning_rate", [update.metric("learning_rate")], [rate], ROUNDING_TOLERANCE, lambda _: "", 0.0)
     if reason := _not_recomputed(step, update):
-        yield Check(
-            named("weights after the update", step, update), 0, True, 0.0, 0.0, note=f"not recomputed: {reason}"
-        )
+        yield Check("weights after the update", 0, True, 0.0, 0.0, note=f"not recomputed: {reason}")
         return
     assert number is not None, "a dump with a sample of the optimizer counts the steps before"
     names = [name for name in update.optimizer if name in result.sampled]
@@ -56,23 +53,19 @@ def check_update(step: Step, update: DumpedUpdate, result: Recomputed) -> Iterat
     weights = joined([result.sampled[name].weight for name in names])
     left = sorted(set(update.optimizer) - set(names))
     note = f"{len(left)} tensors have no counterpart in transformers' model, the first is {left[0]}" if left else ""
-    yield compare(
-        named("weights in the optimizer", step, update), column("weight").to(dtype), weights, EXACT, locate, note=note
-    )
+    yield compare("weights in the optimizer", column("weight").to(dtype), weights, NO_TOLERANCE, locate, note=note)
     moved = [torch.zeros_like(rows.weight) for rows in sampled.values()]
     added = moved
     if "grad_norm" in update.metrics:
         yield _gradients(step, update, result, sampled)
         pairs = [(rows, naive_optimizer.is_decayed(name, result.sampled[name].dims)) for name, rows in sampled.items()]
         moved = [naive_optimizer.movement(rows, number + 1, decays, train, total) for rows, decays in pairs]
-        added = [
-            naive_optimizer.movement(naive_optimizer.sizes(rows), number + 1, decays, train, total).abs()
-            for rows, decays in pairs
-        ]
+        sizes = [(naive_optimizer.sizes(rows), decays) for rows, decays in pairs]
+        added = [naive_optimizer.movement(rows, number + 1, decays, train, total).abs() for rows, decays in sizes]
     expected = joined(moved)
-    allowed = UPDATE * expected.abs() + ROUNDING * joined(added) + FLOAT32 * column("weight").abs()
-    quantity = named("weights after the update", step, update)
-    yield compare(quantity, column("next_weight") - column("weight"), expected, allowed, locate, note="as movements")
+    allowed = UPDATE * expected.abs() + ROUNDING_TOLERANCE * joined(added) + FLOAT32_EPSILON * column("weight").abs()
+    moves = column("next_weight") - column("weight")
+    yield compare("weights after the update", moves, expected, allowed, locate, note="as movements")
     yield from _chained(step, update, sampled, locate)
 
 
@@ -95,8 +88,8 @@ def _gradients(step: Step, update: DumpedUpdate, result: Recomputed, sampled: di
         size = max(expected[name].norm().item(), background * math.sqrt(len(rows.places)))
         errors.append((rows.gradient - expected[name]).norm().item() / size if size else rows.gradient.norm().item())
     tolerance, names = TOLERANCES[step.dtype].gradient, list(sampled)
-    quantity = named("clipped gradient", step, update)
-    return compare(quantity, errors, [0.0] * len(errors), tolerance, names.__getitem__, note="relative, by tensor")
+    zeros, remark = [0.0] * len(errors), "relative, by tensor"
+    return compare("clipped gradient", errors, zeros, tolerance, names.__getitem__, note=remark)
 
 
 def _chained(
@@ -104,27 +97,23 @@ def _chained(
 ) -> Iterator[Check]:
     """Check that the next dumped optimizer step started from the weights and moments that this one left."""
     later = following(step, update)
-    if (
-        later is None
-        or later.optimizer.keys() != update.optimizer.keys()
-        or later.steps_before is None
-        or update.steps_before is None
-    ):
+    if later is None or later.optimizer.keys() != update.optimizer.keys():
+        return
+    if later.steps_before is None or update.steps_before is None:
         return
     taken = "grad_norm" in update.metrics
     if later.steps_before != update.steps_before + taken:  # the run resumed from another checkpoint in between
         return
 
     def both(now: Callable[[Sampled], Tensor], then: Callable[[Sampled], Tensor]) -> tuple[Tensor, Tensor]:
-        return torch.cat([then(later.optimizer[name]) for name in sampled]), torch.cat(
-            [now(rows) for rows in sampled.values()]
-        )
+        started = [then(later.optimizer[name]) for name in sampled]
+        return torch.cat(started), torch.cat([now(rows) for rows in sampled.values()])
 
     dumped, expected = both(attrgetter("next_weight"), attrgetter("weight"))
-    yield compare(named("weights of the next update", step, update), dumped, expected, EXACT, locate)
+    yield compare("weights of the next update", dumped, expected, NO_TOLERANCE, locate)
     if step.config.train.optimizer_state_dtype != "fp32":
         note = f"not compared: kept in {step.config.train.optimizer_state_dtype}, rounded at random"
-        yield Check(named("moments of the next update", step, update), 0, True, 0.0, 0.0, note=note)
+        yield Check("moments of the next update", 0, True, 0.0, 0.0, note=note)
         return
     for index, name in enumerate(("first", "second")):
 
@@ -137,6 +126,4 @@ def _chained(
             return after(naive_optimizer.sizes(rows))
 
         _, added = both(size_after, attrgetter(name))
-        yield compare(
-            named(f"{name} moment of the next update", step, update), dumped, expected, ROUNDING * added + TINY, locate
-        )
+        yield compare(f"{name} moment of the next update", dumped, expected, ROUNDING_TOLERANCE * added + TINY, locate)

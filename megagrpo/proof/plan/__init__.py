@@ -137,10 +137,8 @@ def with_times(
     when `searching`."""
     if made.model is None:
         return made
-    where = (
-        f"{gpu.name}, {gpu.bf16_tflops:g} TFLOP/s in bf16, {gpu.memory_gib:g} GiB at {gpu.memory_gb_per_s:g} GB/s "
-        f"({gpu.source})"
-    )
+    memory = f"{gpu.memory_gib:g} GiB at {gpu.memory_gb_per_s:g} GB/s"
+    where = f"{gpu.name}, {gpu.bf16_tflops:g} TFLOP/s in bf16, {memory} ({gpu.source})"
     average = f"{lengths.prompt:g} tokens a prompt and {lengths.response:g} a response on average"
     rows = [*made.rows, ("kind", where), ("lengths", f"{average}, {lengths.longest:g} at most")]
     unfit = [*gpu_problems(config, gpu)]

@@ -19,7 +19,7 @@ VOCAB_PADDING = 64  # rows; vLLM rounds the vocabulary up to a multiple of it be
 BY_ROWS = {"q_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj", "sinks"}
 BY_COLUMNS = {"o_proj", "down_proj", "w2"}
 KEPT_WHOLE = {"gate", "router", "q_a_proj", "kv_a_proj_with_mqa"}  # and every tensor with norm in its name
-EMBEDDING, HEAD = "embed_tokens", "lm_head"
+EMBEDDING_WORD, HEAD_WORD = "embed_tokens", "lm_head"
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _stages_of(name: str, layer: int, stages: list[range], model: HfConfig) -> l
     if layer >= 0:
         return [stage for stage, layers in enumerate(stages) if layer in layers]
     last = len(stages) - 1
-    if EMBEDDING in name:
+    if EMBEDDING_WORD in name:
         return sorted({0, last}) if model.tied_embeddings else [0]
     return [last]
 
@@ -127,7 +127,7 @@ def _stages_of(name: str, layer: int, stages: list[range], model: HfConfig) -> l
 def _boxes(name: str, shape: tuple[int, ...], model: HfConfig, layout: EngineLayout, worker: _Worker) -> list[Box]:
     words = name.split(".")
     kind = words[-1] if len(words) == 1 or words[-2] in ("self_attn", "experts") else words[-2]
-    if kind in (EMBEDDING, HEAD):
+    if kind in (EMBEDDING_WORD, HEAD_WORD):
         return [_vocabulary(name, shape, layout.tp, worker.tp_rank)]
     if "shared_experts" in words and layout.copies > 1 and layout.tp > 1:
         return [whole(shape)]  # each worker runs the shared experts on its own tokens

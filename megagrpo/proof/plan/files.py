@@ -17,27 +17,25 @@ from megagrpo.config.paths import data_suffix
 from megagrpo.data.text_rows import ROWS_FOR_NAMES, column_hint, names_in
 from megagrpo.models.families.hf_config import HfConfig
 
-LONGEST_NAME, LONGEST_PATH = 255, 3500  # limits of Linux in bytes, minus room for the file names that a run adds
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500  # limits of Linux in bytes, minus room for the file names that a run adds
 
 
 def output_problems(config: RunConfig) -> list[Problem]:
     """Return the problem of an output folder that cannot be created or written to."""
     folder, key = Path(config.run.output_dir), ("run.output_dir",)
     there = next((path for path in (folder, *folder.absolute().parents) if os.path.lexists(path)), Path("/"))
-    if longest := [part for part in folder.parts if len(part.encode()) > LONGEST_NAME]:
-        said = (
-            f"{longest[0][:50]}... has {len(longest[0].encode())} bytes; the limit for a file name is {LONGEST_NAME}; "
-            f"name another folder"
-        )
-        return [Problem(key, said, rule=25)]
-    if len(str(folder.absolute()).encode()) > LONGEST_PATH:
-        return [
-            Problem(key, f"{str(folder)[:50]}... is longer than {LONGEST_PATH} bytes; name another folder", rule=25)
-        ]
-    if there.is_dir() and os.access(there, os.W_OK):
+    if longest := [part for part in folder.parts if len(part.encode()) > MAX_NAME_BYTES]:
+        size = len(longest[0].encode())
+        why = f"{longest[0][:50]}... has {size} bytes; the limit for a file name is {MAX_NAME_BYTES}"
+    elif len(str(folder.absolute()).encode()) > MAX_PATH_BYTES:
+        why = f"{str(folder)[:50]}... is longer than {MAX_PATH_BYTES} bytes"
+    elif not there.is_dir():
+        why = f"{folder}: {there} is not a folder"
+    elif not os.access(there, os.W_OK):
+        why = f"{folder}: {there} cannot be written to"
+    else:
         return []
-    why = "cannot be written to" if there.is_dir() else "is not a folder"
-    return [Problem(key, f"{folder}: {there} {why}; name another folder", rule=25)]
+    return [Problem(key, f"{why}; name another folder", rule=25)]
 
 
 def data_problems(config: RunConfig) -> list[Problem]:
@@ -51,18 +49,14 @@ def data_problems(config: RunConfig) -> list[Problem]:
         path = Path(os.path.expanduser(section.source))
         is_path = bool(data_suffix(path)) or path.is_absolute() or section.source.startswith(".")
         if is_path and not os.path.exists(path):
-            problems.append(
-                Problem((f"{key}.source",), f"no file or folder {path.absolute()}; correct the path", rule=13)
-            )
+            said = f"no file or folder {path.absolute()}; correct the path"
+            problems.append(Problem((f"{key}.source",), said, rule=13))
         elif present := _columns(path):
             problems += _column_problems(config, key, section, present)
     template = data.chat_template
     if template is not None and Path(template).is_absolute() and "\n" not in template and not os.path.isfile(template):
-        problems.append(
-            Problem(
-                ("data.chat_template",), f"no file {template}; correct the path, or write Jinja text or `none`", rule=16
-            )
-        )
+        said = f"no file {template}; correct the path, or write Jinja text or `none`"
+        problems.append(Problem(("data.chat_template",), said, rule=16))
     return problems
 
 
@@ -75,16 +69,14 @@ def _column_problems(config: RunConfig, key: str, section: DatasetSection, prese
         for name, value in own.items()
     }
     renamed_key, renamed = named["columns"]
-    wanted = [(named["prompt_column"][0], named["prompt_column"][1])]
-    wanted += [(f"{renamed_key}.{new}", old) for new, old in renamed.items()]
-    wanted += [
-        (named["extract_hash_answer"][0], name) for name in named["extract_hash_answer"][1] if name not in renamed
-    ]
+    hash_key, hash_columns = named["extract_hash_answer"]
+    required = [named["prompt_column"], *((f"{renamed_key}.{new}", old) for new, old in renamed.items())]
+    required += [(hash_key, name) for name in hash_columns if name not in renamed]
     has = f"{section.source} has columns {', '.join(present)}"
-    missing = [(where, name) for where, name in wanted if name not in present]
     return [
         Problem((where, f"{key}.source"), f"no column `{name}`{column_hint(name, present)}; {has}", rule=13)
-        for where, name in missing
+        for where, name in required
+        if name not in present
     ]
 
 
@@ -103,19 +95,16 @@ def _columns(path: Path) -> list[str]:
 
 def data_notes(config: RunConfig) -> list[Problem]:
     """Return a note when there are fewer prompts than one step draws, so that a step repeats some."""
-    data, wanted = config.data.train, config.rollout.prompts_per_step
+    data, drawn = config.data.train, config.rollout.prompts_per_step
     path, rows = Path(data.source), data.size
     if path.suffix == ".jsonl" and path.is_file():
         with path.open("rb") as lines:
             count = sum(1 for line in lines if line.strip())
         rows = count if rows is None else min(rows, count)
-    if rows is None or rows >= wanted:
+    if rows is None or rows >= drawn:
         return []
-    said = (
-        f"{rows} prompts, but a step draws {wanted} (rollout.prompts_per_step) and repeats some; lower "
-        f"prompts_per_step or add prompts"
-    )
-    return [Problem(("data.train", "rollout.prompts_per_step"), said, rule=13)]
+    said = f"{rows} prompts, but a step draws {drawn} (rollout.prompts_per_step) and repeats some; lower"
+    return [Problem(("data.train", "rollout.prompts_per_step"), f"{said} prompts_per_step or add prompts", rule=13)]
 
 
 def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], list[Problem]]:
@@ -126,11 +115,8 @@ def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], 
         return [], []
     template = "chat_template" in settings or (folder / "chat_template.jinja").exists()
     if not template and config.data.chat_template is None:
-        said = (
-            f"the tokenizer in {folder} has no chat template, as is usual for base models; set one, or `none` for "
-            f"plain text"
-        )
-        notes.append(Problem(("data.chat_template", "model.tokenizer"), said, rule=16))
+        said = f"the tokenizer in {folder} has no chat template, as is usual for base models; set one, or `none` for"
+        notes.append(Problem(("data.chat_template", "model.tokenizer"), f"{said} plain text", rule=16))
     problems += _template_problems(config, folder, settings.get("chat_template"))
     tokens = _read(folder / "tokenizer.json")
     vocabulary, added = tokens.get("model"), tokens.get("added_tokens")
@@ -139,18 +125,13 @@ def tokenizer_notes(config: RunConfig, model: HfConfig) -> tuple[list[Problem], 
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
     ids = [number for number in ids if isinstance(number, int)]
     if ids and max(ids) >= model.vocab_size:
-        said = (
-            f"token {max(ids)} of {folder} is outside of the model's vocab_size {model.vocab_size}; name the "
-            f"model's own tokenizer"
-        )
-        problems.append(Problem(("model.tokenizer", "model.path"), said, rule=19))
+        said = f"token {max(ids)} of {folder} is outside of the model's vocab_size {model.vocab_size}; name the"
+        problems.append(Problem(("model.tokenizer", "model.path"), f"{said} model's own tokenizer", rule=19))
     problems += end_token_problems(folder, model.vocab_size)
     ends, raw = _read(folder / "generation_config.json").get("eos_token_id"), model.raw.get("eos_token_id")
     if not problems and ends is not None and raw is not None and set(_list(ends)) != set(_list(raw)):
-        said = (
-            f"generation_config.json ends responses at {_list(ends)}, config.json at {_list(raw)}; check that both "
-            f"are intended"
-        )
+        said = f"generation_config.json ends responses at {_list(ends)}, config.json at {_list(raw)}; check that both "
+        said += "are intended"
         notes.append(Problem(("model.tokenizer", "model.path"), said, rule=17))
     return problems, notes
 
@@ -176,23 +157,21 @@ def end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
     """Return the problem of a generation_config.json that cannot be read, or whose end tokens the model does not have;
     empty without the file."""
     path, key = folder / "generation_config.json", ("model.path",)
+    said = ""
     try:
         content = json.loads(path.read_text())
+        ends = content.get("eos_token_id")
+        ends = [] if ends is None else _list(ends)
+        if odd := [end for end in ends if type(end) is not int or not 0 <= end < vocab_size]:
+            said = f"eos_token_id {odd[0]!r} in {path} is not a token of the model (vocab_size {vocab_size}); use an id"
+            said += " below that"
     except FileNotFoundError:
-        return []
+        pass
+    except AttributeError:
+        said = f"{path} must contain a JSON object; download it again, or delete it"
     except (OSError, ValueError, RecursionError) as error:
-        return [Problem(key, f"{path} is not valid JSON: {error}; download it again, or delete it", rule=17)]
-    if not isinstance(content, dict):
-        return [Problem(key, f"{path} must contain a JSON object; download it again, or delete it", rule=17)]
-    ends = content.get("eos_token_id")
-    ends = [] if ends is None else _list(ends)
-    if odd := [end for end in ends if type(end) is not int or not 0 <= end < vocab_size]:
-        said = (
-            f"eos_token_id {odd[0]!r} in {path} is not a token of the model (vocab_size {vocab_size}); use an id "
-            f"below that"
-        )
-        return [Problem(key, said, rule=17)]
-    return []
+        said = f"{path} is not valid JSON: {error}; download it again, or delete it"
+    return [Problem(key, said, rule=17)] if said else []
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -35,56 +35,19 @@ class Gpu:
 
 
 _A100 = ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe", "NVIDIA A100-PCIE-40GB")
-_DGX = "8 x 400 Gb/s"
-GPUS = {
-    gpu.name: gpu
-    for gpu in (
-        Gpu(
-            "a100",
-            312,
-            0,
-            79,
-            2039,
-            300,
-            25,
-            "NVIDIA A100 80GB SXM data sheet; DGX A100 data sheet: 8 x 200 Gb/s",
-            _A100,
-        ),
-        Gpu(
-            *("h100", 989, 1979, 79, 3350, 450, 50, f"NVIDIA H100 SXM data sheet, 80 GB; DGX H100 data sheet: {_DGX}"),
-            cuda_names=("NVIDIA H100 80GB HBM3",),
-            hopper=True,
-        ),
-        Gpu(
-            *(
-                "h200",
-                989,
-                1979,
-                139,
-                4800,
-                450,
-                50,
-                f"NVIDIA H200 SXM data sheet, 141 GB; DGX H200 data sheet: {_DGX}",
-            ),
-            cuda_names=("NVIDIA H200",),
-            hopper=True,
-        ),
-        Gpu(
-            *(
-                "b200",
-                2250,
-                4500,
-                178,
-                8000,
-                900,
-                50,
-                f"DGX B200 data sheet, an eighth of it: 1,440 GB, 64 TB/s; {_DGX}",
-            ),
-            cuda_names=("NVIDIA B200",),
-            mxfp8=True,
-        ),
-    )
+_SOURCES = {
+    "a100": "NVIDIA A100 80GB SXM data sheet; DGX A100 data sheet: 8 x 200 Gb/s",
+    "h100": "NVIDIA H100 SXM data sheet, 80 GB; DGX H100 data sheet: 8 x 400 Gb/s",
+    "h200": "NVIDIA H200 SXM data sheet, 141 GB; DGX H200 data sheet: 8 x 400 Gb/s",
+    "b200": "DGX B200 data sheet, an eighth of it: 1,440 GB, 64 TB/s; 8 x 400 Gb/s",
 }
+_ROWS = (
+    Gpu("a100", 312, 0, 79, 2039, 300, 25, _SOURCES["a100"], _A100),
+    Gpu("h100", 989, 1979, 79, 3350, 450, 50, _SOURCES["h100"], ("NVIDIA H100 80GB HBM3",), hopper=True),
+    Gpu("h200", 989, 1979, 139, 4800, 450, 50, _SOURCES["h200"], ("NVIDIA H200",), hopper=True),
+    Gpu("b200", 2250, 4500, 178, 8000, 900, 50, _SOURCES["b200"], ("NVIDIA B200",), mxfp8=True),
+)
+GPUS = {gpu.name: gpu for gpu in _ROWS}
 
 
 def bf16_tflops_of(cuda_name: str) -> float | None:

@@ -58,10 +58,8 @@ def host_memory(
         outside = _Shard(trained[stage], index // p.tp, world_size // (p.pp * p.tp))
         inside = _Shard(experts[stage], index // (p.expert_tp * p.ep), world_size // p.expert_parallel_size)
         purposes = _rank(config, [outside, inside], chunks[stage])
-        ranks.append(
-            purposes
-            | {"saving": purposes["saving"] + beside, "offload": moved[stage], "activations": activations[stage]}
-        )
+        purposes |= {"saving": purposes["saving"] + beside}
+        ranks.append(purposes | {"offload": moved[stage], "activations": activations[stage]})
     nodes = [ranks[first : first + per_node] for first in range(0, world_size, per_node)]
     return {name: max(sum(rank[name] for rank in node) for node in nodes) / GIB for name in ranks[0]}
 
@@ -93,10 +91,8 @@ def _moved(config: RunConfig, model: HfConfig, world_size: int) -> list[dict[str
 
 def activation_bytes(config: RunConfig, model: HfConfig) -> list[float]:
     """Return, per stage, the peak bytes of one rank that `model.offload_activations` keeps on the host."""
-    tokens, (_, stored, _) = (
-        config.train.max_tokens_per_micro_batch / config.parallel.cp,
-        activation_elements(config, model, gpu=True),
-    )
+    tokens = config.train.max_tokens_per_micro_batch / config.parallel.cp
+    _, stored, _ = activation_elements(config, model, gpu=True)
     layers = [len(own) * in_flight(config, stage) for stage, own in enumerate(layers_of_ranks(model, config.parallel))]
     share = config.model.offload_activations
     return [max(0.0, count - NOT_OFFLOADED) * share * stored * tokens * weight_bytes(config) for count in layers]

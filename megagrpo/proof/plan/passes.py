@@ -65,14 +65,8 @@ def pass_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, 
     backward = max(trained * cost.products + 2 * (cost.attention + cost.traffic), cost.starts) + talk + recomputed
     backward += sum(max(0.0, cost.copies - seconds) for seconds in (max(forward, cost.starts), backward))
     handed = (p.pp > 1) * p.vpp * Links(gpu).seconds(tokens / p.cp * cost.token_bytes / p.tp, p.tp * p.cp * dp + 1)
-    head = (
-        lengths.response
-        / lengths.sample
-        * tokens
-        / p.cp
-        * token_flops(model).head
-        / (cost.peak * DENSE_EFFICIENCY * p.tp)
-    )
+    responses = lengths.response / lengths.sample * tokens / p.cp
+    head = responses * token_flops(model).head / (cost.peak * DENSE_EFFICIENCY * p.tp)
     passes = slices * count
     bubble = (p.pp - 1) / (p.vpp * count)
     ahead = passes * ((max(forward, cost.starts) + talk) / p.pp + head + handed) * (1 + bubble)
@@ -108,9 +102,8 @@ class _Layers:
         links = Links(gpu)
         self.messages = (model.num_layers - mixed) * layer_seconds(links, p, self.token_bytes, tokens, kv, 0)
         if mixed:
-            self.messages += mixed * layer_seconds(
-                links, p, self.token_bytes, tokens, kv, uneven * model.mixture.per_token
-            )
+            sent = uneven * model.mixture.per_token
+            self.messages += mixed * layer_seconds(links, p, self.token_bytes, tokens, kv, sent)
 
     @property
     def forward(self) -> float:

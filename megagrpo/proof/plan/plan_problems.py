@@ -39,11 +39,8 @@ def layout_problems(config: RunConfig, world_size: int) -> Iterator[Problem]:
         )
         yield Problem(("train.max_tokens_per_micro_batch", *LONGEST_SAMPLE), said, rule=9)
     if unknown := [rank for rank in config.run.profile.ranks if rank >= world_size]:
-        said = (
-            f"rank {unknown[0]} does not exist: the run has {world_size} rank(s), counted from 0; leave ranks "
-            f"empty for all"
-        )
-        yield Problem(("run.profile.ranks",), said)
+        said = f"rank {unknown[0]} does not exist: the run has {world_size} rank(s), counted from 0; leave ranks"
+        yield Problem(("run.profile.ranks",), f"{said} empty for all")
 
 
 def _align_factors(config: RunConfig) -> list[str]:
@@ -58,17 +55,11 @@ def layout_notes(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Yield notes on settings that stop nothing: padding, ranks without samples, and a reference that never moves."""
     p, r, a = config.parallel, config.rollout, config.algorithm
     if a.sync_ref_model and config.run.max_steps is not None and a.ref_model_sync_steps > config.run.max_steps:
-        said = (
-            f"{a.ref_model_sync_steps} is after the last step, run.max_steps {config.run.max_steps}, so the "
-            f"reference never moves"
-        )
-        yield Problem(("algorithm.ref_model_sync_steps", "run.max_steps"), said)
+        said = f"{a.ref_model_sync_steps} is after the last step, run.max_steps {config.run.max_steps}, so the"
+        yield Problem(("algorithm.ref_model_sync_steps", "run.max_steps"), f"{said} reference never moves")
     if config.max_model_len % p.sequence_align:
-        said = (
-            f"every sample is padded to a multiple of 2 x cp = {p.sequence_align} tokens; the longest has "
-            f"{config.max_model_len}"
-        )
-        yield Problem(("parallel.cp", *LONGEST_SAMPLE), said, rule=9)
+        said = f"every sample is padded to a multiple of 2 x cp = {p.sequence_align} tokens; the longest has"
+        yield Problem(("parallel.cp", *LONGEST_SAMPLE), f"{said} {config.max_model_len}", rule=9)
     dp, slices = world_size // p.model_parallel_size, config.algorithm.steps_per_generation
     samples = r.prompts_per_step * r.num_generations // slices
     if samples < dp:
@@ -101,11 +92,8 @@ def expert_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
         said = f"muon does not support the experts of {model.family}; choose adam"
         yield Problem(("train.optimizer",), said)
     if model.experts and model.experts.per_token > model.experts.count:
-        said = (
-            f"num_experts_per_tok {model.experts.per_token} exceeds the model's {model.experts.count} experts; "
-            f"correct config.json"
-        )
-        yield Problem(("model",), said, rule=7)
+        said = f"num_experts_per_tok {model.experts.per_token} exceeds the model's {model.experts.count} experts;"
+        yield Problem(("model",), f"{said} correct config.json", rule=7)
     if model.experts and p.tp > 1 and not p.sequence_parallel:
         said = f"false, but the experts of {model.family} need it with parallel.tp={p.tp}; set it to true"
         yield Problem(("parallel.sequence_parallel", "parallel.tp"), said, rule=7)
@@ -173,11 +161,8 @@ def gpu_problems(config: RunConfig, gpu: Gpu) -> Iterator[Problem]:
 def transport_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a transport of weights that cannot work on GPUs."""
     if config.rollout.weight_sync_transport == "p2p" and config.rollout.placed == "colocated":
-        said = (
-            "p2p uses NCCL, which refuses two processes on one GPU, but rollout.placement is colocated; set the "
-            "transport to auto"
-        )
-        yield Problem(("rollout.weight_sync_transport", "rollout.placement"), said)
+        said = "p2p uses NCCL, which refuses two processes on one GPU, but rollout.placement is colocated; set the"
+        yield Problem(("rollout.weight_sync_transport", "rollout.placement"), f"{said} transport to auto")
 
 
 def _linear_sizes(config: RunConfig, model: HfConfig) -> dict[str, float]:
@@ -240,11 +225,8 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
             yield Problem(keys, said, rule=14)
     needed = kv_bytes(config, model, config.max_model_len) / GIB
     if not r.urls and needed > r.kv_cache_gb:
-        said = (
-            f"{r.kv_cache_gb:g} cannot hold one sequence of {config.max_model_len} tokens; use "
-            f"{ceil(needed * 10) / 10:g} or more"
-        )
-        yield Problem(("rollout.kv_cache_gb", *LONGEST_SAMPLE), said, rule=14)
+        said = f"{r.kv_cache_gb:g} cannot hold one sequence of {config.max_model_len} tokens; use"
+        yield Problem(("rollout.kv_cache_gb", *LONGEST_SAMPLE), f"{said} {ceil(needed * 10) / 10:g} or more", rule=14)
 
 
 def _server_problems(r: RolloutSection, model: HfConfig) -> Iterator[Problem]:
@@ -262,17 +244,11 @@ def _server_problems(r: RolloutSection, model: HfConfig) -> Iterator[Problem]:
     if shared_out and not model.experts:
         yield Problem(("rollout.enable_expert_parallel",), f"{model.family} has no experts; set it to false")
     if shared_out and model.experts and model.experts.count < r.tp * r.dp:
-        said = (
-            f"{r.tp} x rollout.dp {r.dp} workers share {model.experts.count} experts, which leaves workers without "
-            f"any; lower one"
-        )
-        yield Problem(("rollout.tp", "rollout.dp", "rollout.enable_expert_parallel"), said)
+        said = f"{r.tp} x rollout.dp {r.dp} workers share {model.experts.count} experts, which leaves workers without"
+        yield Problem(("rollout.tp", "rollout.dp", "rollout.enable_expert_parallel"), f"{said} any; lower one")
     if r.pp > model.num_layers:
-        said = (
-            f"{r.pp} stages share {model.num_layers} layers, which leaves stages without any; set it to "
-            f"{model.num_layers} or less"
-        )
-        yield Problem(("rollout.pp", "model.path"), said)
+        said = f"{r.pp} stages share {model.num_layers} layers, which leaves stages without any; set it to"
+        yield Problem(("rollout.pp", "model.path"), f"{said} {model.num_layers} or less")
 
 
 def vllm_can_split(model: HfConfig, tp: int, experts_shared_out: bool = False) -> bool:
@@ -359,8 +335,5 @@ def too_big(
     if room > 0.05:
         lower = f"lower it to {int(room * 100) / 100:g} or raise rollout.tp"
         fix = lower if room < r.gpu_memory_utilization else "raise it or rollout.tp"
-    said = (
-        f"a trainer rank of {trainer:.1f} GiB and vLLM's {r.gpu_memory_utilization:g} of the GPU need {smallest:.1f} "
-        f"GiB, but it has {gpu:g}; {fix}"
-    )
-    return Problem(("rollout.gpu_memory_utilization", "rollout.tp"), said, rule=20)
+    said = f"a trainer rank of {trainer:.1f} GiB and vLLM's {r.gpu_memory_utilization:g} of the GPU need {smallest:.1f}"
+    return Problem(("rollout.gpu_memory_utilization", "rollout.tp"), f"{said} GiB, but it has {gpu:g}; {fix}", rule=20)

@@ -23,7 +23,7 @@ class PlanRule:
 
 NODE = "the job's nodes, before it starts"
 START = "the run, before its first step"
-RULES = (
+PLAN_RULES = (
     PlanRule(1, "tp divides the attention heads"),
     PlanRule(2, "tp divides the KV heads"),
     PlanRule(3, "tp divides the MLP's width"),
@@ -72,7 +72,7 @@ def verdicts(problems: Sequence[Problem], notes: Sequence[Problem], gpu: bool) -
                 return name
         return "unknown" if rule.elsewhere or (rule.number == 20 and not gpu) else "holds"
 
-    return [RuleVerdict(rule, state(rule)) for rule in RULES]
+    return [RuleVerdict(rule, state(rule)) for rule in PLAN_RULES]
 
 
 def rules_text(verdicts: Sequence[RuleVerdict]) -> str:

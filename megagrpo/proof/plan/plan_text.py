@@ -53,21 +53,17 @@ def model_text(path: str, model: HfConfig) -> str:
 
 def experts_text(config: RunConfig, model: HfConfig, world_size: int) -> str:
     p, experts = config.parallel, model.mixture
-    return (
-        f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token; the ranks of a stage = etp "
-        f"{p.expert_tp} x "
-        f"ep {p.ep} x {max(1, world_size // p.expert_parallel_size)} copies, {experts.count // p.ep} experts on each"
-    )
+    sizes = f"etp {p.expert_tp} x ep {p.ep} x {max(1, world_size // p.expert_parallel_size)} copies"
+    counts = f"{experts.count} in {len(experts.blocks)} layers, {experts.per_token} a token"
+    return f"{counts}; the ranks of a stage = {sizes}, {experts.count // p.ep} experts on each"
 
 
 def lora_text(lora: LoraSection, model: HfConfig) -> str:
     trained = sum(stage_adapters(model, ParallelSection(), lora))
     share = trained / num_parameters(model)
     where = ", ".join(adapted_projections(model, lora))
-    return (
-        f"rank {lora.rank}, scale {lora.scale:g}, on {where}: {trained:,} trained parameters, {share:.2%} of the "
-        f"model's"
-    )
+    size = f"{trained:,} trained parameters, {share:.2%} of the model's"
+    return f"rank {lora.rank}, scale {lora.scale:g}, on {where}: {size}"
 
 
 def rollout_text(config: RunConfig) -> str:
@@ -75,12 +71,9 @@ def rollout_text(config: RunConfig) -> str:
     if r.urls:
         return f"{len(r.urls)} external vLLM server(s), up to {config.max_model_len} tokens a sequence"
     sizes = r.server_text.replace("rollout.", "") + f" on {r.nodes_per_server} nodes each" * (r.nodes_per_server > 1)
-    return (
-        f"{r.servers} vLLM server(s) x {sizes}, up to {config.max_model_len} tokens a sequence; each takes "
-        f"{r.gpu_memory_utilization:.0%} of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
-        + f"; linear layers in {r.quantization}"
-        * (r.quantization != "none")
-    )
+    share = f"{r.gpu_memory_utilization:.0%} of a GPU's memory, or weights + {r.kv_cache_gb:g} GiB of RAM"
+    share += f"; linear layers in {r.quantization}" * (r.quantization != "none")
+    return f"{r.servers} vLLM server(s) x {sizes}, up to {config.max_model_len} tokens a sequence; each takes {share}"
 
 
 def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
@@ -116,11 +109,9 @@ def step_text(config: RunConfig, dp: int) -> str:
     samples = r.prompts_per_step * r.num_generations
     tokens = samples * config.max_model_len
     per_rank = max(config.parallel.pp, ceil(tokens / dp / t.max_tokens_per_micro_batch))
-    return (
-        f"{r.prompts_per_step} prompts x {r.num_generations} generations = {samples} samples, at most {tokens:,} "
-        f"tokens = "
-        f"{per_rank} micro-batch(es) of {t.max_tokens_per_micro_batch:,} on each of {dp} data-parallel rank(s)"
-    )
+    batches = f"{per_rank} micro-batch(es) of {t.max_tokens_per_micro_batch:,} on each of {dp} data-parallel rank(s)"
+    prompts = f"{r.prompts_per_step} prompts x {r.num_generations} generations = {samples} samples"
+    return f"{prompts}, at most {tokens:,} tokens = {batches}"
 
 
 def gpu_text(config: RunConfig, smallest: float) -> str:

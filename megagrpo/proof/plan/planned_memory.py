@@ -85,29 +85,24 @@ def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: _Stage, gp
     element = weight_bytes(config)
     sent = num_parameters(model) * element / (dp * p.model_parallel_size)  # in a weight sync
     # Muon keeps one moment of a matrix. The embeddings' second moment is ignored.
-    moment_bytes = (
-        4 if train.optimizer == "muon" else 0 if train.optimizer_offload else MOMENT_BYTES[train.optimizer_state_dtype]
-    )
+    moment_bytes = 0 if train.optimizer_offload else MOMENT_BYTES[train.optimizer_state_dtype]
+    moment_bytes = 4 if train.optimizer == "muon" else moment_bytes
     optimizer_bytes = moment_bytes + (0 if element == 4 else 4)  # bf16 weights have float32 masters
     stored = 0 if config.model.base_storage == "none" else stage.linears
     saved = in_fp8 * (element - (FP8_BYTES if gpu else 1)) if config.model.fp8_param else 0
+    whole = trained + trained_experts
+    sharded = trained / copies + trained_experts / expert_copies if train.distributed_optimizer else whole
     resident = {
         "weights": (parameters - stored) * element + stored * STORED_BYTES.get(config.model.base_storage, 0) - saved,
-        "gradients": (trained + trained_experts) * 4,
-        "optimizer": optimizer_bytes
-        * (
-            trained / copies + trained_experts / expert_copies
-            if train.distributed_optimizer
-            else trained + trained_experts
-        ),
-        "reference": (trained + trained_experts) * element - saved if config.algorithm.beta else 0,
+        "gradients": whole * 4,
+        "optimizer": optimizer_bytes * sharded,
+        "reference": whole * element - saved if config.algorithm.beta else 0,
     }
     if gpu and in_fp8 and not config.model.fp8_param:
         resident["fp8_weights"] = in_fp8 * FP8_BYTES
     tokens = train.max_tokens_per_micro_batch / p.cp
-    one_layer, stored_layer, passing = (
-        elements * tokens * element for elements in activation_elements(config, model, gpu)
-    )
+    kept = activation_elements(config, model, gpu)
+    one_layer, stored_layer, passing = (elements * tokens * element for elements in kept)
     stored_layers = len(stage.layers) * in_flight(config, stage.index)
     if gpu:
         stored_layers -= max(0.0, stored_layers - NOT_OFFLOADED) * config.model.offload_activations
@@ -225,9 +220,8 @@ def kv_elements(model: HfConfig, tp: int, tokens: int, prefill: int | None = Non
     vLLM keeps the tokens that a token sees before its own, and up to `prefill` tokens of the current batch. `prefill`
     None: it keeps all tokens, as when whole prompts are one batch.
     """
-    element = (
-        model.mla.kv_rank + model.mla.rope_dim if model.mla else 2 * model.head_dim * max(1, model.num_kv_heads // tp)
-    )
+    element = 2 * model.head_dim * max(1, model.num_kv_heads // tp)
+    element = model.mla.kv_rank + model.mla.rope_dim if model.mla else element
     windows = [model.window(layer) for layer in range(model.num_layers)]
     seen = (tokens if window is None or prefill is None else min(tokens, window - 1 + prefill) for window in windows)
     return element * sum(seen)
@@ -282,13 +276,8 @@ def reload_bytes(config: RunConfig, model: HfConfig) -> float:
     tp, hidden, element = config.rollout.tp, model.hidden_size, engine_element(config)
     quantized = element if config.rollout.quantization == "none" else element + block_bytes(config)
     experts = 3 * model.experts.intermediate_size * model.experts.count if model.experts else 0
-    return (
-        max(
-            model.vocab_size * element, 2 * model.intermediate_size * quantized, experts / config.rollout.dp * quantized
-        )
-        * hidden
-        / tp
-    )
+    mlp = 2 * model.intermediate_size * quantized
+    return max(model.vocab_size * element, mlp, experts / config.rollout.dp * quantized) * hidden / tp
 
 
 def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) -> dict[str, float]:

@@ -151,12 +151,8 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
     bubble = passes * (config.parallel.pp - 1) / (config.parallel.vpp * count)
     total = sum(seconds.values()) + bubble
     samples = config.rollout.prompts_per_step * config.rollout.num_generations
-    ideal = (
-        samples
-        * model_flops(model, lengths.prompt, lengths.response, config.lora.enabled)
-        / world_size
-        / (gpu.bf16_tflops * 1e12)
-    )
+    useful = model_flops(model, lengths.prompt, lengths.response, config.lora.enabled)
+    ideal = samples * useful / world_size / (gpu.bf16_tflops * 1e12)
     losses = {
         "pipeline bubble": bubble,
         "messages": sum(messages.values()),
@@ -164,9 +160,8 @@ def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, 
         **_device_losses(costs, gpu),
         "recomputation and padding": max(0.0, costs.total("flops") / (gpu.bf16_tflops * 1e12) - ideal),
     }
-    shares = {
-        name: lost / total for name, lost in sorted(losses.items(), key=lambda item: -item[1]) if lost > 0.001 * total
-    }
+    largest_first = sorted(losses.items(), key=lambda item: -item[1])
+    shares = {name: lost / total for name, lost in largest_first if lost > 0.001 * total}
     return Roofline(seconds | ({"bubble": bubble} if bubble else {}), ideal / total, shares)
 
 
@@ -182,9 +177,8 @@ def _device_losses(costs: Costs, gpu: Gpu) -> dict[str, float]:
         if name is None:
             outer = "optimizer and gradients" if kernel.phase in ("reduce", "optimizer") else "layers"
             name = f"elementwise work of the {'LM head' if kernel.phase == 'head' else outer}"
-        lost[name] = lost.get(name, 0.0) + count * (
-            kernel_seconds(kernel, gpu) - kernel.flops / (gpu.bf16_tflops * 1e12)
-        )
+        beyond = kernel_seconds(kernel, gpu) - kernel.flops / (gpu.bf16_tflops * 1e12)
+        lost[name] = lost.get(name, 0.0) + count * beyond
     return lost
 
 
@@ -195,13 +189,8 @@ def trace_rows(
     count = micro_batches(config, trace, world_size, lengths)
     costs = trace.step(count)
     made = None if gpu is None else roofline(config, model, trace, world_size, gpu, lengths)
-    rows = [
-        (
-            "trace",
-            f"one rank of stage {stage}: {count} micro-batches of {trace.tokens:,} tokens, {trace.loss_tokens:,} of "
-            f"them in the loss",
-        )
-    ]
+    sizes = f"{count} micro-batches of {trace.tokens:,} tokens, {trace.loss_tokens:,} of them in the loss"
+    rows = [("trace", f"one rank of stage {stage}: {sizes}")]
     for phase in TRACE_PHASES:
         text = (
             f"{costs.total('flops', phase) / 1e12:,.1f} TFLOP, {costs.total('bytes', phase) / 1e9:,.0f} GB of "
@@ -212,14 +201,11 @@ def trace_rows(
     dp = max(1, world_size // config.parallel.model_parallel_size)
     planned = {gpu: sum(stage_memory(config, model, dp, gpu)[stage]["train"].values()) for gpu in (False, True)}
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in trace.peak.items() if size > 0.01 * GIB)
-    rows.append(
-        ("peak", f"{sum(trace.peak.values()) / GIB:.1f} GiB, allocated in {parts}; planned {planned[False]:.1f} with "
-            f"the layers that were "
-         f"traced, {planned[True]:.1f} with Transformer Engine's")
-    )  # fmt: skip
+    traced = f"{sum(trace.peak.values()) / GIB:.1f} GiB, allocated in {parts}"
+    ours = f"planned {planned[False]:.1f} with the layers that were traced"
+    rows.append(("peak", f"{traced}; {ours}, {planned[True]:.1f} with Transformer Engine's"))
     if made is not None:
         rows.append(("roofline", f"{made.total:.2f} s for the train step of this rank, MFU {made.mfu:.0%}"))
-        rows.append(
-            ("lost to", ", ".join(f"{name} {share:.0%}" for name, share in made.losses.items() if share >= 0.01))
-        )
+        lost = (f"{name} {share:.0%}" for name, share in made.losses.items() if share >= 0.01)
+        rows.append(("lost to", ", ".join(lost)))
     return rows

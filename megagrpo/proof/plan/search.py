@@ -49,10 +49,8 @@ class Candidate:
 
 def _cost(times: StepTimes, stages: int) -> float:
     factors = (1 - GENERATE_ERROR, 1.0, 1 + GENERATE_ERROR)
-    steps = [
-        replace(times, seconds=times.seconds | {"generate": factor * times.seconds["generate"]}).step
-        for factor in factors
-    ]
+    generate = times.seconds["generate"]
+    steps = [replace(times, seconds=times.seconds | {"generate": factor * generate}).step for factor in factors]
     return sum(steps) / len(steps) + STAGE_COST * stages * times.computing
 
 
@@ -76,9 +74,8 @@ def search(
                     break
                 gib = _gib(made, model, dp)
                 if gib <= room and not cross_field_problems(made) and not any(layout_problems(made, world_size)):
-                    best = sorted(
-                        [*best, Candidate(_overrides(made, config), gib, times, stages)], key=lambda one: one.cost
-                    )[:keep]
+                    best.append(Candidate(_overrides(made, config), gib, times, stages))
+                    best = sorted(best, key=lambda one: one.cost)[:keep]
                     break
     return best
 
@@ -93,10 +90,8 @@ def _by_speed(
     parallel: ParallelSection,
 ) -> list[tuple[StepTimes, RunConfig]]:
     """Return a layout with every micro-batch size and kind of recompute, fastest first."""
-    made = [
-        _changed(config, parallel, samples, recompute)
-        for samples, recompute in product(MICRO_BATCHES, ("none", "selective", "full"))
-    ]
+    choices = product(MICRO_BATCHES, ("none", "selective", "full"))
+    made = [_changed(config, parallel, samples, recompute) for samples, recompute in choices]
     timed = [(step_times(one, model, world_size, gpu, lengths, generate), one) for one in made]
     return sorted(timed, key=lambda pair: _cost(pair[0], parallel.pp * parallel.vpp))
 

@@ -33,9 +33,8 @@ def model_shape(path: str, fetch: bool = True) -> dict[str, Any]:
         return _of_package(path, fetch)
     if Path(os.path.expanduser(path)).exists():
         if not Path(os.path.expanduser(path)).is_dir():
-            raise ProblemError(
-                Problem(("model.path",), f"{path} is a file; name the folder that holds config.json and safetensors")
-            )
+            said = f"{path} is a file; name the folder that holds config.json and safetensors"
+            raise ProblemError(Problem(("model.path",), said))
         return read_raw_config(Path(os.path.expanduser(path)))
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -50,19 +49,14 @@ def model_shape(path: str, fetch: bool = True) -> dict[str, Any]:
     if (KNOWN_SHAPES / path / "config.json").exists():
         return read_raw_config(KNOWN_SHAPES / path)
     if not fetch:
-        raise ProblemError(
-            UnseenModel(("model.path",), f"{path} is not on this machine; download it (hf download {path})")
-        )
+        said = f"{path} is not on this machine; download it (hf download {path})"
+        raise ProblemError(UnseenModel(("model.path",), said))
     try:
         return read_raw_config(Path(hf_hub_download(path, "config.json")).parent)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        said = (
-            f"{path} is not a local folder, and its config.json cannot be fetched from the hub; name a folder, or "
-            f"download it first "
-        )
-        raise ProblemError(
-            UnseenModel(("model.path",), f"{said}(hf download {path}). {type(error).__name__}")
-        ) from None
+        said = f"{path} is not a local folder, and its config.json cannot be fetched from the hub; name a folder, or"
+        fix = f"download it first (hf download {path}). {type(error).__name__}"
+        raise ProblemError(UnseenModel(("model.path",), f"{said} {fix}")) from None
 
 
 def _of_package(path: str, fetch: bool) -> dict[str, Any]:
@@ -71,9 +65,8 @@ def _of_package(path: str, fetch: bool) -> dict[str, Any]:
     if not folder.exists() and (known / "config.json").exists():
         return read_raw_config(known)
     if not folder.exists() and not fetch:
-        raise ProblemError(
-            UnseenModel(("model.path",), f"{path} is not unpacked on this machine; `megagrpo plan` unpacks it")
-        )
+        said = f"{path} is not unpacked on this machine; `megagrpo plan` unpacks it"
+        raise ProblemError(UnseenModel(("model.path",), said))
     return read_raw_config(resolve_model(path))
 
 
@@ -83,9 +76,8 @@ def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
     norms = (4 if model.post_norms else 2) * model.hidden_size
     if model.has_experts(layer):
         shared = 3 * model.hidden_size * model.mixture.shared_size
-        return (
-            (attention + shared) // tp + whole + norms + model.mixture.count * (model.hidden_size + model.linear_bias)
-        )
+        routers = model.mixture.count * (model.hidden_size + model.linear_bias)
+        return (attention + shared) // tp + whole + norms + routers
     mlp = 3 * model.hidden_size * model.intermediate_size
     return (attention + mlp) // tp + whole + norms
 
@@ -102,9 +94,8 @@ def attention_parameters(model: HfConfig) -> tuple[int, int]:
     of_keys_and_values = mla.kv_rank * (mla.nope_dim + mla.value_dim)
     of_queries = model.head_dim * (mla.query_rank or model.hidden_size)
     to_latents = model.hidden_size * ((mla.query_rank or 0) + mla.kv_rank + mla.rope_dim)
-    return heads * (of_queries + of_keys_and_values + mla.value_dim * model.hidden_size), to_latents + (
-        mla.query_rank or 0
-    ) + mla.kv_rank
+    norms = (mla.query_rank or 0) + mla.kv_rank
+    return heads * (of_queries + of_keys_and_values + mla.value_dim * model.hidden_size), to_latents + norms
 
 
 def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
@@ -113,10 +104,8 @@ def stage_experts(model: HfConfig, parallel: ParallelSection) -> list[int]:
         return [0] * parallel.pp
     width = model.experts.intermediate_size // parallel.expert_tp
     one = 3 * model.hidden_size * width + (2 * width + model.hidden_size if model.linear_bias else 0)
-    return [
-        one * model.experts.count // parallel.ep * sum(map(model.has_experts, layers))
-        for layers in layers_of_ranks(model, parallel)
-    ]
+    of_layer = one * model.experts.count // parallel.ep
+    return [of_layer * sum(map(model.has_experts, layers)) for layers in layers_of_ranks(model, parallel)]
 
 
 @lru_cache(maxsize=64)
@@ -127,9 +116,8 @@ def expert_parameters(model: HfConfig) -> int:
 
 def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int]]:
     """Return the layer indices on a rank of each pipeline stage, all its virtual stages together."""
-    pieces = [
-        range(start, stop) for start, stop in pairwise(accumulate(stage_layers(model.num_layers, parallel), initial=0))
-    ]
+    borders = accumulate(stage_layers(model.num_layers, parallel), initial=0)
+    pieces = [range(start, stop) for start, stop in pairwise(borders)]
     return [[layer for piece in pieces[stage :: parallel.pp] for layer in piece] for stage in range(parallel.pp)]
 
 
@@ -177,9 +165,8 @@ def _layer_adapters(model: HfConfig, layer: int, tp: int, lora: LoraSection) -> 
     by_output = {"q_proj": queries, "k_proj": keys, "v_proj": keys, "qkv_proj": queries + 2 * keys}
     by_input = {"o_proj": queries}
     if not model.has_experts(layer):
-        by_output |= dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size) | {
-            "gate_up_proj": 2 * model.intermediate_size
-        }
+        by_output |= dict.fromkeys(("gate_proj", "up_proj"), model.intermediate_size)
+        by_output["gate_up_proj"] = 2 * model.intermediate_size
         by_input["down_proj"] = model.intermediate_size
     adapted = adapted_projections(model, lora)
     return lora.rank * sum(hidden + size // tp for name, size in (by_output | by_input).items() if name in adapted)

@@ -91,10 +91,8 @@ def step_times(
         "train": train,
         "sync": sync_seconds(config, model, world_size, gpu),
     }
-    useful = (
-        a.num_iterations * samples * model_flops(model, lengths.prompt, lengths.response, frozen=config.lora.enabled)
-    )
-    mfu = useful / (train * world_size * gpu.bf16_tflops * 1e12)
+    of_sample = model_flops(model, lengths.prompt, lengths.response, frozen=config.lora.enabled)
+    mfu = a.num_iterations * samples * of_sample / (train * world_size * gpu.bf16_tflops * 1e12)
     servers = 0 if config.rollout.placed == "colocated" else server_gpus(config)
     made = StepTimes(
         seconds, world_size + servers, samples * lengths.sample, mfu, 0.0, fraction, config.rollout.max_staleness > 0
@@ -134,9 +132,8 @@ def generate_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Leng
     each = ceil(r.prompts_per_step * r.num_generations / servers)
     prompts = ceil(each / r.num_generations)  # the responses of a group share their prompt's cache
     flops, peak = token_flops(model), gpu.bf16_tflops * 1e12 * r.devices_per_server
-    prefill = (
-        prompts * (lengths.prompt * flops.blocks + attention_flops(model, lengths.prompt)) / (peak * PREFILL_EFFICIENCY)
-    )
+    of_prompt = lengths.prompt * flops.blocks + attention_flops(model, lengths.prompt)
+    prefill = prompts * of_prompt / (peak * PREFILL_EFFICIENCY)
     slots = r.dp * min(r.max_num_seqs, _cached_sequences(config, model, gpu, lengths))
     if r.max_staleness and r.in_flight != "wait":
         return prefill + _steady_seconds(config, model, gpu, lengths, each, min(slots, each * (1 + r.max_staleness)))
@@ -214,9 +211,8 @@ def _decode_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, batch: float, 
         touched = of_experts * (1 - (1 - experts.per_token / experts.count) ** (batch / r.pp))
         reading += touched / (r.tp * r.dp) / (gpu.memory_gb_per_s * 1e9 * EXPERT_DECODE_BANDWIDTH)
     flops = token_flops(model)
-    computing = (
-        batch * (flops.blocks + flops.head) / (r.devices_per_server * gpu.bf16_tflops * 1e12 * PREFILL_EFFICIENCY)
-    )
+    rate = r.devices_per_server * gpu.bf16_tflops * 1e12 * PREFILL_EFFICIENCY
+    computing = batch * (flops.blocks + flops.head) / rate
     talking = model.num_layers * 2 * links.all_reduce(own * model.hidden_size * 2, r.tp)
     if experts and r.dp > 1:  # every copy's tokens go to all workers, and the sums come back
         talking += 2 * len(experts.blocks) * links.reduce_scatter(batch * model.hidden_size * 2, r.dp, r.tp)

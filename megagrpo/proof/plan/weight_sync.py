@@ -44,10 +44,8 @@ class SyncPlan:
             ("rank", sources, self.transfers.sent(self.num_sources), self.num_sources),
             ("worker", workers, self.transfers.received(self.num_workers), self.num_workers),
         ):
-            times = (
-                elements * self.element_bytes / (link_gb_per_s * 1e9)
-                + np.bincount(index, minlength=count) * MESSAGE_SECONDS
-            )
+            waiting = np.bincount(index, minlength=count) * MESSAGE_SECONDS
+            times = elements * self.element_bytes / (link_gb_per_s * 1e9) + waiting
             ends[f"{kind} {int(times.argmax())}"] = float(times.max())
         busiest = max(ends, key=ends.__getitem__)
         return ends[busiest], busiest
@@ -64,9 +62,8 @@ def plan_sync(
         alone.close()
     wanted = wanted_boxes(shapes, model, engine)
     elements = sum(size(box) * len(workers) for boxes in wanted.values() for box, workers in boxes.items())
-    return SyncPlan(
-        plan_transfers(holders, wanted), engine, world_size, engine.servers * engine.workers, elements, element_bytes
-    )
+    transfers, workers = plan_transfers(holders, wanted), engine.servers * engine.workers
+    return SyncPlan(transfers, engine, world_size, workers, elements, element_bytes)
 
 
 def rows_of(config: RunConfig, world_size: int, link_gb_per_s: float | None = None) -> list[tuple[str, str]]:
@@ -75,9 +72,8 @@ def rows_of(config: RunConfig, world_size: int, link_gb_per_s: float | None = No
     r = config.rollout
     engine = EngineLayout(tp=r.tp, pp=r.pp, ep=r.tp * r.dp if r.enable_expert_parallel else 1, servers=r.servers)
     element_bytes = 4 if config.model.precision == "fp32" else 2
-    made = plan_sync(
-        parse_hf_config(model_shape(config.model.path)), config.parallel, world_size, engine, element_bytes
-    )
+    model = parse_hf_config(model_shape(config.model.path))
+    made = plan_sync(model, config.parallel, world_size, engine, element_bytes)
     return sync_rows(made, link_gb_per_s or LINK_GB_PER_S)
 
 
@@ -89,37 +85,25 @@ def sync_rows(made: SyncPlan, link_gb_per_s: float = LINK_GB_PER_S) -> list[tupl
     seconds, busiest = made.seconds(link_gb_per_s)
     cuts = "".join(f" x {name} {count}" for name, count in (("pp", engine.pp), ("ep", engine.ep)) if count > 1)
     pairs = made.num_sources * made.num_workers
+    servers = f"{engine.servers} server(s) of {engine.workers} worker(s), tp {engine.tp}{cuts}"
+    fullest = _bytes(max(links.values()) * one)
+    packed = f"{_bytes(messages.mean() * one)} on average, packed from {len(moved.source):,} slices"
+    rates = f"{link_gb_per_s:g} GB/s a link and {MESSAGE_SECONDS * 1e6:g} us a message"
     return [
-        (
-            "sync",
-            f"{made.num_sources:,} rank(s) -> {engine.servers} server(s) of {engine.workers} worker(s), tp "
-            f"{engine.tp}{cuts}",
-        ),
+        ("sync", f"{made.num_sources:,} rank(s) -> {servers}"),
         ("moved", f"{_bytes(moved.total * one)}; the workers want {_bytes(made.wanted * one)}, each element once"),
         ("sent", _spread(moved.sent(made.num_sources) * one, "rank")),
         ("received", _spread(moved.received(made.num_workers) * one, "worker")),
-        (
-            "links",
-            f"{len(links):,} of {pairs:,} rank-worker pairs; the fullest carries {_bytes(max(links.values()) * one)}",
-        ),
-        (
-            "messages",
-            f"{len(messages):,}, {_bytes(messages.mean() * one)} on average, packed from {len(moved.source):,} slices",
-        ),
-        (
-            "seconds",
-            f"{seconds:.3g} at {link_gb_per_s:g} GB/s a link and {MESSAGE_SECONDS * 1e6:g} us a message; {busiest} is "
-            f"the busiest",
-        ),
+        ("links", f"{len(links):,} of {pairs:,} rank-worker pairs; the fullest carries {fullest}"),
+        ("messages", f"{len(messages):,}, {packed}"),
+        ("seconds", f"{seconds:.3g} at {rates}; {busiest} is the busiest"),
     ]
 
 
 def _spread(totals: np.ndarray, who: str) -> str:
     """Return mean, maximum and their ratio, as text."""
-    return (
-        f"{_bytes(totals.mean())} by each {who} on average, {_bytes(totals.max())} at most: "
-        f"{totals.max() / totals.mean():.2f} x"
-    )
+    average, largest = totals.mean(), totals.max()
+    return f"{_bytes(average)} by each {who} on average, {_bytes(largest)} at most: {largest / average:.2f} x"
 
 
 def _bytes(count: float) -> str:

@@ -30,11 +30,10 @@ from megagrpo.proof.plan import plan
 from megagrpo.proof.plan.shapes import model_shape
 from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_config, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
-from megagrpo.proof.verify.verify_compare import compare
-from megagrpo.proof.verify.verify_report import Verdict, as_json, as_text, header, summary
+from megagrpo.proof.verify.verify_compare import Verdict, as_json, as_text, compare, header, summary
 
 MAX_RANKS = 8  # limit of ranks on one machine without GPUs
-TIMEOUT = 600.0  # limit in seconds for one layout
+LAYOUT_SECONDS = 600.0  # limit in seconds for one layout
 
 
 Timed = tuple[Outcome, float]  # and its seconds
@@ -93,9 +92,8 @@ def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int |
     config = load_config(path, overrides)
     replica = config.parallel.model_parallel_size
     if dp is not None and ranks not in (None, dp * replica):
-        raise ConfigError(
-            f"--layout {layout}: needs {dp * replica} ranks, and there are {ranks}; leave dp or --ranks out"
-        )
+        counts = f"needs {dp * replica} ranks, and there are {ranks}"
+        raise ConfigError(f"--layout {layout}: {counts}; leave dp or --ranks out")
     ranks = ranks or (dp * replica if dp else config.parallel.smallest_world)
     if problems := plan(config, ranks, has_data=False).problems:
         raise ConfigError(io.listed(path, problems))
@@ -122,9 +120,8 @@ def parse_layout(text: str) -> tuple[str, int | None]:
 def layout_text(parallel: ParallelSection, dp: int) -> str:
     """Return the layout in the form that `--layout` takes."""
     plain = ParallelSection().model_dump()
-    options = {
-        key: value for key, value in parallel.model_dump().items() if value != plain[key] and key != "timeout_minutes"
-    }
+    sizes = parallel.model_dump(exclude={"timeout_minutes"})
+    options = {key: value for key, value in sizes.items() if value != plain[key]}
     if dp > 1 or not options:
         options["dp"] = dp
     return ",".join(key if value is True else f"{key}={value}".replace(" ", "") for key, value in options.items())
@@ -143,7 +140,7 @@ def _check_machine(cases: Sequence[Case]) -> None:
 
 
 def _on_this_machine(case: Case) -> Outcome:
-    return run_ranks(take_step, case.ranks, case.small, case.model, random_samples(), timeout=TIMEOUT)[0]
+    return run_ranks(take_step, case.ranks, case.small, case.model, random_samples(), timeout=LAYOUT_SECONDS)[0]
 
 
 def _in_world(path: Path, cases: Sequence[Case], json: bool, full: bool) -> int:
@@ -214,6 +211,6 @@ class OneProcess:
         if key not in self._known:
             env = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
             (self._known[key],) = run_ranks(
-                take_step, 1, config, model, random_samples(), timeout=TIMEOUT, env=env, start=self._start
+                take_step, 1, config, model, random_samples(), timeout=LAYOUT_SECONDS, env=env, start=self._start
             )
         return self._known[key]

@@ -81,9 +81,7 @@ def _hooks(
 ) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
     """Return the hooks before a layer, after its attention or MLP, and after the layer."""
 
-    def before(
-        layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before(layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         hidden = kwargs["hidden_states"]
         if like is not None:
             hidden = _InPlaceOf.apply(hidden, like.before[len(crossings.before)].to(hidden))
@@ -193,9 +191,8 @@ def measure(
         own, own_gradients, _ = passes.run(like=expected)
         sums = _tensor_sums("activation", own, expected, "added") | _tensor_sums("drift", measured, expected, "after")
         sums |= {("gradient", *key): _sums(zip(own_gradients[key], gradients[key], strict=True)) for key in gradients}
-        sums["gradient",] = _sums(
-            (w, g) for key in gradients for w, g in zip(whole_gradients[key], gradients[key], strict=True)
-        )
+        pairs = (pair for key in gradients for pair in zip(whole_gradients[key], gradients[key], strict=True))
+        sums["gradient",] = _sums(pairs)
         apart = torch.cat([torch.zeros(0), *((f - e).abs() for f, e in zip(found_logprobs, logprobs, strict=True))])
         everyone = layout.all_gather_objects((sums, apart.tolist()))
     finally:
@@ -220,14 +217,10 @@ class _Passes:
         with recording(policy.chunks, like) as tape:
             policy.backward(self.batch, policy_gradient, self.batch.num_tokens)
         gather_gradients(policy.model)
-        gradients = {
-            key: [
-                attrgetter("main_grad")(p).detach().to("cpu", torch.float32, copy=True)
-                for p in layer.parameters()
-                if p.requires_grad
-            ]
-            for key, layer in layers_of(policy.chunks).items()
-        }
+        gradients: Gradients = {}
+        for key, layer in layers_of(policy.chunks).items():
+            trained = [attrgetter("main_grad")(p) for p in layer.parameters() if p.requires_grad]
+            gradients[key] = [gradient.detach().to("cpu", torch.float32, copy=True) for gradient in trained]
         rows = policy.logprobs(self.batch)
         # the other ranks have the same
         if self.layout.is_last_stage and self.layout.tp_rank == self.layout.cp_rank == 0:
@@ -261,6 +254,5 @@ def _errors(everyone: Sequence[tuple[Sums, list[float]]]) -> PrecisionErrors:
     keys = sorted((key[1], key[2]) for key in relative if len(key) == 3 and key[0] == "drift")
     layers = [LayerError(*key, *(relative[name, *key] for name in ("activation", "gradient", "drift"))) for key in keys]
     apart = torch.tensor([value for _, values in everyone for value in values], dtype=torch.float64)
-    return PrecisionErrors(
-        layers, apart.numel(), apart.mean().item(), apart.max().item(), apart.exp().mean().item(), relative["gradient",]
-    )
+    logprobs = (apart.mean().item(), apart.max().item(), apart.exp().mean().item())
+    return PrecisionErrors(layers, apart.numel(), *logprobs, relative["gradient",])

@@ -30,8 +30,8 @@ THRESHOLD = 0.2
 OF_GRADIENTS = 3.0  # weight gradients may be this many times as far off: more rounded products precede them
 # limit of `token_mult_prob_error` if `rollout.mismatch_threshold` is empty, as in NeMo-RL's functional tests
 ALLOWED_MISMATCH = 1.05
-TOKENS = 2048
-TIMEOUT = 3600.0  # seconds
+DEFAULT_TOKENS = 2048
+GATE_SECONDS = 3600.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def verify_precision(
     path: Path,
     overrides: Sequence[str],
     threshold: float = THRESHOLD,
-    tokens: int = TOKENS,
+    tokens: int = DEFAULT_TOKENS,
     fix: Path | None = None,
     json: bool = False,
 ) -> int:
@@ -97,10 +97,8 @@ def verify_precision(
         in_bf16 = sorted({*(layer % hf_config.num_layers for layer in config.model.bf16_layers), *verdict.bad_layers})
         fixed = config.model_copy(update=dict(model=config.model.model_copy(update=dict(bf16_layers=in_bf16))))
         if is_first:
-            comment = (
-                f"Written by megagrpo verify --precision: layers that are more than {threshold:g} off in FP8 "
-                f"stay in bf16."
-            )
+            written = f"Written by megagrpo verify --precision: layers that are more than {threshold:g} off in FP8"
+            comment = f"{written} stay in bf16."
             io.save_changes(fixed, load_config(path), path, fix, comment)
         tell(f"\n{fix}: {path} with {len(in_bf16)} of {hf_config.num_layers} layers in bf16; measured again:")
         verdict = judge(load_config(fix))
@@ -132,13 +130,12 @@ def _measure(
     config: RunConfig, hf_config: HfConfig, folder: Path, samples: Sequence[TrainSample], world: int
 ) -> PrecisionErrors:
     config = config.model_copy(update=dict(model=config.model.model_copy(update=dict(recompute="none"))))
-    plain = config.model_copy(
-        update=dict(model=config.model.model_copy(update=dict(fp8_recipe="none", bf16_layers=[], fp8_param=False)))
-    )
+    without_fp8 = config.model.model_copy(update=dict(fp8_recipe="none", bf16_layers=[], fp8_param=False))
+    plain = config.model_copy(update=dict(model=without_fp8))
     if "WORLD_SIZE" in os.environ:
         return measure(config, plain, hf_config, folder, samples)
     try:
-        return run_ranks(measure, world, config, plain, hf_config, folder, samples, timeout=TIMEOUT)[0]
+        return run_ranks(measure, world, config, plain, hf_config, folder, samples, timeout=GATE_SECONDS)[0]
     except RankFailed as error:
         raise ConfigError(f"the run fails in FP8 or without: {error}") from error
 
@@ -175,14 +172,11 @@ def as_text(verdict: PrecisionVerdict) -> str:
         f"gradient   of all layers together {errors.gradient:.1e}",
     ]
     if verdict.bad_layers:
-        lines.append(
-            f"FAIL: layers {', '.join(map(str, verdict.bad_layers))} are too far off; --fix FILE keeps them in bf16"
-        )
+        layers = ", ".join(map(str, verdict.bad_layers))
+        lines.append(f"FAIL: layers {layers} are too far off; --fix FILE keeps them in bf16")
     elif not verdict.passed:
-        lines.append(
-            "FAIL: no layer is too far off, all of them together are; another recipe, or more layers in "
-            "model.bf16_layers"
-        )
+        why = "no layer is too far off, all of them together are"
+        lines.append(f"FAIL: {why}; another recipe, or more layers in model.bf16_layers")
     else:
         lines.append("pass")
     return "\n".join(lines)
@@ -190,10 +184,6 @@ def as_text(verdict: PrecisionVerdict) -> str:
 
 def as_json(path: Path, verdict: PrecisionVerdict) -> str:
     """Return one JSON object: all measurements, and the config's layers in bf16."""
-    values = dict(
-        config=str(path),
-        passed=verdict.passed,
-        bad_layers=verdict.bad_layers,
-        bf16_layers=verdict.config.model.bf16_layers,
-    )
+    values = dict(config=str(path), passed=verdict.passed, bad_layers=verdict.bad_layers)
+    values |= dict(bf16_layers=verdict.config.model.bf16_layers)
     return json_text.dumps(values | asdict(verdict.errors), indent=1)

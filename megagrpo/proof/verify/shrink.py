@@ -63,9 +63,8 @@ def shrink_config(config: RunConfig) -> RunConfig:
             logprob_chunk=LOGPROB_CHUNK,
         ),
     }
-    return RunConfig.model_validate(
-        {name: values | changes.get(name, {}) for name, values in config.model_dump().items()}
-    )
+    sections = config.model_dump()
+    return RunConfig.model_validate({name: values | changes.get(name, {}) for name, values in sections.items()})
 
 
 def _few_layers(stages: list[int] | None) -> list[int] | None:
@@ -119,9 +118,8 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
     if real.mla is not None:
         latent, half = padded(12, unit), padded(4, unit)
         small |= dict(q_lora_rank=padded(20, unit) if real.mla.query_rank else None, kv_lora_rank=latent)
-        small |= dict(
-            qk_nope_head_dim=padded(8, unit), qk_rope_head_dim=half, v_head_dim=padded(6, unit), head_dim=half
-        )
+        small |= dict(qk_nope_head_dim=padded(8, unit), qk_rope_head_dim=half)
+        small |= dict(v_head_dim=padded(6, unit), head_dim=half)
     if real.experts is not None:
         count = max(4, 2 * parallel.ep)
         small |= dict(
@@ -150,25 +148,17 @@ def shrink_model(raw: dict[str, Any], parallel: ParallelSection, unit: int = 1) 
     elif "layer_types" in raw:
         small |= dict(layer_types=[FULL] * small["num_hidden_layers"])
     read = (*COMMON, *FAMILIES[real.family].keys, *raw)
-    return parse_hf_config(
-        raw | {key: value for key, value in small.items() if key in read} | _short_factors(raw, head_dim)
-    )
+    sizes = {key: value for key, value in small.items() if key in read}
+    return parse_hf_config(raw | sizes | _short_factors(raw, head_dim))
 
 
 def _short_factors(raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
     """Return the rotary parameters with the longrope factors that smaller heads need."""
     if rope(raw)["rope_type"] != "longrope":
         return {}
-    key, count = (
-        "rope_parameters" if raw.get("rope_parameters") else "rope_scaling",
-        int(head_dim * rotated_share(raw, 1.0)) // 2,
-    )
-    return {
-        key: {
-            name: value[:count] if name in ("short_factor", "long_factor") else value
-            for name, value in raw[key].items()
-        }
-    }
+    key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    count = int(head_dim * rotated_share(raw, 1.0)) // 2
+    return {key: raw[key] | {name: raw[key][name][:count] for name in ("short_factor", "long_factor")}}
 
 
 def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:

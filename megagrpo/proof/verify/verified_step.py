@@ -111,10 +111,8 @@ def fill_weights(
     weights: Callable[[str, tuple[int, ...]], Tensor] = random_tensor,
 ) -> None:
     """Fill this rank's parameters with the shards of `weights(name, shape)`; the vocabulary's padding is 0."""
-    for _, parameter, of_parameter in (
-        *blocks(policy.chunks, hf_config, layout),
-        *adapter_blocks(policy.chunks, hf_config, layout),
-    ):
+    model = (policy.chunks, hf_config, layout)
+    for _, parameter, of_parameter in (*blocks(*model), *adapter_blocks(*model)):
         fill(parameter, of_parameter, lambda b: weights(b.name, b.shape)[b.slices])
 
 
@@ -178,9 +176,8 @@ def whole_tensors(
         tensor = part(parameter).detach().to("cpu", torch.float64, copy=True)
         for block in of_parameter:
             view = block.view(tensor)
-            mine.append(
-                (block.name, block.shape, block.box, view.reshape(block.block_shape).clone().numpy())
-            )  # pickles faster than a tensor
+            array = view.reshape(block.block_shape).clone().numpy()  # pickles faster than a tensor
+            mine.append((block.name, block.shape, block.box, array))
             view.zero_()
         padding = max(padding, tensor.abs().max().item()) if tensor.numel() else padding
     everyone = _gather((mine, padding), layout)

@@ -23,8 +23,7 @@ from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.balance import BalancedRouter
 from megagrpo.policy.fp8.megatron_patches import token_dispatcher
 from megagrpo.policy.specs import SequentialMLP
-from megagrpo.proof.plan.tracing.counter import StepCounter, size_of
-from megagrpo.proof.plan.tracing.without_floats import without_data
+from megagrpo.proof.plan.tracing.without_floats import StepCounter, size_of, without_data
 
 GPU_BLOCK_ELEMENTS = 2**24  # `device.block_elements` on a GPU
 GRADIENT_BYTES = 4  # bytes per element of `main_grad`

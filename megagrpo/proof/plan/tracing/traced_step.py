@@ -18,9 +18,8 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.planned_memory import stage_memory
 from megagrpo.proof.plan.roofline import Costs, Trace, trace_rows
-from megagrpo.proof.plan.tracing.counter import StepCounter
 from megagrpo.proof.plan.tracing.one_rank import one_rank
-from megagrpo.proof.plan.tracing.without_floats import WithoutFloats
+from megagrpo.proof.plan.tracing.without_floats import StepCounter, WithoutFloats
 from megagrpo.proof.plan.workload import Lengths
 from megagrpo.types import Metric, TrainBatch, TrainSample
 

@@ -1,12 +1,14 @@
-"""A torch mode in which floating-point tensors have a shape and no data, while integers are computed.
+"""A torch mode in which floating-point tensors have a shape and no data, while integers are computed, and a counter of
+its operations: FLOPs, bytes, launches, messages, and the memory of all tensors that exist, by phase.
 
 Every floating-point tensor is on torch's meta device, so a model of any size takes no memory and no time. Lengths,
 masks and indices are integers or booleans: they keep their values, so the code that branches on them takes the branches
-of a real run.
-"""
+of a real run."""
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from megagrpo.proof.plan.roofline import TRACE_PHASES, Costs, Kernel, Message
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 aten = torch.ops.aten
@@ -76,11 +81,8 @@ def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device:
     template = args[0] if args and isinstance(args[0], Tensor) else None
     if dtype is None:
         dtype = template.dtype if template is not None else _default_dtype(func, args)
-    return (
-        META
-        if is_float(dtype) or (template is not None and without_data(template) and func is aten._to_copy.default)
-        else CPU
-    )
+    copied = template is not None and without_data(template) and func is aten._to_copy.default
+    return META if is_float(dtype) or copied else CPU
 
 
 def _default_dtype(func: Any, args: Any) -> torch.dtype:
@@ -95,11 +97,9 @@ def _default_dtype(func: Any, args: Any) -> torch.dtype:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    return (
-        tensor
-        if without_data(tensor)
-        else torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
-    )
+    if without_data(tensor):
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=META)
 
 
 def _concrete_indices(func: Any, args: Any) -> Any:
@@ -143,3 +143,116 @@ def _fill_integers(name: str, args: Any, ranks: int, shape: tuple[int, int, int]
             output.view(-1).copy_(inputs[0].reshape(-1).repeat(output.numel() // inputs[0].numel()))
     elif name.startswith("alltoall"):
         outputs[0].copy_(inputs[0])
+
+
+# Operations that launch no kernel, in addition to views.
+FREE = {
+    aten.empty.memory_format,
+    aten.empty_strided.default,
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+    aten.lift_fresh.default,
+    aten.set_.source_Storage,
+    aten.set_.source_Storage_storage_offset,
+    aten.resize_.default,
+    aten.record_stream.default,
+}
+NEEDS_NUMBERS = {aten._local_scalar_dense.default, aten.equal.default}  # the host waits for the device's numbers
+
+
+def size_of(tensor: Tensor) -> int:
+    """Return the bytes of a tensor that a kernel reads or writes. An expanded tensor has only the bytes of its
+    storage."""
+    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+
+
+class StepCounter:
+    """Receives each operation of a `WithoutFloats` mode. `phase` is the current phase of the step, which the caller
+    sets.
+
+    A backward pass that autograd runs counts as the phase `backward`, recomputation included.
+    """
+
+    def __init__(self) -> None:
+        self.phase = "build"
+        self.costs = Costs()
+        self._memory: Counter[str] = Counter()  # phase of allocation -> bytes now
+        self._alive: dict[int, tuple[str, int]] = {}
+        self.peak: dict[str, float] = {}
+
+    @property
+    def now(self) -> str:
+        """The current phase."""
+        computing = self.phase in ("forward", "head")
+        return "backward" if computing and torch._C._current_graph_task_id() != -1 else self.phase
+
+    def begin(self) -> None:
+        """Reset the counts. Memory that exists still counts towards the peak."""
+        self.costs, self.peak = Costs(), dict(self._memory)
+
+    def __call__(self, func: Any, inputs: Any, outputs: Any) -> None:
+        """Count one operation with its inputs and outputs."""
+        produced = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        for tensor in produced:
+            if without_data(tensor):
+                self._remember(tensor)
+        read = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        if func in NEEDS_NUMBERS and any(map(without_data, read)):
+            self.wait()
+        if self.phase not in TRACE_PHASES:
+            return  # the host builds the model or a batch
+        if func.namespace == "c10d":
+            self._message(func, inputs, read)
+        elif func not in FREE and not func.is_view and (read or produced):
+            self._kernel(func, inputs, outputs, read, produced)
+
+    def _kernel(self, func: Any, inputs: Any, outputs: Any, read: list[Tensor], produced: list[Tensor]) -> None:
+        formula = flop_registry.get(func.overloadpacket)
+        flops = 0 if formula is None else formula(*inputs[0], **inputs[1], out_val=outputs)
+        once = {id(tensor): tensor for tensor in (*read, *produced)}  # an output in place is an input too
+        size = sum(map(size_of, once.values()))
+        self.add("elementwise" if formula is None else "products", flops, size)
+
+    def wait(self) -> None:
+        """Count one wait of the host for the device."""
+        if self.phase in TRACE_PHASES:
+            self.costs.waits[self.now] += 1
+
+    def add(self, kind: str, flops: float, size: float) -> None:
+        """Count one launch of the current phase."""
+        self.costs.kernels[Kernel(self.now, kind, flops, size)] += 1
+
+    def _message(self, func: Any, inputs: Any, tensors: list[Tensor]) -> None:
+        if not any(map(without_data, tensors)):
+            return  # integers, such as lengths and counts
+        names = [argument.name for argument in func._schema.arguments]
+        group = inputs[0][names.index("process_group")]
+        sizes = [
+            sum(size_of(tensor) for tensor in tree_leaves(value) if isinstance(tensor, Tensor)) for value in inputs[0]
+        ]
+        name = func._schema.name.removeprefix("c10d::").strip("_")
+        ranks = torch.distributed.ProcessGroup.unbox(group).size()
+        self.costs.messages[Message(self.now, name, max(sizes), ranks)] += 1
+
+    def _remember(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive:
+            known, before = self._alive[key]
+            if size != before:  # resized
+                self._memory[known] += size - before
+                self._alive[key] = known, size
+        else:
+            phase = self.now
+            self._alive[key] = phase, size
+            self._memory[phase] += size
+            weakref.finalize(storage, self._forget, key)
+        if sum(self._memory.values()) > sum(self.peak.values()):
+            self.peak = dict(self._memory)
+
+    def _forget(self, key: int) -> None:
+        phase, size = self._alive.pop(key)
+        self._memory[phase] -= size

@@ -8,7 +8,7 @@ import pytest
 
 from megagrpo.config import ConfigError, load_config
 from megagrpo.proof.plan import plan
-from megagrpo.proof.plan.plan_rules import RULES, verdicts
+from megagrpo.proof.plan.plan_rules import PLAN_RULES, verdicts
 
 REPOSITORY = Path(__file__).parents[4]
 LLAMA = dict(model_type="llama", hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3)
@@ -90,7 +90,7 @@ def test_rules_are_broken_in_several_ways(tmp_path, name):
 
 
 def test_the_25_rules_are_there_and_what_only_the_machine_knows_is_said_so(tmp_path):
-    assert [rule.number for rule in RULES] == list(range(1, 26))
-    silent = {rule.number for rule in RULES} - set(BROKEN)
-    assert silent == {15, 21, 22, 23, 24} and all(rule.elsewhere for rule in RULES if rule.number in silent)
+    assert [rule.number for rule in PLAN_RULES] == list(range(1, 26))
+    silent = {rule.number for rule in PLAN_RULES} - set(BROKEN)
+    assert silent == {15, 21, 22, 23, 24} and all(rule.elsewhere for rule in PLAN_RULES if rule.number in silent)
     assert all(state(tmp_path, number, 1, [], {}) == "unknown" for number in silent)

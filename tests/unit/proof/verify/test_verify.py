@@ -14,8 +14,16 @@ from megagrpo.models.families.hf_config import model_problems, parse_hf_config
 from megagrpo.proof.verify.layouts import layout_text, parse_layout
 from megagrpo.proof.verify.shrink import VOCABULARY, plainly, random_samples, random_tensor, shrink_config, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, relative_error
-from megagrpo.proof.verify.verify_compare import Distance, compare, silent_tensors, worst
-from megagrpo.proof.verify.verify_report import Verdict, as_json, as_text, summary
+from megagrpo.proof.verify.verify_compare import (
+    Distance,
+    Verdict,
+    as_json,
+    as_text,
+    compare,
+    silent_tensors,
+    summary,
+    worst,
+)
 
 # ------------------------------------------------------------------------------------------------------- the small copy
 
