@@ -168,7 +168,7 @@ def gated(gate: str, up: str) -> BlockRule:
 
 def with_last_dim(block: Block, size: int) -> Block:
     """Return the block of a tensor and parameter that have one more dimension, held whole."""
-    assert block.order is None
+    assert block.order is None, f"{block.name} is permuted"
     (lo, hi), grid = block.box, (*block.grid, size)
     return dataclasses.replace(block, shape=(*block.shape, size), box=((*lo, 0), (*hi, size)), grid=grid)
 

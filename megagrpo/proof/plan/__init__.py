@@ -13,42 +13,12 @@ from typing import Any
 from megagrpo.config import Problem, ProblemError, RunConfig
 from megagrpo.config.tracker_options import tracker_notes
 from megagrpo.models.families.hf_config import MODEL, HfConfig, model_problems, parse_hf_config
+from megagrpo.proof.plan import plan_problems, plan_text
 from megagrpo.proof.plan.code_problems import multi_turn_problems, own_code_problems, reward_problems
 from megagrpo.proof.plan.files import data_notes, data_problems, output_problems, tokenizer_notes
 from megagrpo.proof.plan.gpu_specs import Gpu
 from megagrpo.proof.plan.host_memory import host_memory
-from megagrpo.proof.plan.plan_problems import (
-    adapter_problems,
-    cache_problems,
-    expert_problems,
-    fp8_problems,
-    gpu_problems,
-    layout_notes,
-    layout_problems,
-    rollout_problems,
-    too_big,
-    too_little_ram,
-    transport_problems,
-    vocabulary_notes,
-)
 from megagrpo.proof.plan.plan_rules import RuleVerdict, rules_text, verdicts
-from megagrpo.proof.plan.plan_text import (
-    cache_text,
-    experts_text,
-    gpu_text,
-    host_text,
-    layout_text,
-    lora_text,
-    machine_text,
-    memory_table,
-    model_text,
-    rollout_text,
-    search_table,
-    step_text,
-    times_table,
-    weights_text,
-    wrapped,
-)
 from megagrpo.proof.plan.planned_memory import (
     GIB,
     engine_memory,
@@ -89,18 +59,17 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [*self.rows, ("rules", rules_text(self.rules))]
-        lines = [line for name, text in rows for line in wrapped(f"{name:<10}{text}", indent=10)]
+        lines = [line for name, text in rows for line in plan_text.wrapped(f"{name:<10}{text}", indent=10)]
         if self.memory:
-            lines += ["", *memory_table(self.memory)]
+            lines += ["", *plan_text.memory_table(self.memory)]
         if self.times:
-            lines += ["", *times_table(self.times)]
+            lines += ["", *plan_text.times_table(self.times)]
         if self.found:
-            lines += ["", *search_table(self.found)]
+            lines += ["", *plan_text.search_table(self.found)]
         for name, texts in (("note(s)", self.notes), ("problem(s)", self.problems)):
             lines += ["", f"{len(texts)} {name}"] if texts else []
-            lines += [
-                part for text in texts for line in str(text).split("\n") for part in wrapped(f"  {line}", indent=4)
-            ]
+            texts_lines = [line for text in texts for line in str(text).split("\n")]
+            lines += [part for line in texts_lines for part in plan_text.wrapped(f"  {line}", indent=4)]
         return "\n".join(lines)
 
     def as_json(self) -> str:
@@ -141,7 +110,7 @@ def with_times(
     where = f"{gpu.name}, {gpu.bf16_tflops:g} TFLOP/s in bf16, {memory} ({gpu.source})"
     average = f"{lengths.prompt:g} tokens a prompt and {lengths.response:g} a response on average"
     rows = [*made.rows, ("kind", where), ("lengths", f"{average}, {lengths.longest:g} at most")]
-    unfit = [*gpu_problems(config, gpu)]
+    unfit = [*plan_problems.gpu_problems(config, gpu)]
     times = step_times(config, made.model, world_size, gpu, lengths) if made.memory and not unfit else None
     layouts = search(config, made.model, world_size, gpu, lengths) if searching and not unfit else []
     notes = list(made.notes)
@@ -168,20 +137,21 @@ def plan(
     that stays in a node's RAM must fit that. With `has_data` False data files are not checked, without `fetch` no model
     is downloaded or unpacked.
     """
-    problems = [*layout_problems(config, world_size), *reward_problems(config), *multi_turn_problems(config)]
-    problems += [*own_code_problems(config), *output_problems(config)]
+    problems = [*plan_problems.layout_problems(config, world_size), *reward_problems(config)]
+    problems += [*multi_turn_problems(config), *own_code_problems(config), *output_problems(config)]
     problems += data_problems(config) if has_data else []
-    problems += [] if gpu_memory_gb is None else transport_problems(config)
+    problems += [] if gpu_memory_gb is None else plan_problems.transport_problems(config)
     if host_memory_gb is not None and gpu_memory_gb is None:
-        problems += cache_problems(config, host_memory_gb)
-    notes = [*layout_notes(config, world_size), *tracker_notes(config), *(data_notes(config) if has_data else [])]
+        problems += plan_problems.cache_problems(config, host_memory_gb)
+    notes = [*plan_problems.layout_notes(config, world_size), *tracker_notes(config)]
+    notes += data_notes(config) if has_data else []
     dp = max(1, world_size // config.parallel.model_parallel_size)
     rows = [
-        ("layout", layout_text(config.parallel, world_size, dp)),
-        ("machine", machine_text(config, world_size, gpu_memory_gb)),
-        ("rollout", rollout_text(config)),
-        ("weights", weights_text(config, True if gpu_memory_gb else None)),
-        ("step", step_text(config, dp)),
+        ("layout", plan_text.layout_text(config.parallel, world_size, dp)),
+        ("machine", plan_text.machine_text(config, world_size, gpu_memory_gb)),
+        ("rollout", plan_text.rollout_text(config)),
+        ("weights", plan_text.weights_text(config, True if gpu_memory_gb else None)),
+        ("step", plan_text.step_text(config, dp)),
     ]
     has_gpu = bool(gpu_memory_gb)
     try:
@@ -193,15 +163,15 @@ def plan(
         return Plan(problems + unfit, rows, has_gpu, notes=notes)
     model = parse_hf_config(raw)
     tokenizer_problems, worth_knowing = tokenizer_notes(config, model)
-    notes += [*vocabulary_notes(config, model), *worth_knowing]
-    rows.insert(0, ("model", model_text(config.model.path, model)))
+    notes += [*plan_problems.vocabulary_notes(config, model), *worth_knowing]
+    rows.insert(0, ("model", plan_text.model_text(config.model.path, model)))
     if model.experts:
-        rows.insert(2, ("experts", experts_text(config, model, world_size)))
+        rows.insert(2, ("experts", plan_text.experts_text(config, model, world_size)))
     if config.lora.enabled:
-        rows.insert(1, ("LoRA", lora_text(config.lora, model)))
+        rows.insert(1, ("LoRA", plan_text.lora_text(config.lora, model)))
     problems += tokenizer_problems + unfit
-    for check in (expert_problems, adapter_problems, fp8_problems, rollout_problems):
-        problems += check(config, model)
+    problems += [*plan_problems.expert_problems(config, model), *plan_problems.adapter_problems(config, model)]
+    problems += [*plan_problems.fp8_problems(config, model), *plan_problems.rollout_problems(config, model)]
     made = Plan(problems, rows, has_gpu, notes=notes, model=model)
     return made if unfit else with_memory(made, config, world_size, gpu_memory_gb, host_memory_gb)
 
@@ -217,16 +187,17 @@ def with_memory(
     memory = trainer_memory(config, model, max(1, world_size // parallel.model_parallel_size), gpu=has_gpu)
     smallest = smallest_gpu(config, model, memory)
     if gpu_memory_gb is not None and not config.rollout.urls:
-        rows.insert([name for name, _ in rows].index("rollout") + 1, ("vLLM", cache_text(config, model, gpu_memory_gb)))
-    rows.append(("GPU", gpu_text(config, smallest)))
+        after = [name for name, _ in rows].index("rollout") + 1
+        rows.insert(after, ("vLLM", plan_text.cache_text(config, model, gpu_memory_gb)))
+    rows.append(("GPU", plan_text.gpu_text(config, smallest)))
     host = {}
     # otherwise the layout does not exist
     if world_size % parallel.model_parallel_size == world_size % parallel.expert_parallel_size == 0:
         host = host_memory(config, model, world_size, gpu=has_gpu)
-        rows.append(("host", host_text(host)))
-        problems += [] if host_memory_gb is None else too_little_ram(host, host_memory_gb)
+        rows.append(("host", plan_text.host_text(host)))
+        problems += [] if host_memory_gb is None else plan_problems.too_little_ram(host, host_memory_gb)
     if gpu_memory_gb is not None and smallest > gpu_memory_gb:
-        problems.append(too_big(config, model, memory, smallest, gpu_memory_gb))
+        problems.append(plan_problems.too_big(config, model, memory, smallest, gpu_memory_gb))
     engine = engine_memory(config, model, gpu_memory_gb)
     if config.rollout.placed == "colocated" and not has_gpu:  # on CPUs vLLM does not sleep, and offloading frees no RAM
         memory["generate"] = memory["generate"] | engine
