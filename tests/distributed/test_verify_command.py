@@ -128,7 +128,7 @@ def test_a_rank_that_fails_is_a_layout_that_fails_and_the_others_are_still_tried
 @pytest.mark.full
 def test_a_layout_that_hangs_fails_in_time(run, capsys, monkeypatch):
     stock = verify.take_step
-    monkeypatch.setattr(verify, "TIMEOUT", 8)
+    monkeypatch.setattr(verify, "LAYOUT_SECONDS", 8)
     monkeypatch.setattr(
         verify, "take_step", lambda config, *rest: time.sleep(60) if config.parallel.tp > 1 else stock(config, *rest)
     )

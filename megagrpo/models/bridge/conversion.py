@@ -135,8 +135,8 @@ def export_hf(
         fix = f"merge it: megagrpo merge {checkpoint / ADAPTER_FILES} {out}"
         raise ValueError(f"{checkpoint} has an adapter but no weights; {fix}")
     if model is None and not (checkpoint / HF_FILES).is_dir():
-        why = f"{checkpoint} has no {HF_FILES} folder with config.json"
-        raise ValueError(f"{why}; name the original model with --model")
+        why = f"has no {HF_FILES} folder with config.json; name the original model with --model"
+        raise ValueError(f"{checkpoint} {why}")
     check_is_checkpoint(checkpoint)
     if (checkpoint / CHECKSUMS).is_file():
         run_and_agree(layout, lambda: verify_others(checkpoint), here=layout.world_rank == 0)

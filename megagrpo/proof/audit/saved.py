@@ -102,8 +102,8 @@ def load_step(run: Path, step: int, model: Path | None = None) -> Step:
     reference, model = folder / contents["reference"], model or first
     reference = model if reference == first else reference
     if not (model / "config.json").is_file():
-        fix = "give the folder of the model that the run started from"
-        raise ConfigError(f"--model: {model} holds no config.json; {fix}")
+        why = "holds no config.json; give the folder of the model that the run started from"
+        raise ConfigError(f"--model: {model} {why}")
     if not (reference / "config.json").is_file():
         fix = "put the weights of model.reference_path back there"
         raise ConfigError(f"{file}: the reference {reference} holds no config.json; {fix}")
