@@ -87,7 +87,7 @@ def _sizes(layout: Layout) -> ParallelSection:
     """Return the layout's sizes as the config names them."""
     layers = None if layout.pipeline_layers is None else [*layout.pipeline_layers]
     sizes = dict(tp=layout.tp_size, pp=layout.pp_size, vpp=layout.vpp, ep=layout.ep_size, etp=layout.etp_size)
-    return ParallelSection.model_construct(**sizes, pipeline_layers=layers)
+    return ParallelSection.model_construct(None, **sizes, pipeline_layers=layers)
 
 
 def weights_dtype(hf_config: HfConfig) -> torch.dtype:

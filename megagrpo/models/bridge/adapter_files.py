@@ -22,6 +22,7 @@ from megagrpo.models.bridge.load import load_hf
 from megagrpo.models.bridge.parameter_blocks import adapter_blocks, fill
 from megagrpo.models.bridge.tensor_files import TensorFile, first_bad, make_header
 from megagrpo.models.bridge.unfinished import refuse_taken
+from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.models.families.weight_sources import new_folder, resolve_model, shared_name
 from megagrpo.platform.parallel.agree import run_own_and_agree
@@ -92,7 +93,11 @@ def load_adapter(
             raise ValueError(f"{key}: {name} in {folder} has shape {list(stored.shape)}; the model needs {list(shape)}")
         if bad := first_bad(stored):
             raise ValueError(f"{key}: {name} in {folder} holds {bad}; the adapter is broken: use another")
-        fill(param, blocks, lambda block, stored=stored: stored[block.slices])
+
+        def part(block: Block, stored: Tensor = stored) -> Tensor:
+            return stored[block.slices]
+
+        fill(param, blocks, part)
 
 
 def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
@@ -175,9 +180,9 @@ def save_adapter(
 def adapter_config(lora: LoraSection, projections: list[str], base: str) -> dict[str, Any]:
     """Return the contents of adapter_config.json."""
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
-    own = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora)
+    own: dict[str, Any] = dict(r=lora.rank, lora_alpha=alpha, lora_dropout=lora.dropout, use_rslora=lora.use_rslora)
     own |= dict(target_modules=projections)
-    about = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=shared_name(base))
+    about: dict[str, Any] = dict(peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=shared_name(base))
     about |= dict(inference_mode=True, fan_in_fan_out=False)
     return about | own | PLAIN | dict(init_lora_weights=True)
 

@@ -92,7 +92,7 @@ def structure(hf_config: HfConfig, layout: Layout) -> Structure:
     with without_data():
         chunks = build_model(hf_config, layout, ModelOptions(dtype=dtype, init_weights=False))
         state = model_state(chunks, layout)
-        stored = {}
+        stored: dict[str, Any] = {}
         for i, own in enumerate(state.values()):
             stored |= {f"chunk{i}.{name}" if i else name: value for name, value in own.items()}
         named = blocks(chunks, hf_config, layout)

@@ -210,12 +210,13 @@ def rollout_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
     r = config.rollout
     if not r.urls:
         yield from _server_problems(r, model)
-    lengths = {("rollout.max_completion_length", *LONGEST_SAMPLE): (config.response_limit, config.max_model_len)}
+    lengths: dict[tuple[str, ...], tuple[str, int]] = {}
+    lengths["rollout.max_completion_length", *LONGEST_SAMPLE] = (config.response_limit, config.max_model_len)
     for name, held_out in evaluation_sets(config).items():
         longest = r.max_prompt_length + held_out.max_completion_length
         if name and config.max_model_len < longest:
-            keys = (f"evaluation.sets.{name}.max_completion_length", "rollout.max_prompt_length")
-            lengths[keys] = (str(held_out.max_completion_length), longest)
+            key = f"evaluation.sets.{name}.max_completion_length"
+            lengths[key, "rollout.max_prompt_length"] = (str(held_out.max_completion_length), longest)
     for keys, (response, longest) in lengths.items():
         if longest > model.max_positions:
             said = (
