@@ -40,7 +40,9 @@ def problems_of_a_step(expected: Outcome, parallel: dict | None = None) -> list[
     if outcome is None:
         return waited
     apart = distances(outcome, expected).items()
-    return [f"differs: {kind} {name}" for (kind, name), error in apart if not error <= FLOAT32_TOLERANCES[kind]] + waited
+    return [
+        f"differs: {kind} {name}" for (kind, name), error in apart if not error <= FLOAT32_TOLERANCES[kind]
+    ] + waited
 
 
 def problems_of_leaving() -> list[str]:
