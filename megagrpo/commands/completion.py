@@ -21,8 +21,9 @@ from megagrpo.commands import COMMANDS
 from megagrpo.commands.launch import WITH_RANKS
 from megagrpo.commands.parser import build
 from megagrpo.config import RunConfig
-from megagrpo.config.io import CLUSTERS, SHIPPED, fields, section_of, shipped_configs, shipped_names
+from megagrpo.config.io import SHIPPED, fields, section_of, shipped_names
 from megagrpo.platform.install.requirements import choosable
+from megagrpo.platform.launch.job import shipped_clusters
 from megagrpo.platform.process.terminal import show
 from megagrpo.proof.plan.gpu_specs import GPUS
 
@@ -162,7 +163,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the script."""
     arguments = list(_arguments())
-    clusters = " ".join(sorted(path.stem for path in (shipped_configs() / CLUSTERS).glob("*.yaml")))
+    clusters = " ".join(shipped_clusters())
     if options.shell == "tcsh":
         names = sorted({name.removeprefix("--") for _, name, _ in arguments if name.startswith("--")})
         show(TCSH.format(commands=" ".join(COMMANDS), options=" ".join(names), clusters=clusters))

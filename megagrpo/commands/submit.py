@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         {name: value or True for name, _, value in (option.partition("=") for option in options.sbatch)}
     )
     config = load(options)
-    placement = place(config, cluster)
+    placement = place(config.run.nodes, config.rollout, cluster)
     name = options.config if options.config.startswith(SHIPPED) else str(config_path(options).resolve())
     check_paths(config, name, cluster)
     check_plan(config, placement.world_size, cluster.gpu_memory_gb if cluster.gpus_per_node else None)

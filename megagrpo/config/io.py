@@ -25,7 +25,6 @@ from megagrpo.config.yaml_text import block_text, flow_text, parse_yaml, shorten
 PLACEHOLDERS = ("N", "NAME")  # in a dotted key: a list index, and a user-chosen name
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
 SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:` and on the command line
-CLUSTERS = "clusters"  # folder of the shipped files that describe clusters, not runs
 FOLDER_CONFIG = "run.yaml"  # the config of a shipped folder, which is named by the folder alone
 Loc = tuple[str | int, ...]  # pydantic's location of an error: keys and list indices
 
@@ -33,12 +32,15 @@ Loc = tuple[str | int, ...]  # pydantic's location of an error: keys and list in
 # -------------------------------------------------------------------------------------------------------------- reading
 
 
+def shipped_folder(name: str) -> Path:
+    """Return the folder `configs` or `launch` shipped with megagrpo: inside the package, or beside it in a checkout."""
+    inside, beside = (folder / name for folder in Path(__file__).parents[1:3])
+    return beside if beside.is_dir() and not inside.is_dir() else inside
+
+
 def shipped_configs() -> Path:
-    """Return the folder of the configs shipped with megagrpo: inside the package, or beside it in a checkout."""
-    package = Path(__file__).parents[1]
-    return next(
-        (folder for folder in (package / "configs", package.parent / "configs") if folder.is_dir()), package / "configs"
-    )
+    """Return the folder of the shipped configs."""
+    return shipped_folder("configs")
 
 
 def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -121,12 +123,9 @@ def shipped_names() -> dict[str, Path]:
     """Return the name of every shipped config without `megagrpo:`, and its file."""
     folder = shipped_configs()
     paths = (file.relative_to(folder) for file in sorted(folder.rglob("*.yaml")))
-    names = {
-        str(path.parent if path.name == FOLDER_CONFIG else path.with_suffix("")): path
-        for path in paths
-        if path.parts[0] != CLUSTERS
+    return {
+        str(path.parent if path.name == FOLDER_CONFIG else path.with_suffix("")): folder / path for path in paths
     }
-    return {name: folder / path for name, path in names.items()}
 
 
 def _shipped_hint(path: Path) -> str:

@@ -52,7 +52,7 @@ def submit(tmp_path, capfd):
     python.write_text(PYTHON.replace("FOLDER", str(tmp_path)))
     python.chmod(0o755)
     (tmp_path / "until").write_text("100000")
-    described = yaml.safe_load((ROOT / "configs" / "clusters" / "local_pretend.yaml").read_text())
+    described = yaml.safe_load((ROOT / "launch" / "clusters" / "local_pretend.yaml").read_text())
 
     def send(*words: str, **keys) -> str:
         (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(described | {"python": str(python)} | keys))

@@ -48,7 +48,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 def submit(output: Path, name: str, *overrides: str, signalled: bool = True, **cluster) -> str:
     """Submit the world's config as a job that writes to `output`/`name` and prints into `output`/`name`.out; return its
     number. Without `signalled` Slurm sends no signal before the time limit."""
-    described = yaml.safe_load((world.REPOSITORY / "configs" / "clusters" / "local_pretend.yaml").read_text())
+    described = yaml.safe_load((world.REPOSITORY / "launch" / "clusters" / "local_pretend.yaml").read_text())
     output.mkdir(exist_ok=True)
     (output / f"{name}.cluster").write_text(yaml.safe_dump(described | {"python": sys.executable} | cluster))
     words = [str(world.folder() / "config.yaml"), f"run.output_dir={output}", f"run.name={name}", *PARTS, *overrides]

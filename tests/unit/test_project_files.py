@@ -180,6 +180,6 @@ def test_the_script_of_the_recipes_installs_the_versions_of_the_constraints():
 
 @pytest.mark.parametrize("name", ["pyxis", "apptainer", "kubernetes"])
 def test_cluster_files_name_the_recipe_of_their_image(name):
-    text = (REPOSITORY / "configs" / "clusters" / f"{name}.yaml").read_text()
+    text = (REPOSITORY / "launch" / "clusters" / f"{name}.yaml").read_text()
     recipe = "docker/megagrpo.def" if name == "apptainer" else "docker/Dockerfile"
     assert recipe in text and (REPOSITORY / recipe).is_file()

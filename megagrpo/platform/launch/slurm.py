@@ -1,24 +1,24 @@
-"""Writes a run as an sbatch script: `train.sbatch` with its settings replaced. Every value is quoted, so none can
-become a command."""
+"""Writes a run as an sbatch script: `launch/train.sbatch` with its settings replaced. Every value is quoted, so none
+can become a command."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig
+from megagrpo.config.io import shipped_folder
 from megagrpo.platform.launch.job import Cluster, Placement, job_folder
 from megagrpo.trainer.time_limit import seconds_of
 
-TEMPLATE = Path(__file__).with_name("train.sbatch")
+TRAIN_SCRIPT = shipped_folder("launch") / "train.sbatch"
 BEGIN, END = "# " + "-" * 115 + " settings\n", "# " + "-" * 108 + " end of settings\n"
 SBATCH_NAME, SBATCH_VALUE = re.compile(r"[a-z][a-z-]*"), re.compile(r"[\w.,:/@%+=*()\[\]&|!-]+")
 HOURS = re.compile(r"(\d+-)?\d+:\d+:\d+")
-# sbatch options that this file sets
-OURS = ("nodes", "ntasks-per-node", "gpus-per-node", "job-name", "signal", "requeue", "open-mode")
+OPTION_LINE = re.compile(r"^#SBATCH --([a-z-]+)=?(.*)$", re.MULTILINE)
 
 
 def sbatch_script(
@@ -26,51 +26,41 @@ def sbatch_script(
 ) -> str:
     """Return the whole script. `config_name` is a path or megagrpo:NAME. Raises ConfigError for a value that the script
     cannot contain."""
-    top, _, rest = TEMPLATE.read_text().partition(BEGIN)
+    top, _, rest = TRAIN_SCRIPT.read_text().partition(BEGIN)
     _, _, body = rest.partition(END)
-    shebang = top.partition("\n")[0]
-    header = "\n".join(f"#SBATCH --{option}" for option in _header(config, cluster, placement))
-    settings = _settings(config, config_name, overrides, cluster, placement)
-    return f"{shebang}\n# {config.run.name}: written by megagrpo submit\n{header}\n\n{BEGIN}{settings}\n{END}{body}"
-
-
-def _header(config: RunConfig, cluster: Cluster, placement: Placement) -> list[str]:
-    options = {"job-name": config.run.name, "nodes": placement.nodes, "ntasks-per-node": 1}
+    stated: dict[str, Any] = {name: value or True for name, value in OPTION_LINE.findall(top)}
+    options = stated | _checked(cluster.sbatch, {*stated, "gpus-per-node"} - {"output"})
+    options |= {"job-name": config.run.name, "nodes": placement.nodes, "signal": f"B:USR1@{cluster.lead_seconds}"}
     if cluster.gpus_per_node:
         options["gpus-per-node"] = cluster.gpus_per_node
-    options |= {"signal": f"B:USR1@{cluster.lead_seconds}", "requeue": True, "open-mode": "append"}
     if config.run.time_limit is not None:
         options["time"] = config.run.time_limit
-    options = checked(cluster.sbatch) | options
     limit = str(options.get("time", ""))
     if HOURS.fullmatch(limit) and seconds_of(limit) <= cluster.lead_seconds:
         raise ConfigError(
             f"lead_seconds: {cluster.lead_seconds} s is not less than the job's time limit {limit}, so the job would "
-            f"stop at once; lower "
-            "it, or raise the time limit"
+            "stop at once; lower it, or raise the time limit"
         )
-    return [_option(name, value) for name, value in options.items()]
+    lines = [f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={value}" for name, value in options.items()]
+    settings = _settings(config, config_name, overrides, cluster, placement)
+    first = [top.partition("\n")[0], f"# {config.run.name}: written by megagrpo submit"]
+    return "\n".join([*first, *lines, "", f"{BEGIN}{settings}\n{END}{body}"])
 
 
-def checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a cluster's sbatch options with defaults. Raises ConfigError for an option that is set elsewhere, or an
-    invalid value."""
+def _checked(options: Mapping[str, Any], reserved: Set[str]) -> dict[str, Any]:
+    """Return a cluster's sbatch options. Raises ConfigError for a reserved option, or an invalid value."""
     for name, value in options.items():
-        if not SBATCH_NAME.fullmatch(str(name)) or name in OURS:
+        if not SBATCH_NAME.fullmatch(str(name)) or name in reserved:
             raise ConfigError(
                 f"sbatch.{name}: megagrpo submit sets this option, or sbatch does not have it; leave it out"
             )
         if value is not True and not SBATCH_VALUE.fullmatch(str(value)):
             raise ConfigError(f"sbatch.{name}: {value!r} must not contain spaces, quotes or line breaks")
-    return {"output": "%x-%j.out"} | dict(options)
-
-
-def _option(name: str, value: Any) -> str:
-    return name if value is True else f"{name}={value}"
+    return dict(options)
 
 
 def _array(words: Sequence[str]) -> str:
-    """Return words as a bash array. Commas are quoted too, for readability: bash does not split at them."""
+    """Return words as a bash array. Commas are quoted too, or shellcheck takes them for separators."""
     quoted = [f"'{word}'" if "," in word and shlex.quote(word) == word else shlex.quote(word) for word in words]
     return f"({' '.join(quoted)})"
 
@@ -78,30 +68,25 @@ def _array(words: Sequence[str]) -> str:
 def _settings(
     config: RunConfig, config_name: str, overrides: Sequence[str], cluster: Cluster, placement: Placement
 ) -> str:
-    container, q = cluster.container, shlex.quote
-    root = job_folder()
-    names = (
-        {"NCCL_SOCKET_IFNAME": cluster.interface, "GLOO_SOCKET_IFNAME": cluster.interface} if cluster.interface else {}
-    )
-    environment = {**names, **cluster.env}
+    """Return the lines between the marks: a variable of bash for each value, and the function `setup`."""
+    container, root, q = cluster.container, str(job_folder()), shlex.quote
     srun, inside = [], []
     if container is not None and container.runtime == "pyxis":
         mounts = [f"--container-mounts={','.join(container.mounts)}"] if container.mounts else []
         srun = [f"--container-image={container.image}", *mounts, f"--container-workdir={root}"]
         # otherwise the image's value takes precedence
-        srun.append(f"--container-env={','.join(['PYTHONPATH', *environment])}")
+        srun.append(f"--container-env={','.join(['PYTHONPATH', *cluster.variables])}")
     elif container is not None:
-        inside = ["apptainer", "exec", *["--nv"] * bool(cluster.gpus_per_node), "--pwd", str(root)]
+        inside = ["apptainer", "exec", *["--nv"] * bool(cluster.gpus_per_node), "--pwd", root]
         inside += [word for mount in container.mounts for word in ("--bind", mount)] + [container.image]
-    preflight = ["--gpus", str(cluster.gpus_per_node)] + (
-        ["--interface", cluster.interface] if cluster.interface else []
-    )
-    preflight += (
-        ["--one-connection"] if cluster.gpus_per_node and max(config.parallel.tp, config.parallel.cp) > 1 else []
-    )
-    exports = [f"export {name}={q(value)}" for name, value in environment.items()]
+    memory = [f"gpu_memory_gb={cluster.gpu_memory_gb:g}"] if cluster.gpu_memory_gb and cluster.gpus_per_node else []
+    preflight = ["--gpus", str(cluster.gpus_per_node)]
+    preflight += ["--interface", cluster.interface] if cluster.interface else []
+    if cluster.gpus_per_node and max(config.parallel.tp, config.parallel.cp) > 1:
+        preflight.append("--one-connection")
+    exports = [f"export {name}={q(value)}" for name, value in cluster.variables.items()]
     values = {
-        "REPOSITORY": q(str(root)),
+        "REPOSITORY": q(root),
         "CONFIG": q(config_name),
         "OVERRIDES": _array(overrides),
         "RUN_FOLDER": q(str(Path(config.run.output_dir) / config.run.name)),
@@ -112,9 +97,7 @@ def _settings(
         "SERVERS_PER_NODE": placement.servers_per_node,
         "FIRST_SERVER_GPU": placement.first_server_gpu,
         "NODES_PER_SERVER": placement.nodes_per_server,
-        "PLAN": _array(
-            [f"gpu_memory_gb={cluster.gpu_memory_gb:g}"] if cluster.gpu_memory_gb and cluster.gpus_per_node else []
-        ),
+        "PLAN": _array(memory),
         "PREFLIGHT": _array(preflight),
         "SRUN_OPTIONS": _array(srun),
         "INSIDE": _array(inside),

@@ -1,10 +1,11 @@
-"""The body of megagrpo/platform/launch/train.sbatch, run by bash with stand-ins for Slurm's commands: its steps, their
-arguments, and its exit. tests/slurm runs it on a real Slurm."""
+"""The scripts of launch/ for sbatch, run by bash with stand-ins for Slurm's commands: their steps, the steps' arguments,
+and their exit. tests/slurm runs train.sbatch on a real Slurm."""
 
 import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,9 +90,20 @@ class Job:
 
 
 def start(tmp_path: Path, *overrides: str, cluster: Cluster | None = None, **environment: str) -> subprocess.Popen:
-    """The script of the quickstart on two nodes without GPUs."""
+    """The script that megagrpo submit writes for the quickstart on two nodes without GPUs."""
+    overrides = [f"run.output_dir={tmp_path}", "run.nodes=2", "rollout.placement=dedicated", *overrides]
+    path = ROOT / "configs" / "quickstart.yaml"
+    made, cluster = load_config(path, overrides), cluster or Cluster(gpus_per_node=0)
+    script = tmp_path / "job.sh"
+    placement = place(made.run.nodes, made.rollout, cluster)
+    script.write_text(sbatch_script(made, str(path), overrides, cluster, placement))
+    return in_a_job(tmp_path, script, **environment)
+
+
+def in_a_job(tmp_path: Path, script: Path, *words: str, **environment: str) -> subprocess.Popen:
+    """A script of launch/ in job 7, which has the nodes n1 and n2 and was submitted in the clone."""
     commands, book = tmp_path / "bin", tmp_path / "book"
-    commands.mkdir()
+    commands.mkdir(parents=True)
     book.mkdir()
     for name, text in COMMANDS.items():
         (commands / name).write_text(text)
@@ -99,15 +111,12 @@ def start(tmp_path: Path, *overrides: str, cluster: Cluster | None = None, **env
     # Slurm has time to end the script
     (commands / "sleep").write_text('#!/bin/bash\n[ "$1" = 60 ] || exec /bin/sleep 0.05\n')
     (commands / "sleep").chmod(0o755)
-    overrides = [f"run.output_dir={tmp_path}", "run.nodes=2", "rollout.placement=dedicated", *overrides]
-    path = ROOT / "configs" / "quickstart.yaml"
-    made, cluster = load_config(path, overrides), cluster or Cluster(gpus_per_node=0)
-    (tmp_path / "job.sh").write_text(sbatch_script(made, str(path), overrides, cluster, place(made, cluster)))
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "BOOK": str(book)}
+    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "BOOK": str(book)}
     path = {"PATH": f"{commands}:{os.environ['PATH']}"}
     bare = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
     return subprocess.Popen(
-        ["bash", str(tmp_path / "job.sh")],
+        ["bash", str(script), *words],
+        cwd=ROOT,
         env=bare | slurm | path | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -279,3 +288,84 @@ def test_hostile_values_arrive_as_they_are(tmp_path):
     for step in ("plan", "servers", "trainer"):
         assert f"data.system_prompt={json.dumps(HOSTILE)}" in job.words(step)
     assert not list(ROOT.glob("pwned")) and not list(tmp_path.rglob("pwned"))
+
+
+# -------------------------------------------------------------------------------------------------------------- by hand
+
+QUICKSTART = ("configs/quickstart.yaml", "run.nodes=2", "rollout.placement=dedicated")
+
+
+def test_the_script_by_hand_starts_the_steps_of_megagrpo_submit(tmp_path):
+    folders = [tmp_path / "submitted", tmp_path / "by_hand"]
+    for folder in folders:
+        folder.mkdir()
+    words = [*QUICKSTART, f"run.output_dir={folders[1]}", "run.max_steps=3"]
+    cluster = Cluster(gpus_per_node=8, python=sys.executable)
+    script = ROOT / "launch" / "train.sbatch"
+    jobs = [
+        run(folders[0], "run.max_steps=3", cluster=cluster),
+        end(in_a_job(folders[1], script, *words, PYTHON=sys.executable, SLURM_GPUS_ON_NODE="8"), folders[1]),
+    ]
+    assert [job.code for job in jobs] == [0, 0], jobs[1].out
+    for step in ("preflight", "plan", "servers", "trainer"):
+        submitted, by_hand = (
+            sorted(word.replace(str(folder), "FOLDER") for word in job.words(step))
+            for job, folder in zip(jobs, folders, strict=True)
+        )
+        assert submitted == by_hand
+
+
+def test_the_script_by_hand_takes_a_cluster_and_the_pythons_of_this_machine(tmp_path):
+    (tmp_path / "mine.yaml").write_text("gpus_per_node: 0\npython: my_python\nsetup: ['echo modules']\n")
+    words = [*QUICKSTART, f"run.output_dir={tmp_path}"]
+    environment = {"PYTHON": sys.executable, "MEGAGRPO_CLUSTER": str(tmp_path / "mine.yaml")}
+    job = end(in_a_job(tmp_path, ROOT / "launch" / "train.sbatch", *words, **environment), tmp_path)
+    assert job.code == 0 and "modules\n" in job.out and "my_python" in job.words("trainer"), job.out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "usage: sbatch launch/train.sbatch CONFIG [key=value ...] [--resume]"),
+        ([*QUICKSTART, "run.max_stepz=1"], "did you mean run.max_steps?"),
+        (
+            [*QUICKSTART, "run.nodes=3"],
+            "run.nodes is 3, but the job has 2 node(s); use sbatch --nodes=3, or set run.nodes",
+        ),
+    ],
+)
+def test_a_mistake_by_hand_ends_the_job_with_2_before_any_step(words, message, tmp_path):
+    process = in_a_job(
+        tmp_path, ROOT / "launch" / "train.sbatch", *words, PYTHON=sys.executable, SLURM_GPUS_ON_NODE="0"
+    )
+    job = end(process, tmp_path)
+    assert (job.code, job.steps) == (2, []) and message in job.out
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "command"),
+    [
+        ("evaluate", ["run.yaml", "--checkpoint", "best"], "eval run.yaml --checkpoint best"),
+        ("convert", ["convert", "MODEL", "OUT"], "launch 1 convert MODEL OUT"),
+        ("convert", ["export", "CHECKPOINT", "OUT", "--tp", "4"], "launch 4 export CHECKPOINT OUT --tp 4"),
+    ],
+)
+def test_the_other_scripts_run_their_command(script, words, command, tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$PYTHONUNBUFFERED $*"\nexit 3\n')
+    python.chmod(0o755)
+    environment = {"PYTHON": str(python), "NPROC": "4" if "launch 4" in command else ""}
+    job = end(in_a_job(tmp_path, ROOT / "launch" / f"{script}.sbatch", *words, **environment), tmp_path)
+    assert (job.code, job.out) == (3, f"1 -m megagrpo {command}\n")
+
+
+def test_the_script_of_servers_runs_their_command_on_each_node(tmp_path):
+    words = ["run.yaml", "rollout.servers=2", "--urls", "a b"]
+    job = end(in_a_job(tmp_path, ROOT / "launch" / "serve.sbatch", *words, PYTHON=sys.executable), tmp_path)
+    assert job.words("") == ["--cpu-bind=none", sys.executable, "-m", "megagrpo", "serve", *words]
+
+
+@pytest.mark.parametrize("script", ["serve", "evaluate", "convert"])
+def test_a_script_without_arguments_shows_its_usage(script, tmp_path):
+    job = end(in_a_job(tmp_path, ROOT / "launch" / f"{script}.sbatch"), tmp_path)
+    assert job.code == 2 and f"usage: sbatch launch/{script}.sbatch " in job.out

@@ -5,24 +5,23 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megagrpo.__main__ import main
-from megagrpo.config import ConfigError, load_config
+from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.platform.launch import job as job_module
-from megagrpo.platform.launch.job import Cluster, Container, Placement, load_cluster, place
+from megagrpo.platform.launch.job import Cluster, Container, Placement, load_cluster
 from megagrpo.platform.launch.kubernetes import manifest
-from megagrpo.platform.launch.slurm import BEGIN, END, TEMPLATE, sbatch_script
+from megagrpo.platform.launch.slurm import BEGIN, END, TRAIN_SCRIPT, sbatch_script
 from megagrpo.proof.plan import plan
 
 ROOT = Path(__file__).parents[4]
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-CLUSTERS = sorted((ROOT / "configs" / "clusters").glob("*.yaml"))
-PRETEND = ROOT / "configs" / "clusters" / "local_pretend.yaml"
+CLUSTERS = sorted((ROOT / "launch" / "clusters").glob("*.yaml"))
+PRETEND = ROOT / "launch" / "clusters" / "local_pretend.yaml"
 HOSTILE = [
     "a b",
     "$(touch pwned)",
@@ -49,9 +48,9 @@ LARGE = {  # configs for clusters: GPUs per node, and GiB of each; trainer nodes
 ON_TWO = ("rollout.placement=dedicated", "rollout.nodes_per_server=2")
 KINDS = {
     "plain": {},
-    "pyxis": {"container": Container("image.sqsh", "pyxis", ("/a:/a", "/b:/b:ro")), "python": "python3"},
+    "pyxis": {"container": Container(image="image.sqsh", mounts=("/a:/a", "/b:/b:ro")), "python": "python3"},
     "apptainer": {
-        "container": Container("image.sif", "apptainer", ("/a:/a",)),
+        "container": Container(image="image.sif", runtime="apptainer", mounts=("/a:/a",)),
         "python": "python3",
         "interface": "ib0",
     },
@@ -60,6 +59,10 @@ KINDS = {
 
 def config(*overrides, name="quickstart"):
     return load_config(ROOT / "configs" / f"{name}.yaml", overrides)
+
+
+def place(made: RunConfig, cluster: Cluster) -> Placement:
+    return job_module.place(made.run.nodes, made.rollout, cluster)
 
 
 def script_of(cluster: Cluster, *overrides: str, name: str = "quickstart") -> str:
@@ -125,9 +128,11 @@ def test_every_example_cluster_renders(path):
     assert f"#SBATCH --signal=B:USR1@{cluster.lead_seconds}\n" in script and "#SBATCH --requeue\n" in script
 
 
-def test_the_plain_script_has_the_settings_that_are_written():
-    assert settings(TEMPLATE.read_text()).keys() == settings(script_of(Cluster())).keys()
-    assert is_shell(TEMPLATE.read_text())
+def test_the_scripts_are_shell_and_submit_keeps_what_the_plain_one_asks_of_slurm():
+    assert all(is_shell(path.read_text()) for path in (ROOT / "launch").glob("*.s*"))
+    asked = [line for line in TRAIN_SCRIPT.read_text().splitlines() if line.startswith("#SBATCH --")]
+    kept = [line for line in asked if not line.startswith(("#SBATCH --job-name", "#SBATCH --nodes"))]
+    assert len(kept) == 5 and set(kept) <= set(script_of(Cluster()).splitlines())
 
 
 def test_containers_come_before_commands_or_into_srun():
@@ -206,14 +211,18 @@ def test_ranks_and_servers_get_their_nodes(overrides, gpus, expected):
         (
             ["rollout.placement=dedicated", "rollout.servers=8"],
             8,
-            r"rollout.servers: 8 x rollout.tp 1 take all 8 GPUs of the node",
+            r"rollout.servers: 8 x rollout.tp 1 take 8 of the node's 8 GPUs; leave one to the trainer",
         ),
         (
             ["rollout.placement=dedicated", "run.nodes=2", "rollout.servers=17"],
             8,
             r"rollout.servers: 17 x .* nearest: 14, 12",
         ),
-        (["rollout.servers=9"], 8, r"rollout.servers: 9 x rollout.tp 1 need 9 GPUs, but the node has 8; lower one"),
+        (
+            ["rollout.servers=9"],
+            8,
+            r"rollout.servers: 9 x rollout.tp 1 on 1 node\(s\) need 9 GPUs of each, which has 8; lower one",
+        ),
         (
             ["rollout.placement=dedicated", "run.nodes=2", "rollout.tp=9"],
             8,
@@ -264,7 +273,8 @@ def test_colocated_servers_are_spread_over_all_nodes_and_the_trainer_starts_them
     ):
         config("run.nodes=2", "rollout.servers=3")
     with pytest.raises(
-        ConfigError, match=r"rollout.servers: 4 x rollout.tp 6 on 2 nodes need 12 GPUs of each, which has 8; lower one"
+        ConfigError,
+        match=r"rollout.servers: 4 x rollout.tp 6 on 2 node\(s\) need 12 GPUs of each, which has 8; lower one",
     ):
         place(config("run.nodes=2", "rollout.servers=4", "rollout.tp=6"), Cluster(gpus_per_node=8))
 
@@ -274,8 +284,8 @@ def test_colocated_servers_are_spread_over_all_nodes_and_the_trainer_starts_them
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="needs shellcheck")
 def test_what_is_written_is_clean_shell():
-    scripts = [TEMPLATE.read_text(), *(script_of(Cluster(**kind)) for kind in KINDS.values())]
-    for script in [*scripts, *(path.read_text() for path in (ROOT / "launch").glob("*.sh"))]:
+    scripts = [TRAIN_SCRIPT.read_text(), *(script_of(Cluster(**kind)) for kind in KINDS.values())]
+    for script in [*scripts, *(path.read_text() for path in (ROOT / "launch").glob("*.s*"))]:
         told = subprocess.run(["shellcheck", "--severity=style", "-"], input=script, capture_output=True, text=True)
         assert told.returncode == 0, told.stdout
 
@@ -287,11 +297,12 @@ def test_no_value_becomes_a_command(hostile, tmp_path):
     overrides = [f"run.output_dir=/{hostile}", f"data.system_prompt={hostile}"]
     made = load_config(file, overrides)
     cluster = Cluster(
-        python=hostile, interface=hostile, env={"MINE": hostile}, container=Container(hostile, "pyxis", (hostile,))
+        python=hostile, interface=hostile, env={"MINE": hostile}, container=Container(image=hostile, mounts=(hostile,))
     )
     in_srun = settings(sbatch_script(made, str(file), overrides, cluster, place(made, cluster)))["SRUN_OPTIONS"]
     assert in_srun[:2] == [f"--container-image={hostile}", f"--container-mounts={hostile}"]
-    cluster = replace(cluster, container=Container(hostile, "apptainer", (hostile,)))
+    apptainer = Container(image=hostile, runtime="apptainer", mounts=(hostile,))
+    cluster = cluster.model_copy(update={"container": apptainer})
     script = sbatch_script(made, str(file), overrides, cluster, place(made, cluster))
     assert is_shell(script)
     found = settings(script)
@@ -322,7 +333,7 @@ def test_no_value_becomes_a_part_of_a_manifest(hostile, tmp_path):
             python=value,
             interface=value,
             env={"MINE": value},
-            container=Container(value),
+            container=Container(image=value),
             storage_claim=value,
             storage_path=value,
         )
@@ -389,20 +400,20 @@ def test_options_that_are_set_elsewhere_are_refused(name):
     ("text", "message"),
     [
         ("gpu_per_node: 8", "gpu_per_node: unknown key; did you mean gpus_per_node"),
-        ("gpus_per_node: eight", "gpus_per_node: must be of type int (got 'eight')"),
+        ("gpus_per_node: eight", "gpus_per_node: must be an integer (got 'eight')"),
         ("restarts: -1", "restarts: must be at least 0 (got -1)"),
-        ("container: {runtime: docker, image: x}", "container.runtime: docker; choose pyxis or apptainer"),
+        ("container: {runtime: docker, image: x}", "container.runtime: must be 'pyxis' or 'apptainer' (got 'docker')"),
         ("storage_claim: c", "container: Kubernetes (storage_claim) needs an image; set container.image"),
-        ("container: {runtime: pyxis}", "container.image: required, but missing; name an image"),
-        ("container: x", "container: must be a mapping with `image`"),
+        ("container: {runtime: pyxis}", "container.image: required, but missing; set it"),
+        ("container: x", "container: must be a mapping of `key: value` (got 'x')"),
         ("env: {'a b': 1}", "env: 'a b' is not a valid name of an environment variable"),
         ("env: {'X=$(touch pwned)': 1}", "is not a valid name of an environment variable"),
         (
             "env: {HF_TOKEN: hf_abc}",
             "env: HF_TOKEN would expose a secret in the job script; `export` it where you submit",
         ),
-        ("- a", "must hold `key: value` lines at the top, not a list"),
-        ("a: [", "while parsing"),
+        ("- a", "must hold `section: ...` keys at the top, not a list"),
+        ("a: [", "not valid YAML"),
     ],
 )
 def test_mistakes_in_a_cluster_are_told(text, message, tmp_path):
@@ -468,7 +479,7 @@ def test_a_machine_without_the_hubs_package_leaves_the_plan_to_the_job(monkeypat
     words = [
         str(ROOT / "configs" / "qwen2.5_7b_1node.yaml"),
         "--cluster",
-        str(ROOT / "configs" / "clusters" / "generic.yaml"),
+        str(ROOT / "launch" / "clusters" / "generic.yaml"),
     ]
     assert main(["submit", *words]) == 0
     printed = capsys.readouterr()
@@ -504,7 +515,7 @@ def test_submit_gives_the_script_to_sbatch(capfd, monkeypatch, tmp_path):
 
 
 def test_a_manifest_has_the_trainers_and_the_servers_of_the_run():
-    cluster = load_cluster(ROOT / "configs" / "clusters" / "kubernetes.yaml")
+    cluster = load_cluster(ROOT / "launch" / "clusters" / "kubernetes.yaml")
     path, overrides = ROOT / "configs" / "llama3.1_70b_8nodes.yaml", ["data.system_prompt=$(HOME) 'x'"]
     made = load_config(path, overrides)
     told = yaml.safe_load(manifest(made, str(path), overrides, cluster, place(made, cluster)))
@@ -531,7 +542,7 @@ def test_a_manifest_has_the_trainers_and_the_servers_of_the_run():
 
 def test_servers_on_several_nodes_have_one_address_each_in_a_manifest():
     overrides = [*ON_TWO, "run.nodes=5", "rollout.servers=2", "rollout.tp=16"]
-    made, cluster = config(*overrides), Cluster(container=Container("i"), storage_claim="c")
+    made, cluster = config(*overrides), Cluster(container=Container(image="i"), storage_claim="c")
     found = yaml.safe_load(manifest(made, str(QUICKSTART), overrides, cluster, place(made, cluster)))
     trainer, servers = (job["template"]["spec"] for job in found["spec"]["replicatedJobs"])
     words = trainer["template"]["spec"]["containers"][0]["command"]
@@ -545,7 +556,7 @@ def test_servers_on_several_nodes_have_one_address_each_in_a_manifest():
 
 
 def test_a_mistake_in_the_config_is_not_started_again_by_kubernetes():
-    cluster = load_cluster(ROOT / "configs" / "clusters" / "kubernetes.yaml")
+    cluster = load_cluster(ROOT / "launch" / "clusters" / "kubernetes.yaml")
     path = ROOT / "configs" / "llama3.1_70b_8nodes.yaml"
     made = load_config(path, [])
     told = yaml.safe_load(manifest(made, str(path), [], cluster, place(made, cluster)))["spec"]
@@ -557,7 +568,7 @@ def test_a_mistake_in_the_config_is_not_started_again_by_kubernetes():
 
 @pytest.mark.parametrize(("name", "expected"), [("A" * 39 + "-" + "b" * 30, "a" * 39), ("Qwen3_0.6b-", "qwen3-0-6b")])
 def test_a_run_has_a_name_that_kubernetes_takes(name, expected):
-    cluster = load_cluster(ROOT / "configs" / "clusters" / "kubernetes.yaml")
+    cluster = load_cluster(ROOT / "launch" / "clusters" / "kubernetes.yaml")
     made = config(f"run.name={name}")
     assert (
         yaml.safe_load(manifest(made, str(QUICKSTART), [], cluster, place(made, cluster)))["metadata"]["name"]
@@ -570,7 +581,7 @@ def test_a_run_has_a_name_that_kubernetes_takes(name, expected):
 
 def test_a_run_that_kubernetes_cannot_take_is_refused():
     path = QUICKSTART
-    cluster = Cluster(container=Container("i"), storage_claim="c")
+    cluster = Cluster(container=Container(image="i"), storage_claim="c")
     shared = config("run.nodes=2", "rollout.placement=dedicated", "rollout.servers=2")
     with pytest.raises(ConfigError, match="on Kubernetes servers must fill whole nodes"):
         manifest(shared, str(path), [], cluster, place(shared, cluster))

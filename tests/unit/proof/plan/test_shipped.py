@@ -41,7 +41,7 @@ def test_the_layout_is_the_first_that_the_search_finds(name):
     gpus, kind = SHIPPED[name]
     config, gpu = load_config(CONFIGS / f"{name}.yaml"), GPUS[kind]
     model, lengths = parse_hf_config(model_shape(config.model.path)), expected_lengths(config)
-    world = place(config, Cluster(gpus_per_node=gpus)).world_size
+    world = place(config.run.nodes, config.rollout, Cluster(gpus_per_node=gpus)).world_size
     kept = search(config, model, world, gpu, lengths, keep=1 if name not in RAM_GIB else 10)
     best = next(
         one
