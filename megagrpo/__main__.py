@@ -34,10 +34,10 @@ DOCTOR = "doctor"  # shows the environment of the shell, and writes no file
 READ_ONLY = (DOCTOR, "install", "plan", "init", "keys", "schema", "completion", "report", "inspect", "submit")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> int:
     """Run one command and return its exit code: 2 for a wrong command line, config or environment, 141 without a
     message when the reader of standard output has closed the pipe, 1 when standard output cannot be written. Its
-    temporary files are removed."""
+    temporary files are removed. `prog` is the name of the program in the command's help."""
     words = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             log_to_stderr()
             try:
-                options = parse(words)
+                options = parse(words, prog)
             except SystemExit:  # --help or --version has printed its text
                 return 0
             if words[0] not in READ_ONLY:

@@ -130,14 +130,16 @@ def build(chosen: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
     return top, parsers
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options of a command line; `run` is the command's function.
+def parse(arguments: Sequence[str], prog: str | None = None) -> argparse.Namespace:
+    """Return the options of a command line; `run` is the command's function. `prog` is the program's name in its
+    help.
 
     Raises ConfigError for a wrong command line, SystemExit(0) after --help and --version.
     """
     first = arguments[0] if arguments else ""
     top, parsers = build([first] if first in COMMANDS else [])
     if first in COMMANDS:
+        parsers[first].prog = prog or parsers[first].prog
         return parsers[first].parse_words(arguments[1:])
     if not first:
         raise ConfigError(f"megagrpo: needs a command\n\n{top.format_help()}")

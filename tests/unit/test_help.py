@@ -10,14 +10,23 @@ import pytest
 from megagrpo.commands import COMMANDS
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = [path for folder in ("benchmarks", "launch") for path in sorted((ROOT / folder).iterdir())]
+SCRIPTS = [
+    path for folder in ("benchmarks", "checkpoints_tools", "launch") for path in sorted((ROOT / folder).iterdir())
+]
 PROGRAMS = [
     str(path.relative_to(ROOT))
     for path in SCRIPTS
     if path.suffix == ".sh" or (path.suffix == ".py" and "__main__" in path.read_text())
 ]
 # They import no torch, which takes seconds. test_main.py asks every command of megagrpo in one process.
-FAST = ["megagrpo plan", "launch/local.sh", "launch/setup.sh", "benchmarks/learning.py", "benchmarks/whole_step.py"]
+FAST = [
+    "megagrpo plan",
+    "checkpoints_tools/show.py",
+    "launch/local.sh",
+    "launch/setup.sh",
+    "benchmarks/learning.py",
+    "benchmarks/whole_step.py",
+]
 # modules of megagrpo/commands
 NOT_COMMANDS = {"__init__", "parser", "config_arguments", "layout_arguments", "export_arguments"}
 

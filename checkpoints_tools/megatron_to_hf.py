@@ -1,0 +1,11 @@
+"""Converts a Megatron checkpoint to a Hugging Face folder: `megagrpo export` with the same arguments."""
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # holds megagrpo if it is not installed
+
+from megagrpo.__main__ import main
+
+if __name__ == "__main__":
+    raise SystemExit(main(["export", *sys.argv[1:]], prog=Path(__file__).name))
