@@ -180,6 +180,16 @@ def parts_of(built: MegatronOptimizer) -> list[MegatronOptimizer]:
     return getattr(built, "chained_optimizers", [built])
 
 
+def apex_note(built: MegatronOptimizer) -> str | None:
+    """Return a line with the classes of NVIDIA's apex that a run with this optimizer uses; None without apex."""
+    if not device.has_apex():
+        return None
+    classes = {type(part.optimizer) for part in parts_of(built)}
+    names = sorted(each.__name__ for each in classes if each.__module__.startswith("apex."))
+    names += [] if device.has_transformer_engine() else ["FusedRMSNorm"]
+    return f"NVIDIA's apex: {', '.join(names) or 'not used'}"
+
+
 def held_by(
     built: MegatronOptimizer, parameter: torch.Tensor
 ) -> Iterator[tuple[torch.optim.Optimizer, int, torch.Tensor]]:

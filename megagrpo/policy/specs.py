@@ -36,6 +36,8 @@ from megatron.core.transformer.transformer_layer import (
 from torch import Tensor
 
 from megagrpo.models.families.hf_config import HfConfig
+from megagrpo.platform import device
+from megagrpo.platform.device import apex
 from megagrpo.policy.attention.latent_attention import LatentAttention
 from megagrpo.policy.attention.packed import Rotary, TorchAttention
 from megagrpo.policy.elementwise import geglu, rms_norm, swiglu
@@ -74,7 +76,8 @@ class RMSNorm(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the normed x [..., H] in x's dtype."""
         if not self.centred:
-            return rms_norm(x, self.weight, self.eps)
+            norm = apex.rms_norm if device.has_apex() and x.dtype == self.weight.dtype else rms_norm
+            return norm(x, self.weight, self.eps)
         wide = torch.promote_types(self.weight.dtype, torch.float32)  # bfloat16 is too coarse near 1 for 1 + weight
         return rms_norm(x, 1 + self.weight.to(wide), self.eps)
 

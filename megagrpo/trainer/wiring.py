@@ -31,6 +31,7 @@ from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.platform.process.variables import TOKEN_VARIABLE
 from megagrpo.policy.device_checks import check_device
 from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.optimizer import apex_note
 from megagrpo.policy.reference import Reference
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps
@@ -97,6 +98,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
         config, inputs.model_folder, run_folder, layout, *access, writer.message, progress, resources
     )
     policy, reference = _load_policy(config, layout, inputs, progress)
+    if note := apex_note(policy.optimizer):
+        writer.message(note)
     engine, weight_sync = connect(servers, config, layout, inputs.tokenizer.decode, writer.message, resources)
     pool = None
     if engine is not None and inputs.rewards is not None and config.rollout.max_staleness:

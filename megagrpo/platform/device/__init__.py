@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import importlib.util
 import logging
@@ -24,7 +25,7 @@ import warnings
 
 import torch
 
-from megagrpo.platform.device import cpu, cpu_patches, wide_products
+from megagrpo.platform.device import apex, cpu, cpu_patches, wide_products
 from megagrpo.platform.process.variables import KEPT_BYTES
 
 _CPU = torch.device("cpu")
@@ -211,6 +212,15 @@ def has_transformer_engine() -> bool:
     return has_gpu() and importlib.util.find_spec("transformer_engine") is not None
 
 
+@functools.cache
+def has_apex() -> bool:
+    """Whether NVIDIA's apex can compute here. Its module amp_C identifies it; the package called apex on the Python
+    index is another project."""
+    if any(importlib.util.find_spec(name) is None for name in ("amp_C", "apex")):
+        return False
+    return has_gpu() or apex.computes_on_cpu()
+
+
 def has_packed_attention() -> bool:
     """Whether cuDNN has fused attention for packed sequences on this GPU: from Hopper on. True without a GPU."""
     return not has_gpu() or torch.cuda.get_device_capability() >= (9, 0)
@@ -271,8 +281,9 @@ def install() -> None:
         cpu_patches.patch_torch()
         cpu_patches.patch_megatron()
     _report_writes_in_process()
-    # Megatron falls back to torch.optim.AdamW, which its distributed optimizer cannot checkpoint.
-    if not _has_fused_adam():
+    # Megatron takes its Adam from Transformer Engine, then from NVIDIA's apex. Then it falls back to torch.optim.AdamW,
+    # which its distributed optimizer cannot checkpoint.
+    if not (has_transformer_engine() or has_apex()):
         _use_own_adam()
 
 
@@ -285,14 +296,6 @@ def _report_writes_in_process() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async.get_write_results_queue = lambda mp_mode=None: queue.Queue()
-
-
-def _has_fused_adam() -> bool:
-    """Whether megatron-core finds a fused Adam itself: Transformer Engine's first, NVIDIA apex's second.
-
-    The module amp_C identifies NVIDIA's apex; the package called apex on the Python index is another project.
-    """
-    return has_gpu() and any(importlib.util.find_spec(name) is not None for name in ("transformer_engine", "amp_C"))
 
 
 def _use_own_adam() -> None:

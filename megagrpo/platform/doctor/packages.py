@@ -58,6 +58,11 @@ def package_checks(kind: str) -> Iterator[Finding]:
         yield package_check(VLLM[kind], installed(VLLM[kind]), tested.get(VLLM[kind], ""), kind)
     for name in PACKAGES + (GPU_PACKAGES if kind == "gpu" else ()):
         yield package_check(name, installed(name), tested.get(name, ""), kind)
+    if importlib.util.find_spec("amp_C"):
+        yield Finding("apex", f"NVIDIA's {installed('apex')}: its FusedAdam and FusedRMSNorm are used if they run here")
+    elif version_of_apex := installed("apex"):
+        fix = "uninstall it if it is another project's package (docs/gpu.md)"
+        yield Finding("apex", f"{version_of_apex} without amp_C, which NVIDIA's apex has: not used", "warn", fix)
 
 
 def package_check(name: str, found: str, tested: str, kind: str) -> Finding:
