@@ -19,7 +19,7 @@ import sys
 
 from megagrpo.platform.install.requirements import InstallError, choosable
 from megagrpo.platform.install.steps import (
-    HEADERS,
+    HEADER_FOLDERS,
     Choice,
     check_compiler,
     check_libraries,
@@ -31,7 +31,7 @@ from megagrpo.platform.install.steps import (
 from megagrpo.platform.process.terminal import show, warn
 
 IMPORTS = "import torch, transformers, vllm, megatron.core"
-SHOWN = 5  # lines of a failed import
+SHOWN_LINES = 5  # lines of a failed import
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
     for step in commands:
         line = shlex.join(step.command)
         if options.print:
-            show(f"CPLUS_INCLUDE_PATH=$(printf '%s:' {HEADERS}) {line}" if step.headers else line)
+            show(f"CPLUS_INCLUDE_PATH=$(printf '%s:' {HEADER_FOLDERS}) {line}" if step.headers else line)
         elif code := subprocess.run(step.command, env=step_environment(step)).returncode:
             warn(f"megagrpo install: exit code {code}, see the message above, from\n  {line}")
             return 1
@@ -112,7 +112,7 @@ def _check_imports(choice: Choice) -> int:
     )
     if checked.returncode:
         warn("megagrpo install: the packages are installed, but importing them fails:")
-        warn("\n".join((checked.stdout + checked.stderr).splitlines()[-SHOWN:]))
+        warn("\n".join((checked.stdout + checked.stderr).splitlines()[-SHOWN_LINES:]))
         return 1
     show(f"{ready}; try: megagrpo train megagrpo:quickstart" if "quickstart" in choice.extras else ready)
     return 0

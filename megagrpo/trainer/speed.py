@@ -72,7 +72,7 @@ class Speed:
 def peak_flops(config: RunConfig) -> float | None:
     """Return the peak FLOP/s of one rank's device in BF16: `run.peak_tflops`, else the data sheet's value for a known
     GPU, else None."""
-    tflops, gpu = config.run.peak_tflops, device.gpu_name()
-    if tflops is None and gpu is not None and device.resolve_precision(config.model.precision) == torch.bfloat16:
-        tflops = bf16_tflops_of(gpu)
+    tflops = config.run.peak_tflops
+    if tflops is None and device.has_gpu() and device.resolve_precision(config.model.precision) == torch.bfloat16:
+        tflops = bf16_tflops_of(device.name())
     return None if tflops is None else tflops * 1e12

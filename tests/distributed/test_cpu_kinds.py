@@ -48,26 +48,26 @@ def furthest(outcome: Outcome, other: Outcome, what: str) -> float:
     return max(relative_error(tensor, theirs[name]) for name, tensor in getattr(outcome, what).items())
 
 
-@pytest.mark.parametrize("kind", cpu.KINDS)
+@pytest.mark.parametrize("kind", cpu.CPU_KINDS)
 def test_float32_is_float32_on_every_kind_of_cpu(kind, plain):
     outcome, _, setting = step(kind, "fp32")
-    assert setting == ("medium" if cpu.KINDS[kind].float32_by_onednn else "highest")
+    assert setting == ("medium" if cpu.CPU_KINDS[kind].float32_by_onednn else "highest")
     assert furthest(outcome, plain, "gradients") < 1e-5 and furthest(outcome, plain, "weights") < 1e-5
     assert abs(outcome.metrics["loss"] - plain.metrics["loss"]) < 1e-6
 
 
-@pytest.mark.parametrize("kind", cpu.KINDS)
+@pytest.mark.parametrize("kind", cpu.CPU_KINDS)
 def test_auto_precision_trains_on_every_kind_of_cpu_within_the_rounding_of_its_dtype(kind, plain):
     outcome, dtype, _ = step(kind, "auto")
-    bf16 = cpu.KINDS[kind].multiplies_bf16
+    bf16 = cpu.CPU_KINDS[kind].multiplies_bf16
     assert dtype == ("torch.bfloat16" if bf16 else "torch.float32")
     assert furthest(outcome, plain, "weights") < (ROUNDING if bf16 else 1e-5)
     difference = furthest(outcome, plain, "gradients")
     assert 1e-4 < difference < 0.3 if bf16 else difference < 1e-5
 
 
-@pytest.mark.parametrize("kind", cpu.KINDS)
+@pytest.mark.parametrize("kind", cpu.CPU_KINDS)
 def test_muon_steps_on_every_kind_of_cpu_and_leaves_the_float32_setting_alone(kind, plain_muon):
     outcome, _, setting = step(kind, "fp32", "muon")
-    assert setting == ("medium" if cpu.KINDS[kind].float32_by_onednn else "highest")
+    assert setting == ("medium" if cpu.CPU_KINDS[kind].float32_by_onednn else "highest")
     assert furthest(outcome, plain_muon, "weights") < ROUNDING  # its five Newton-Schulz steps are in bf16

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megagrpo.platform.install import steps
-from megagrpo.platform.install.requirements import KINDS, constraints
+from megagrpo.platform.install.requirements import INSTALL_KINDS, constraints
 
 REPOSITORY = Path(__file__).parents[2]
 GITHUB = sorted((REPOSITORY / ".github").rglob("*.yml"))
@@ -168,7 +168,7 @@ def test_the_script_of_the_recipes_installs_the_versions_of_the_constraints():
         '-c "$SOURCE/megagrpo/platform/install/constraints-$KIND.txt" "$SOURCE"' in script
         and "megagrpo.commands.install" in script
     )
-    assert all(constraints(kind).name == f"constraints-{kind}.txt" for kind in KINDS) and set(steps.VLLM) == set(KINDS)
+    assert all(constraints(kind).name == f"constraints-{kind}.txt" for kind in INSTALL_KINDS) and set(steps.VLLM) == set(INSTALL_KINDS)
     ended = subprocess.run(["bash", str(REPOSITORY / "docker" / "install.sh")], capture_output=True, text=True)
     assert ended.returncode == 2 and "usage: docker/install.sh cpu|gpu SOURCE" in ended.stderr
     ended = subprocess.run(

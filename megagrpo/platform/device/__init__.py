@@ -77,11 +77,6 @@ def gpu_memory_gb() -> float | None:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 2**30 if has_gpu() else None
 
 
-def gpu_name() -> str | None:
-    """Return CUDA's name of this process's GPU; None on a machine without one."""
-    return torch.cuda.get_device_name() if has_gpu() else None
-
-
 def resolve_precision(precision: str) -> torch.dtype:
     """Return the compute dtype of `model.precision`; "auto" is bf16 where the hardware multiplies bf16, float32
     elsewhere. Raises ValueError for another name."""

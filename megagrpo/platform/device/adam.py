@@ -4,22 +4,11 @@ distributed optimizer saves and loads this layout only."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
-
-
-class AdamSettings(TypedDict, total=False):
-    """Keyword arguments of `FusedAdam`, which are APEX's."""
-
-    lr: float
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    adam_w_mode: bool
-    bias_correction: bool
 
 
 class FusedAdam(torch.optim.Optimizer):

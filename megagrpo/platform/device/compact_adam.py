@@ -9,18 +9,18 @@ step alone, so a resumed run draws the same.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from megagrpo.platform import device
-from megagrpo.platform.device.adam import AdamSettings, FusedAdam
+from megagrpo.platform.device.adam import FusedAdam
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
-BLOCK_SIZE = 256  # elements that share a scale, a power of two
+MOMENT_BLOCK_SIZE = 256  # elements that share a scale, a power of two
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -31,7 +31,7 @@ class CompactAdam(FusedAdam):
     has half the range.
     """
 
-    def __init__(self, params: ParamsT, *, dtype: torch.dtype, offload: bool, **settings: Unpack[AdamSettings]):
+    def __init__(self, params: ParamsT, *, dtype: torch.dtype, offload: bool, **settings: Any):
         super().__init__(params, **settings)
         self._dtype, self._offload = dtype, offload
 
@@ -77,10 +77,10 @@ class CompactAdam(FusedAdam):
 
     def _storage(self, p: Tensor) -> dict[str, Tensor]:
         """Return the compact form of two moments of zeros."""
-        place, blocks = torch.device("cpu") if self._offload else p.device, -(-p.numel() // BLOCK_SIZE)
+        place, blocks = torch.device("cpu") if self._offload else p.device, -(-p.numel() // MOMENT_BLOCK_SIZE)
         if self._dtype != FP8:
             return {name: torch.zeros(p.shape, dtype=self._dtype, device=place) for name in MOMENTS}
-        values = {name: torch.zeros(blocks, BLOCK_SIZE, dtype=FP8, device=place) for name in MOMENTS}
+        values = {name: torch.zeros(blocks, MOMENT_BLOCK_SIZE, dtype=FP8, device=place) for name in MOMENTS}
         return values | {f"{name}_scale": torch.zeros(blocks, device=place) for name in MOMENTS}
 
     def _read(self, p: Tensor, name: str, part: slice) -> Tensor:
@@ -117,7 +117,7 @@ def _parts(p: Tensor) -> Iterator[slice]:
 
 def _blocks(part: slice) -> slice:
     """Return the blocks that hold elements `part`."""
-    return slice(part.start // BLOCK_SIZE, -(-part.stop // BLOCK_SIZE))
+    return slice(part.start // MOMENT_BLOCK_SIZE, -(-part.stop // MOMENT_BLOCK_SIZE))
 
 
 def to_fp8(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,9 @@ def to_fp8(values: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
     The last block is padded with zeros.
     """
-    flat = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % BLOCK_SIZE)).view(-1, BLOCK_SIZE)
+    flat = torch.nn.functional.pad(values.flatten(), (0, -values.numel() % MOMENT_BLOCK_SIZE)).view(
+        -1, MOMENT_BLOCK_SIZE
+    )
     scale = torch.exp2(torch.ceil(torch.log2(flat.abs().amax(1).clamp(min=1e-30) / FP8_MAX)))
     scaled = flat / scale[:, None]  # exact: a power of two
     magnitude = scaled.abs()

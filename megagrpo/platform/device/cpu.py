@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from megagrpo.config import ConfigError
 
 VARIABLE = "MEGAGRPO_CPU"
-"""Environment variable that names a kind of `KINDS` in place of the kind of this CPU."""
+"""Environment variable that names a kind of `CPU_KINDS` in place of the kind of this CPU."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Cpu:
     on Zen 4)."""
 
 
-KINDS = {
+CPU_KINDS = {
     "intel": Cpu(multiplies_bf16=False, float32_by_onednn=False),
     "intel_amx": Cpu(multiplies_bf16=True, float32_by_onednn=False),
     "amd": Cpu(multiplies_bf16=False, float32_by_onednn=True),
@@ -43,17 +43,17 @@ KINDS = {
 def this_cpu() -> Cpu:
     """Return the choices for this CPU, or for the kind that MEGAGRPO_CPU names. Raises ConfigError when MEGAGRPO_CPU
     names no kind."""
-    return KINDS[kind()]
+    return CPU_KINDS[kind()]
 
 
 def kind() -> str:
-    """Return the name in `KINDS` of this CPU's kind, or the one that MEGAGRPO_CPU names. Raises ConfigError when
+    """Return the name in `CPU_KINDS` of this CPU's kind, or the one that MEGAGRPO_CPU names. Raises ConfigError when
     MEGAGRPO_CPU names no kind."""
     named = os.environ.get(VARIABLE)
     if not named:
         return _kind_of(_flags())
-    if named not in KINDS:
-        raise ConfigError(f"{VARIABLE}: {named!r} is not a kind of CPU; use one of {', '.join(KINDS)}, or unset it")
+    if named not in CPU_KINDS:
+        raise ConfigError(f"{VARIABLE}: {named!r} is not a kind of CPU; use one of {', '.join(CPU_KINDS)}, or unset it")
     return named
 
 

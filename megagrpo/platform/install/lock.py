@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, requires
 
 from packaging.requirements import Requirement
 
-from megagrpo.platform.install.requirements import CHECKOUT, KINDS, all_requirements, constraints
+from megagrpo.platform.install.requirements import CHECKOUT, INSTALL_KINDS, all_requirements, constraints
 
 NOT_WITH = {"cpu": {"gpu", "te"}, "gpu": {"cpu", "cpu-engine"}}
 NOT_FOR_TEXT = {"torch", "torchvision", "torchaudio", "torchcodec"}  # torch is megagrpo's own requirement
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
     project = CHECKOUT / "pyproject.toml"
     with contextlib.suppress(PackageNotFoundError):
         project.write_text(CPU_BLOCK.sub(lambda _: cpu_extra(), project.read_text()))
-    for kind in KINDS:
+    for kind in INSTALL_KINDS:
         if code := subprocess.run([*command(kind), *arguments], cwd=CHECKOUT, stdout=subprocess.DEVNULL).returncode:
             return code
     return 0

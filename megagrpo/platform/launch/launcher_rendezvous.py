@@ -26,8 +26,8 @@ from megagrpo.platform.launch.job_nodes import ONE_NODE, Nodes
 from megagrpo.platform.launch.preflight import listen
 from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE
 
-BACKEND = "megagrpo"  # name of this rendezvous in torchrun
-SECONDS = 600  # timeout until every agent has joined
+RENDEZVOUS_BACKEND = "megagrpo"  # name of this rendezvous in torchrun
+JOIN_SECONDS = 600  # timeout until every agent has joined
 
 
 class Rendezvous(RendezvousHandler):
@@ -42,7 +42,7 @@ class Rendezvous(RendezvousHandler):
         return self._num_nodes > 1
 
     def get_backend(self) -> str:
-        return BACKEND
+        return RENDEZVOUS_BACKEND
 
     def get_run_id(self) -> str:
         return self._run_id
@@ -55,7 +55,7 @@ class Rendezvous(RendezvousHandler):
         return RendezvousInfo(PrefixStore(self._run_id, store), self._rank, self._num_nodes, address)
 
     def _tcp_store(self) -> Store:
-        serves, timeout = self._rank == 0, timedelta(seconds=SECONDS)
+        serves, timeout = self._rank == 0, timedelta(seconds=JOIN_SECONDS)
         # without it torch listens on every address
         listener = listen(f"{self._address}:{self._port}").detach() if serves else None
         return TCPStore(self._address, self._port, self._num_nodes, serves, timeout, master_listen_fd=listener)
@@ -85,7 +85,7 @@ def options(nodes: Nodes = ONE_NODE) -> list[str]:
         os.environ[RENDEZVOUS_VARIABLE] = str(folder)
     endpoint = f"--rdzv-endpoint={nodes.address}:{nodes.port}"
     return [
-        f"--rdzv-backend={BACKEND}",
+        f"--rdzv-backend={RENDEZVOUS_BACKEND}",
         "--rdzv-id=ranks",
         f"--nnodes={nodes.num_nodes}",
         endpoint,
@@ -98,4 +98,4 @@ def _create(parameters: RendezvousParameters) -> Rendezvous:
     return Rendezvous(int(parameters.get("rank")), parameters.max_nodes, address, int(port), parameters.run_id)
 
 
-rendezvous_handler_registry.register(BACKEND, _create)
+rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _create)

