@@ -19,7 +19,7 @@ WITHOUT_REQUIREMENTS = {"cpu": "cpu-engine", "quickstart": "quickstart-model"}
 COMPILED_PACKAGES = {
     "te": "transformer-engine-torch",
     "data": "pycosat",
-}  # an extra -> its package that is source code only
+}  # extra -> its package without a wheel
 
 _REQUIREMENT = re.compile(r"""(?P<text>[^;]+?)\s*(?:;\s*extra\s*==\s*["'](?P<extra>[\w-]+)["']\s*)?""")
 

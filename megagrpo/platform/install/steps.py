@@ -85,8 +85,7 @@ def choose(names: Sequence[str], without: Sequence[str], **options: bool) -> Cho
     if kinds and present and kinds[0] != present:
         raise InstallError(
             f"{kinds[0]}: {VLLM[present]} is installed, and both builds of vLLM install the same files; remove it "
-            f"first "
-            f"(pip uninstall {VLLM[present]}), or use another environment"
+            f"first (pip uninstall {VLLM[present]}), or use another environment"
         )
     kind = (kinds or [present or ("gpu" if has_driver() else "cpu")])[0]
     wanted = list(names or [kind])
@@ -96,21 +95,19 @@ def choose(names: Sequence[str], without: Sequence[str], **options: bool) -> Cho
 
 def check_compiler(choice: Choice) -> None:
     """Raise InstallError if a package must be compiled and this machine has no compiler or Python no headers."""
-    compiled = [f"{COMPILED_PACKAGES[extra]} (extra {extra})" for extra in choice.extras if extra in COMPILED_PACKAGES]
-    if not compiled:
+    extras = [extra for extra in choice.extras if extra in COMPILED_PACKAGES]
+    if not extras:
         return
-    named = " and ".join(compiled)
+    named = " and ".join(f"{COMPILED_PACKAGES[extra]} (extra {extra})" for extra in extras)
     if not (shutil.which("c++") and shutil.which("cc")):
         raise InstallError(
             f"no C compiler: `cc` and `c++` must be on PATH, because {named} is compiled; install one (Debian, Ubuntu: "
-            f"apt-get install "
-            f"build-essential), or add {' '.join(f'--without {extra}' for extra in choice.extras if extra in COMPILED_PACKAGES)}"
+            f"apt-get install build-essential), or add {' '.join(f'--without {extra}' for extra in extras)}"
         )
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         raise InstallError(
             f"{sys.executable} has no headers (Python.h), because of which {named} cannot be compiled; install them "
-            f"(Debian, Ubuntu: "
-            "apt-get install python3.12-dev)"
+            "(Debian, Ubuntu: apt-get install python3.12-dev)"
         )
 
 

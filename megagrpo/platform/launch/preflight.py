@@ -39,11 +39,9 @@ FREE_GIB = 1.0  # for logs and metrics; a checkpoint checks the free space it ne
 
 def facts() -> dict[str, str]:
     """Return the versions that must be equal on all nodes."""
-    return {
-        "python": platform.python_version(),
-        **{name: installed_version(name) for name in COMPARED_PACKAGES},
-        "driver": _driver(),
-    }
+    driver = next(iter(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), "")
+    versions = {name: installed_version(name) for name in COMPARED_PACKAGES}
+    return {"python": platform.python_version(), **versions, "driver": driver}
 
 
 def problems(
@@ -216,10 +214,6 @@ def _nvidia_smi(*arguments: str) -> list[str]:
         ).stdout.splitlines()
     except (OSError, subprocess.CalledProcessError):
         return []
-
-
-def _driver() -> str:
-    return next(iter(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), "")
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
