@@ -12,7 +12,6 @@ import yaml
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.config.io import shipped_folder
 from megagrpo.platform.launch.job import Cluster, Placement, job_folder
-from megagrpo.platform.process.variables import TOKEN_FILE_VARIABLE
 
 PORT, SERVER_PORT, BOARD_PORT = 29400, 8000, 29600
 MAX_JOBSET_NAME = 40  # characters; a pod's name, which adds suffixes, may have 63
@@ -38,11 +37,10 @@ def manifest(
         )
     assert cluster.container is not None, "a cluster with storage_claim has a container"
     words = [_literal(word) for word in (config_name, *overrides)]
-    trainer = ["-m", "megagrpo.platform.launch.node", "--nodes", str(placement.trainer_nodes)]
-    trainer += ["--ranks", str(placement.ranks_per_node), "--master", f"{name}-trainer-0-0.{name}:{PORT}"]
+    trainer = ["--nodes", str(placement.trainer_nodes), "--ranks", str(placement.ranks_per_node)]
+    trainer += ["--master", f"{name}-trainer-0-0.{name}:{PORT}"]
     trainer += ["--logs", _literal(f"{config.run.output_dir}/{config.run.name}.logs"), *words]
-    servers = ["-m", "megagrpo", "serve", *words, f"rollout.servers={placement.servers_per_node}"]
-    servers += [f"rollout.port={SERVER_PORT}"]
+    servers = [*words, f"rollout.servers={placement.servers_per_node}", f"rollout.port={SERVER_PORT}"]
     heads = [f"{name}-servers-0-{node}.{name}" for node in range(0, placement.server_nodes, placement.nodes_per_server)]
     if heads:
         urls = ",".join(
@@ -53,14 +51,6 @@ def manifest(
         trainer += ["--wait-seconds", seconds, "--wait-for", urls]
     if placement.nodes_per_server > 1:
         servers += ["--head", ",".join(f"{head}:{BOARD_PORT}" for head in heads)]
-    variables = {
-        "PYTHONPATH": ".",
-        "PYTHONUNBUFFERED": "1",
-        "MEGAGRPO_JOB": f"kubernetes-{name}",
-        TOKEN_FILE_VARIABLE: "/secret/token",
-        **{key: _literal(value) for key, value in cluster.variables.items()},
-    }
-    address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     jobset = _filled(
         yaml.safe_load((shipped_folder("launch") / "jobset.yaml").read_text()),
         {
@@ -74,9 +64,11 @@ def manifest(
             "secret": f"{name}-token",
             "image": cluster.container.image,
             "folder": str(job_folder()),
-            "trainer": [_literal(cluster.python), *trainer],
-            "servers": [_literal(cluster.python), *servers, "--reach", "$(POD_IP)"],
-            "variables": [address, *({"name": key, "value": value} for key, value in variables.items())],
+            "python": _literal(cluster.python),
+            "trainer": trainer,
+            "servers": servers,
+            "job": f"kubernetes-{name}",
+            "variables": [{"name": key, "value": _literal(value)} for key, value in cluster.variables.items()],
             "gpus": {"nvidia.com/gpu": cluster.gpus_per_node} if cluster.gpus_per_node else {},
         },
     )
@@ -86,14 +78,14 @@ def manifest(
 
 
 def _filled(part: Any, values: Mapping[str, Any]) -> Any:
-    """Return a copy of a part of the template in which each text `<key>` is the value of `key`. Values stay as they
-    are."""
+    """Return a copy of a part of the template in which each text `<key>` is the value of `key`. A value stays as it is;
+    a list continues the list that holds it."""
     if isinstance(part, dict):
         return {key: _filled(value, values) for key, value in part.items()}
     if isinstance(part, list):
-        return [_filled(value, values) for value in part]
-    placeholder = isinstance(part, str) and part.startswith("<")
-    return copy.deepcopy(values[part[1:-1]]) if placeholder else part
+        filled = [_filled(value, values) for value in part]
+        return [one for value in filled for one in (value if isinstance(value, list) else [value])]
+    return copy.deepcopy(values[part[1:-1]]) if isinstance(part, str) and part.startswith("<") else part
 
 
 def _literal(word: str) -> str:

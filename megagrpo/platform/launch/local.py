@@ -37,10 +37,9 @@ def num_ranks(config: RunConfig) -> int:
         gpus = num_gpus()
         if gpus and gpus <= set_aside:
             raise ConfigError(
-                f"rollout.placement: dedicated servers need {set_aside} GPUs, rollout.servers {config.rollout.servers} "
-                f"x "
-                f"{config.rollout.server_text}, but this machine has {gpus}; leave some to the trainer, or choose "
-                f"colocated"
+                f"rollout.placement: dedicated servers need {set_aside} GPUs, rollout.servers "
+                f"{config.rollout.servers} x {config.rollout.server_text}, but this machine has {gpus}; leave some to "
+                "the trainer, or choose colocated"
             )
         return gpus - set_aside if gpus else config.parallel.smallest_world
     if not wanted.isdigit() or int(wanted) == 0:
