@@ -31,7 +31,7 @@ from megagrpo.platform.install.steps import (
 from megagrpo.platform.process.terminal import show, warn
 
 IMPORTS = "import torch, transformers, vllm, megatron.core"
-SHOWN_LINES = 5  # lines of a failed import
+FAILED_IMPORT_LINES = 5  # of its output, shown
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,7 +112,7 @@ def _check_imports(choice: Choice) -> int:
     )
     if checked.returncode:
         warn("megagrpo install: the packages are installed, but importing them fails:")
-        warn("\n".join((checked.stdout + checked.stderr).splitlines()[-SHOWN_LINES:]))
+        warn("\n".join((checked.stdout + checked.stderr).splitlines()[-FAILED_IMPORT_LINES:]))
         return 1
     show(f"{ready}; try: megagrpo train megagrpo:quickstart" if "quickstart" in choice.extras else ready)
     return 0

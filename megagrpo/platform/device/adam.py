@@ -48,25 +48,18 @@ class FusedAdam(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
         grads = [p.grad for p in params if p.grad is not None]
-        self._update(
-            group, params, grads, *([self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq"))
-        )
+        moments = [[self.state[p][name] for p in params] for name in ("exp_avg", "exp_avg_sq")]
+        self._update(group, params, grads, moments)
 
     def _update(
-        self,
-        group: dict[str, Any],
-        params: list[Tensor],
-        grads: list[Tensor],
-        averages: list[Tensor],
-        squares: list[Tensor],
+        self, group: dict[str, Any], params: list[Tensor], grads: list[Tensor], moments: list[list[Tensor]]
     ) -> None:
-        """Update `params` and both moments in place, with the settings of `group`."""
+        """Update `params` and both lists of `moments` in place, with the settings of `group`."""
         step = torch.tensor(float(group["step"]), device=params[0].device)
         self._kernel(
             params,
             grads,
-            averages,
-            squares,
+            *moments,
             [],
             [step.clone() for _ in params],
             lr=float(group["lr"]),

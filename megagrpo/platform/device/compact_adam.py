@@ -43,7 +43,7 @@ class CompactAdam(FusedAdam):
             for part in _parts(p):  # one at a time: only this part's moments are float32 and on the device
                 moments = [self._read(p, name, part) for name in MOMENTS]
                 assert p.grad is not None, "the caller selects parameters with a gradient"
-                self._update(group, [p.view(-1)[part]], [p.grad.view(-1)[part]], *([moment] for moment in moments))
+                self._update(group, [p.view(-1)[part]], [p.grad.view(-1)[part]], [[moment] for moment in moments])
                 for name, values in zip(MOMENTS, moments, strict=True):
                     self._write(p, name, part, values, generator)
 

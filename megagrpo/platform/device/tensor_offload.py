@@ -13,32 +13,13 @@ import megagrpo.platform.device as device
 PIECE_BYTES = 2**28  # pinned memory is allocated in powers of two
 
 
-class HostMemory:
-    """Host memory for copies from and to the device, in pieces; it grows and is reused."""
-
-    def __init__(self) -> None:
-        self.pieces: list[Tensor] = []
-
-    def part(self, start: int, size: int) -> Iterator[tuple[Tensor, slice]]:
-        """Yield the bytes from `start`, piece by piece: a view [n] uint8 of the piece, and the slice of the `size`
-        bytes that it holds."""
-        done = 0
-        while done < size:
-            index, offset = divmod(start + done, PIECE_BYTES)
-            while index >= len(self.pieces):
-                self.pieces.append(device.host_bytes(PIECE_BYTES))
-            count = min(size - done, PIECE_BYTES - offset)
-            yield self.pieces[index][offset : offset + count], slice(done, done + count)
-            done += count
-
-
 class OffloadedStorages:
     """Storages that are off the device: `move` keeps their bytes in host memory, `drop` keeps nothing. `bring_back`
     restores both;
     dropped storages are then zero."""
 
     def __init__(self) -> None:
-        self._host = HostMemory()
+        self._host: list[Tensor] = []  # pieces of host memory, which are reused
         # offloaded: (storage, size, host offset; None if dropped)
         self._storages: dict[int, tuple[UntypedStorage, int, int | None]] = {}
         # (storage, host offset); the reference keeps the key unique
@@ -88,7 +69,7 @@ class OffloadedStorages:
             if start is None:
                 _bytes(storage).zero_()
             else:
-                for host, part in self._host.part(start, size):
+                for host, part in self._host_parts(start, size):
                     _bytes(storage)[part].copy_(host, non_blocking=True)
             self._storages.popitem()
         if self._version is None:
@@ -102,10 +83,22 @@ class OffloadedStorages:
     def _copy(self, storage: UntypedStorage) -> int:
         """Copy a storage to host memory and return its host offset."""
         size, start = storage.nbytes(), self.used
-        for host, part in self._host.part(start, size):
+        for host, part in self._host_parts(start, size):
             host.copy_(_bytes(storage)[part], non_blocking=True)
         self.used += size
         return start
+
+    def _host_parts(self, start: int, size: int) -> Iterator[tuple[Tensor, slice]]:
+        """Yield `size` bytes of host memory from `start`, piece by piece: a view [n] uint8 of the piece, and the slice
+        of the `size` bytes that it holds. Host memory grows as needed."""
+        done = 0
+        while done < size:
+            index, offset = divmod(start + done, PIECE_BYTES)
+            while index >= len(self._host):
+                self._host.append(device.host_bytes(PIECE_BYTES))
+            count = min(size - done, PIECE_BYTES - offset)
+            yield self._host[index][offset : offset + count], slice(done, done + count)
+            done += count
 
     def _still_there(self, tensors: Iterable[Tensor]) -> list[tuple[int, UntypedStorage]]:
         return [(key, storage) for key, storage in storages(tensors).items() if key not in self._storages]

@@ -10,17 +10,11 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
-from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import HashStore, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousParameters,
-    RendezvousStoreInfo,
-    rendezvous_handler_registry,
-)
+from torch.distributed import HashStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from megagrpo.platform.launch.job_nodes import ONE_NODE, Nodes
 from megagrpo.platform.launch.preflight import listen
@@ -30,46 +24,27 @@ RENDEZVOUS_BACKEND = "megagrpo"  # name of this rendezvous in torchrun
 JOIN_SECONDS = 600  # timeout until every agent has joined
 
 
-class Rendezvous(RendezvousHandler):
-    """A static rendezvous: the number of nodes and each node's rank are known in advance."""
-
-    def __init__(self, rank: int, num_nodes: int, address: str, port: int, run_id: str):
-        self._rank, self._num_nodes, self._address, self._port, self._run_id = rank, num_nodes, address, port, run_id
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Whether ranks use the agent's store; on one node they use a FileStore."""
-        return self._num_nodes > 1
+class Rendezvous(StaticTCPRendezvous):
+    """torch's static rendezvous, in which each node's rank is known in advance, with a store of this module."""
 
     def get_backend(self) -> str:
         return RENDEZVOUS_BACKEND
 
-    def get_run_id(self) -> str:
-        return self._run_id
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether ranks use the agent's store; on one node they use a FileStore."""
+        return self.world_size > 1
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return the agents' store. Raises RuntimeError or OSError when the first node cannot be reached, or does not
         own its address."""
-        store = self._tcp_store() if self._num_nodes > 1 else HashStore()
-        address = RendezvousStoreInfo(self._address, self._port)
-        return RendezvousInfo(PrefixStore(self._run_id, store), self._rank, self._num_nodes, address)
+        self._store = self._tcp_store() if self.world_size > 1 else HashStore()
+        return super().next_rendezvous()
 
     def _tcp_store(self) -> Store:
-        serves, timeout = self._rank == 0, timedelta(seconds=JOIN_SECONDS)
-        # without it torch listens on every address
-        listener = listen(f"{self._address}:{self._port}").detach() if serves else None
-        return TCPStore(self._address, self._port, self._num_nodes, serves, timeout, master_listen_fd=listener)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None: ...
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def shutdown(self) -> bool:
-        return True
+        address, port, serves = self.master_addr, self.master_port, self.rank == 0
+        listener = listen(f"{address}:{port}").detach() if serves else None  # otherwise torch listens on every address
+        return TCPStore(address, port, self.world_size, serves, self.timeout, master_listen_fd=listener)
 
 
 def options(nodes: Nodes = ONE_NODE) -> list[str]:
@@ -95,7 +70,8 @@ def options(nodes: Nodes = ONE_NODE) -> list[str]:
 
 def _create(parameters: RendezvousParameters) -> Rendezvous:
     address, _, port = parameters.endpoint.rpartition(":")
-    return Rendezvous(int(parameters.get("rank")), parameters.max_nodes, address, int(port), parameters.run_id)
+    rank = int(parameters.get("rank"))
+    return Rendezvous(address, int(port), rank, parameters.max_nodes, parameters.run_id, JOIN_SECONDS)
 
 
 rendezvous_handler_registry.register(RENDEZVOUS_BACKEND, _create)
