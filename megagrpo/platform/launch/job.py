@@ -132,30 +132,25 @@ def check_paths(config: RunConfig, config_name: str, cluster: Cluster) -> None:
     root, container, shipped = job_folder(), cluster.container, shipped_configs().resolve()
     if container is None:
         return
-    paths: dict[str, list[str]] = {}
-    for key, path in paths_in(config):
-        if shipped not in Path(path).resolve().parents:
-            paths.setdefault(key, []).append(path)
-    paths |= {"run.output_dir": [str(root / config.run.output_dir)], "the job's folder": [str(root)]}
-    paths |= {} if config_name.startswith(SHIPPED) else {"CONFIG": [config_name]}
-    paths |= {"python": [cluster.python]} if cluster.python == sys.executable else {}
+    paths = [(key, path) for key, path in paths_in(config) if shipped not in Path(path).resolve().parents]
+    paths = [(key, path) for key, path in paths if key != "run.output_dir"]
+    paths += [("run.output_dir", str(root / config.run.output_dir)), ("the job's folder", str(root))]
+    paths += [] if config_name.startswith(SHIPPED) else [("CONFIG", config_name)]
+    paths += [("python", cluster.python)] if cluster.python == sys.executable else []
     mounts = (cluster.storage_path,) if cluster.storage_claim else container.mounts
-    held: dict[Path, list[str]] = {}  # folder -> flags of its mount
-    for source, inside, *flags in (mount.split(":") if ":" in mount else (mount, mount) for mount in mounts):
+    flags: dict[Path, list[str]] = {}  # of a folder that the container holds under the same path
+    for source, inside, *rest in (mount.split(":") if ":" in mount else (mount, mount) for mount in mounts):
         if source == inside:
-            held[Path(source)] = flags
+            flags[Path(source)] = rest
     if cluster.storage_claim is None and container.runtime == "apptainer":
-        held.setdefault(Path.home(), [])  # apptainer mounts it by default
-    outside = [
-        f"  {key}: {path}"
-        for key, written in paths.items()
-        for path in map(os.path.abspath, written)
-        if not any(
-            folder in (Path(path), *Path(path).parents) and not (key == "run.output_dir" and "ro" in flags)
-            for folder, flags in held.items()
-        )
-    ]
-    if outside:
+        flags.setdefault(Path.home(), [])  # apptainer mounts it by default
+
+    def is_held(key: str, path: Path) -> bool:
+        holders = [flags[folder] for folder in (path, *path.parents) if folder in flags]
+        return any(key != "run.output_dir" or "ro" not in options for options in holders)
+
+    absolute = [(key, os.path.abspath(path)) for key, path in paths]
+    if outside := [f"  {key}: {path}" for key, path in absolute if not is_held(key, Path(path))]:
         key, fix = ("storage_path", "") if cluster.storage_claim else ("container.mounts", ", or add FOLDER:FOLDER")
         what = (
             f"{key}: no mount of the container holds these paths of the job under the same path (mounts: "

@@ -117,16 +117,8 @@ def differences(reports: dict[str, dict[str, str]]) -> list[str]:
 def listen(master: str) -> socket.socket:
     """Listen on the rendezvous address, which belongs to this node, the first one. Raises OSError when that fails."""
     host, _, port = master.rpartition(":")
-    family, kind, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(4096)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+    family, *_, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address, family=family, backlog=4096)
 
 
 def reach(master: str) -> list[str]:
@@ -164,9 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
         listener = listen(options.master) if first else None
     except OSError as error:
         listener = None
-        lines.append(
-            f"master: cannot listen on {options.master} ({error.strerror}); another job may use the port; submit again"
-        )
+        lines.append(f"master: cannot listen on {options.master}: {error}; another job may use the port; submit again")
     try:
         lines += [] if first else reach(options.master)
         options.report.mkdir(parents=True, exist_ok=True)
