@@ -65,8 +65,13 @@ def installed_kind() -> str | None:
 
 def has_driver() -> bool:
     """Whether NVIDIA's driver finds a GPU."""
+    return _runs("nvidia-smi", "-L")
+
+
+def _runs(*command: str) -> bool:
+    """Whether a command exists and ends without an error: a shim of pyenv may exist and not run."""
     try:
-        return subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+        return subprocess.run(command, capture_output=True).returncode == 0
     except OSError:
         return False
 
@@ -126,7 +131,7 @@ def check_libraries(choice: Choice) -> None:
 def find_installer(preferred: str | None = None) -> str:
     """Return `uv` or `pip`: the preferred one, else the one that installed megagrpo, else the one that works. Raises
     InstallError."""
-    works = {"uv": _uv_runs(), "pip": importlib.util.find_spec("pip") is not None}
+    works = {"uv": _runs("uv", "--version"), "pip": importlib.util.find_spec("pip") is not None}
     if preferred is None:
         preferred = _installed_by()
     elif not works[preferred]:
@@ -138,14 +143,6 @@ def find_installer(preferred: str | None = None) -> str:
     raise InstallError(
         f"neither uv is on PATH nor pip in {sys.executable}; run {sys.executable} -m ensurepip, or install uv"
     )
-
-
-def _uv_runs() -> bool:
-    try:
-        # a shim of pyenv may exist but not run
-        return subprocess.run(["uv", "--version"], capture_output=True).returncode == 0
-    except OSError:
-        return False
 
 
 def _installed_by() -> str:

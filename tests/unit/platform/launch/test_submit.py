@@ -422,6 +422,13 @@ def test_mistakes_in_a_cluster_are_told(text, message, tmp_path):
         load_cluster(tmp_path / "c.yaml")
 
 
+def test_a_cluster_may_extend_another_file_and_its_variables_are_texts(tmp_path):
+    (tmp_path / "c.yaml").write_text(f"defaults: {PRETEND}\nrestarts: 1\ninterface: eth0\nenv: {{MINE: 2}}\n")
+    cluster = load_cluster(tmp_path / "c.yaml")
+    assert (cluster.gpus_per_node, cluster.restarts, cluster.env["MINE"]) == (0, 1, "2")
+    assert cluster.variables["NCCL_SOCKET_IFNAME"] == "eth0" and cluster.variables["GLOO_SOCKET_IFNAME"] == "lo"
+
+
 # --------------------------------------------------------------------------------------------------------- command line
 
 
