@@ -60,7 +60,7 @@ def _ranks_to_start(config: RunConfig) -> int:
             f"run.nodes: {nodes} nodes, but this command starts the ranks of one; use megagrpo submit, or set "
             f"run.nodes=1"
         )
-    ranks = num_ranks(config)
+    ranks = num_ranks(config.rollout, config.parallel)
     if ranks > 1 and (problems := plan(config, ranks).problems):
         raise ConfigError("\n".join(map(str, problems)))
     set_thread_environment(ranks)

@@ -118,7 +118,7 @@ def _check_plan(config: RunConfig, ranks: int | None) -> None:
             f"run.nodes: {config.run.nodes} nodes, but megagrpo.train starts the ranks of one; use megagrpo submit, or "
             f"set 1"
         )
-    if problems := plan(config, ranks or num_ranks(config)).problems:
+    if problems := plan(config, ranks or num_ranks(config.rollout, config.parallel)).problems:
         raise ConfigError("\n".join(map(str, problems)), problems)
 
 

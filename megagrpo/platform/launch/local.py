@@ -7,7 +7,7 @@ import signal
 import socket
 from typing import TYPE_CHECKING
 
-from megagrpo.config import ConfigError, ParallelSection, RunConfig
+from megagrpo.config import ConfigError, ParallelSection, RolloutSection
 from megagrpo.platform.launch.job_nodes import Nodes
 from megagrpo.platform.launch.preflight import needs_one_connection, visible_gpus
 from megagrpo.platform.process.scratch import temporary_files
@@ -26,27 +26,24 @@ def num_gpus() -> int:
     return len(visible_gpus(os.environ))
 
 
-def num_ranks(config: RunConfig) -> int:
-    """Return the number of ranks to start: `NPROC` if set. Dedicated servers use the GPUs after the ranks' GPUs. Raises
-    ConfigError."""
-    wanted = os.environ.get("NPROC", "")
-    if not wanted:
-        # the servers are on this machine
-        beside = config.rollout.placed == "dedicated" and config.rollout.nodes_per_server == 1
-        set_aside = config.rollout.servers * config.rollout.devices_per_server if beside else 0
-        gpus = num_gpus()
-        if gpus and gpus <= set_aside:
+def num_ranks(rollout: RolloutSection, parallel: ParallelSection) -> int:
+    """Return the number of ranks to start: `NPROC` if set. Dedicated servers on this machine use the GPUs after the
+    ranks' GPUs. Raises ConfigError."""
+    if nproc := os.environ.get("NPROC", ""):
+        if not nproc.isdigit() or int(nproc) == 0:
             raise ConfigError(
-                f"rollout.placement: dedicated servers need {set_aside} GPUs, rollout.servers "
-                f"{config.rollout.servers} x {config.rollout.server_text}, but this machine has {gpus}; leave some to "
-                "the trainer, or choose colocated"
+                f"NPROC={nproc}: must be a positive number of ranks; unset it for the smallest number that fits the "
+                "config"
             )
-        return gpus - set_aside if gpus else config.parallel.smallest_world
-    if not wanted.isdigit() or int(wanted) == 0:
+        return int(nproc)
+    beside = rollout.placed == "dedicated" and rollout.nodes_per_server == 1
+    set_aside, gpus = rollout.servers * rollout.devices_per_server if beside else 0, num_gpus()
+    if gpus and gpus <= set_aside:
         raise ConfigError(
-            f"NPROC={wanted}: must be a positive number of ranks; unset it for the smallest number that fits the config"
+            f"rollout.placement: dedicated servers need {set_aside} GPUs, rollout.servers {rollout.servers} x "
+            f"{rollout.server_text}, but this machine has {gpus}; leave some to the trainer, or choose colocated"
         )
-    return int(wanted)
+    return gpus - set_aside if gpus else parallel.smallest_world
 
 
 def set_thread_environment(ranks: int) -> None:

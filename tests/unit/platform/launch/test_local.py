@@ -51,26 +51,26 @@ def local(monkeypatch):
 def test_ranks_are_those_of_one_model_copy_or_all_gpus_or_nproc(local, monkeypatch):
     config = load_config(REPOSITORY / "configs/quickstart.yaml", ["parallel.pp=6"])
     monkeypatch.setattr(local, "num_gpus", lambda: 0)
-    assert local.num_ranks(config) == 6
+    assert local.num_ranks(config.rollout, config.parallel) == 6
     monkeypatch.setattr(local, "num_gpus", lambda: 8)
-    assert local.num_ranks(config) == 8
+    assert local.num_ranks(config.rollout, config.parallel) == 8
     monkeypatch.setenv("NPROC", "4")
-    assert local.num_ranks(config) == 4
+    assert local.num_ranks(config.rollout, config.parallel) == 4
     for wrong in ("0", "two", "-1"):
         monkeypatch.setenv("NPROC", wrong)
         with pytest.raises(local.ConfigError, match=f"NPROC={wrong}"):
-            local.num_ranks(config)
+            local.num_ranks(config.rollout, config.parallel)
 
 
 def test_dedicated_servers_have_gpus_that_no_rank_gets(local, monkeypatch):
     config = load_config(REPOSITORY / "configs/quickstart.yaml", ["rollout.placement=dedicated", "rollout.servers=3"])
     monkeypatch.setattr(local, "num_gpus", lambda: 8)
-    assert local.num_ranks(config) == 5
+    assert local.num_ranks(config.rollout, config.parallel) == 5
     monkeypatch.setattr(local, "num_gpus", lambda: 3)
     with pytest.raises(
         local.ConfigError, match=r"rollout\.placement: dedicated servers need 3 GPUs, .* but this machine has 3"
     ):
-        local.num_ranks(config)
+        local.num_ranks(config.rollout, config.parallel)
 
 
 def test_a_run_on_several_nodes_is_left_to_slurm(local, monkeypatch, capsys):
