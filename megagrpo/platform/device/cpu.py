@@ -49,16 +49,11 @@ def this_cpu() -> Cpu:
 def kind() -> str:
     """Return the name in `CPU_KINDS` of this CPU's kind, or the one that MEGAGRPO_CPU names. Raises ConfigError when
     MEGAGRPO_CPU names no kind."""
-    named = os.environ.get(VARIABLE)
-    if not named:
-        return _kind_of(_flags())
-    if named not in CPU_KINDS:
+    named, flags = os.environ.get(VARIABLE), _flags()
+    if named and named not in CPU_KINDS:
         raise ConfigError(f"{VARIABLE}: {named!r} is not a kind of CPU; use one of {', '.join(CPU_KINDS)}, or unset it")
-    return named
-
-
-def _kind_of(flags: frozenset[str]) -> str:
-    """Return the kind of a CPU with these instruction-set flags and this vendor."""
+    if named:
+        return named
     bf16 = bool(flags & {"avx512_bf16", "amx_bf16"})
     # The float32 setting permits bf16 products, which oneDNN computes where the CPU has AMX: such a CPU keeps MKL.
     if "AuthenticAMD" in flags and "avx512f" in flags and "amx_bf16" not in flags:

@@ -58,14 +58,8 @@ def options(nodes: Nodes = ONE_NODE) -> list[str]:
         folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         (folder / "secret").write_text(secrets.token_hex(32))
         os.environ[RENDEZVOUS_VARIABLE] = str(folder)
-    endpoint = f"--rdzv-endpoint={nodes.address}:{nodes.port}"
-    return [
-        f"--rdzv-backend={RENDEZVOUS_BACKEND}",
-        "--rdzv-id=ranks",
-        f"--nnodes={nodes.num_nodes}",
-        endpoint,
-        f"--rdzv-conf=rank={nodes.rank}",
-    ]
+    options = [f"--rdzv-backend={RENDEZVOUS_BACKEND}", f"--rdzv-endpoint={nodes.address}:{nodes.port}"]
+    return [*options, "--rdzv-id=ranks", f"--rdzv-conf=rank={nodes.rank}", f"--nnodes={nodes.num_nodes}"]
 
 
 def _create(parameters: RendezvousParameters) -> Rendezvous:

@@ -82,25 +82,17 @@ def run_ranks(ranks: int, nodes: Nodes, command: list[str], logs: LogsSpecs | No
 
     from megagrpo.platform.launch import launcher_rendezvous
 
-    options = [
-        *launcher_rendezvous.options(nodes),
-        f"--nproc-per-node={ranks}",
-        f"--shutdown-timeout={SHUTDOWN_SECONDS}",
-    ]
-    config, program, words = config_from_args(
-        parse_args([*options, *([] if command[0].endswith(".py") else ["-m"]), *command])
-    )
+    options = [f"--nproc-per-node={ranks}", f"--shutdown-timeout={SHUTDOWN_SECONDS}"]
+    options += [] if command[0].endswith(".py") else ["-m"]
+    config, program, words = config_from_args(parse_args([*launcher_rendezvous.options(nodes), *options, *command]))
     if logs is not None:
         # no prefix: one rank is printed
         config.logs_specs, config.role, config.log_line_prefix_template = logs, "", "${role_name}"
     try:
         elastic_launch(config, program)(*words)
     except SignalException as stopped:
-        return (
-            TO_BE_CONTINUED
-            if stopped.sigval == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ
-            else 128 + int(stopped.sigval)
-        )
+        of_a_job = stopped.sigval == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ
+        return TO_BE_CONTINUED if of_a_job else 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         if failure.exitcode < 0:
