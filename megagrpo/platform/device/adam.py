@@ -59,7 +59,8 @@ class FusedAdam(torch.optim.Optimizer):
         self._kernel(
             params,
             grads,
-            *moments,
+            moments[0],
+            moments[1],
             [],
             [step.clone() for _ in params],
             lr=float(group["lr"]),
