@@ -123,9 +123,7 @@ def shipped_names() -> dict[str, Path]:
     """Return the name of every shipped config without `megagrpo:`, and its file."""
     folder = shipped_configs()
     paths = (file.relative_to(folder) for file in sorted(folder.rglob("*.yaml")))
-    return {
-        str(path.parent if path.name == FOLDER_CONFIG else path.with_suffix("")): folder / path for path in paths
-    }
+    return {str(path.parent if path.name == FOLDER_CONFIG else path.with_suffix("")): folder / path for path in paths}
 
 
 def _shipped_hint(path: Path) -> str:

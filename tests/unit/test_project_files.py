@@ -168,7 +168,8 @@ def test_the_script_of_the_recipes_installs_the_versions_of_the_constraints():
         '-c "$SOURCE/megagrpo/platform/install/constraints-$KIND.txt" "$SOURCE"' in script
         and "megagrpo.commands.install" in script
     )
-    assert all(constraints(kind).name == f"constraints-{kind}.txt" for kind in INSTALL_KINDS) and set(steps.VLLM) == set(INSTALL_KINDS)
+    assert all(constraints(kind).name == f"constraints-{kind}.txt" for kind in INSTALL_KINDS)
+    assert set(steps.VLLM) == set(INSTALL_KINDS)
     ended = subprocess.run(["bash", str(REPOSITORY / "docker" / "install.sh")], capture_output=True, text=True)
     assert ended.returncode == 2 and "usage: docker/install.sh cpu|gpu SOURCE" in ended.stderr
     ended = subprocess.run(

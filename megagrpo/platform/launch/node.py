@@ -92,10 +92,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         warn(str(error))
         return 2
-    nodes = Nodes(int(index), options.nodes, address, int(port))
-    return run_ranks(
-        options.ranks, nodes, ["megagrpo", "train", *trainer], RankLogs(options.logs) if options.logs else None
-    )
+    nodes, logs = Nodes(int(index), options.nodes, address, int(port)), RankLogs(options.logs) if options.logs else None
+    return run_ranks(options.ranks, nodes, ["megagrpo", "train", *trainer], logs)
 
 
 if __name__ == "__main__":
