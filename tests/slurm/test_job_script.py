@@ -1,7 +1,10 @@
 """The job script on a real Slurm with two simulated nodes and a stand-in for Python: time limits, arrays, dependencies
 and failing steps. `make test-slurm` runs it; `test_slurm.py` runs the real trainer and servers."""
 
+import os
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -97,6 +100,31 @@ def test_a_job_that_slurm_warns_of_its_time_limit_goes_on_later_but_only_so_ofte
     )
     assert "requeueing the job" in printed and "restart limit 1 reached; submit the job again with --resume" in printed
     wait_for(lambda: not processes_of(job), "end of all processes", 5)
+
+
+def test_a_job_by_hand_is_requeued_and_takes_its_arguments_again(submit, tmp_path):
+    """`submit` is not called; its fixture makes the stand-in."""
+    described = yaml.safe_load((ROOT / "launch" / "clusters" / "local_pretend.yaml").read_text())
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(described | {"python": str(tmp_path / "python")}))
+    words = [f"run.output_dir={tmp_path}", "run.nodes=2", "rollout.placement=dedicated", "rollout.servers=2"]
+    options = ["--nodes=2", "--mem=8G", "--cpus-per-task=2", "--time=20", f"--output={tmp_path}/job.out"]
+    sent = subprocess.run(
+        ["sbatch", *options, "launch/train.sbatch", "configs/quickstart.yaml", *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHON": sys.executable, "MEGAGRPO_CLUSTER": str(tmp_path / "mine.yaml")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    job = sent.stdout.split()[-1]
+    wait_for(lambda: begun(tmp_path), "trainer", 60)
+    command_output("scancel", "--batch", "--signal=USR1", job)
+    wait_for(lambda: told(job, "Reason") == "BeginTime" and not processes_of(job), "requeue", 60)
+    saved = int((tmp_path / "steps").read_text())
+    (tmp_path / "until").write_text(str(saved + 5))
+    start_now(job)
+    ends(job, "COMPLETED")
+    assert begun(tmp_path) == [0, saved] and (tmp_path / "job.out").read_text().count("requeueing the job") == 1
 
 
 def test_the_turns_of_an_array_and_the_jobs_that_depend_on_it(submit, tmp_path):
