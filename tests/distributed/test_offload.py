@@ -81,7 +81,7 @@ class BytesTo(TorchDispatchMode):
 
 
 def pieces_of(offload: Offload) -> list[torch.Tensor]:
-    return [piece for part in offload._parts for piece in part._host.pieces]
+    return [piece for part in offload._parts for piece in part._host]
 
 
 def frozen(policy: MegatronPolicy) -> list[torch.Tensor]:
