@@ -17,7 +17,6 @@ import json
 import multiprocessing
 import resource
 import time
-from collections import Counter
 from multiprocessing.connection import Connection
 
 from megagrpo.engine.client import VllmEngine
@@ -96,17 +95,14 @@ def main() -> None:
             [f"http://127.0.0.1:{port}" for port in ports], str, max_num_seqs=given.requests, patience=30.0
         )
         prompts = [Prompt(i, tuple(range(64)), "") for i in range(given.requests)]
-        came: Counter[int] = Counter()
         began, busy = time.perf_counter(), time.process_time()
-        groups = engine.generate(
-            prompts, 1, SamplingParams(1.0, TOKENS), 0, on_group=lambda place, group: came.update([place])
-        )
+        finished = sorted(engine.groups(prompts, 1, SamplingParams(1.0, TOKENS), 0))
         wall, cpu = time.perf_counter() - began, time.process_time() - busy
     finally:
         for process in processes:
             process.kill()
-    assert came == Counter(range(given.requests)), "a prompt was lost, or came twice"
-    for prompt, (rollout,) in zip(prompts, groups, strict=True):
+    assert [index for index, _ in finished] == list(range(given.requests)), "a prompt was lost, or came twice"
+    for prompt, (_, (rollout,)) in zip(prompts, finished, strict=True):
         assert list(rollout.response_ids) == answer(derive_seed(0, prompt.prompt_id, 0)), (
             "a prompt got another one's answer"
         )

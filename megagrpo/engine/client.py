@@ -7,15 +7,17 @@ import contextlib
 import math
 import uuid
 from collections import deque
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Sequence
+from collections.abc import Generator as Stream
 from dataclasses import KW_ONLY, dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import httpx
 
-from megagrpo.engine.distribution import Choices, Generation, Job, gather
+from megagrpo.engine.distribution import Choices, Generation, Job, gather, stream
 from megagrpo.engine.http import HEALTH_SECONDS, answers, error_text
-from megagrpo.engine.protocol import EngineError, EngineInterrupted, OnGroup, derive_seed
+from megagrpo.engine.protocol import EngineError, EngineInterrupted, Generator, Group, derive_seed
 from megagrpo.engine.responses import InvalidResponse, find_ending, is_broken_off, joined, read_choices, rest_of
 from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.engine.updates import LOOK_SECONDS, Updates, adapter_name
@@ -26,7 +28,7 @@ ATTEMPTS_PER_SERVER = 3  # failed attempts at a prompt before the error; per ser
 
 
 @dataclass(eq=False, repr=False)
-class VllmEngine(Updates):
+class VllmEngine(Updates, Generator):
     """Generates rollouts on vLLM servers that all hold the same weights.
 
     `decode` turns response ids into text. Each server works on up to `max_num_seqs` sequences; a free server takes the
@@ -35,7 +37,7 @@ class VllmEngine(Updates):
     `any_version` the weight versions of responses are not checked, because other clients may have updated the weights.
     All other options are those of `Updates`.
 
-    `generate` is thread-safe. With `in_flight` it may also run during a weight update.
+    `groups` is thread-safe. With `in_flight` it may also run during a weight update.
     """
 
     decode: Callable[[Sequence[int]], str]
@@ -43,7 +45,7 @@ class VllmEngine(Updates):
     max_num_seqs: int = 256
     model: str | None = None
     any_version: bool = False
-    # the task of each `generate`, for `interrupt`
+    # the task of each generation, for `interrupt`
     _under_way: set[asyncio.Task[None]] = field(default_factory=set, init=False)
     # request id of each request in flight -> `Prompt.place`
     _in_flight_places: dict[str, int | None] = field(default_factory=dict, init=False)
@@ -52,20 +54,19 @@ class VllmEngine(Updates):
 
     # -- generation
 
-    def generate(
+    def groups(
         self,
         prompts: Sequence[Prompt],
         n: int,
         sampling: SamplingParams,
         seed: int,
-        on_group: OnGroup | None = None,
         on_begun: Callable[[], None] = lambda: None,
-    ) -> list[list[Rollout]]:
-        """Generate `n` rollouts of each prompt, in the order of `prompts`. A prompt's seed depends on `seed`, its
-        prompt_id and its occurrence. The same arguments and weights give the same tokens.
+    ) -> Stream[Group]:
+        """Generate `n` rollouts of each prompt; see `Generator.groups`. A prompt's seed depends on `seed`, its
+        prompt_id and its occurrence.
 
-        `on_group` is called with each prompt's index and rollouts as they finish. `on_begun` is called, possibly more
-        than once, when all prompts are on servers and a server has room for more. Neither may block.
+        `on_begun` is called, possibly more than once, when all prompts are on servers and a server has room for more.
+        It must not block.
 
         Raises EngineDeadError when no server is left, EngineStarved when all remaining servers need weights,
         EngineInterrupted after `interrupt`, EngineError when a server rejects a request or its response is
@@ -73,16 +74,16 @@ class VllmEngine(Updates):
         """
         seeds = [derive_seed(seed, prompt.prompt_id, prompt.occurrence) for prompt in prompts]
         jobs = [self._job(index, prompt, n, sampling, seeds[index]) for index, prompt in enumerate(prompts)]
-        return self._run(jobs, n, on_group, on_begun)
+        return self._run(jobs, n, on_begun)
 
     def extend(
         self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Rollout]:
         """Generate one rollout of each prompt, in order, each with its own limits and seed. Raises the errors of
-        `generate`."""
+        `groups`."""
         requests = enumerate(zip(prompts, sampling, seeds, strict=True))
         jobs = [self._job(index, prompt, 1, params, seed) for index, (prompt, params, seed) in requests]
-        return [rollout for (rollout,) in self._run(jobs, 1)]
+        return [rollout for _, (rollout,) in sorted(self._run(jobs, 1), key=itemgetter(0))]
 
     def read_tool_calls(self, turns: Sequence[Sequence[int]], tools: Sequence[dict[str, Any]]) -> list[ToolCalls]:
         """Return, for each turn, the text outside of the tool calls and the calls. The servers parse the turns with the
@@ -94,45 +95,39 @@ class VllmEngine(Updates):
 
         return asyncio.run(read())
 
-    def _run(
-        self, jobs: list[Job], n: int, on_group: OnGroup | None = None, on_begun: Callable[[], None] = lambda: None
-    ) -> list[list[Rollout]]:
+    def _run(self, jobs: list[Job], n: int, on_begun: Callable[[], None] = lambda: None) -> Stream[Group]:
         self.follow()
-        groups: dict[int, list[Rollout]] = {}
-
-        def deliver(url: str, job: Job, choices: Choices) -> None:
-            groups[job.index] = [self._rollout(url, job, choice) for choice in choices]
-            if on_group is not None:
-                on_group(job.index, groups[job.index])
-            self._cut.discard(job.prompt.place)
-
-        async def work_off() -> None:
-            async with self._client() as client:
-                slots = max(1, math.ceil(self.max_num_seqs / n))
-                await Generation(self, client, deque(jobs), slots, self._complete_choices, deliver, on_begun).run()
-
         try:
-            asyncio.run(self._until_interrupted(work_off()))
+            yield from stream(lambda put: self._work_off(deque(jobs), n, put, on_begun))
         except asyncio.CancelledError:
             raise EngineInterrupted("generation was interrupted") from None
-        return [groups[index] for index in range(len(jobs))]
 
     def interrupt(self) -> None:
-        """Make every running and every later `generate` raise EngineInterrupted. Running ones close their connections,
+        """Make every running and every later generation raise EngineInterrupted. Running ones close their connections,
         on which vLLM drops the requests. May be called from a signal handler."""
         self._interrupted = True
         for task in list(self._under_way):
             with contextlib.suppress(RuntimeError):  # the event loop has just ended in another thread
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
-    async def _until_interrupted(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await `work` in a task that `interrupt` cancels."""
-        task = asyncio.ensure_future(work)
+    async def _work_off(
+        self, jobs: deque[Job], n: int, put: Callable[[Group], None], on_begun: Callable[[], None]
+    ) -> None:
+        """Put each finished group, in a task that `interrupt` cancels."""
+
+        def deliver(url: str, job: Job, choices: Choices) -> None:
+            put((job.index, [self._rollout(url, job, choice) for choice in choices]))
+            self._cut.discard(job.prompt.place)
+
+        task = asyncio.current_task()
+        assert task is not None, "this coroutine runs in a task"
         self._under_way.add(task)
-        if self._interrupted:  # check after registering in _under_way: the other order races with `interrupt`
-            task.cancel()
         try:
-            await task
+            if self._interrupted:  # check after registering in _under_way: the other order races with `interrupt`
+                raise asyncio.CancelledError
+            async with self._client() as client:
+                slots = max(1, math.ceil(self.max_num_seqs / n))
+                await Generation(self, client, jobs, slots, self._complete_choices, deliver, on_begun).run()
         finally:
             self._under_way.discard(task)
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -149,6 +149,20 @@ class Generation:
                     for limit in [*self._timeouts[url]]:
                         limit.reschedule(asyncio.get_running_loop().time())
             await pause(WATCH_SECONDS, lambda: not self._undelivered)
+
+
+def stream[T](work: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]]) -> Generator[T]:
+    """Run the coroutine `work(put)` in an event loop, and yield each value that it puts. Raises the error of `work`.
+
+    The event loop runs only while the caller waits for the next value. Closing the iterator cancels `work`.
+    """
+    with asyncio.Runner() as runner:
+        values: asyncio.Queue[tuple[T] | None] = asyncio.Queue()  # None: `work` has ended
+        task = runner.get_loop().create_task(work(lambda value: values.put_nowait((value,))))
+        task.add_done_callback(lambda _: values.put_nowait(None))
+        while (item := runner.run(values.get())) is not None:
+            yield item[0]
+        task.result()
 
 
 async def pause(seconds: float, over: Callable[[], bool]) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from collections.abc import Generator as Stream
+from operator import itemgetter
 from typing import Any, Protocol
 
 from megagrpo.sync.wire.manifest import Manifest, WeightSyncError
@@ -36,7 +38,7 @@ class EngineStarved(EngineError):
     push, retry."""
 
 
-OnGroup = Callable[[int, list[Rollout]], None]
+Group = tuple[int, list[Rollout]]  # the index of a prompt in the call, and its rollouts
 
 
 class WeightUpdate(Protocol):
@@ -72,17 +74,21 @@ class Generator(Protocol):
 
     weight_version: int
 
-    def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
-    ) -> list[list[Rollout]]:
-        """Generate `n` rollouts of each prompt, in the order of `prompts`. The same arguments and weights give the same
-        tokens.
+    def groups(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> Stream[Group]:
+        """Generate `n` rollouts of each prompt, and yield each group as soon as it is finished. The same arguments and
+        weights give the same tokens.
 
-        `on_group` is called with each prompt's index and rollouts as soon as they are finished. It must not block.
+        Responses are received only while the caller waits for the next group, so a caller must not work long between
+        two groups.
         """
+        raise NotImplementedError
+
+    def generate(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> list[list[Rollout]]:
+        """Return the rollouts of `groups`, in the order of `prompts`."""
+        return [rollouts for _, rollouts in sorted(self.groups(prompts, n, sampling, seed), key=itemgetter(0))]
 
     def interrupt(self) -> None:
-        """Make the running and every later `generate` raise EngineInterrupted. May be called from a signal handler."""
+        """Make the running and every later generation raise EngineInterrupted. May be called from a signal handler."""
 
 
 def derive_seed(*parts: int | str) -> int:

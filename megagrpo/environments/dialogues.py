@@ -3,6 +3,7 @@ exact tokens it wrote."""
 
 from __future__ import annotations
 
+from collections.abc import Generator as Stream
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from megagrpo.config import RunConfig
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import OnGroup, derive_seed
+from megagrpo.engine.protocol import Generator, Group, derive_seed
 from megagrpo.environments.conversation import Conversation
 from megagrpo.environments.responders import Responders
 from megagrpo.environments.tool_calls import as_message, hermes, named_call
@@ -79,7 +80,7 @@ def make_dialogues(
     return Dialogues(responders, tokenizer, follow_ups, *limits, config.data.system_prompt, template)
 
 
-class DialogueEngine:
+class DialogueEngine(Generator):
     """An engine whose rollouts have several turns (`Rollout.dialogue`).
 
     All conversations take their turns together. Each turn is one request with the whole prefix; vLLM's prefix cache
@@ -102,14 +103,12 @@ class DialogueEngine:
         self.engine.weight_version = version
 
     def interrupt(self) -> None:
-        """Make `generate` raise EngineInterrupted, at the latest when the policy's next turn begins."""
+        """Make `groups` raise EngineInterrupted, at the latest when the policy's next turn begins."""
         self.engine.interrupt()
 
-    def generate(
-        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, on_group: OnGroup | None = None
-    ) -> list[list[Rollout]]:
-        """Generate `n` rollouts of each prompt, in order; see `VllmEngine.generate`. `sampling.max_tokens` limits each
-        turn of the policy, and also the whole response without `max_response_length`."""
+    def groups(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> Stream[Group]:
+        """Generate `n` rollouts of each prompt; see `Generator.groups`. `sampling.max_tokens` limits each turn of the
+        policy, and also the whole response without `max_response_length`."""
         limit = self._dialogues.max_response_length or sampling.max_tokens
         conversations = self._conversations(prompts, n, limit)
         self._open(conversations)
@@ -124,9 +123,8 @@ class DialogueEngine:
             going = [c for c in going if not c.ended]
             for prompt_index in dict.fromkeys(c.prompt_index for c in over):
                 numbers = range(prompt_index * n, (prompt_index + 1) * n)
-                if on_group is not None and all(number in finished for number in numbers):
-                    on_group(prompt_index, [finished[number] for number in numbers])
-        return [[finished[prompt_index * n + i] for i in range(n)] for prompt_index in range(len(prompts))]
+                if all(number in finished for number in numbers):
+                    yield prompt_index, [finished[number] for number in numbers]
 
     def _conversations(self, prompts: Sequence[Prompt], n: int, limit: int) -> list[Conversation]:
         made = []

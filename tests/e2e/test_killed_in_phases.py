@@ -15,7 +15,7 @@ import torch
 from ranks import run_ranks
 
 import megagrpo.records.checkpoint
-from megagrpo.engine.client import VllmEngine
+from megagrpo.engine.distribution import Generation
 from megagrpo.platform.device.adam import FusedAdam
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.rewards.scoring import Scoring
@@ -75,7 +75,8 @@ class Killer:
 
 
 def in_generate(killer):
-    killer.wrap(VllmEngine, "generate", killer.soon, lambda *_: time.sleep(9))
+    killer.wrap(Generation, "run", killer.soon)
+    killer.wrap(Scoring, "finish", lambda *_: time.sleep(9))
 
 
 def in_reward(killer):

@@ -93,12 +93,9 @@ def test_one_seed_gives_one_result_and_another_seed_another(fresh):
 
 
 def test_each_group_is_handed_out_as_it_comes(fresh):
-    handed = []
-    groups = fresh.engine.generate(
-        PROMPTS, 2, SamplingParams(1.0, 12), 1, on_group=lambda place, group: handed.append((place, group))
-    )
-    assert sorted(place for place, _ in handed) == list(range(len(PROMPTS)))
-    assert [group for _, group in sorted(handed, key=lambda item: item[0])] == groups
+    handed = sorted(fresh.engine.groups(PROMPTS, 2, SamplingParams(1.0, 12), 1))
+    assert [index for index, _ in handed] == list(range(len(PROMPTS)))
+    assert [group for _, group in handed] == fresh.engine.generate(PROMPTS, 2, SamplingParams(1.0, 12), 1)
 
 
 def test_responses_of_a_group_differ_and_so_do_groups_of_the_same_prompt(fresh):

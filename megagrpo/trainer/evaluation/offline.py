@@ -18,7 +18,7 @@ from megagrpo.platform.process.terminal import side_by_side, warn
 from megagrpo.records.progress_bars import run_progress
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, evaluate, load_sets
-from megagrpo.trainer.rollout.collector import generate_and_score
+from megagrpo.trainer.rollout.scored_groups import OnDemand, scored_rollouts
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout
 
 COLUMNS = ("reward", "completions/mean_length", "completions/clipped_ratio")
@@ -55,7 +55,7 @@ def evaluate_offline(
     def collect(
         prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
-        return generate_and_score(engine, rewards, prompts, n, sampling, seed, phases)
+        return scored_rollouts(OnDemand(engine, rewards), prompts, n, sampling, seed, phases)
 
     responses: dict[str, list[dict[str, Any]]] = {}
 

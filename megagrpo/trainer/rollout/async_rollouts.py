@@ -16,31 +16,23 @@ import base64
 import threading
 import time
 from collections import Counter
-from collections.abc import Container, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Container, Generator, Sequence
+from typing import Any
 
 import numpy as np
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.rewards.scorer import RewardScorer
-from megagrpo.rewards.scoring import Scoring
+from megagrpo.trainer.rollout.scored_groups import ScoredGroup, begin_scoring
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 
-class Finished(NamedTuple):
-    """A generated group and its scoring, which may still run."""
-
-    rollouts: list[Rollout]
-    scoring: Scoring
-
-
 class AsyncPool:
-    """Generates groups in background threads: `ask` requests them, `take` hands them out. Prompts are identified by
+    """Generates groups in background threads: `ask` requests them, `groups` hands them out. Prompts are identified by
     their `place`.
 
-    Each group is scored as soon as it is finished. If no group finishes for `straggler_seconds`, the groups that `take`
-    waits for are truncated. A context manager: leaving it interrupts the engine.
+    Each group is scored as soon as it is finished. If no group finishes for `straggler_seconds`, the groups that
+    `groups` waits for are truncated. A context manager: leaving it interrupts the engine.
     """
 
     def __init__(
@@ -55,7 +47,7 @@ class AsyncPool:
         self._counted: Counter[str] = Counter()
         self._changed = threading.Condition()
         self._under_way: set[int] = set()
-        self._finished: dict[int, Finished] = {}
+        self._finished: dict[int, ScoredGroup] = {}  # by place
         self._restored: dict[int, dict[str, Any]] = {}  # groups of `load_state_dict` that were not requested yet
         self._passed = -1  # the highest place that was handed out
         self._failure: BaseException | None = None
@@ -101,17 +93,11 @@ class AsyncPool:
         self._threads.append(thread)
         thread.start()
 
-    def take(
-        self,
-        prompts: Sequence[Prompt],
-        n: int,
-        sampling: SamplingParams,
-        seed: int,
-        step: int,
-        task: Task = SILENT_TASK,
-    ) -> list[Scoring]:
-        """Return the scoring of `n` rollouts of each prompt, in the order of `prompts`; the caller finishes it. Blocks
-        until all are generated. `task` counts the responses.
+    def groups(
+        self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int, step: int
+    ) -> Generator[ScoredGroup]:
+        """Yield `n` rollouts of each prompt; see `GroupSource.groups`. The groups stay here until the last one was
+        yielded, so that a call that failed can be repeated.
 
         `sampling`, `seed` and `step` apply to prompts that were not requested before. An error of a background thread
         is raised here.
@@ -119,20 +105,18 @@ class AsyncPool:
         requested = self.asked
         self.ask([prompt for prompt in prompts if prompt.place not in requested], n, sampling, seed, step, at_once=True)
         missing = {place_of(prompt): prompt for prompt in prompts}
+        indices = {place: index for index, place in enumerate(missing)}
         while missing:
             if not (ready := self._await_any(missing)):
                 self._counted["cut"] += len(missing)
                 self.engine.cut(missing)
             old = [missing[place] for place, group in ready.items() if self._is_too_old(group.rollouts)]
-            for place in ready:
-                del missing[place]
-            task.advance(n * (len(ready) - len(old)))
             self._drop([place_of(prompt) for prompt in old])
             self.ask(old, n, sampling, seed, step, at_once=True)
-            missing |= {place_of(prompt): prompt for prompt in old}
-        scorings, left = self._hand_out(prompts)
-        self._drop([place for place in left if place <= self._passed])
-        return scorings
+            for place in ready.keys() - {place_of(prompt) for prompt in old}:
+                del missing[place]
+                yield ready[place]._replace(index=indices[place])
+        self._drop(self._hand_out(prompts))
 
     def state_dict(self) -> list[dict[str, Any]]:
         """Return the groups that are finished and not handed out, as JSON values. Rewards are left out, because they
@@ -173,7 +157,7 @@ class AsyncPool:
             self._finish(place_of(prompt), unpacked(saved, prompt), step)
         return True
 
-    def _await_any(self, places: Container[int]) -> dict[int, Finished]:
+    def _await_any(self, places: Container[int]) -> dict[int, ScoredGroup]:
         """Wait until at least one of `places` is finished and return all that are; an empty dict after
         `straggler_seconds`."""
         with self._changed:
@@ -189,11 +173,13 @@ class AsyncPool:
     def _is_too_old(self, group: Sequence[Rollout]) -> bool:
         return min(rollout.weight_version for rollout in group) < self.engine.weight_version - self.max_staleness
 
-    def _hand_out(self, prompts: Sequence[Prompt]) -> tuple[list[Scoring], list[int]]:
-        """Remove and return the scorings of `prompts`, together with the places of the remaining finished groups."""
+    def _hand_out(self, prompts: Sequence[Prompt]) -> list[int]:
+        """Remove the groups of `prompts`. Returns the places of finished groups before them, which are never drawn."""
         with self._changed:
             self._passed = max([self._passed, *map(place_of, prompts)])
-            return [self._finished.pop(place_of(prompt)).scoring for prompt in prompts], list(self._finished)
+            for prompt in prompts:
+                del self._finished[place_of(prompt)]
+            return [place for place in self._finished if place <= self._passed]
 
     def _drop(self, places: Sequence[int]) -> None:
         """Drop groups that are too old, or whose prompts the curriculum has skipped so that they are never drawn."""
@@ -215,9 +201,8 @@ class AsyncPool:
         if before is not None:
             before.wait()
         try:
-            self.engine.generate(
-                prompts, n, sampling, seed, lambda i, group: self._keep(place_of(prompts[i]), group, step), begun.set
-            )
+            for index, group in self.engine.groups(prompts, n, sampling, seed, begun.set):
+                self._keep(place_of(prompts[index]), group, step)
         except BaseException as error:
             with self._changed:
                 self._count_idle()
@@ -239,9 +224,7 @@ class AsyncPool:
 
     def _finish(self, place: int, group: list[Rollout], step: int) -> None:
         """Start to score a finished group. The caller holds the lock."""
-        scoring = self.rewards.begin(step)
-        scoring.add(0, group)
-        self._finished[place] = Finished(group, scoring)
+        self._finished[place] = begin_scoring(self.rewards, place, group, step)
 
     def _count_idle(self) -> None:
         """Add up the time without in-flight groups. The caller holds the lock, before the set of in-flight groups

@@ -17,7 +17,8 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.rewards.scorer import RewardScorer
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool, place_of
-from megagrpo.types import Dialogue, Prompt, Rollout, SamplingParams, ScoredRollout, Truncation
+from megagrpo.trainer.rollout.scored_groups import GroupSource, OnDemand, scored_rollouts, summed
+from megagrpo.types import Dialogue, Prompt, SamplingParams, ScoredRollout, Truncation
 
 STARVED = "starved"  # marks a rank whose engine needs weights before it can generate
 
@@ -64,15 +65,11 @@ class Collector:
 
         def part() -> tuple[list[tuple[int, list[ScoredRollout]]], dict[str, float]] | str | EngineError | None:
             mine = self._own_places(prompts) if ahead else self._own_slice(prompts)
+            source = self.pool if ahead else self._on_demand()
+            assert source is not None, "`ahead` implies a pool"
             arguments = [prompts[i] for i in mine], num_generations, sampling, seed, self.phases, self.step
             try:
-                if self.pool is not None and ahead:
-                    scored, counted = take_scored(self.pool, *arguments)
-                else:
-                    assert self.engine is not None and self.rewards is not None, (
-                        "the leader rank of a replica generates and scores"
-                    )
-                    scored, counted = generate_and_score(self.engine, self.rewards, *arguments)
+                scored, counted = scored_rollouts(source, *arguments)
             except EngineInterrupted:
                 return None
             except EngineStarved:
@@ -86,6 +83,10 @@ class Collector:
         parts = [part for part in parts if part is not None]
         groups = sorted((pair for groups, _ in parts for pair in groups), key=lambda pair: pair[0])
         return [s for _, scored in groups for s in scored], summed([counted for _, counted in parts])
+
+    def _on_demand(self) -> GroupSource:
+        assert self.engine is not None and self.rewards is not None, "the leader rank of a replica generates and scores"
+        return OnDemand(self.engine, self.rewards)
 
     def _of_all(self, part: Callable[[], Any]) -> list[Any]:
         """Run `part` on the leader rank of each replica and return the results of all ranks (None for the others).
@@ -165,57 +166,6 @@ def numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
         copies.append(replace(prompt, occurrence=seen[prompt.prompt_id]))
         seen[prompt.prompt_id] += 1
     return copies
-
-
-def generate_and_score(
-    engine: Generator,
-    rewards: RewardScorer,
-    prompts: Sequence[Prompt],
-    num_generations: int,
-    sampling: SamplingParams,
-    seed: int,
-    phases: Phases,
-    step: int = 0,
-) -> tuple[list[ScoredRollout], dict[str, float]]:
-    """Return `num_generations` scored rollouts of each prompt, in prompt order, and the summed counters. `step` has the
-    meaning of `RewardScorer.begin`. Raises EngineInterrupted when the engine was interrupted."""
-    with rewards.begin(step) as scoring:  # a group is scored while other groups are generated
-        with phases("generate") as task:
-            task.expect(len(prompts) * num_generations, "responses")
-
-            def add(index: int, group: list[Rollout]) -> None:
-                scoring.add(index, group)
-                task.advance(len(group), tokens=sum(len(rollout.response_ids) for rollout in group))
-
-            engine.generate(prompts, num_generations, sampling, seed, on_group=add)
-        with phases("reward") as task:
-            return scoring.finish(task), scoring.counters()
-
-
-def take_scored(
-    pool: AsyncPool,
-    prompts: Sequence[Prompt],
-    num_generations: int,
-    sampling: SamplingParams,
-    seed: int,
-    phases: Phases,
-    step: int,
-) -> tuple[list[ScoredRollout], dict[str, float]]:
-    """Like generate_and_score, but takes groups from the async pool, which may have generated them ahead."""
-    with phases("generate") as task:
-        task.expect(len(prompts) * num_generations, "responses")
-        scorings = pool.take(prompts, num_generations, sampling, seed, step, task)
-    with phases("reward"):
-        scored = [s for scoring in scorings for s in scoring.finish()]
-    return scored, summed([scoring.counters() for scoring in scorings]) | pool.counters()
-
-
-def summed(counters: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Add up counters by name."""
-    total: Counter[str] = Counter()
-    for counted in counters:
-        total.update(counted)
-    return dict(total)
 
 
 def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:

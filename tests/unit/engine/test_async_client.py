@@ -94,7 +94,7 @@ def test_what_comes_next_may_begin_when_servers_have_room_for_more(room, first):
     with scripted(late, late) as (url, _):
         engine = VllmEngine([url], str, in_flight="keep", max_num_seqs=room)
         engine.weight_version = 7
-        engine.generate([PROMPT, PROMPT], 1, SAMPLING, seed=0, on_begun=lambda: order.append("begun"))
+        list(engine.groups([PROMPT, PROMPT], 1, SAMPLING, seed=0, on_begun=lambda: order.append("begun")))
     assert order[0] == first and order.count("answered") == 2 and "begun" in order
 
 

@@ -51,9 +51,9 @@ def prompts(count):
 
 def generate(engine, count=12, seen=None):
     """All groups; asserts that each belongs to its prompt and arrives once."""
-    indices = []
-    groups = engine.generate(prompts(count), N, SAMPLING, 5, on_group=lambda index, group: indices.append(index))
-    assert sorted(indices) == list(range(count)), "a prompt was lost or came twice"
+    finished = sorted(engine.groups(prompts(count), N, SAMPLING, 5))
+    assert [index for index, _ in finished] == list(range(count)), "a prompt was lost or came twice"
+    groups = [group for _, group in finished]
     for prompt, group in zip(prompts(count), groups, strict=True):
         body = {"sampling_params": {"seed": derive_seed(5, prompt.prompt_id, prompt.occurrence)}}
         assert [list(rollout.response_ids) for rollout in group] == [ids_for(body, index) for index in range(N)]

@@ -512,9 +512,9 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "6 * 7"}
 def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, responders):
     table = responders(tools=["calculator"])
     engine = dialogue_engine(tokenizer, table, [f"Hm. {CALL}", "It is 42."])
-    told = []
     twice = numbered(prompts_of(tokenizer, table, {}) * 2)
-    groups = engine.generate(twice, 2, SamplingParams(1.0, 300, (2,)), 5, lambda *group: told.append(group))
+    told = list(engine.groups(twice, 2, SamplingParams(1.0, 300, (2,)), 5))
+    groups = [group for _, group in sorted(told)]
     first, second = engine.engine.requests
     assert len(first[0]) == len(second[0]) == 4 and len({*first[2], *second[2]}) == 8  # every turn has its own seed
     rollout = groups[1][0]
@@ -545,7 +545,7 @@ def test_a_tool_is_called_and_the_policy_goes_on_from_its_own_tokens(tokenizer, 
         4,
         1,
     )
-    assert sorted(place for place, _ in told) == [0, 1] and all(group == groups[place] for place, group in told)
+    assert sorted(index for index, _ in told) == [0, 1]
     again = dialogue_engine(tokenizer, table, [f"Hm. {CALL}", "It is 42."])
     again.generate(twice, 2, SamplingParams(1.0, 300, (2,)), 5)
     assert [request[2] for request in again.engine.requests] == [first[2], second[2]]

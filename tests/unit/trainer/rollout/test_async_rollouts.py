@@ -27,7 +27,7 @@ class Engine:
         self.begun, self.held_up, self.error, self.slow, self.cuts = [], {}, None, threading.Event(), []
         self.stop = threading.Event()
 
-    def generate(self, prompts, n, sampling, seed, on_group, on_begun):
+    def groups(self, prompts, n, sampling, seed, on_begun):
         if self.error:
             raise self.error
         begun = self.weight_version
@@ -45,7 +45,7 @@ class Engine:
             rollout = Rollout(
                 prompts[i], (1, 2), (-1.0, -1.0), "stop", version, "", later_versions=later, stop_string="end"
             )
-            on_group(i, [rollout] * n)
+            yield i, [rollout] * n
 
     def cut(self, places):
         self.cuts.append(sorted(places))
@@ -82,7 +82,8 @@ def prompts(start, stop):
 
 
 def take(pool, wanted, step=0):
-    return [scoring.group for scoring in pool.take(wanted, 2, SAMPLING, step, step)]
+    groups = {group.index: group.rollouts for group in pool.groups(wanted, 2, SAMPLING, step, step)}
+    return [groups[index] for index in range(len(wanted))]
 
 
 def train(pool, engine, steps, max_staleness, pace=0.004):
@@ -139,9 +140,8 @@ def test_groups_are_scored_from_when_they_are_finished_each_for_its_step():
             pool.ask(prompts(step * 4, step * 4 + 4), 2, SAMPLING, 0, step)
         wait_until(lambda: len(rewards.begun) == 8)
         assert {s.group[0].prompt.place: s.step for s in rewards.begun} == {place: place // 4 for place in range(8)}
-        assert pool.take(prompts(0, 8), 2, SAMPLING, 0, 0) == sorted(
-            rewards.begun, key=lambda s: s.group[0].prompt.place
-        )
+        handed = sorted(pool.groups(prompts(0, 8), 2, SAMPLING, 0, 0))
+        assert [group.scoring for group in handed] == sorted(rewards.begun, key=lambda s: s.group[0].prompt.place)
     assert not any(scoring.dropped for scoring in rewards.begun)
 
 

@@ -1,7 +1,6 @@
 """An engine that loses its weights during generation gets them again from all ranks, and the request is retried. A dead
 engine ends the step on every rank."""
 
-import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -26,10 +25,10 @@ class Starving:
     def __init__(self):
         self.filled, self.asked = False, []
 
-    def generate(self, prompts, n, sampling, seed, on_group=None):
+    def groups(self, prompts, n, sampling, seed):
         self.asked.append(([prompt.prompt_id for prompt in prompts], n, seed))
         for place in range(len(prompts)):
-            on_group(place, [Response(f"response {len(self.asked)}")] * n)
+            yield place, [Response(f"response {len(self.asked)}")] * n
         if not self.filled:
             raise EngineStarved("http://a: none has weight version 3")
 
@@ -38,10 +37,18 @@ class Starving:
 
 
 class Scoring:
-    @contextlib.contextmanager
+    """Counts the groups that are no longer to be scored."""
+
+    dropped = 0
+
     def begin(self, step):
         groups = []
-        yield SimpleNamespace(add=lambda place, group: groups.extend(group), finish=lambda task: groups, counters=dict)
+        return SimpleNamespace(
+            add=lambda place, group: groups.extend(group), finish=lambda: groups, counters=dict, drop=self.drop
+        )
+
+    def drop(self):
+        self.dropped += 1
 
 
 @pytest.fixture
@@ -61,6 +68,7 @@ def test_it_is_filled_and_asked_for_the_same_again(collector):
     scored, _ = collector.collect(PROMPTS, 4, SamplingParams(1.0, 8), seed=5)
     assert refills == [1] and engine.asked == [([0, 1, 2], 4, 5)] * 2
     assert scored == ["response 2"] * 12  # what came before the refill does not count
+    assert collector.rewards.dropped == 3
 
 
 def test_a_request_to_stop_comes_first(collector):
