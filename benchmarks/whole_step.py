@@ -85,12 +85,12 @@ def run_megagrpo(args: argparse.Namespace) -> list[Step]:
     steps = []
     with ExitStack() as resources:
         trainer = build(config, QUICKSTART.parent, layout, resources)
-        trainer.sync()
+        trainer.syncing.sync()
         for _ in range(1 + args.steps):
-            trainer.phases.collect()
+            trainer.records.phases.collect()
             cpu = cpu_seconds()
             metrics = trainer.step()
-            times = trainer.phases.collect()
+            times = trainer.records.phases.collect()
             responses = metrics["completions/mean_length"] * PROMPTS * GENERATIONS
             seconds = {phase: times.get(f"time/{phase}", 0.0) for phase in (*PHASES, "step")}
             tokens = {"prompt_tokens": metrics["num_tokens"] - responses, "response_tokens": responses}

@@ -44,6 +44,8 @@ from megagrpo.platform.process.removal import remove
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import moments_of
 from megagrpo.policy.reference import Reference
+from megagrpo.records.metrics import values_of
+from megagrpo.records.recorder import Recorder, TrainedRollouts, Update
 from megagrpo.records.starts import package_versions
 from megagrpo.types import LossFn, LossInputs, LossOutput, ScoredRollout
 
@@ -53,7 +55,7 @@ Rows = dict[str, Tensor]
 Sampled = dict[str, tuple[Tensor, Tensor]]
 
 
-class StepDumps:
+class StepDumps(Recorder):
     """Writes the steps that `debug.dump_steps` names into `folder`. In every other step its methods do nothing.
 
     All methods are collective. A dump that fails is reported to `say` and abandoned; the run continues.
@@ -78,9 +80,9 @@ class StepDumps:
         self._seen: dict[int, LossInputs] = {}
         self._before: Sampled = {}  # optimizer state before the current optimizer step
 
-    def begin(self, step: int) -> None:
-        """Start a dump if `step` (counted from 1) is to be dumped."""
-        self._step, self._updates = (step if step in self._config.debug.dump_steps else 0), []
+    def begin(self, rollouts: TrainedRollouts) -> None:
+        """Start a dump if the step is to be dumped."""
+        self._step, self._updates = (rollouts.step if rollouts.step in self._config.debug.dump_steps else 0), []
         if self._step:
             cleared = self._attempt(lambda: run_and_agree(self._layout, self._clear, here=self._layout.world_rank == 0))
             if cleared and self._reference is not None and self._reference.moved:
@@ -103,19 +105,19 @@ class StepDumps:
 
         return recording
 
-    def measured(self, metrics: dict[str, float], denominator: int, samples: Sequence[int]) -> None:
-        """Write the results of the optimizer step on these samples. Metrics without `grad_norm` mean that it was
-        skipped."""
+    def measured(self, update: Update) -> None:
+        """Write the results of the optimizer step."""
         if self._step:
-            self._updates[-1] |= {"denominator": denominator, "metrics": dict(metrics), "samples": list(samples)}
+            self._updates[-1] |= {"denominator": update.denominator, "metrics": values_of(update.metrics)}
+            self._updates[-1]["samples"] = list(update.batch.samples)
             if self._attempt(self._save_rows):
                 self._attempt(self._save_optimizer)
 
-    def finish(self, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
+    def trained(self, rollouts: TrainedRollouts) -> None:
         """Write the rollouts and publish the dump under its final name."""
         if self._step:
             here = self._layout.world_rank == 0
-            if self._attempt(lambda: run_and_agree(self._layout, lambda: self._publish(scored, advantages), here)):
+            if self._attempt(lambda: run_and_agree(self._layout, lambda: self._publish(rollouts), here)):
                 self._say(f"dump {self._final}")
         self._step = 0
 
@@ -193,7 +195,7 @@ class StepDumps:
         policy = self._policy
         return sample(policy.chunks, policy.hf_config, self._layout, policy.optimizer, read)
 
-    def _publish(self, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
+    def _publish(self, rollouts: TrainedRollouts) -> None:
         config, layout = self._config, self._layout
         contents = {
             "step": self._step,
@@ -205,10 +207,10 @@ class StepDumps:
             if (self._partial / "reference").exists()
             else str(self._reference_folder.resolve()),
             "updates": self._updates,
-            "samples": [_sample(s, a) for s, a in zip(scored, advantages, strict=True)],
+            "samples": [_sample(*pair) for pair in zip(rollouts.scored, rollouts.advantages, strict=True)],
             "config": config.model_dump(mode="json"),
         }
-        save_file(_token_rows(scored), self._partial / "samples.safetensors")
+        save_file(_token_rows(rollouts.scored), self._partial / "samples.safetensors")
         (self._partial / STEP_FILE).write_text(
             json.dumps(_plain(contents), indent=1, ensure_ascii=False, allow_nan=False)
         )

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from megagrpo.config import Problem, ProblemError, ProfileSection, RunConfig
+from megagrpo.config import Problem, ProblemError, ProfileSection
 from megagrpo.platform.device.profile_recorders import RECORDERS
 
 
@@ -26,8 +26,8 @@ def check_profile(profile: ProfileSection, has_gpu: bool) -> None:
 class Profiler:
     """Profiles this rank's part of the steps that `run.profile` names. `say` prints a line for the user."""
 
-    def __init__(self, config: RunConfig, run_folder: Path, rank: int, say: Callable[[str], None]):
-        self._profile, self._rank, self._say = config.run.profile, rank, say
+    def __init__(self, profile: ProfileSection, run_folder: Path, rank: int, say: Callable[[str], None]):
+        self._profile, self._rank, self._say = profile, rank, say
         self._folder = run_folder / "profile"
         self._runs = False
 

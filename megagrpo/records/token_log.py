@@ -26,7 +26,8 @@ from torch import Tensor
 from megagrpo.data.token_texts import TokenTexts
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.jsonl_file import JsonlFile
-from megagrpo.types import LossFn, LossInputs, LossOutput, ScoredRollout
+from megagrpo.records.recorder import Recorder, TrainedRollouts, Update
+from megagrpo.types import LossFn, LossInputs, LossOutput
 
 FILE = "tokens.jsonl"
 DIGITS = 3
@@ -35,7 +36,7 @@ Rows = dict[int, tuple[list[float], list[float]]]  # sample -> trainer's log-pro
 
 
 @dataclass
-class TokenLog:
+class TokenLog(Recorder):
     """Collects the numbers of the chosen groups while the loss is computed, and writes them at the end of the step.
 
     `num_groups` is `run.log_tokens_groups`; 0 makes every method a no-op. Rank 0 writes; `finish` is collective.
@@ -61,9 +62,9 @@ class TokenLog:
             except OSError as error:
                 self._failed(error)
 
-    def begin(self, advantages: Sequence[float]) -> None:
+    def begin(self, rollouts: TrainedRollouts) -> None:
         """Choose the samples of this step: the groups whose advantages differ most."""
-        self._chosen, self._rows = chosen_samples(advantages, self.group_size, self.num_groups), {}
+        self._chosen, self._rows = chosen_samples(rollouts.advantages, self.group_size, self.num_groups), {}
 
     def record(self, loss_fn: LossFn) -> LossFn:
         """Return `loss_fn` wrapped to keep its inputs of one optimizer step until `measured`."""
@@ -81,14 +82,14 @@ class TokenLog:
 
         return recording
 
-    def measured(self) -> None:
+    def measured(self, update: Update) -> None:
         """Keep the rows of the chosen samples of this optimizer step. The first pass over a sample counts."""
         wanted = set(self._chosen) - set(self._rows)
         for columns in self._inputs.values():
             self._rows |= rows_of(columns, wanted)
         self._inputs = {}
 
-    def finish(self, step: int, scored: Sequence[ScoredRollout]) -> None:
+    def finish(self, rollouts: TrainedRollouts) -> None:
         """Gather the rows of all ranks and write the lines of the step. Collective."""
         if not self._chosen or self.layout is None:
             return
@@ -97,9 +98,7 @@ class TokenLog:
         self._rows = {}
         if self._file is not None:
             try:
-                self._file.append(
-                    [self._line(step, sample, scored[sample], everyone.get(sample)) for sample in self._chosen]
-                )
+                self._file.append([self._line(rollouts, sample, everyone.get(sample)) for sample in self._chosen])
             except OSError as error:
                 self._failed(error)
 
@@ -109,12 +108,12 @@ class TokenLog:
             self._file.close()
 
     def _line(
-        self, step: int, sample: int, scored: ScoredRollout, row: tuple[list[float], list[float]] | None
+        self, rollouts: TrainedRollouts, sample: int, row: tuple[list[float], list[float]] | None
     ) -> dict[str, Any]:
-        rollout = scored.rollout
+        rollout = rollouts.scored[sample].rollout
         trainer, entropy = (_spread(values, rollout.written) for values in row or ([], []))
         return {
-            "step": step,
+            "step": rollouts.step,
             "sample": sample,
             "prompt_id": rollout.prompt.prompt_id,
             "tokens": [] if self.texts is None else self.texts.of(rollout.response_ids),

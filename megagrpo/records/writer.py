@@ -5,7 +5,7 @@ A sink that fails is reported once and never stops training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,16 @@ from megagrpo.config import RunConfig
 from megagrpo.platform.process.terminal import warn
 from megagrpo.records.completions import completion_rows
 from megagrpo.records.console import ConsoleSink
+from megagrpo.records.recorder import Recorder, TrainedRollouts
 from megagrpo.records.sinks.find_trackers import make_sink
 from megagrpo.records.sinks.jsonl import JsonlSink
 from megagrpo.records.sinks.sink import Sink, TrackedRun
-from megagrpo.types import ScoredRollout
 
 CONSOLE, JSONL = "console", "metrics.jsonl and completions.jsonl"
 RETRIED = (CONSOLE, JSONL, "tensorboard")  # sinks of local files: a write that fails on a full disk may succeed later
 
 
-class MetricsWriter:
+class MetricsWriter(Recorder):
     """Passes every call to each sink. A sink that raises is reported once on stderr and no longer called. A sink in
     RETRIED that raised OSError stays and gets the next call."""
 
@@ -49,9 +49,9 @@ class MetricsWriter:
         """Write the metrics of one finished training step."""
         self._each("step", step, metrics)
 
-    def completions(self, step: int, scored: Sequence[ScoredRollout], advantages: Sequence[float]) -> None:
+    def finish(self, rollouts: TrainedRollouts) -> None:
         """Write every rollout of one step, with its rewards and its advantage."""
-        self._each("completions", step, completion_rows(step, scored, advantages))
+        self._each("completions", rollouts.step, completion_rows(rollouts.step, rollouts.scored, rollouts.advantages))
 
     def evaluation(self, step: int, metrics: dict[str, float]) -> None:
         """Write the metrics of the held-out prompts after `step` steps, under `eval/`."""

@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megagrpo.config import RolloutSection, RunConfig
+from megagrpo.engine.servers.serving import engine_dtype, name_of
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.finite import NonFiniteError
+from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.sync.trainer_side.transport import Weights
-from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.saves import Saves
 from megagrpo.types import TrainState
 
@@ -35,7 +36,9 @@ class Alarms:
 
     config: RunConfig
     state: TrainState
+    layout: Layout
     dtype: str
+    reward_tracebacks: Callable[[Sequence[str]], str]
     say: Callable[[str], None]
 
     def check_mismatch(self, metrics: dict[str, float]) -> None:
@@ -50,7 +53,7 @@ class Alarms:
         if len(first) < FIRST_STEPS and math.isfinite(error):
             self.state.first_mismatches = [*first, error]
 
-    def count_skip(self, error: NonFiniteError, weights: Weights, layout: Layout) -> None:
+    def count_skip(self, error: NonFiniteError, weights: Weights) -> None:
         """Count and report a skipped optimizer step, with the Hugging Face name of the tensor that was not finite.
         Collective."""
         self.state.skipped_steps += 1
@@ -58,7 +61,9 @@ class Alarms:
         tensor, where = error.tensor, "in the loss, not in a gradient"
         if tensor is not None:
             blocks = next((blocks for name, _, blocks in weights if name == tensor.name), [])
-            names = sorted({block.name for block in layout.all_gather_objects(blocks)[tensor.rank]}) or [tensor.name]
+            names = sorted({block.name for block in self.layout.all_gather_objects(blocks)[tensor.rank]}) or [
+                tensor.name
+            ]
             where = f"in the {tensor.kind} of {', '.join(names)} on rank {tensor.rank}"
         self.say(
             f"warning: step {self.state.step + 1}: optimizer step skipped, weights unchanged: NaN or infinity {where}; "
@@ -66,13 +71,13 @@ class Alarms:
             f"{self.config.train.max_skipped_steps} allowed"
         )
 
-    def stop_if_rewards_raise(self, metrics: dict[str, float], collector: Collector, saves: Saves) -> None:
+    def stop_if_rewards_raise(self, metrics: dict[str, float], saves: Saves) -> None:
         """Save and raise BrokenTraining on every rank when a reward function failed for every response of a step.
         Collective."""
-        failing = always_raising(metrics, self.config)
+        failing = always_raising(metrics, self.config.rollout)
         if not failing:
             return
-        tracebacks = collector.reward_tracebacks(failing)
+        tracebacks = self.reward_tracebacks(failing)
         saves.save(must_succeed=False)
         raise BrokenTraining(
             f"rewards.functions: {', '.join(failing)} failed for every response of step {self.state.step}; correct the "
@@ -89,6 +94,18 @@ class Alarms:
                 "the tensors. Resume from a checkpoint with a lower train.learning_rate, or look into a step with "
                 "debug.dump_steps"
             )
+
+
+def make_alarms(
+    config: RunConfig,
+    state: TrainState,
+    policy: MegatronPolicy,
+    reward_tracebacks: Callable[[Sequence[str]], str],
+    say: Callable[[str], None],
+) -> Alarms:
+    """Return the alarms of a run with this policy."""
+    dtype = max(name_of(policy.dtype), engine_dtype(config), key=tuple(NORMAL).index)
+    return Alarms(config, state, policy.layout, dtype, reward_tracebacks, say)
 
 
 def mismatch_limit(config: RunConfig, dtype: str, first: Sequence[float]) -> float | None:
@@ -128,17 +145,13 @@ def mismatch_warning(
     )
 
 
-def always_raising(metrics: dict[str, float], config: RunConfig) -> list[str]:
+def always_raising(metrics: dict[str, float], rollout: RolloutSection) -> list[str]:
     """Return the reward functions that failed for every response of the step."""
-    groups = metrics.get("dynamic_sample/groups_drawn", config.rollout.prompts_per_step)
-    counts = {
-        name: value for name, value in metrics.items() if name.startswith("rewards/") and name.endswith("/exceptions")
-    }
-    names = [name.removeprefix("rewards/").removesuffix("/exceptions") for name in counts]
+    drawn = metrics.get("dynamic_sample/groups_drawn", rollout.prompts_per_step) * rollout.num_generations
     return [
-        name
-        for name, count in zip(names, counts.values(), strict=True)
-        if count >= groups * config.rollout.num_generations
+        name.removeprefix("rewards/").removesuffix("/exceptions")
+        for name, count in metrics.items()
+        if name.startswith("rewards/") and name.endswith("/exceptions") and count >= drawn
     ]
 
 

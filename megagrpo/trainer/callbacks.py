@@ -129,11 +129,11 @@ class Callbacks:
         return self._control
 
 
-def load_callbacks(config: RunConfig) -> list[Any]:
-    """Return one instance of each class in `run.callbacks`. Raises ProblemError with every class that cannot be
+def load_callbacks(names: Sequence[str]) -> list[Any]:
+    """Return one instance of each class that `run.callbacks` names. Raises ProblemError with every class that cannot be
     used."""
     instances, problems = [], []
-    for index, name in enumerate(config.run.callbacks):
+    for index, name in enumerate(names):
         try:
             instances.append(_instance(name))
         except (TypeError, ValueError) as error:

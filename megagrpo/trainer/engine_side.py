@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megagrpo.config import ConfigError, RolloutSection, RunConfig, weight_path
 from megagrpo.engine.access import read_token
@@ -45,20 +45,26 @@ def as_config_errors() -> Iterator[None]:
         raise ConfigError(str(error)) from error
 
 
+class NamedServers(NamedTuple):
+    """The servers of `rollout.urls`, if any, and the token of all servers; None generates one."""
+
+    token: str | None
+    urls: list[str]
+
+
 @dataclass(frozen=True)
 class Servers:
-    """The servers of a run: named by `rollout.urls` (`urls`; no launcher), or started here (`launcher`, on rank 0; no
-    URLs), or on every node of the ranks (`on_nodes`; `launcher` on the first rank of each)."""
+    """The servers of a run: `named` by `rollout.urls` (no launcher), or started here (`launcher`, on rank 0; no URLs),
+    or on every node of the ranks (`on_nodes`; `launcher` on the first rank of each)."""
 
-    urls: list[str]
-    token: str | None
+    named: NamedServers
     moved: MovedServers | None
     launcher: Launcher | None
     sleep: bool  # they release their GPU memory while the policy trains
     on_nodes: NodeServers | None = None
 
 
-def check_servers(config: RunConfig) -> tuple[str | None, list[str]]:
+def check_servers(config: RunConfig) -> NamedServers:
     """Check the servers of `rollout.urls`, or of the file that replaces it, and return their token and URLs. Raises
     ValueError when a server does not respond or cannot take weights."""
     token = read_token(config.rollout.token_file)
@@ -66,7 +72,7 @@ def check_servers(config: RunConfig) -> tuple[str | None, list[str]]:
     check_urls(urls)
     if not config.lora.syncs_adapters:
         check_plugin(urls, token, config.rollout.quantization)
-    return token, urls
+    return NamedServers(token, urls)
 
 
 def start_servers(
@@ -74,10 +80,9 @@ def start_servers(
     model_folder: Path,
     run_folder: Path,
     layout: Layout,
-    token: str | None,
-    urls: list[str],
-    say: Callable[[str], None],
+    named: NamedServers,
     progress: Progress,
+    say: Callable[[str], None],
     resources: ExitStack,
 ) -> Servers:
     """Start the run's servers, unless `rollout.urls` names them. Servers that share the trainer's GPUs are awaited here
@@ -89,14 +94,14 @@ def start_servers(
     of_ranks = node_of_each_rank(config, layout)
     if len(set(of_ranks)) > 1:
         with as_config_errors():
-            on_nodes = launch_on_each_node(config, model_folder, run_folder, layout, of_ranks, token)
+            on_nodes = launch_on_each_node(config, model_folder, run_folder, layout, of_ranks, named.token)
         launcher, moved = on_nodes.launcher, None  # with several nodes a restarted server keeps its port
     elif first and not config.rollout.urls:
         num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         with as_config_errors():
             dtype = engine_dtype(config)
             launcher = make_launcher(
-                config, model_folder, run_folder, dtype, num_ranks=num_ranks, token=token, moved=moved
+                config, model_folder, run_folder, dtype, num_ranks=num_ranks, token=named.token, moved=moved
             )
     if launcher is not None:
         launcher.progress = progress
@@ -105,7 +110,7 @@ def start_servers(
         run_own_and_agree(layout, launcher.start if launcher else lambda: None)
         if sleep:  # vLLM measures free GPU memory as it starts, and would count the trainer's allocations as its own
             run_own_and_agree(layout, lambda: start_asleep(config, launcher, say) if launcher else None)
-    return Servers(urls, token, moved, launcher, sleep, on_nodes)
+    return Servers(named, moved, launcher, sleep, on_nodes)
 
 
 def connect(
@@ -129,8 +134,8 @@ def connect(
             nodes, launched, urls = await_all(servers.on_nodes, config, layout, say, resources)
         token: str | None = servers.on_nodes.token
     else:
-        wait = partial(launcher.wait, say) if launcher else lambda: servers.urls
-        urls, token = on_first_rank(layout, lambda: (wait(), launcher.token if launcher else servers.token))
+        wait = partial(launcher.wait, say) if launcher else lambda: servers.named.urls
+        urls, token = on_first_rank(layout, lambda: (wait(), launcher.token if launcher else servers.named.token))
     with as_config_errors():
         transport, reason = choose_transport(config, layout, urls, nodes)
     quantization = config.rollout.quantization

@@ -27,10 +27,13 @@ from typing import Protocol
 from megagrpo.config import RunConfig
 from megagrpo.engine.protocol import EngineError
 from megagrpo.engine.servers.launcher import Launcher
+from megagrpo.engine.servers.serving import offloads
 from megagrpo.engine.updates import Updates
 from megagrpo.platform.parallel.agree import RankError, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
 from megagrpo.sync.trainer_side.transport import Handover
 from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.trainer.state_offload import NoOffload, Offload
@@ -160,6 +163,21 @@ class SyncHandover(Handover):
 
     def before_serving(self) -> None:
         move_trainer(self._offload, Turn.GENERATING)
+
+
+def make_turns(
+    config: RunConfig,
+    policy: MegatronPolicy,
+    reference: Reference | None,
+    engine: SleepingEngine | None,
+    engine_sleeps: bool,
+    stop_if_requested: Callable[[], None],
+    phases: Phases,
+) -> GpuTurns:
+    """Return the turns of a run's trainer and of its servers. `engine` is this rank's."""
+    offload = Offload(policy, reference) if offloads(config) else NoOffload()
+    first = policy.layout.world_rank == 0
+    return GpuTurns(policy.layout, engine if first else None, engine_sleeps, offload, stop_if_requested, phases)
 
 
 def move_trainer(offload: Offload | NoOffload, turn: Turn) -> None:

@@ -86,9 +86,9 @@ def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterat
     ending.name = f"rank {layout.world_rank}"
     with ExitStack() as resources:
         trainer = build(config, base_folder, layout, resources)
-        stop_on_signals(trainer.collector.stop)
+        stop_on_signals(trainer.rollouts.collector.stop)
         if layout.world_rank == 0:
-            trainer.time_limit.end = end
+            trainer.lifecycle.saves.time_limit.end = end
         yield trainer
     # Servers have stopped and logs are complete: a launcher may kill the other ranks when the first one exits.
     layout.barrier()

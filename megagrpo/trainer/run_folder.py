@@ -2,14 +2,41 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from megagrpo.config import RunConfig, save_resolved
+from megagrpo.platform.parallel.agree import on_first_rank
+from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.removal import remove
 from megagrpo.platform.process.terminal import show
 from megagrpo.records.checkpoint import CheckpointError, checked, newest_checkpoint
 from megagrpo.records.run_files import FROM_PYTHON, next_free
 from megagrpo.records.run_lock import LOCK, RunLock
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The locked folder of a run, and the checkpoint that the run continues from; None for a fresh start."""
+
+    path: Path
+    lock: RunLock
+    resume_from: Path | None
+
+    @property
+    def restored_step(self) -> int:
+        """The step of the checkpoint; 0 for a fresh start."""
+        return 0 if self.resume_from is None else int(self.resume_from.name.removeprefix("step_"))
+
+
+def open_run_folder(config: RunConfig, layout: Layout, resources: ExitStack) -> RunFolder:
+    """Lock and prepare the run's folder, on rank 0. Collective. Raises the errors of `prepare_run_folder`."""
+    lock = RunLock(Path(config.run.output_dir) / config.run.name)
+    resources.callback(lock.release)
+    job = os.environ.get("MEGAGRPO_JOB")
+    return RunFolder(lock.folder, lock, on_first_rank(layout, lambda: prepare_run_folder(config, lock, job)))
 
 
 def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None) -> Path | None:

@@ -22,7 +22,8 @@ from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.metrics import values_of
-from megagrpo.types import Dialogue, Prompt, Rollout, ScoredRollout, TrainState
+from megagrpo.records.recorder import TrainedRollouts, Update
+from megagrpo.types import Dialogue, Metric, Prompt, Rollout, ScoredRollout, TrainState
 
 FUNCTIONS = [dict(function="nowhere:chance"), dict(function="nowhere:coin", weight=0.5)]
 
@@ -85,12 +86,14 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
     for step in steps:
         if algorithm.num_iterations > 1:
             batch = batch.with_terms(old_logprobs=policy.logprobs(batch))
-        dumps.begin(step)
+        trained = TrainedRollouts(step, scored, advantages.flatten().tolist())
+        dumps.begin(trained)
         for _ in range(algorithm.num_iterations):
             coefficient = bonus_coefficient(state, algorithm)
             known = add_step_terms(batch, policy, divisor, coefficient)
-            metrics = values_of(policy.train_step(known, dumps.record(make_loss(config.algorithm)), divisor))
-            adapt_bonus(state, metrics, algorithm)
-            dumps.measured(metrics | dict(entropy_coef=coefficient), divisor, batch.samples)
-        dumps.finish(scored, advantages.flatten().tolist())
+            metrics = policy.train_step(known, dumps.record(make_loss(config)), divisor)
+            adapt_bonus(state, values_of(metrics), algorithm)
+            metrics |= dict(entropy_coef=Metric(coefficient))
+            dumps.measured(Update(known, make_loss(config), divisor, metrics))
+        dumps.trained(trained)
     return said

@@ -3,27 +3,21 @@ engine."""
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import yaml
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
-from trainer_alone import Alone, Given
+from trainer_alone import trainer_alone
 
 from megagrpo.__main__ import main
-from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.policy_losses import clipped
-from megagrpo.models.bridge.parameter_blocks import blocks
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.dump import StepDumps
-from megagrpo.records.writer import MetricsWriter
 from megagrpo.trainer import rank as command
-from megagrpo.trainer.callbacks import Callbacks
-from megagrpo.trainer.rollout.collector import sampling_params
 from megagrpo.trainer.trainer import Trainer
 
 BUDGET = 11  # calls, including both ends; three of them are Megatron's
@@ -35,28 +29,9 @@ def build(config, folder, layout, resources) -> Trainer:
     policy = MegatronPolicy(config, layout, hf_config)
     fill_weights(policy, hf_config, layout)
     policy.weights_changed()
-    given, writer = Given(), MetricsWriter.silent()
-    dumps = StepDumps(config, policy, folder / "dumps", folder, writer.message)
+    dumps = StepDumps(config, policy, folder / "dumps", folder, print)
     saver = Checkpointer(folder / "checkpoints", layout, policy, 1, folder)
-    weights = partial(blocks, policy.chunks, hf_config, layout)
-    sampling = sampling_params(config.rollout, ())
-    return Alone(
-        config,
-        layout,
-        policy,
-        None,
-        make_loss(config.algorithm),
-        given,
-        [],
-        given,
-        sampling,
-        weights,
-        None,
-        saver,
-        writer,
-        dumps,
-        Callbacks(config, layout),
-    )
+    return trainer_alone(config, policy, None, folder, [dumps], saver)
 
 
 def train(folder: Path) -> list[list[str]]:

@@ -7,9 +7,7 @@ import dataclasses
 import functools
 import math
 import os
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,15 +16,16 @@ from tiny_policy import Case, tiny_model
 
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.data.packing import pack, packing_rules
-from megagrpo.models.bridge.parameter_blocks import blocks
 from megagrpo.platform.parallel.layout import init_layout
+from megagrpo.platform.process.phases import Phases
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.dump import StepDumps
 from megagrpo.records.writer import MetricsWriter
-from megagrpo.trainer.alarms import BrokenTraining
-from megagrpo.trainer.trainer import Trainer
+from megagrpo.trainer.alarms import Alarms, BrokenTraining
+from megagrpo.trainer.learning import Learning
+from megagrpo.types import TrainState
 
 PLAIN, SHARDED = dict(distributed_optimizer=False), dict(distributed_optimizer=True)
 CASES = [
@@ -39,10 +38,6 @@ CASES = [
     Case("tp2_dp2_distributed_optimizer", 4, dict(tp=2), train=SHARDED),
 ]
 DOWN = "model.layers.{}.mlp.down_proj.weight"
-# State of a trainer that an optimizer step on a given batch does not change.
-NOT_NEEDED = dict.fromkeys(["reference", "prompts", "held_out", "sampling", "weight_sync", "checkpointer"])
-NOT_NEEDED["collector"] = SimpleNamespace(stop=None, pool=None)
-NOT_NEEDED["callbacks"] = SimpleNamespace(saved=None)
 
 
 class Messages:
@@ -56,7 +51,7 @@ class Messages:
 
 
 class Training:
-    """One rank of a trainer with given batches."""
+    """The learning part of one rank, with given batches."""
 
     def __init__(self, case, layout):
         settings, hf = case.config(beta=0.0), tiny_model("llama_tied")
@@ -70,13 +65,12 @@ class Training:
         writer = MetricsWriter.silent()
         writer._sinks["messages"] = self.said
         dumps = StepDumps(settings, self.policy, Path("unused"), Path("unused"), writer.message)
-        weights = partial(blocks, self.policy.chunks, hf, layout)
-        self.trainer = Trainer(
-            settings, layout, self.policy, loss_fn=self.loss, weights=weights, writer=writer, dumps=dumps, **NOT_NEEDED
-        )
+        self.alarms = Alarms(settings, TrainState(), layout, "float32", "\n".join, writer.message)
+        count_skip, state = self.alarms.count_skip, self.alarms.state
+        self.learning = Learning(settings, self.policy, None, self.loss, state, dumps, Phases(), count_skip)
 
     def step(self):
-        with self.trainer.update(self.batch) as update:
+        with self.learning.update(self.batch) as update:
             update.metrics = (
                 self.policy.backward(update.batch, update.loss_fn, update.denominator) | self.policy.update()
             )
@@ -84,7 +78,7 @@ class Training:
 
     def parameter(self, hf_name):
         """The parameter of this rank that holds the tensor."""
-        return next(p for _, p, found in self.trainer.weights() if hf_name in [block.name for block in found])
+        return next(p for _, p, found in self.learning.weights() if hf_name in [block.name for block in found])
 
     def state(self):
         """Copies of everything that an optimizer step changes on this rank: weights, masters, moments, counts,
@@ -107,13 +101,13 @@ def _nan_token_in_the_loss(training, replica):
 
     def loss(inputs):
         output = training.loss(inputs)
-        if training.trainer.layout.dp_rank == replica:
+        if training.policy.layout.dp_rank == replica:
             first = inputs.micro_batch.loss_mask.nonzero()[0, 0]
             return dataclasses.replace(output, numerator=output.numerator + math.nan * inputs.policy_logprobs[first])
         return output
 
-    training.trainer.loss_fn = loss
-    return lambda: setattr(training.trainer, "loss_fn", training.loss)
+    training.learning.loss_fn = loss
+    return lambda: setattr(training.learning, "loss_fn", training.loss)
 
 
 def _nan_in_a_gradient(training, rank, hf_name):
@@ -159,9 +153,9 @@ def _good_bad_good(case, faults):
             metrics = training.step()
             mend()
             unchanged = same(before, training.state())
-            assert training.trainer.state.skipped_steps == 1 and "grad_norm" not in metrics
+            assert training.learning.state.skipped_steps == 1 and "grad_norm" not in metrics
         metrics = training.step()
-        assert training.trainer.state.skipped_in_a_row == 0 and metrics["grad_norm"].value > 0
+        assert training.learning.state.skipped_in_a_row == 0 and metrics["grad_norm"].value > 0
         return training.said.lines, unchanged, training.state(), metrics
 
     _, _, good, good_metrics = run()
@@ -203,7 +197,7 @@ def test_an_infinite_weight_is_named_and_not_the_gradients_it_spoils(case, rank,
 
 def _bad_loss_alone(case):
     training = Training(case, init_layout(case.config().parallel))
-    training.trainer.loss_fn = lambda inputs: dataclasses.replace(
+    training.learning.loss_fn = lambda inputs: dataclasses.replace(
         output := training.loss(inputs), numerator=output.numerator + torch.tensor(math.inf)
     )
     training.step()
@@ -219,10 +213,10 @@ def _bad_step_after_step(case):
     _nan_token_in_the_loss(training, 1)
     for _ in range(4):
         training.step()
-        training.trainer.alarms.stop_if_skipping()
+        training.alarms.stop_if_skipping()
     training.step()
     with pytest.raises(BrokenTraining, match=r"train\.max_skipped_steps: 5 optimizer steps in a row had NaN"):
-        training.trainer.alarms.stop_if_skipping()
+        training.alarms.stop_if_skipping()
 
 
 def test_training_stops_on_every_rank_after_too_many_in_a_row():

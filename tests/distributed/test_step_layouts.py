@@ -4,29 +4,22 @@ a KL in the reward, a moved reference, a truncated sampler. The rollouts are fix
 import gzip
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
 from dumped_steps import FUNCTIONS, make_model, rollouts
 from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
-from trainer_alone import Alone, Given
+from trainer_alone import trainer_alone
 
 from megagrpo.__main__ import main
-from megagrpo.algorithms.losses import make_loss
 from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.parameter_blocks import blocks
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.records.dump import StepDumps
-from megagrpo.records.profile import Profiler
 from megagrpo.records.token_log import FILE, TokenLog
-from megagrpo.records.writer import MetricsWriter
-from megagrpo.trainer.callbacks import Callbacks
-from megagrpo.trainer.rollout.collector import sampling_params
 
 SECTIONS = dict(
     algorithm=dict(
@@ -59,19 +52,14 @@ def two_steps(
     policy = MegatronPolicy(config, layout, hf_config)
     load_hf(policy.chunks, hf_config, model, layout)
     policy.weights_changed()
-    given, reference, writer = Given(), Reference(policy), MetricsWriter.silent()
-    trainer = Alone(
-        config, layout, policy, reference, make_loss(config.algorithm), given, [], given, sampling_params(config.rollout, ()),
-        partial(blocks, policy.chunks, hf_config, layout), None, None, writer,
-        StepDumps(config, policy, run / "dumps", model, lambda text: None, reference), Callbacks(config, layout),
-        tokens=TokenLog(layout, None, logged_groups, config.rollout.num_generations),
-    )  # fmt: skip
+    reference, metrics = Reference(policy), []
+    dumps = StepDumps(config, policy, run / "dumps", model, lambda text: None, reference)
+    tokens = TokenLog(layout, None, logged_groups, config.rollout.num_generations)
     if layout.world_rank == 0:
-        trainer.tokens.open(run, 0)
-    profiler, policy.phases, metrics = Profiler(config, run, layout.world_rank, writer.message), trainer.phases, []
-    trainer.phases.mark = profiler.mark
+        tokens.open(run, 0)
+    trainer = trainer_alone(config, policy, reference, run, [tokens, dumps])
     for step in (1, 2):
-        with profiler.step(step):
+        with trainer.records.profiler.step(step):
             metrics.append(trainer.step())
         trainer.state.step = step
     layout.close()

@@ -1,10 +1,34 @@
 """A trainer without servers, and the prompts and rollouts that it is given."""
 
+from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 
 from dumped_steps import rollouts
 
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.config import RunConfig
+from megagrpo.platform.process.phases import Phases
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
+from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.profile import Profiler
+from megagrpo.records.recorder import Recorder, Recorders
+from megagrpo.records.writer import MetricsWriter
+from megagrpo.trainer.alarms import Alarms
+from megagrpo.trainer.callbacks import Callbacks
+from megagrpo.trainer.evaluations import Evaluations
+from megagrpo.trainer.gpu_turns import GpuTurns
+from megagrpo.trainer.learning import Learning
+from megagrpo.trainer.lifecycle import Lifecycle
+from megagrpo.trainer.recording import Records
+from megagrpo.trainer.rollout.collector import sampling_params
+from megagrpo.trainer.rollout.groups import Rollouts
+from megagrpo.trainer.saves import Saves
+from megagrpo.trainer.speed import make_speed
+from megagrpo.trainer.time_limit import TimeLimit
 from megagrpo.trainer.trainer import Trainer
+from megagrpo.types import TrainState
 
 
 class Given:
@@ -27,8 +51,27 @@ class Given:
         return []
 
 
-class Alone(Trainer):
-    """A trainer without an engine."""
-
-    def sync(self) -> None:
-        self.state.weight_version += 1
+def trainer_alone(
+    config: RunConfig,
+    policy: MegatronPolicy,
+    reference: Reference | None,
+    run: Path,
+    recorders: Sequence[Recorder],
+    checkpointer: Checkpointer | None = None,
+) -> Trainer:
+    """A trainer without an engine, which records steps into the folder `run`."""
+    layout, state, given, turns, writer = policy.layout, TrainState(), Given(), GpuTurns(), MetricsWriter.silent()
+    phases, speed = Phases(), make_speed(config, policy.layout, policy.hf_config)
+    profiler = Profiler(config.run.profile, run, layout.world_rank, writer.message)
+    policy.phases, phases.mark = phases, profiler.mark
+    records = Records(writer, phases, Recorders((*recorders, speed)), profiler, speed)
+    alarms = Alarms(config, state, layout, "float32", "\n".join, writer.message)
+    loss_fn = make_loss(config)
+    learning = Learning(config, policy, reference, loss_fn, state, records.recorders, phases, alarms.count_skip)
+    syncing = SimpleNamespace(sync=lambda: setattr(state, "weight_version", state.weight_version + 1), metrics={})
+    callbacks = Callbacks(config, layout)
+    saves = Saves(checkpointer, state, given, given, turns, TimeLimit(None, given.stop), writer, background=False)
+    evaluations = Evaluations([], config.evaluation, config.run, state, given, turns, records, callbacks, saves)
+    lifecycle = Lifecycle(config.run, state, records, callbacks, alarms, saves, evaluations, lambda: None)
+    drawn = Rollouts(config, given, given, sampling_params(config.rollout, ()), state, writer.message)
+    return Trainer(config, state, turns, drawn, learning, syncing, records, lifecycle)

@@ -6,7 +6,7 @@ import pytest
 from megagrpo.engine.http import Servers
 from megagrpo.engine.protocol import EngineStartError
 from megagrpo.engine.servers.launcher import Launcher
-from megagrpo.trainer import engine_side, wiring
+from megagrpo.trainer import engine_side, learning
 from megagrpo.trainer.state_offload import Offload
 from tests.e2e import world
 from tests.e2e.test_options import largest_difference, succeeded, texts
@@ -25,7 +25,7 @@ def test_a_policy_is_built_after_servers_on_its_gpus_have_started_and_beside_oth
         engine_side.servers_sleep = lambda config: shared
         Launcher.start = lambda self: None
         Launcher.wait = raising(EngineStartError("the server is waited for"))
-        wiring.MegatronPolicy = raising(ValueError("the policy is built"))
+        learning.MegatronPolicy = raising(ValueError("the policy is built"))
 
     run = world.train(tmp_path, prepare=prepare, launched=True)
     assert run.code == 2 and first in run.err

@@ -9,7 +9,7 @@ import pytest
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import EngineInterrupted
 from megagrpo.trainer import time_limit
-from megagrpo.trainer.trainer import Trainer
+from megagrpo.trainer.learning import Learning
 from megagrpo.types import Prompt, SamplingParams
 from tests.e2e import world
 from tests.e2e.test_server_dies import kill_server
@@ -71,7 +71,7 @@ def test_a_run_that_is_stopped_without_a_server_does_not_wait_for_a_new_one(tran
     asked = tmp_path / "asked"
 
     def prepare():
-        move = Trainer.move_reference
+        move = Learning.move_reference
 
         def moved(self):  # the last part of a step before its weight sync
             move(self)
@@ -80,7 +80,7 @@ def test_a_run_that_is_stopped_without_a_server_does_not_wait_for_a_new_one(tran
                 asked.write_text(str(time.time()))
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        Trainer.move_reference = moved
+        Learning.move_reference = moved
 
     options = ["run.max_steps=1000", f"rollout.weight_sync_transport={transport}"]
     run = world.train(tmp_path, *options, prepare=prepare, launched=True)

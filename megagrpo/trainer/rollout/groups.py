@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import batched
 from statistics import fmean
 
@@ -13,89 +14,112 @@ from megagrpo.algorithms.advantages import flat_groups
 from megagrpo.config import RunConfig
 from megagrpo.data.prompts import PromptSource
 from megagrpo.engine.protocol import derive_seed
-from megagrpo.trainer.rollout.collector import Collector
-from megagrpo.types import SamplingParams, ScoredRollout
+from megagrpo.trainer.rollout.collector import Collector, staleness
+from megagrpo.types import SamplingParams, ScoredRollout, TrainState
+
+Group = tuple[ScoredRollout, ...]
 
 
-def draw_rollouts(
-    collector: Collector,
-    prompts: PromptSource,
-    config: RunConfig,
-    sampling: SamplingParams,
-    step: int,
-    say: Callable[[str], None],
-) -> tuple[list[ScoredRollout], dict[str, float]]:
-    """Return scored rollouts for the step after `step` steps, in whole groups, and the counters. Collective.
+@dataclass
+class Rollouts:
+    """Draws the rollouts of each step. All methods are collective."""
 
-    With `algorithm.dynamic_sample`, groups whose rewards are all equal are replaced (DAPO, Yu et al. 2025, section 3.2;
-    ms-swift's rounds). Fresh prompts are drawn until `prompts_per_step` groups differ in reward, for at most
-    `max_resample_times` rounds. `dynamic_sample_fallback` decides about groups that are still missing. Every rank has
-    all rollouts, so all ranks make the same decisions.
-    """
-    wanted, group = config.rollout.prompts_per_step, config.rollout.num_generations
-    ask_ahead(collector, prompts, config, sampling, step, 1 + config.rollout.max_staleness)
-    drawn: list[ScoredRollout] = []
-    counters: dict[str, float] = defaultdict(float)
+    config: RunConfig
+    prompts: PromptSource
+    collector: Collector
+    sampling: SamplingParams
+    state: TrainState
+    say: Callable[[str], None]
 
-    def collect(count: int, *of_round: int) -> None:
-        seed = derive_seed(config.run.seed, step, *of_round)
-        scored, counted = collector.collect(prompts.next(count), group, sampling, seed)
-        drawn.extend(scored)
-        for name, value in counted.items():
-            counters[name] += value
+    def draw(self) -> tuple[list[ScoredRollout], dict[str, float]]:
+        """Return scored rollouts for the next step, in whole groups, with counters and the age of the weights that
+        sampled them. Raises StopRequested or NoRollouts.
 
-    collect(wanted)
-    rounds, useful = 0, useful_groups(drawn, config)
-    while config.algorithm.dynamic_sample and len(useful) < wanted and rounds < config.algorithm.max_resample_times:
-        rounds += 1
-        collect(redraw_size(wanted, len(useful), len(drawn) // group), rounds)
-        useful = useful_groups(drawn, config)
-    counters |= prompts.learn(pass_rates(drawn, config.data.curriculum_pass_reward))
-    ask_ahead(collector, prompts, config, sampling, step + 1, config.rollout.max_staleness)
-    if not config.algorithm.dynamic_sample:
-        return drawn, dict(counters)
-    counters |= {"dynamic_sample/rounds": float(rounds), "dynamic_sample/groups_drawn": float(len(drawn) // group)}
-    counters |= {"dynamic_sample/groups_kept": float(min(len(useful), wanted))}
-    if known := [s.reward for s in drawn if not math.isnan(s.reward)]:
-        counters["dynamic_sample/reward_drawn"] = fmean(known)
-    chosen = useful[:wanted]
-    if len(useful) < wanted:
-        partial = config.algorithm.dynamic_sample_fallback == "partial" and useful
-        say(
-            f"warning: step {step + 1}: {len(useful)} of {wanted} groups differ in reward after {rounds} rounds of "
-            f"dynamic sampling; "
-            f"training on {'these' if partial else 'the first groups drawn'} (algorithm.dynamic_sample_fallback)"
-        )
-        if not partial:
-            chosen = groups_of(drawn, group)[:wanted]
-    return [rollout for members in chosen for rollout in members], dict(counters)
+        With `algorithm.dynamic_sample`, groups whose rewards are all equal are replaced (DAPO, Yu et al. 2025, section
+        3.2; ms-swift's rounds). Fresh prompts are drawn until `prompts_per_step` groups differ in reward, for at most
+        `max_resample_times` rounds. `dynamic_sample_fallback` decides about groups that are still missing. Every rank
+        has all rollouts, so all ranks make the same decisions.
+        """
+        algorithm, rollout, step = self.config.algorithm, self.config.rollout, self.state.step
+        wanted, group = rollout.prompts_per_step, rollout.num_generations
+        self._ask_ahead(step, 1 + rollout.max_staleness)
+        drawn: list[ScoredRollout] = []
+        counters: dict[str, float] = defaultdict(float)
+
+        def collect(count: int, *of_round: int) -> None:
+            seed = derive_seed(self.config.run.seed, step, *of_round)
+            scored, counted = self.collector.collect(self.prompts.next(count), group, self.sampling, seed)
+            drawn.extend(scored)
+            for name, value in counted.items():
+                counters[name] += value
+
+        collect(wanted)
+        rounds, useful = 0, useful_groups(drawn, self.config)
+        while algorithm.dynamic_sample and len(useful) < wanted and rounds < algorithm.max_resample_times:
+            rounds += 1
+            collect(redraw_size(wanted, len(useful), len(drawn) // group), rounds)
+            useful = useful_groups(drawn, self.config)
+        counters |= self.prompts.learn(pass_rates(drawn, self.config.data.curriculum_pass_reward))
+        self._ask_ahead(step + 1, rollout.max_staleness)
+        scored = drawn
+        if algorithm.dynamic_sample:
+            counters |= {"dynamic_sample/rounds": float(rounds)}
+            scored = self._useful(drawn, useful, rounds, counters)
+        if rollout.max_staleness:
+            ages = staleness(scored, self.state.weight_version)
+            assert 0 <= ages["staleness/max"] <= rollout.max_staleness, ages
+            counters |= ages
+        return scored, dict(counters)
+
+    def advance(self) -> None:
+        """Count the step that was trained on the last draw as finished."""
+        self.state.step, self.state.cursor = self.state.step + 1, self.prompts.cursor
+        self.collector.step = self.state.step
+
+    def _useful(
+        self, drawn: Sequence[ScoredRollout], useful: list[Group], rounds: int, counters: dict[str, float]
+    ) -> list[ScoredRollout]:
+        """Return the rollouts of a step with dynamic sampling: the useful groups, or the fallback. Adds counters."""
+        wanted, group = self.config.rollout.prompts_per_step, self.config.rollout.num_generations
+        counters["dynamic_sample/groups_drawn"] = float(len(drawn) // group)
+        counters["dynamic_sample/groups_kept"] = float(min(len(useful), wanted))
+        if known := [s.reward for s in drawn if not math.isnan(s.reward)]:
+            counters["dynamic_sample/reward_drawn"] = fmean(known)
+        chosen = useful[:wanted]
+        if len(useful) < wanted:
+            partial = self.config.algorithm.dynamic_sample_fallback == "partial" and useful
+            self.say(
+                f"warning: step {self.state.step + 1}: {len(useful)} of {wanted} groups differ in reward after "
+                f"{rounds} rounds of dynamic sampling; training on {'these' if partial else 'the first groups drawn'} "
+                f"(algorithm.dynamic_sample_fallback)"
+            )
+            if not partial:
+                chosen = groups_of(drawn, group)[:wanted]
+        return [rollout for members in chosen for rollout in members]
+
+    def _ask_ahead(self, step: int, steps: int) -> None:
+        """Request generation for the `steps` steps after `step` steps, up to the end of the run. Does nothing without
+        asynchronous generation.
+
+        Seeds are the same as in a synchronous run when every step draws the same number of prompts (no
+        `algorithm.dynamic_sample`).
+        """
+        rollout, run = self.config.rollout, self.config.run
+        if not rollout.max_staleness or self.collector.pool is None:
+            return
+        wanted = rollout.prompts_per_step
+        for i, coming in enumerate(batched(self.prompts.peek(wanted * min(steps, run.num_steps - step)), wanted)):
+            of_step = ("ahead", coming[0].place) if self.config.algorithm.dynamic_sample else (step + i,)
+            seed = derive_seed(run.seed, *of_step)
+            self.collector.ask(coming, rollout.num_generations, self.sampling, seed, step + i)
 
 
-def ask_ahead(
-    collector: Collector, prompts: PromptSource, config: RunConfig, sampling: SamplingParams, step: int, steps: int
-) -> None:
-    """Request generation for the `steps` steps after `step` steps, up to the end of the run. Does nothing without
-    asynchronous generation.
-
-    Seeds are the same as in a synchronous run when every step draws the same number of prompts (no
-    `algorithm.dynamic_sample`).
-    """
-    if not config.rollout.max_staleness or collector.pool is None:
-        return
-    wanted = config.rollout.prompts_per_step
-    for i, coming in enumerate(batched(prompts.peek(wanted * min(steps, config.run.num_steps - step)), wanted)):
-        of_step = ("ahead", coming[0].place) if config.algorithm.dynamic_sample else (step + i,)
-        collector.ask(
-            coming, config.rollout.num_generations, sampling, derive_seed(config.run.seed, *of_step), step + i
-        )
-
-
-def groups_of(scored: Sequence[ScoredRollout], group: int) -> list[tuple[ScoredRollout, ...]]:
+def groups_of(scored: Sequence[ScoredRollout], group: int) -> list[Group]:
     """Split rollouts into the groups of each prompt, in the order of drawing."""
     return list(batched(scored, group))
 
 
-def useful_groups(scored: Sequence[ScoredRollout], config: RunConfig) -> list[tuple[ScoredRollout, ...]]:
+def useful_groups(scored: Sequence[ScoredRollout], config: RunConfig) -> list[Group]:
     """Return the groups whose rewards differ, in the order of drawing."""
     groups = groups_of(scored, config.rollout.num_generations)
     by_function = config.algorithm.multi_objective_aggregation != "sum_then_normalize"

@@ -1,7 +1,6 @@
 """Prompts with too high or too low pass rates rest, and come back."""
 
 import json
-from dataclasses import MISSING, fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +13,10 @@ from megagrpo.config import DataSection
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import HuggingFaceTokenizer
 from megagrpo.records.writer import MetricsWriter
-from megagrpo.trainer.trainer import Trainer
+from megagrpo.trainer.gpu_turns import GpuTurns
+from megagrpo.trainer.saves import Saves
+from megagrpo.trainer.time_limit import TimeLimit
+from megagrpo.types import TrainState
 
 RATES = {0: 0.0, 1: 0.5, 2: 1.0, 3: 0.25}  # of four prompts; 0 and 2 are outside the default band
 ON = {"curriculum": "pass_rate", "curriculum_rest": 2, "shuffle": False}
@@ -113,28 +115,21 @@ class KeptState:
         return self.state
 
 
-def trainer_of(prompts, checkpointer):
-    """A trainer without policy and engine, at its first step."""
-    collector, callbacks = SimpleNamespace(stop=None, pool=None, finished_ahead=list), SimpleNamespace(saved=print)
-    parts = dict.fromkeys(
-        f.name for f in fields(Trainer) if f.default is MISSING and f.default_factory is MISSING and f.init
-    )
-    config = SimpleNamespace(run=SimpleNamespace(async_save=False))
-    return Trainer(
-        **parts
-        | dict(config=config, prompts=prompts, collector=collector, callbacks=callbacks, checkpointer=checkpointer)
-        | dict(writer=MetricsWriter.silent())
-    )
+def saves_of(prompts, checkpointer):
+    """The checkpoints of a run without policy and engine, at its first step."""
+    collector = SimpleNamespace(pool=None, finished_ahead=list)
+    time_limit, writer = TimeLimit(None, print), MetricsWriter.silent()
+    return Saves(checkpointer, TrainState(), prompts, collector, GpuTurns(), time_limit, writer, background=False)
 
 
 def test_a_trainer_that_resumes_rests_the_prompts_that_rested_when_it_was_saved(make):
     checkpointer, prompts = KeptState(), make(**ON)
     prompts.next(4)
     prompts.learn(RATES)
-    saving = trainer_of(prompts, checkpointer)
+    saving = saves_of(prompts, checkpointer)
     saving.state.step, saving.state.cursor = 1, prompts.cursor
-    saving.saves.save(must_succeed=False)
+    saving.save(must_succeed=False)
     resumed = make(**ON)
-    trainer_of(resumed, checkpointer).saves.restore(Path("step_000001"))
+    saves_of(resumed, checkpointer).restore(Path("step_000001"))
     assert resumed.curriculum.history == prompts.curriculum.history != []
     assert [p.prompt_id for p in resumed.next(4)] == [p.prompt_id for p in prompts.next(4)] == [1, 3, 1, 3]

@@ -12,7 +12,7 @@ def test_each_value_comes_before_the_next_one_is_made():
 
     async def work(put):
         for number in range(3):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
             made.append(number)
             put(number)
 

@@ -17,7 +17,7 @@ from tests.unit.records.test_metrics import CONFIG
 
 
 def profiler(folder, rank: int, said: list[str], *overrides: str) -> Profiler:
-    return Profiler(load_config(CONFIG, overrides), folder, rank, said.append)
+    return Profiler(load_config(CONFIG, overrides).run.profile, folder, rank, said.append)
 
 
 def work(phases: Phases, profiler: Profiler, step: int) -> torch.Tensor:

@@ -4,6 +4,7 @@ import math
 import pytest
 import torch
 
+from megagrpo.records.recorder import TrainedRollouts
 from megagrpo.records.token_log import FILE, TokenLog, chosen_samples, rows_of
 from megagrpo.types import Dialogue, LossInputs, LossOutput, MicroBatch, Prompt, Rollout, ScoredRollout
 from tests.unit.records.report.synthetic import OneRank, Texts
@@ -46,6 +47,10 @@ def log(tmp_path, groups: int = 1) -> TokenLog:
     return made
 
 
+def trained(advantages: list[float]) -> TrainedRollouts:
+    return TrainedRollouts(1, [], advantages)
+
+
 def lines(tmp_path) -> list[dict]:
     return [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
 
@@ -59,12 +64,12 @@ def test_the_groups_with_the_largest_range_of_advantages_are_chosen():
 
 def test_a_line_holds_the_rounded_numbers_of_each_loss_token(tmp_path):
     tokens, batch = log(tmp_path), micro_batch([3, 2, -1], [5, 5, 2])
-    tokens.begin([0.0, 0.0, 1.0, -1.0])
+    tokens.begin(trained([0.0, 0.0, 1.0, -1.0]))
     recorded = tokens.record(loss)
     recorded(inputs(batch, first=-9))  # computed in advance
     assert recorded(inputs(batch)).numerator.item() == loss(inputs(batch)).numerator.item()
-    tokens.measured()
-    tokens.finish(7, scored(4))
+    tokens.measured(None)
+    tokens.finish(TrainedRollouts(7, scored(4), []))
     first, second = lines(tmp_path)
     assert first == {
         "step": 7, "sample": 2, "prompt_id": 1, "tokens": [" sum", " sums", " suming"], "rollout_logprobs": [-0.123] * 3,
@@ -75,11 +80,11 @@ def test_a_line_holds_the_rounded_numbers_of_each_loss_token(tmp_path):
 
 def test_old_log_probs_count_and_a_second_pass_over_a_sample_does_not(tmp_path):
     tokens, batch = log(tmp_path), micro_batch([0, 1], [5, 5])
-    tokens.begin([1.0, -1.0])
+    tokens.begin(trained([1.0, -1.0]))
     for first in (0.0, -5.0):
         tokens.record(loss)(inputs(batch.with_terms(old_logprobs=torch.full((10,), -0.75)), first))
-        tokens.measured()
-    tokens.finish(1, scored(2))
+        tokens.measured(None)
+    tokens.finish(TrainedRollouts(1, scored(2), []))
     assert [row["trainer_logprobs"] for row in lines(tmp_path)] == [[-0.75] * 3] * 2
     assert [row["entropy"][0] for row in lines(tmp_path)] == [0.125, 0.438]
 
@@ -98,10 +103,10 @@ def test_a_prompt_shared_by_samples_has_no_rows_of_its_own():
 
 def test_tokens_that_the_policy_did_not_write_or_that_were_not_trained_are_null(tmp_path):
     tokens = log(tmp_path)
-    tokens.begin([1.0, -1.0])
+    tokens.begin(trained([1.0, -1.0]))
     tokens._rows = {0: ([-0.5, -0.25], [0.1, 0.2])}
     dialogue = Dialogue(written=(True, False, True), messages=(), num_turns=2, ended="done")
-    tokens.finish(1, scored(2, dialogue=dialogue))
+    tokens.finish(TrainedRollouts(1, scored(2, dialogue=dialogue), []))
     first, second = lines(tmp_path)
     assert first["trainer_logprobs"] == [-0.5, None, -0.25] and first["entropy"] == [0.1, None, 0.2]
     assert second["trainer_logprobs"] == second["entropy"] == [None] * 3
@@ -109,22 +114,22 @@ def test_tokens_that_the_policy_did_not_write_or_that_were_not_trained_are_null(
 
 def test_without_groups_or_on_other_tensor_parallel_ranks_the_loss_is_untouched(tmp_path):
     tokens = log(tmp_path, groups=0)
-    tokens.begin([1.0, -1.0])
+    tokens.begin(trained([1.0, -1.0]))
     assert tokens.record(loss) is loss
-    tokens.measured()
-    tokens.finish(1, scored(2))
+    tokens.measured(None)
+    tokens.finish(TrainedRollouts(1, scored(2), []))
     assert not (tmp_path / FILE).exists()
     other = log(tmp_path)
     other.layout.tp_rank = 1  # type: ignore[union-attr, misc]
-    other.begin([1.0, -1.0])
+    other.begin(trained([1.0, -1.0]))
     assert other.record(loss) is loss
 
 
 def test_a_resumed_run_drops_the_tokens_after_its_checkpoint(tmp_path):
     tokens = log(tmp_path)
     for step in (1, 2, 3):
-        tokens.begin([1.0, -1.0])
-        tokens.finish(step, scored(2))
+        tokens.begin(trained([1.0, -1.0]))
+        tokens.finish(TrainedRollouts(step, scored(2), []))
     tokens.close()
     TokenLog(OneRank(), Texts(), 1, GROUP).open(tmp_path, 2)  # type: ignore[arg-type]
     assert [row["step"] for row in lines(tmp_path)] == [1, 1, 2, 2]
@@ -139,7 +144,7 @@ def test_a_full_disk_is_a_warning_and_training_continues(tmp_path, fault):
     else:
         tokens.open(tmp_path, 0)
         tokens._file._file = open("/dev/full", "ab", buffering=0)  # type: ignore[union-attr]
-    tokens.begin([1.0, -1.0])
-    tokens.finish(1, scored(2))
-    tokens.finish(2, scored(2))
+    tokens.begin(trained([1.0, -1.0]))
+    tokens.finish(TrainedRollouts(1, scored(2), []))
+    tokens.finish(TrainedRollouts(2, scored(2), []))
     assert len(said) == 1 and said[0].startswith(f"warning: {FILE} failed and may be incomplete; training continues. ")

@@ -1,13 +1,12 @@
 """Step metrics that make the trainer warn or stop."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from megagrpo.config import load_config
 from megagrpo.trainer.alarms import always_raising, mismatch_limit, mismatch_warning
-from megagrpo.trainer.trainer import Trainer
+from megagrpo.trainer.evaluations import Evaluations
 from megagrpo.types import TrainState
 
 CONFIG = Path(__file__).parents[3] / "configs" / "quickstart.yaml"
@@ -76,8 +75,8 @@ def test_the_warning_says_what_is_normal():
 def test_a_reward_raises_always_when_it_raised_for_each_response_that_was_drawn():
     config = load_config(CONFIG)  # 8 prompts x 8 responses
     metrics = {"rewards/a/exceptions": 64.0, "rewards/b/exceptions": 63.0, "rewards/c/timeouts": 64.0}
-    assert always_raising(metrics, config) == ["a"]
-    assert always_raising(metrics | {"dynamic_sample/groups_drawn": 9.0}, config) == []
+    assert always_raising(metrics, config.rollout) == ["a"]
+    assert always_raising(metrics | {"dynamic_sample/groups_drawn": 9.0}, config.rollout) == []
 
 
 @pytest.mark.parametrize(
@@ -88,8 +87,9 @@ def test_an_evaluation_is_due_once_for_its_step_also_after_a_stop(step, evaluate
     """A stop that interrupts an evaluation leaves its step without one: the resumed run evaluates first."""
     calls = []
     config = load_config(CONFIG, ["evaluation.steps=4", "run.max_steps=10"])
-    trainer = SimpleNamespace(
-        config=config, state=TrainState(step=step, evaluated=evaluated), evaluate=lambda: calls.append(step)
+    evaluations = Evaluations(
+        ["a set"], config.evaluation, config.run, TrainState(step, evaluated=evaluated), *[None] * 5
     )
-    Trainer.evaluate_if_due(trainer)
+    evaluations.evaluate = lambda: calls.append(step)
+    evaluations.evaluate_if_due()
     assert bool(calls) == due

@@ -68,7 +68,7 @@ def test_the_keys_of_the_page_and_its_methods_are_those_of_the_code(tmp_path):
     (tmp_path / "my_callbacks.py").write_text(code)
     (named,) = yaml.safe_load(re.search(r"```yaml\n(.*?)```", PAGE, re.DOTALL)[1])["run"]["callbacks"]
     run = config(tmp_path / named)
-    callbacks = Callbacks(run, Alone(), load_callbacks(run))
+    callbacks = Callbacks(run, Alone(), load_callbacks(run.run.callbacks))
     callbacks.train_begin(0)
     callbacks.step_end(1, {"reward": 0.9})
     assert not callbacks.should_training_stop
@@ -79,7 +79,7 @@ def test_the_keys_of_the_page_and_its_methods_are_those_of_the_code(tmp_path):
 
 def test_each_method_sees_step_metrics_and_newest_checkpoint(file, tmp_path):
     run = config(f"{file}:Notes")
-    (notes,) = instances = load_callbacks(run)
+    (notes,) = instances = load_callbacks(run.run.callbacks)
     callbacks = Callbacks(run, Alone(), instances)
     callbacks.train_begin(3, tmp_path / "step_000003")
     callbacks.step_begin()
@@ -101,7 +101,7 @@ def test_each_method_sees_step_metrics_and_newest_checkpoint(file, tmp_path):
 
 def test_a_wish_for_a_checkpoint_holds_for_one_step_and_a_stop_for_good(file):
     run = config(f"{file}:Wishes")
-    callbacks, wishes = Callbacks(run, Alone(), load_callbacks(run)), []
+    callbacks, wishes = Callbacks(run, Alone(), load_callbacks(run.run.callbacks)), []
     callbacks.train_begin(0)
     for step in range(1, 4):
         callbacks.step_begin()
@@ -115,7 +115,7 @@ def test_a_wish_for_a_checkpoint_holds_for_one_step_and_a_stop_for_good(file):
 
 def test_several_callbacks_run_in_the_order_of_the_list_and_share_one_control(file):
     run = config(f"{file}:Wishes", f"{file}:Notes")
-    _, notes = instances = load_callbacks(run)
+    _, notes = instances = load_callbacks(run.run.callbacks)
     callbacks = Callbacks(run, Alone(), instances)
     callbacks.step_end(1, {})
     callbacks.step_begin()
@@ -123,7 +123,7 @@ def test_several_callbacks_run_in_the_order_of_the_list_and_share_one_control(fi
 
 
 def test_the_state_cannot_be_changed(file):
-    (notes,) = instances = load_callbacks(run := config(f"{file}:Notes"))
+    (notes,) = instances = load_callbacks((run := config(f"{file}:Notes")).run.callbacks)
     callbacks, states = Callbacks(run, Alone(), instances), []
     notes.on_step_end = lambda config, state, control: states.append(state)
     callbacks.step_end(1, {"loss": 1.0})
@@ -138,7 +138,7 @@ def test_the_state_cannot_be_changed(file):
 def _two_ranks(names):
     run = config(*names)
     layout = init_layout(run.parallel)
-    callbacks = Callbacks(run, layout, load_callbacks(run) if layout.world_rank == 0 else None)
+    callbacks = Callbacks(run, layout, load_callbacks(run.run.callbacks) if layout.world_rank == 0 else None)
     callbacks.train_begin(1)
     callbacks.step_begin()
     first = callbacks.should_save, callbacks.should_training_stop
@@ -176,7 +176,7 @@ def test_a_class_that_cannot_be_used_is_refused_in_one_line(tmp_path, case):
     name, _, body = case.partition(":")
     (tmp_path / "calls.py").write_text(f"class {name}:\n    {body}\n")
     with pytest.raises(ProblemError) as refused:
-        load_callbacks(config(f"{tmp_path}/calls.py:{name}"))
+        load_callbacks(config(f"{tmp_path}/calls.py:{name}").run.callbacks)
     (problem,) = refused.value.problems
     assert str(problem).startswith(
         f"run.callbacks.0: `{tmp_path}/calls.py:{name}` {REFUSED[case]}"
@@ -186,7 +186,9 @@ def test_a_class_that_cannot_be_used_is_refused_in_one_line(tmp_path, case):
 def test_all_problems_come_at_once(tmp_path):
     (tmp_path / "calls.py").write_text("def function(*a): pass\n")
     with pytest.raises(ProblemError) as refused:
-        load_callbacks(config(f"{tmp_path}/calls.py:function", f"{tmp_path}/none.py:A", f"{tmp_path}/calls.py:B"))
+        load_callbacks(
+            config(f"{tmp_path}/calls.py:function", f"{tmp_path}/none.py:A", f"{tmp_path}/calls.py:B").run.callbacks
+        )
     said = [problem.text.partition("` ")[2] for problem in refused.value.problems]
     assert [problem.keys for problem in refused.value.problems] == [(f"run.callbacks.{i}",) for i in range(3)]
     assert said[0].startswith("is a function, not a class") or said[0].startswith("cannot be loaded")
@@ -200,7 +202,7 @@ def test_a_callback_of_transformers_runs_as_it_is(tmp_path):
         "        control.should_training_stop = state.global_step >= 2 and logs['loss'] < 1\n        return control\n"
     )
     run = config(f"{tmp_path}/calls.py:Early")
-    callbacks = Callbacks(run, Alone(), load_callbacks(run))
+    callbacks = Callbacks(run, Alone(), load_callbacks(run.run.callbacks))
     callbacks.train_begin(0)
     callbacks.step_end(1, {"loss": 0.5})
     assert not callbacks.should_training_stop

@@ -9,7 +9,9 @@ from tiny_policy import tiny_run
 from megagrpo.data.packing import PackingRules, pack
 from megagrpo.platform.process.phases import Phases
 from megagrpo.proof.verify.shrink import random_samples
-from megagrpo.trainer.trainer import Trainer
+from megagrpo.records.recorder import Recorder
+from megagrpo.trainer.learning import Learning
+from megagrpo.types import TrainState
 
 
 @pytest.mark.parametrize(
@@ -23,7 +25,7 @@ def test_a_step_of_several_updates_clips_against_the_policy_before_the_first(alg
     config = tiny_run()
     # tiny_run has one slice
     config = config.model_copy(update=dict(algorithm=config.algorithm.model_copy(update=algorithm)))
-    trainer = SimpleNamespace(config=config, phases=Phases(), reference=None)
-    trainer.policy = SimpleNamespace(logprobs=lambda batch: rows)
-    (found,) = {m.terms.old_logprobs is not None for m in Trainer.with_logprobs(trainer, batch).micro_batches}
+    policy = SimpleNamespace(logprobs=lambda batch: rows)
+    learning = Learning(config, policy, None, None, TrainState(), Recorder(), Phases(), print)
+    (found,) = {m.terms.old_logprobs is not None for m in learning.with_logprobs(batch).micro_batches}
     assert found == has_old

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from megagrpo.config import AlgorithmSection
-from megagrpo.trainer.trainer import Trainer
+from megagrpo.trainer.learning import Learning
 
 
 def moves(**algorithm):
@@ -13,7 +13,7 @@ def moves(**algorithm):
         shares = []
         told = SimpleNamespace(algorithm=AlgorithmSection(beta=0.1, **algorithm))
         reference, state = SimpleNamespace(mix_in=shares.append), SimpleNamespace(step=step)
-        Trainer.move_reference(SimpleNamespace(config=told, state=state, reference=reference))
+        Learning.move_reference(SimpleNamespace(config=told, state=state, reference=reference))
         found.append(shares[0] if shares else None)
     return found
 

@@ -7,8 +7,9 @@ import pytest
 from megagrpo.config import load_config
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.proof.plan.flops import step_flops
-from megagrpo.trainer.speed import Speed
-from megagrpo.types import ComputedTokens
+from megagrpo.records.recorder import Update
+from megagrpo.trainer.speed import Speed, make_speed
+from megagrpo.types import ComputedTokens, TrainBatch
 from tests.unit.records.test_metrics import CONFIG
 
 LLAMA = dict(
@@ -30,7 +31,7 @@ def speed(*overrides: str, world_size: int = 2) -> Speed:
     layout = SimpleNamespace(
         world_size=world_size, all_gather_objects=lambda own: [own, {name: 2 * own[name] for name in own}]
     )
-    return Speed(load_config(CONFIG, overrides), layout, SimpleNamespace(hf_config=parse_hf_config(LLAMA)))
+    return make_speed(load_config(CONFIG, overrides), layout, parse_hf_config(LLAMA))
 
 
 def test_rates_are_tokens_per_second_of_the_step_and_of_generation():
@@ -45,9 +46,9 @@ def test_rates_are_tokens_per_second_of_the_step_and_of_generation():
 
 def test_mfu_is_the_share_of_the_given_peak_during_training_and_starts_again_each_step():
     made, tokens = speed("run.peak_tflops=0.5"), ComputedTokens(((0, 50), (0, 30)), 40)
-    made.count(tokens)
-    made.count(tokens)
-    flops = 2 * step_flops(made._policy.hf_config, tokens.spans, tokens.num_loss)
+    for _ in range(2):
+        made.measured(Update(TrainBatch((), 0, 0, computed=tokens), None, 1))
+    flops = 2 * step_flops(made.hf_config, tokens.spans, tokens.num_loss)
     assert made.metrics(1000, 400, TIMES)["mfu"] == pytest.approx(flops / (2.0 * 2 * 0.5e12))
     assert made.metrics(1000, 400, TIMES)["mfu"] == 0
     assert "mfu" not in made.metrics(1000, 400, {"time/step": 10.0})

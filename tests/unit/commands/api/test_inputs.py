@@ -178,7 +178,7 @@ def test_callbacks_follow_the_config_s_as_classes_and_as_objects(tmp_path):
     folder = inputs.write(tmp_path)
     names = overrides(inputs, folder, ["mine.py:Own"])["run.callbacks"]
     assert names == ["mine.py:Own", f"{folder / CALLBACKS}:Watch", f"{folder / CALLBACKS}:Watch_2", f"{__file__}:Here"]
-    loaded = load_callbacks(config(run={"callbacks": names[1:3]}))
+    loaded = load_callbacks(names[1:3])
     assert [callback.on_step_end(None, None, None) for callback in loaded] == ["made", "given"]
     assert inputs.overrides(folder) == []  # without the config's callbacks there is no list to extend
 

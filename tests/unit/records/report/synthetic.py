@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megagrpo.config import load_config, save_resolved
 from megagrpo.records.completions import completion_rows
+from megagrpo.records.recorder import TrainedRollouts
 from megagrpo.records.sinks.jsonl import JsonlSink
 from megagrpo.records.sinks.sink import TrackedRun
 from megagrpo.records.starts import record_start
@@ -113,11 +114,12 @@ def make_run(
         scored = rollouts(step, groups, size, length, rng)
         values = advantages(scored, size)
         writer.completions(step, completion_rows(step, scored, values))
-        tokens.begin(values)
+        trained = TrainedRollouts(step, scored, values)
+        tokens.begin(trained)
         for i in tokens._chosen:
             noisy = [round(value + rng.gauss(0, 0.03), 3) for value in scored[i].rollout.rollout_logprobs]
             tokens._rows[i] = (noisy, [0.5] * length)
-        tokens.finish(step, scored)
+        tokens.finish(trained)
         writer.step(step, metrics(step, steps, rng))
         if evaluate and step % max(1, steps // 3) == 0:
             writer.evaluation(

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from megagrpo.config import load_config
+from megagrpo.records.recorder import TrainedRollouts
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.types import Prompt, Rollout, ScoredRollout
 
@@ -27,7 +28,8 @@ def write(folder: Path, *overrides: str, restored_step: int = 0) -> None:
     if not restored_step:
         writer.evaluation(0, {"reward": 0.25, "pass@1": 0.5})
     for step in (restored_step + 1, restored_step + 2):
-        writer.completions(step, [scored("8", 0.0), scored(HOSTILE, 1.0, **{"exact/found": "7"})], [-1.0, 1.0])
+        both = [scored("8", 0.0), scored(HOSTILE, 1.0, **{"exact/found": "7"})]
+        writer.finish(TrainedRollouts(step, both, [-1.0, 1.0]))
         writer.step(step, {"reward": step / 10, "kl": float("nan")})
     writer.close()
 

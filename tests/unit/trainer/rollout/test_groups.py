@@ -7,8 +7,8 @@ import pytest
 
 from megagrpo.config import RunConfig
 from megagrpo.engine.protocol import derive_seed
-from megagrpo.trainer.rollout.groups import draw_rollouts, redraw_size
-from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout
+from megagrpo.trainer.rollout.groups import Rollouts, redraw_size
+from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout, TrainState
 
 FLAT, MIXED, UNKNOWN, LONE = (1.0, 1.0), (0.0, 1.0), (math.nan, math.nan), (math.nan, 1.0)
 SAMPLING = SamplingParams(1.0, 8)
@@ -64,7 +64,7 @@ def draw(rewards, prompts_per_step=3, step=4, **algorithm):
         }
     )
     stream, replay, said = Stream(), Replay(rewards), []
-    scored, metrics = draw_rollouts(replay, stream, config, SAMPLING, step, said.append)
+    scored, metrics = Rollouts(config, stream, replay, SAMPLING, TrainState(step), said.append).draw()
     assert [s.rollout.prompt.prompt_id for s in scored[::2]] == [s.rollout.prompt.prompt_id for s in scored[1::2]]
     return [s.rollout.prompt.prompt_id for s in scored[::2]], metrics, stream, said, replay.seeds
 
@@ -83,7 +83,8 @@ def test_a_step_asks_for_its_prompts_with_its_number_of_responses_each_by_the_se
     }
     counts = {"rollout": {"prompts_per_step": 5, "num_generations": 3}, "run": {"seed": 7}}
     stream, replay = Stream(), Replay([(0.0, 0.5, 1.0)] * 5)
-    scored, _ = draw_rollouts(replay, stream, RunConfig.model_validate(sections | counts), SAMPLING, 4, print)
+    config = RunConfig.model_validate(sections | counts)
+    scored, _ = Rollouts(config, stream, replay, SAMPLING, TrainState(4), print).draw()
     assert (replay.asked, replay.seeds) == ([(5, 3)], [derive_seed(7, 4)])
     assert stream.cursor == 5 and len(scored) == 15
 

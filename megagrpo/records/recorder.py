@@ -1,0 +1,76 @@
+"""What records the steps of a run beside their metrics: dumps, the token log, completions and the speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megagrpo.types import LossFn, Metric, ScoredRollout, TrainBatch
+
+
+@dataclass(frozen=True)
+class TrainedRollouts:
+    """The rollouts that a step trains on, and the advantage of each. Steps are counted from 1."""
+
+    step: int
+    scored: Sequence[ScoredRollout]
+    advantages: list[float]
+
+
+@dataclass
+class Update:
+    """One optimizer step: its inputs, and the metrics that it gave."""
+
+    batch: TrainBatch
+    loss_fn: LossFn
+    denominator: int
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+
+class Recorder:
+    """Records each step of a run, in this order: `begin`, for each optimizer step `record` and `measured`, then
+    `trained` and `finish`. All methods are collective, and do nothing by default."""
+
+    def begin(self, rollouts: TrainedRollouts) -> None:
+        """Begin a step, before its first optimizer step."""
+
+    def record(self, loss_fn: LossFn) -> LossFn:
+        """Return `loss_fn`, or a wrapper that records the inputs of one optimizer step."""
+        return loss_fn
+
+    def measured(self, update: Update) -> None:
+        """Record the result of an optimizer step. Metrics without `grad_norm` mean that it was skipped."""
+
+    def trained(self, rollouts: TrainedRollouts) -> None:
+        """Record the rollouts after the last optimizer step, before the weight sync."""
+
+    def finish(self, rollouts: TrainedRollouts) -> None:
+        """End the step, after the weight sync."""
+
+
+@dataclass(frozen=True)
+class Recorders(Recorder):
+    """Calls each recorder of a run, in order."""
+
+    each: Sequence[Recorder] = ()
+
+    def begin(self, rollouts: TrainedRollouts) -> None:
+        for recorder in self.each:
+            recorder.begin(rollouts)
+
+    def record(self, loss_fn: LossFn) -> LossFn:
+        for recorder in self.each:
+            loss_fn = recorder.record(loss_fn)
+        return loss_fn
+
+    def measured(self, update: Update) -> None:
+        for recorder in self.each:
+            recorder.measured(update)
+
+    def trained(self, rollouts: TrainedRollouts) -> None:
+        for recorder in self.each:
+            recorder.trained(rollouts)
+
+    def finish(self, rollouts: TrainedRollouts) -> None:
+        for recorder in self.each:
+            recorder.finish(rollouts)

@@ -1,0 +1,36 @@
+"""The generating part of a step: prompts, the engine of this rank's replica, and their rewards."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+from megagrpo.config import RunConfig
+from megagrpo.engine.client import VllmEngine
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.trainer.inputs import Data
+from megagrpo.trainer.recording import Journal
+from megagrpo.trainer.rollout.async_rollouts import AsyncPool
+from megagrpo.trainer.rollout.collector import Collector, sampling_params
+from megagrpo.trainer.rollout.groups import Rollouts
+from megagrpo.types import TrainState
+
+
+def make_rollouts(
+    config: RunConfig,
+    data: Data,
+    engine: VllmEngine | None,
+    layout: Layout,
+    state: TrainState,
+    journal: Journal,
+    resources: ExitStack,
+) -> Rollouts:
+    """Return what draws the rollouts of each step: on demand, as conversations, or ahead with
+    `rollout.max_staleness`."""
+    pool, rollout = None, config.rollout
+    if engine is not None and data.rewards is not None and rollout.max_staleness:
+        pool = AsyncPool(engine, data.rewards, rollout.max_staleness, rollout.straggler_seconds)
+        resources.enter_context(pool)
+    generator = data.dialogues.wrap(engine) if data.dialogues and engine else engine
+    collector = Collector(layout, generator, data.rewards, journal.phases, pool)
+    sampling = sampling_params(rollout, data.tokenizer.eos_token_ids)
+    return Rollouts(config, data.prompts, collector, sampling, state, journal.writer.message)

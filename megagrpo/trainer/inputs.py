@@ -1,0 +1,154 @@
+"""What a run reads and checks before it starts servers or loads weights: servers, the user's code, model, data."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from megagrpo.algorithms.losses import make_loss
+from megagrpo.config import RunConfig
+from megagrpo.data.prompts import PromptSource
+from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
+from megagrpo.environments.dialogues import Dialogues, make_dialogues
+from megagrpo.models.bridge.load import Checkpoint
+from megagrpo.models.families.hf_config import HfConfig, architecture_differences, load_hf_config
+from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.platform import device
+from megagrpo.platform.parallel.agree import on_first_rank, run_and_agree, run_own_and_agree
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.variable_names import TOKEN_VARIABLE
+from megagrpo.policy.megatron_policy import check_device
+from megagrpo.records.profile import check_profile
+from megagrpo.records.sinks.find_trackers import check_trackers, unused_options
+from megagrpo.rewards.scorer import RewardScorer
+from megagrpo.trainer.callbacks import Callbacks, load_callbacks
+from megagrpo.trainer.engine_side import NamedServers, check_servers
+from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, load_sets
+from megagrpo.trainer.run_folder import RunFolder, open_run_folder
+from megagrpo.trainer.trials.reward_trial import start_warnings
+from megagrpo.types import LossFn
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """The Hugging Face folders of the policy and, with `model.reference_path`, of its reference."""
+
+    folder: Path
+    hf_config: HfConfig
+    reference_folder: Path | None
+
+
+@dataclass(frozen=True)
+class Data:
+    """Prompts, held-out sets and rewards. `dialogues` and `rewards` are None except on the leader rank of each replica;
+    `dialogues` also without `multi_turn`."""
+
+    tokenizer: Tokenizer
+    prompts: PromptSource
+    held_out: list[HeldOut]
+    dialogues: Dialogues | None
+    rewards: RewardScorer | None
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """All inputs of a run. `config` has `run.max_steps` set if the data decided it; `notes` are lines for the user."""
+
+    config: RunConfig
+    servers: NamedServers
+    loss_fn: LossFn
+    callbacks: Callbacks
+    model: ModelFiles
+    folder: RunFolder
+    data: Data
+    notes: list[str]
+
+
+def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> Inputs:
+    """Read and check all inputs, and lock the run's folder. Collective. Raises ValueError, with the key, for an input
+    that is wrong."""
+    first = layout.world_rank == 0
+    servers = on_first_rank(layout, lambda: check_servers(config))
+    os.environ.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
+    loss_fn = run_own_and_agree(layout, lambda: make_loss(config))
+    callbacks = run_own_and_agree(layout, lambda: load_callbacks(config.run.callbacks), here=first)
+    run_own_and_agree(layout, lambda: check_trackers(config), here=first)
+    check_profile(config.run.profile, device.has_gpu())
+    model_folder, hf_config = _read_model(config, layout)
+    folder = open_run_folder(config, layout, resources)
+    tokenizer = tokenizer_of(config, model_folder)
+    model = ModelFiles(model_folder, hf_config, _reference_folder(config.model.reference_path, hf_config, tokenizer))
+    given, (config, data) = config, _read_data(config, base_folder, tokenizer, layout, resources)
+    notes = [*_steps_notes(given, config, len(data.prompts)), *unused_options(config)]
+    if first and data.rewards:
+        notes += start_warnings(config, data.prompts, data.held_out, data.rewards, tokenizer)
+    return Inputs(config, servers, loss_fn, Callbacks(config, layout, callbacks), model, folder, data, notes)
+
+
+def _read_model(config: RunConfig, layout: Layout) -> tuple[Path, HfConfig]:
+    """Return the model's folder and its config, after checks of the device and of all files."""
+    folder = resolve_model(config.model.path)
+    hf_config = load_hf_config(folder)
+    run_own_and_agree(layout, lambda: check_device(config, hf_config))
+    run_and_agree(layout, lambda: Checkpoint(folder).check_all(hf_config), here=layout.world_rank == 0)
+    return folder, hf_config
+
+
+def _reference_folder(path: str | None, model: HfConfig, tokenizer: Tokenizer) -> Path | None:
+    """Return the folder of `model.reference_path`, or None. Raises ValueError when its architecture or vocabulary is
+    not the policy's."""
+    if path is None:
+        return None
+    folder = resolve_model(path, "model.reference_path")
+    different = architecture_differences(model, load_hf_config(folder))
+    if not different and (folder / "tokenizer_config.json").exists():
+        pairs = zip(tokenizer.pieces(), load_tokenizer(folder).pieces(), strict=False)
+        different = [f"token {i}: {one!r}, {other!r}" for i, (one, other) in enumerate(pairs) if one != other][:1]
+    if different:
+        raise ValueError(
+            f"model.reference_path: {folder} differs from the policy in architecture or vocabulary (policy, "
+            f"reference): "
+            f"{'; '.join(different)}. Name weights that match, or leave it empty to use the policy's initial weights"
+        )
+    return folder
+
+
+def _read_data(
+    config: RunConfig, base_folder: Path, tokenizer: Tokenizer, layout: Layout, resources: ExitStack
+) -> tuple[RunConfig, Data]:
+    """Load prompts, held-out sets and rewards. Returns the config with its number of steps, and the data."""
+    leader = layout.is_dp_leader
+    dialogues = run_own_and_agree(
+        layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=leader
+    )
+    tools, columns = on_first_rank(layout, lambda: (dialogues.tools, dialogues.columns) if dialogues else ([], []))
+    max_length = config.rollout.max_prompt_length
+    prompts = PromptSource(config.data.train, config.data, tokenizer, max_length, config.run.seed, tools=tools)
+    config = config.with_num_prompts(len(prompts))
+    held_out = load_sets(config, tokenizer, tools, columns)
+
+    def load_rewards() -> RewardScorer:
+        scorer = RewardScorer(config.rewards, config.rollout.max_completion_length, base_folder)
+        resources.enter_context(scorer).check_columns(prompts.columns)
+        check_columns(held_out, scorer)
+        return scorer
+
+    return config, Data(tokenizer, prompts, held_out, dialogues, run_own_and_agree(layout, load_rewards, here=leader))
+
+
+def _steps_notes(given: RunConfig, config: RunConfig, num_prompts: int) -> list[str]:
+    """Return a line that says how `run.num_train_epochs` became a number of steps, or that it has no effect."""
+    epochs, steps = given.run.num_train_epochs, config.run.num_steps
+    if epochs is None:
+        return []
+    if given.run.max_steps is not None:
+        return [
+            f"note: run.max_steps {steps} takes precedence over run.num_train_epochs {epochs:g}; run.max_steps=null "
+            f"selects the epochs"
+        ]
+    per_step = config.rollout.prompts_per_step
+    return [
+        f"{steps} steps: run.num_train_epochs {epochs:g} x {num_prompts} prompts / rollout.prompts_per_step {per_step}"
+    ]

@@ -1,0 +1,132 @@
+"""The learning part of a step: rollouts become packed batches with log-probs, and these become optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl, to_samples
+from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
+from megagrpo.algorithms.reductions import denominator
+from megagrpo.config import RunConfig
+from megagrpo.data.packing import pack, packing_rules
+from megagrpo.data.sample_slices import slices
+from megagrpo.engine.protocol import derive_seed
+from megagrpo.models.bridge.adapter_files import fill_adapters
+from megagrpo.models.bridge.load import load_hf
+from megagrpo.models.bridge.merged import merged_blocks
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks
+from megagrpo.platform.parallel.agree import run_own_and_agree
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.phases import Phases
+from megagrpo.platform.process.progress_hook import Progress
+from megagrpo.policy.finite import NonFiniteError
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference, kl_by_sample
+from megagrpo.policy.step_terms import add_step_terms
+from megagrpo.records.metrics import values_of
+from megagrpo.records.recorder import Recorder, Update
+from megagrpo.sync.trainer_side.transport import Weights
+from megagrpo.trainer.engine_side import as_config_errors
+from megagrpo.trainer.inputs import ModelFiles
+from megagrpo.types import LossFn, Metric, ScoredRollout, TrainBatch, TrainState
+
+
+@dataclass
+class Learning:
+    """The policy with its reference and its loss. `weights` yields this rank's parameters, each with the part of the
+    Hugging Face tensor it holds. `count_skip` gets the error of each skipped optimizer step."""
+
+    config: RunConfig
+    policy: MegatronPolicy
+    reference: Reference | None
+    loss_fn: LossFn
+    state: TrainState
+    recorder: Recorder
+    phases: Phases
+    count_skip: Callable[[NonFiniteError, Weights], None]
+
+    def weights(self) -> Weights:
+        """Yield this rank's parameters, each with the part of the Hugging Face tensor it holds: the adapters if only
+        these are synced, else whole weights."""
+        blocks = adapter_blocks if self.config.lora.syncs_adapters else merged_blocks
+        return blocks(self.policy.chunks, self.policy.hf_config, self.policy.layout)
+
+    def batches(self, scored: Sequence[ScoredRollout], advantages: Tensor) -> list[TrainBatch]:
+        """Pack this rank's share of the rollouts with their advantages [P, G], one TrainBatch per optimizer step, and
+        add log-probs."""
+        layout, seed = self.policy.layout, derive_seed(self.config.run.seed, self.state.step, "slices")
+        rules = packing_rules(self.config, self.policy.shares_prompts)
+        parts = slices(to_samples(scored, advantages), self.config.algorithm.steps_per_generation, seed)
+        return [self.with_logprobs(pack(part, rules, layout.dp_rank, layout.dp_size)) for part in parts]
+
+    def with_logprobs(self, batch: TrainBatch) -> TrainBatch:
+        """Add log-probs (float32 [T] per micro-batch): old ones when the policy changes before their use, reference
+        ones for the KL term. A KL in the reward needs both."""
+        algorithm = self.config.algorithm
+        with self.phases("logprobs"):
+            if algorithm.updates_per_step > 1 or algorithm.kl_in_reward:
+                batch = batch.with_terms(old_logprobs=self.policy.logprobs(batch))
+            return batch if self.reference is None else self.reference.annotate(batch)
+
+    def with_kl_in_reward(
+        self, scored: Sequence[ScoredRollout], batches: list[TrainBatch]
+    ) -> tuple[Tensor, list[TrainBatch], float]:
+        """Subtract beta times each response's KL from its reward. Returns the new advantages [P, G] float64, the
+        batches with these advantages, and the mean KL."""
+        kl = charged_kl(scored, kl_by_sample(batches, self.policy.layout), self.config)
+        advantages = advantages_of(less_kl(scored, kl, self.config.algorithm.beta), self.config)
+        return advantages, [batch.with_advantages(advantages.flatten()) for batch in batches], kl.mean().item()
+
+    @contextmanager
+    def update(self, batch: TrainBatch) -> Iterator[Update]:
+        """Prepare one optimizer step on the batch, and record its metrics. A step is skipped when its loss or gradient
+        is not finite; metrics of the optimizer are missing then."""
+        algorithm = self.config.algorithm
+        divisor = denominator(batch, algorithm.loss.average, self.config.rollout.max_completion_length)
+        entropy_coef = bonus_coefficient(self.state, algorithm)
+        with self.phases("logprobs"):
+            batch = add_step_terms(batch, self.policy, divisor, entropy_coef)
+        update = Update(batch, self.recorder.record(self.loss_fn), divisor)
+        with self.phases("train"):
+            try:
+                yield update
+                self.state.skipped_in_a_row = 0
+            except NonFiniteError as error:
+                update.metrics = error.metrics
+                self.count_skip(error, self.weights())
+        if algorithm.entropy_bonus:
+            update.metrics["entropy_coef"] = Metric(entropy_coef)
+            adapt_bonus(self.state, values_of(update.metrics), algorithm)
+        self.recorder.measured(update)
+
+    def move_reference(self) -> None:
+        """Update the reference towards the policy at the end of every `ref_model_sync_steps` steps."""
+        algorithm = self.config.algorithm
+        if algorithm.sync_ref_model and (self.state.step + 1) % algorithm.ref_model_sync_steps == 0:
+            assert self.reference is not None, "algorithm.sync_ref_model needs a reference"
+            self.reference.mix_in(algorithm.ref_model_mixup_alpha)
+
+
+def load_policy(
+    config: RunConfig, layout: Layout, model: ModelFiles, progress: Progress
+) -> tuple[MegatronPolicy, Reference | None]:
+    """Build the policy and load its weights, and the reference's, if the run has one. Collective. Raises
+    ConfigError."""
+    torch.manual_seed(config.run.seed)
+    hf_config, reference_folder, reference = model.hf_config, model.reference_folder, None
+    with as_config_errors():
+        policy = MegatronPolicy(config, layout, hf_config)
+        if reference_folder is not None:
+            run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, reference_folder, layout, progress))
+            reference = Reference(policy)
+        run_own_and_agree(layout, lambda: load_hf(policy.chunks, hf_config, model.folder, layout, progress))
+        fill_adapters(policy.chunks, hf_config, layout, config.lora, config.run.seed)
+    policy.weights_changed()
+    if reference is None and config.algorithm.beta:
+        reference = Reference(policy)
+    return policy, reference

@@ -1,0 +1,120 @@
+"""What a run does around its steps, and the ways in which it ends."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+from megagrpo.config import RunSection
+from megagrpo.engine.protocol import EngineError
+from megagrpo.platform.parallel.agree import RankError, run_own_and_agree
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.trainer.alarms import Alarms, BrokenTraining
+from megagrpo.trainer.callbacks import CallbackError, Callbacks
+from megagrpo.trainer.evaluations import Evaluations
+from megagrpo.trainer.gpu_turns import GpuTurns
+from megagrpo.trainer.inputs import Inputs
+from megagrpo.trainer.recording import Records
+from megagrpo.trainer.rollout.collector import NoRollouts, StopRequested
+from megagrpo.trainer.rollout.groups import Rollouts
+from megagrpo.trainer.saves import Saves
+from megagrpo.trainer.time_limit import OUT_OF_TIME
+from megagrpo.types import TrainState
+
+
+@dataclass
+class Lifecycle:
+    """Callbacks, alarms, evaluations, checkpoints and the time limit of a run, in their order around each step. All
+    methods are collective. `check_folder` raises when the run's folder no longer exists."""
+
+    run: RunSection
+    state: TrainState
+    records: Records
+    callbacks: Callbacks
+    alarms: Alarms
+    saves: Saves
+    evaluations: Evaluations
+    check_folder: Callable[[], None]
+    stopped_by: int = 0  # the signal that ended the run; 0: none
+
+    def begin(self) -> None:
+        """Begin the run, before its first step. An evaluation that a stop has prevented is done now."""
+        self.callbacks.train_begin(self.state.step, self.saves.resumed_from)
+        self.evaluations.evaluate_if_due()
+
+    def begin_step(self) -> bool:
+        """Begin the next step. Returns False when the run is over."""
+        if self.state.step >= self.run.num_steps or self.callbacks.should_training_stop:
+            return False
+        self.callbacks.step_begin()
+        self.saves.time_limit.step_begins()
+        return True
+
+    def end_step(self, metrics: dict[str, float], synced: dict[str, float]) -> None:
+        """End a step with its metrics and those of its weight sync: check and write them, evaluate, and save."""
+        step = self.state.step
+        self.alarms.check_mismatch(metrics)
+        self.check_folder()
+        self.saves.finish(wait=False)
+        metrics = self.records.with_speed(metrics, synced) | {
+            "weight_version": float(self.state.weight_version),
+            "checkpoint/failures": float(self.saves.failures),
+            "train/skipped_steps": float(self.state.skipped_steps),
+            "mismatch/alarms": float(self.state.mismatch_alarms),
+        }
+        self.records.writer.step(step, metrics)
+        self.callbacks.step_end(step, metrics)
+        self.alarms.stop_if_rewards_raise(metrics, self.saves)
+        self.alarms.stop_if_skipping()
+        self.evaluations.evaluate_if_due()
+        last = step == self.run.num_steps or self.callbacks.should_training_stop
+        if last or self.callbacks.should_save or (self.run.save_steps and step % self.run.save_steps == 0):
+            self.saves.save(must_succeed=last)
+
+    def finish(self) -> None:
+        """End a run whose steps are done."""
+        early = " (a callback stopped the run)" if self.state.step < self.run.num_steps else ""
+        self.records.writer.message(f"finished {self.state.step} steps{early}")
+        self.callbacks.train_end()
+
+    @contextmanager
+    def endings(self) -> Iterator[None]:
+        """Save what there is when the run inside ends early. Only a request to stop is no error."""
+        try:
+            yield
+        except StopRequested as stop:
+            self._stop(stop.number)
+        except NoRollouts:
+            self.saves.save(must_succeed=False)
+            self.saves.finish(wait=True)
+            raise
+        except (RankError, EngineError, BrokenTraining, CallbackError):
+            with suppress(RuntimeError):  # `finish` is collective: it fails when another rank has already exited
+                self.saves.finish(wait=True)
+            raise
+        finally:
+            self.saves.time_limit.close()
+
+    def _stop(self, number: int) -> None:
+        out_of_time = number == OUT_OF_TIME
+        why = "the time limit is near" if out_of_time else f"stop requested ({signal.Signals(number).name})"
+        self.records.writer.message(f"{why} after step {self.state.step}")
+        self.saves.save(must_succeed=True)
+        self.callbacks.train_end()
+        self.stopped_by = number
+
+
+def make_lifecycle(
+    inputs: Inputs, layout: Layout, rollouts: Rollouts, turns: GpuTurns, records: Records, alarms: Alarms, saves: Saves
+) -> Lifecycle:
+    """Return what a run does around its steps, of its parts."""
+    run, state, callbacks, lock = inputs.config.run, rollouts.state, inputs.callbacks, inputs.folder.lock
+    evaluations = Evaluations(
+        inputs.data.held_out, inputs.config.evaluation, run, state, rollouts.collector, turns, records, callbacks, saves
+    )
+    check_here = lock.check if layout.world_rank == 0 else lambda: None
+    return Lifecycle(
+        run, state, records, callbacks, alarms, saves, evaluations, lambda: run_own_and_agree(layout, check_here)
+    )

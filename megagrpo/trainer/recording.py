@@ -1,0 +1,120 @@
+"""The records of a run: its lines, its recorders, and the clocks of its steps."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from megagrpo.config import RunConfig
+from megagrpo.data.token_texts import TokenTexts
+from megagrpo.data.tokenizer import Tokenizer
+from megagrpo.engine.servers.serving import name_of
+from megagrpo.platform import device
+from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.phases import Phases
+from megagrpo.platform.process.progress_hook import SILENT, Progress
+from megagrpo.policy.megatron_policy import MegatronPolicy
+from megagrpo.policy.reference import Reference
+from megagrpo.records.dump import StepDumps
+from megagrpo.records.metrics import idle_shares
+from megagrpo.records.profile import Profiler
+from megagrpo.records.progress_bars import run_progress
+from megagrpo.records.recorder import Recorders
+from megagrpo.records.starts import record_start
+from megagrpo.records.token_log import TokenLog
+from megagrpo.records.writer import MetricsWriter
+from megagrpo.trainer.inputs import ModelFiles
+from megagrpo.trainer.rollout.async_rollouts import AsyncPool
+from megagrpo.trainer.run_folder import RunFolder
+from megagrpo.trainer.speed import Speed, make_speed
+
+
+@dataclass(frozen=True)
+class Records:
+    """What a run writes about its steps, and when: `recorders` wrap the verbs of a step, `phases` time them."""
+
+    writer: MetricsWriter
+    phases: Phases
+    recorders: Recorders
+    profiler: Profiler
+    speed: Speed
+    pool: AsyncPool | None = None
+
+    def start_clocks(self, title: str) -> None:
+        """Reset the timers, so that the next step's times do not include what came before it, and begin the titles of
+        its progress with `title`."""
+        self.phases.collect()
+        self.phases.about = title
+        if self.pool is not None:
+            self.pool.measured()
+
+    def with_speed(self, metrics: dict[str, float], synced: dict[str, float]) -> dict[str, float]:
+        """Add the seconds of each phase, the metrics of the weight sync, rates of tokens and FLOPs, and memory to the
+        metrics of a step. Collective."""
+        times = self.phases.collect()
+        speed = self.speed.metrics(metrics["num_tokens"], metrics["num_generated_tokens"], times)
+        speed |= idle_shares(times) | (self.pool.measured() if self.pool is not None else {})
+        return metrics | times | synced | speed
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What is written from the start of a run, before its policy exists. `progress` shows long work."""
+
+    folder: RunFolder
+    writer: MetricsWriter
+    tokens: TokenLog
+    progress: Progress
+    phases: Phases
+
+
+def open_journal(
+    config: RunConfig,
+    folder: RunFolder,
+    tokenizer: Tokenizer,
+    layout: Layout,
+    notes: list[str],
+    resources: ExitStack,
+) -> Journal:
+    """Open the files of the run on rank 0, and print what the run is and the notes. Other ranks write nothing."""
+    first, step = layout.world_rank == 0, folder.restored_step
+    writer = MetricsWriter(folder.path, config, step) if first else MetricsWriter.silent()
+    resources.callback(writer.close)
+    dtype = name_of(device.resolve_precision(config.model.precision))
+    if first:
+        try:
+            record_start(folder.path, step, layout, dtype)
+        except OSError as error:
+            writer.message(f"warning: starts.jsonl could not be written; the run continues. {error}")
+    context = f" x cp {layout.cp_size}" if layout.cp_size > 1 else ""
+    writer.message(
+        f"{config.run.name}: {config.model.path} in {dtype} on {layout.world_size} rank(s) "
+        f"= tp {layout.tp_size}{context} x pp {layout.pp_size} x dp {layout.dp_size}"
+    )
+    for line in (f"run folder: {folder.path}", *notes):
+        writer.message(line)
+    sizes = config.run.log_tokens_groups, config.rollout.num_generations
+    tokens = TokenLog(layout, TokenTexts(tokenizer), *sizes, writer.message)
+    if first:
+        tokens.open(folder.path, step)
+    resources.callback(tokens.close)
+    progress = run_progress(config.run) if first else SILENT
+    return Journal(folder, writer, tokens, progress, Phases(progress))
+
+
+def make_records(
+    config: RunConfig,
+    journal: Journal,
+    model: ModelFiles,
+    policy: MegatronPolicy,
+    reference: Reference | None,
+    pool: AsyncPool | None,
+) -> Records:
+    """Make the recorders of the run, and the clocks and profiles of its policy's phases."""
+    folder, writer = journal.folder.path, journal.writer
+    weights = model.folder, writer.message, reference, model.reference_folder
+    dumps = StepDumps(config, policy, folder / "dumps", *weights)
+    speed = make_speed(config, policy.layout, policy.hf_config)
+    profiler = Profiler(config.run.profile, folder, policy.layout.world_rank, writer.message)
+    policy.phases, journal.phases.mark = journal.phases, profiler.mark
+    return Records(writer, journal.phases, Recorders((writer, journal.tokens, dumps, speed)), profiler, speed, pool)
