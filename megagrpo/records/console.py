@@ -14,9 +14,9 @@ from rich.panel import Panel
 from rich.text import Text
 
 from megagrpo.config import RunConfig, evaluation_sets
-from megagrpo.platform.process.terminal import one_line, printable, quiets, wrapped, write_output
+from megagrpo.platform.process.terminal import WIDTH, one_line, printable, quiets, wrapped, write_output
 from megagrpo.records.completions import Row, best_and_worst
-from megagrpo.records.screen import MAX_WIDTH, lines_console
+from megagrpo.records.screen import lines_console
 
 # (label, metric, format). A metric that a step does not report is omitted.
 STEP_COLUMNS = [
@@ -40,7 +40,7 @@ EVALUATION_COLUMNS += [c for c in STEP_COLUMNS if c[0] in ("length", "cut")]
 # Suffixes of counters that are shown when they are not 0.
 ALARMS = ("/timeouts", "/exceptions", "/unscorable", "/failures", "/skipped_steps", "/alarms")
 INDENT = 14  # indent of continuation lines, in columns
-PHASES = ["generate", "reward", "logprobs", "train", "sync"]
+SHOWN_PHASES = ["generate", "reward", "logprobs", "train", "sync"]
 
 
 class ConsoleSink:
@@ -119,7 +119,7 @@ class ConsoleSink:
     @property
     def _width(self) -> int:
         """Columns per line."""
-        return min(self._console.width, MAX_WIDTH) if self._console.is_terminal else MAX_WIDTH
+        return min(self._console.width, WIDTH) if self._console.is_terminal else WIDTH
 
     def _cells(self, columns: list[tuple[str, str, str]], metrics: dict[str, float]) -> list[Text]:
         """Return one text per reported metric of `columns`, then one per failure counter that is not 0."""
@@ -165,7 +165,7 @@ def _cell(form: str, value: float) -> str:
 
 def _phases(metrics: dict[str, float]) -> list[Text]:
     """Return `  generate 6.1`, ` + train 5.2`, ...: seconds of each phase; phases below 50 ms are omitted."""
-    parts = [(phase, metrics.get(f"time/{phase}", 0.0)) for phase in PHASES]
+    parts = [(phase, metrics.get(f"time/{phase}", 0.0)) for phase in SHOWN_PHASES]
     named = [f"{phase} {seconds:.1f}" for phase, seconds in parts if seconds >= 0.05]
     return [Text(f"{'  ' if i == 0 else ' + '}{text}", style="dim") for i, text in enumerate(named)]
 

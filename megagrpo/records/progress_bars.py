@@ -19,10 +19,10 @@ from megagrpo.platform.process.progress_hook import SILENT, Progress, Task
 from megagrpo.platform.process.terminal import LineTimes, one_line, quiets, warn
 from megagrpo.records.screen import bars_console, is_terminal
 
-LINE_SECONDS = 10.0  # of a conversion in a pipe, until the first line
+FIRST_LINE_SECONDS = 10.0  # of a conversion in a pipe, until the first line
 REFRESHES = 5.0  # of the bars per second
-TITLE = 40  # columns of a title
-BAR = 20  # columns of a bar
+TITLE_COLUMNS = 40  # columns of a title
+BAR_COLUMNS = 20  # columns of a bar
 
 
 def run_progress(run: RunSection) -> Progress:
@@ -53,7 +53,7 @@ class Bars:
             bars.TextColumn("{task.description}", markup=False),
             bars.TimeElapsedColumn(table_column=_one_line()),
         )
-        columns = (title, bars.BarColumn(BAR), _Amount(_one_line()), _Rate(_one_line()), elapsed)
+        columns = (title, bars.BarColumn(BAR_COLUMNS), _Amount(_one_line()), _Rate(_one_line()), elapsed)
         self._drawn = bars.Progress(
             *columns,
             console=console,
@@ -142,7 +142,7 @@ class Lines:
 class _Lines:
     def __init__(self, title: str):
         self._title, self._total, self._unit, self._before, self._done = title, 0.0, "", 0.0, 0.0
-        self._start, self._times = time.monotonic(), LineTimes(LINE_SECONDS)
+        self._start, self._times = time.monotonic(), LineTimes(FIRST_LINE_SECONDS)
 
     def expect(self, total: float, unit: str, done: float = 0) -> None:
         self._total, self._unit, self._before, self._done = total, unit, done, done
@@ -187,4 +187,4 @@ def _one_line() -> Column:
 
 def _shortened(title: str) -> str:
     line = one_line(title)
-    return line if len(line) <= TITLE else f"{line[: TITLE - 1]}…"
+    return line if len(line) <= TITLE_COLUMNS else f"{line[: TITLE_COLUMNS - 1]}…"

@@ -10,8 +10,6 @@ from typing import IO, Any
 
 from rich.console import Console
 
-MAX_WIDTH = 100  # columns
-
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:

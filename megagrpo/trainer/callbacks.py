@@ -20,10 +20,10 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process import user_code
 from megagrpo.platform.process.terminal import warn
 
-KEY = "run.callbacks"
+CALLBACKS_KEY = "run.callbacks"
 EVENTS = ("on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save", "on_train_end")
-EXTRA = {"on_log": "logs", "on_evaluate": "metrics"}  # keyword arguments, as transformers passes them
-TAKES = "a method takes (self, config, state, control, **kwargs): docs/callbacks.md"
+EVENT_ARGUMENTS = {"on_log": "logs", "on_evaluate": "metrics"}  # keyword arguments, as transformers passes them
+METHOD_PARAMETERS = "a method takes (self, config, state, control, **kwargs): docs/callbacks.md"
 
 
 @dataclass(frozen=True)
@@ -111,21 +111,22 @@ class Callbacks:
         """Run `event` on rank 0 and take its requests on every rank. Raises CallbackError there, RankError
         elsewhere."""
         if self._config.run.callbacks:
-            extra = {EXTRA[event]: dict(metrics or {})} if event in EXTRA else {}
-            self._control = on_first_rank(self._layout, lambda: self._run(event, extra))
+            self._control = on_first_rank(self._layout, lambda: self._run(event, dict(metrics or {})))
 
-    def _run(self, event: str, extra: dict[str, Any]) -> CallbackControl:
+    def _run(self, event: str, metrics: dict[str, float]) -> CallbackControl:
         for name, instance in zip(self._config.run.callbacks, self._instances, strict=True):
             method = getattr(instance, event, None)
             if method is None:
                 continue
             try:
-                method(self._config, self._state, self._control, **_accepted(method, extra))
+                method(self._config, self._state, self._control, **_accepted(method, event, metrics))
             except Exception as error:
                 own_frames = error.__traceback__ and error.__traceback__.tb_next
                 warn("".join(traceback.format_exception(error.with_traceback(own_frames))).rstrip())
-                said = f"`{name}`: {event} raised {user_code.described(error)} after {self._state.step} finished steps"
-                raise CallbackError(f"{KEY}: {said}; correct the callback and continue with --resume") from error
+                raise CallbackError(
+                    f"{CALLBACKS_KEY}: `{name}`: {event} raised {user_code.described(error)} after {self._state.step} "
+                    f"finished steps; correct the callback and continue with --resume"
+                ) from error
         return self._control
 
 
@@ -137,7 +138,7 @@ def load_callbacks(names: Sequence[str]) -> list[Any]:
         try:
             instances.append(_instance(name))
         except (TypeError, ValueError) as error:
-            problems.append(Problem((f"{KEY}.{index}",), f"`{name}` {error}"))
+            problems.append(Problem((f"{CALLBACKS_KEY}.{index}",), f"`{name}` {error}"))
     if problems:
         raise ProblemError(*problems)
     return instances
@@ -160,11 +161,9 @@ def _instance(name: str) -> Any:
         raise ValueError(f"defines no method that a run calls: {', '.join(EVENTS)}")
     for event, method in own.items():
         try:
-            inspect.signature(method).bind(
-                None, None, None, **_accepted(method, dict.fromkeys([EXTRA[event]] if event in EXTRA else []))
-            )
+            inspect.signature(method).bind(None, None, None, **_accepted(method, event, {}))
         except TypeError as error:
-            raise ValueError(f"cannot be called: {event}: {error}; {TAKES}") from None
+            raise ValueError(f"cannot be called: {event}: {error}; {METHOD_PARAMETERS}") from None
     return made
 
 
@@ -173,9 +172,9 @@ def _is_own(cls: type, name: str) -> bool:
     return not next((base.__module__ for base in cls.__mro__ if name in vars(base)), "").startswith("transformers.")
 
 
-def _accepted(method: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments that the method takes."""
-    parameters = inspect.signature(method).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return extra
-    return {name: value for name, value in extra.items() if name in parameters}
+def _accepted(method: Callable[..., Any], event: str, metrics: dict[str, float]) -> dict[str, dict[str, float]]:
+    """Return the metrics as the keyword argument of the event, if it has one that the method takes."""
+    name, parameters = EVENT_ARGUMENTS.get(event), inspect.signature(method).parameters
+    if name is None or not (name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())):
+        return {}
+    return {name: metrics}

@@ -40,15 +40,11 @@ class DryRun:
         """Add problems that are not known yet."""
         self.problems += [str(problem) for problem in problems if str(problem) not in self.problems]
 
-    def collecting(self) -> Collecting:
-        """Return a context manager that turns a ValueError inside it into one problem per line."""
-        return Collecting(self)
-
 
 @dataclass(frozen=True)
 class Collecting(AbstractContextManager[None, bool]):
-    """The context manager of `DryRun.collecting`. It is a class because a type checker then knows that it suppresses
-    errors."""
+    """A context manager that turns a ValueError inside it into one problem per line. It is a class because a type
+    checker then knows that it suppresses errors."""
 
     result: DryRun
 
@@ -70,17 +66,17 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
     """
     result = DryRun(config.parallel.smallest_world)
     result.add(*plan(config, result.ranks).problems)
-    with result.collecting():
+    with Collecting(result):
         check_trackers(config)
     with ExitStack() as resources:
         tools: Sequence[dict[str, Any]] = ()
         loaded: list[Tokenizer] = []
-        with result.collecting():
+        with Collecting(result):
             loaded.append(_tokenizer(config))
         if not loaded:
             return result
         tokenizer = loaded[0]
-        with result.collecting():
+        with Collecting(result):
             dialogues = make_dialogues(config, tokenizer, base_folder, resources)
             tools = dialogues.tools if dialogues else ()
             result.tools += [str(tool.get("function", tool).get("name")) for tool in tools]
@@ -89,7 +85,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
         limit = config.rollout.max_prompt_length
         for configured in configured_sets(config.data, evaluation_sets(config)):
             key = configured.key
-            with result.collecting():
+            with Collecting(result):
                 source = PromptSource(
                     configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools
                 )
@@ -104,7 +100,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                 if key == TRAIN:
                     train = source
                     config.with_num_prompts(len(source))  # the rules about the number of steps
-        with result.collecting():
+        with Collecting(result):
             for trial in try_rewards(config, base_folder, sets, tokenizer, models) if sets else ():
                 if isinstance(trial, str):
                     result.not_called.append(trial)

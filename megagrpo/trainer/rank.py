@@ -15,7 +15,7 @@ from megagrpo.engine.protocol import EngineError
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.agree import RankError
-from megagrpo.platform.parallel.layout import Layout, init_layout
+from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.process.loopback import LOOPBACK
 from megagrpo.platform.process.terminal import OutputError, set_log_level, warn
 from megagrpo.proof.plan import plan
@@ -24,6 +24,7 @@ from megagrpo.records.run_lock import RunFolderLost
 from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.trainer.alarms import BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError
+from megagrpo.trainer.engine_side import as_config_errors
 from megagrpo.trainer.stop_signals import stop_on_signals
 from megagrpo.trainer.time_limit import OUT_OF_TIME, TO_BE_CONTINUED, end_of_run
 from megagrpo.trainer.trainer import Trainer
@@ -82,7 +83,8 @@ def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterat
     _check_plan(config)
     if config.run.nodes == 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
         os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK  # all ranks and servers are on this host
-    layout = _layout(config)
+    with as_config_errors():
+        layout = init_layout(config.parallel, config.run.seed)
     ending.name = f"rank {layout.world_rank}"
     with ExitStack() as resources:
         trainer = build(config, base_folder, layout, resources)
@@ -101,13 +103,6 @@ def _check_plan(config: RunConfig) -> None:
     ).problems
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
-
-
-def _layout(config: RunConfig) -> Layout:
-    try:
-        return init_layout(config.parallel, config.run.seed)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _exit_code(stopped_by: int) -> int:

@@ -20,7 +20,7 @@ FIRST_SAVE_SECONDS = 60.0  # assumed duration of a checkpoint until one was writ
 SPARE_SECONDS = 15.0  # reserve after the last checkpoint
 
 
-KEY = "run.time_limit"
+TIME_LIMIT_KEY = "run.time_limit"
 
 
 class End(NamedTuple):
@@ -87,7 +87,7 @@ def check_time_limit(time_limit: str | None) -> None:
     """Check `run.time_limit`. Raises ConfigError when it leaves no time for a step."""
     if time_limit is not None and (seconds := seconds_of(time_limit)) <= _reserved():
         reason = f"{time_limit} is {seconds} s, of which {_reserved():.0f} s are for a checkpoint, so no step can begin"
-        raise ConfigError(f"{KEY}: {reason}; raise it above {_reserved():.0f} s, or leave it empty")
+        raise ConfigError(f"{TIME_LIMIT_KEY}: {reason}; raise it above {_reserved():.0f} s, or leave it empty")
 
 
 def end_of_run(time_limit: str | None) -> End | None:
@@ -101,11 +101,11 @@ def end_of_run(time_limit: str | None) -> End | None:
     if (job := end_of_job(os.environ)) is not None:
         end = End(job, END_OF_JOB)
     elif time_limit is not None:
-        end = End(process_start() + seconds_of(time_limit), KEY)
+        end = End(process_start() + seconds_of(time_limit), TIME_LIMIT_KEY)
     now = time.time()
     if end is not None and end.time - now <= _reserved():
         raise ConfigError(
-            f"{end.key}: {time_limit if end.key == KEY else os.environ[END_OF_JOB]}: {_too_short(end, now)}"
+            f"{end.key}: {time_limit if end.key == TIME_LIMIT_KEY else os.environ[END_OF_JOB]}: {_too_short(end, now)}"
         )
     return end
 
@@ -118,7 +118,7 @@ def _reserved() -> float:
 def _too_short(end: End, now: float, when: str = "") -> str:
     fix = (
         "raise it, or leave it empty"
-        if end.key == KEY
+        if end.key == TIME_LIMIT_KEY
         else "start a longer job, or unset the variable if this is not your job"
     )
     return (

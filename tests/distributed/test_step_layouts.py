@@ -19,7 +19,7 @@ from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.records.dump import StepDumps
-from megagrpo.records.token_log import FILE, TokenLog
+from megagrpo.records.token_log import TOKENS_FILE, TokenLog
 
 SECTIONS = dict(
     algorithm=dict(
@@ -77,7 +77,7 @@ def one(model, one_folder) -> list[dict]:
 
 
 def logged(run: Path) -> list[dict]:
-    return [json.loads(line) for line in (run / FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (run / TOKENS_FILE).read_text().splitlines()]
 
 
 @pytest.mark.full
@@ -118,7 +118,7 @@ def test_logged_tokens_hold_the_log_probs_and_entropies_of_the_first_pass_over_t
 @pytest.mark.full
 def test_logging_tokens_changes_no_bit_of_a_step(one, model, tmp_path):
     assert run_ranks(two_steps, 1, {}, model, tmp_path, (), 0)[0] == one
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / TOKENS_FILE).exists()
 
 
 def _audit(run: Path, step: int) -> int:

@@ -8,16 +8,11 @@ from typing import Any
 
 from megagrpo.platform.process import user_code
 from megagrpo.records.completions import Row
-from megagrpo.records.sinks.sink import TrackedRun
+from megagrpo.records.sinks.sink import Sink, TrackedRun
 
-# name -> number of arguments after self
-METHODS = {"step": 2, "evaluation": 2, "completions": 2, "message": 1, "close": 0}
-TAKES = {
-    "step": "(self, step, metrics)",
-    "evaluation": "(self, step, metrics)",
-    "completions": "(self, step, rows)",
-    "message": "(self, text)",
-    "close": "(self)",
+SINK_METHODS = {  # name -> parameters
+    name: list(inspect.signature(getattr(Sink, name)).parameters)
+    for name in ("step", "evaluation", "completions", "message", "close")
 }
 
 
@@ -59,18 +54,17 @@ def load_class(name: str) -> type[Any]:
         raise ValueError(f"cannot be loaded: {user_code.described(error)}; correct the file or the name") from error
     if not isinstance(sink, type):
         raise ValueError("is not a class; name a class with methods such as step: docs/trackers.md")
-    methods = {name: getattr(sink, name) for name in METHODS if callable(getattr(sink, name, None))}
+    methods = {name: getattr(sink, name) for name in SINK_METHODS if callable(getattr(sink, name, None))}
     if not methods:
-        raise ValueError(f"defines no method that a run calls: {', '.join(METHODS)}")
+        raise ValueError(f"defines no method that a run calls: {', '.join(SINK_METHODS)}")
     try:
         inspect.signature(sink).bind(None)
     except TypeError as error:
         raise ValueError(f"cannot be constructed: {error}; write __init__(self, run): docs/trackers.md") from None
     for name, method in methods.items():
         try:
-            inspect.signature(method).bind(*[None] * (1 + METHODS[name]))
+            inspect.signature(method).bind(*SINK_METHODS[name])
         except TypeError as error:
-            raise ValueError(
-                f"cannot be called: {name}: {error}; write {name}{TAKES[name]}: docs/trackers.md"
-            ) from None
+            written = f"{name}({', '.join(SINK_METHODS[name])})"
+            raise ValueError(f"cannot be called: {name}: {error}; write {written}: docs/trackers.md") from None
     return sink

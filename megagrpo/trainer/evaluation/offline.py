@@ -21,7 +21,7 @@ from megagrpo.trainer.evaluation.sets import HeldOut, check_columns, evaluate, l
 from megagrpo.trainer.rollout.scored_groups import OnDemand, scored_rollouts
 from megagrpo.types import Prompt, SamplingParams, ScoredRollout
 
-COLUMNS = ("reward", "completions/mean_length", "completions/clipped_ratio")
+TABLE_METRICS = ("reward", "completions/mean_length", "completions/clipped_ratio")
 
 
 def evaluate_offline(
@@ -94,7 +94,7 @@ def table(metrics: dict[str, float], names: Sequence[str]) -> str:
     heads = ["reward", "length", "cut", *estimates]
     columns = [
         [f"  {head:>8}", *(f"  {of_set[key]:8.3f}" if key in of_set else f"  {'-':>8}" for of_set in by_set.values())]
-        for head, key in zip(heads, (*COLUMNS, *estimates), strict=True)
+        for head, key in zip(heads, (*TABLE_METRICS, *estimates), strict=True)
     ]
     return "\n".join(
         side_by_side([f"{name:{width}}" for name in ("set", *(name or "data.eval" for name in by_set))], columns)

@@ -54,7 +54,7 @@ QUIET, LOWER = (CODE % [override] for override in ("run.progress=false", "run.lo
 BARS = CODE % []
 CONVERSION = """
 from megagrpo.records import progress_bars
-progress_bars.LINE_SECONDS = 0.0
+progress_bars.FIRST_LINE_SECONDS = 0.0
 with progress_bars.conversion_progress().task("writing OUT") as task:
     task.expect(3_000_000, "B", done=1_000_000)
     task.advance(1_000_000)

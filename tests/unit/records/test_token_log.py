@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from megagrpo.records.recorder import TrainedRollouts
-from megagrpo.records.token_log import FILE, TokenLog, chosen_samples, rows_of
+from megagrpo.records.token_log import TOKENS_FILE, TokenLog, chosen_samples, rows_of
 from megagrpo.types import Dialogue, LossInputs, LossOutput, MicroBatch, Prompt, Rollout, ScoredRollout
 from tests.unit.records.report.synthetic import OneRank, Texts
 
@@ -52,7 +52,7 @@ def trained(advantages: list[float]) -> TrainedRollouts:
 
 
 def lines(tmp_path) -> list[dict]:
-    return [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    return [json.loads(line) for line in (tmp_path / TOKENS_FILE).read_text().splitlines()]
 
 
 def test_the_groups_with_the_largest_range_of_advantages_are_chosen():
@@ -118,7 +118,7 @@ def test_without_groups_or_on_other_tensor_parallel_ranks_the_loss_is_untouched(
     assert tokens.record(loss) is loss
     tokens.measured(None)
     tokens.finish(TrainedRollouts(1, scored(2), []))
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / TOKENS_FILE).exists()
     other = log(tmp_path)
     other.layout.tp_rank = 1  # type: ignore[union-attr, misc]
     other.begin(trained([1.0, -1.0]))
@@ -147,4 +147,6 @@ def test_a_full_disk_is_a_warning_and_training_continues(tmp_path, fault):
     tokens.begin(trained([1.0, -1.0]))
     tokens.finish(TrainedRollouts(1, scored(2), []))
     tokens.finish(TrainedRollouts(2, scored(2), []))
-    assert len(said) == 1 and said[0].startswith(f"warning: {FILE} failed and may be incomplete; training continues. ")
+    assert len(said) == 1 and said[0].startswith(
+        f"warning: {TOKENS_FILE} failed and may be incomplete; training continues. "
+    )

@@ -13,7 +13,15 @@ from megagrpo.__main__ import main
 from megagrpo.config import ConfigError, load_config
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.trainer import time_limit
-from megagrpo.trainer.time_limit import KEY, OUT_OF_TIME, End, TimeLimit, end_of_run, process_start, seconds_of
+from megagrpo.trainer.time_limit import (
+    OUT_OF_TIME,
+    TIME_LIMIT_KEY,
+    End,
+    TimeLimit,
+    end_of_run,
+    process_start,
+    seconds_of,
+)
 from tests.unit.config.test_placement import QUICKSTART
 
 
@@ -40,7 +48,7 @@ def clock(monkeypatch):
 
 def test_a_step_that_would_not_be_finished_is_not_begun(clock):
     stopped = []
-    limit = TimeLimit(End(1000 + 400, KEY), stopped.append)
+    limit = TimeLimit(End(1000 + 400, TIME_LIMIT_KEY), stopped.append)
     limit.step_begins()
     limit.saved(10)  # then 1.5 x 10 + 15 seconds must be left
     assert limit.lead_seconds == 30
@@ -55,7 +63,7 @@ def test_a_step_that_would_not_be_finished_is_not_begun(clock):
 
 def test_a_step_that_takes_too_long_is_interrupted(clock):
     stopped = []
-    limit = TimeLimit(End(1000 + 400, KEY), stopped.append)
+    limit = TimeLimit(End(1000 + 400, TIME_LIMIT_KEY), stopped.append)
     limit.step_begins()
     (timer,) = clock[1]
     assert timer.seconds == 400 - (1.5 * time_limit.FIRST_SAVE_SECONDS + time_limit.SPARE_SECONDS)
@@ -78,7 +86,7 @@ def test_a_run_without_time_for_a_step_is_not_tried_again_and_again(clock):
 
 
 def test_the_longest_checkpoint_counts(clock):
-    limit = TimeLimit(End(5000, KEY), lambda number: None)
+    limit = TimeLimit(End(5000, TIME_LIMIT_KEY), lambda number: None)
     assert limit.lead_seconds == 1.5 * time_limit.FIRST_SAVE_SECONDS + time_limit.SPARE_SECONDS
     for seconds, longest in ((4, 4), (8, 8), (2, 8)):
         limit.saved(seconds)
@@ -96,10 +104,10 @@ def test_slurm_knows_the_end_else_the_config(monkeypatch):
     assert end_of_run(None) is None
     age = 3600 + time.time() - process_start()  # of pytest's process
     limit = f"{int(age // 3600) + 1}:00:00"
-    assert end_of_run(limit) == End(pytest.approx(process_start() + seconds_of(limit), abs=1), KEY)
+    assert end_of_run(limit) == End(pytest.approx(process_start() + seconds_of(limit), abs=1), TIME_LIMIT_KEY)
     for wrong in ("", "NONE", "0", "1700000000"):
         monkeypatch.setenv("SLURM_JOB_END_TIME", wrong)
-        assert end_of_run(limit).key == KEY
+        assert end_of_run(limit).key == TIME_LIMIT_KEY
     soon = int(time.time()) + 7200
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(soon))
     assert end_of_run(limit) == End(float(soon), "SLURM_JOB_END_TIME")

@@ -12,7 +12,7 @@ import pytest
 from megagrpo.config import ConfigError, ProblemError, load_config
 from megagrpo.config.tracker_options import PACKAGES
 from megagrpo.records.sinks.find_trackers import CLASSES, check_trackers, unused_options
-from megagrpo.records.sinks.user_sink import METHODS
+from megagrpo.records.sinks.user_sink import SINK_METHODS
 from tests.unit.records.sinks.tracked import CONFIG, write
 
 PAGE = (Path(__file__).parents[4] / "docs" / "trackers.md").read_text()
@@ -134,7 +134,7 @@ def test_the_page_names_every_tracker_and_every_method():
     assert CLASSES.keys() == PACKAGES.keys()
     for name in CLASSES:
         assert f"`{name}`" in PAGE
-    for name in METHODS:
+    for name in SINK_METHODS:
         assert f"`{name}(" in PAGE
 
 
