@@ -7,11 +7,11 @@ from contextlib import ExitStack
 from megagrpo.config import RunConfig
 from megagrpo.engine.client import VllmEngine
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.trainer.inputs import Data
 from megagrpo.trainer.recording import Journal
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
 from megagrpo.trainer.rollout.collector import Collector, sampling_params
 from megagrpo.trainer.rollout.groups import Rollouts
+from megagrpo.trainer.run_inputs import Data
 from megagrpo.types import TrainState
 
 

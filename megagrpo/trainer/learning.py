@@ -32,7 +32,7 @@ from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import Recorder, Update
 from megagrpo.sync.trainer_side.transport import Weights
 from megagrpo.trainer.engine_side import as_config_errors
-from megagrpo.trainer.inputs import ModelFiles
+from megagrpo.trainer.run_inputs import ModelFiles
 from megagrpo.types import LossFn, Metric, ScoredRollout, TrainBatch, TrainState
 
 

@@ -15,10 +15,10 @@ from megagrpo.trainer.alarms import Alarms, BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError, Callbacks
 from megagrpo.trainer.evaluations import Evaluations
 from megagrpo.trainer.gpu_turns import GpuTurns
-from megagrpo.trainer.inputs import Inputs
 from megagrpo.trainer.recording import Records
 from megagrpo.trainer.rollout.collector import NoRollouts, StopRequested
 from megagrpo.trainer.rollout.groups import Rollouts
+from megagrpo.trainer.run_inputs import Inputs
 from megagrpo.trainer.saves import Saves
 from megagrpo.trainer.time_limit import OUT_OF_TIME
 from megagrpo.types import TrainState

@@ -23,9 +23,9 @@ from megagrpo.records.recorder import Recorders
 from megagrpo.records.starts import record_start
 from megagrpo.records.token_log import TokenLog
 from megagrpo.records.writer import MetricsWriter
-from megagrpo.trainer.inputs import ModelFiles
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
 from megagrpo.trainer.run_folder import RunFolder
+from megagrpo.trainer.run_inputs import ModelFiles
 from megagrpo.trainer.speed import Speed, make_speed
 
 

@@ -14,9 +14,9 @@ from megagrpo.policy.reference import Reference
 from megagrpo.records.checkpoint import Checkpointer, CheckpointError
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.trainer.gpu_turns import GpuTurns
-from megagrpo.trainer.inputs import Inputs
 from megagrpo.trainer.rollout.collector import Collector
 from megagrpo.trainer.rollout.groups import Rollouts
+from megagrpo.trainer.run_inputs import Inputs
 from megagrpo.trainer.time_limit import TimeLimit
 from megagrpo.types import TrainState
 

@@ -11,10 +11,10 @@ from megagrpo.trainer.alarms import make_alarms
 from megagrpo.trainer.engine_side import as_config_errors, connect, start_servers
 from megagrpo.trainer.generation import make_rollouts
 from megagrpo.trainer.gpu_turns import make_turns
-from megagrpo.trainer.inputs import read_inputs
 from megagrpo.trainer.learning import Learning, load_policy
 from megagrpo.trainer.lifecycle import make_lifecycle
 from megagrpo.trainer.recording import make_records, open_journal
+from megagrpo.trainer.run_inputs import read_inputs
 from megagrpo.trainer.saves import make_saves
 from megagrpo.trainer.syncing import Syncing
 from megagrpo.trainer.trainer import Trainer
