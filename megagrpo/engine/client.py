@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from collections.abc import Generator as Stream
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -98,7 +99,7 @@ class VllmEngine(Updates, Generator):
     def _run(self, jobs: list[Job], n: int, on_begun: Callable[[], None] = lambda: None) -> Stream[Group]:
         self.follow()
         try:
-            yield from stream(lambda put: self._work_off(deque(jobs), n, put, on_begun))
+            yield from stream(partial(self._work_off, deque(jobs), n, on_begun))
         except asyncio.CancelledError:
             raise EngineInterrupted("generation was interrupted") from None
 
@@ -111,7 +112,7 @@ class VllmEngine(Updates, Generator):
                 task.get_loop().call_soon_threadsafe(task.cancel)
 
     async def _work_off(
-        self, jobs: deque[Job], n: int, put: Callable[[Group], None], on_begun: Callable[[], None]
+        self, jobs: deque[Job], n: int, on_begun: Callable[[], None], put: Callable[[Group], None]
     ) -> None:
         """Put each finished group, in a task that `interrupt` cancels."""
 

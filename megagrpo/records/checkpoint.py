@@ -296,14 +296,7 @@ class Checkpointer:
         return ["model"] if count == 1 else [f"model{i}" for i in range(count)]
 
     def _layout_of_rng(self) -> dict[str, int]:
-        layout = self.layout
-        return {
-            "tp": layout.tp_size,
-            "cp": layout.cp_size,
-            "pp": layout.pp_size,
-            "dp": layout.dp_size,
-            "ep": layout.ep_size,
-        }
+        return {axis: getattr(self.layout, f"{axis}_size") for axis in ("tp", "cp", "pp", "dp", "ep")}
 
 
 def checked(path: Path) -> tuple[dict[str, int], bool, TrainState]:

@@ -31,13 +31,16 @@ class BrokenTraining(RuntimeError):
 class Alarms:
     """Counts and reports faults of a step, and stops a run that can no longer learn. The counts are in `state`.
 
-    `dtype` is the least precise compute dtype of trainer and engine. `say` prints a line for the user.
+    `dtype` is the least precise compute dtype of trainer and engine; with `quantizes` one of them computes in fewer
+    bits. `say` prints a line for the user.
     """
 
-    config: RunConfig
+    rollout: RolloutSection
+    max_skipped_steps: int
     state: TrainState
     layout: Layout
     dtype: str
+    quantizes: bool
     reward_tracebacks: Callable[[Sequence[str]], str]
     say: Callable[[str], None]
 
@@ -46,10 +49,10 @@ class Alarms:
         error, first = metrics.get("token_mult_prob_error"), self.state.first_mismatches
         if error is None:
             return
-        limit = mismatch_limit(self.config, self.dtype, first)
+        limit = mismatch_limit(self.rollout, self.dtype, self.quantizes, first)
         if limit is not None and error > limit:
             self.state.mismatch_alarms += 1
-            self.say(mismatch_warning(self.config.rollout, self.dtype, self.state.step, error, limit, first))
+            self.say(mismatch_warning(self.rollout, self.dtype, self.state.step, error, limit, first))
         if len(first) < FIRST_STEPS and math.isfinite(error):
             self.state.first_mismatches = [*first, error]
 
@@ -68,13 +71,13 @@ class Alarms:
         self.say(
             f"warning: step {self.state.step + 1}: optimizer step skipped, weights unchanged: NaN or infinity {where}; "
             f"loss {error.metrics['loss'].value:g}; skipped in a row {self.state.skipped_in_a_row} of "
-            f"{self.config.train.max_skipped_steps} allowed"
+            f"{self.max_skipped_steps} allowed"
         )
 
     def stop_if_rewards_raise(self, metrics: dict[str, float], saves: Saves) -> None:
         """Save and raise BrokenTraining on every rank when a reward function failed for every response of a step.
         Collective."""
-        failing = always_raising(metrics, self.config.rollout)
+        failing = always_raising(metrics, self.rollout)
         if not failing:
             return
         tracebacks = self.reward_tracebacks(failing)
@@ -87,7 +90,7 @@ class Alarms:
 
     def stop_if_skipping(self) -> None:
         """Raise BrokenTraining on every rank when too many optimizer steps in a row were skipped."""
-        if self.state.skipped_in_a_row >= self.config.train.max_skipped_steps:
+        if self.state.skipped_in_a_row >= self.max_skipped_steps:
             raise BrokenTraining(
                 f"train.max_skipped_steps: {self.state.skipped_in_a_row} optimizer steps in a row had NaN or infinity; "
                 f"the warnings name "
@@ -105,22 +108,25 @@ def make_alarms(
 ) -> Alarms:
     """Return the alarms of a run with this policy."""
     dtype = max(name_of(policy.dtype), engine_dtype(config), key=tuple(NORMAL).index)
-    return Alarms(config, state, policy.layout, dtype, reward_tracebacks, say)
+    of_model = config.model.fp8_recipe, config.model.base_storage
+    quantizes = {config.rollout.quantization, *of_model} != {"none"}
+    return Alarms(
+        config.rollout, config.train.max_skipped_steps, state, policy.layout, dtype, quantizes, reward_tracebacks, say
+    )
 
 
-def mismatch_limit(config: RunConfig, dtype: str, first: Sequence[float]) -> float | None:
+def mismatch_limit(rollout: RolloutSection, dtype: str, quantizes: bool, first: Sequence[float]) -> float | None:
     """Return the highest normal `token_mult_prob_error` of a step; None: no limit.
 
-    `dtype` is the least precise compute dtype of trainer and engine, `first` the errors of the run's first steps, at
-    most `FIRST_STEPS`.
+    `dtype` and `quantizes` have the meaning of `Alarms`. `first` are the errors of the run's first steps, at most
+    `FIRST_STEPS`.
     """
-    rollout = config.rollout
     if rollout.mismatch_threshold is not None:
         return rollout.mismatch_threshold
     if rollout.max_staleness:  # training between sampling and the log-probs changes the number, too
         return None
     usual = 1 + JUMP * (statistics.median(first) - 1) if len(first) == FIRST_STEPS else None
-    if _quantizes(config):  # the normal value depends on the model
+    if quantizes:  # the normal value depends on the model
         return usual and max(usual, NORMAL["bfloat16"])
     return max(usual or 1.0, NORMAL[dtype])
 
@@ -153,12 +159,3 @@ def always_raising(metrics: dict[str, float], rollout: RolloutSection) -> list[s
         for name, count in metrics.items()
         if name.startswith("rewards/") and name.endswith("/exceptions") and count >= drawn
     ]
-
-
-def _quantizes(config: RunConfig) -> bool:
-    """Whether trainer or engine computes in fewer bits than `model.precision`."""
-    return (
-        config.rollout.quantization != "none"
-        or config.model.fp8_recipe != "none"
-        or config.model.base_storage != "none"
-    )

@@ -64,14 +64,14 @@ class Servers:
     on_nodes: NodeServers | None = None
 
 
-def check_servers(config: RunConfig) -> NamedServers:
+def check_servers(rollout: RolloutSection, syncs_adapters: bool) -> NamedServers:
     """Check the servers of `rollout.urls`, or of the file that replaces it, and return their token and URLs. Raises
     ValueError when a server does not respond or cannot take weights."""
-    token = read_token(config.rollout.token_file)
-    urls = named_urls(config.rollout.urls, config.rollout.urls_file)
+    token = read_token(rollout.token_file)
+    urls = named_urls(rollout.urls, rollout.urls_file)
     check_urls(urls)
-    if not config.lora.syncs_adapters:
-        check_plugin(urls, token, config.rollout.quantization)
+    if not syncs_adapters:
+        check_plugin(urls, token, rollout.quantization)
     return NamedServers(token, urls)
 
 
@@ -91,7 +91,7 @@ def start_servers(
     launcher, first, on_nodes = None, layout.world_rank == 0, None
     moved = None if config.rollout.urls else MovedServers(run_folder / "moved_servers.json")
     sleep = servers_sleep(config)
-    of_ranks = node_of_each_rank(config, layout)
+    of_ranks = node_of_each_rank(config.rollout, config.run.nodes, layout)
     if len(set(of_ranks)) > 1:
         with as_config_errors():
             on_nodes = launch_on_each_node(config, model_folder, run_folder, layout, of_ranks, named.token)
@@ -109,7 +109,8 @@ def start_servers(
     with as_config_errors():
         run_own_and_agree(layout, launcher.start if launcher else lambda: None)
         if sleep:  # vLLM measures free GPU memory as it starts, and would count the trainer's allocations as its own
-            run_own_and_agree(layout, lambda: start_asleep(config, launcher, say) if launcher else None)
+            limits = config.lora.syncs_adapters, config.rollout.weight_sync_timeout
+            run_own_and_agree(layout, lambda: start_asleep(launcher, *limits, say) if launcher else None)
     return Servers(named, moved, launcher, sleep, on_nodes)
 
 
@@ -131,7 +132,7 @@ def connect(
     launched: Launcher | NodeLaunchers | None = launcher
     if servers.on_nodes is not None:
         with as_config_errors():
-            nodes, launched, urls = await_all(servers.on_nodes, config, layout, say, resources)
+            nodes, launched, urls = await_all(servers.on_nodes, config.rollout, layout, say, resources)
         token: str | None = servers.on_nodes.token
     else:
         wait = partial(launcher.wait, say) if launcher else lambda: servers.named.urls

@@ -24,10 +24,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from megagrpo.config import RunConfig
 from megagrpo.engine.protocol import EngineError
 from megagrpo.engine.servers.launcher import Launcher
-from megagrpo.engine.servers.serving import offloads
 from megagrpo.engine.updates import Updates
 from megagrpo.platform.parallel.agree import RankError, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
@@ -101,7 +99,7 @@ class GpuTurns:
         """Turn of the servers. They already have it after a sync; after a checkpoint they wake with the weights they
         kept."""
         if self.turn is Turn.CHECKPOINT:
-            self._move_trainer(Turn.GENERATING)
+            move_trainer(self.offload, Turn.GENERATING)
             self._drive_engine(lambda engine: engine.wake())
             self.turn = Turn.GENERATING
         yield
@@ -115,7 +113,7 @@ class GpuTurns:
     @contextmanager
     def syncing(self) -> Iterator[Handover]:
         """Turn of a weight sync. Yields the handover for `WeightSync.push`; the servers have the GPU afterwards."""
-        if self.turn is Turn.GENERATING:  # `Trainer.refill`: a push without a training turn before it
+        if self.turn is Turn.GENERATING:  # `Syncing.refill`: a push without a training turn before it
             self._take_gpu()
         self.turn = Turn.SYNCING
         yield SyncHandover(self.offload)
@@ -128,7 +126,7 @@ class GpuTurns:
         if self.offload.away:
             with suppress(RankError, EngineError, WeightSyncError):
                 self._drive_engine(lambda engine: engine.sleep(_keeps_weights(Turn.CHECKPOINT), last))
-            self._move_trainer(Turn.CHECKPOINT)
+            move_trainer(self.offload, Turn.CHECKPOINT)
             self.turn = Turn.CHECKPOINT
         yield
 
@@ -138,11 +136,8 @@ class GpuTurns:
             self.stop_if_requested()  # this also waits for all ranks
         self._drive_engine(lambda engine: engine.sleep(_keeps_weights(Turn.TRAINING)))
         with self.phases("sync"):
-            self._move_trainer(Turn.TRAINING)
+            move_trainer(self.offload, Turn.TRAINING)
         self.turn = Turn.TRAINING
-
-    def _move_trainer(self, turn: Turn) -> None:
-        move_trainer(self.offload, turn)
 
     def _drive_engine(self, action: Callable[[SleepingEngine], None]) -> None:
         """Run `action` on rank 0 with the engine, if servers sleep; it fails on every rank or on none."""
@@ -166,16 +161,17 @@ class SyncHandover(Handover):
 
 
 def make_turns(
-    config: RunConfig,
     policy: MegatronPolicy,
     reference: Reference | None,
+    offloads: bool,
     engine: SleepingEngine | None,
     engine_sleeps: bool,
     stop_if_requested: Callable[[], None],
     phases: Phases,
 ) -> GpuTurns:
-    """Return the turns of a run's trainer and of its servers. `engine` is this rank's."""
-    offload = Offload(policy, reference) if offloads(config) else NoOffload()
+    """Return the turns of a run's trainer and of its servers. `engine` is this rank's. With `offloads` the trainer's
+    state moves to host memory while servers generate."""
+    offload = Offload(policy, reference) if offloads else NoOffload()
     first = policy.layout.world_rank == 0
     return GpuTurns(policy.layout, engine if first else None, engine_sleeps, offload, stop_if_requested, phases)
 
@@ -191,7 +187,7 @@ def move_trainer(offload: Offload | NoOffload, turn: Turn) -> None:
         offload.offload_all()
 
 
-def start_asleep(config: RunConfig, launcher: Launcher, say: Callable[[str], None]) -> None:
+def start_asleep(launcher: Launcher, syncs_adapters: bool, sync_timeout: float, say: Callable[[str], None]) -> None:
     """Wait for the servers, then put them to sleep until the first sync: a trainer that loads needs the GPU memory.
     Call it on rank 0."""
     servers = Updates(
@@ -199,8 +195,8 @@ def start_asleep(config: RunConfig, launcher: Launcher, say: Callable[[str], Non
         logs=launcher.logs,
         token=launcher.token,
         sleeps=True,
-        lora=config.lora.syncs_adapters,
-        sync_timeout=config.rollout.weight_sync_timeout,
+        lora=syncs_adapters,
+        sync_timeout=sync_timeout,
     )
     servers.sleep(_keeps_weights(Turn.STARTING))
 

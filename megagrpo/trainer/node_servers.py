@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from megagrpo.config import RunConfig
+from megagrpo.config import RolloutSection, RunConfig
 from megagrpo.engine.access import address_of
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.node_agent import NodeAgent, NodeLaunchers
@@ -33,10 +33,10 @@ class NodeServers:
     token: str
 
 
-def node_of_each_rank(config: RunConfig, layout: Layout) -> tuple[int, ...]:
+def node_of_each_rank(rollout: RolloutSection, nodes: int, layout: Layout) -> tuple[int, ...]:
     """Return the index of every rank's node, from the launcher's GROUP_RANK or LOCAL_WORLD_SIZE; all are 0 unless the
     run's servers share the hosts of several nodes. Collective."""
-    if config.rollout.placed != "colocated" or config.run.nodes == 1:
+    if rollout.placed != "colocated" or nodes == 1:
         return (0,) * layout.world_size
     by_size = layout.world_rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return tuple(layout.all_gather_objects(int(os.environ.get("GROUP_RANK", by_size))))
@@ -65,21 +65,23 @@ def launch_on_each_node(
     )
     launcher = run_own_and_agree(
         layout,
-        lambda: make(num_ranks=of_ranks.count(node), host=_own_host(config), first=share * nodes.index(node)),
+        lambda: make(
+            num_ranks=of_ranks.count(node), host=_own_host(config.rollout.interface), first=share * nodes.index(node)
+        ),
         here=of_ranks.index(node) == layout.world_rank,
     )
     return NodeServers(of_ranks, launcher, token)
 
 
-def _own_host(config: RunConfig) -> str:
+def _own_host(interface: str) -> str:
     """Return this node's address for servers: of `rollout.interface`, or by default on the route to the first node."""
-    if config.rollout.interface != LOOPBACK:
-        return address_of(config.rollout.interface)
+    if interface != LOOPBACK:
+        return address_of(interface)
     return own_address(f"http://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
 
 
 def await_all(
-    servers: NodeServers, config: RunConfig, layout: Layout, say: Callable[[str], None], resources: ExitStack
+    servers: NodeServers, rollout: RolloutSection, layout: Layout, say: Callable[[str], None], resources: ExitStack
 ) -> tuple[Nodes, NodeLaunchers | None, list[str]]:
     """Wait for the servers of every node. Return the nodes with their servers, rank 0's view of all launchers (None on
     other ranks), and the servers' URLs. Collective. Raises EngineStartError, WeightSyncError when a node cannot reach
@@ -88,10 +90,10 @@ def await_all(
     everyone = run_and_agree(layout, lambda: launcher.wait(say) if launcher else [])
     by_node = {node: everyone[of_ranks.index(node)] for node in sorted(set(of_ranks))}
     nodes = Nodes(of_ranks, {url: node for node, urls in by_node.items() for url in urls})
-    first, seconds = layout.world_rank == 0, config.rollout.startup_timeout
+    first, seconds = layout.world_rank == 0, rollout.startup_timeout
     secret = on_first_rank(layout, lambda: secrets.token_hex(32))
     board = run_own_and_agree(
-        layout, lambda: Board(_own_host(config), 0, Deadline(seconds), secret, serve=True), here=first
+        layout, lambda: Board(_own_host(rollout.interface), 0, Deadline(seconds), secret, serve=True), here=first
     )
     address = on_first_rank(layout, lambda: (board.host, board.port) if board else ("", 0))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.config import RunConfig
+from megagrpo.config import RunConfig, RunSection
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.tokenizer import Tokenizer, load_tokenizer, tokenizer_of
 from megagrpo.environments.dialogues import Dialogues, make_dialogues
@@ -70,7 +70,7 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     """Read and check all inputs, and lock the run's folder. Collective. Raises ValueError, with the key, for an input
     that is wrong."""
     first = layout.world_rank == 0
-    servers = on_first_rank(layout, lambda: check_servers(config))
+    servers = on_first_rank(layout, lambda: check_servers(config.rollout, config.lora.syncs_adapters))
     os.environ.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
     loss_fn = run_own_and_agree(layout, lambda: make_loss(config))
     callbacks = run_own_and_agree(layout, lambda: load_callbacks(config.run.callbacks), here=first)
@@ -81,7 +81,8 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     tokenizer = tokenizer_of(config, model_folder)
     model = ModelFiles(model_folder, hf_config, _reference_folder(config.model.reference_path, hf_config, tokenizer))
     given, (config, data) = config, _read_data(config, base_folder, tokenizer, layout, resources)
-    notes = [*_steps_notes(given, config, len(data.prompts)), *unused_options(config)]
+    per_step = config.rollout.prompts_per_step
+    notes = [*_steps_notes(given.run, config.run, per_step, len(data.prompts)), *unused_options(config.run)]
     if first and data.rewards:
         notes += start_warnings(config, data.prompts, data.held_out, data.rewards, tokenizer)
     return Inputs(config, servers, loss_fn, Callbacks(config, layout, callbacks), model, folder, data, notes)
@@ -138,17 +139,16 @@ def _read_data(
     return config, Data(tokenizer, prompts, held_out, dialogues, run_own_and_agree(layout, load_rewards, here=leader))
 
 
-def _steps_notes(given: RunConfig, config: RunConfig, num_prompts: int) -> list[str]:
+def _steps_notes(given: RunSection, run: RunSection, per_step: int, num_prompts: int) -> list[str]:
     """Return a line that says how `run.num_train_epochs` became a number of steps, or that it has no effect."""
-    epochs, steps = given.run.num_train_epochs, config.run.num_steps
+    epochs, steps = given.num_train_epochs, run.num_steps
     if epochs is None:
         return []
-    if given.run.max_steps is not None:
+    if given.max_steps is not None:
         return [
             f"note: run.max_steps {steps} takes precedence over run.num_train_epochs {epochs:g}; run.max_steps=null "
             f"selects the epochs"
         ]
-    per_step = config.rollout.prompts_per_step
     return [
         f"{steps} steps: run.num_train_epochs {epochs:g} x {num_prompts} prompts / rollout.prompts_per_step {per_step}"
     ]

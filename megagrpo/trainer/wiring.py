@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megagrpo.config import RunConfig
+from megagrpo.engine.servers.serving import offloads
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.trainer.alarms import make_alarms
 from megagrpo.trainer.engine_side import as_config_errors, connect, start_servers
@@ -36,7 +37,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     engine, weight_sync = connect(servers, config, layout, data.tokenizer.decode, say, resources)
     rollouts = make_rollouts(config, data, engine, layout, state, journal, resources)
     collector = rollouts.collector
-    turns = make_turns(config, policy, reference, engine, servers.sleep, collector.stop_if_requested, phases)
+    turns = make_turns(policy, reference, offloads(config), engine, servers.sleep, collector.stop_if_requested, phases)
     records = make_records(config, journal, model, policy, reference, collector.pool)
     alarms = make_alarms(config, state, policy, collector.reward_tracebacks, say)
     learning = Learning(config, policy, reference, inputs.loss_fn, state, records.recorders, phases, alarms.count_skip)

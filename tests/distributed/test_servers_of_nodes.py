@@ -34,7 +34,7 @@ def found(folder: Path, failing: str):
             launcher.restarts = None  # the agent cannot publish its servers
         try:
             servers = NodeServers((0, 1), launcher, "token")
-            nodes, launchers, urls = await_all(servers, load_config(QUICKSTART), layout, print, resources)
+            nodes, launchers, urls = await_all(servers, load_config(QUICKSTART).rollout, layout, print, resources)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return [nodes.servers[url] for url in urls], launcher.urls, launchers is not None

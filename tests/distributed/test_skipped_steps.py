@@ -65,7 +65,8 @@ class Training:
         writer = MetricsWriter.silent()
         writer._sinks["messages"] = self.said
         dumps = StepDumps(settings, self.policy, Path("unused"), Path("unused"), writer.message)
-        self.alarms = Alarms(settings, TrainState(), layout, "float32", "\n".join, writer.message)
+        limits = settings.rollout, settings.train.max_skipped_steps
+        self.alarms = Alarms(*limits, TrainState(), layout, "float32", False, "\n".join, writer.message)
         count_skip, state = self.alarms.count_skip, self.alarms.state
         self.learning = Learning(settings, self.policy, None, self.loss, state, dumps, Phases(), count_skip)
 

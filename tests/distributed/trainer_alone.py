@@ -65,7 +65,8 @@ def trainer_alone(
     profiler = Profiler(config.run.profile, run, layout.world_rank, writer.message)
     policy.phases, phases.mark = phases, profiler.mark
     records = Records(writer, phases, Recorders((*recorders, speed)), profiler, speed)
-    alarms = Alarms(config, state, layout, "float32", "\n".join, writer.message)
+    limits = config.rollout, config.train.max_skipped_steps
+    alarms = Alarms(*limits, state, layout, "float32", False, "\n".join, writer.message)
     loss_fn = make_loss(config)
     learning = Learning(config, policy, reference, loss_fn, state, records.recorders, phases, alarms.count_skip)
     syncing = SimpleNamespace(sync=lambda: setattr(state, "weight_version", state.weight_version + 1), metrics={})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 
-from megagrpo.config import Problem, ProblemError, RunConfig
+from megagrpo.config import Problem, ProblemError, RunConfig, RunSection
 from megagrpo.config.tracker_options import missing_package, tracker_notes
 from megagrpo.records.sinks.sink import Sink, TrackedRun
 from megagrpo.records.sinks.user_sink import OwnSink, load_class
@@ -37,11 +37,11 @@ def check_trackers(config: RunConfig) -> None:
         raise ProblemError(*problems)
 
 
-def unused_options(config: RunConfig) -> list[str]:
+def unused_options(run: RunSection) -> list[str]:
     """Return a note for each tracker that has options but is not in `run.trackers`."""
-    sections = {name: section for name, section in config.run if name in CLASSES}
+    sections = {name: section for name, section in run if name in CLASSES}
     return [
         f"note: run.{name} has options, but run.trackers does not name {name}, so the run does not use it"
         for name, section in sections.items()
-        if name not in config.run.trackers and section != type(section)()
+        if name not in run.trackers and section != type(section)()
     ]

@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Container, Generator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -115,7 +116,7 @@ class AsyncPool:
             self.ask(old, n, sampling, seed, step, at_once=True)
             for place in ready.keys() - {place_of(prompt) for prompt in old}:
                 del missing[place]
-                yield ready[place]._replace(index=indices[place])
+                yield replace(ready[place], index=indices[place])
         self._drop(self._hand_out(prompts))
 
     def state_dict(self) -> list[dict[str, Any]]:

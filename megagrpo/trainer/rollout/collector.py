@@ -58,7 +58,7 @@ class Collector:
 
         Raises StopRequested on every rank when any rank was asked to stop, NoRollouts when a rank's engine fails.
         """
-        self.stop_if_requested()  # the engine may lack the current weights: `Trainer.sync` skips the push then
+        self.stop_if_requested()  # the engine may lack the current weights: `Syncing.sync` skips the push then
         # before prompts are split over the replicas, so that no two replicas sample the same group
         prompts = numbered(prompts)
         ahead = self.pool is not None and all(prompt.place is not None for prompt in prompts)

@@ -7,7 +7,7 @@ from collections.abc import Generator as Stream
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from megagrpo.engine.protocol import Generator
 from megagrpo.platform.process.phases import Phases
@@ -16,7 +16,8 @@ from megagrpo.rewards.scoring import Scoring
 from megagrpo.types import Prompt, Rollout, SamplingParams, ScoredRollout
 
 
-class ScoredGroup(NamedTuple):
+@dataclass(frozen=True)
+class ScoredGroup:
     """A finished group: the index of its prompt, its rollouts, and their scoring, which may still run."""
 
     index: int

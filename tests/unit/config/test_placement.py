@@ -261,4 +261,5 @@ def test_a_rank_knows_its_node_where_each_node_has_servers(environment, override
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert node_servers.node_of_each_rank(config(*overrides), ThirdRank()) == nodes
+    made = config(*overrides)
+    assert node_servers.node_of_each_rank(made.rollout, made.run.nodes, ThirdRank()) == nodes

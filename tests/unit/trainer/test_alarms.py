@@ -24,7 +24,7 @@ def alarms(errors: list[float], dtype: str, *overrides: str) -> list[int]:
     """The steps at which the trainer warns."""
     config, first, steps = load_config(CONFIG, overrides), [], []
     for step, error in enumerate(errors, 1):
-        limit = mismatch_limit(config, dtype, first)
+        limit = mismatch_limit(config.rollout, dtype, config.rollout.quantization != "none", first)
         if limit is not None and error > limit:
             steps.append(step)
             assert mismatch_warning(config.rollout, dtype, step, error, limit, first).startswith(

@@ -188,7 +188,9 @@ def test_servers_sleep_at_level_2_and_keep_the_weights_that_adapters_act_on(adap
     settings = config(*adapters)
     with noting() as (url, paths):
         monkeypatch.setattr(Launcher, "wait", lambda self, say: [url])
-        gpu_turns.start_asleep(settings, Launcher(ServerOptions("", "float32", 64), Path()), print)
+        gpu_turns.start_asleep(
+            Launcher(ServerOptions("", "float32", 64), Path()), settings.lora.syncs_adapters, 60.0, print
+        )
         engine = VllmEngine([url], str, sleeps=True, lora=settings.lora.syncs_adapters)
         engine.sleep()
         engine.fleet.end_sleep()

@@ -126,7 +126,7 @@ def test_a_tracker_without_its_package_is_named_with_the_command_that_installs_i
 
 
 def test_options_of_a_tracker_that_the_run_does_not_use_are_noted():
-    (note,) = unused_options(config("tensorboard", "wandb", mlflow="{experiment: x}", wandb="{mode: offline}"))
+    (note,) = unused_options(config("tensorboard", "wandb", mlflow="{experiment: x}", wandb="{mode: offline}").run)
     assert note == "note: run.mlflow has options, but run.trackers does not name mlflow, so the run does not use it"
 
 

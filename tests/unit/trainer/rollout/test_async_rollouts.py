@@ -140,7 +140,7 @@ def test_groups_are_scored_from_when_they_are_finished_each_for_its_step():
             pool.ask(prompts(step * 4, step * 4 + 4), 2, SAMPLING, 0, step)
         wait_until(lambda: len(rewards.begun) == 8)
         assert {s.group[0].prompt.place: s.step for s in rewards.begun} == {place: place // 4 for place in range(8)}
-        handed = sorted(pool.groups(prompts(0, 8), 2, SAMPLING, 0, 0))
+        handed = sorted(pool.groups(prompts(0, 8), 2, SAMPLING, 0, 0), key=lambda group: group.index)
         assert [group.scoring for group in handed] == sorted(rewards.begun, key=lambda s: s.group[0].prompt.place)
     assert not any(scoring.dropped for scoring in rewards.begun)
 
