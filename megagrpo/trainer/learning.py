@@ -38,8 +38,8 @@ from megagrpo.types import LossFn, Metric, ScoredRollout, TrainBatch, TrainState
 
 @dataclass
 class Learning:
-    """The policy with its reference and its loss. `weights` yields this rank's parameters, each with the part of the
-    Hugging Face tensor it holds. `count_skip` gets the error of each skipped optimizer step."""
+    """The policy with its reference and its loss. All methods are collective. `count_skip` gets the error of each
+    skipped optimizer step, and the weights."""
 
     config: RunConfig
     policy: MegatronPolicy

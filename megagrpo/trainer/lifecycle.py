@@ -109,7 +109,7 @@ class Lifecycle:
 def make_lifecycle(
     inputs: Inputs, layout: Layout, rollouts: Rollouts, turns: GpuTurns, records: Records, alarms: Alarms, saves: Saves
 ) -> Lifecycle:
-    """Return what a run does around its steps, of its parts."""
+    """Return the lifecycle of a run, with its evaluations."""
     run, state, callbacks, lock = inputs.config.run, rollouts.state, inputs.callbacks, inputs.folder.lock
     evaluations = Evaluations(
         inputs.data.held_out, inputs.config.evaluation, run, state, rollouts.collector, turns, records, callbacks, saves
