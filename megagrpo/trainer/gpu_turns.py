@@ -30,8 +30,6 @@ from megagrpo.engine.updates import Updates
 from megagrpo.platform.parallel.agree import RankError, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
-from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.reference import Reference
 from megagrpo.sync.trainer_side.transport import Handover
 from megagrpo.sync.wire.manifest import WeightSyncError
 from megagrpo.trainer.state_offload import NoOffload, Offload
@@ -158,22 +156,6 @@ class SyncHandover(Handover):
 
     def before_serving(self) -> None:
         move_trainer(self._offload, Turn.GENERATING)
-
-
-def make_turns(
-    policy: MegatronPolicy,
-    reference: Reference | None,
-    offloads: bool,
-    engine: SleepingEngine | None,
-    engine_sleeps: bool,
-    stop_if_requested: Callable[[], None],
-    phases: Phases,
-) -> GpuTurns:
-    """Return the turns of a run's trainer and of its servers. `engine` is this rank's. With `offloads` the trainer's
-    state moves to host memory while servers generate."""
-    offload = Offload(policy, reference) if offloads else NoOffload()
-    first = policy.layout.world_rank == 0
-    return GpuTurns(policy.layout, engine if first else None, engine_sleeps, offload, stop_if_requested, phases)
 
 
 def move_trainer(offload: Offload | NoOffload, turn: Turn) -> None:

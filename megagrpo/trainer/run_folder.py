@@ -13,7 +13,7 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.removal import remove
 from megagrpo.platform.process.terminal import show
 from megagrpo.records.checkpoint import CheckpointError, checked, newest_checkpoint
-from megagrpo.records.run_files import FROM_PYTHON, next_free
+from megagrpo.records.run_files import CHECKPOINTS, FROM_PYTHON, next_free
 from megagrpo.records.run_lock import LOCK, RunLock
 
 
@@ -24,6 +24,11 @@ class RunFolder:
     path: Path
     lock: RunLock
     resume_from: Path | None
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints."""
+        return self.path / CHECKPOINTS
 
     @property
     def restored_step(self) -> int:
@@ -49,7 +54,7 @@ def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None)
     """
     lock.take()
     folder = lock.folder
-    checkpoint = newest_checkpoint(folder / "checkpoints")
+    checkpoint = newest_checkpoint(folder / CHECKPOINTS)
     begun_by = folder / "job"
     ours = job is not None and begun_by.exists() and begun_by.read_text() == job
     resume = checkpoint is not None if ours else config.run.resume

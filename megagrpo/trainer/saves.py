@@ -9,14 +9,10 @@ from pathlib import Path
 
 from megagrpo.config import ConfigError
 from megagrpo.data.prompts import PromptSource
-from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.reference import Reference
 from megagrpo.records.checkpoint import Checkpointer, CheckpointError
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.rollout.collector import Collector
-from megagrpo.trainer.rollout.groups import Rollouts
-from megagrpo.trainer.run_inputs import Inputs
 from megagrpo.trainer.time_limit import TimeLimit
 from megagrpo.types import TrainState
 
@@ -119,27 +115,3 @@ class Saves:
             self.failures += 1
             self.state.best_step, self.state.best_value = self.saved.best_step, self.saved.best_value
             self.writer.message(f"warning: {error}")
-
-
-def make_saves(
-    inputs: Inputs,
-    policy: MegatronPolicy,
-    reference: Reference | None,
-    rollouts: Rollouts,
-    turns: GpuTurns,
-    writer: MetricsWriter,
-) -> Saves:
-    """Return the checkpoints of a run, in `checkpoints/` of its folder. Collective."""
-    run, folder = inputs.config.run, inputs.folder.path / "checkpoints"
-    checkpointer = Checkpointer(folder, policy.layout, policy, run.save_total_limit, inputs.model.folder, reference)
-    return Saves(
-        checkpointer,
-        rollouts.state,
-        rollouts.prompts,
-        rollouts.collector,
-        turns,
-        TimeLimit(None, rollouts.collector.stop),
-        writer,
-        run.async_save,
-        inputs.callbacks.saved,
-    )

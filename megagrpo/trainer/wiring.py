@@ -8,16 +8,19 @@ from pathlib import Path
 from megagrpo.config import RunConfig
 from megagrpo.engine.servers.serving import offloads
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.trainer.alarms import make_alarms
 from megagrpo.trainer.engine_side import as_config_errors, connect, start_servers
 from megagrpo.trainer.generation import make_rollouts
-from megagrpo.trainer.gpu_turns import make_turns
+from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.learning import Learning, load_policy
 from megagrpo.trainer.lifecycle import make_lifecycle
 from megagrpo.trainer.recording import make_records, open_journal
 from megagrpo.trainer.run_inputs import read_inputs
-from megagrpo.trainer.saves import make_saves
+from megagrpo.trainer.saves import Saves
+from megagrpo.trainer.state_offload import NoOffload, Offload
 from megagrpo.trainer.syncing import Syncing
+from megagrpo.trainer.time_limit import TimeLimit
 from megagrpo.trainer.trainer import Trainer
 from megagrpo.types import TrainState
 
@@ -37,12 +40,24 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     engine, weight_sync = connect(servers, config, layout, data.tokenizer.decode, say, resources)
     rollouts = make_rollouts(config, data, engine, layout, state, journal, resources)
     collector = rollouts.collector
-    turns = make_turns(policy, reference, offloads(config), engine, servers.sleep, collector.stop_if_requested, phases)
+    offload = Offload(policy, reference) if offloads(config) else NoOffload()
+    first_engine = engine if layout.world_rank == 0 else None
+    turns = GpuTurns(layout, first_engine, servers.sleep, offload, collector.stop_if_requested, phases)
     records = make_records(config, journal, model, policy, reference, collector.pool)
     alarms = make_alarms(config, state, policy, collector.reward_tracebacks, say)
     learning = Learning(config, policy, reference, inputs.loss_fn, state, records.recorders, phases, alarms.count_skip)
     syncing = Syncing(weight_sync, learning.weights, state, collector, turns, phases, say)
-    saves = make_saves(inputs, policy, reference, rollouts, turns, journal.writer)
+    saves = Saves(
+        Checkpointer(folder.checkpoints, layout, policy, config.run.save_total_limit, model.folder, reference),
+        state,
+        data.prompts,
+        collector,
+        turns,
+        TimeLimit(None, collector.stop),
+        journal.writer,
+        config.run.async_save,
+        inputs.callbacks.saved,
+    )
     lifecycle = make_lifecycle(inputs, layout, rollouts, turns, records, alarms, saves)
     if folder.resume_from is not None:
         saves.restore(folder.resume_from)

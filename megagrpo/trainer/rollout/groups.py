@@ -94,7 +94,7 @@ class Rollouts:
                 f"(algorithm.dynamic_sample_fallback)"
             )
             if not partial:
-                chosen = groups_of(drawn, group)[:wanted]
+                chosen = list(batched(drawn, group))[:wanted]
         return [rollout for members in chosen for rollout in members]
 
     def _ask_ahead(self, step: int, steps: int) -> None:
@@ -114,14 +114,9 @@ class Rollouts:
             self.collector.ask(coming, rollout.num_generations, self.sampling, seed, step + i)
 
 
-def groups_of(scored: Sequence[ScoredRollout], group: int) -> list[Group]:
-    """Split rollouts into the groups of each prompt, in the order of drawing."""
-    return list(batched(scored, group))
-
-
 def useful_groups(scored: Sequence[ScoredRollout], config: RunConfig) -> list[Group]:
     """Return the groups whose rewards differ, in the order of drawing."""
-    groups = groups_of(scored, config.rollout.num_generations)
+    groups = batched(scored, config.rollout.num_generations)
     by_function = config.algorithm.multi_objective_aggregation != "sum_then_normalize"
     return [
         members
