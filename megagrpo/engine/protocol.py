@@ -81,7 +81,6 @@ class Generator(Protocol):
         Responses are received only while the caller waits for the next group, so a caller must not work long between
         two groups.
         """
-        raise NotImplementedError
 
     def generate(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> list[list[Rollout]]:
         """Return the rollouts of `groups`, in the order of `prompts`."""

@@ -26,11 +26,6 @@ class RunFolder:
     resume_from: Path | None
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder of the run's checkpoints."""
-        return self.path / CHECKPOINTS
-
-    @property
     def restored_step(self) -> int:
         """The step of the checkpoint; 0 for a fresh start."""
         return 0 if self.resume_from is None else int(self.resume_from.name.removeprefix("step_"))

@@ -9,6 +9,7 @@ from megagrpo.config import RunConfig
 from megagrpo.engine.servers.serving import offloads
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.run_files import CHECKPOINTS
 from megagrpo.trainer.alarms import make_alarms
 from megagrpo.trainer.engine_side import as_config_errors, connect, start_servers
 from megagrpo.trainer.generation import make_rollouts
@@ -48,7 +49,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     learning = Learning(config, policy, reference, inputs.loss_fn, state, records.recorders, phases, alarms.count_skip)
     syncing = Syncing(weight_sync, learning.weights, state, collector, turns, phases, say)
     saves = Saves(
-        Checkpointer(folder.checkpoints, layout, policy, config.run.save_total_limit, model.folder, reference),
+        Checkpointer(folder.path / CHECKPOINTS, layout, policy, config.run.save_total_limit, model.folder, reference),
         state,
         data.prompts,
         collector,

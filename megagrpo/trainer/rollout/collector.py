@@ -65,17 +65,17 @@ class Collector:
 
         def part() -> tuple[list[tuple[int, list[ScoredRollout]]], dict[str, float]] | str | EngineError | None:
             mine = self._own_places(prompts) if ahead else self._own_slice(prompts)
-            source = self.pool if ahead else self._on_demand()
-            assert source is not None, "`ahead` implies a pool"
+            pool = self.pool if ahead else None
             arguments = [prompts[i] for i in mine], num_generations, sampling, seed, self.phases, self.step
             try:
-                scored, counted = scored_rollouts(source, *arguments)
+                scored, counted = scored_rollouts(pool or self._on_demand(), *arguments)
             except EngineInterrupted:
                 return None
             except EngineStarved:
                 return STARVED
             except EngineError as error:
                 return error
+            counted |= {} if pool is None else pool.counters()
             return [*zip(mine, map(list, batched(scored, num_generations)), strict=True)], counted
 
         while STARVED in (parts := self._of_all(part)):

@@ -34,9 +34,6 @@ class GroupSource(Protocol):
         """Yield `n` rollouts of each prompt as soon as they are generated. A group is scored while others are
         generated. `step` has the meaning of `RewardScorer.begin`. Raises the errors of `Generator.groups`."""
 
-    def counters(self) -> dict[str, float]:
-        """Return and reset the counts of this source."""
-
 
 @dataclass(frozen=True)
 class OnDemand:
@@ -59,10 +56,6 @@ class OnDemand:
             for group in begun:
                 group.scoring.drop()
             raise
-
-    def counters(self) -> dict[str, float]:
-        """Return nothing: a source without groups of its own has no counts."""
-        return {}
 
 
 def begin_scoring(rewards: RewardScorer, index: int, rollouts: list[Rollout], step: int) -> ScoredGroup:
@@ -95,7 +88,7 @@ def scored_rollouts(
         for index in sorted(scorings):
             scored += scorings[index].finish()
             task.advance(n)
-    return scored, summed([scoring.counters() for scoring in scorings.values()]) | source.counters()
+    return scored, summed([scoring.counters() for scoring in scorings.values()])
 
 
 def summed(counters: Sequence[dict[str, float]]) -> dict[str, float]:
