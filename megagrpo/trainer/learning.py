@@ -18,13 +18,13 @@ from megagrpo.data.sample_slices import slices
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.models.bridge.adapter_files import fill_adapters
 from megagrpo.models.bridge.load import load_hf
-from megagrpo.models.bridge.merged import merged_blocks
-from megagrpo.models.bridge.parameter_blocks import adapter_blocks
+from megagrpo.models.bridge.parameter_blocks import adapter_blocks, merged_blocks
 from megagrpo.platform.parallel.agree import run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.progress_hook import Progress
 from megagrpo.policy.finite import NonFiniteError
+from megagrpo.policy.frozen_model import FrozenModel
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference, kl_by_sample
 from megagrpo.policy.step_terms import add_step_terms
@@ -43,7 +43,7 @@ class Learning:
 
     config: RunConfig
     policy: MegatronPolicy
-    reference: Reference | None
+    reference: FrozenModel | None
     loss_fn: LossFn
     state: TrainState
     recorder: Recorder
@@ -78,8 +78,9 @@ class Learning:
     ) -> tuple[Tensor, list[TrainBatch], float]:
         """Subtract beta times each response's KL from its reward. Returns the new advantages [P, G] float64, the
         batches with these advantages, and the mean KL."""
-        kl = charged_kl(scored, kl_by_sample(batches, self.policy.layout), self.config)
-        advantages = advantages_of(less_kl(scored, kl, self.config.algorithm.beta), self.config)
+        algorithm, kl = self.config.algorithm, kl_by_sample(batches, self.policy.layout)
+        kl = charged_kl(scored, kl, self.config.rollout.num_generations, algorithm.mask_truncated_completions)
+        advantages = advantages_of(less_kl(scored, kl, algorithm.beta), self.config)
         return advantages, [batch.with_advantages(advantages.flatten()) for batch in batches], kl.mean().item()
 
     @contextmanager
@@ -108,7 +109,7 @@ class Learning:
         """Update the reference towards the policy at the end of every `ref_model_sync_steps` steps."""
         algorithm = self.config.algorithm
         if algorithm.sync_ref_model and (self.state.step + 1) % algorithm.ref_model_sync_steps == 0:
-            assert self.reference is not None, "algorithm.sync_ref_model needs a reference"
+            assert isinstance(self.reference, Reference), "only the policy's own copy can move towards it"
             self.reference.mix_in(algorithm.ref_model_mixup_alpha)
 
 

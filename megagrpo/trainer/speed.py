@@ -73,8 +73,8 @@ def make_speed(config: RunConfig, layout: Layout, hf_config: HfConfig) -> Speed:
     known GPU."""
     alone = config.rollout.placed == "colocated" or not device.has_gpu()
     num_devices = layout.world_size + (0 if alone else server_gpus(config))
-    tflops, gpu = config.run.peak_tflops, device.gpu_name()
-    if tflops is None and gpu is not None and device.resolve_precision(config.model.precision) == torch.bfloat16:
-        tflops = bf16_tflops_of(gpu)
+    tflops = config.run.peak_tflops
+    if tflops is None and device.has_gpu() and device.resolve_precision(config.model.precision) == torch.bfloat16:
+        tflops = bf16_tflops_of(device.name())
     peak = None if tflops is None else tflops * 1e12
     return Speed(layout, hf_config, num_devices, peak, config.lora.enabled, config.rollout.max_staleness > 0)

@@ -8,6 +8,7 @@ from pathlib import Path
 from megagrpo.config import RunConfig
 from megagrpo.engine.servers.serving import offloads
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.optimizer import apex_note
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import CHECKPOINTS
 from megagrpo.trainer.alarms import make_alarms
@@ -38,6 +39,8 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     say, phases, progress = journal.writer.message, journal.phases, journal.progress
     servers = start_servers(config, model.folder, folder.path, layout, inputs.servers, progress, say, resources)
     policy, reference = load_policy(config, layout, model, progress)
+    if note := apex_note(policy.optimizer):
+        say(note)
     engine, weight_sync = connect(servers, config, layout, data.tokenizer.decode, say, resources)
     rollouts = make_rollouts(config, data, engine, layout, state, journal, resources)
     collector = rollouts.collector
