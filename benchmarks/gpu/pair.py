@@ -20,7 +20,8 @@ from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.build import build_model
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.transformer_config import ModelOptions
-from megagrpo.sync.trainer_side.sync import SyncReport, WeightSync, make_transport
+from megagrpo.sync.trainer_side.sync import SyncReport, WeightSync
+from megagrpo.sync.trainer_side.transport import TransportSettings, transport_class
 from megagrpo.trainer.gpu_turns import SyncHandover
 from megagrpo.trainer.state_offload import NoOffload, Offload
 
@@ -70,6 +71,7 @@ def pair(config: RunConfig, scratch: Path, trains: bool, offloads: bool = False)
     dtype = device.resolve_precision(config.model.precision)
     engine_dtype = name_of(device.engine_precision(dtype))
     transport, _ = weight_path(config, device.has_gpu(), one_host=True)
+    kind = transport_class(transport)
     with ExitStack() as resources:
         layout = init_layout(config.parallel, config.run.seed)
         resources.callback(layout.close)
@@ -77,17 +79,16 @@ def pair(config: RunConfig, scratch: Path, trains: bool, offloads: bool = False)
         launcher = resources.enter_context(make_launcher(config, folder, scratch, engine_dtype, num_ranks=1))
         launcher.start()
         urls = launcher.wait(lambda text: print(text, flush=True))
-        options = dict(
-            sleeps=servers_sleep(config), refills=transport == "shared_memory", token=launcher.token, logs=launcher.logs
-        )
+        options = dict(sleeps=servers_sleep(config), refills=kind.refills, token=launcher.token, logs=launcher.logs)
         engine = VllmEngine(urls, lambda ids: "", max_num_seqs=config.rollout.max_num_seqs, **options)
         started_gib = used_gib() - own_gib() - base_gib
         engine.sleep()
         policy = MegatronPolicy(config, layout, hf_config) if trains else None
         chunks = policy.chunks if policy else build_model(hf_config, layout, ModelOptions(dtype=dtype))
         offload = Offload(policy) if policy and offloads else NoOffload()
-        limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
-        way = make_transport(transport, layout, engine_dtype, device.device(), **limits)
+        r = config.rollout
+        settings = TransportSettings(device.device(), r.weight_sync_timeout, r.weight_sync_bucket_megabytes)
+        way = kind(layout, engine_dtype, settings)
         weight_sync = resources.enter_context(WeightSync(engine, layout, engine_dtype, way))
         yield Pair(
             config, hf_config, layout, policy, chunks, engine, weight_sync, offload, transport, base_gib, started_gib

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from megagrpo.config.problems import Problem
+from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.platform.process.loopback import LOOPBACK
 
 if TYPE_CHECKING:
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
 Placement = Literal["auto", "colocated", "dedicated", "external"]
 LAST_PORT = 65535
-Transport = Literal["auto", "shared_memory", "p2p", "cuda_ipc"]
 
 
 def address_fault(url: str) -> str:
@@ -31,9 +31,9 @@ def address_fault(url: str) -> str:
 
 
 def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]:
-    """Return the transport of the weights (shared_memory, p2p or cuda_ipc) and the reason for it. `gpu`: trainer and
-    servers compute on GPUs; `one_host`: all ranks and the first node of every server share a host. Raises ValueError
-    when the configured transport cannot reach the servers."""
+    """Return the transport of the weights, a row of TRANSPORTS or the user's own, and the reason for it. `gpu`:
+    trainer and servers compute on GPUs; `one_host`: all ranks and the first node of every server share a host. Raises
+    ValueError when the configured transport cannot reach the servers."""
     r = config.rollout
     configured, placed = r.weight_sync_transport, r.placed
     if config.lora.syncs_adapters:
@@ -42,6 +42,8 @@ def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]
                 "lora.sync: adapter sends files, so all ranks and servers must share one host; set it to merged"
             )
         return "shared_memory", "lora.sync adapter sends files"
+    if configured not in ("auto", *TRANSPORTS):  # of the user's own
+        return configured, "set by rollout.weight_sync_transport"
     one_host = one_host and r.nodes_per_server == 1
     if configured == "cuda_ipc" and not gpu:
         raise ValueError("rollout.weight_sync_transport: cuda_ipc needs GPUs, but this host has no GPU; set it to auto")
@@ -74,61 +76,61 @@ def placement_problems(config: RunConfig) -> list[Problem]:
     """Return placements and transports that contradict each other."""
     r, problems, placement, urls = config.rollout, [], "rollout.placement", "rollout.urls"
     if r.placement == "external" and not r.urls:
-        said = (
+        text = (
             "external needs the addresses of running servers, but rollout.urls is empty; list them there, or "
             "choose auto"
         )
-        problems.append(Problem((placement, urls), said))
+        problems.append(Problem((placement, urls), text))
     if r.placement in ("colocated", "dedicated") and r.urls:
-        said = (
+        text = (
             f"{r.placement} servers are started by the run, but rollout.urls lists external ones; leave "
             f"rollout.urls empty, or choose "
         )
-        said += "external"
-        problems.append(Problem((placement, urls), said))
+        text += "external"
+        problems.append(Problem((placement, urls), text))
     if config.train.offload and r.placed == "dedicated":
-        said = "true frees GPU memory for colocated servers, but rollout.placement is dedicated; leave it empty"
-        problems.append(Problem(("train.offload", placement), said))
+        text = "true frees GPU memory for colocated servers, but rollout.placement is dedicated; leave it empty"
+        problems.append(Problem(("train.offload", placement), text))
     if r.placed == "colocated" and r.servers % config.run.nodes:
-        said = f"{r.servers} servers cannot be spread over run.nodes {config.run.nodes} nodes evenly; use a multiple"
-        problems.append(Problem(("rollout.servers", "run.nodes", placement), said))
+        text = f"{r.servers} servers cannot be spread over run.nodes {config.run.nodes} nodes evenly; use a multiple"
+        problems.append(Problem(("rollout.servers", "run.nodes", placement), text))
     if r.placed == "colocated" and config.run.nodes > 1 and config.lora.syncs_adapters:
-        said = (
+        text = (
             f"adapter sends files to servers on the first node only, but run.nodes is {config.run.nodes}; set it "
             f"to merged"
         )
-        problems.append(Problem(("lora.sync", "run.nodes", placement), said))
+        problems.append(Problem(("lora.sync", "run.nodes", placement), text))
     if r.weight_sync_transport == "cuda_ipc" and r.placed != "colocated":
-        said = (
+        text = (
             f"cuda_ipc only reaches servers on the trainer's GPUs, but rollout.placement is {r.placed}; choose p2p "
             f"or auto"
         )
-        problems.append(Problem(("rollout.weight_sync_transport", placement, urls), said))
-    if r.weight_sync_transport in ("p2p", "cuda_ipc") and config.lora.syncs_adapters:
-        said = (
+        problems.append(Problem(("rollout.weight_sync_transport", placement, urls), text))
+    if r.weight_sync_transport not in ("auto", "shared_memory") and config.lora.syncs_adapters:
+        text = (
             f"{r.weight_sync_transport} sends weights, but lora.sync adapter sends adapters as files; set the "
             f"transport to auto, or "
         )
         problems.append(
-            Problem(("rollout.weight_sync_transport", "lora.sync", "lora.rank"), f"{said}lora.sync to merged")
+            Problem(("rollout.weight_sync_transport", "lora.sync", "lora.rank"), f"{text}lora.sync to merged")
         )
     if r.urls_file is not None and not r.urls:
-        said = (
+        text = (
             "needs initial servers, but rollout.urls is empty; list the initial servers there, or leave urls_file empty"
         )
-        problems.append(Problem(("rollout.urls_file", urls), said))
+        problems.append(Problem(("rollout.urls_file", urls), text))
     if r.interface != LOOPBACK and r.urls:
-        said = (
+        text = (
             f"{r.interface} only applies to servers that the run starts, but rollout.urls lists external ones; "
             f"leave it out"
         )
-        problems.append(Problem(("rollout.interface", urls), said))
+        problems.append(Problem(("rollout.interface", urls), text))
     if not r.urls and r.port and (last := r.port + r.servers - 1) > LAST_PORT:
-        said = (
+        text = (
             f"{r.port} with rollout.servers {r.servers} needs ports up to {last}, above the limit {LAST_PORT}; "
             f"lower it, or set it to 0"
         )
-        problems.append(Problem(("rollout.port", "rollout.servers"), said))
+        problems.append(Problem(("rollout.port", "rollout.servers"), text))
     problems += [
         Problem((f"rollout.urls.{i}",), f"{url} {why}; write it as http://HOST:PORT")
         for i, url in enumerate(r.urls)
@@ -136,11 +138,11 @@ def placement_problems(config: RunConfig) -> list[Problem]:
     ]
     problems += server_nodes_problems(config)
     if any("@" in url for url in r.urls):
-        said = (
+        text = (
             "an address must not contain a password, which logs and resolved.yaml would show; set "
             "rollout.token_file instead"
         )
-        problems.append(Problem((urls,), said))
+        problems.append(Problem((urls,), text))
     return problems
 
 
@@ -151,32 +153,32 @@ def server_nodes_problems(config: RunConfig) -> list[Problem]:
     if nodes == 1:
         return []
     if size % nodes:
-        said = f"{nodes} nodes cannot share {size} devices ({r.server_text}) evenly; use {nearest_divisor(size, nodes)}"
-        problems.append(Problem((key, "rollout.tp", "rollout.pp", "rollout.dp"), said))
+        text = f"{nodes} nodes cannot share {size} devices ({r.server_text}) evenly; use {nearest_divisor(size, nodes)}"
+        problems.append(Problem((key, "rollout.tp", "rollout.pp", "rollout.dp"), text))
     elif nodes % r.dp and r.dp % nodes:
-        said = (
+        text = (
             f"{nodes} nodes and rollout.dp {r.dp} copies: neither divides the other, so nodes would hold parts of "
             f"copies; change one"
         )
-        problems.append(Problem((key, "rollout.dp"), said))
+        problems.append(Problem((key, "rollout.dp"), text))
     if r.placed == "colocated":
-        said = (
+        text = (
             f"{nodes} nodes per server need servers on nodes without ranks, but {placement} is colocated; choose "
             f"dedicated or external, "
         )
-        problems.append(Problem((key, placement), f"{said}or set nodes_per_server to 1"))
+        problems.append(Problem((key, placement), f"{text}or set nodes_per_server to 1"))
     elif r.placed == "dedicated" and r.servers * nodes > config.run.nodes:
-        said = (
+        text = (
             f"{nodes} nodes x rollout.servers {r.servers} need {r.servers * nodes} nodes, but run.nodes is "
             f"{config.run.nodes}; raise it"
         )
-        problems.append(Problem((key, "rollout.servers", "run.nodes"), said))
+        problems.append(Problem((key, "rollout.servers", "run.nodes"), text))
     if r.weight_sync_transport == "shared_memory":
-        said = f"shared_memory reaches one host, but nodes_per_server is {nodes}; set the transport to auto or p2p"
-        problems.append(Problem(("rollout.weight_sync_transport", key), said))
+        text = f"shared_memory reaches one host, but nodes_per_server is {nodes}; set the transport to auto or p2p"
+        problems.append(Problem(("rollout.weight_sync_transport", key), text))
     if config.lora.syncs_adapters:
-        said = f"adapter sends files to one host, but rollout.nodes_per_server is {nodes}; set it to merged"
-        problems.append(Problem(("lora.sync", key), said))
+        text = f"adapter sends files to one host, but rollout.nodes_per_server is {nodes}; set it to merged"
+        problems.append(Problem(("lora.sync", key), text))
     return problems
 
 

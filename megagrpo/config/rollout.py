@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from megagrpo.config.placement import Placement, Transport
+from megagrpo.config.placement import Placement
 from megagrpo.config.section import (
     Count,
     Fraction,
@@ -17,6 +17,7 @@ from megagrpo.config.section import (
     Section,
     Temperature,
 )
+from megagrpo.config.transport_table import TransportName
 from megagrpo.platform.process.loopback import LOOPBACK
 
 
@@ -105,10 +106,11 @@ class RolloutSection(Section):
     new token for each run."""
     interface: str = LOOPBACK
     """The only network interface that launched servers listen on; lo is the loopback interface."""
-    weight_sync_transport: Transport = "auto"
+    weight_sync_transport: TransportName = "auto"
     """Transport of weights. shared_memory: files in this host's memory. p2p: from rank to worker over NCCL, or gloo
     without GPUs. cuda_ipc: servers map the GPU memory of their host's ranks. auto: cuda_ipc for colocated servers on
-    GPUs, shared_memory for those and on one host without GPUs, else p2p."""
+    GPUs, shared_memory for those and on one host without GPUs, else p2p. Your own: `path/file.py:Class` or
+    `package.module:Class` (docs/weight_sync.md)."""
     weight_sync_bucket_megabytes: PositiveFloat = 64.0
     """Largest message of the transport p2p, in MiB; a rank has two in flight per worker."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0

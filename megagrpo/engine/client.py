@@ -22,7 +22,7 @@ from megagrpo.engine.protocol import EngineError, EngineInterrupted, Generator, 
 from megagrpo.engine.responses import InvalidResponse, find_ending, is_broken_off, joined, read_choices, rest_of
 from megagrpo.engine.tool_parsing import ToolCalls, read_tool_calls
 from megagrpo.engine.updates import LOOK_SECONDS, Updates, adapter_name
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 ATTEMPTS_PER_SERVER = 3  # failed attempts at a prompt before the error; per server if servers may return

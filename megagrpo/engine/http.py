@@ -18,7 +18,7 @@ from megagrpo.engine.access import headers
 from megagrpo.engine.fleet import Fleet
 from megagrpo.engine.protocol import EngineDeadError
 from megagrpo.platform.process.removal import remove
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 
 # shared: each client would otherwise load the certificates again, which takes longer than a request
 CERTIFICATES = httpx.create_ssl_context(trust_env=False)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
 from collections.abc import Generator as Stream
+from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
 
-from megagrpo.sync.wire.manifest import Manifest, WeightSyncError
+from megagrpo.sync.wire.tensor_index import TensorIndex, WeightSyncError
 from megagrpo.types import Prompt, Rollout, SamplingParams
 
 
@@ -46,27 +46,25 @@ class WeightUpdate(Protocol):
     report."""
 
     @property
-    def manifest(self) -> Manifest:
+    def index(self) -> TensorIndex:
         """The version and the tensors of the update."""
 
     @property
-    def servers(self) -> Collection[str] | None:
+    def receiver(self) -> str:
+        """The class that receives the update in vLLM's workers."""
+
+    @property
+    def servers(self) -> Mapping[str, int] | None:
         """The servers that must all get the update. None: every live server, including any that returns before the
         update after next."""
 
     def request(self, server: str) -> dict[str, Any]:
         """The load instructions for the workers of the server at this address."""
 
-    def replies(self, server: str) -> list[dict[str, Any]]:
+    def reports(self, server: str) -> list[dict[str, Any]] | None:
         """The workers' reports so far. Each has `worker` and either `error`, or `version`, `bytes`, `checksum_seconds`
-        and what the update's transport needs as proof."""
-
-    def reports_by_http(self, server: str) -> bool:
-        """Whether this process must request the workers' reports from the server, because it cannot read them
-        itself."""
-
-    def activity(self, server: str) -> dict[str, str]:
-        """Worker -> the operation it is in, for workers that have not reported yet, as far as known."""
+        and what the update's transport needs as proof, or only the `activity` of a worker that has not reported. None:
+        the server must be asked for them."""
 
 
 class Generator(Protocol):

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import httpx
 
 from megagrpo.engine.http import HEALTH_SECONDS, NoAnswer, Servers, ServerTimeout, answers
 from megagrpo.engine.protocol import ServerDied, WeightUpdate
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 
 INITIAL_VERSION = "default"  # vLLM's name for the weights it started with
 LOOK_SECONDS = 0.5  # between two polls of servers that do not respond
@@ -95,11 +95,8 @@ class Updates(Servers):
         restart thread kills it.
         """
 
-        async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
-            await self._post(
-                client, url, f"/sleep?level={1 if self.lora or keeps_weights else 2}", seconds=self.sync_timeout
-            )
-            return []
+        async def verbs(client: httpx.AsyncClient, url: str) -> None:
+            await self._call(client, url, f"/sleep?level={1 if self.lora or keeps_weights else 2}")
 
         if self.sleeps and self.fleet.begin_sleep(last):
             while self.fleet.unsettled():
@@ -113,9 +110,8 @@ class Updates(Servers):
         self.fleet.end_sleep()
 
     def _wake(self, what: str, only: Sequence[str] | None) -> None:
-        async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
-            await self._post(client, url, f"/wake_up?tags={what}", seconds=self.sync_timeout)
-            return []
+        async def verbs(client: httpx.AsyncClient, url: str) -> None:
+            await self._call(client, url, f"/wake_up?tags={what}")
 
         if self.fleet.asleep and only is None:  # servers in `only` were just started, so they are awake
             self._update(verbs)
@@ -135,16 +131,15 @@ class Updates(Servers):
         """Drop cached prefixes, which were computed with older weights, and serve again. With `in_flight: keep` the KV
         cache of running responses is recomputed. A server that did not load the weights is left paused. Raises the
         errors of `load_weights`."""
-        version, running = update.manifest.version, "?reset_running_requests=true" if self.in_flight == "keep" else ""
+        version, running = update.index.version, "?reset_running_requests=true" if self.in_flight == "keep" else ""
 
-        async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
+        async def verbs(client: httpx.AsyncClient, url: str) -> None:
             with _phase("resume"):
                 # The trainer has verified the weights. vLLM has this route since 0.27.
                 name = {"new_version": str(version)}
-                await self._post(client, url, "/update_weight_version", name, self.sync_timeout, optional=True)
-                await self._post(client, url, f"/reset_prefix_cache{running}", seconds=self.sync_timeout)
-                await self._post(client, url, "/resume", seconds=self.sync_timeout)
-            return []
+                await self._call(client, url, "/update_weight_version", name, optional=True)
+                await self._call(client, url, f"/reset_prefix_cache{running}")
+                await self._call(client, url, "/resume")
 
         self._wake("kv_cache", only)
         if only is not None:
@@ -155,51 +150,53 @@ class Updates(Servers):
         self.fleet.synced(version)
 
     async def _load_weights(self, client: httpx.AsyncClient, url: str, update: WeightUpdate) -> list[dict[str, Any]]:
-        info = update.request(url)
-        phase, seconds = "pause", self.sync_timeout
+        version = update.index.version
+        info = {"version": version, "receiver": update.receiver, "request": update.request(url)}
         self.fleet.loading(url)
         try:
-            # vLLM must not run while its parameters are moved aside.
-            await self._post(client, url, f"/pause?mode={PAUSE_MODES[self.in_flight]}", seconds=seconds)
-            phase = "start"
-            await self._end_update(client, url)  # an update whose end this client never saw may still be open
-            await self._post(client, url, "/start_weight_update", seconds=seconds)
-            phase = "update"
-            await self._post(client, url, "/update_weights", {"update_info": info}, seconds)
-            _raise_worker_errors(await self._reports(client, url, update), url)
-            phase = "finish"
-            await self._post(client, url, "/finish_weight_update", seconds=seconds)
-            reports = await self._reports(client, url, update)
-            _raise_worker_errors(reports, url)
-            world = await self._world_size(client, url)
-            if len(reports) != world:
-                errors = (await self._post(client, url, "/collective_rpc", {"method": "weight_update_error"}, seconds))[
-                    "results"
-                ]
-                counted = (
-                    f"{self.name(url)}: {len(reports)} of {world} workers reported on weight version "
-                    f"{update.manifest.version}"
-                )
-                raise WeightSyncError(
-                    "; ".join([counted, *(f"worker {i}: {error}" for i, error in enumerate(errors) if error)])
-                )
+            with _phase("pause"):  # vLLM must not run while its parameters are moved aside
+                await self._call(client, url, f"/pause?mode={PAUSE_MODES[self.in_flight]}")
+            with _phase("start"):
+                await self._end_update(client, url)  # an update whose end this client never saw may still be open
+                await self._call(client, url, "/start_weight_update")
+            with _phase("update"):
+                await self._call(client, url, "/update_weights", {"update_info": info})
+                await self._reports(client, url, update.reports(url))
+            with _phase("finish"):
+                await self._call(client, url, "/finish_weight_update")
+                reports = await self._reports(client, url, update.reports(url))
+                world = await self._world_size(client, url)
+                if len(reports) != world:
+                    await self._reports(client, url, None)  # raises the errors of workers that could not report
+                    counted = (
+                        f"{self.name(url)}: {len(reports)} of {world} workers reported on weight version {version}"
+                    )
+                    raise WeightSyncError(counted)
         except ServerTimeout as error:
-            raise ServerTimeout(
-                f"phase {phase}: {error} (rollout.weight_sync_timeout){_stuck_in(update, url)}"
-            ) from error
-        except WeightSyncError as error:
+            stuck_in = "".join(
+                f"; worker {report['worker']} is stuck in: {report['activity']}"
+                for report in update.reports(url) or ()
+                if "activity" in report
+            )
+            raise ServerTimeout(f"{error} (rollout.weight_sync_timeout){stuck_in}") from error
+        except WeightSyncError:
             with contextlib.suppress(WeightSyncError):
                 await self._end_update(client, url)
-            raise type(error)(f"phase {phase}: {error}") from error
-        self.fleet.loaded(url, update.manifest.version)
+            raise
+        self.fleet.loaded(url, version)
         return [report | {"server": url} for report in reports]
 
-    async def _reports(self, client: httpx.AsyncClient, url: str, update: WeightUpdate) -> list[dict[str, Any]]:
-        """Return the reports of the workers on `update` so far."""
-        if not update.reports_by_http(url):
-            return update.replies(url)
-        answer = await self._post(client, url, "/collective_rpc", {"method": "weight_update_report"}, self.sync_timeout)
-        return [json.loads(report) for report in answer["results"] if report]
+    async def _reports(
+        self, client: httpx.AsyncClient, url: str, known: list[dict[str, Any]] | None
+    ) -> list[dict[str, Any]]:
+        """Return the workers' reports: `known`, or those that the server gives. Raises WeightSyncError if any worker
+        reports an error; workers report errors instead of raising them, see `_end_update`."""
+        if known is None:
+            known = [json.loads(report) for report in await self._rpc(client, url, "weight_update_report") if report]
+        reports = [report for report in known if "activity" not in report]
+        if errors := [f"worker {one['worker']} of {url}: {one['error']}" for one in reports if "error" in one]:
+            raise WeightSyncError("; ".join(errors))
+        return reports
 
     async def _end_update(self, client: httpx.AsyncClient, url: str) -> None:
         """End an update that is still open on any worker.
@@ -207,7 +204,15 @@ class Updates(Servers):
         vLLM's own routes raise when no update is open. With several workers, a call that raises leaves responses behind
         that the next call takes for its own.
         """
-        await self._post(client, url, "/collective_rpc", {"method": "end_weight_update"}, self.sync_timeout)
+        await self._rpc(client, url, "end_weight_update")
+
+    async def _rpc(self, client: httpx.AsyncClient, url: str, method: str) -> list[Any]:
+        """Call a method of `WorkerVerbs` on every worker, and return the results."""
+        results: list[Any] = (await self._call(client, url, "/collective_rpc", {"method": method}))["results"]
+        return results
+
+    async def _call(self, client: httpx.AsyncClient, url: str, path: str, body: Any = None, **options: Any) -> Any:
+        return await self._post(client, url, path, body, self.sync_timeout, **options)
 
     # -- adapters
 
@@ -221,12 +226,10 @@ class Updates(Servers):
                 await self._forget_adapter(client, url, version)  # left over from an earlier attempt or another run
                 # Without load_inplace: with it, vLLM would read the folder again for every request.
                 body = {"lora_name": adapter_name(version), "lora_path": str(folder)}
-                await self._post(client, url, "/v1/load_lora_adapter", body, self.sync_timeout)
-                answer = await self._post(
-                    client, url, "/collective_rpc", {"method": "adapter_checksums"}, self.sync_timeout
-                )
+                await self._call(client, url, "/v1/load_lora_adapter", body)
+                held = await self._rpc(client, url, "adapter_checksums")
             self.fleet.loaded(url, version)
-            return [{"server": url, "worker": i, "sums": sums} for i, sums in enumerate(answer["results"])]
+            return [{"server": url, "worker": i, "sums": sums} for i, sums in enumerate(held)]
 
         for what in ("weights", "kv_cache"):
             self._wake(what, only)
@@ -237,9 +240,8 @@ class Updates(Servers):
     def use_adapter(self, version: int) -> None:
         """Request the adapter of `version` from here on, and unload the previous adapter."""
 
-        async def verbs(client: httpx.AsyncClient, url: str) -> list[Any]:
+        async def verbs(client: httpx.AsyncClient, url: str) -> None:
             await self._forget_adapter(client, url, self.weight_version)
-            return []
 
         if self.weight_version not in (0, version):
             self._update(verbs)
@@ -247,9 +249,7 @@ class Updates(Servers):
 
     async def _forget_adapter(self, client: httpx.AsyncClient, url: str, version: int) -> None:
         try:
-            await self._post(
-                client, url, "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)}, self.sync_timeout
-            )
+            await self._call(client, url, "/v1/unload_lora_adapter", {"lora_name": adapter_name(version)})
         except ServerTimeout:
             raise
         except WeightSyncError:  # the server has no adapter of that name
@@ -259,13 +259,13 @@ class Updates(Servers):
 
     def _update(
         self,
-        verbs: Callable[..., Coroutine[Any, Any, list[Any]]],
+        verbs: Callable[..., Coroutine[Any, Any, list[Any] | None]],
         *args: Any,
         urls: Sequence[str] | None = None,
         only: Sequence[str] | None = None,
         together: Collection[str] | None = None,
     ) -> list[Any]:
-        """Run `verbs` on each server that gets updates, or on those in `urls`, and return all results in one list.
+        """Run `verbs` on each server that gets updates, or on those in `urls`, and return their results in one list.
 
         After a failed request, a server that fails its health check is SILENT. If servers may return, a server that
         passes it but did not respond to the request is EXCLUDED. Neither gives a result. Every other failure is raised,
@@ -279,7 +279,7 @@ class Updates(Servers):
 
         async def attempt(client: httpx.AsyncClient, url: str) -> list[Any]:
             try:
-                return await verbs(client, url, *args)
+                return await verbs(client, url, *args) or []
             except WeightSyncError as error:
                 if only is not None or (isinstance(error, ServerTimeout) and not self.fleet.patience):
                     raise
@@ -297,9 +297,10 @@ class Updates(Servers):
             return []
         if not targets:
             raise self.dead_error()
-        results = []
+        results: list[Any] = []
         try:
-            results = [result for results in asyncio.run(self._each(attempt, targets)) for result in results]
+            for of_server in asyncio.run(self._each(attempt, targets)):
+                results += of_server
         except WeightSyncError as error:
             if together is None or not failures:
                 raise
@@ -328,13 +329,8 @@ class Updates(Servers):
                 return False
             answer = await client.get(f"{url}/weight_info", timeout=HEALTH_SECONDS)  # vLLM has this route since 0.27
             return answer.status_code == 404 or answer.json()["weight_version"] == self._reported_name(version)
-        except (
-            WeightSyncError,
-            httpx.HTTPError,
-            ValueError,
-            LookupError,
-            TypeError,
-        ):  # another program may respond at this address
+        # another program may respond at this address
+        except (WeightSyncError, httpx.HTTPError, ValueError, LookupError, TypeError):
             return False
 
     def _reported_name(self, version: int) -> str:
@@ -342,32 +338,15 @@ class Updates(Servers):
         return str(version) if version and not self.lora else INITIAL_VERSION
 
 
-class _phase:
-    """Prefixes a WeightSyncError raised inside with the name of the phase."""
-
-    def __init__(self, name: str):
-        self.name = name
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, WeightSyncError):
-            raise type(error)(f"phase {self.name}: {error}") from error
+@contextlib.contextmanager
+def _phase(name: str) -> Iterator[None]:
+    """Prefix a WeightSyncError raised inside with the name of the phase."""
+    try:
+        yield
+    except WeightSyncError as error:
+        raise type(error)(f"phase {name}: {error}") from error
 
 
 def adapter_name(version: int) -> str:
     """The servers' name for the adapter of a weight version. vLLM keeps cached prefixes of different names apart."""
     return f"policy-{version}"
-
-
-def _raise_worker_errors(reports: list[dict[str, Any]], server: str) -> None:
-    """Raise WeightSyncError if any worker reported an error. Workers report errors instead of raising them: see
-    `_end_update`."""
-    if errors := [
-        f"worker {report['worker']} of {server}: {report['error']}" for report in reports if "error" in report
-    ]:
-        raise WeightSyncError("; ".join(errors))
-
-
-def _stuck_in(update: WeightUpdate, server: str) -> str:
-    return "".join(f"; worker {worker} is stuck in: {activity}" for worker, activity in update.activity(server).items())

@@ -28,9 +28,10 @@ from megagrpo.platform.process.loopback import LOOPBACK
 from megagrpo.platform.process.progress_hook import Progress
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
 from megagrpo.sync.trainer_side.node_shares import Nodes
-from megagrpo.sync.trainer_side.sync import WeightSync, make_transport
+from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.trainer_side.transport import TransportSettings, transport_class
 from megagrpo.sync.wire.exchange import is_here
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.trainer.gpu_turns import start_asleep
 from megagrpo.trainer.node_servers import NodeServers, await_all, launch_on_each_node, node_of_each_rank
 
@@ -139,6 +140,7 @@ def connect(
         urls, token = on_first_rank(layout, lambda: (wait(), launcher.token if launcher else servers.named.token))
     with as_config_errors():
         transport, reason = choose_transport(config, layout, urls, nodes)
+        refills = transport_class(transport).refills
     quantization = config.rollout.quantization
     quantized = f"; vLLM quantizes to {quantization}" if quantization != "none" else ""
     say(f"weight sync: {transport} ({reason}){quantized}")
@@ -152,7 +154,7 @@ def connect(
             moved=servers.moved,
             lora=config.lora.syncs_adapters,
             sleeps=servers.sleep,
-            refills=transport == "shared_memory",
+            refills=refills,
             in_flight=config.rollout.in_flight if config.rollout.max_staleness else None,
             **engine_limits(config.rollout),
         )
@@ -213,6 +215,6 @@ def make_weight_sync(
     the ranks if each has its own servers. Collective."""
     if config.lora.syncs_adapters:
         return AdapterSync(engine, layout, dtype, config.lora, config.model.path)
-    limits = dict(seconds=config.rollout.weight_sync_timeout, megabytes=config.rollout.weight_sync_bucket_megabytes)
-    made = make_transport(transport, layout, dtype, device.device(), nodes=nodes, **limits)
-    return WeightSync(engine, layout, dtype, made, say)
+    r = config.rollout
+    settings = TransportSettings(device.device(), r.weight_sync_timeout, r.weight_sync_bucket_megabytes, nodes)
+    return WeightSync(engine, layout, dtype, transport_class(transport)(layout, dtype, settings), say)

@@ -31,7 +31,7 @@ from megagrpo.platform.parallel.agree import RankError, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.sync.trainer_side.transport import Handover
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.trainer.state_offload import NoOffload, Offload
 
 

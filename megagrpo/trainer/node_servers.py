@@ -20,7 +20,7 @@ from megagrpo.platform.parallel.agree import on_first_rank, run_and_agree, run_o
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.loopback import LOOPBACK
 from megagrpo.sync.trainer_side.node_shares import Nodes
-from megagrpo.sync.wire.exchange import Board, Deadline, own_address
+from megagrpo.sync.wire.exchange import Deadline, Store, own_address
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ def await_all(
     first, seconds = layout.world_rank == 0, rollout.startup_timeout
     secret = on_first_rank(layout, lambda: secrets.token_hex(32))
     board = run_own_and_agree(
-        layout, lambda: Board(_own_host(rollout.interface), 0, Deadline(seconds), secret, serve=True), here=first
+        layout, lambda: Store(_own_host(rollout.interface), 0, Deadline(seconds), secret, serve=True), here=first
     )
     address = on_first_rank(layout, lambda: (board.host, board.port) if board else ("", 0))
 
     def start_agent() -> None:
         if launcher is not None and not first:
-            agent = NodeAgent(of_ranks[layout.world_rank], launcher, Board(*address, Deadline(seconds), secret))
+            agent = NodeAgent(of_ranks[layout.world_rank], launcher, Store(*address, Deadline(seconds), secret))
             resources.enter_context(agent)
 
     run_own_and_agree(layout, start_agent)  # every agent has published its servers

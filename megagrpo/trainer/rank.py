@@ -21,7 +21,7 @@ from megagrpo.platform.process.terminal import OutputError, set_log_level, warn
 from megagrpo.proof.plan import plan
 from megagrpo.records.checkpoint import CheckpointError
 from megagrpo.records.run_lock import RunFolderLost
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.trainer.alarms import BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError
 from megagrpo.trainer.engine_side import as_config_errors

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.boxes import cut, whole
-from megagrpo.sync.vllm_side.reader import BlankBlocks, ShardReader
-from megagrpo.sync.vllm_side.received_blocks import BoxCounts
-from megagrpo.sync.vllm_side.receiver import Receiver
+from megagrpo.sync.vllm_side.p2p_receiver import P2pReceiver
+from megagrpo.sync.vllm_side.reader import ShardReader
+from megagrpo.sync.vllm_side.receiver import BlankBlocks, BoxCounts, Worker
 from megagrpo.sync.wire.exchange import Deadline, clear_frames
-from megagrpo.sync.wire.manifest import Manifest, WeightSyncError
-from megagrpo.sync.wire.notes import DirectRequest
+from megagrpo.sync.wire.tensor_index import TensorIndex, WeightSyncError
 
 SHAPES = {"embed": (12, 6), "norm": (6,)}
 for layer in range(3):
@@ -96,15 +95,16 @@ class FileEngine:
         if self.gone:  # as `VllmEngine` excludes dead servers
             return []
         for server in self.servers:
-            request = json.dumps(update.request(server))
+            asked = update.request(server)
+            request = json.dumps({"version": update.index.version, "request": asked})
             for worker in range(PER_SERVER):
-                place = self.folder / f"request{update.request(server)['direct']['first_worker'] + worker}"
+                place = self.folder / f"request{asked['first_worker'] + worker}"
                 place.with_suffix(".part").write_text(request)
                 os.replace(place.with_suffix(".part"), place)
         deadline = Deadline(self.seconds)
         found: dict[str, list[dict]] = {}
         while not deadline.passed:
-            found = {server: update.replies(server) for server in self.servers}
+            found = {server: update.reports(server) for server in self.servers}
             told = [reply for replies in found.values() for reply in replies]
             if errors := [f"worker {reply['worker']}: {reply['error']}" for reply in told if "error" in reply]:
                 raise WeightSyncError("; ".join(errors))
@@ -114,7 +114,7 @@ class FileEngine:
         raise WeightSyncError(f"a worker did not answer within {self.seconds:g} s")
 
     def resume(self, update) -> None:
-        self.version = update.manifest.version
+        self.version = update.index.version
 
 
 def serve(
@@ -122,37 +122,37 @@ def serve(
 ) -> tuple[dict[str, Any], list[str]]:
     """Run a worker; return its weights and errors. A worker that `dies` loses its connections during the first update,
     sends no error, and is back for the next. After the first update `gone` workers before this one no longer exist."""
-    receiver, kept, errors = Receiver(device), {}, []
+    kept, errors = {}, []
     number = worker % PER_SERVER
+
+    def dry_run(index: TensorIndex) -> BoxCounts:
+        reader = ShardReader(BlankBlocks(index))
+        copies_of(worker, reader.tensors(), {})
+        return reader.fetched
+
+    receiver = P2pReceiver(Worker(number, device, dry_run))
     for update in range(updates):
         request = folder / f"request{worker - gone * (update > 0)}"
         while not request.exists():
             time.sleep(0.005)
         info = json.loads(request.read_text())
         request.unlink()
-        direct = DirectRequest(**info["direct"])
         try:
-
-            def dry_run(manifest: Manifest) -> BoxCounts:
-                reader = ShardReader(manifest, BlankBlocks(manifest))
-                copies_of(worker, reader.tensors(), {})
-                return reader.fetched
-
-            manifest, source = receiver.start(direct, info["version"], number, dry_run)
+            source = receiver.open(info["request"], info["version"])
             if dies and update == 0:
                 source.values("embed", *source.parts("embed", whole(SHAPES["embed"]))[0])
                 receiver.close()
                 errors.append("receiving no more")
                 continue
-            reader = ShardReader(manifest, source)
+            reader = ShardReader(source)
             copies_of(worker, reader.tensors(), kept)
             source.drain()
             assert not source.arrived and not source.in_flight
             told = {"worker": number, "version": info["version"], "bytes": reader.bytes}
-            receiver.report(direct, number, told | source.proof(reader.reads))
+            receiver.report(told | source.proof(reader.reads))
         except WeightSyncError as error:
             errors.append(str(error))
             clear_frames(error)
-            receiver.close_group()
-            receiver.report(direct, number, {"worker": number, "error": str(error)})
+            receiver.abort()
+            receiver.report({"worker": number, "error": str(error)})
     return {name: tensor.numpy() for name, tensor in kept.items()}, errors

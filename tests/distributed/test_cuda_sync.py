@@ -14,10 +14,12 @@ from megagrpo.engine.protocol import ServerDied
 from megagrpo.platform import device
 from megagrpo.sync.trainer_side import cuda_ipc as trainer
 from megagrpo.sync.trainer_side.sync import WeightSync
-from megagrpo.sync.vllm_side.reader import MappedBlocks, ShardReader
+from megagrpo.sync.trainer_side.transport import TransportSettings
+from megagrpo.sync.vllm_side.memory_receiver import MappedBlocks
+from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.wire import cuda_handles as worker
-from megagrpo.sync.wire.ledger import Ledgers
-from megagrpo.sync.wire.manifest import Manifest
+from megagrpo.sync.wire.progress_file import ProgressReader
+from megagrpo.sync.wire.tensor_index import TensorIndex
 
 SERVER = "http://127.0.0.1:8000"
 
@@ -67,14 +69,15 @@ class OneWorker:
         if not self.died:
             self.died = bool(update.request(SERVER)["handles"])
             raise ServerDied(f"{SERVER} is gone")
-        (self.folder / "draft").write_text(json.dumps(update.request(SERVER)))
+        request = update.request(SERVER) | {"version": update.index.version}
+        (self.folder / "draft").write_text(json.dumps(request))
         (self.folder / "draft").rename(self.folder / "request")
-        while not (replies := update.replies(SERVER)):
+        while not (replies := update.reports(SERVER)):
             time.sleep(0.01)
         return [reply | {"server": SERVER} for reply in replies]
 
     def resume(self, update):
-        self.version = update.manifest.version
+        self.version = update.index.version
 
 
 def take(folder, updates: int) -> list[dict]:
@@ -85,10 +88,10 @@ def take(folder, updates: int) -> list[dict]:
             time.sleep(0.01)
         told = json.loads((folder / "request").read_text())
         (folder / "request").unlink()
-        manifest = Manifest.load(told["manifest"], told["version"])
+        tensor_index = TensorIndex.load(told["index"], told["version"])
         maps = worker.DeviceMaps({name: handles[0] for name, handles in told["handles"].items()}, device.device())
         reader = ShardReader(
-            manifest, MappedBlocks(manifest, 0, maps, Ledgers(Path(told["manifest"]).parent, manifest.version))
+            MappedBlocks(tensor_index, 0, maps, ProgressReader(Path(told["index"]).parent, tensor_index.version)),
         )
         for half in range(PER_SERVER):
             copies_of(half, reader.tensors(), kept.setdefault(half, {}))
@@ -96,7 +99,7 @@ def take(folder, updates: int) -> list[dict]:
         reader.source.release()
         report = {
             "worker": 0,
-            "version": manifest.version,
+            "version": tensor_index.version,
             "bytes": reader.bytes,
             "reads": reads,
             "checksum_seconds": 0.0,
@@ -111,7 +114,7 @@ def push(folder):
     if dist.get_rank() == 1:
         return take(folder, 2)
     engine, said = OneWorker(folder), []
-    transport = trainer.CudaIpc(OneRank(), "float32", device.device(), folder)
+    transport = trainer.CudaIpc(OneRank(), "float32", TransportSettings(device.device()), folder=folder)
     with WeightSync(engine, OneRank(), "float32", transport, said.append) as sync:
         for version in (1, 2):
             sync.push(held_by(0, 1, version, device.device()), version)

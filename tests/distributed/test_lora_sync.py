@@ -36,7 +36,7 @@ def _push(root: Path, parallel: dict, shared: Path, out: Path):
     _, layout, hf_config, policy, _ = prepare(root, parallel, adapter_path=str(root / "adapter"))
     save_hf(policy.chunks, hf_config, layout, out, root / "model", dtype=torch.bfloat16)
     engine = OneReader() if layout.world_rank == 0 else None
-    with WeightSync(engine, layout, "bfloat16", SharedMemory(layout, "bfloat16", shared)) as sync:
+    with WeightSync(engine, layout, "bfloat16", SharedMemory(layout, "bfloat16", folder=shared)) as sync:
         sync.push(merged_blocks(policy.chunks, hf_config, layout), 1)
     return engine and {name: tensor.float().numpy() for name, tensor in engine.tensors.items()}
 

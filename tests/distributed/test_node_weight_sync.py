@@ -22,10 +22,11 @@ from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.sync.trainer_side.node_shares import Nodes, share_out
 from megagrpo.sync.trainer_side.shared_memory import FileUpdate, SharedMemory
 from megagrpo.sync.trainer_side.sync import WeightSync
-from megagrpo.sync.trainer_side.transport import SendReport
-from megagrpo.sync.vllm_side.reader import MappedBlocks, ShardReader
-from megagrpo.sync.wire.ledger import Ledgers
-from megagrpo.sync.wire.manifest import Manifest, SharedFiles, WeightSyncError
+from megagrpo.sync.trainer_side.transport import SendReport, TransportSettings
+from megagrpo.sync.vllm_side.memory_receiver import MappedBlocks, SharedFiles
+from megagrpo.sync.vllm_side.reader import ShardReader
+from megagrpo.sync.wire.progress_file import ProgressReader
+from megagrpo.sync.wire.tensor_index import TensorIndex, WeightSyncError
 
 RANKS = 4
 NODES = Nodes((0, 0, 1, 1), {"near": 0, "far": 1})
@@ -44,14 +45,16 @@ class Readers:
 
     def read(self, update: FileUpdate, server: str) -> dict:
         order = update.request(server)
-        found, self.folders[server] = Manifest.load(order["manifest"], order["version"]), Path(order["manifest"]).parent
-        reader = ShardReader(found, MappedBlocks(found, 0, SharedFiles(), Ledgers(self.folders[server], found.version)))
+        found, self.folders[server] = (
+            TensorIndex.load(order["index"], update.index.version),
+            Path(order["index"]).parent,
+        )
+        reader = ShardReader(MappedBlocks(found, 0, SharedFiles(), ProgressReader(self.folders[server], found.version)))
         self.tensors[server] = {name: reader.fetch(name, lazy).clone() for name, lazy in reader.tensors()}
         self.ranks[server] = {block.rank for tensor in found.tensors.values() for block in tensor.blocks}
-        assert (
-            update.reports_by_http(server) == (server == "far")
-            and Path(order["replies"]).parent.parent == self.folders[server]
-        )
+        assert (update.reports(server) is None) == (server == "far") and Path(
+            order["replies"]
+        ).parent.parent == self.folders[server]
         reads = [(name, index, part, total) for (name, index, part), total in reader.reads.items()]
         return {
             "server": server,
@@ -72,7 +75,8 @@ def push(sizes: dict, shared: Path):
     chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, init_weights=False))
     fill_weights(SimpleNamespace(chunks=chunks), hf_config, layout)
     engine = Readers() if layout.world_rank == 0 else None
-    transport = SharedMemory(layout, "float32", shared / str(NODES.of_ranks[layout.world_rank]), nodes=NODES)
+    own = shared / str(NODES.of_ranks[layout.world_rank])
+    transport = SharedMemory(layout, "float32", TransportSettings(nodes=NODES), folder=own)
     with WeightSync(engine, layout, "float32", transport) as sync:
         for version in (1, 2):
             sync.push(blocks(chunks, hf_config, layout), version)
@@ -83,14 +87,16 @@ def push(sizes: dict, shared: Path):
 
 def refused(update: FileUpdate) -> list[str]:
     """The errors of an update in which one block at a time changes between two nodes."""
-    said = []
-    for one, _, number in update.crossings[:3]:
-        wrong = list(map(list, update.written))
-        wrong[one.receiver][number] += 1
+    errors, num_ranks = [], len(NODES.of_ranks)
+    for one, left, arrived in update.crossings[:3]:
+        wrong = [[0] * (1 + max(left, arrived)) for _ in range(num_ranks)]
+        wrong[one.receiver][arrived] += 1
         with pytest.raises(WeightSyncError) as error:
-            replace(update).all_sent([SendReport(0, 0.0, tuple(checksums)) for checksums in wrong])
-        said.append(str(error.value))
-    return said
+            replace(update, crossings=[(one, left, arrived)]).verify(
+                [SendReport(0, 0.0, tuple(checksums)) for checksums in wrong], []
+            )
+        errors.append(str(error.value))
+    return errors
 
 
 @pytest.mark.parametrize(

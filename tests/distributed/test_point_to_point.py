@@ -15,8 +15,9 @@ from ranks import run_ranks
 from megagrpo.platform import device
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.trainer_side.transport import TransportSettings
 from megagrpo.sync.wire.exchange import Exchange
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 
 
 def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabytes: float = 64.0):
@@ -26,13 +27,13 @@ def push(num_ranks: int, num_workers: int, folder, versions: list[int], megabyte
     if rank >= num_ranks:
         return serve(rank - num_ranks, folder, len(versions), own)
     ranks = TrainerRanks(rank, group)
-    transport = PointToPoint(ranks, "float32", own, seconds=20, megabytes=megabytes)
+    transport = PointToPoint(ranks, "float32", TransportSettings(own, 20, megabytes))
     with WeightSync(FileEngine(folder, num_workers, 20) if rank == 0 else None, ranks, "float32", transport) as sync:
         reports, groups, notes = [], set(), []
         for version in versions:
             reports.append(sync.push(held_by(rank, num_ranks, version, own), version))
             groups.add(transport.exchange.name)
-            notes.append(transport.board.store.num_keys() if rank == 0 else 0)
+            notes.append(transport.store.tcp_store.num_keys() if rank == 0 else 0)
         assert notes[-1] == notes[-2]  # old ones are deleted
         sent = sum(message.elements for messages in transport.planned.rounds.values() for message in messages)
     return reports[-1].bytes_published, reports[-1].bytes_read, sent, len(groups)
@@ -71,7 +72,7 @@ def push_and_disturb(num_ranks: int, folder, how: str, seconds: float):
     if rank >= num_ranks:
         return serve(rank - num_ranks, folder, 2, own, dies=how == "worker dies" and rank == num_ranks)
     ranks = TrainerRanks(rank, group)
-    transport = PointToPoint(ranks, "float32", own, seconds=seconds, megabytes=2**-16)
+    transport = PointToPoint(ranks, "float32", TransportSettings(own, seconds, 2**-16))
     with WeightSync(
         FileEngine(folder, PER_SERVER, seconds + 3) if rank == 0 else None, ranks, "float32", transport
     ) as sync:
@@ -134,15 +135,15 @@ def push_damaged(num_ranks: int, num_workers: int, folder, how: str):
     if rank >= num_ranks:
         return serve(rank - num_ranks, folder, 2, own)
     ranks = TrainerRanks(rank, group)
-    transport = PointToPoint(ranks, "float32", own, seconds=20)
+    transport = PointToPoint(ranks, "float32", TransportSettings(own, 20))
     with WeightSync(FileEngine(folder, num_workers, 20) if rank == 0 else None, ranks, "float32", transport) as sync:
         held, send, seen = list(held_by(rank, num_ranks, 1, own)), Exchange.send, []
 
-        def damaging(self, parcels):
-            seen.extend(parcels)
-            if how == "flipped bit" and rank == 1 and len(seen) == len(parcels):
-                parcels[0].buffer[3] ^= 16
-            return send(self, parcels)
+        def damaging(self, buffers):
+            seen.extend(buffers)
+            if how == "flipped bit" and rank == 1 and len(seen) == len(buffers):
+                buffers[0].values[3] ^= 16
+            return send(self, buffers)
 
         Exchange.send = damaging
         if how == "drifted copy" and rank == 2:
@@ -192,14 +193,16 @@ def push_to_fewer(num_ranks: int, folder):
         worker = rank - num_ranks
         return serve(worker, folder, 1 if worker < PER_SERVER else 2, own, gone=PER_SERVER)
     ranks = TrainerRanks(rank, group)
-    transport = PointToPoint(ranks, "float32", own, seconds=20)
+    transport = PointToPoint(ranks, "float32", TransportSettings(own, 20))
     engine = FileEngine(folder, 2 * PER_SERVER, 20) if rank == 0 else None
     with WeightSync(engine, ranks, "float32", transport) as sync:
         sync.push(held_by(rank, num_ranks, 1, own), 1)
         if engine is not None:
             engine.servers.pop(next(iter(engine.servers)))
         sync.push(held_by(rank, num_ranks, 2, own), 2)
-        return [key for key in transport.board.store.list_keys() if "update1/" in key] if engine is not None else None
+        return (
+            [key for key in transport.store.tcp_store.list_keys() if "update1/" in key] if engine is not None else None
+        )
 
 
 @pytest.mark.skipif(0 < torch.cuda.device_count() < 6, reason="NCCL takes a GPU for each rank and worker")
@@ -217,7 +220,9 @@ def test_a_server_that_is_gone_leaves_a_group_in_which_workers_have_other_number
 def push_to_nobody(folder):
     ranks = TrainerRanks(dist.get_rank(), dist.group.WORLD)
     engine = FileEngine(folder, PER_SERVER, 20) if ranks.world_rank == 0 else None
-    with WeightSync(engine, ranks, "float32", PointToPoint(ranks, "float32", device.device(), seconds=20)) as sync:
+    with WeightSync(
+        engine, ranks, "float32", PointToPoint(ranks, "float32", TransportSettings(device.device(), 20))
+    ) as sync:
         if engine:
             engine.gone = True
         began = time.monotonic()

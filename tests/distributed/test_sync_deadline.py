@@ -16,7 +16,8 @@ from megagrpo.models.families.boxes import whole
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
 from megagrpo.sync.trainer_side.sync import WeightSync
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.trainer_side.transport import TransportSettings
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 
 
 class Hangs:
@@ -42,7 +43,10 @@ def push(shared: Path, hanging: int, reads: int) -> None:
     if rank == hanging:
         found[1] = (found[1][0], Hangs(values, reads), found[1][2])
     with WeightSync(
-        object() if rank == 0 else None, layout, "float32", SharedMemory(layout, "float32", shared, seconds=1.0)
+        object() if rank == 0 else None,
+        layout,
+        "float32",
+        SharedMemory(layout, "float32", TransportSettings(seconds=1.0), folder=shared),
     ) as sync:
         try:
             sync.push(found, 1)

@@ -20,13 +20,15 @@ from megagrpo.policy.build import build_model
 from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.proof.verify.verified_step import fill_weights
+from megagrpo.sync.trainer_side import slots
 from megagrpo.sync.trainer_side.shared_memory import FileUpdate, SharedMemory
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.vllm_side import reader
-from megagrpo.sync.vllm_side.reader import MappedBlocks, ShardReader
+from megagrpo.sync.vllm_side.memory_receiver import MappedBlocks, SharedFiles
+from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.wire import copy_checksums
-from megagrpo.sync.wire.ledger import Ledgers
-from megagrpo.sync.wire.manifest import Manifest, SharedFiles, WeightSyncError
+from megagrpo.sync.wire.progress_file import ProgressReader
+from megagrpo.sync.wire.tensor_index import TensorIndex, WeightSyncError
 
 
 class OneReader:
@@ -34,8 +36,8 @@ class OneReader:
 
     def load_weights(self, update: FileUpdate, only: None = None) -> list[dict]:
         told = update.request("here")
-        found = Manifest.load(told["manifest"], told["version"])
-        shards = ShardReader(found, MappedBlocks(found, 0, SharedFiles(), Ledgers(update.folder, found.version)))
+        found = TensorIndex.load(told["index"], update.index.version)
+        shards = ShardReader(MappedBlocks(found, 0, SharedFiles(), ProgressReader(update.folder, found.version)))
         self.tensors = {name: shards.fetch(name, lazy).clone() for name, lazy in shards.tensors()}
         self.sent = Counter()
         for tensor in found.tensors.values():
@@ -54,7 +56,7 @@ class OneReader:
         ]
 
     def resume(self, update, only: None = None) -> None:
-        self.version = update.manifest.version
+        self.version = update.index.version
 
 
 def push(sizes: dict, shared: Path):
@@ -63,7 +65,7 @@ def push(sizes: dict, shared: Path):
     chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32, init_weights=False))
     fill_weights(SimpleNamespace(chunks=chunks), hf_config, layout)
     engine = OneReader() if layout.world_rank == 0 else None
-    with WeightSync(engine, layout, "float32", SharedMemory(layout, "float32", shared)) as sync:
+    with WeightSync(engine, layout, "float32", SharedMemory(layout, "float32", folder=shared)) as sync:
         sync.push(blocks(chunks, hf_config, layout), 1)
     layout.close()
     return None if engine is None else ({name: t.numpy() for name, t in engine.tensors.items()}, dict(engine.sent))
@@ -93,14 +95,14 @@ def test_what_an_engine_in_bfloat16_keeps_in_float32_arrives_to_the_last_bit(tmp
     (block,) = same(name).blocks(Local(bias, 1, 0, None))
     engine, alone = OneReader(), SimpleNamespace(world_rank=0, all_gather_objects=lambda held: [held])
     for dtype in ("bfloat16", "float32"):
-        with WeightSync(engine, alone, dtype, SharedMemory(alone, dtype, tmp_path)) as sync:
+        with WeightSync(engine, alone, dtype, SharedMemory(alone, dtype, folder=tmp_path)) as sync:
             sync.push([("router.expert_bias", bias, [block])], 1)
         assert engine.tensors[name].dtype == torch.float32 and torch.equal(engine.tensors[name], bias)
 
 
 def test_weights_on_a_gpu_cost_a_few_transfers_per_layer_and_none_per_slice(tmp_path, monkeypatch):
     """Every tensor counts as a GPU's, so trainer and worker take the paths of GPUs."""
-    for module in (copy_checksums, reader):
+    for module in (copy_checksums, reader, slots):
         monkeypatch.setattr(module, "is_host", lambda values: False)
     layers, per_layer, mode, by_worker, stock = 5, 7, HostWaits(), [], reader.on_host
     # runs in a thread without the mode
@@ -108,7 +110,7 @@ def test_weights_on_a_gpu_cost_a_few_transfers_per_layer_and_none_per_slice(tmp_
     names = [f"model.layers.{layer}.tensor{i}" for layer in range(layers) for i in range(per_layer)]
     held = [(name, torch.randn(8, 3)) for name in names]
     engine, alone = OneReader(), SimpleNamespace(world_rank=0, all_gather_objects=lambda held: [held])
-    with mode, WeightSync(engine, alone, "bfloat16", SharedMemory(alone, "bfloat16", tmp_path)) as sync:
+    with mode, WeightSync(engine, alone, "bfloat16", SharedMemory(alone, "bfloat16", folder=tmp_path)) as sync:
         mode.mark([values for _, values in held])
         with mode.counting("sync"):
             sync.push([(name, values, list(same(name).blocks(Local(values, 1, 0, None)))) for name, values in held], 1)
@@ -119,12 +121,12 @@ def test_weights_on_a_gpu_cost_a_few_transfers_per_layer_and_none_per_slice(tmp_
 
 
 def test_a_wrong_checksum_on_a_gpu_names_the_tensor_after_its_layer(tmp_path, monkeypatch):
-    for module in (copy_checksums, reader):
+    for module in (copy_checksums, reader, slots):
         monkeypatch.setattr(module, "is_host", lambda values: False)
     name, stock = "model.layers.3.tensor", reader.device_checksum
     monkeypatch.setattr(reader, "device_checksum", lambda values, column=0: stock(values, column) + 1)
     values = torch.randn(8, 3)
     alone = SimpleNamespace(world_rank=0, all_gather_objects=lambda held: [held])
-    with WeightSync(OneReader(), alone, "bfloat16", SharedMemory(alone, "bfloat16", tmp_path)) as sync:
+    with WeightSync(OneReader(), alone, "bfloat16", SharedMemory(alone, "bfloat16", folder=tmp_path)) as sync:
         with pytest.raises(WeightSyncError, match=f"rank 0, {name}.*checksum .* was read; .* was written"):
             sync.push([(name, values, list(same(name).blocks(Local(values, 1, 0, None))))], 1)

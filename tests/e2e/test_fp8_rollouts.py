@@ -5,7 +5,6 @@ import statistics
 
 import httpx
 import pytest
-import torch
 from ranks import run_ranks
 
 from megagrpo.config import ParallelSection
@@ -13,7 +12,8 @@ from megagrpo.engine.probe import check_plugin
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.sync import WeightSync
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.trainer_side.transport import TransportSettings
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from tests.e2e import world
 from tests.e2e.test_weight_sync import OneRank, Tampered, is_paused, sampled, shards, without
 from tests.e2e.tiny_servers import Running, connect, launch, model_folder
@@ -83,7 +83,7 @@ def test_a_server_that_no_ranks_send_weights_to_gets_its_quantized_ones_back(pai
 
 def push_straight(engine, folders: list, version: int) -> None:
     layout = init_layout(ParallelSection(tp=2))
-    transport = PointToPoint(layout, "bfloat16", torch.device("cpu"), seconds=60, megabytes=0.05)
+    transport = PointToPoint(layout, "bfloat16", TransportSettings(seconds=60, megabytes=0.05))
     with WeightSync(engine if layout.world_rank == 0 else None, layout, "bfloat16", transport) as sync:
         for number, folder in enumerate(folders):
             sync.push(shards(folder, parts=2, part=layout.world_rank), version + number)

@@ -24,7 +24,7 @@ from megagrpo.policy.lora_layers import attach_adapters
 from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.proof.verify.shrink import random_tensor
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync, verify_adapter
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.types import Prompt, SamplingParams
 from tests.e2e import world
 from tests.e2e.tiny_servers import launch, naive_logprobs

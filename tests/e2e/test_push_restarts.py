@@ -8,13 +8,13 @@ import threading
 import time
 
 import pytest
-import torch
 
 from megagrpo.engine.fleet import State
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.trainer_side.transport import TransportSettings
 from megagrpo.sync.wire.exchange import Exchange
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from tests.e2e.test_restarts import Kept, wait_for
 from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, sampled_fresh, shards
 from tests.e2e.tiny_servers import below, connect, greedy, halt, is_halted, launch, model_folder, tied_llamas
@@ -22,7 +22,7 @@ from tests.e2e.tiny_servers import below, connect, greedy, halt, is_halted, laun
 
 def over_p2p(engine, say=print, seconds=60.0):
     """A sync of one rank. Its messages are small, so a server can die between two of them."""
-    transport = PointToPoint(OneRank(), "float32", torch.device("cpu"), seconds=seconds, megabytes=0.05)
+    transport = PointToPoint(OneRank(), "float32", TransportSettings(seconds=seconds, megabytes=0.05))
     return WeightSync(engine, OneRank(), "float32", transport, say)
 
 
@@ -53,12 +53,12 @@ def test_a_worker_that_gets_something_else_than_was_sent_refuses_it_and_takes_th
     synced, fresh = tied_llamas()
     send = Exchange.send
 
-    def damaging(self, parcels):
-        for parcel in parcels:
+    def damaging(self, buffers):
+        for buffer in buffers:
             # vLLM packs this tensor, and is in the middle of that when it fails
-            if "layer 1 (model.layers.1.mlp.down_proj" in parcel.what:
-                parcel.buffer[3] ^= 16
-        return send(self, parcels)
+            if "layer 1 (model.layers.1.mlp.down_proj" in buffer.what:
+                buffer.values[3] ^= 16
+        return send(self, buffers)
 
     with over_p2p(synced.engine) as sync:
         monkeypatch.setattr(Exchange, "send", damaging)

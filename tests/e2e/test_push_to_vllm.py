@@ -21,8 +21,9 @@ from megagrpo.policy.build import build_model
 from megagrpo.policy.transformer_config import ModelOptions
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.sync import WeightSync
+from megagrpo.sync.trainer_side.transport import TransportSettings
 from megagrpo.sync.wire.exchange import Exchange
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.types import SamplingParams
 from tests.e2e.tiny_servers import PROMPTS, below, connect, launch, model_folder, tied_llamas, weights
 
@@ -44,7 +45,7 @@ def push_from_megatron(parallel: dict, engine, folders: list, version: int, hang
     layout = init_layout(ParallelSection(**parallel))
     hf_config = load_hf_config(folders[0])
     chunks = build_model(hf_config, layout, ModelOptions(dtype=torch.float32))
-    transport = PointToPoint(layout, "float32", CPU, seconds=4 if hang else 60, megabytes=0.05)
+    transport = PointToPoint(layout, "float32", TransportSettings(CPU, 4 if hang else 60, 0.05))
     reports, failure = [], None
     with WeightSync(engine if layout.world_rank == 0 else None, layout, "float32", transport) as sync:
         if hang:
@@ -64,12 +65,12 @@ def hang_in_the_middle(sync, chunks, hf_config, layout, hang, version) -> tuple[
     if sync.engine is not None:
         sync.engine.request_timeout = sync.engine.sync_timeout = 6.0  # for every request
 
-    def disturbed(self, parcels):
+    def disturbed(self, buffers):
         sent.append(1)
         if len(sent) == 2 and layout.world_rank == 1:
             for pid in hang:
                 os.kill(pid, signal.SIGSTOP)
-        return send(self, parcels)
+        return send(self, buffers)
 
     Exchange.send = disturbed
     began = time.monotonic()

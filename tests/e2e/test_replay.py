@@ -15,24 +15,20 @@ from megagrpo.models.families.boxes import extent, whole
 from megagrpo.sync.vllm_side import loading as loading_module
 from megagrpo.sync.vllm_side.loading import Loading
 from megagrpo.sync.vllm_side.reader import ShardReader
-from megagrpo.sync.wire.manifest import Manifest, SharedBlock, SharedTensor
+from megagrpo.sync.vllm_side.receiver import BlockSource
+from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex
 
 
-class Memory:
+class Memory(BlockSource):
     """Tensors of this process as the blocks of one rank."""
 
-    def __init__(self, tensors):
-        self.tensors, self.bytes = tensors, 0
-
-    def parts(self, name, box):
-        return [(0, box)]
+    def __init__(self, tensors, index):
+        super().__init__(index)
+        self.tensors = tensors
 
     def values(self, name, index, part):
         self.bytes += 4 * extent(part)[0]
         return self.tensors[name][tuple(slice(a, b) for a, b in zip(*part, strict=True))]
-
-    def check(self, name, index, part, total):
-        pass
 
 
 class Gated(nn.Module):
@@ -98,17 +94,17 @@ def tensors(seed, shapes=SHAPES):
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 
-def manifest(given, version):
+def tensor_index(given, version):
     listed = {
         name: SharedTensor(tuple(t.shape), (SharedBlock(0, "", 0, whole(tuple(t.shape)), 0),))
         for name, t in given.items()
     }
-    return Manifest(version, "float32", listed)
+    return TensorIndex(version, "float32", listed)
 
 
 def update(loading, given, version):
     """Apply one update as a worker does; return the tensors that were read."""
-    reader = ShardReader(manifest(given, version), Memory(given))
+    reader = ShardReader(Memory(given, tensor_index(given, version)))
     initialize_layerwise_reload(loading.model)
     loading.load(reader)
     finalize_layerwise_reload(loading.model, None)
@@ -155,7 +151,7 @@ def test_a_dry_run_says_how_often_a_replay_fetches_each_box():
     model = Model()
     loading, given = loading_of(model), tensors(1)
     initialize_layerwise_reload(model)
-    told = loading.dry_run(manifest(given, 1))
+    told = loading.dry_run(tensor_index(given, 1))
     finalize_layerwise_reload(model, None)
     assert update(loading, given, 1).fetched == told and model.runs == 1
     torch.testing.assert_close(parameters(model), expected(given), rtol=0, atol=0)
@@ -189,9 +185,9 @@ def test_an_update_that_breaks_off_leaves_the_model_ready_for_the_next():
     loading = loading_of(model)
     update(loading, tensors(1), 1)
     given = tensors(2)
-    listed = manifest(given, 2)
+    listed = tensor_index(given, 2)
     del given["norm.weight"]
-    reader = ShardReader(listed, Memory(given))
+    reader = ShardReader(Memory(given, listed))
     initialize_layerwise_reload(model)
     with pytest.raises(KeyError, match="norm"):
         loading.load(reader)

@@ -15,7 +15,7 @@ import pytest
 from megagrpo.engine.access import headers
 from megagrpo.engine.servers.restarts import Restarter
 from megagrpo.sync.trainer_side.sync import WeightSync
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.types import SamplingParams
 from tests.e2e.test_weight_sync import OneRank, is_paused, sampled, sampled_fresh, shards
 from tests.e2e.tiny_servers import PROMPTS, below, connect, greedy, halt, is_halted, launch, model_folder, tied_llamas
@@ -137,7 +137,7 @@ class Deadly:
                 wait_for(
                     lambda: any(
                         b"has not written" in place.read_bytes()
-                        for place in left_by(os.getpid())[0].rglob("worker0.at")
+                        for place in left_by(os.getpid())[0].rglob("worker0.activity")
                     )
                 )
             os.kill(os.getpid(), signal.SIGKILL)
@@ -191,7 +191,7 @@ def test_a_server_that_waits_for_a_trainer_that_dies_while_it_writes_gives_up_wi
     trainer.join()
     died = time.monotonic()
     told = httpx.post(
-        f"{synced.engine.urls[0]}/collective_rpc", json={"method": "weight_update_error"}, timeout=10
+        f"{synced.engine.urls[0]}/collective_rpc", json={"method": "weight_update_report"}, timeout=10
     ).json()["results"]
     assert re.search(r"rank 0 died and has not written model\.\w+", told[0]) and time.monotonic() - died < 1.5
     assert trainer.exitcode == -signal.SIGKILL and is_paused(synced.engine)

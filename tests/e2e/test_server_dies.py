@@ -97,11 +97,11 @@ def die_in_the_fourth_sync():
         sent.append(0)
         return prepare(self, found, version, engine)
 
-    def disturbed(self, parcels):
+    def disturbed(self, buffers):
         sent[-1] += 1
         if len(sent) == 4 and sent[-1] == 2:
             kill_server(pid)
-        return send(self, parcels)
+        return send(self, buffers)
 
     PointToPoint.prepare, Exchange.send = begin, disturbed
 

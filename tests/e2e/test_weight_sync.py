@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.boxes import cut
 from megagrpo.sync.trainer_side.sync import WeightSync
-from megagrpo.sync.wire.ledger import VERSION_SHIFT, Ledgers
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.progress_file import VERSION_SHIFT, ProgressReader
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.types import Prompt, SamplingParams
 from tests.distributed.ranks import run_ranks
 from tests.e2e.tiny_servers import PROMPTS, tied_llamas, weights
@@ -162,8 +162,8 @@ class Tampered:
     def load_weights(self, update, only=None):
         if not self.tamper:
             return self.engine.load_weights(update, only)
-        update.request("nobody")  # writes the manifest
-        Ledgers(update.folder, update.manifest.version, 60).wait_for(0, update.slots.size, "everything")
+        update.request("nobody")  # writes the index
+        ProgressReader(update.folder, update.index.version, 60).wait_for(0, update.slots.size, "everything")
         written = update.path.read_text()
         self.tamper(data := json.loads(written))
         self.tamper = None
@@ -178,24 +178,24 @@ class Tampered:
 
 
 def without(*names):
-    def tamper(manifest):
+    def tamper(tensor_index):
         for name in names:
-            del manifest["tensors"][name]
+            del tensor_index["tensors"][name]
 
     return tamper
 
 
-def half_of_the_tensors(manifest):
-    for name in sorted(manifest["tensors"])[::2]:
-        del manifest["tensors"][name]
+def half_of_the_tensors(tensor_index):
+    for name in sorted(tensor_index["tensors"])[::2]:
+        del tensor_index["tensors"][name]
 
 
-def without_a_block(manifest):
-    del manifest["tensors"][f"{LAYER}.o_proj.weight"]["blocks"][1]
+def without_a_block(tensor_index):
+    del tensor_index["tensors"][f"{LAYER}.o_proj.weight"]["blocks"][1]
 
 
-def with_a_flipped_bit(manifest):
-    block = manifest["tensors"][f"{LAYER}.o_proj.weight"]["blocks"][1]
+def with_a_flipped_bit(tensor_index):
+    block = tensor_index["tensors"][f"{LAYER}.o_proj.weight"]["blocks"][1]
     with open(block["file"], "r+b") as file:
         file.seek(block["offset"] + 13)
         byte = file.read(1)
@@ -203,22 +203,22 @@ def with_a_flipped_bit(manifest):
         file.write(bytes([byte[0] ^ 4]))
 
 
-def without_a_file(manifest):
-    Path(manifest["tensors"][f"{LAYER}.o_proj.weight"]["blocks"][0]["file"]).unlink()
+def without_a_file(tensor_index):
+    Path(tensor_index["tensors"][f"{LAYER}.o_proj.weight"]["blocks"][0]["file"]).unlink()
 
 
-def with_a_short_file(manifest):
-    block = manifest["tensors"][f"{LAYER}.o_proj.weight"]["blocks"][0]
+def with_a_short_file(tensor_index):
+    block = tensor_index["tensors"][f"{LAYER}.o_proj.weight"]["blocks"][0]
     block["offset"] += 2**30
 
 
-def of_another_version(manifest):
-    for path in Path(manifest["tensors"]["model.norm.weight"]["blocks"][0]["file"]).parent.glob("rank0.ledger*"):
+def of_another_version(tensor_index):
+    for path in Path(tensor_index["tensors"]["model.norm.weight"]["blocks"][0]["file"]).parent.glob("rank0.progress*"):
         np.memmap(path, np.uint64)[0] += 2 << VERSION_SHIFT
 
 
-def with_another_shape(manifest):
-    tensor = manifest["tensors"]["model.norm.weight"]
+def with_another_shape(tensor_index):
+    tensor = tensor_index["tensors"]["model.norm.weight"]
     tensor["shape"] = [64]
     tensor["blocks"][0]["box"] = [[0], [64]]
 

@@ -1,7 +1,7 @@
 """GPU memory that processes share by CUDA IPC, on fake GPUs.
 
 torch's part is real: the fields of a handle, the reference counters (files in shared memory), the storages that torch
-keeps while a counter is above 0, and `ipc_collect`. So is this project's part: export, request, packing, ledger,
+keeps while a counter is above 0, and `ipc_collect`. So is this project's part: export, request, packing, progress file,
 checksums and release.
 
 CUDA's part is a stand-in. The runtime's `cudaIpcGetMemHandle` and `cudaIpcOpenMemHandle` do nothing, and its memory

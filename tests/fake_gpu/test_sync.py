@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from test_cuda_sync import push
 
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from tests.fake_gpu import planted_bugs as bugs
 from tests.fake_gpu.runtime import needs_fake_gpu, on_gpus
 

@@ -15,8 +15,8 @@ from typing import Any, Self
 
 from megagrpo.engine.http import Silence
 from megagrpo.engine.servers.options import NodePorts
-from megagrpo.sync.wire.exchange import Board, Deadline
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.exchange import Deadline, Store
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 
 FOLLOW_SECONDS = 0.5  # between two reports of a follower
 LOST_SECONDS = 60.0  # without a report, after which a node counts as lost
@@ -46,7 +46,7 @@ class Followers:
     """
 
     def __init__(self, host: str, port: int, token: str, num_nodes: int):
-        self._board = Board(host, port, Deadline(LOST_SECONDS), token, serve=True, name=BOARD)
+        self._board = Store(host, port, Deadline(LOST_SECONDS), token, serve=True, name=BOARD)
         self._nodes = range(1, num_nodes)
         self._attempt = 0
         self._silence, self._beats = Silence(), dict[int, int]()
@@ -104,7 +104,7 @@ class Reports:
         deadline = Deadline(seconds)
         while not (stop.is_set() or deadline.passed or _listens(host, port)):
             stop.wait(FOLLOW_SECONDS)
-        self._board = Board(host, port, Deadline(FOLLOW_SECONDS if stop.is_set() else LOST_SECONDS), token, name=BOARD)
+        self._board = Store(host, port, Deadline(FOLLOW_SECONDS if stop.is_set() else LOST_SECONDS), token, name=BOARD)
         self._node, self._name, self._beat, self._attempt = node, name, 0, 0
 
     def __enter__(self) -> Self:

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Self
 
 from megagrpo.engine.servers.launcher import Launcher, Server
-from megagrpo.sync.wire.exchange import Board, Deadline
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.exchange import Deadline, Store
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 
 AGENT_SECONDS = 0.1  # between two polls of servers and orders
 ORDER_SECONDS = 60.0  # timeout of an order: ending a server takes up to 15 s
@@ -32,7 +32,7 @@ class NodeAgent:
     WeightSyncError when the board cannot be reached.
     """
 
-    def __init__(self, node: int, launcher: Launcher, board: Board):
+    def __init__(self, node: int, launcher: Launcher, board: Store):
         self._node, self._launcher, self._board = node, launcher, board
         self._orders, self._published = 0, ""
         self._end = threading.Event()
@@ -113,7 +113,7 @@ class NodeLaunchers:
     WeightSyncError when the board is gone.
     """
 
-    def __init__(self, launcher: Launcher, board: Board, nodes: Sequence[int], per_node: int):
+    def __init__(self, launcher: Launcher, board: Store, nodes: Sequence[int], per_node: int):
         self._own, self._board, self._orders = launcher, board, Counter[int]()
         self._locks = {node: threading.Lock() for node in nodes}
         self._distant = [(node, index) for node in nodes for index in range(per_node)]
@@ -164,7 +164,7 @@ class NodeLaunchers:
             self._orders[node] += 1
             self._board.put(f"order/{node}/{number}", {"verb": verb, "index": index})
             purpose, deadline = f"node {node} to {verb} a vLLM server", Deadline(ORDER_SECONDS)
-            return str(self._board.take(f"answer/{node}/{number}", purpose, deadline))
+            return str(self._board.wait_for(f"answer/{node}/{number}", purpose, deadline))
 
 
 type AnyLauncher = Launcher | NodeLaunchers

@@ -21,7 +21,7 @@ from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform.device import quiet
 from megagrpo.platform.process.terminal import show, warn
 from megagrpo.sync.wire.exchange import Deadline, own_address
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 
 SERVE_LOOP_SECONDS = 0.5  # between two looks at the servers
 

@@ -18,7 +18,7 @@ from megagrpo.engine.http import CERTIFICATES, HEALTH_SECONDS, Silence, answers
 from megagrpo.engine.servers.launcher import healthy
 from megagrpo.engine.servers.node_agent import AnyLauncher, AnyServer
 from megagrpo.engine.updates import Updates
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 
 CHECK_SECONDS = 2.0  # between two checks
 # without a passed health check, after which a server counts as hung; at least as long is allowed for its engine

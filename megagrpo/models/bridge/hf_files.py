@@ -22,7 +22,7 @@ from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, first_bad, 
 from megagrpo.models.bridge.unfinished import check_space
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.weight_sources import INDEX, SINGLE
-from megagrpo.sync.wire.manifest import EXACT
+from megagrpo.sync.wire.tensor_index import FLOAT32_TENSORS
 
 HEADERS_FILE = "safetensors_headers.json"  # beside a checkpoint's side files: the headers of the original model's files
 SIDE_FILE_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".py")
@@ -82,7 +82,7 @@ class Files:
         float32 are not narrowed."""
 
         def chosen(name: str, stored: torch.dtype) -> torch.dtype:
-            return stored if name.endswith(EXACT) and stored.itemsize > dtype.itemsize else dtype
+            return stored if name.endswith(FLOAT32_TENSORS) and stored.itemsize > dtype.itemsize else dtype
 
         return self._with({name: (chosen(name, one.dtype), one.shape) for name, one in self.entries.items()})
 

@@ -30,8 +30,10 @@ def reward_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def own_code_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield files and names of the user's own loss, callbacks and trackers that do not exist."""
+    """Yield files and names of the user's own loss, transport, callbacks and trackers that do not exist."""
     named = {f"run.callbacks.{i}": (name, "callback") for i, name in enumerate(config.run.callbacks)}
+    if ":" in config.rollout.weight_sync_transport:
+        named["rollout.weight_sync_transport"] = (config.rollout.weight_sync_transport, "transport")
     named |= {
         f"run.trackers.{i}": (name, "tracker") for i, name in enumerate(config.run.trackers) if name not in PACKAGES
     }

@@ -23,10 +23,10 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.platform.process.removal import remove
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
-from megagrpo.sync.trainer_side.sync import SyncReport, Weights, WeightSync
+from megagrpo.sync.trainer_side.sync import SyncReport, Weights, WeightSync, error_text
 from megagrpo.sync.trainer_side.transport import NO_HANDOVER, Handover
 from megagrpo.sync.wire.copy_checksums import checksum
-from megagrpo.sync.wire.manifest import DTYPES, WeightSyncError
+from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, WeightSyncError
 
 Sums = dict[str, list[str]]  # projection (layers.0.self_attn.q_proj) -> [checksum of A, checksum of B * scale]
 
@@ -57,7 +57,7 @@ class AdapterSync(WeightSync):
             remove(folder)  # left by a failed push
         handover.before_sending()
         try:
-            blocks, dtype = cast(Parameters, list(parameters)), DTYPES[self.dtype]
+            blocks, dtype = cast(Parameters, list(parameters)), ENGINE_DTYPES[self.dtype]
             save_adapter(
                 blocks, self.layout, folder, self.lora, self.base, dtype, lambda *item: self._note(sums, *item)
             )
@@ -111,7 +111,7 @@ class AdapterSync(WeightSync):
                 if old != folder:
                     remove(old)
         except Exception as error:
-            return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+            return error_text(error)
         size = sum(path.stat().st_size for path in folder.iterdir())
         return size, size * len(reports)
 

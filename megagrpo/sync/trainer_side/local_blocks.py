@@ -9,10 +9,11 @@ from torch import Tensor
 
 from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.boxes import Box, intersect
-from megagrpo.sync.trainer_side.transport import BlockKey, Parameter, Weight, key_of
+from megagrpo.sync.trainer_side.node_shares import BlockKey
+from megagrpo.sync.trainer_side.transport import Parameter, Weight, key_of
 from megagrpo.sync.wire.copy_checksums import finite_as, first_false
-from megagrpo.sync.wire.manifest import WeightSyncError
-from megagrpo.sync.wire.roster import Roster
+from megagrpo.sync.wire.rank_boxes import RankBoxes
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 
 
 class LocalBlocks:
@@ -36,16 +37,16 @@ class LocalBlocks:
         """The key of every block."""
         return [key_of(block) for blocks in self.blocks.values() for block, *_ in blocks]
 
-    def check(self, roster: Roster | None, rank: int, dtype: torch.dtype) -> None:
-        """Raises WeightSyncError when a weight is NaN or infinite in `dtype`, the engine's, or a block of the roster is
-        missing."""
+    def check(self, rank_boxes: RankBoxes | None, rank: int, dtype: torch.dtype) -> None:
+        """Raises WeightSyncError when a weight is NaN or infinite in `dtype`, the engine's, or when a block of
+        `rank_boxes` is missing."""
         sent = [(name, param, blocks[0].name) for name, param, blocks in self.parameters if blocks]
         if (bad := first_false([finite_as(param.detach(), dtype) for _, param, _ in sent])) is not None:
             name, _, tensor = sent[bad]
             raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {tensor}")
-        if roster is None:
+        if rank_boxes is None:
             return
-        for name, (_, boxes) in roster.tensors.items():
+        for name, (_, boxes) in rank_boxes.tensors.items():
             for box, ranks in boxes.items():
                 if rank in ranks and all(block.box != box for block, *_ in self.blocks.get(name, ())):
                     raise WeightSyncError(f"{name} was present in the first sync and is missing now")

@@ -16,10 +16,12 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from megagrpo.sync.trainer_side.transport import BlockKey
+from megagrpo.models.families.boxes import Box
 from megagrpo.sync.wire.box_slices import owners
-from megagrpo.sync.wire.manifest import Manifest
 from megagrpo.sync.wire.sync_plan import layer_of
+from megagrpo.sync.wire.tensor_index import TensorIndex
+
+BlockKey = tuple[str, tuple[int, ...], Box]  # tensor, its full shape, and the part of it: equal for replicas of a block
 
 
 class Nodes(NamedTuple):
@@ -41,7 +43,7 @@ class Nodes(NamedTuple):
 class NodeFiles(NamedTuple):
     """The files of an update on another node, as rank 0 knows them."""
 
-    manifest: Manifest
+    tensors: TensorIndex
     folder: Path
     servers: list[str]
 

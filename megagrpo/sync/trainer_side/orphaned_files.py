@@ -18,7 +18,7 @@ from pathlib import Path
 
 PERIOD = 0.2  # seconds between two looks at the parent
 # fewest and most removals, one each period: servers and other ranks end a little later than the parent
-ATTEMPTS = range(10, 50)
+NUM_REMOVALS = range(10, 50)
 
 
 def remove_when_orphaned(folder: Path) -> subprocess.Popen[bytes]:
@@ -36,10 +36,10 @@ def main(parent: int, folder: Path) -> None:
     sys.path.append(str(Path(__file__).resolve().parents[3]))
     from megagrpo.platform.process.shm_names import remove_stale
 
-    for attempt in range(ATTEMPTS.stop):
+    for attempt in range(NUM_REMOVALS.stop):
         remove_stale(folder.parent)
         time.sleep(PERIOD)
-        if attempt >= ATTEMPTS.start and not folder.exists():
+        if attempt >= NUM_REMOVALS.start and not folder.exists():
             return
 
 

@@ -14,47 +14,53 @@ import os
 import secrets
 import socket
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
+from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
 from megagrpo.models.families.boxes import Box, brackets, missing, size, whole
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.sync.trainer_side.local_blocks import LocalBlocks
-from megagrpo.sync.trainer_side.transport import BlockKey, Ranks, SendReport, Weight
+from megagrpo.sync.trainer_side.node_shares import BlockKey
+from megagrpo.sync.trainer_side.transport import (
+    DEFAULT_SETTINGS,
+    Ranks,
+    SendReport,
+    Transport,
+    TransportSettings,
+    Update,
+    Weight,
+    gather_or_raise,
+)
 from megagrpo.sync.trainer_side.verification import verify_versions
 from megagrpo.sync.wire.copy_checksums import Checked, copy_checked
-from megagrpo.sync.wire.exchange import Board, Deadline, Exchange, Parcel, Pending, clear_frames, own_address, wait
-from megagrpo.sync.wire.manifest import DTYPES, Manifest, WeightSyncError
-from megagrpo.sync.wire.message_bytes import describe, empty_message, layer_text, message_views
-from megagrpo.sync.wire.messages import IN_FLIGHT, Message, Round, rounds
-from megagrpo.sync.wire.notes import DirectRequest, Members, UpdateKeys, content_key
-from megagrpo.sync.wire.roster import Roster, WorkerBoxes, boxes_of_json, wanted_by
-from megagrpo.sync.wire.sync_plan import layer_of, plan_transfers
-
-
-@dataclass(frozen=True)
-class Invitation:
-    """The data that every rank needs for an update: address and secret of rank 0's board, the index of the attempt, and
-    the servers."""
-
-    host: str
-    port: int
-    secret: str = field(repr=False)
-    attempt: int
-    servers: dict[str, int]  # url -> number of workers
+from megagrpo.sync.wire.exchange import Deadline, Exchange, PeerBuffer, Pending, Store, clear_frames, own_address, wait
+from megagrpo.sync.wire.messages import (
+    IN_FLIGHT,
+    Message,
+    Round,
+    describe,
+    empty_message,
+    layer_text,
+    message_views,
+    rounds,
+)
+from megagrpo.sync.wire.rank_boxes import RankBoxes, WorkerBoxes, take_boxes
+from megagrpo.sync.wire.store_messages import DirectRequest, Members, UpdateKeys, content_key
+from megagrpo.sync.wire.sync_plan import layer_of
+from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, WeightSyncError
 
 
 @dataclass(frozen=True)
 class SendPlan:
     """The messages that this rank sends, for workers with these boxes."""
 
-    boxes: list[str]  # per worker, the key of the note with its boxes
+    boxes: list[str]  # per worker, the key of its boxes in the store
     rounds: dict[Round, list[Message]]
     needed_bytes: int  # by all workers from all ranks
 
@@ -62,38 +68,38 @@ class SendPlan:
 class _Readiness(NamedTuple):
     """What each rank tells the others before an update."""
 
-    problem: str | None
-    invitation: Invitation | None  # of rank 0
-    keys: list[BlockKey] | None  # before the first roster
+    request: DirectRequest | None  # of rank 0
+    servers: dict[str, int]  # url -> number of workers, of rank 0
+    keys: list[BlockKey] | None  # before the first update
     group: str | None  # the process group that this rank is in
 
 
-class PointToPoint:
-    """The transport for servers with their own GPUs or on other hosts.
+class PointToPoint(Transport):
+    """The transport for servers with their own GPUs or on other hosts. `settings.seconds` limits one attempt of a
+    sync."""
 
-    `device` holds this rank's tensors. `seconds` limits one attempt of a sync, `megabytes` the size of one message, in
-    MiB.
-    """
+    receiver = TRANSPORTS["p2p"].receiver
+    refills = False
 
-    def __init__(
-        self, ranks: Ranks, dtype: str, device: torch.device, *, seconds: float = 300.0, megabytes: float = 64.0
-    ):
-        self.ranks, self.dtype, self.device, self.seconds = ranks, dtype, device, seconds
-        self.limit = max(1, int(megabytes * 2**20) // DTYPES[dtype].itemsize)  # elements in one message
-        self.board: Board | None = None
+    def __init__(self, ranks: Ranks, dtype: str, settings: TransportSettings = DEFAULT_SETTINGS):
+        super().__init__(ranks, dtype, settings)
+        # elements in one message
+        self.limit = max(1, int(settings.megabytes * 2**20) // ENGINE_DTYPES[dtype].itemsize)
+        self.seconds = settings.seconds or 300.0
+        self.store: Store | None = None
         self.secret = secrets.token_hex(32)  # only rank 0's secret is used
         self.exchange: Exchange | None = None
-        self.roster: Roster | None = None
-        self.roster_key = ""
+        self.rank_boxes: RankBoxes | None = None
+        self.rank_boxes_key = ""
         self.attempts = 0  # on rank 0
-        self.num_noted = 0  # number of workers with notes of the last attempt
+        self.num_members = 0  # number of workers with messages of the last attempt
         self.servers: dict[str, int] = {}  # url -> number of workers, of the servers in the current group
         self.planned: SendPlan | None = None
 
     def close(self) -> None:
-        """Leave the group and the board."""
+        """Leave the group and the store."""
         self.leave_group()
-        self.board = None
+        self.store = None
 
     def leave_group(self) -> None:
         """Leave the group; workers that wait for this rank get an error. The next sync forms a new group."""
@@ -101,321 +107,266 @@ class PointToPoint:
             self.exchange.close()
             self.exchange = None
 
-    def prepare(self, parameters: Sequence[Weight], version: int, engine: VllmEngine | None) -> DirectUpdate:
+    @contextlib.contextmanager
+    def prepare(self, weights: Sequence[Weight], version: int, engine: VllmEngine | None) -> Iterator[DirectUpdate]:
         """Check the weights and agree on the servers that take part. Collective.
 
         Raises WeightSyncError on every rank when any rank has a problem.
         """
-        problem, invitation, keys = None, None, None
-        try:
-            blocks = LocalBlocks(parameters)
-            blocks.check(self.roster, self.ranks.world_rank, DTYPES[self.dtype])
-            if engine is not None:
-                invitation = self._invite(engine)
-            keys = blocks.keys if self.roster is None else None
-        except Exception as error:
-            problem = f"rank {self.ranks.world_rank}: {error}"
-        readiness = _Readiness(problem, invitation, keys, self.exchange.name if self.exchange is not None else None)
-        everyone: list[_Readiness] = self.ranks.all_gather_objects(readiness)
-        if problems := [rank.problem for rank in everyone if rank.problem]:
-            raise WeightSyncError("; ".join(problems))
-        roster = self.roster or self._enroll([rank.keys or [] for rank in everyone])
-        invitation, group = (
-            everyone[0].invitation,
-            everyone[0].group if len({rank.group for rank in everyone}) == 1 else None,
+        blocks = LocalBlocks(weights)
+
+        def check() -> _Readiness:
+            blocks.check(self.rank_boxes, self.ranks.world_rank, ENGINE_DTYPES[self.dtype])
+            servers = engine.workers() if engine is not None else {}
+            request = self._request(servers) if servers else None
+            keys = blocks.keys if self.rank_boxes is None else None
+            return _Readiness(request, servers, keys, self.exchange.name if self.exchange is not None else None)
+
+        everyone = gather_or_raise(self.ranks, check)
+        rank_boxes = self.rank_boxes or self._collect([rank.keys or [] for rank in everyone])
+        request, servers, _, group = everyone[0]
+        assert request is not None, "rank 0 makes the request"
+        if len({rank.group for rank in everyone}) > 1:
+            group = None
+        if servers != self.servers:  # the workers' numbers have changed
+            self.leave_group()
+            self.servers, group = servers, None
+        yield DirectUpdate(
+            index=rank_boxes.index(version, self.dtype),
+            receiver=self.receiver,
+            servers=servers,
+            transport=self,
+            blocks=blocks,
+            common=replace(request, rank_boxes=self.rank_boxes_key, ranks=len(everyone)),
+            group=group,
+            deadline=Deadline(self.seconds),
         )
-        assert invitation is not None, "rank 0 invites"
-        if invitation.servers != self.servers:  # the workers' numbers have changed
-            self.leave_group()
-            self.servers, group = invitation.servers, None
-        manifest = roster.manifest(version, self.dtype)
-        return DirectUpdate(manifest, self, blocks, invitation, len(everyone), group, Deadline(self.seconds))
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Gather `value` from every rank, in rank order. No timeout here: each rank's part in an update has its own
-        deadline."""
-        return self.ranks.all_gather_objects(value)
-
-    def _invite(self, engine: VllmEngine) -> Invitation:
-        """Return the invitation, on rank 0: the address of the board, the attempt, and the servers. Starts the board
-        when it must move or is missing."""
-        servers = engine.workers()
+    def _request(self, servers: dict[str, int]) -> DirectRequest:
+        """Return the request of a new attempt, on rank 0, with the address for the other ranks. Starts the store when
+        it must move or is missing."""
         host = _meeting_address(servers)
-        if self.board is None or self.board.host != host:
+        if self.store is None or self.store.host != host:
             self.leave_group()
-            self.board = Board(host, 0, Deadline(self.seconds), self.secret, serve=True)
+            self.store = Store(host, 0, Deadline(self.seconds), self.secret, serve=True)
         self.attempts += 1
-        return Invitation(host or _name_of_this_host(), self.board.port, self.secret, self.attempts, servers)
+        return DirectRequest(
+            host=host or _name_of_this_host(),
+            port=self.store.port,
+            secret=self.secret,
+            attempt=self.attempts,
+            device=self.settings.device.type,
+            dtype=self.dtype,
+            limit=self.limit,
+        )
 
-    def _enroll(self, keys_of: Sequence[Sequence[BlockKey]]) -> Roster:
-        """Make the roster from the blocks of each rank."""
+    def _collect(self, keys_of: Sequence[Sequence[BlockKey]]) -> RankBoxes:
+        """Return the boxes of all ranks, from the blocks of each rank."""
         tensors: dict[str, tuple[tuple[int, ...], dict[Box, list[int]]]] = {}
         for rank, keys in enumerate(keys_of):
             for name, shape, box in keys:
                 tensors.setdefault(name, (shape, {}))[1].setdefault(box, []).append(rank)
-        self.roster = Roster({name: tensors[name] for name in sorted(tensors, key=lambda name: (layer_of(name), name))})
-        self.roster_key = content_key("roster", self.roster.as_json())
-        return self.roster
+        in_order = sorted(tensors, key=lambda name: (layer_of(name), name))
+        self.rank_boxes = RankBoxes({name: tensors[name] for name in in_order})
+        self.rank_boxes_key = content_key("rank_boxes", self.rank_boxes.as_json())
+        return self.rank_boxes
 
-    def plan(self, boxes: list[str], deadline: Deadline) -> SendPlan:
-        """Return the messages of this rank. `boxes` holds, per worker, the key of the note with its boxes."""
+    def join_store(self, request: DirectRequest, deadline: Deadline) -> Store:
+        """Return the store of the request. Connects to it, unless this rank serves it or is connected."""
+        if self.store is None or self.store.port != request.port:
+            self.store = Store(request.host, request.port, deadline, request.secret)
+        return self.store
+
+    def plan(self, store: Store, boxes: list[str], deadline: Deadline) -> SendPlan:
+        """Return the messages of this rank. `boxes` holds, per worker, the key of its boxes in the store."""
         if self.planned is None or self.planned.boxes != boxes:
-            notes = self._notes(boxes, deadline)
+            workers = take_boxes(store, boxes, deadline)
             if self.ranks.world_rank == 0:
-                self._check_coverage(boxes, notes)
-            roster = self._known_roster()
-            wanted = wanted_by([notes[key] for key in boxes], roster.tensors)
-            transfers = plan_transfers(roster.holders, wanted)
-            needed = sum(size(box) * len(workers) for wants in wanted.values() for box, workers in wants.items())
-            messages = rounds(transfers, self.limit, source=self.ranks.world_rank)
-            self.planned = SendPlan(boxes, messages, needed * DTYPES[self.dtype].itemsize)
+                self._check_coverage(boxes, workers)
+            messages = rounds(self._all_boxes.transfers_to(workers), self.limit, source=self.ranks.world_rank)
+            needed = sum(size(box) for worker in workers for of_tensor in worker.values() for box in of_tensor)
+            self.planned = SendPlan(boxes, messages, needed * ENGINE_DTYPES[self.dtype].itemsize)
         return self.planned
 
-    def drifted(self, layer: int, one: int, other: int, deadline: Deadline) -> str:
-        """Return the error text for workers `one` and `other` that want the same slices of a layer and received
-        different values.
+    def drifted(self, store: Store, layer: int, workers: tuple[int, int], deadline: Deadline) -> str:
+        """Return the error text for two workers that want the same slices of a layer and received different values.
 
-        The text names the ranks that sent the layer to only one of the two workers, or else all ranks that sent it to
-        `one`.
+        The text names the ranks that sent the layer to only one of the workers, or else all that sent it to the first.
         """
         assert self.planned is not None, "a report follows a plan"
-        boxes, roster = self.planned.boxes, self._known_roster()
-        notes = self._notes(boxes, deadline)
-        transfers = plan_transfers(roster.holders, wanted_by([notes[key] for key in boxes], roster.tensors))
+        transfers = self._all_boxes.transfers_to(take_boxes(store, self.planned.boxes, deadline))
         of_layer = np.array([layer_of(name) == layer for name in transfers.names])[transfers.tensor]
-        senders = [
-            set(transfers.source[of_layer & (transfers.destination == worker)].tolist()) for worker in (one, other)
-        ]
+        senders = [set(transfers.source[of_layer & (transfers.destination == worker)].tolist()) for worker in workers]
         ranks = ", ".join(map(str, sorted(senders[0] ^ senders[1] or senders[0])))
         return f"replicas of {layer_text(layer)} on ranks {ranks} differ"
 
-    def _known_roster(self) -> Roster:
-        assert self.roster is not None, "`prepare` makes the roster"
-        return self.roster
+    @property
+    def _all_boxes(self) -> RankBoxes:
+        assert self.rank_boxes is not None, "`prepare` collects the boxes"
+        return self.rank_boxes
 
-    def _notes(self, boxes: list[str], deadline: Deadline) -> dict[str, WorkerBoxes]:
-        assert self.board is not None, "the board is joined first"
-        return {key: boxes_of_json(self.board.take(key, "a worker's boxes", deadline)) for key in set(boxes)}
-
-    def _check_coverage(self, boxes: list[str], notes: Mapping[str, WorkerBoxes]) -> None:
+    def _check_coverage(self, keys: list[str], workers: Sequence[WorkerBoxes]) -> None:
         """Raises WeightSyncError, naming the tensor, when no worker of a server takes some part of it."""
         first, checked = 0, set()
         for server, count in self.servers.items():
-            keys = tuple(boxes[first : first + count])
+            of_server = tuple(keys[first : first + count])
+            boxes = dict(zip(of_server, workers[first : first + count], strict=True)).values()
             first += count
-            if keys in checked:
+            if of_server in checked:
                 continue
-            for name, (shape, _) in self._known_roster().tensors.items():
-                if uncovered := missing(whole(shape), [box for key in set(keys) for box in notes[key].get(name, ())]):
+            for name, (shape, _) in self._all_boxes.tensors.items():
+                if uncovered := missing(whole(shape), [box for worker in boxes for box in worker.get(name, ())]):
                     raise WeightSyncError(f"{server}: no worker read {name}{brackets(uncovered[0])}")
-            checked.add(keys)
+            checked.add(of_server)
 
 
-@dataclass
-class DirectUpdate:
+@dataclass(kw_only=True)
+class DirectUpdate(Update):
     """One attempt to send a weight version from this rank to all workers, and its verification."""
 
-    manifest: Manifest
     transport: PointToPoint
     blocks: LocalBlocks
-    invitation: Invitation
-    num_ranks: int
+    common: DirectRequest  # of all servers
     group: str | None  # the group that all ranks are in, if any
     deadline: Deadline
     needed_bytes: int = 0
     checksum_seconds: float = 0.0
 
-    @property
-    def servers(self) -> dict[str, int]:
-        """All servers, with their numbers of workers: each rank sends to every worker."""
-        return self.invitation.servers
-
-    @property
-    def keys(self) -> UpdateKeys:
-        """The keys of this update's notes on the board."""
-        return UpdateKeys(f"update{self.invitation.attempt}")
+    def __post_init__(self) -> None:
+        self.keys = self.common.keys
+        # (server, index of the worker within it), over all servers
+        self.workers = [(url, index) for url, count in self.transport.servers.items() for index in range(count)]
 
     def request(self, server: str) -> dict[str, Any]:
         """Return the request for the workers of `server`."""
-        t = self.transport
-        direct = DirectRequest(
-            host=own_address(server),
-            port=self.invitation.port,
-            secret=self.invitation.secret,
-            roster=t.roster_key,
-            update=self.keys.update,
-            device=t.device.type,
-            dtype=t.dtype,
-            limit=t.limit,
-            ranks=self.num_ranks,
-            first_worker=self._first_worker(server),
-            seconds=self.deadline.left().total_seconds(),
-        )
-        return {"version": self.manifest.version, "direct": asdict(direct)}
+        seconds = self.deadline.left().total_seconds()
+        first = self.workers.index((server, 0))
+        return asdict(replace(self.common, host=own_address(server), first_worker=first, seconds=seconds))
 
-    def reports_by_http(self, server: str) -> bool:
-        """False: workers report to the board."""
-        return False
-
-    def all_sent(self, reports: Sequence[SendReport]) -> None:
-        """Does nothing: workers compare checksums with the messages."""
-
-    def activity(self, server: str) -> dict[str, str]:
-        """Always empty. The errors of the sending ranks name workers that hang."""
-        return {}
-
-    def replies(self, server: str) -> list[dict[str, Any]]:
+    def reports(self, server: str) -> list[dict[str, Any]]:
         """Return the reports that the workers of `server` have left so far."""
-        first, board = self._first_worker(server), self._board()
-        reports = [board.find(self.keys.report(first + worker)) for worker in range(self.invitation.servers[server])]
+        store = self._store()
+        reports = [
+            store.find(self.keys.report(number)) for number, (url, _) in enumerate(self.workers) if url == server
+        ]
         return [report for report in reports if report is not None]
 
     def send(self, task: Task = SILENT_TASK) -> SendReport:
         """Send this rank's slices to all workers. When this fails, leave the group, stop all waiting processes, and
         raise the error."""
         try:
-            return self._send(task)
+            store, rank = self._store(), self.transport.ranks.world_rank
+            if rank == 0:
+                self._decide(store)
+            members = Members(**store.wait_for(self.keys.members, "the workers", self.deadline, self._stopped))
+            plan = self.transport.plan(store, members.boxes, self.deadline)
+            self.needed_bytes = plan.needed_bytes
+            return self._send_rounds(plan, self._join_group(store, members), task)
         except Exception as error:
             clear_frames(error)
             self.transport.leave_group()
-            self.give_up(f"rank {self.transport.ranks.world_rank}: {error}")
+            with contextlib.suppress(WeightSyncError):  # without a store no process waits for long
+                if not self._store().has(self.keys.stop):  # keep the first reason
+                    self._store().put(self.keys.stop, f"rank {self.transport.ranks.world_rank}: {error}")
             raise
 
-    def give_up(self, why: str) -> None:
-        """Leave the reason `why` on the board: every process that waits for a note of this update stops with an
-        error."""
-        board = self.transport.board
-        with contextlib.suppress(WeightSyncError):  # without a board no process waits for long
-            if board is not None and not board.has(self.keys.stop):  # keep the first reason
-                board.put(self.keys.stop, why)
-
-    def done(self) -> None:
-        """Does nothing: the send buffers are already freed."""
-
-    def verify(self, reports: Sequence[dict[str, Any]]) -> None:
-        """Check that workers which want the same slices received the same values, from whichever replica.
+    def verify(self, sent: Sequence[SendReport], reports: Sequence[dict[str, Any]]) -> None:
+        """Check that workers which want the same slices received the same values, from whichever replica, and that all
+        ranks together sent exactly the bytes that all workers need and received.
 
         Each worker has already compared each slice with the checksum that came with it. Raises WeightSyncError naming
         layer, ranks and workers.
         """
-        verify_versions(self.manifest, reports)
+        verify_versions(self.index, reports)
         boxes = self.transport.planned.boxes if self.transport.planned is not None else []
         # boxes -> the first worker that wants them, and its checksum per layer
         alike: dict[str, tuple[int, dict[str, int]]] = {}
         for report in reports:
-            worker = self._first_worker(report["server"]) + report["worker"]
+            worker = self.workers.index((report["server"], report["worker"]))
             first, sums = alike.setdefault(boxes[worker], (worker, report["layers"]))
             if differ := [int(layer) for layer, total in report["layers"].items() if sums[layer] != total]:
-                problem = self.transport.drifted(differ[0], first, worker, self.deadline)
+                problem = self.transport.drifted(self._store(), differ[0], (first, worker), self.deadline)
                 raise WeightSyncError(
                     f"{problem}: {self._name(first)} and {self._name(worker)} received different values"
                 )
-
-    def verify_bytes(self, sent: int, received: int) -> None:
-        """Raises WeightSyncError unless all ranks together sent, and all workers together received, exactly the bytes
-        that the workers need."""
-        if not sent == received == self.needed_bytes:
+        num_sent, num_received = sum(report.num_bytes for report in sent), sum(report["bytes"] for report in reports)
+        if not num_sent == num_received == self.needed_bytes:
             raise WeightSyncError(
-                f"the ranks sent {sent} bytes and the workers received {received}; expected {self.needed_bytes}"
+                f"the ranks sent {num_sent} bytes and the workers received {num_received}; expected {self.needed_bytes}"
             )
 
-    def _send(self, task: Task) -> SendReport:
-        """Join the board, agree with the workers, plan, and send."""
-        board, rank = self._join_board(), self.transport.ranks.world_rank
-        if rank == 0:
-            self._decide(board)
-        members = Members(**board.take(self.keys.members, "the workers", self.deadline, stop=self.keys.stop))
-        plan = self.transport.plan(members.boxes, self.deadline)
-        self.needed_bytes = plan.needed_bytes
-        return self._send_rounds(plan, self._join_group(board, members), task)
+    def _store(self) -> Store:
+        return self.transport.join_store(self.common, self.deadline)
 
-    def _board(self) -> Board:
-        assert self.transport.board is not None, "the board is joined first"
-        return self.transport.board
+    def _stopped(self) -> str | None:
+        """Return why this update has failed, if it has: `stopped` on rank 0, or what a process left in the store."""
+        reason: str | None = self._store().find(self.keys.stop)
+        return reason or self.stopped
 
-    def _join_board(self) -> Board:
-        """Connect to the board of the invitation, unless this rank serves it or is connected."""
-        t = self.transport
-        if t.board is None or t.board.port != self.invitation.port:
-            t.board = Board(self.invitation.host, self.invitation.port, self.deadline, self.invitation.secret)
-        return t.board
+    def _decide(self, store: Store) -> None:
+        """Publish the members of this update and their group, on rank 0, after every worker has left its boxes."""
+        t, attempt = self.transport, self.common.attempt
+        if not store.has(t.rank_boxes_key):
+            store.put(t.rank_boxes_key, t._all_boxes.as_json())
+        joined = [
+            store.wait_for(self.keys.worker(number), self._name(number), self.deadline, self._stopped)
+            for number in range(len(self.workers))
+        ]
+        reused = self.group is not None and all(worker["group"] == self.group for worker in joined)
+        group = self.group if reused and self.group is not None else f"group{attempt}"
+        store.put(self.keys.members, asdict(Members([worker["boxes"] for worker in joined], group)))
+        before = UpdateKeys(attempt - 1)
+        store.remove([before.members, before.stop])
+        store.remove(key(number) for key in (before.worker, before.report) for number in range(t.num_members))
+        t.num_members = len(self.workers)
 
-    def _decide(self, board: Board) -> None:
-        """Publish the members of this update and their group, on rank 0, after every worker has left its boxes on the
-        board."""
-        t = self.transport
-        if not board.has(t.roster_key):
-            board.put(t.roster_key, t._known_roster().as_json())
-        workers = range(sum(self.invitation.servers.values()))
-        notes = [board.take(self.keys.worker(w), self._name(w), self.deadline, stop=self.keys.stop) for w in workers]
-        new_group = f"group{self.invitation.attempt}"
-        group = (
-            self.group if self.group is not None and all(note["group"] == self.group for note in notes) else new_group
-        )
-        board.put(self.keys.members, asdict(Members([note["boxes"] for note in notes], group)))
-        before, noted, t.num_noted = (
-            UpdateKeys(f"update{self.invitation.attempt - 1}"),
-            range(t.num_noted),
-            len(workers),
-        )
-        board.remove([before.members, before.stop, *map(before.worker, noted), *map(before.report, noted)])
-
-    def _join_group(self, board: Board, members: Members) -> Exchange:
+    def _join_group(self, store: Store, members: Members) -> Exchange:
         """Join the process group of ranks and workers, unless this rank is in it."""
         t = self.transport
         if t.exchange is None or t.exchange.name != members.group:
             t.leave_group()
-            world_size = self.num_ranks + len(members.boxes)
-            t.exchange = Exchange(board, members.group, t.ranks.world_rank, world_size, t.device, self.deadline)
+            world_size = self.common.ranks + len(members.boxes)
+            t.exchange = Exchange(
+                store, members.group, t.ranks.world_rank, world_size, t.settings.device, self.deadline
+            )
         return t.exchange
 
     def _send_rounds(self, plan: SendPlan, exchange: Exchange, task: Task) -> SendReport:
         """Pack and send all messages of the plan, with IN_FLIGHT rounds in flight."""
-        elements, item_size = 0, DTYPES[self.transport.dtype].itemsize
-        task.expect(item_size * sum(message.elements for messages in plan.rounds.values() for message in messages), "B")
-        in_flight: deque[tuple[list[Pending], list[Parcel]]] = deque()
-        for (layer, _), messages in plan.rounds.items():
+        num_bytes, item_size = 0, ENGINE_DTYPES[self.index.dtype].itemsize
+        sizes = {key: item_size * sum(message.elements for message in made) for key, made in plan.rounds.items()}
+        task.expect(sum(sizes.values()), "B")
+        in_flight: deque[tuple[list[Pending], list[PeerBuffer]]] = deque()
+        for key, messages in plan.rounds.items():
             if len(in_flight) == IN_FLIGHT:
                 wait(in_flight.popleft()[0], self.deadline)
-            self.blocks.go_to(layer)
-            parcels = [self._parcel(message) for message in messages]
-            in_flight.append((exchange.send(parcels), parcels))
-            of_round = sum(message.elements for message in messages)
-            elements += of_round
-            task.advance(of_round * item_size)
+            self.blocks.go_to(key[0])
+            buffers = [self._packed(message) for message in messages]
+            in_flight.append((exchange.send(buffers), buffers))
+            num_bytes += sizes[key]
+            task.advance(sizes[key])
         while in_flight:
             wait(in_flight.popleft()[0], self.deadline)
-        return SendReport(elements * item_size, self.checksum_seconds)
+        return SendReport(num_bytes, self.checksum_seconds)
 
-    def _parcel(self, message: Message) -> Parcel:
+    def _packed(self, message: Message) -> PeerBuffer:
         """Pack a message: its elements, and a checksum of each slice."""
-        dtype, totals = DTYPES[self.manifest.dtype], list[Checked]()
-        buffer = empty_message(message, dtype, self.transport.device)
+        dtype, totals = ENGINE_DTYPES[self.index.dtype], list[Checked]()
+        buffer = empty_message(message, dtype, self.transport.settings.device)
         elements, sums = message_views(buffer, message, dtype)
         for item in message.slices:
             target = elements[item.offset : item.offset + size(item.box)]
             totals.append(copy_checked(target, self.blocks.read(item.tensor, item.box), item.box))
         self.checksum_seconds += sum(seconds for _, seconds in totals)
         # A GPU's checksums stay there: a wait per slice would cost more than the copies.
-        sums.copy_(torch.stack([_word(total) for total, _ in totals]))
-        peer, what = (
-            self.num_ranks + message.destination,
-            f"sending {describe(message)} to {self._name(message.destination)}",
-        )
-        return Parcel(buffer, peer, message.tag, what)
-
-    def _first_worker(self, server: str) -> int:
-        """Return the index, over all servers, of this server's first worker."""
-        counts = list(self.invitation.servers.values())
-        return sum(counts[: list(self.invitation.servers).index(server)])
+        sums.copy_(torch.stack([total for total, _ in totals]))
+        what = f"sending {describe(message)} to {self._name(message.destination)}"
+        return PeerBuffer(buffer, self.common.ranks + message.destination, message.tag, what)
 
     def _name(self, worker: int) -> str:
         """Return the description of a worker for errors. `worker` is its index over all servers."""
-        for url, count in self.invitation.servers.items():
-            if worker < count:
-                return f"worker {worker} of {url}"
-            worker -= count
-        raise AssertionError("no such worker")
+        url, index = self.workers[worker]
+        return f"worker {index} of {url}"
 
 
 def _meeting_address(servers: Collection[str]) -> str:
@@ -437,8 +388,3 @@ def _name_of_this_host() -> str:
 
 def _has_ranks_elsewhere() -> bool:
     return os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
-
-
-def _word(total: int | Tensor) -> Tensor:
-    """Return a checksum as a [] int64 tensor."""
-    return total if isinstance(total, Tensor) else torch.tensor(total - 2**64 * (total >= 2**63), dtype=torch.int64)

@@ -1,9 +1,9 @@
 """The shared_memory transport, for servers on the hosts of the trainer's ranks.
 
 Every trainer rank writes the blocks it owns to a file, layer by layer: of the replicas of a block, one rank owns it.
-Every worker of the engine reads only the slices that its loaders copy, each as soon as it is written. The rank's ledger
-records its progress (`sync/wire/ledger.py`). Two slots alternate, so the next version never overwrites slices that a
-worker still reads.
+Every worker of the engine reads only the slices that its loaders copy, each as soon as it is written. The rank's
+progress file records how far it is (`sync/wire/progress_file.py`). Two slots alternate, so the next version never
+overwrites slices that a worker still reads.
 
 On several nodes each node has its own files, with the whole model, for its own servers
 (`sync/trainer_side/node_shares.py`).
@@ -15,11 +15,13 @@ import atexit
 import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
 from megagrpo.models.families.boxes import brackets
 from megagrpo.platform.process.ownership import make_folder
@@ -28,42 +30,47 @@ from megagrpo.platform.process.removal import remove, remove_tree
 from megagrpo.platform.process.shm_names import FOLDER, SHARED_MEMORY, remove_stale
 from megagrpo.sync.trainer_side.node_shares import NodeFiles, Nodes, Transfer
 from megagrpo.sync.trainer_side.orphaned_files import remove_when_orphaned
-from megagrpo.sync.trainer_side.slots import BlockInFile, BlockToWrite, Slots, by_layer
-from megagrpo.sync.trainer_side.transport import Ranks, SendReport, Weight
+from megagrpo.sync.trainer_side.slots import BlockInFile, Slots, activity_path, by_layer
+from megagrpo.sync.trainer_side.transport import (
+    DEFAULT_SETTINGS,
+    Ranks,
+    SendReport,
+    Transport,
+    TransportSettings,
+    Update,
+    Weight,
+    gather_or_raise,
+)
 from megagrpo.sync.trainer_side.verification import verify
-from megagrpo.sync.wire.ledger import NUM_SLOTS, Ledgers
-from megagrpo.sync.wire.manifest import Bookmark, Manifest, SharedBlock, SharedTensor, WeightSyncError
+from megagrpo.sync.wire.progress_file import NUM_SLOTS, ActivityFile
+from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex, WeightSyncError
 
 
-class _Readiness(NamedTuple):
-    """What each rank tells the others before an update."""
-
-    problem: str | None
-    file: str | None  # the name of its memory for this version
-    blocks: list[BlockInFile] | None  # in the first update
-
-
-class SharedMemory:
+class SharedMemory(Transport):
     """The transport for servers on the hosts of the ranks. Construction is collective; `close` removes its files.
 
-    With `nodes` the ranks are on several hosts, each with its own servers. Raises ValueError for ranks on several hosts
-    without `nodes`. With `seconds`, a rank that has not written its weights this long after another rank is an error,
-    which names the rank and the tensor.
+    With `settings.nodes` the ranks are on several hosts, each with its own servers. Raises ValueError for ranks on
+    several hosts without `nodes`. With `settings.seconds`, a rank that has not written its weights this long after
+    another rank is an error, which names the rank and the tensor.
     """
+
+    receiver = TRANSPORTS["shared_memory"].receiver
 
     def __init__(
         self,
         ranks: Ranks,
         dtype: str,
+        settings: TransportSettings = DEFAULT_SETTINGS,
+        *,
         folder: Path = SHARED_MEMORY,
-        seconds: float | None = None,
-        nodes: Nodes | None = None,
     ):
-        self.ranks, self.dtype, self.seconds = ranks, dtype, seconds
+        super().__init__(ranks, dtype, settings)
+        self.untimed_ranks = ranks  # for steps in which one rank may wait for a server
         self._published: Slots | None = None
         self._blocks: list[list[BlockInFile]] = []  # per rank
         self._tensors: dict[tuple[int, int], dict[str, SharedTensor]] = {}  # (slot, node) -> tensors and their blocks
         remove_stale(folder)
+        nodes = settings.nodes
         first = nodes.of_ranks.index(nodes.of_ranks[ranks.world_rank]) if nodes else 0  # the first rank of this node
         self._leads, made, problem = first == ranks.world_rank, "", ""
         if self._leads:
@@ -90,6 +97,8 @@ class SharedMemory:
         self._pid = os.getpid()
         self._remover = remove_when_orphaned(self.folder) if self._leads else None
         atexit.register(self.close)
+        if settings.seconds is not None:
+            self.ranks = TimedRanks(ranks, settings.seconds, self.folder)
 
     def close(self) -> None:
         """Remove the files in shared memory. Does nothing on a second call or in a forked child."""
@@ -106,63 +115,51 @@ class SharedMemory:
             self._remover = None
         atexit.unregister(self.close)
 
-    def prepare(self, parameters: Sequence[Weight], version: int, engine: VllmEngine | None) -> FileUpdate:
+    @contextmanager
+    def prepare(self, weights: Sequence[Weight], version: int, engine: VllmEngine | None) -> Iterator[FileUpdate]:
         """Check this rank's weights, reserve memory for them, and return an update with the blocks of all ranks.
-        Collective.
-
-        Raises WeightSyncError on every rank when any rank has a problem.
-        """
+        Collective. Raises WeightSyncError on every rank when any rank has a problem."""
         if self._published is None:
-            self._published = self._slots(parameters)
-        slots, to_write, problem, file = self._published, list[BlockToWrite](), None, None
-        try:
-            to_write = slots.checked(parameters)
-            file = slots.open(version)
-        except (OSError, WeightSyncError) as error:
-            problem = f"rank {self.ranks.world_rank}: {error}"
-        everyone: list[_Readiness] = self.all_gather(_Readiness(problem, file, None if self._blocks else slots.blocks))
-        if problems := [rank.problem for rank in everyone if rank.problem]:
-            raise WeightSyncError("; ".join(problems))
-        self._blocks = self._blocks or [rank.blocks or [] for rank in everyone]
-        return self._update([rank.file or "" for rank in everyone], version, slots, to_write)
+            self._published = self._slots(weights)
+        slots = self._published
 
-    def _update(self, files: list[str], version: int, slots: Slots, to_write: list[BlockToWrite]) -> FileUpdate:
+        def reserve() -> tuple[str, list[BlockInFile] | None]:
+            slots.check(weights)
+            return slots.open(version), None if self._blocks else slots.blocks
+
+        everyone = gather_or_raise(self.ranks, reserve)
+        self._blocks = self._blocks or [blocks or [] for _, blocks in everyone]
+        try:
+            yield self._update([file for file, _ in everyone], version, slots)
+        finally:
+            slots.to_write.clear()  # releases the parameters; the files are reused
+
+    def _update(self, files: list[str], version: int, slots: Slots) -> FileUpdate:
         """Return the update of `version`. On several nodes the first rank of each writes what its servers need."""
-        update = FileUpdate(self._manifest(files, version, self.node), self.folder, self.seconds, slots, to_write)
+        index = self._index(files, version, self.node)
+        update = FileUpdate(
+            index=index, receiver=self.receiver, folder=self.folder, seconds=self.settings.seconds, slots=slots
+        )
         if not self.nodes.many:
             return update
         if self._leads:
             for server in self.nodes.servers_of(self.node):
                 FileUpdate.request(update, server)
-        self.all_gather(None)  # rank 0 sends requests to all servers next
+        self.ranks.all_gather_objects(None)  # rank 0 sends requests to all servers next
         if self.ranks.world_rank == 0:
             numbers = [{key: number for number, (key, _) in enumerate(blocks)} for blocks in self._blocks]
             update.crossings = [
                 (one, numbers[one.sender][one.key], numbers[one.receiver][one.key]) for one in slots.shares.transfers
             ]
-            update.elsewhere = {
-                node: NodeFiles(self._manifest(files, version, node), folder, self.nodes.servers_of(node))
+            update.elsewhere = [
+                NodeFiles(self._index(files, version, node), folder, self.nodes.servers_of(node))
                 for node, folder in self.folders.items()
                 if node != self.node
-            }
+            ]
         return update
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Gather `value` from every rank, in rank order. Raises WeightSyncError naming late ranks, and the parameter
-        each of them is at."""
-        if self.seconds is None:
-            return self.ranks.all_gather_objects(value)
-        try:
-            return self.ranks.all_gather_objects(value, self.seconds)
-        except TimeoutError as error:
-            bookmarks = {rank: self.folder / f"rank{rank}.at" for rank in getattr(error, "ranks", [])}
-            stuck_in = "".join(
-                f"; rank {rank} is stuck in: {Bookmark.read(path)}" for rank, path in bookmarks.items() if path.exists()
-            )
-            raise WeightSyncError(f"phase publish: {error} (rollout.weight_sync_timeout){stuck_in}") from error
-
-    def _manifest(self, files: list[str], version: int, node: int) -> Manifest:
-        """Return the manifest of `version` for the servers of `node`; its tensors are built once per slot."""
+    def _index(self, files: list[str], version: int, node: int) -> TensorIndex:
+        """Return the index of `version` for the servers of `node`; its tensors are built once per slot."""
         slot = version % NUM_SLOTS, node
         if slot not in self._tensors:
             parts: dict[str, tuple[tuple[int, ...], list[SharedBlock]]] = {}
@@ -174,127 +171,102 @@ class SharedMemory:
             self._tensors[slot] = {
                 name: SharedTensor(parts[name][0], tuple(parts[name][1])) for name in sorted(parts, key=by_layer)
             }
-        return Manifest(version, self.dtype, self._tensors[slot])
+        return TensorIndex(version, self.dtype, self._tensors[slot])
 
-    def _slots(self, parameters: Sequence[Weight]) -> Slots:
-        return Slots(parameters, self.ranks, self.dtype, self.folder, self.nodes)
+    def _slots(self, weights: Sequence[Weight]) -> Slots:
+        return Slots(weights, self.untimed_ranks, self.dtype, self.folder, self.nodes)
 
 
-@dataclass
-class FileUpdate:
-    """One update in files of `folder`: the manifest at `path`, and a folder of reports per server.
+@dataclass(frozen=True)
+class TimedRanks:
+    """The trainer's ranks; a rank that joins `seconds` after another is an error, which names its current parameter."""
 
-    `to_write` lists the blocks that this rank must write, in order. Workers wait at most `seconds` for a rank.
-    """
+    ranks: Ranks
+    seconds: float
+    folder: Path
 
-    manifest: Manifest
+    @property
+    def world_rank(self) -> int:
+        """Index of this rank."""
+        return self.ranks.world_rank
+
+    def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
+        """Gather `obj` from every rank, in rank order. Raises WeightSyncError naming late ranks."""
+        try:
+            return self.ranks.all_gather_objects(obj, self.seconds if within is None else within)
+        except TimeoutError as error:
+            paths = {rank: activity_path(self.folder, rank) for rank in getattr(error, "ranks", [])}
+            stuck_in = "".join(
+                f"; rank {rank} is stuck in: {ActivityFile.read(path)}" for rank, path in paths.items() if path.exists()
+            )
+            raise WeightSyncError(f"phase publish: {error} (rollout.weight_sync_timeout){stuck_in}") from error
+
+
+@dataclass(kw_only=True)
+class FileUpdate(Update):
+    """One update in files of `folder`: the index, and a folder of reports per server. Workers wait at most `seconds`
+    for a rank."""
+
     folder: Path
     seconds: float | None
     slots: Slots
-    to_write: list[BlockToWrite]
-    # rank 0: node -> its files, for all other nodes
-    elsewhere: dict[int, NodeFiles] = field(default_factory=dict, kw_only=True)
-    # rank 0: with its numbers at both ends
-    crossings: list[tuple[Transfer, int, int]] = field(default_factory=list, kw_only=True)
-    # rank 0, on several nodes: rank -> checksums of its blocks
-    written: list[tuple[int, ...]] = field(default_factory=list, kw_only=True)
-    # `cuda_ipc`: url -> number of workers, all of which must take part. None: any server, any time
-    servers: dict[str, int] | None = None
+    # rank 0, on several nodes: the files of all other nodes, and transfers with the block's number at both ends
+    elsewhere: list[NodeFiles] = field(default_factory=list)
+    crossings: list[tuple[Transfer, int, int]] = field(default_factory=list)
 
     @property
     def path(self) -> Path:
-        """The path of the manifest."""
-        return self.folder / f"manifest{self.manifest.version % NUM_SLOTS}.json"
+        """The path of the index."""
+        return self.folder / f"index{self.index.version % NUM_SLOTS}.json"
 
     def request(self, server: str) -> dict[str, Any]:
-        """Return the request for the workers of `server`. Writes the manifest if it does not exist, and empties the
-        server's folder of reports."""
-        for _, folder, servers in self.elsewhere.values():
-            if server in servers:
-                return self._order(folder / self.path.name, replies_of(folder, server))
-        replies = replies_of(self.folder, server)
-        remove(replies)
-        replies.mkdir(parents=True)
-        if not self.path.exists():
-            self.manifest.save(self.path)
-        return self._order(self.path, replies)
+        """Return the request for the workers of `server`. Writes the index if it does not exist, and empties the
+        server's folder of reports; on another node the first rank there has done both."""
+        folder = next((files.folder for files in self.elsewhere if server in files.servers), None)
+        replies = replies_of(folder or self.folder, server)
+        if folder is None:
+            remove(replies)
+            replies.mkdir(parents=True)
+            if not self.path.exists():
+                self.index.save(self.path)
+        path = (folder or self.folder) / self.path.name
+        return {"index": str(path), "replies": str(replies), "seconds": self.seconds}
 
-    def _order(self, manifest: Path, replies: Path) -> dict[str, Any]:
-        return {
-            "manifest": str(manifest),
-            "version": self.manifest.version,
-            "replies": str(replies),
-            "seconds": self.seconds,
-        }
-
-    def reports_by_http(self, server: str) -> bool:
-        """Whether the reports of the workers of `server` are on another node."""
-        return any(server in files.servers for files in self.elsewhere.values())
-
-    def replies(self, server: str) -> list[dict[str, Any]]:
-        """Return the reports of the workers of `server` so far."""
-        return [json.loads(path.read_text()) for path in sorted(replies_of(self.folder, server).glob("worker*.json"))]
-
-    def activity(self, server: str) -> dict[str, str]:
-        """Return worker -> the operation it is in, for workers without a report. Workers that have never seen an update
-        are missing."""
+    def reports(self, server: str) -> list[dict[str, Any]] | None:
+        """Return the reports of the workers of `server` so far, and the activity of the others. None for a server on
+        another node."""
+        if any(server in files.servers for files in self.elsewhere):
+            return None
         folder = replies_of(self.folder, server)
-        workers = {path.stem.removeprefix("worker"): path for path in sorted(folder.glob("worker*.at"))}
-        return {
-            worker: Bookmark.read(path)
-            for worker, path in workers.items()
-            if not (folder / f"worker{worker}.json").exists()
-        }
+        reports = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("worker*.json"))}
+        return [*reports.values()] + [
+            {"worker": int(path.stem.removeprefix("worker")), "activity": ActivityFile.read(path)}
+            for path in sorted(folder.glob("worker*.activity"))
+            if path.stem not in reports
+        ]
 
     def send(self, task: Task = SILENT_TASK) -> SendReport:
         """Write this rank's blocks, layer by layer as workers want them."""
-        return self.slots.write(self.to_write, self.manifest.version, task)
+        return self.slots.write(self.index.version, task)
 
-    def all_sent(self, reports: Sequence[SendReport]) -> None:
-        """Keep the checksums of all ranks for `verify`. Raises WeightSyncError when a block changed on its way to
-        another node."""
-        if not self.elsewhere:
-            return
-        self.written = [report.checksums for report in reports]
-        for one, sent, got in self.crossings:
-            if self.written[one.sender][sent] != self.written[one.receiver][got]:
+    def verify(self, sent: Sequence[SendReport], reports: Sequence[dict[str, Any]]) -> None:
+        """Compare the slices in the workers' reports with the index and the ranks' checksums. Raises WeightSyncError,
+        also when a block changed on its way to another node."""
+        for one, left, arrived in self.crossings:
+            if sent[one.sender].checksums[left] != sent[one.receiver].checksums[arrived]:
                 what = f"{one.key[0]}{brackets(one.key[2])}"
                 raise WeightSyncError(
                     f"{what} changed on its way from rank {one.sender} to rank {one.receiver} of another node"
                 )
-
-    def give_up(self, why: str) -> None:
-        """Does nothing: no rank waits for a server here."""
-
-    def done(self) -> None:
-        """Release the parameters. The files are reused."""
-        self.to_write.clear()
-
-    def verify(self, reports: Sequence[dict[str, Any]]) -> None:
-        """Compare the slices in the workers' reports with the manifest and the ledgers' checksums. Raises
-        WeightSyncError."""
-        ledgers = Ledgers(self.folder, self.manifest.version)
-        try:
-            remote = {url for files in self.elsewhere.values() for url in files.servers}
-            verify(
-                self.manifest,
-                ledgers.checksums(self.manifest),
-                [report for report in reports if report["server"] not in remote],
-            )
-        finally:
-            ledgers.close()
-        for manifest, _, servers in self.elsewhere.values():
-            blocks = (
-                (name, index, block)
-                for name, tensor in manifest.tensors.items()
-                for index, block in enumerate(tensor.blocks)
-            )
-            written = {(name, index): self.written[block.rank][block.number] for name, index, block in blocks}
-            verify(manifest, written, [report for report in reports if report["server"] in servers])
-
-    def verify_bytes(self, sent: int, received: int) -> None:
-        """Does nothing: the number of bytes read depends on the slices that the workers keep. `verify` checks that they
-        read everything."""
+        remote = {url for files in self.elsewhere for url in files.servers}
+        here = {report["server"] for report in reports} - remote
+        for index, _, servers in [NodeFiles(self.index, self.folder, sorted(here)), *self.elsewhere]:
+            written = {
+                (name, number): sent[block.rank].checksums[block.number]
+                for name, tensor in index.tensors.items()
+                for number, block in enumerate(tensor.blocks)
+            }
+            verify(index, written, [report for report in reports if report["server"] in servers])
 
 
 def replies_of(folder: Path, server: str) -> Path:

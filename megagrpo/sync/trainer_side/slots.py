@@ -18,12 +18,12 @@ from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.boxes import Box, extent
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.platform.process.removal import remove
-from megagrpo.sync.trainer_side.node_shares import Nodes, exchange, share_out
-from megagrpo.sync.trainer_side.transport import BlockKey, Parameter, Ranks, SendReport, Weight, key_of
-from megagrpo.sync.wire.copy_checksums import checksum, copy_checked, finite_as, first_false, on_host
-from megagrpo.sync.wire.ledger import HEADER, NUM_SLOTS, Ledger, ledger_path
-from megagrpo.sync.wire.manifest import ALIGNMENT, DTYPES, Bookmark, WeightSyncError
+from megagrpo.sync.trainer_side.node_shares import BlockKey, Nodes, exchange, share_out
+from megagrpo.sync.trainer_side.transport import Parameter, Ranks, SendReport, Weight, key_of
+from megagrpo.sync.wire.copy_checksums import checksum, copy_checked, finite_as, first_false, is_host, on_host
+from megagrpo.sync.wire.progress_file import NUM_SLOTS, WORD_BYTES, ActivityFile, ProgressFile, progress_path
 from megagrpo.sync.wire.sync_plan import layer_of
+from megagrpo.sync.wire.tensor_index import ALIGNMENT, ENGINE_DTYPES, WeightSyncError
 
 BlockInFile = tuple[BlockKey, int]  # a block, and its offset in bytes
 BlockToWrite = tuple[str, Parameter, Block]  # parameter name, parameter, and one block of it
@@ -36,74 +36,72 @@ class Slots:
     Blocks that this rank receives from another node follow.
     """
 
-    def __init__(self, parameters: Sequence[Weight], ranks: Ranks, dtype: str, folder: Path, nodes: Nodes):
-        self.rank, self.dtype, self.folder = ranks.world_rank, DTYPES[dtype], folder
-        elements = {key_of(block): math.prod(block.block_shape) for _, _, blocks in parameters for block in blocks}
-        sizes = ranks.all_gather_objects(list(elements.items()))
-        shares = share_out(sizes, nodes.of_ranks)
-        elements |= {key: count for of_rank in sizes for key, count in of_rank}
-        owned_keys = [
-            {key_of(block): None for block in blocks if self.rank in shares.writer[key_of(block)]}
-            for _, _, blocks in parameters
-        ]
-        by_parameter = sorted(
-            (sorted(keys, key=_position) for keys in owned_keys if keys), key=lambda keys: _position(keys[0])
-        )
+    def __init__(self, weights: Sequence[Weight], ranks: Ranks, dtype: str, folder: Path, nodes: Nodes):
+        self.rank, self.dtype, self.folder = ranks.world_rank, ENGINE_DTYPES[dtype], folder
+        held = {key_of(block): math.prod(block.block_shape) for _, _, blocks in weights for block in blocks}
+        sizes = ranks.all_gather_objects(list(held.items()))
+        elements = {key: count for of_rank in sizes for key, count in of_rank}
+        self.shares = share_out(sizes, nodes.of_ranks)
+        self.transfers = self.shares.of(self.rank)
+        written = []  # per parameter, the keys of the blocks that this rank writes
+        for _, _, blocks in weights:
+            keys = sorted(map(key_of, blocks), key=_position)
+            written.append([key for key in keys if self.rank in self.shares.writer[key]])
+        in_order = sorted(filter(None, written), key=lambda keys: _position(keys[0]))
+        received = [one.key for one in self.transfers if one.receiver == self.rank]
         self.blocks: list[BlockInFile] = []
         self.numbers: dict[BlockKey, int] = {}  # key of a block -> its index in `blocks`
         self.size = 0
-        self.shares, self.many = shares, nodes.many
-        self.transfers = shares.of(self.rank)
-        received = [one.key for one in self.transfers if one.receiver == self.rank]
-        for key in [*(key for keys in by_parameter for key in keys), *received]:
+        for key in [*(key for keys in in_order for key in keys), *received]:
             if key not in self.numbers:
                 self.numbers[key] = len(self.blocks)
                 self.blocks.append((key, self.size))
-                self.size += _aligned(elements[key] * self.dtype.itemsize)
+                self.size += -(-elements[key] * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        self.to_write: list[BlockToWrite] = []  # in the order of the file
         self.buffers: dict[str, Tensor] = {}  # name of a slot's memory in blocks -> its bytes [size] uint8
-        self.ledgers: dict[Path, Ledger] = {}
-        self.bookmark: Bookmark | None = None
+        self.progress: dict[Path, ProgressFile] = {}
+        self.activity: ActivityFile | None = None
 
     def close(self) -> None:
-        """Close the ledgers."""
-        while self.ledgers:
-            self.ledgers.popitem()[1].close()
+        """Close the progress files."""
+        while self.progress:
+            self.progress.popitem()[1].close()
 
-    def checked(self, parameters: Sequence[Weight]) -> list[BlockToWrite]:
-        """Check `parameters`, and return the blocks of them that this rank publishes, in the order of its file.
+    def check(self, weights: Sequence[Weight]) -> None:
+        """Check `weights`, and set `to_write`.
 
         Raises WeightSyncError when a value is NaN or infinity in the engine's dtype, or when a block is missing.
         """
         to_write: dict[int, BlockToWrite] = {}
         finite: list[tuple[str, str, Tensor]] = []  # read at once, because each would make the host wait for a GPU
-        for name, param, blocks in parameters:
+        for name, param, blocks in weights:
             self._note(f"parameter {name}")
-            by_number = {self.numbers[key]: block for block in blocks if (key := key_of(block)) in self.numbers}
-            by_number = {number: block for number, block in by_number.items() if number not in to_write}
-            if not by_number:
+            numbered = {self.numbers[key]: block for block in blocks if (key := key_of(block)) in self.numbers}
+            fresh = {number: block for number, block in numbered.items() if number not in to_write}
+            if not fresh:
                 continue
             values = param.detach()  # may be computed on each call, as for merged adapters
-            for number, block in by_number.items():
+            for number, block in fresh.items():
                 finite.append((name, block.name, finite_as(block.view(values), self.dtype)))
                 to_write[number] = name, param, block
         if (bad := first_false([flag for *_, flag in finite])) is not None:
-            raise _not_finite(*finite[bad][:2])
+            name, tensor, _ = finite[bad]
+            raise WeightSyncError(f"parameter {name} holds NaN or infinity in its part of {tensor}")
         received = {self.numbers[one.key] for one in self.transfers if one.receiver == self.rank}
         if absent := self.numbers.values() - to_write.keys() - received:
             (name, *_), _ = self.blocks[min(absent)]
             raise WeightSyncError(f"{name} was present in the first sync and is missing now")
-        return [to_write[number] for number in sorted(to_write)]
+        self.to_write = [to_write[number] for number in sorted(to_write)]
 
     def open(self, weight_version: int) -> str:
-        """Reserve memory for a version, reset its ledger, and return the name that blocks use for the memory (""
+        """Reserve memory for a version, reset its progress file, and return the name that blocks use for the memory (""
         without blocks)."""
         if not self.blocks:
             return ""
-        path = ledger_path(self.folder, self.rank, weight_version)
-        if path not in self.ledgers or not path.exists():
-            words = allocate(path, 8 * (HEADER + len(self.blocks))).view(torch.int64).numpy().view(np.uint64)
-            self.ledgers[path] = Ledger(path, words)
-        self.ledgers[path].begin(weight_version)
+        path = progress_path(self.folder, self.rank, weight_version)
+        if path not in self.progress or not path.exists():
+            self.progress[path] = ProgressFile(path, allocate(path, WORD_BYTES).numpy().view(np.uint64))
+        self.progress[path].begin(weight_version)
         return self.buffer(weight_version % NUM_SLOTS)[0]
 
     def buffer(self, slot: int) -> tuple[str, Tensor]:
@@ -113,28 +111,28 @@ class Slots:
             self.buffers[str(path)] = allocate(path, self.size)
         return str(path), self.buffers[str(path)]
 
-    def write(self, to_write: Sequence[BlockToWrite], weight_version: int, task: Task = SILENT_TASK) -> SendReport:
-        """Cast and copy every block; workers may read a block as soon as it is written. On an error the ledger
-        withdraws the version."""
+    def write(self, weight_version: int, task: Task = SILENT_TASK) -> SendReport:
+        """Cast and copy every block; workers may read a block as soon as it is written. On an error the version is
+        withdrawn."""
         if not self.blocks:
             return SendReport(0)
-        ledger = self.ledgers[ledger_path(self.folder, self.rank, weight_version)]
+        progress = self.progress[progress_path(self.folder, self.rank, weight_version)]
         buffer = self.buffer(weight_version % NUM_SLOTS)[1]
-        source, num_bytes, checksum_seconds = None, 0, 0.0
+        source, num_bytes, checksum_seconds, checksums = None, 0, 0.0, [0] * len(self.blocks)
         task.expect(self.size, "B")
-        written: list[tuple[int, int, int | Tensor]] = []  # block, end of its bytes, checksum; not yet in the ledger
+        written: list[tuple[int, int, Tensor]] = []  # block, end of its bytes, checksum; not yet recorded
 
-        def note_written() -> None:
-            for (block_number, end_of_block, _), total in zip(
-                written, on_host([total for *_, total in written]), strict=True
-            ):
-                ledger.note(weight_version, block_number, total, end_of_block)
+        def record() -> None:
+            totals = on_host([total for *_, total in written])
+            for (number, end, _), total in zip(written, totals, strict=True):
+                checksums[number] = total
+                progress.record(weight_version, end)
             written.clear()
 
         try:
-            for number, (name, param, block) in enumerate(to_write):
-                if written and layer_of(block.name) != layer_of(to_write[written[-1][0]][2].name):
-                    note_written()  # one transfer per layer; it also waits for the copies
+            for number, (name, param, block) in enumerate(self.to_write):
+                if written and layer_of(block.name) != layer_of(self.to_write[written[-1][0]][2].name):
+                    record()  # one transfer per layer; it also waits for the copies
                 if param is not source:
                     self._note(f"parameter {name}")
                     source, values = param, param.detach()
@@ -142,21 +140,21 @@ class Slots:
                 end = offset + view.numel() * self.dtype.itemsize
                 total, seconds = copy_checked(buffer[offset:end].view(self.dtype), view, block.box)
                 written.append((number, end, total))
-                if isinstance(total, int):
-                    note_written()
+                if is_host(buffer):
+                    record()
                 num_bytes += end - offset
                 task.advance(end - offset)
                 checksum_seconds += seconds
-            note_written()
-            seconds = self._exchange(buffer, ledger, weight_version)
+            record()
+            checksum_seconds += self._exchange(buffer, progress, weight_version, checksums)
         except BaseException:
-            ledger.withdraw()
+            progress.withdraw()
             raise
-        checksums = tuple(map(int, ledger.words[HEADER:])) if self.many else ()
-        return SendReport(num_bytes, checksum_seconds + seconds, checksums)
+        return SendReport(num_bytes, checksum_seconds, tuple(checksums))
 
-    def _exchange(self, buffer: Tensor, ledger: Ledger, weight_version: int) -> float:
-        """Send written blocks to other nodes, and receive blocks from them. Return the seconds spent on checksums."""
+    def _exchange(self, buffer: Tensor, progress: ProgressFile, weight_version: int, checksums: list[int]) -> float:
+        """Send written blocks to other nodes, and receive blocks from them, with their `checksums`. Return the seconds
+        spent on checksums."""
         spent = 0.0
 
         def span(key: BlockKey) -> Tensor:
@@ -167,9 +165,10 @@ class Slots:
             nonlocal spent
             values, number = span(key), self.numbers[key]
             started = time.perf_counter()
-            total = checksum(values.view(self.dtype).view(extent(key[2]) or (1,)), key[2][0][-1] if key[2][0] else 0)
+            elements = values.view(self.dtype).view(extent(key[2]) or (1,))
+            checksums[number] = checksum(elements, key[2][0][-1] if key[2][0] else 0)
             spent += time.perf_counter() - started
-            ledger.note(weight_version, number, total, self.blocks[number][1] + values.numel())
+            progress.record(weight_version, self.blocks[number][1] + values.numel())
 
         if self.transfers:
             self._note("the exchange of blocks between nodes")
@@ -177,15 +176,11 @@ class Slots:
         return spent
 
     def _note(self, activity: str) -> None:
-        """Write what this rank does to its bookmark, which the other ranks read when this rank is late."""
-        if self.bookmark is None:
+        """Write what this rank does to its activity file, which the other ranks read when this rank is late."""
+        if self.activity is None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.bookmark = Bookmark(self.folder / f"rank{self.rank}.at")
-        self.bookmark.note(activity)
-
-
-def _not_finite(parameter: str, tensor: str) -> WeightSyncError:
-    return WeightSyncError(f"parameter {parameter} holds NaN or infinity in its part of {tensor}")
+            self.activity = ActivityFile(activity_path(self.folder, self.rank))
+        self.activity.write(activity)
 
 
 def allocate(path: Path, count: int) -> Tensor:
@@ -214,10 +209,6 @@ def allocate(path: Path, count: int) -> Tensor:
     return torch.from_file(str(path), shared=True, size=count, dtype=torch.uint8)
 
 
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNMENT) * ALIGNMENT
-
-
 def _position(key: BlockKey) -> tuple[int, str, Box]:
     """Sort key of a block: its tensor, then its position in the tensor."""
     tensor, _, box = key
@@ -228,3 +219,8 @@ def by_layer(tensor: str) -> tuple[int, str]:
     """Sort key that keeps the tensors of a layer together: vLLM buffers every layer that has begun to load until it is
     complete."""
     return layer_of(tensor), tensor
+
+
+def activity_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's activity file."""
+    return folder / f"rank{rank}.activity"

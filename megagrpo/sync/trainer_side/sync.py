@@ -1,8 +1,7 @@
 """Moves the policy's weights to the engine, shard to shard, and verifies that they arrived.
 
 Every trainer rank offers the blocks it holds, and every worker of the engine takes only the slices that its loaders
-copy. No tensor is gathered. A transport moves the slices: `shared_memory.py`, `point_to_point.py` or `cuda_ipc.py`.
-This file holds the common part.
+copy. No tensor is gathered. A transport moves the slices (`transport.py`). This file holds the common part.
 
 An update counts only after its reports are verified. Each element of each tensor arrived, the checksums of received and
 sent slices are equal, and the version is the one sent. Until then the engine stays paused. A trainer that shares its
@@ -15,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,9 +24,6 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.protocol import ServerDied
 from megagrpo.models.families.blocks import Block, with_last_dim
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
-from megagrpo.sync.trainer_side.cuda_ipc import CudaIpc
-from megagrpo.sync.trainer_side.node_shares import Nodes
-from megagrpo.sync.trainer_side.point_to_point import PointToPoint
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
 from megagrpo.sync.trainer_side.transport import (
     NO_HANDOVER,
@@ -35,11 +32,11 @@ from megagrpo.sync.trainer_side.transport import (
     Ranks,
     SendReport,
     Transport,
-    TransportUpdate,
+    Update,
     Weight,
 )
 from megagrpo.sync.trainer_side.transport import Weights as Weights
-from megagrpo.sync.wire.manifest import DTYPES, WeightSyncError, addends, in_addends
+from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, WeightSyncError, addends, in_addends
 
 
 @dataclass(frozen=True)
@@ -73,14 +70,6 @@ class SyncReport:
         }
 
 
-class _Sent(NamedTuple):
-    """What each rank tells the others after it has sent its part of an update."""
-
-    problem: str | None
-    report: SendReport
-    seconds: float
-
-
 class WeightSync:
     """Pushes weights from all ranks to the engine. Every rank constructs one and calls `push`; only rank 0 uses
     `engine`.
@@ -97,13 +86,13 @@ class WeightSync:
         transport: Transport | None = None,
         say: Callable[[str], None] = lambda text: None,
     ):
-        if dtype not in DTYPES:
-            raise ValueError(f"weight sync: dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        if dtype not in ENGINE_DTYPES:
+            raise ValueError(f"weight sync: dtype {dtype!r} is not one of {', '.join(ENGINE_DTYPES)}")
         assert engine is not None or ranks.world_rank > 0, "rank 0 drives the engine"
         self.engine, self.ranks, self.dtype, self.say = engine, ranks, dtype, say
         self.transport: Transport = transport or SharedMemory(ranks, dtype)
-        # the last update that all ranks have sent; `load_last` loads it again
-        self._delivered: TransportUpdate | None = None
+        # the last update that all ranks have sent, and their reports; `load_last` loads it again
+        self._delivered: tuple[Update, list[SendReport]] | None = None
         self._driving = threading.Lock()  # `push` and `load_last` call the engine from two threads
 
     def __enter__(self) -> WeightSync:
@@ -133,14 +122,15 @@ class WeightSync:
         weights = [self._as_sent(*weight) for weight in parameters]
         while True:
             began = time.perf_counter()
-            update = self.transport.prepare(weights, weight_version, self.engine)
-            prepared = time.perf_counter()
-            with self._driving:
-                outcome = self.ranks.all_gather_objects(self._deliver(update, task))[0]
-                update.done()
-                if not isinstance(outcome, WeightSyncError):
-                    handover.before_serving()
-                    outcome = self.ranks.all_gather_objects(self._resume(update))[0] or outcome
+            with ExitStack() as memory:
+                update = memory.enter_context(self.transport.prepare(weights, weight_version, self.engine))
+                prepared = time.perf_counter()
+                with self._driving:
+                    outcome = self.ranks.all_gather_objects(self._deliver(update, task))[0]
+                    memory.close()
+                    if not isinstance(outcome, WeightSyncError):
+                        handover.before_serving()
+                        outcome = self.ranks.all_gather_objects(self._resume(update))[0] or outcome
             if not isinstance(outcome, WeightSyncError):
                 ended = time.perf_counter()
                 return SyncReport(weight_version, prepared - began, ended - prepared, ended - started, *outcome)
@@ -169,15 +159,14 @@ class WeightSync:
         with self._driving:
             if self._delivered is None:
                 return self.engine.weight_version
-            if self._delivered.servers is not None:
+            if not self.transport.refills:
                 return None
-            self._delivered.verify(self.engine.load_weights(self._delivered, only=[url]))
-            self.engine.resume(self._delivered, only=[url])
-            return self._delivered.manifest.version
+            update, sent = self._delivered
+            update.verify(sent, self.engine.load_weights(update, only=[url]))
+            self.engine.resume(update, only=[url])
+            return update.index.version
 
-    def _deliver(
-        self, update: TransportUpdate, task: Task
-    ) -> tuple[float, int, int, float, float] | WeightSyncError | None:
+    def _deliver(self, update: Update, task: Task) -> tuple[float, int, int, float, float] | WeightSyncError | None:
         """Send from every rank while the engine loads and verifies; return the last five fields of a `SyncReport`, or
         the error, on rank 0.
 
@@ -185,78 +174,62 @@ class WeightSync:
         """
         with ThreadPoolExecutor(1) as side:
             loading = side.submit(self._load, self.engine, update) if self.engine is not None else None
-            problem, report, began = None, SendReport(0), time.perf_counter()
+            began = time.perf_counter()
             try:
                 report = update.send(task)
             except Exception as error:
-                problem = f"rank {self.ranks.world_rank}: {_text(error)}"
-            everyone: list[_Sent] = self.transport.all_gather(_Sent(problem, report, time.perf_counter() - began))
+                report = SendReport(0, problem=f"rank {self.ranks.world_rank}: {error_text(error)}")
+            report = replace(report, seconds=time.perf_counter() - began)
+            sent: list[SendReport] = self.transport.ranks.all_gather_objects(report)
         if loading is None:
             return None
-        version, problems, failure = (
-            update.manifest.version,
-            [rank.problem for rank in everyone if rank.problem],
-            loading.exception(),
-        )
         try:
-            if problems:
-                problems += [_text(failure)] if failure is not None else []
+            if problems := [report.problem for report in sent if report.problem]:
+                failure = loading.exception()
+                problems += [error_text(failure)] if failure is not None else []
                 raise _kind(failure)("; ".join(problems))
-            update.all_sent([rank.report for rank in everyone])
             # set before the result is known: a server that died during this update gets it from `load_last`
-            self._delivered = update
+            self._delivered = update, sent
             reports = loading.result()
-            update.verify(reports)
-            num_bytes = sum(rank.report.num_bytes for rank in everyone), sum(report["bytes"] for report in reports)
-            update.verify_bytes(*num_bytes)
+            update.verify(sent, reports)
         except Exception as error:
-            return _not_reached(version, error)
+            return _not_reached(update.index.version, error)
         checksums, read = (
             max((report.get(key, 0.0) for report in reports), default=0.0)
             for key in ("checksum_seconds", "read_seconds")
         )
-        sent = max(rank.seconds for rank in everyone)
-        return max(rank.report.checksum_seconds for rank in everyone) + checksums, *num_bytes, sent, read
+        return (
+            max(report.checksum_seconds for report in sent) + checksums,
+            sum(report.num_bytes for report in sent),
+            sum(report["bytes"] for report in reports),
+            max(report.seconds for report in sent),
+            read,
+        )
 
-    def _resume(self, update: TransportUpdate) -> WeightSyncError | None:
+    def _resume(self, update: Update) -> WeightSyncError | None:
         """Make the engine serve the loaded weights. Returns an error on rank 0, or None."""
         try:
             if self.engine is not None:
                 self.engine.resume(update)
         except Exception as error:
-            return _not_reached(update.manifest.version, error)
+            return _not_reached(update.index.version, error)
         return None
 
-    def _load(self, engine: VllmEngine, update: TransportUpdate) -> list[dict[str, Any]]:
+    def _load(self, engine: VllmEngine, update: Update) -> list[dict[str, Any]]:
         """Load the update into the engine, while the ranks send it. Then stop ranks that still wait for a server."""
         why = "the servers have finished without it"
         try:
             return engine.load_weights(update)
         except Exception as error:
-            why = _text(error)
+            why = error_text(error)
             raise
         finally:
-            update.give_up(why)
+            update.stopped = why
 
 
-def make_transport(
-    name: str,
-    ranks: Ranks,
-    dtype: str,
-    device: torch.device,
-    *,
-    seconds: float,
-    megabytes: float,
-    nodes: Nodes | None = None,
-) -> Transport:
-    """Construct the transport `name`: shared_memory, p2p or cuda_ipc. Collective. `seconds` and `megabytes` are
-    described in `PointToPoint`. `nodes` are the nodes of servers that the ranks' hosts share; None for one node, and
-    for p2p."""
-    if name == "p2p":
-        return PointToPoint(ranks, dtype, device, seconds=seconds, megabytes=megabytes)
-    if name == "cuda_ipc":
-        return CudaIpc(ranks, dtype, device, seconds=seconds, nodes=nodes)
-    return SharedMemory(ranks, dtype, seconds=seconds, nodes=nodes)
+def error_text(error: BaseException) -> str:
+    """Return the error as text for other ranks: with its type, unless it is a WeightSyncError."""
+    return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
 
 
 def _kind(error: BaseException | None) -> type[WeightSyncError]:
@@ -264,8 +237,4 @@ def _kind(error: BaseException | None) -> type[WeightSyncError]:
 
 
 def _not_reached(version: int, error: BaseException) -> WeightSyncError:
-    return _kind(error)(f"weight version {version} did not reach the engine, which stays paused: {_text(error)}")
-
-
-def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, WeightSyncError) else f"{type(error).__name__}: {error}"
+    return _kind(error)(f"weight version {version} did not reach the engine, which stays paused: {error_text(error)}")

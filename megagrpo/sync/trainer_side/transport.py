@@ -1,18 +1,26 @@
-"""The interface of a weight transport, on the trainer's side."""
+"""The interface of a weight transport on the trainer's side: `Transport` and `Update`, with six methods together.
+
+A transport moves the slices of one weight version from the trainer's ranks to vLLM's workers, where a `Receiver`
+(`sync/vllm_side/receiver.py`) takes them. `config/transport_table.py` registers both ends.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
+from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.protocol import WeightUpdate
 from megagrpo.models.families.blocks import Block
-from megagrpo.models.families.boxes import Box
+from megagrpo.platform.process import user_code
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
+from megagrpo.sync.trainer_side.node_shares import BlockKey, Nodes
+from megagrpo.sync.wire.tensor_index import TensorIndex, WeightSyncError
 
 
 class Parameter(Protocol):
@@ -24,7 +32,6 @@ class Parameter(Protocol):
 
 Weight = tuple[str, Parameter, Sequence[Block]]  # parameter name, parameter, and the blocks in it
 Weights = Iterable[Weight]
-BlockKey = tuple[str, tuple[int, ...], Box]  # tensor, its full shape, and the part of it: equal for replicas of a block
 
 
 class Ranks(Protocol):
@@ -52,58 +59,120 @@ class Handover:
 NO_HANDOVER = Handover()
 
 
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class TransportSettings:
+    """What a transport may use of the config. `device` holds this rank's weights. `seconds` limits a phase of a sync,
+    `megabytes` the size of one message, in MiB. `nodes` are the nodes of servers that the ranks' hosts share, if
+    several."""
+
+    device: torch.device = CPU
+    seconds: float | None = None
+    megabytes: float = 64.0
+    nodes: Nodes | None = None
+
+
+DEFAULT_SETTINGS = TransportSettings()
+
+
 @dataclass(frozen=True)
 class SendReport:
-    """The bytes that one rank sent in one update, the seconds it spent on checksums, and the checksums that other nodes
-    need."""
+    """The bytes that one rank sent in one update, the seconds it spent on checksums, and the checksums that `verify`
+    needs, in an order that the transport chooses. `WeightSync` sets `seconds`, and `problem` if sending failed."""
 
     num_bytes: int
     checksum_seconds: float = 0.0
-    checksums: tuple[int, ...] = ()  # of the blocks in this rank's files, in order; only for servers on several nodes
+    checksums: tuple[int, ...] = ()
+    seconds: float = 0.0
+    problem: str = ""
 
 
-class TransportUpdate(WeightUpdate, Protocol):
-    """One update in progress."""
+@dataclass(kw_only=True)
+class Update:
+    """One update in progress, on one rank. `receiver` is the class at the other end, as `FILE.py:Class` or
+    `package.module:Class`.
+
+    `servers` (url -> number of workers) must all get the update; None: every live server, including any that returns
+    before the update after next. When `stopped` is not empty, no worker takes part any longer, for this reason.
+    """
+
+    index: TensorIndex
+    receiver: str
+    servers: Mapping[str, int] | None = None
+    stopped: str = ""
 
     def send(self, task: Task = SILENT_TASK) -> SendReport:
         """Send this rank's part, while the engine loads it. Every rank calls it. `task` counts the bytes. Raises when
         sending fails."""
+        raise NotImplementedError
 
-    def all_sent(self, reports: Sequence[SendReport]) -> None:
-        """Rank 0: every rank has sent; `reports` has one report per rank. Raises WeightSyncError when two reports
-        contradict each other."""
+    def request(self, server: str) -> dict[str, Any]:
+        """Return what the receivers in the workers of `server` need, as JSON values. Called on rank 0."""
+        raise NotImplementedError
 
-    def verify(self, reports: Sequence[dict[str, Any]]) -> None:
-        """Check the workers' reports, on rank 0: every server received everything unchanged.
+    def reports(self, server: str) -> list[dict[str, Any]] | None:
+        """Return one report of each worker of `server`, as far as known: the one that the worker made, or `worker` and
+        the `activity` it is in. None: request the reports from the server. Called on rank 0."""
+        return None
 
-        Raises WeightSyncError, naming the rank or the worker, and the tensor, otherwise.
-        """
-
-    def verify_bytes(self, sent: int, received: int) -> None:
-        """Raises WeightSyncError unless `sent` bytes of all ranks and `received` bytes of all workers are the bytes
-        that had to move."""
-
-    def give_up(self, why: str) -> None:
-        """Rank 0: stop the ranks that still wait for a server, such as a dead one. The engine has finished, with or
-        without success."""
-
-    def done(self) -> None:
-        """Every rank: release the update. No worker reads it any longer, with or without success."""
+    def verify(self, sent: Sequence[SendReport], reports: Sequence[dict[str, Any]]) -> None:
+        """Check that every server received everything unchanged, on rank 0. `sent` has one report per rank, `reports`
+        one per worker. Raises WeightSyncError, naming the rank or the worker, and the tensor, otherwise."""
+        raise NotImplementedError
 
 
-class Transport(Protocol):
-    """Creates updates. Each rank has one transport."""
+class Transport:
+    """One rank's end of a transport. Construction is collective. `receiver` is the class at the other end.
 
-    def prepare(self, parameters: Sequence[Weight], version: int, engine: VllmEngine | None) -> TransportUpdate:
-        """Create an update with the current parameters. Collective. Raises WeightSyncError on every rank, before the
-        engine receives any request."""
+    `refills`: a server that returns can get the last update from rank 0 alone. Otherwise it waits for the next sync.
+    """
 
-    def all_gather(self, value: Any) -> list[Any]:
-        """Gather `value` from every rank, in rank order. Raises WeightSyncError for late ranks, if the transport
-        detects them."""
+    receiver: ClassVar[str]
+    refills: ClassVar[bool] = True
+
+    def __init__(self, ranks: Ranks, dtype: str, settings: TransportSettings = DEFAULT_SETTINGS):
+        self.ranks, self.dtype, self.settings = ranks, dtype, settings
+
+    def prepare(
+        self, weights: Sequence[Weight], version: int, engine: VllmEngine | None
+    ) -> AbstractContextManager[Update]:
+        """Check the weights, and return an update with them; leaving it frees its memory. Collective. Raises
+        WeightSyncError on every rank, before the engine receives any request."""
+        raise NotImplementedError
 
     def close(self) -> None:
         """Free the transport's resources. Does nothing on a second call."""
+
+
+def transport_class(name: str) -> type[Transport]:
+    """Return the class of the transport `name`: one of TRANSPORTS, or the user's own as `FILE.py:Class` or
+    `package.module:Class`. Raises ValueError when it cannot be loaded."""
+    location, _, attribute = (TRANSPORTS[name].trainer_side if name in TRANSPORTS else name).rpartition(":")
+    try:
+        loaded: Any = user_code.load(user_code.absolute(location), attribute)
+    except Exception as error:
+        raise ValueError(
+            f"rollout.weight_sync_transport: {name} cannot be loaded: {user_code.described(error)}"
+        ) from error
+    if not (isinstance(loaded, type) and issubclass(loaded, Transport)):
+        raise ValueError(f"rollout.weight_sync_transport: {name} is not a subclass of {__name__}.Transport")
+    return loaded
+
+
+def gather_or_raise[T](ranks: Ranks, action: Callable[[], T]) -> list[T]:
+    """Run `action` on every rank, and return all results in rank order. Raises WeightSyncError on every rank when it
+    fails on any; the error names all ranks that failed."""
+    result, problem = None, None
+    try:
+        result = action()
+    except Exception as error:
+        problem = f"rank {ranks.world_rank}: {error}"
+    everyone = ranks.all_gather_objects((result, problem))
+    if problems := [problem for _, problem in everyone if problem]:
+        raise WeightSyncError("; ".join(problems))
+    return [result for result, _ in everyone]
 
 
 def key_of(block: Block) -> BlockKey:

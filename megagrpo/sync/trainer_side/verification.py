@@ -10,37 +10,37 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megagrpo.models.families.boxes import Box, brackets, missing, size, whole
-from megagrpo.sync.wire.manifest import Manifest, SharedBlock, WeightSyncError, wrong_checksum
+from megagrpo.sync.wire.tensor_index import SharedBlock, TensorIndex, WeightSyncError, wrong_checksum
 
 Reads = dict[tuple[str, int], dict[Box, int]]  # (tensor, index of its block) -> part of the block -> checksum
 
 
-def verify(manifest: Manifest, written: Mapping[tuple[str, int], int], reports: Sequence[dict[str, Any]]) -> None:
-    """Check that each server read all of `manifest` as it was written. Raises WeightSyncError, naming the rank and the
+def verify(index: TensorIndex, written: Mapping[tuple[str, int], int], reports: Sequence[dict[str, Any]]) -> None:
+    """Check that each server read all of `index` as it was written. Raises WeightSyncError, naming the rank and the
     tensor, otherwise.
 
     `written` maps (tensor, index of a block of it) to the block's checksum. Per server, the slices that its workers
     read must cover every tensor. A block that was read whole must have its checksum. Where slices tile a block, their
     checksums must add up to the block's checksum. For overlapping slices that are not equal, only coverage is checked.
     """
-    verify_versions(manifest, reports)
+    verify_versions(index, reports)
     for server in sorted({report["server"] for report in reports}):
         reads = _reads([report for report in reports if report["server"] == server])
-        for name, tensor in manifest.tensors.items():
-            parts = [part for index in range(len(tensor.blocks)) for part in reads.get((name, index), {})]
+        for name, tensor in index.tensors.items():
+            parts = [part for number in range(len(tensor.blocks)) for part in reads.get((name, number), {})]
             if left := missing(whole(tensor.shape), parts):
                 raise WeightSyncError(f"{server}: no worker read {name}{brackets(left[0])}")
-            for index, block in enumerate(tensor.blocks):
-                _verify_block(name, block, written[name, index], reads.get((name, index), {}))
+            for number, block in enumerate(tensor.blocks):
+                _verify_block(name, block, written[name, number], reads.get((name, number), {}))
 
 
-def verify_versions(manifest: Manifest, reports: Sequence[dict[str, Any]]) -> None:
-    """Check that all reports are about the manifest's version, for any transport. Raises WeightSyncError, naming the
+def verify_versions(index: TensorIndex, reports: Sequence[dict[str, Any]]) -> None:
+    """Check that all reports are about the index's version, for any transport. Raises WeightSyncError, naming the
     worker, otherwise."""
     for report in reports:
-        if report["version"] != manifest.version:
+        if report["version"] != index.version:
             who = f"{report['server']}, worker {report['worker']}"
-            raise WeightSyncError(f"{who} reports weight version {report['version']}; {manifest.version} was sent")
+            raise WeightSyncError(f"{who} reports weight version {report['version']}; {index.version} was sent")
 
 
 def _reads(reports: Sequence[dict[str, Any]]) -> Reads:

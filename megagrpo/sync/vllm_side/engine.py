@@ -8,14 +8,11 @@ serve.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import tempfile
 import time
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -30,16 +27,13 @@ from megagrpo.platform.process.shm_names import CPU_WORKERS, name_segments_by_ow
 from megagrpo.sync.vllm_side.cpu_experts import exchange_tokens, use_expert_map
 from megagrpo.sync.vllm_side.cpu_stages import make_stage_buffers
 from megagrpo.sync.vllm_side.loading import Loading, first_names
-from megagrpo.sync.vllm_side.reader import BlockSource, MappedBlocks, Maps, ShardReader
-from megagrpo.sync.vllm_side.receiver import Receiver
+from megagrpo.sync.vllm_side.reader import ShardReader
+from megagrpo.sync.vllm_side.receiver import Receiver, Worker, receiver_class
 from megagrpo.sync.vllm_side.stores import listen_on_own_address
-from megagrpo.sync.wire.cuda_handles import DeviceMaps
 from megagrpo.sync.wire.exchange import clear_frames
-from megagrpo.sync.wire.ledger import Ledgers
-from megagrpo.sync.wire.manifest import Bookmark, Manifest, SharedFiles, WeightSyncError
-from megagrpo.sync.wire.notes import DirectRequest
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 
-BACKEND = "megagrpo"
+WEIGHT_BACKEND = "megagrpo"
 logger = logging.getLogger(__name__)
 
 
@@ -54,8 +48,8 @@ def register() -> None:
         exchange_tokens()
         make_stage_buffers()
         patch_executor()
-    if BACKEND not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ShardEngine")
+    if WEIGHT_BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, __name__, "ShardEngine")
 
 
 def patch_executor() -> None:
@@ -77,19 +71,11 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """The version and the location of the weights of one update.
-
-    With `manifest`, the weights are in memory that the manifest describes, written within `seconds`; `replies` is the
-    folder for this server's reports. With `handles` (memory -> one handle per worker) this memory is on GPUs. With
-    `direct`, the weights come from the trainer's ranks.
-    """
+    """The version of one update, the class of the transport's receiver, and the request for it (`Update.request`)."""
 
     version: int = -1
-    manifest: str = ""
-    replies: str = ""
-    seconds: float | None = None
-    handles: dict[str, list[dict[str, Any]]] | None = None
-    direct: dict[str, Any] | None = None
+    receiver: str = ""
+    request: dict[str, Any] = field(default_factory=dict)
 
 
 class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
@@ -107,14 +93,11 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loading = Loading(self.model, self.model_config)
-        self.files = SharedFiles()
-        self.receiver = Receiver(self.device)
+        self.receivers: dict[str, Receiver] = {}  # one per transport that has been used
+        self.receiver: Receiver | None = None  # of the current update
         self.open = self.reloading = False  # open: vLLM's update is open; reloading: parameters are moved aside
         self.reader: ShardReader | None = None
-        self.info = UpdateInfo()
-        self.request: DirectRequest | None = None  # from `info.direct`
-        self.bookmark: Bookmark | None = None
-        self.error = ""  # error of the current update
+        self.version = -1
         self.report = ""  # JSON of the report on the current update
 
     @property
@@ -128,8 +111,8 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Unmap the trainer's files and leave its process group."""
-        self.files.clear()
-        self.receiver.close()
+        for receiver in self.receivers.values():
+            receiver.close()
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
@@ -143,40 +126,30 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.reader = None
         self.started = time.perf_counter()
         self.open = self.reloading = True
-        self.error = self.report = ""
-        self._begin("start")
+        self.report = ""
+        self._note("start")
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load everything that the manifest lists. The base class would synchronize an accelerator, which fails on a
+        """Load everything that the update holds. The base class would synchronize an accelerator, which fails on a
         machine without one."""
-        self.info, self.request = self.parse_update_info(update_info), None
-        self._begin("update")
         try:
-            self.receive_weights(self.info)
+            self.receive_weights(self.parse_update_info(update_info))
         except Exception as error:
             self._fail(error)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Fill the model's parameters. Raises WeightSyncError unless every parameter is filled."""
-        manifest, source = self._open(update_info)
-        self.reader = ShardReader(manifest, source, *([self.bookmark.note] if self.bookmark else []))
+        name, self.version = update_info.receiver, update_info.version
+        if name not in self.receivers:
+            worker = Worker(self.worker, self.device, self.loading.dry_run)
+            self.receivers[name] = receiver_class(name)(worker)
+        self.receiver = self.receivers[name]
+        source = self.receiver.open(update_info.request, update_info.version)
+        self.reader = ShardReader(source, self.receiver.note)
         self.loading.load(self.reader)
         source.drain()
         self.reader.check_reads()
-
-    def _open(self, info: UpdateInfo) -> tuple[Manifest, BlockSource]:
-        if info.direct is not None:
-            self.request = DirectRequest(**info.direct)
-            return self.receiver.start(self.request, info.version, self.worker, self.loading.dry_run)
-        manifest = Manifest.load(info.manifest, info.version)
-        maps: Maps = self.files
-        if info.handles is not None:
-            maps = DeviceMaps({name: handles[self.worker] for name, handles in info.handles.items()}, self.device)
-        ledgers = Ledgers(
-            Path(info.manifest).parent, info.version, info.seconds, *([self.bookmark.note] if self.bookmark else [])
-        )
-        return manifest, MappedBlocks(manifest, self.worker, maps, ledgers)
 
     def finish_weight_update(self) -> None:
         """Put the new parameters in place and report. An update that failed, or that received no weights, is
@@ -185,7 +158,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             self._abort()
             self.open = False
             return
-        self._begin("finish")
+        self._note("finish")
         self.open = False
         try:
             finalize_layerwise_reload(self.model, self.model_config)
@@ -203,16 +176,16 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             "read_seconds": self.reader.seconds,
             "checksum_seconds": self.reader.checksum_seconds,
         }
-        self._reply(version=self.info.version, bytes=self.reader.bytes, **proof, **seconds)
+        self._reply(version=self.version, bytes=self.reader.bytes, **proof, **seconds)
         self.reader.source.release()
 
     def _fail(self, error: Exception) -> None:
         clear_frames(error)
-        self.receiver.close_group()  # first, so that sending ranks get an error at once
+        if self.receiver is not None:
+            self.receiver.abort()  # first, so that sending ranks get an error at once
         if self.reader is not None:
             self.reader.source.release()
-        self.error = f"{type(error).__name__}: {error}"
-        self._reply(error=self.error)
+        self._reply(error=f"{type(error).__name__}: {error}")
         self._abort()
 
     def _abort(self) -> None:
@@ -225,31 +198,19 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         finalize_layerwise_reload(self.model, self.model_config)
         self.reloading = False
 
-    def _begin(self, phase: str) -> None:
-        """Write the phase to this worker's bookmark, which the trainer reads when the worker hangs. The path is unknown
-        before the first update."""
-        if not self.info.replies:
-            return
-        path = Path(self.info.replies) / f"worker{self.worker}.at"
-        with contextlib.suppress(OSError):  # the trainer is gone, and its folder too
-            if self.bookmark is None or not path.exists():  # the trainer empties the folder before each update
-                self.bookmark = Bookmark(path)
-            self.bookmark.note(phase)
+    def _note(self, activity: str) -> None:
+        if self.receiver is not None:
+            self.receiver.note(activity)
 
     def _reply(self, **report: Any) -> None:
         """Send a report to the trainer. If the trainer is gone, only log a warning."""
         report = {"worker": self.worker, **report}
         self.report = json.dumps(report)
         try:
-            if self.request is not None:
-                self.receiver.report(self.request, self.worker, report)
-            if self.info.replies:
-                path = Path(self.info.replies) / f"worker{self.worker}.json"
-                draft = path.with_suffix(".part")
-                draft.write_text(self.report)
-                os.replace(draft, path)
+            if self.receiver is not None:
+                self.receiver.report(report)
         except (OSError, RuntimeError) as error:
-            logger.warning("weight version %s: cannot send the report to the trainer: %s", self.info.version, error)
+            logger.warning("weight version %s: cannot send the report to the trainer: %s", self.version, error)
 
 
 def refresh_packed_copies(model: nn.Module) -> None:

@@ -14,10 +14,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from megagrpo.sync.vllm_side.reader import BlankBlocks, ShardReader
-from megagrpo.sync.vllm_side.received_blocks import BoxCounts
+from megagrpo.sync.vllm_side.reader import ShardReader
+from megagrpo.sync.vllm_side.receiver import BlankBlocks, BoxCounts
 from megagrpo.sync.vllm_side.replay import Recipe, Recorder
-from megagrpo.sync.wire.manifest import Manifest, WeightSyncError
+from megagrpo.sync.wire.tensor_index import TensorIndex, WeightSyncError
 
 EXPERTS = ".mlp.experts."
 logger = logging.getLogger(__name__)
@@ -35,16 +35,16 @@ class Loading:
         self.logged_reason = ""  # the last logged reason why there is no recipe
 
     def load(self, reader: ShardReader) -> None:
-        """Load everything that the manifest lists. Raises WeightSyncError unless every parameter will be filled."""
-        if self.recipe is not None and self.recipe.fits(reader.manifest):
+        """Load everything that the index lists. Raises WeightSyncError unless every parameter will be filled."""
+        if self.recipe is not None and self.recipe.fits(reader.index):
             self.recipe.run(reader)
         else:
             self._load_and_record(reader)
 
-    def dry_run(self, manifest: Manifest) -> BoxCounts:
+    def dry_run(self, index: TensorIndex) -> BoxCounts:
         """Return the boxes that `load` will fetch, and how often. The loaders load zeros, and then the reload starts
         over."""
-        reader = ShardReader(manifest, BlankBlocks(manifest))
+        reader = ShardReader(BlankBlocks(index))
         self._load_and_record(reader)
         finalize_layerwise_reload(self.model, self.config)
         initialize_layerwise_reload(self.model)
@@ -60,7 +60,7 @@ class Loading:
             loaded = load_weights(self.model, reader)
         _check_complete(loaded, destinations, reader)
         if not recorder.reason:
-            self.recipe = Recipe(reader.manifest, recorder.layers)
+            self.recipe = Recipe(reader.index, recorder.layers)
         elif recorder.reason != self.logged_reason:
             self.logged_reason = recorder.reason
             logger.info(

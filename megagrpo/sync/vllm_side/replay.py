@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from megagrpo.models.families.boxes import Box
 from megagrpo.sync.vllm_side.lazy_tensors import LazyTensor
 from megagrpo.sync.vllm_side.reader import ShardReader
-from megagrpo.sync.wire.manifest import Manifest
+from megagrpo.sync.wire.tensor_index import TensorIndex
 
 aten = torch.ops.aten
 AHEAD = 2  # filled layers that may wait for processing
@@ -99,19 +99,19 @@ class Recorder(TorchDispatchMode):
 
 
 class Recipe:
-    """The recorded copies of one update, for replay in updates whose manifest lists the same tensors."""
+    """The recorded copies of one update, for replay in updates whose index lists the same tensors."""
 
-    def __init__(self, manifest: Manifest, layers: dict[nn.Module, list[Cut]]):
-        self.manifest, self.layers = manifest, layers
+    def __init__(self, index: TensorIndex, layers: dict[nn.Module, list[Cut]]):
+        self.index, self.layers = index, layers
 
-    def fits(self, manifest: Manifest) -> bool:
-        """Whether `manifest` has the dtype, tensors and shapes of the recorded update."""
-        if manifest is self.manifest:
+    def fits(self, index: TensorIndex) -> bool:
+        """Whether `index` has the dtype, tensors and shapes of the recorded update."""
+        if index is self.index:
             return True
         shapes, recorded = (
-            {name: tensor.shape for name, tensor in each.tensors.items()} for each in (manifest, self.manifest)
+            {name: tensor.shape for name, tensor in each.tensors.items()} for each in (index, self.index)
         )
-        return manifest.dtype == self.manifest.dtype and shapes == recorded
+        return index.dtype == self.index.dtype and shapes == recorded
 
     def boxes(self, box_of: Callable[[str, Tensor], tuple[Box, Any]]) -> Iterator[tuple[str, Box]]:
         """Yield (tensor, box) for every fetch that `run` makes."""

@@ -25,13 +25,9 @@ class WorkerVerbs:
         if self.weight_transfer_engine.open:
             self.finish_weight_update()
 
-    def weight_update_error(self) -> str:
-        """Return the error of the last weight update on this worker, or ""; for a trainer that received no report."""
-        return self.weight_transfer_engine.error
-
     def weight_update_report(self) -> str:
-        """Return this worker's report on the last weight update as JSON, or "" without one; for a trainer on another
-        node."""
+        """Return this worker's report on the last weight update as JSON, or "" without one; for a trainer that received
+        none."""
         return self.weight_transfer_engine.report
 
     def quantization(self) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 
 # Arguments of `rebuild_cuda_tensor` from the eighth on, with their types; the first seven are fixed because the tensor
 # is flat bytes.
@@ -33,9 +33,10 @@ FIELDS = {
 def export(buffer: Tensor) -> dict[str, Any]:
     """Return a handle of `buffer` [n] uint8, a flat tensor on a GPU, for one other process. The tensor must live until
     that process has mapped and released it."""
-    assert buffer.is_cuda and buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.storage_offset() == 0
-    # The ledger orders reads after writes. An event would need a GPU that the other process sees, so no event is waited
-    # for.
+    flat = buffer.dtype == torch.uint8 and buffer.dim() == 1 and buffer.storage_offset() == 0
+    assert buffer.is_cuda and flat, "a handle describes flat bytes on a GPU"
+    # The progress file orders reads after writes. An event would need a GPU that the other process sees, so no event
+    # is waited for.
     return pack(buffer.numel(), (*reduce_tensor(buffer)[1][-len(FIELDS) : -1], False))
 
 

@@ -1,5 +1,5 @@
-"""Rendezvous between trainer ranks and vLLM workers for `p2p` weight sync: a board for notes, and a process group for
-tensors.
+"""Rendezvous between trainer ranks and vLLM workers for `p2p` weight sync: a key-value store for JSON messages, and a
+process group for tensors.
 
 Both exist beside the default process groups of vLLM's workers and of the trainer's ranks. One group holds the trainer's
 ranks, first, and then the workers of all servers, in order. The backend is gloo for CPU tensors and NCCL for GPU
@@ -15,7 +15,8 @@ import re
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -26,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.platform.process.loopback import LOOPBACK, LOOPBACK_ADDRESS
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 
-CODE_LENGTH = 64  # hexadecimal digits of the HMAC before each note
-LONGEST_PAUSE = 0.1  # seconds between two polls of the board
+CODE_LENGTH = 64  # hexadecimal digits of the HMAC before each value
+STORE_POLL_SECONDS = 0.1  # most seconds between two polls of the store
 
 
 class Deadline:
@@ -48,15 +49,15 @@ class Deadline:
         return time.monotonic() > self._ends
 
 
-class Board:
-    """An authenticated key-value store for JSON notes between trainer ranks and workers.
+class Store:
+    """An authenticated key-value store for JSON values, which trainer ranks and workers share.
 
-    Rank 0 of the trainer serves the board; the others connect. It listens only on the address `host` ("" means all
-    addresses of this host). It picks `port` when `port` is 0. Raises WeightSyncError when the board cannot be reached.
+    Rank 0 of the trainer serves the store; the others connect. It listens only on the address `host` ("" means all
+    addresses of this host). It picks `port` when `port` is 0. Raises WeightSyncError when the store cannot be reached.
 
-    The TCPStore below accepts every connection. So each note carries an HMAC of its key and text, made with `secret`. A
-    note with a wrong HMAC is an error and is never parsed. Process groups rendezvous under keys that begin with an HMAC
-    of the group's name. Errors call the board `name`.
+    The TCPStore below accepts every connection. So each value carries an HMAC of its key and text, made with `secret`.
+    A value with a wrong HMAC is an error and is never parsed. Process groups rendezvous under keys that begin with an
+    HMAC of the group's name. Errors call the store `name`.
     """
 
     def __init__(
@@ -67,93 +68,97 @@ class Board:
         secret: str,
         *,
         serve: bool = False,
-        name: str = "the trainer's board",
+        name: str = "the trainer's store",
     ):
         self.host, self._secret, self._name = host, secret.encode(), name
         try:
             # By itself torch would listen on every address. torch closes the socket passed to it.
             listen = socket.create_server((host, port), backlog=4096).detach() if serve else None
             reached = host or LOOPBACK_ADDRESS
-            self.store = dist.TCPStore(
+            self.tcp_store = dist.TCPStore(
                 reached, port, is_master=serve, timeout=deadline.left(), wait_for_workers=False, master_listen_fd=listen
             )
         except (RuntimeError, OSError) as error:
             raise WeightSyncError(f"{name} at {host}:{port} cannot be reached: {_first_line(error)}") from None
-        self.port = self.store.port
+        self.port = self.tcp_store.port
 
-    def meeting_point(self, name: str) -> dist.Store:
-        """Return the store through which the members of the group `name` rendezvous."""
-        return dist.PrefixStore(self._code("group", name), self.store)
+    def of_group(self, name: str) -> dist.Store:
+        """Return the store through which the members of the process group `name` rendezvous."""
+        return dist.PrefixStore(self._code("group", name), self.tcp_store)
 
     def _code(self, key: str, text: str) -> str:
         return hmac.digest(self._secret, f"{key}\n{text}".encode(), "sha256").hex()
 
     def put(self, key: str, value: Any) -> None:
-        """Leave a note; the board has stored it when this method returns. Raises WeightSyncError when the board is
-        gone."""
-        try:
-            text = json.dumps(value)
-            self.store.set(key, self._code(key, text) + text)
-        except RuntimeError as error:
-            raise WeightSyncError(f"connection to {self._name} lost: {_first_line(error)}") from None
-        self.has(key)  # `set` does not wait; the reply to this request comes after the note is stored
+        """Store a value; it is there when this method returns. Raises WeightSyncError when the store is gone."""
+        text = json.dumps(value)
+        with self._connected():
+            self.tcp_store.set(key, self._code(key, text) + text)
+        self.has(key)  # `set` does not wait; the reply to this request comes after the value is stored
 
     def has(self, key: str) -> bool:
-        """Whether a note with this key exists. Raises WeightSyncError when the board is gone."""
+        """Whether there is a value with this key. Raises WeightSyncError when the store is gone."""
+        with self._connected():
+            return self.tcp_store.check([key])
+
+    @contextmanager
+    def _connected(self) -> Iterator[None]:
         try:
-            return self.store.check([key])
+            yield
         except RuntimeError as error:
             raise WeightSyncError(f"connection to {self._name} lost: {_first_line(error)}") from None
 
     def find(self, key: str) -> Any:
-        """Return a note, or None when it does not exist. Raises WeightSyncError when the board is gone or the note's
-        HMAC is wrong."""
+        """Return a value, or None without one. Raises WeightSyncError when the store is gone or the value's HMAC is
+        wrong."""
         if not self.has(key):
             return None
-        note = self.store.get(key)
-        code, text = note[:CODE_LENGTH], note[CODE_LENGTH:].decode(errors="replace")
+        value = self.tcp_store.get(key)
+        code, text = value[:CODE_LENGTH], value[CODE_LENGTH:].decode(errors="replace")
         if not hmac.compare_digest(code, self._code(key, text).encode()):
             raise WeightSyncError(
-                f"{self._name}: note {key} has an invalid HMAC; a process without this run's secret wrote it"
+                f"{self._name}: key {key} has an invalid HMAC; a process without this run's secret wrote it"
             )
         return json.loads(text)
 
-    def take(self, key: str, what: str, deadline: Deadline, stop: str = "") -> Any:
-        """Wait for a note and return it; the note stays on the board.
+    def wait_for(
+        self, key: str, what: str, deadline: Deadline, stopped: Callable[[], str | None] = lambda: None
+    ) -> Any:
+        """Wait for a value and return it; it stays in the store.
 
         Raises WeightSyncError, which names `what` was awaited, when the deadline passes. The same error is raised when
-        a note `stop` appears; that note holds the reason.
+        `stopped` returns a reason.
         """
         pause = 0.001  # not `TCPStore.wait`: it logs warnings unless the key exists at once
         while (value := self.find(key)) is None:
-            if stop and (reason := self.find(stop)) is not None:
+            if reason := stopped():
                 raise WeightSyncError(f"waiting for {what}: {reason}")
             if deadline.passed:
                 raise WeightSyncError(f"waiting for {what}: timed out after {deadline.seconds:g} s")
             time.sleep(pause)
-            pause = min(1.5 * pause, LONGEST_PAUSE)
+            pause = min(1.5 * pause, STORE_POLL_SECONDS)
         return value
 
     def answers(self) -> bool:
-        """Whether the board still responds."""
+        """Whether the store still responds."""
         try:
             self.has("anything")
         except WeightSyncError:
             return False
         return True
 
-    def remove(self, keys: Sequence[str]) -> None:
-        """Delete the notes with these keys; missing notes are ignored."""
+    def remove(self, keys: Iterable[str]) -> None:
+        """Delete the values with these keys; missing keys are ignored."""
         for key in keys:
-            self.store.delete_key(key)
+            self.tcp_store.delete_key(key)
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """A buffer in flight to or from `peer`: a contiguous tensor [...] of any dtype, sent as bytes. `what` describes it
-    for errors."""
+class PeerBuffer:
+    """Memory in flight to or from the process `peer`: a contiguous tensor [...] of any dtype, sent as bytes. `what`
+    describes it for errors."""
 
-    buffer: Tensor
+    values: Tensor
     peer: int
     tag: int
     what: str
@@ -168,45 +173,45 @@ class Exchange:
     Raises WeightSyncError when the group cannot be formed.
     """
 
-    def __init__(self, board: Board, name: str, rank: int, size: int, device: torch.device, deadline: Deadline):
-        store = board.meeting_point(name)
+    def __init__(self, store: Store, name: str, rank: int, size: int, device: torch.device, deadline: Deadline):
+        members = store.of_group(name)
         self.name, self.device = name, device
         self.group: Any = None  # torch's types lack the methods that this class calls
         try:
             if device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = deadline.left()
-                self.group = dist.ProcessGroupNCCL(store, rank, size, options)
+                self.group = dist.ProcessGroupNCCL(members, rank, size, options)
                 # connect while all ranks take part: later calls involve only some
                 self.group.eager_connect_single_device(device)
             else:
-                self.group = dist.ProcessGroupGloo(store, rank, size, _gloo_options(board.host, deadline))
+                self.group = dist.ProcessGroupGloo(members, rank, size, _gloo_options(store.host, deadline))
         except RuntimeError as error:
             raise WeightSyncError(
                 f"cannot form the process group of {size} ranks and workers: {_first_line(error)}"
             ) from None
 
-    def send(self, parcels: Sequence[Parcel]) -> list[Pending]:
-        """Start to send all parcels at once. Raises WeightSyncError when a send cannot start."""
-        return self._post(self.group.send, parcels)
+    def send(self, buffers: Sequence[PeerBuffer]) -> list[Pending]:
+        """Start to send all buffers at once. Raises WeightSyncError when a send cannot start."""
+        return self._post(self.group.send, buffers)
 
-    def receive(self, parcels: Sequence[Parcel]) -> list[Pending]:
-        """Start to receive all parcels at once. Raises WeightSyncError when a receive cannot start."""
-        return self._post(self.group.recv, parcels)
+    def receive(self, buffers: Sequence[PeerBuffer]) -> list[Pending]:
+        """Start to receive all buffers at once. Raises WeightSyncError when a receive cannot start."""
+        return self._post(self.group.recv, buffers)
 
-    def _post(self, verb: Any, parcels: Sequence[Parcel]) -> list[Pending]:
+    def _post(self, verb: Any, buffers: Sequence[PeerBuffer]) -> list[Pending]:
         coalesces = self.group.supports_coalescing
         if coalesces:
             self.group._start_coalescing()
         works = []
-        for parcel in parcels:
+        for buffer in buffers:
             try:
-                works.append(verb([parcel.buffer.view(torch.uint8)], parcel.peer, parcel.tag))
+                works.append(verb([buffer.values.view(torch.uint8)], buffer.peer, buffer.tag))
             except RuntimeError as error:
-                raise WeightSyncError(f"{parcel.what}: {_first_line(error)}") from None
+                raise WeightSyncError(f"{buffer.what}: {_first_line(error)}") from None
         if coalesces:
-            return [(self.group._end_coalescing(), ", ".join(dict.fromkeys(parcel.what for parcel in parcels)))]
-        return [(work, parcel.what) for work, parcel in zip(works, parcels, strict=True)]
+            return [(self.group._end_coalescing(), ", ".join(dict.fromkeys(buffer.what for buffer in buffers)))]
+        return [(work, buffer.what) for work, buffer in zip(works, buffers, strict=True)]
 
     def close(self) -> None:
         """Leave the group. Processes that wait for this process get an error."""
@@ -216,7 +221,7 @@ class Exchange:
 
 
 def _gloo_options(host: str, deadline: Deadline) -> Any:
-    """Make gloo listen only on the interface that leads to the board. GLOO_SOCKET_IFNAME, unless it is `lo`, overrides
+    """Make gloo listen only on the interface that leads to the store. GLOO_SOCKET_IFNAME, unless it is `lo`, overrides
     the interface."""
     gloo: Any = dist.ProcessGroupGloo
     options, named = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)

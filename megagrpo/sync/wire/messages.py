@@ -1,18 +1,23 @@
-"""The messages of a `p2p` weight sync, and their order. Pure arithmetic; both ends compute the same result.
+"""The messages of a `p2p` weight sync, their order and their bytes. Both ends compute the same result.
 
 All slices that one rank sends to one worker for one layer are packed into as few messages as the size limit allows. The
 k-th messages of a layer, over all pairs, form one round. Processes that handle the rounds in order cannot deadlock,
 however many rounds are in flight: the process that is furthest behind can always proceed.
+
+On the way a message is its elements, padded to whole words of 8 bytes, and then a 64-bit checksum of each slice.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megagrpo.models.families.boxes import Box, extent, size
 from megagrpo.sync.wire.sync_plan import Transfers, layer_of
@@ -82,21 +87,11 @@ def pieces(box: Box, limit: int) -> list[Box]:
     shape, (lo, hi) = extent(box), box
     dim, inner = next((d, rest) for d, n in enumerate(shape) if n > 1 and (rest := math.prod(shape[d + 1 :])) <= limit)
     step, cuts = limit // inner, []
-    for outer in _indices(lo[:dim], hi[:dim]):
+    for outer in itertools.product(*map(range, lo[:dim], hi[:dim])):
         for start in range(lo[dim], hi[dim], step):
             stop = min(start + step, hi[dim])
             cuts.append(((*outer, start, *lo[dim + 1 :]), (*(i + 1 for i in outer), stop, *hi[dim + 1 :])))
     return cuts
-
-
-def _indices(lo: Sequence[int], hi: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every index tuple in [lo, hi), in order."""
-    if not lo:
-        yield ()
-        return
-    for first in range(lo[0], hi[0]):
-        for rest in _indices(lo[1:], hi[1:]):
-            yield first, *rest
 
 
 def _pack(stream: Iterable[tuple[str, Box]], limit: int) -> Iterator[tuple[Slice, ...]]:
@@ -111,3 +106,31 @@ def _pack(stream: Iterable[tuple[str, Box]], limit: int) -> Iterator[tuple[Slice
         filled += size(box)
     if packed:
         yield tuple(packed)
+
+
+def empty_message(message: Message, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a buffer for all bytes of a message with elements of `dtype`, [bytes] uint8 on `device`."""
+    return torch.empty(_size_of_elements(message, dtype) + 8 * len(message.slices), dtype=torch.uint8, device=device)
+
+
+def message_views(buffer: Tensor, message: Message, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return two views of `buffer` [bytes] uint8: the message's elements [elements] of `dtype`, and the checksums
+    [slices] int64."""
+    count = _size_of_elements(message, dtype)
+    return buffer[:count].view(dtype)[: message.elements], buffer[count:].view(torch.int64)
+
+
+def describe(message: Message) -> str:
+    """Return the layer and the tensors of a message, as text for errors."""
+    layer, names = layer_of(message.slices[0].tensor), list(dict.fromkeys(item.tensor for item in message.slices))
+    return f"{layer_text(layer)} ({names[0]}" + (f" and {len(names) - 1} more)" if len(names) > 1 else ")")
+
+
+def layer_text(layer: int) -> str:
+    """Return an index from `layer_of` as text for errors."""
+    return f"layer {layer}" if layer >= 0 else "tensors outside of layers"
+
+
+def _size_of_elements(message: Message, dtype: torch.dtype) -> int:
+    """Return the bytes of the elements, rounded up to whole words of 8 bytes."""
+    return -(-message.elements * dtype.itemsize // 8) * 8

@@ -1,5 +1,6 @@
 """Placement of servers and weight sync transport: chosen with a reason; contradictions are refused with a fix."""
 
+import re
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import ConfigError, load_config, weight_path
+from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.servers import serving
 from megagrpo.proof.plan import plan
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
+from megagrpo.sync.trainer_side.transport import transport_class
+from megagrpo.sync.vllm_side.receiver import Receiver, receiver_class
 from megagrpo.trainer import engine_side, node_servers
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -155,6 +159,49 @@ def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, 
 def test_contradictions_are_refused_with_a_fix(overrides, message):
     with pytest.raises(ConfigError, match=message):
         config(*overrides)
+
+
+OWN = "rollout.weight_sync_transport=package.module:Class"
+
+
+@pytest.mark.parametrize("overrides", [[], [URLS], [NODES, "rollout.servers=2"]], ids=str)
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("one_host", [False, True])
+def test_a_transport_of_ones_own_is_taken_wherever_the_servers_are(overrides, gpu, one_host):
+    expected = ("package.module:Class", "set by rollout.weight_sync_transport")
+    assert weight_path(config(OWN, *overrides), gpu, one_host) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["rollout.weight_sync_transport=nccl"], "must be 'auto', 'shared_memory', .*, or your own as FILE.py:NAME"),
+        ([OWN, "lora.rank=8", "lora.sync=adapter"], "package.module:Class sends weights, but lora.sync adapter sends"),
+    ],
+)
+def test_a_name_that_is_no_transport_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        config(*overrides)
+
+
+def test_a_transport_that_cannot_be_loaded_is_refused_with_the_reason(tmp_path):
+    (tmp_path / "own.py").write_text("class Own:\n    pass\n")
+    key = "rollout.weight_sync_transport"
+    named = config(f"{key}={tmp_path}/own.py:Other")
+    assert any(f"{key}: {tmp_path}/own.py defines no `Other`" in str(problem) for problem in plan(named, 1).problems)
+    for name, reason in [
+        (f"{tmp_path}/own.py:Own", "is not a subclass of megagrpo.sync.trainer_side.transport.Transport"),
+        (f"{tmp_path}/own.py:Other", "cannot be loaded: AttributeError: "),
+        (f"{tmp_path}/missing.py:Own", "cannot be loaded: FileNotFoundError: "),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(f"{key}: {name} {reason}")):
+            transport_class(name)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_both_ends_of_every_transport_can_be_loaded(name):
+    assert transport_class(name).receiver == TRANSPORTS[name].receiver
+    assert issubclass(receiver_class(TRANSPORTS[name].receiver), Receiver)
 
 
 def test_the_plan_says_which_way_weights_take_and_why():

@@ -17,8 +17,8 @@ from megagrpo.engine.servers import serving
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.platform.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
-from megagrpo.sync.wire.exchange import Board, Deadline
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.exchange import Deadline, Store
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.trainer import engine_side
 
 QUICKSTART = Path(__file__).parents[3] / "configs/quickstart.yaml"
@@ -157,30 +157,30 @@ def test_what_the_config_says_about_servers_reaches_them(tmp_path):
 
 
 def test_notes_of_strangers_and_notes_that_were_moved_are_refused():
-    board = Board("127.0.0.1", 0, Deadline(5), "the secret", serve=True)
-    stranger = Board("127.0.0.1", board.port, Deadline(5), "a guess")
+    board = Store("127.0.0.1", 0, Deadline(5), "the secret", serve=True)
+    stranger = Store("127.0.0.1", board.port, Deadline(5), "a guess")
     stranger.put("key", {"seconds": 1})
     with pytest.raises(
-        WeightSyncError, match="note key has an invalid HMAC; a process without this run's secret wrote it"
+        WeightSyncError, match="key key has an invalid HMAC; a process without this run's secret wrote it"
     ):
         board.find("key")
     board.put("mine", [1])
-    stranger.store.set("other", stranger.store.get("mine"))  # a true note under another key
+    stranger.tcp_store.set("other", stranger.tcp_store.get("mine"))  # a true value under another key
     for forged in ("other", "junk", "empty"):
-        stranger.store.set("junk", b"\x80\x04not a note")
-        stranger.store.set("empty", b"")
-        with pytest.raises(WeightSyncError, match=f"note {forged} has an invalid HMAC"):
+        stranger.tcp_store.set("junk", b"\x80\x04not a note")
+        stranger.tcp_store.set("empty", b"")
+        with pytest.raises(WeightSyncError, match=f"key {forged} has an invalid HMAC"):
             board.find(forged)
-    board.meeting_point("group1").set("a", "b")
-    assert not dist.PrefixStore("group1", stranger.store).check(["a"]) and not stranger.meeting_point("group1").check(
+    board.of_group("group1").set("a", "b")
+    assert not dist.PrefixStore("group1", stranger.tcp_store).check(["a"]) and not stranger.of_group("group1").check(
         ["a"]
     )
 
 
 def test_a_board_listens_on_the_address_it_was_given():
-    board = Board("127.0.0.2", 0, Deadline(5), "s", serve=True)
+    board = Store("127.0.0.2", 0, Deadline(5), "s", serve=True)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", board.port), timeout=5)
-    assert Board("127.0.0.2", board.port, Deadline(5), "s").answers()
-    everywhere = Board("", 0, Deadline(5), "s", serve=True)
-    assert Board("127.0.0.3", everywhere.port, Deadline(5), "s").answers()
+    assert Store("127.0.0.2", board.port, Deadline(5), "s").answers()
+    everywhere = Store("", 0, Deadline(5), "s", serve=True)
+    assert Store("127.0.0.3", everywhere.port, Deadline(5), "s").answers()

@@ -16,7 +16,7 @@ from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http import named_urls, read_urls
 from megagrpo.engine.protocol import EngineDeadError, EngineError, derive_seed
 from megagrpo.engine.servers.restarts import Reconnector
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.types import Prompt, SamplingParams
 from tests.unit.engine.stand_ins import Process, StandIn, ids_for
 

@@ -115,7 +115,7 @@ def test_another_user_reads_a_run_only_in_its_group_or_when_shared(umask, around
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("umask", [0o000], indirect=True)
 def test_no_other_user_reads_weights_in_shared_memory(umask, around):
-    shared = SharedMemory(OneRank(), "float32", around)
+    shared = SharedMemory(OneRank(), "float32", folder=around)
     try:
         (shared.folder / "adapter1").mkdir()
         (shared.folder / "adapter1" / "adapter_model.safetensors").write_text("weights")

@@ -16,7 +16,7 @@ from megagrpo.engine.servers.followers import Followers, Reports
 from megagrpo.engine.servers.launcher import healthy
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.engine.servers.serve_inputs import place_of
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from tests.unit.config.test_placement import QUICKSTART
 from tests.unit.engine.servers.test_restarts import Stand, kill, wait_until
 
@@ -77,7 +77,7 @@ def test_a_node_without_the_token_is_refused(pair):
     leader, _ = pair
     leader.start(PORTS)
     stranger = Reports(HERE, leader.port, "another-token-1234", 1, "n2", 5, threading.Event())
-    with pytest.raises(WeightSyncError, match="the board of the server's first node: note order has an invalid HMAC"):
+    with pytest.raises(WeightSyncError, match="the board of the server's first node: key order has an invalid HMAC"):
         stranger.order()
 
 

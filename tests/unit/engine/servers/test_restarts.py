@@ -20,8 +20,8 @@ from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.node_agent import NodeAgent, NodeLaunchers
 from megagrpo.engine.servers.options import ServerOptions
 from megagrpo.engine.servers.restarts import Restarter
-from megagrpo.sync.wire.exchange import Board, Deadline
-from megagrpo.sync.wire.manifest import WeightSyncError
+from megagrpo.sync.wire.exchange import Deadline, Store
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from megagrpo.types import Prompt, SamplingParams
 
 WELL = """
@@ -244,11 +244,11 @@ def test_who_has_servers_sleep_waits_until_a_silent_one_has_ended(stand, monkeyp
 @pytest.fixture
 def two_nodes(stand, tmp_path):
     """Rank 0's view of two nodes with one server each, and the launcher of the second."""
-    board = Board("127.0.0.1", 0, Deadline(20), "secret", serve=True)
+    board = Store("127.0.0.1", 0, Deadline(20), "secret", serve=True)
     with Stand(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1, first=1) as other:
         other.start()
         other.wait()
-        with NodeAgent(1, other, Board("127.0.0.1", board.port, Deadline(20), "secret")):
+        with NodeAgent(1, other, Store("127.0.0.1", board.port, Deadline(20), "secret")):
             yield NodeLaunchers(stand, board, [1], 1), other
 
 

@@ -6,8 +6,8 @@ import torch
 from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.boxes import cut
 from megagrpo.sync.trainer_side.local_blocks import LocalBlocks
-from megagrpo.sync.wire.manifest import WeightSyncError
-from megagrpo.sync.wire.roster import Roster
+from megagrpo.sync.wire.rank_boxes import RankBoxes
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 
 UP, GATE = "model.layers.0.up.weight", "model.layers.0.gate.weight"
 SHAPE = (8, 6)
@@ -50,14 +50,14 @@ def test_parts_are_those_of_the_whole_tensor_and_values_are_computed_once_for_a_
 
 def test_a_block_that_is_gone_and_a_weight_that_is_no_number_are_named(fused):
     _, param, parameters = fused
-    roster = Roster({name: (SHAPE, {cut(SHAPE, 0, 4, 8): [1]}) for name in (GATE, UP)})
-    LocalBlocks(parameters).check(roster, 1, torch.float32)
+    rank_boxes = RankBoxes({name: (SHAPE, {cut(SHAPE, 0, 4, 8): [1]}) for name in (GATE, UP)})
+    LocalBlocks(parameters).check(rank_boxes, 1, torch.float32)
     name, _, blocks = parameters[0]
     with pytest.raises(
         WeightSyncError, match=r"model\.layers\.0\.up\.weight was present in the first sync and is missing now"
     ):
-        LocalBlocks([(name, param, blocks[:1])]).check(roster, 1, torch.float32)
-    LocalBlocks([(name, param, blocks[:1])]).check(roster, 0, torch.float32)  # no blocks existed
+        LocalBlocks([(name, param, blocks[:1])]).check(rank_boxes, 1, torch.float32)
+    LocalBlocks([(name, param, blocks[:1])]).check(rank_boxes, 0, torch.float32)  # no blocks existed
     param.values[0, 0] = float("nan")
     with pytest.raises(
         WeightSyncError,

@@ -18,12 +18,12 @@ from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.sync.trainer_side.transport import Handover
 from megagrpo.sync.trainer_side.verification import verify
 from megagrpo.sync.wire.copy_checksums import checksum
-from megagrpo.sync.wire.ledger import Ledgers
-from megagrpo.sync.wire.manifest import Manifest, SharedBlock, SharedTensor, WeightSyncError
+from megagrpo.sync.wire.progress_file import ProgressReader
+from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex, WeightSyncError
 
 BLOCKS = tuple(SharedBlock(rank, f"f{rank}", 0, cut((8, 6), 0, 4 * rank, 4 * rank + 4), number=0) for rank in range(2))
 WRITTEN = {("w", 0): 10, ("w", 1): 11}
-MANIFEST = Manifest(5, "float32", {"w": SharedTensor((8, 6), BLOCKS)})
+INDEX = TensorIndex(5, "float32", {"w": SharedTensor((8, 6), BLOCKS)})
 
 
 def report(reads, worker=0, version=5):
@@ -35,12 +35,12 @@ def test_workers_that_read_disjoint_slices_with_the_right_sums_pass():
         report([["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 6), 5]]),
         report([["w", 1, ((6, 0), (8, 6)), 6]], 1),
     ]
-    verify(MANIFEST, WRITTEN, halves)
+    verify(INDEX, WRITTEN, halves)
 
 
 def test_workers_that_read_the_same_slices_pass():
     reads = [["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 11]]
-    verify(MANIFEST, WRITTEN, [report(reads), report(reads, worker=1)])
+    verify(INDEX, WRITTEN, [report(reads), report(reads, worker=1)])
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_workers_that_read_the_same_slices_pass():
 )
 def test_what_was_not_read_or_not_as_written_is_named(reports, message):
     with pytest.raises(WeightSyncError, match=message):
-        verify(MANIFEST, WRITTEN, reports)
+        verify(INDEX, WRITTEN, reports)
 
 
 def columns(lo, hi):
@@ -87,13 +87,13 @@ def columns(lo, hi):
 )
 def test_other_slices_of_a_block_pass_with_the_same_sum_or_where_they_overlap(read):
     reads = [["w", 0, box, total] for box, total in read.items()] + [["w", 1, BLOCKS[1].box, 11]]
-    verify(MANIFEST, WRITTEN, [report(reads)])
+    verify(INDEX, WRITTEN, [report(reads)])
 
 
 def test_a_second_server_must_have_read_everything_too():
     reads = [["w", 0, cut((8, 6), 0, 0, 4), 10], ["w", 1, cut((8, 6), 0, 4, 8), 11]]
     with pytest.raises(WeightSyncError, match="http://b: no worker read w"):
-        verify(MANIFEST, WRITTEN, [report(reads), report(reads[:1]) | {"server": "http://b"}])
+        verify(INDEX, WRITTEN, [report(reads), report(reads[:1]) | {"server": "http://b"}])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,15 +110,18 @@ def whole_block(name, shape):
 
 
 class ReadingEngine:
-    """Reads the manifest like a worker and reports it; keeps the tensors."""
+    """Reads the tensor_index like a worker and reports it; keeps the tensors."""
 
     def load_weights(self, update, only=None):
         told = update.request("s")
-        loaded, ledgers = Manifest.load(told["manifest"], told["version"]), Ledgers(update.folder, told["version"])
+        loaded, progress = (
+            TensorIndex.load(told["index"], update.index.version),
+            ProgressReader(update.folder, update.index.version),
+        )
         self.seen, reads = {}, []
         for name, tensor in loaded.tensors.items():
             for index, block in enumerate(tensor.blocks):
-                ledgers.wait_for(block.rank, block.offset + 1, name)
+                progress.wait_for(block.rank, block.offset + 1, name)
                 data = Path(block.file).read_bytes()[block.offset :]
                 self.seen[name] = torch.frombuffer(bytearray(data), dtype=torch.float32)[: whole(tensor.shape)[1][0]]
                 reads.append([name, index, block.box, checksum(self.seen[name])])
@@ -127,13 +130,13 @@ class ReadingEngine:
         ]
 
     def resume(self, update, only=None):
-        self.version = update.manifest.version
+        self.version = update.index.version
 
 
 def test_a_push_writes_what_the_parameters_hold_now_and_close_removes_it(tmp_path):
     params = {"a": torch.randn(5), "b": torch.randn(7)}
     engine = ReadingEngine()
-    with WeightSync(engine, OneRank(), "float32", SharedMemory(OneRank(), "float32", tmp_path)) as sync:
+    with WeightSync(engine, OneRank(), "float32", SharedMemory(OneRank(), "float32", folder=tmp_path)) as sync:
         for version in (1, 2, 3):
             params["a"] += 1
             done = sync.push(
@@ -170,7 +173,7 @@ def test_a_trainer_leaves_its_memory_when_all_is_verified_and_before_the_engine_
                 raise ServerDied("http://s is gone")
 
     handover, param = NotingHandover(), torch.ones(5)
-    with WeightSync(DiesOnce(), OneRank(), "float32", SharedMemory(OneRank(), "float32", tmp_path)) as sync:
+    with WeightSync(DiesOnce(), OneRank(), "float32", SharedMemory(OneRank(), "float32", folder=tmp_path)) as sync:
         sync.push([("p", param, [whole_block("hf.w", (5,))])], 1, handover)
         once = ["trainer loads weights", "engine loads", "trainer leaves", "engine serves"]
         assert handover.noted == [*once, *once]
@@ -196,7 +199,9 @@ def test_an_adapter_is_written_before_the_trainer_leaves_and_then_loaded(monkeyp
 def test_weights_that_are_no_numbers_are_not_sent(tmp_path, bad):
     param = torch.zeros(5)
     param[3] = bad
-    with WeightSync(ReadingEngine(), OneRank(), "bfloat16", SharedMemory(OneRank(), "bfloat16", tmp_path)) as sync:
+    with WeightSync(
+        ReadingEngine(), OneRank(), "bfloat16", SharedMemory(OneRank(), "bfloat16", folder=tmp_path)
+    ) as sync:
         with pytest.raises(WeightSyncError, match=r"rank 0: parameter p holds NaN or infinity in its part of hf.w"):
             sync.push([("p", param, [whole_block("hf.w", (5,))])], 1)
 
@@ -207,14 +212,14 @@ def test_ranks_on_two_hosts_are_refused(tmp_path):
             return [obj, ("elsewhere", *obj[1:])]
 
     with pytest.raises(ValueError, match=r"all ranks on one host; they are on .*elsewhere"):
-        SharedMemory(Two(), "float32", tmp_path)
+        SharedMemory(Two(), "float32", folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_shared_memory_that_cannot_be_written_to_is_a_clear_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"rollout\.weight_sync_transport: .*/file cannot be written to: File exists"):
-        SharedMemory(OneRank(), "float32", tmp_path / "file")
+        SharedMemory(OneRank(), "float32", folder=tmp_path / "file")
 
 
 def test_shared_memory_that_is_too_small_is_a_clear_error():

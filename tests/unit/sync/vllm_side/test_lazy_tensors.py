@@ -8,10 +8,11 @@ import torch
 
 from megagrpo.models.families.boxes import cut, extent, whole
 from megagrpo.sync.vllm_side.lazy_tensors import LazyTensor, box_of, restride
-from megagrpo.sync.vllm_side.reader import MappedBlocks, ShardReader
+from megagrpo.sync.vllm_side.memory_receiver import MappedBlocks, SharedFiles
+from megagrpo.sync.vllm_side.reader import ShardReader
 from megagrpo.sync.wire.copy_checksums import checksum
-from megagrpo.sync.wire.ledger import VERSION_SHIFT, Ledgers, ledger_path
-from megagrpo.sync.wire.manifest import Manifest, SharedBlock, SharedFiles, SharedTensor, WeightSyncError
+from megagrpo.sync.wire.progress_file import VERSION_SHIFT, ProgressReader, progress_path
+from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex, WeightSyncError
 
 LOADERS = {
     "whole": lambda t: t,
@@ -98,22 +99,24 @@ def published(tmp_path):
         file = tmp_path / f"rank{rank}"
         file.write_bytes(b"\0" * 64 + real[start:stop].numpy().tobytes())
         blocks.append(SharedBlock(rank, str(file), 64, cut(real.shape, 0, start, stop), 0))
-    return Manifest(7, "float32", {"w": SharedTensor((6, 4), tuple(blocks))}), real
+    return TensorIndex(7, "float32", {"w": SharedTensor((6, 4), tuple(blocks))}), real
 
 
-def reader_of(manifest, files=None):
+def reader_of(tensor_index, files=None):
     """A reader of blocks that are all written."""
-    folder = Path(next(iter(manifest.tensors.values())).blocks[0].file).parent
+    folder = Path(next(iter(tensor_index.tensors.values())).blocks[0].file).parent
     for rank in range(2):
-        ledger_path(folder, rank, manifest.version).write_bytes(
-            np.uint64((manifest.version << VERSION_SHIFT) + 1000).tobytes()
+        progress_path(folder, rank, tensor_index.version).write_bytes(
+            np.uint64((tensor_index.version << VERSION_SHIFT) + 1000).tobytes()
         )
-    return ShardReader(manifest, MappedBlocks(manifest, 0, files or SharedFiles(), Ledgers(folder, manifest.version)))
+    return ShardReader(
+        MappedBlocks(tensor_index, 0, files or SharedFiles(), ProgressReader(folder, tensor_index.version))
+    )
 
 
 def test_a_reader_puts_slices_of_several_blocks_together_and_keeps_the_books(published):
-    manifest, real = published
-    reader = reader_of(manifest)
+    tensor_index, real = published
+    reader = reader_of(tensor_index)
     lazy = next(reader.tensors())[1]
     arrived = torch.empty(4, 4)
     torch.empty(4, 4, device="meta").copy_(lazy[1:5])
@@ -147,8 +150,8 @@ def test_zeros_in_the_place_of_zeros_arrive_too(published):
 
 
 def test_a_block_that_is_not_published_is_named(published):
-    manifest, _ = published
-    half = Manifest(7, "float32", {"w": SharedTensor((6, 4), manifest.tensors["w"].blocks[:1])})
+    tensor_index, _ = published
+    half = TensorIndex(7, "float32", {"w": SharedTensor((6, 4), tensor_index.tensors["w"].blocks[:1])})
     lazy = next(reader_of(half).tensors())[1]
     with pytest.raises(WeightSyncError, match=r"w: no rank holds \[2:6, 0:4\]"):
         torch.empty(6, 4, device="meta").copy_(lazy)
@@ -164,20 +167,20 @@ def test_a_missing_or_short_file_names_rank_and_tensor(published, tmp_path):
 
 
 def test_a_file_that_was_replaced_is_mapped_again(published, tmp_path):
-    manifest, real = published
+    tensor_index, real = published
     maps = SharedFiles()
-    reader_of(manifest, maps)
+    reader_of(tensor_index, maps)
     data = (tmp_path / "rank0").read_bytes()
     (tmp_path / "rank0").unlink()
     (tmp_path / "rank0").write_bytes(data[:64] + (real[0:2] + 1).numpy().tobytes())
     arrived = torch.empty(2, 4)
-    arrived.copy_(next(reader_of(manifest, maps).tensors())[1][:2])
+    arrived.copy_(next(reader_of(tensor_index, maps).tensors())[1][:2])
     assert torch.equal(arrived, real[:2] + 1)
 
 
-def test_a_manifest_reads_back_as_it_was_written(published, tmp_path):
-    published[0].save(tmp_path / "manifest.json")
-    assert Manifest.load(tmp_path / "manifest.json", 7) == published[0]
+def test_an_index_reads_back_as_it_was_written(published, tmp_path):
+    published[0].save(tmp_path / "index.json")
+    assert TensorIndex.load(tmp_path / "index.json", 7) == published[0]
     assert published[0].num_bytes == 96 and extent(whole((6, 4))) == (6, 4)
 
 
@@ -189,7 +192,7 @@ def test_what_a_loader_copies_from_several_blocks_arrives_with_checksums_of_the_
         held = real.narrow(dim, start, stop - start).contiguous()
         (tmp_path / f"rank{rank}").write_bytes(held.numpy().tobytes())
         blocks.append(SharedBlock(rank, str(tmp_path / f"rank{rank}"), 0, cut(real.shape, dim, start, stop), 0))
-    reader = reader_of(Manifest(1, "float32", {"w": SharedTensor((12, 8), tuple(blocks))}))
+    reader = reader_of(TensorIndex(1, "float32", {"w": SharedTensor((12, 8), tuple(blocks))}))
     expected = LOADERS[name](real)
     arrived = torch.full_like(expected.contiguous(), -1)
     arrived.copy_(LOADERS[name](next(reader.tensors())[1]))

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from megagrpo.models.families.boxes import Box, cut, intersect, size, whole
-from megagrpo.sync.vllm_side.received_blocks import ReceivePlan
+from megagrpo.sync.vllm_side.p2p_receiver import ReceivePlan
 
 SHAPE = (8, 6)
 BLOCKS = {"w": tuple(cut(SHAPE, 0, start, start + 4) for start in (0, 4))}

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from megagrpo.models.families.boxes import cut, extent, whole
-from megagrpo.sync.wire import copy_checksums
 from megagrpo.sync.wire.copy_checksums import (
     checksum,
     copy_checked,
@@ -67,11 +66,9 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("chunk", [64, 2**18])
 @pytest.mark.parametrize("to", DTYPES)
 @pytest.mark.parametrize("kind", SOURCES)
-def test_a_checked_copy_holds_the_source_and_tells_its_checksum(kind, to, chunk, monkeypatch):
-    monkeypatch.setattr(copy_checksums, "CHUNK", chunk)
+def test_a_checked_copy_holds_the_source_and_tells_its_checksum(kind, to):
     torch.manual_seed(2)
     for dtype in DTYPES:
         source = SOURCES[kind]().to(dtype)
@@ -80,7 +77,7 @@ def test_a_checked_copy_holds_the_source_and_tells_its_checksum(kind, to, chunk,
         total, seconds = copy_checked(target, source, whole(shape))
         assert (
             torch.equal(target, source.to(to).reshape(shape))
-            and total == checksum(target) == naive(target)
+            and on_host([total]) == [checksum(target)] == [naive(target)]
             and seconds >= 0
         )
 
@@ -90,7 +87,7 @@ def test_a_part_of_a_tensor_adds_up_with_the_others():
     total = 0
     for start, stop in ((0, 3), (3, 20)):
         box = cut((8, 20), 1, start, stop)
-        total += copy_checked(torch.empty(extent(box)), values[:, start:stop], box).checksum
+        total += int(copy_checked(torch.empty(extent(box)), values[:, start:stop], box).checksum)
     assert total % 2**64 == checksum(values)
 
 
@@ -124,7 +121,7 @@ def test_a_gpus_checksum_is_the_hosts(dtype, column, width):
     # sign bits make large sums
     values = -torch.rand(7, width, generator=torch.Generator().manual_seed(width)).to(dtype)
     sums = [device_checksum(part, column) for part in (values, values[:, 1:], values.t())]
-    assert on_host([*sums, 5]) == [checksum(part, column) for part in (values, values[:, 1:], values.t())] + [5]
+    assert on_host(sums) == [checksum(part, column) for part in (values, values[:, 1:], values.t())]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -11,14 +11,14 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from megagrpo.sync.trainer_side.cuda_ipc import CudaIpc, HandleUpdate, expandable_segments
 from megagrpo.sync.trainer_side.shared_memory import replies_of
-from megagrpo.sync.vllm_side.reader import MappedBlocks
+from megagrpo.sync.vllm_side.memory_receiver import MappedBlocks
 from megagrpo.sync.wire import cuda_handles
 from megagrpo.sync.wire.cuda_handles import FIELDS, DeviceMaps, pack, unpack
-from megagrpo.sync.wire.ledger import Ledgers
-from megagrpo.sync.wire.manifest import Manifest, SharedBlock, SharedTensor, WeightSyncError
+from megagrpo.sync.wire.progress_file import ProgressReader
+from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex, WeightSyncError
 
 VALUES = (bytes(range(64)), 4096, 512, False, b"/torch_7_1", 3, bytes(64), True)
-MANIFEST = Manifest(4, "float32", {"w": SharedTensor((4,), (SharedBlock(0, "gpu of rank 0", 0, ((0,), (4,)), 0),))})
+INDEX = TensorIndex(4, "float32", {"w": SharedTensor((4,), (SharedBlock(0, "gpu of rank 0", 0, ((0,), (4,)), 0),))})
 
 
 def test_a_handle_comes_back_from_json_as_it_was():
@@ -46,7 +46,7 @@ def test_an_invalid_handle_is_refused_before_it_is_opened(change, message):
 
 def test_memory_without_a_handle_is_named(tmp_path):
     with pytest.raises(WeightSyncError, match="no CUDA IPC handle received for the GPU memory gpu of rank 0"):
-        MappedBlocks(MANIFEST, 0, DeviceMaps({}, torch.device("cuda", 0)), Ledgers(tmp_path, 4))
+        MappedBlocks(INDEX, 0, DeviceMaps({}, torch.device("cuda", 0)), ProgressReader(tmp_path, 4))
 
 
 def of_servers(handle) -> dict:
@@ -58,13 +58,19 @@ def of_servers(handle) -> dict:
     }
 
 
+def update_of(folder, **memory) -> HandleUpdate:
+    """An update to a server of one worker and a server of two."""
+    files = dict(folder=folder, seconds=None, slots=None, servers={"http://a": 1, "http://b": 2})
+    return HandleUpdate(index=INDEX, receiver="", **files, **memory)
+
+
 def test_every_worker_of_every_server_gets_a_handle_of_its_own(tmp_path):
     handles = of_servers(lambda number: {"count": number})
-    update = HandleUpdate(MANIFEST, tmp_path, None, None, [], servers={"http://a": 1, "http://b": 2}, handles=handles)
+    update = update_of(tmp_path, handles=handles, buffers={})
     assert update.request("http://a")["handles"] == {"gpu of rank 0": [{"count": 0}], "gpu of rank 1": [{"count": 10}]}
     told = update.request("http://b")
-    assert told["handles"]["gpu of rank 1"] == [{"count": 11}, {"count": 12}] and told["version"] == 4
-    assert Manifest.load(told["manifest"], told["version"]) == MANIFEST
+    assert told["handles"]["gpu of rank 1"] == [{"count": 11}, {"count": 12}]
+    assert TensorIndex.load(told["index"], 4) == INDEX
 
 
 def test_handles_of_workers_without_a_report_are_counted_down_so_that_torch_frees_the_memory(tmp_path, monkeypatch):
@@ -74,14 +80,11 @@ def test_handles_of_workers_without_a_report_are_counted_down_so_that_torch_free
     )
     monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: counted.append("collected"))
     handles = of_servers(lambda number: pack(8, (*VALUES[:5], number, *VALUES[6:])))
-    servers = {"http://a": 1, "http://b": 2}
-    update = HandleUpdate(
-        MANIFEST, tmp_path, None, None, [], servers, handles=handles, buffers={"gpu of rank 1": torch.zeros(8)}
-    )
-    for server in servers:
+    update = update_of(tmp_path, handles=handles, buffers={"gpu of rank 1": torch.zeros(8)})
+    for server in handles:
         update.request(server)
-    (replies_of(tmp_path, "http://b") / "worker0.json").write_text("{}")
-    update.done()
+    (replies_of(tmp_path, "http://b") / "worker0.json").write_text('{"worker": 0}')
+    update.release()
     # this rank's buffer, for the two workers that did not report
     assert counted == [(VALUES[4], 10), (VALUES[4], 12), "collected"]
     assert not update.buffers
@@ -118,4 +121,4 @@ def test_memory_that_containers_do_not_map_is_refused(environment, name, tmp_pat
             ValueError,
             match=f"{name}: expandable_segments:True and rollout.weight_sync_transport cuda_ipc exclude each other",
         ):
-            CudaIpc(SimpleNamespace(world_rank=0), "float32", torch.device("cpu"), tmp_path)
+            CudaIpc(SimpleNamespace(world_rank=0), "float32", folder=tmp_path)

@@ -1,9 +1,10 @@
-"""The board of notes, and the errors when a member cannot be reached."""
+"""The key-value store, and the errors when a member cannot be reached."""
 
 import os
 import socket
 import threading
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -12,73 +13,73 @@ from ranks import run_ranks
 
 from megagrpo.engine.access import address_of
 from megagrpo.sync.trainer_side.point_to_point import PointToPoint
-from megagrpo.sync.vllm_side.receiver import Receiver
-from megagrpo.sync.wire.exchange import Board, Deadline, Exchange, is_here, own_address
-from megagrpo.sync.wire.manifest import WeightSyncError
-from megagrpo.sync.wire.notes import DirectRequest
-from megagrpo.sync.wire.roster import Roster
+from megagrpo.sync.vllm_side.p2p_receiver import P2pReceiver
+from megagrpo.sync.vllm_side.receiver import Worker
+from megagrpo.sync.wire.exchange import Deadline, Exchange, Store, is_here, own_address
+from megagrpo.sync.wire.rank_boxes import RankBoxes
+from megagrpo.sync.wire.store_messages import DirectRequest
+from megagrpo.sync.wire.tensor_index import WeightSyncError
 from tests.listening import listening
 
 
 @pytest.fixture
-def board():
-    return Board("127.0.0.1", 0, Deadline(5), "secret", serve=True)
+def store():
+    return Store("127.0.0.1", 0, Deadline(5), "secret", serve=True)
 
 
-def test_a_note_is_taken_as_soon_as_it_is_written(board):
-    other = Board("127.0.0.1", board.port, Deadline(5), "secret")
+def test_a_note_is_taken_as_soon_as_it_is_written(store):
+    other = Store("127.0.0.1", store.port, Deadline(5), "secret")
     threading.Timer(0.2, lambda: other.put("key", {"a": [1, None]})).start()
-    assert board.find("key") is None and board.take("key", "a note", Deadline(5)) == {"a": [1, None]}
-    board.remove(["key", "was never there"])
+    assert store.find("key") is None and store.wait_for("key", "a note", Deadline(5)) == {"a": [1, None]}
+    store.remove(["key", "was never there"])
     assert other.find("key") is None
 
 
-def test_a_timeout_names_the_missing_peer_and_an_abort_names_its_rank(board):
+def test_a_timeout_names_the_missing_peer_and_an_abort_names_its_rank(store):
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match=r"waiting for worker 3: timed out after 0\.3 s"):
-        board.take("key", "worker 3", Deadline(0.3))
+        store.wait_for("key", "worker 3", Deadline(0.3))
     assert time.monotonic() - began < 2
-    board.put("stop", "rank 1: no more memory")
+    store.put("stop", "rank 1: no more memory")
     with pytest.raises(WeightSyncError, match="waiting for worker 3: rank 1: no more memory"):
-        board.take("key", "worker 3", Deadline(30), stop="stop")
+        store.wait_for("key", "worker 3", Deadline(30), lambda: store.find("stop"))
 
 
 def test_a_board_that_is_gone_is_told_and_noticed():
-    served = Board("127.0.0.1", 0, Deadline(5), "secret", serve=True)
-    other = Board("127.0.0.1", served.port, Deadline(5), "secret")
+    served = Store("127.0.0.1", 0, Deadline(5), "secret", serve=True)
+    other = Store("127.0.0.1", served.port, Deadline(5), "secret")
     assert other.answers()
     port = served.port
     del served
     assert not other.answers()
-    with pytest.raises(WeightSyncError, match="connection to the trainer's board lost"):
+    with pytest.raises(WeightSyncError, match="connection to the trainer's store lost"):
         other.put("key", 1)
-    with pytest.raises(WeightSyncError, match=rf"the trainer's board at 127\.0\.0\.1:{port} cannot be reached"):
-        Board("127.0.0.1", port, Deadline(0.5), "secret")
+    with pytest.raises(WeightSyncError, match=rf"the trainer's store at 127\.0\.0\.1:{port} cannot be reached"):
+        Store("127.0.0.1", port, Deadline(0.5), "secret")
 
 
 def test_a_worker_on_another_kind_of_device_says_so():
-    request = DirectRequest(
-        "host", 1, "secret", "roster", "update1", "cpu", "float32", limit=1, ranks=1, first_worker=0, seconds=1.0
-    )
+    request = DirectRequest("host", 1, "secret", 1, "cpu", "float32", limit=1)
     with pytest.raises(
         WeightSyncError,
         match="the trainer's weights are on cpu and this worker is on cuda; p2p requires the same device type",
     ):
-        Receiver(torch.device("cuda", 0)).start(request, 1, 0, None)
+        P2pReceiver(Worker(0, torch.device("cuda", 0), None)).open(asdict(request), 1)
 
 
 def test_a_tensor_that_the_workers_of_a_server_do_not_take_in_whole_is_named():
-    transport = PointToPoint(None, "float32", torch.device("cpu"))
-    transport.roster = Roster({"v": ((2,), {((0,), (2,)): [0]}), "w": ((4, 6), {((0, 0), (4, 6)): [0]})})
-    notes = {
+    transport = PointToPoint(None, "float32")
+    transport.rank_boxes = RankBoxes({"v": ((2,), {((0,), (2,)): [0]}), "w": ((4, 6), {((0, 0), (4, 6)): [0]})})
+    boxes = {
         "whole": {"v": [((0,), (2,))], "w": [((0, 0), (4, 6))]},
         "left": {"v": [((0,), (2,))], "w": [((0, 0), (4, 3))]},
     }
-    notes["right"] = {"w": [((0, 3), (4, 6))]}
+    boxes["right"] = {"w": [((0, 3), (4, 6))]}
     transport.servers = {"http://a": 1, "http://b": 2, "http://c": 1}
-    transport._check_coverage(["whole", "left", "right", "whole"], notes)
+    keys = ["whole", "left", "right", "whole"]
+    transport._check_coverage(keys, [boxes[key] for key in keys])
     with pytest.raises(WeightSyncError, match=r"http://c: no worker read w\[0:4, 3:6\]"):
-        transport._check_coverage(["whole", "left", "right", "left"], notes)
+        transport._check_coverage([*keys[:3], "left"], [boxes[key] for key in (*keys[:3], "left")])
 
 
 def test_servers_of_this_host_are_told_from_others():
@@ -91,14 +92,14 @@ def test_servers_of_this_host_are_told_from_others():
 
 
 def exchange_by(address):
-    """A rank that forms a group by a board at `address`; returns the addresses that it listens on for the group."""
-    board, before = None, listening([os.getpid()])
+    """A rank that forms a group by a store at `address`; returns the addresses that it listens on for the group."""
+    store, before = None, listening([os.getpid()])
     if dist.get_rank() == 0:
-        board = Board(address, 0, Deadline(10), "secret", serve=True)
-    ports = [board and board.port]
+        store = Store(address, 0, Deadline(10), "secret", serve=True)
+    ports = [store and store.port]
     dist.broadcast_object_list(ports)
-    board = board or Board(address, ports[0], Deadline(10), "secret")
-    formed = Exchange(board, "group", dist.get_rank(), 2, torch.device("cpu"), Deadline(10))
+    store = store or Store(address, ports[0], Deadline(10), "secret")
+    formed = Exchange(store, "group", dist.get_rank(), 2, torch.device("cpu"), Deadline(10))
     addresses = listening([os.getpid()])
     formed.close()
     return addresses - before

@@ -22,7 +22,7 @@ def cuts_of(rng, shape, ranks):
     }
 
 
-def rosters(rng):
+def random_boxes(rng):
     shapes = {
         f"model.layers.{i % 3}.w{i}": tuple(rng.randrange(1, 9) for _ in range(rng.choice([1, 2, 3])))
         for i in range(12)
@@ -34,7 +34,7 @@ def rosters(rng):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_element_that_a_worker_wants_comes_once_from_a_rank_that_holds_it(seed):
-    shapes, held, wanted = rosters(random.Random(seed))
+    shapes, held, wanted = random_boxes(random.Random(seed))
     made = plan_transfers(held, wanted)
     painted = {(name, worker): np.zeros(shape, int) for name, shape in shapes.items() for worker in range(4)}
     for tensor, box, source, worker, count in zip(

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from megagrpo.models.families.boxes import cut
-from megagrpo.sync.wire.message_bytes import describe, empty_message, message_views
-from megagrpo.sync.wire.messages import Message, Slice
+from megagrpo.sync.wire.messages import Message, Slice, describe, empty_message, message_views
 
 
 def message_of(*counts, tensor="model.layers.3.w"):

@@ -1,10 +1,9 @@
-"""The manifest of one weight version: every tensor, its shape and its blocks. All transports use it, and the error type
-of a weight sync.
+"""The index of one weight version: every tensor, its shape and its blocks. All transports use it, and the error type of
+a weight sync.
 
-With `shared_memory` and `cuda_ipc` the trainer (`sync/trainer_side/`) writes the manifest to a file that the engine's
+With `shared_memory` and `cuda_ipc` the trainer (`sync/trainer_side/`) writes the index to a file that the engine's
 workers (`sync/vllm_side/`) read. It then also locates each block: in a file per rank and slot, or in a rank's GPU
-buffer. `ledger.py` records the trainer's progress. With `p2p` both ends build the manifest from the roster. Both sides
-compute the same checksum (`checksums.py`).
+buffer. With `p2p` both ends build the index from the boxes of all ranks.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import mmap
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +20,11 @@ from torch import Tensor
 
 from megagrpo.models.families.boxes import Box, brackets
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # vLLM keeps these tensors in float32 for every compute dtype. A bfloat16 engine receives each element as ADDENDS
 # bfloat16 numbers that sum to it, along one extra dimension. Rounded to bfloat16, biases of ten or more would select
 # other experts.
-EXACT = ("e_score_correction_bias",)
+FLOAT32_TENSORS = ("e_score_correction_bias",)
 ADDENDS = 3
 ALIGNMENT = 64  # bytes; every block begins at a multiple in its file
 
@@ -73,9 +70,9 @@ class SharedTensor:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """All weights of one version. `dtype` is a key of DTYPES. `tensors` is in the order in which the engine should load
-    them."""
+class TensorIndex:
+    """All weights of one version. `dtype` is a key of ENGINE_DTYPES. `tensors` is in the order in which the engine
+    should load them."""
 
     version: int
     dtype: str
@@ -84,7 +81,7 @@ class Manifest:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors, each counted once."""
-        return sum(math.prod(t.shape) for t in self.tensors.values()) * DTYPES[self.dtype].itemsize
+        return sum(math.prod(t.shape) for t in self.tensors.values()) * ENGINE_DTYPES[self.dtype].itemsize
 
     def save(self, path: Path) -> None:
         """Write everything except the version to `path` as JSON."""
@@ -92,19 +89,19 @@ class Manifest:
         path.write_text(json.dumps({"dtype": self.dtype, "tensors": tensors}))
 
     @staticmethod
-    def load(path: str | Path, version: int) -> Manifest:
-        """Read a file written by `save`, as the manifest of `version`."""
+    def load(path: str | Path, version: int) -> TensorIndex:
+        """Read a file written by `save`, as the index of `version`."""
         data = json.loads(Path(path).read_text())
         tensors = {
             name: SharedTensor(tuple(tensor["shape"]), tuple(map(SharedBlock.read, tensor["blocks"])))
             for name, tensor in data["tensors"].items()
         }
-        return Manifest(version, data["dtype"], tensors)
+        return TensorIndex(version, data["dtype"], tensors)
 
 
 def in_addends(name: str, dtype: str) -> bool:
     """Whether tensor `name` has one extra dimension, of size ADDENDS, on its way to an engine of `dtype`."""
-    return dtype == "bfloat16" and name.endswith(EXACT)
+    return dtype == "bfloat16" and name.endswith(FLOAT32_TENSORS)
 
 
 def addends(values: Tensor) -> Tensor:
@@ -114,45 +111,3 @@ def addends(values: Tensor) -> Tensor:
         parts.append(values.bfloat16())
         values = values - parts[-1]
     return torch.stack(parts, dim=-1)
-
-
-class Bookmark:
-    """The current activity of a process, one line in a file, which other processes can read while this process
-    hangs."""
-
-    SIZE = 512
-
-    def __init__(self, path: Path):
-        path.write_bytes(bytes(self.SIZE))
-        with path.open("r+b") as file:
-            self._line = mmap.mmap(file.fileno(), self.SIZE)
-
-    def note(self, text: str) -> None:
-        """Replace the line, cut to 511 bytes; takes about a microsecond."""
-        line = text.encode()[: self.SIZE - 1] + b"\0"
-        self._line[: len(line)] = line
-
-    @staticmethod
-    def read(path: Path) -> str:
-        """Return the line in the file at `path`."""
-        return path.read_bytes().partition(b"\0")[0].decode(errors="replace")
-
-
-class SharedFiles:
-    """A cache of mapped block files. A file that was recreated is mapped again."""
-
-    def __init__(self) -> None:
-        self._maps: dict[str, tuple[int, Tensor]] = {}  # path -> (inode, its bytes)
-
-    def bytes_of(self, path: str) -> Tensor:
-        """Return all bytes of the file `path`, [n] uint8. Raises OSError when the file does not exist."""
-        status = os.stat(path)
-        inode, mapped = self._maps.get(path, (None, None))
-        if mapped is None or inode != status.st_ino or mapped.numel() != status.st_size:
-            mapped = torch.from_file(path, shared=False, size=status.st_size, dtype=torch.uint8)
-            self._maps[path] = status.st_ino, mapped
-        return mapped
-
-    def clear(self) -> None:
-        """Unmap all files."""
-        self._maps.clear()

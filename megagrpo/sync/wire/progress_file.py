@@ -1,8 +1,7 @@
 """Progress of each trainer rank that writes its blocks, for workers that read the blocks while the rank writes.
 
-A rank keeps one ledger per slot: a file of 64-bit words beside the blocks. The words hold the version, the number of
-bytes written, and a checksum per block. The rank holds a lock on the file; the kernel releases the lock when the rank
-dies.
+A rank keeps one file of 8 bytes per slot, beside the blocks: the version and the number of bytes written. The rank
+holds a lock on the file; the kernel releases the lock when the rank dies.
 """
 
 from __future__ import annotations
@@ -18,19 +17,19 @@ from typing import BinaryIO
 
 import numpy as np
 
-from megagrpo.sync.wire.manifest import ALIGNMENT, Manifest, WeightSyncError
+from megagrpo.sync.wire.tensor_index import ALIGNMENT, WeightSyncError
 
 NUM_SLOTS = 2
-HEADER = 1  # words before the checksums: one, with version and bytes written
+WORD_BYTES = 8  # size of a progress file
 VERSION_SHIFT = 40  # the lower bits count bytes written, in units of ALIGNMENT: up to 64 TiB
-SHORTEST_PAUSE, LONGEST_PAUSE = 50e-6, 1e-3  # seconds between two polls of a rank's progress
+MIN_POLL_SECONDS, MAX_POLL_SECONDS = 50e-6, 1e-3  # seconds between two polls of a rank's progress
 LIVENESS_SECONDS = 0.1  # seconds between two checks that a late rank is alive
 _FENCE = threading.Lock()
 
 
-def ledger_path(folder: Path, rank: int, version: int) -> Path:
-    """Return the path of rank `rank`'s ledger for the slot of `version`."""
-    return folder / f"rank{rank}.ledger{version % NUM_SLOTS}"
+def progress_path(folder: Path, rank: int, version: int) -> Path:
+    """Return the path of rank `rank`'s progress file for the slot of `version`."""
+    return folder / f"rank{rank}.progress{version % NUM_SLOTS}"
 
 
 def fence() -> None:
@@ -45,16 +44,16 @@ def fence() -> None:
             pass
 
 
-class Ledger:
-    """The ledger of one slot, on the writing side. `words` [HEADER + blocks] uint64 maps the file at `path`; `close`
-    releases the lock.
+class ProgressFile:
+    """The progress of one slot, on the writing side. `word` [1] uint64 maps the file at `path`; `close` releases
+    the lock.
 
     Version and bytes written share one word, stored atomically: a reader cannot mistake an older version's progress for
     this one's. Raises BlockingIOError when another process holds the lock.
     """
 
-    def __init__(self, path: Path, words: np.ndarray):
-        self.words = words
+    def __init__(self, path: Path, word: np.ndarray):
+        self.word = word
         self._file = path.open("rb")
         fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -62,10 +61,8 @@ class Ledger:
         """Start `version` with nothing written."""
         self._set_progress(version << VERSION_SHIFT)
 
-    def note(self, version: int, number: int, checksum: int, end: int) -> None:
-        """Record that block `number`, and everything before byte `end`, is written. `end` is rounded up to
-        ALIGNMENT."""
-        self.words[HEADER + number] = checksum
+    def record(self, version: int, end: int) -> None:
+        """Record that everything before byte `end` is written. `end` is rounded up to ALIGNMENT."""
         self._set_progress(version << VERSION_SHIFT | -(-end // ALIGNMENT))
 
     def withdraw(self) -> None:
@@ -77,12 +74,34 @@ class Ledger:
         self._file.close()
 
     def _set_progress(self, word: int) -> None:
-        fence()  # blocks and checksums become visible before the progress
-        self.words[0] = word
+        fence()  # blocks become visible before the progress
+        self.word[0] = word
 
 
-class Ledgers:
-    """The ledgers of all ranks in `folder`, on the reading side, for one version.
+class ActivityFile:
+    """The current activity of a process, one line in a file, which other processes can read while this process
+    hangs."""
+
+    SIZE = 512
+
+    def __init__(self, path: Path):
+        path.write_bytes(bytes(self.SIZE))
+        with path.open("r+b") as file:
+            self._line = mmap.mmap(file.fileno(), self.SIZE)
+
+    def write(self, text: str) -> None:
+        """Replace the line, cut to 511 bytes; takes about a microsecond."""
+        line = text.encode()[: self.SIZE - 1] + b"\0"
+        self._line[: len(line)] = line
+
+    @staticmethod
+    def read(path: Path) -> str:
+        """Return the line in the file at `path`."""
+        return path.read_bytes().partition(b"\0")[0].decode(errors="replace")
+
+
+class ProgressReader:
+    """The progress files of all ranks in `folder`, on the reading side, for one version.
 
     A rank that has not finished within `seconds` of construction is an error (None: no limit). `note` receives a
     description of each wait.
@@ -97,7 +116,7 @@ class Ledgers:
     ):
         self.folder, self.version, self.note = folder, version, note
         self.seconds, self.ends = seconds, math.inf if seconds is None else time.monotonic() + seconds
-        self._open: dict[int, tuple[BinaryIO, np.ndarray]] = {}  # rank -> file, words
+        self._open: dict[int, tuple[BinaryIO, np.ndarray]] = {}  # rank -> file, its word
         self._written_before: dict[int, int] = {}  # rank -> lower bound of the bytes written
 
     def wait_for(self, rank: int, end: int, name: str) -> None:
@@ -107,30 +126,20 @@ class Ledgers:
         """
         if self._written_before.get(rank, 0) >= end:
             return
-        pause, checked = SHORTEST_PAUSE, time.monotonic()
+        pause, checked = MIN_POLL_SECONDS, time.monotonic()
         while (written := self._written(rank, name)) < end:
             if (now := time.monotonic()) > self.ends:
                 raise WeightSyncError(f"rank {rank} has not written {name} within {self.seconds:g} s")
-            if pause == SHORTEST_PAUSE:
+            if pause == MIN_POLL_SECONDS:
                 self.note(f"the load of {name}, which rank {rank} has not written")
             if now - checked > LIVENESS_SECONDS:
                 if not self._lives(rank) and self._written(rank, name) < end:
                     raise WeightSyncError(f"rank {rank} died and has not written {name}")
                 checked = now
             time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_POLL_SECONDS)
         fence()  # read the blocks only after the progress that covers them
         self._written_before[rank] = written
-
-    def checksums(self, manifest: Manifest) -> dict[tuple[str, int], int]:
-        """Return (tensor, index of a block of the tensor) -> the checksum of the written block. Call it when all ranks
-        have finished."""
-        fence()
-        return {
-            (name, index): int(self._ledger_of(block.rank)[1][HEADER + block.number])
-            for name, tensor in manifest.tensors.items()
-            for index, block in enumerate(tensor.blocks)
-        }
 
     def close(self) -> None:
         """Close the files."""
@@ -138,13 +147,13 @@ class Ledgers:
             self._open.popitem()[1][0].close()
 
     def _written(self, rank: int, name: str) -> int:
-        word = int(self._ledger_of(rank)[1][0])
+        word = int(self._file_of(rank)[1][0])
         if word >> VERSION_SHIFT != self.version:
             raise WeightSyncError(f"rank {rank} aborted weight version {self.version}, which contains {name}")
         return (word & (1 << VERSION_SHIFT) - 1) * ALIGNMENT
 
     def _lives(self, rank: int) -> bool:
-        file = self._ledger_of(rank)[0]
+        file = self._file_of(rank)[0]
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -152,9 +161,9 @@ class Ledgers:
         fcntl.flock(file, fcntl.LOCK_UN)
         return False
 
-    def _ledger_of(self, rank: int) -> tuple[BinaryIO, np.ndarray]:
+    def _file_of(self, rank: int) -> tuple[BinaryIO, np.ndarray]:
         if rank not in self._open:
-            path = ledger_path(self.folder, rank, self.version)
+            path = progress_path(self.folder, rank, self.version)
             try:
                 file = path.open("rb")
             except OSError as error:

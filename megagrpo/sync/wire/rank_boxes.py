@@ -1,6 +1,6 @@
 """The inputs of a `p2p` plan: the boxes that each trainer rank holds and each worker wants, and their JSON form.
 
-Both ends exchange them as notes on the board (`exchange.Board`), and each computes the plan (`plan.py`) from them.
+Both ends exchange them through the store (`exchange.Store`), and each computes the plan (`sync_plan.py`) from them.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megagrpo.models.families.boxes import Box
-from megagrpo.sync.wire.manifest import Manifest, SharedBlock, SharedTensor
+from megagrpo.sync.wire.exchange import Deadline, Store
+from megagrpo.sync.wire.sync_plan import Transfers, plan_transfers
+from megagrpo.sync.wire.tensor_index import SharedBlock, SharedTensor, TensorIndex
 
 WorkerBoxes = Mapping[str, Sequence[Box]]  # tensor -> the boxes of it that one worker wants
 
 
-class Roster:
-    """All tensors of a policy, and the ranks that hold each box of them; it is stored as JSON on the board."""
+class RankBoxes:
+    """All tensors of a policy, and the ranks that hold each box of them; the store holds it as JSON."""
 
     def __init__(self, tensors: dict[str, tuple[tuple[int, ...], dict[Box, list[int]]]]):
         self.tensors = tensors
@@ -25,22 +27,26 @@ class Roster:
         """Tensor -> box -> the ranks that hold the box."""
         return {name: boxes for name, (_, boxes) in self.tensors.items()}
 
-    def manifest(self, version: int, dtype: str) -> Manifest:
-        """Return the manifest for readers: each block once, however many ranks hold it."""
+    def index(self, version: int, dtype: str) -> TensorIndex:
+        """Return the index for readers: each block once, however many ranks hold it."""
         tensors = {
             name: SharedTensor(shape, tuple(SharedBlock(ranks[0], "", 0, box, 0) for box, ranks in boxes.items()))
             for name, (shape, boxes) in self.tensors.items()
         }
-        return Manifest(version, dtype, tensors)
+        return TensorIndex(version, dtype, tensors)
+
+    def transfers_to(self, workers: Sequence[WorkerBoxes]) -> Transfers:
+        """Return the plan that sends every worker its boxes. Raises LookupError for a box that no rank holds."""
+        return plan_transfers(self.holders, wanted_by(workers, self.tensors))
 
     def as_json(self) -> dict[str, Any]:
         """Return the JSON form that `of_json` reads."""
         return {name: [shape, list(boxes.items())] for name, (shape, boxes) in self.tensors.items()}
 
     @staticmethod
-    def of_json(data: dict[str, Any]) -> Roster:
-        """Return the roster from its JSON form."""
-        return Roster(
+    def of_json(data: dict[str, Any]) -> RankBoxes:
+        """Return the boxes from their JSON form."""
+        return RankBoxes(
             {
                 name: (tuple(shape), {box_of_json(box): ranks for box, ranks in boxes})
                 for name, (shape, boxes) in data.items()
@@ -55,12 +61,19 @@ def box_of_json(data: Any) -> Box:
 
 
 def boxes_of_json(data: Mapping[str, Iterable[Any]]) -> WorkerBoxes:
-    """Return the boxes that a worker wants, from their JSON form: the note that `by_tensor` makes."""
+    """Return the boxes that a worker wants, from their JSON form, which `by_tensor` makes."""
     return {name: [box_of_json(box) for box in boxes] for name, boxes in data.items()}
 
 
+def take_boxes(store: Store, keys: Sequence[str], deadline: Deadline) -> list[WorkerBoxes]:
+    """Return the boxes of each worker. `keys` are the keys of the workers' boxes in the store; alike workers share a
+    key, and then one object. Raises WeightSyncError."""
+    boxes = {key: boxes_of_json(store.wait_for(key, "a worker's boxes", deadline)) for key in set(keys)}
+    return [boxes[key] for key in keys]
+
+
 def by_tensor(boxes: Iterable[tuple[str, Box]]) -> WorkerBoxes:
-    """Return the (tensor, box) pairs by tensor, sorted: the note that a worker leaves on the board."""
+    """Return the (tensor, box) pairs by tensor, sorted: what a worker leaves in the store."""
     sorted_boxes: dict[str, list[Box]] = {}
     for name, box in sorted(boxes):
         sorted_boxes.setdefault(name, []).append(box)

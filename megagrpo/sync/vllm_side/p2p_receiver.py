@@ -1,0 +1,295 @@
+"""The worker's end of the p2p transport: receives weights that trainer ranks send directly.
+
+An update has four steps: join the trainer's store, agree with all ranks and workers, plan the messages, and receive
+them. Rounds of messages (`wire/messages.py`) are received in the order of the plan, a few ahead of the loaders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megagrpo.models.families.boxes import Box, brackets, extent, size
+from megagrpo.sync.vllm_side.receiver import BlockSource, BoxCounts, Receiver, Worker
+from megagrpo.sync.wire.box_slices import cover
+from megagrpo.sync.wire.exchange import Deadline, Exchange, PeerBuffer, Pending, Store, wait
+from megagrpo.sync.wire.messages import (
+    IN_FLIGHT,
+    Message,
+    Round,
+    describe,
+    empty_message,
+    message_views,
+    pieces,
+    rounds,
+)
+from megagrpo.sync.wire.rank_boxes import RankBoxes, by_tensor, take_boxes
+from megagrpo.sync.wire.store_messages import DirectRequest, Members, content_key
+from megagrpo.sync.wire.sync_plan import layer_of
+from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, TensorIndex, WeightSyncError, wrong_checksum
+
+
+class P2pReceiver(Receiver):
+    """A worker's part in updates. Its connection to the store, its process group, the boxes of its loaders and its plan
+    are reused."""
+
+    def __init__(self, worker: Worker):
+        super().__init__(worker)
+        self.address: tuple[str, int, str] | None = None  # host, port and secret of `store`
+        self.store: Store | None = None
+        self.exchange: Exchange | None = None
+        self.rank_boxes: RankBoxes | None = None
+        self.rank_boxes_key = ""
+        self.boxes: BoxCounts = Counter()
+        self.boxes_key = ""  # "" while the boxes are unknown
+        self.planned: tuple[Any, ReceivePlan] | None = None  # the arguments of the last plan, and the plan
+        self.received: ReceivedBlocks | None = None
+        self.request: DirectRequest | None = None  # of the current update
+
+    def open(self, request: dict[str, Any], version: int) -> ReceivedBlocks:
+        """Take part in an update, and return the source of its values. The request is made by `DirectUpdate.request`.
+        Raises WeightSyncError."""
+        self.request = asked = DirectRequest(**request)
+        number, deadline = asked.first_worker + self.worker.index, Deadline(asked.seconds)
+        store, rank_boxes = self._join(asked, deadline)
+        index = rank_boxes.index(version, asked.dtype)
+        members = self._agree(store, asked, index, deadline)
+        plan = self._plan(store, rank_boxes, (members.boxes, asked.limit, number), deadline)
+        if self.exchange is None or self.exchange.name != members.group:
+            self.abort()
+            world_size = asked.ranks + len(members.boxes)
+            rank, device = asked.ranks + number, self.worker.device
+            self.exchange = Exchange(store, members.group, rank, world_size, device, deadline)
+        self.received = ReceivedBlocks(index, plan, self.exchange, deadline)
+        return self.received
+
+    def _join(self, request: DirectRequest, deadline: Deadline) -> tuple[Store, RankBoxes]:
+        """Step 1: connect to the trainer's store, and return it and the boxes of its ranks.
+
+        Connects anew when it is another store, or no longer responds. Raises WeightSyncError when the store cannot be
+        reached, or when the weights and this worker are on different kinds of device.
+        """
+        if request.device != self.worker.device.type:
+            raise WeightSyncError(
+                f"the trainer's weights are on {request.device} and this worker is on {self.worker.device.type}; p2p "
+                f"requires the same device type"
+            )
+        address = request.host, request.port, request.secret
+        if self.store is None or address != self.address or not self.store.answers():
+            self.close()
+            self.store = Store(request.host, request.port, deadline, request.secret)
+            self.address, self.rank_boxes = address, None
+        if self.rank_boxes is None or request.rank_boxes != self.rank_boxes_key:
+            stored = self.store.wait_for(request.rank_boxes, "the boxes of the trainer's ranks", deadline)
+            self.rank_boxes, self.rank_boxes_key = RankBoxes.of_json(stored), request.rank_boxes
+            self.boxes, self.boxes_key, self.planned = Counter(), "", None
+        return self.store, self.rank_boxes
+
+    def _agree(self, store: Store, request: DirectRequest, index: TensorIndex, deadline: Deadline) -> Members:
+        """Step 2: leave this worker's boxes and group in the store, and return rank 0's decision about all workers. A
+        dry run finds the boxes."""
+        if not self.boxes_key:
+            self.boxes = self.worker.dry_run(index)
+            boxes = by_tensor(self.boxes)
+            self.boxes_key = content_key("boxes", boxes)
+            store.put(self.boxes_key, boxes)
+        group = self.exchange.name if self.exchange is not None else ""
+        number, what = request.first_worker + self.worker.index, "the other workers and the trainer's decision"
+        store.put(request.keys.worker(number), {"boxes": self.boxes_key, "group": group})
+        decision = store.wait_for(request.keys.members, what, deadline, lambda: store.find(request.keys.stop))
+        return Members(**decision)
+
+    def _plan(
+        self, store: Store, rank_boxes: RankBoxes, arguments: tuple[list[str], int, int], deadline: Deadline
+    ) -> ReceivePlan:
+        """Step 3: compute the messages of this worker. `arguments` are the keys of the boxes of all workers, the size
+        limit of messages, and this worker's index over all servers."""
+        if self.planned is None or self.planned[0] != arguments:
+            keys, limit, number = arguments
+            transfers = rank_boxes.transfers_to(take_boxes(store, keys, deadline))
+            blocks = {name: tuple(boxes) for name, boxes in rank_boxes.holders.items()}
+            messages = rounds(transfers, limit, destination=number)
+            self.planned = arguments, ReceivePlan.of(messages, blocks, self.boxes, limit)
+        return self.planned[1]
+
+    def report(self, report: dict[str, Any]) -> None:
+        """Leave this worker's report in the store. Does nothing when the store is gone, because then no process reads
+        it."""
+        if self.store is not None and self.request is not None:
+            with contextlib.suppress(WeightSyncError):
+                self.store.put(self.request.keys.report(self.request.first_worker + self.worker.index), report)
+
+    def abort(self) -> None:
+        """Leave the group; ranks that send to this worker get an error."""
+        if self.received is not None:
+            self.received.release()
+            self.received = None
+        if self.exchange is not None:
+            self.exchange.close()
+            self.exchange = None
+
+    def close(self) -> None:
+        """Leave the group and the store."""
+        self.abort()
+        self.store = None
+
+
+@dataclass(frozen=True)
+class ReceivePlan:
+    """Everything that one worker receives in an update, in order, and how often its loaders copy each part.
+
+    A part is a piece of a block with at most `limit` elements; a message carries whole parts.
+    """
+
+    rounds: Mapping[Round, list[Message]]  # in order
+    blocks: Mapping[str, tuple[Box, ...]]  # tensor -> blocks of the trainer's ranks
+    copies: Mapping[tuple[str, Box], int]  # (tensor, part) -> number of copies
+    limit: int
+
+    @staticmethod
+    def of(
+        rounds: Mapping[Round, list[Message]], blocks: Mapping[str, tuple[Box, ...]], boxes: BoxCounts, limit: int
+    ) -> ReceivePlan:
+        """Return the plan for loaders that fetch `boxes`. Raises LookupError for a box that no rank holds."""
+        copies: Counter[tuple[str, Box]] = Counter()
+        for (name, box), times in boxes.items():
+            for _, part in parts_of(box, blocks[name], limit):
+                copies[name, part] += times
+        return ReceivePlan(rounds, blocks, copies, limit)
+
+
+@dataclass(frozen=True)
+class _RoundInFlight:
+    """One round that this worker receives: its messages, a buffer for each of them, and the pending receives."""
+
+    layer: int
+    messages: list[Message]
+    buffers: list[PeerBuffer]
+    pending: list[Pending]
+
+
+class ReceivedBlocks(BlockSource):
+    """The blocks of a `p2p` update. Construction starts to receive the first rounds.
+
+    A part stays in memory until its last copy. Loaders that do not read the layers in order therefore cost memory for
+    all parts in between.
+    """
+
+    def __init__(self, index: TensorIndex, plan: ReceivePlan, exchange: Exchange, deadline: Deadline):
+        super().__init__(index)
+        self.plan, self.exchange, self.dtype, self.deadline = plan, exchange, ENGINE_DTYPES[index.dtype], deadline
+        self.to_come = deque(plan.rounds.items())
+        self.in_flight: deque[_RoundInFlight] = deque()
+        self.arrived: dict[tuple[str, Box], Tensor] = {}  # (tensor, part) -> its elements
+        self._sums: dict[tuple[str, Box], tuple[int, int]] = {}  # (tensor, part) -> sending rank, and its checksum
+        # messages whose checksums [slices] int64 are not in `_sums` yet
+        self._arrived_sums: list[tuple[Message, Tensor]] = []
+        self.copies_left = Counter(plan.copies)
+        self._post()
+
+    def parts(self, name: str, box: Box) -> list[tuple[int, Box]]:
+        """Return the parts that make up `box`, each at most a message: (index of the block, part)."""
+        return parts_of(box, self.plan.blocks[name], self.plan.limit)
+
+    def values(self, name: str, index: int, part: Box) -> Tensor:
+        """Return the elements of a part, in its shape and the engine's dtype, after it has arrived.
+
+        Raises WeightSyncError when the sender is gone or late, or when the loaders request a part they did not
+        announce.
+        """
+        # Rounds are in layer order, so a part of this layer cannot arrive in a round of a later layer.
+        while (name, part) not in self.arrived and self.in_flight and self.in_flight[0].layer <= layer_of(name):
+            self._take_round()
+        if (name, part) not in self.arrived:
+            raise WeightSyncError(f"the loader of {name} requests {part}, which it did not announce")
+        self.copies_left[name, part] -= 1
+        return self.arrived[name, part] if self.copies_left[name, part] > 0 else self.arrived.pop((name, part))
+
+    def check(self, name: str, index: int, part: Box, total: int) -> None:
+        """Raises WeightSyncError, naming rank and tensor, when `total` differs from the checksum that the rank sent."""
+        rank, written = self.sums()[name, part]
+        if total != written:
+            raise WeightSyncError(wrong_checksum(rank, name, part, total, written))
+
+    def proof(self, reads: Mapping[tuple[str, int, Box], int]) -> dict[str, Any]:
+        """Return the sum of the checksums of each layer, which the trainer compares between workers that want the same
+        slices.
+
+        Every part was already checked against the sender's checksum. Raises WeightSyncError when a part arrived and was
+        not read.
+        """
+        if unread := self.sums().keys() - {(name, part) for name, _, part in reads}:
+            name, part = min(unread)
+            raise WeightSyncError(
+                f"{name}{brackets(part)} arrived from rank {self._sums[name, part][0]} and was not read"
+            )
+        layers: Counter[int] = Counter()
+        for (name, _, _), total in reads.items():
+            layers[layer_of(name)] += total
+        return {"layers": {layer: total % 2**64 for layer, total in layers.items()}}
+
+    def drain(self) -> None:
+        """Receive all rounds that are still to come."""
+        while self.in_flight:
+            self._take_round()
+
+    def release(self) -> None:
+        """Drop everything that has arrived or is in flight."""
+        self.to_come.clear()
+        self.in_flight.clear()
+        self.arrived.clear()
+        self._sums.clear()
+        self._arrived_sums.clear()
+
+    def _post(self) -> None:
+        """Start to receive the next rounds, up to IN_FLIGHT."""
+        while self.to_come and len(self.in_flight) < IN_FLIGHT:
+            (layer, _), messages = self.to_come.popleft()
+            buffers = [
+                PeerBuffer(
+                    empty_message(message, self.dtype, self.exchange.device),
+                    message.source,
+                    message.tag,
+                    f"receiving {describe(message)} from trainer rank {message.source}",
+                )
+                for message in messages
+            ]
+            self.in_flight.append(_RoundInFlight(layer, messages, buffers, self.exchange.receive(buffers)))
+
+    def _take_round(self) -> None:
+        """Wait for the oldest round in flight, unpack its parts, and post the next round."""
+        oldest = self.in_flight.popleft()
+        wait(oldest.pending, self.deadline)
+        for message, buffer in zip(oldest.messages, oldest.buffers, strict=True):
+            elements, sums = message_views(buffer.values, message, self.dtype)
+            self.bytes += elements.nbytes
+            for item in message.slices:
+                self.arrived[item.tensor, item.box] = elements[item.offset : item.offset + size(item.box)].view(
+                    extent(item.box)
+                )
+            self._arrived_sums.append((message, sums.clone()))  # a view would keep the whole message
+        self._post()
+
+    def sums(self) -> dict[tuple[str, Box], tuple[int, int]]:
+        """(tensor, part) -> sending rank and checksum of all parts that arrived. One transfer serves all messages since
+        the last call."""
+        if self._arrived_sums:
+            totals = iter(torch.cat([sums for _, sums in self._arrived_sums]).tolist())
+            for message, _ in self._arrived_sums:
+                self._sums |= {
+                    (item.tensor, item.box): (message.source, next(totals) % 2**64) for item in message.slices
+                }
+            self._arrived_sums = []
+        return self._sums
+
+
+def parts_of(box: Box, blocks: tuple[Box, ...], limit: int) -> list[tuple[int, Box]]:
+    """Return the parts of blocks that make up `box`, each at most `limit` elements, cut as in
+    `megagrpo.sync.wire.messages.rounds`."""
+    return [(index, piece) for index, part in cover(box, blocks) for piece in pieces(part, limit)]
