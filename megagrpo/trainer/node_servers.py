@@ -85,17 +85,17 @@ def await_all(
 ) -> tuple[Nodes, NodeLaunchers | None, list[str]]:
     """Wait for the servers of every node. Return the nodes with their servers, rank 0's view of all launchers (None on
     other ranks), and the servers' URLs. Collective. Raises EngineStartError, WeightSyncError when a node cannot reach
-    rank 0's board, or RankError."""
+    rank 0's store, or RankError."""
     launcher, of_ranks = servers.launcher, servers.of_ranks
     everyone = run_and_agree(layout, lambda: launcher.wait(say) if launcher else [])
     by_node = {node: everyone[of_ranks.index(node)] for node in sorted(set(of_ranks))}
     nodes = Nodes(of_ranks, {url: node for node, urls in by_node.items() for url in urls})
     first, seconds = layout.world_rank == 0, rollout.startup_timeout
     secret = on_first_rank(layout, lambda: secrets.token_hex(32))
-    board = run_own_and_agree(
+    store = run_own_and_agree(
         layout, lambda: Store(_own_host(rollout.interface), 0, Deadline(seconds), secret, serve=True), here=first
     )
-    address = on_first_rank(layout, lambda: (board.host, board.port) if board else ("", 0))
+    address = on_first_rank(layout, lambda: (store.host, store.port) if store else ("", 0))
 
     def start_agent() -> None:
         if launcher is not None and not first:
@@ -104,7 +104,7 @@ def await_all(
 
     run_own_and_agree(layout, start_agent)  # every agent has published its servers
     all_launchers = None
-    if board is not None and launcher is not None:
+    if store is not None and launcher is not None:
         others = [node for node in by_node if node != of_ranks[0]]
-        all_launchers = NodeLaunchers(launcher, board, others, len(by_node[of_ranks[0]]))
+        all_launchers = NodeLaunchers(launcher, store, others, len(by_node[of_ranks[0]]))
     return nodes, all_launchers, [url for urls in by_node.values() for url in urls]

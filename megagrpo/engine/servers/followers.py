@@ -1,7 +1,7 @@
 """Servers on several nodes: the first node runs the HTTP server and leads, the other nodes follow.
 
 Every node runs `megagrpo serve`, which starts its node's part of the server. vLLM's parts do not notice when one of
-them dies: the others wait forever. So the first node serves a board. There it leaves an order for each start, and the
+them dies: the others wait forever. So the first node serves a store. There it leaves an order for each start, and the
 others report the state of their parts.
 A server ends as soon as one of its parts has ended, and all parts start again together.
 """
@@ -21,7 +21,7 @@ from megagrpo.sync.wire.tensor_index import WeightSyncError
 FOLLOW_SECONDS = 0.5  # between two reports of a follower
 LOST_SECONDS = 60.0  # without a report, after which a node counts as lost
 ORDER = "order"
-BOARD = "the board of the server's first node"
+STORE_NAME = "the store of the server's first node"
 
 
 def _report_key(node: int) -> str:
@@ -41,12 +41,12 @@ class PartFault:
 class Followers:
     """The other nodes of a server, seen from its first node. `num_nodes` counts the first node too.
 
-    The board listens on `host` and `port`, and its notes are signed with `token`. Raises WeightSyncError when the port
+    The store listens on `host` and `port`, and its values are signed with `token`. Raises WeightSyncError when the port
     is taken.
     """
 
     def __init__(self, host: str, port: int, token: str, num_nodes: int):
-        self._board = Store(host, port, Deadline(LOST_SECONDS), token, serve=True, name=BOARD)
+        self._store = Store(host, port, Deadline(LOST_SECONDS), token, serve=True, name=STORE_NAME)
         self._nodes = range(1, num_nodes)
         self._attempt = 0
         self._silence, self._beats = Silence(), dict[int, int]()
@@ -54,23 +54,23 @@ class Followers:
 
     @property
     def port(self) -> int:
-        """The board's port."""
-        return self._board.port
+        """The store's port."""
+        return self._store.port
 
     def start(self, ports: NodePorts) -> None:
         """Have every follower end its part, if any, and start a new one."""
         self._attempt += 1
-        self._board.put(ORDER, {"attempt": self._attempt, **asdict(ports)})
+        self._store.put(ORDER, {"attempt": self._attempt, **asdict(ports)})
 
     def missing(self) -> list[int]:
         """Return the nodes that have never reported."""
-        return [node for node in self._nodes if not self._board.has(_report_key(node))]
+        return [node for node in self._nodes if not self._store.has(_report_key(node))]
 
     def fault(self) -> PartFault | None:
         """Return why the server cannot go on, or None while all parts run. A node that has never reported is no fault:
         it may be late."""
         for node in self._nodes:
-            report = self._board.find(_report_key(node))
+            report = self._store.find(_report_key(node))
             if report is not None and (fault := self._judge(node, report)):
                 return fault
         return None
@@ -96,7 +96,7 @@ class Reports:
     """A follower's end: the orders of the first node, and the reports of this node, called `name`. A context manager
     that tells the first node at its end.
 
-    The board is at `host` and `port`, and is awaited up to `seconds`, unless `stop` is set. Raises WeightSyncError when
+    The store is at `host` and `port`, and is awaited up to `seconds`, unless `stop` is set. Raises WeightSyncError when
     it cannot be reached.
     """
 
@@ -104,7 +104,9 @@ class Reports:
         deadline = Deadline(seconds)
         while not (stop.is_set() or deadline.passed or _listens(host, port)):
             stop.wait(FOLLOW_SECONDS)
-        self._board = Store(host, port, Deadline(FOLLOW_SECONDS if stop.is_set() else LOST_SECONDS), token, name=BOARD)
+        self._store = Store(
+            host, port, Deadline(FOLLOW_SECONDS if stop.is_set() else LOST_SECONDS), token, name=STORE_NAME
+        )
         self._node, self._name, self._beat, self._attempt = node, name, 0, 0
 
     def __enter__(self) -> Self:
@@ -119,7 +121,7 @@ class Reports:
     def order(self) -> NodePorts | None:
         """Return the ports of a new start, or None when there is no new order. Raises WeightSyncError when the first
         node is gone."""
-        order = self._board.find(ORDER)
+        order = self._store.find(ORDER)
         if order is None or order["attempt"] == self._attempt:
             return None
         self._attempt = order.pop("attempt")
@@ -130,7 +132,7 @@ class Reports:
         node is gone."""
         self._beat += 1
         state = {"attempt": self._attempt, "beat": self._beat, "host": self._name, "left": left}
-        self._board.put(_report_key(self._node), state | {"exit": exit, "cause": cause, "killed": killed, "log": log})
+        self._store.put(_report_key(self._node), state | {"exit": exit, "cause": cause, "killed": killed, "log": log})
 
 
 def _listens(host: str, port: int) -> bool:

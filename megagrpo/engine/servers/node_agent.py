@@ -1,7 +1,7 @@
 """Servers on the other nodes of a run (`rollout.placement: colocated` with `run.nodes` above 1), seen and controlled
 from rank 0.
 
-The first rank of each node launches the servers of its node. There a `NodeAgent` answers rank 0 through the board, a
+The first rank of each node launches the servers of its node. There a `NodeAgent` answers rank 0 through the store, a
 key-value store: it publishes the state of its servers, and restarts or ends a server on demand. So one restart thread,
 on rank 0, decides for all nodes.
 """
@@ -25,15 +25,15 @@ ORDER_SECONDS = 60.0  # timeout of an order: ending a server takes up to 15 s
 
 
 class NodeAgent:
-    """A thread on the first rank of node `node`: it publishes the state of `launcher`'s servers on `board` and carries
+    """A thread on the first rank of node `node`: it publishes the state of `launcher`'s servers on `store` and carries
     out rank 0's orders.
 
-    A context manager; leave it before the launcher stops. The thread ends when the board is gone. Raises
-    WeightSyncError when the board cannot be reached.
+    A context manager; leave it before the launcher stops. The thread ends when the store is gone. Raises
+    WeightSyncError when the store cannot be reached.
     """
 
-    def __init__(self, node: int, launcher: Launcher, board: Store):
-        self._node, self._launcher, self._board = node, launcher, board
+    def __init__(self, node: int, launcher: Launcher, store: Store):
+        self._node, self._launcher, self._store = node, launcher, store
         self._orders, self._published = 0, ""
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="node_agent", daemon=True)
@@ -51,11 +51,11 @@ class NodeAgent:
         try:
             while not self._end.wait(AGENT_SECONDS):
                 self._publish()
-                order = self._board.find(f"order/{self._node}/{self._orders}")
+                order = self._store.find(f"order/{self._node}/{self._orders}")
                 if order is not None:
                     answer = self._carry_out(order["verb"], order["index"])
                     self._publish()  # before the answer: rank 0 then reads the new state
-                    self._board.put(f"answer/{self._node}/{self._orders}", answer)
+                    self._store.put(f"answer/{self._node}/{self._orders}", answer)
                     self._orders += 1
         except WeightSyncError:
             return  # rank 0 has ended
@@ -77,7 +77,7 @@ class NodeAgent:
             for server in self._launcher.servers
         ]
         if repr(state) != self._published:
-            self._board.put(f"state/{self._node}", state)
+            self._store.put(f"state/{self._node}", state)
             self._published = repr(state)
 
 
@@ -107,14 +107,14 @@ type AnyServer = Server | DistantServer
 
 class NodeLaunchers:
     """The servers of all nodes, on rank 0: its own `launcher`'s, and those of the other nodes, `per_node` each, through
-    `board`.
+    `store`.
 
     Construct it after the agents of `nodes` have published their servers. Every method and property raises
-    WeightSyncError when the board is gone.
+    WeightSyncError when the store is gone.
     """
 
-    def __init__(self, launcher: Launcher, board: Store, nodes: Sequence[int], per_node: int):
-        self._own, self._board, self._orders = launcher, board, Counter[int]()
+    def __init__(self, launcher: Launcher, store: Store, nodes: Sequence[int], per_node: int):
+        self._own, self._store, self._orders = launcher, store, Counter[int]()
         self._locks = {node: threading.Lock() for node in nodes}
         self._distant = [(node, index) for node in nodes for index in range(per_node)]
         self.token, self.startup_timeout, self.max_restarts = (
@@ -152,7 +152,7 @@ class NodeLaunchers:
     def _published(self, where: tuple[int, int]) -> DistantServer:
         """Return the server `where` (node, index there) as its agent published it last."""
         node, index = where
-        state = self._board.find(f"state/{node}")[index]
+        state = self._store.find(f"state/{node}")[index]
         state |= {"log": Path(state["log"]), "process": (node, state["process"])}
         return DistantServer(**state, order=partial(self._order, where))
 
@@ -162,9 +162,9 @@ class NodeLaunchers:
         with self._locks[node]:
             number = self._orders[node]
             self._orders[node] += 1
-            self._board.put(f"order/{node}/{number}", {"verb": verb, "index": index})
+            self._store.put(f"order/{node}/{number}", {"verb": verb, "index": index})
             purpose, deadline = f"node {node} to {verb} a vLLM server", Deadline(ORDER_SECONDS)
-            return str(self._board.wait_for(f"answer/{node}/{number}", purpose, deadline))
+            return str(self._store.wait_for(f"answer/{node}/{number}", purpose, deadline))
 
 
 type AnyLauncher = Launcher | NodeLaunchers

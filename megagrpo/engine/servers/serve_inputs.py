@@ -17,7 +17,7 @@ from megagrpo.platform.process.variables import ENVIRONMENT, NODE_INDICES, text
 
 @dataclass(frozen=True)
 class Place:
-    """This node's index among the nodes of its server, and the address of the first node's board."""
+    """This node's index among the nodes of its server, and the address of the first node's store."""
 
     index: int
     host: str

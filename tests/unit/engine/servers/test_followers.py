@@ -77,7 +77,7 @@ def test_a_node_without_the_token_is_refused(pair):
     leader, _ = pair
     leader.start(PORTS)
     stranger = Reports(HERE, leader.port, "another-token-1234", 1, "n2", 5, threading.Event())
-    with pytest.raises(WeightSyncError, match="the board of the server's first node: key order has an invalid HMAC"):
+    with pytest.raises(WeightSyncError, match="the store of the server's first node: key order has an invalid HMAC"):
         stranger.order()
 
 
@@ -88,12 +88,12 @@ class TwoNodes(ExitStack):
         super().__init__()
         (folder / "config.json").write_text("{}")
         settings = ServerOptions(str(folder), "float32", 64, tp=2, nodes=2)
-        self.board, self.stop = Followers(HERE, 0, TOKEN, 2), threading.Event()
-        self.first = Stand(settings, folder / "n1", node=ServerNode(0, HERE, HERE), followers=self.board, **options)
+        self.store, self.stop = Followers(HERE, 0, TOKEN, 2), threading.Event()
+        self.first = Stand(settings, folder / "n1", node=ServerNode(0, HERE, HERE), followers=self.store, **options)
         second = ServerNode(1, HERE, HERE)
         self.second = Stand(settings, folder / "n2", node=second, token=TOKEN)
         self.codes = []
-        arguments = self.second, second, self.board.port, "n2", self.stop
+        arguments = self.second, second, self.store.port, "n2", self.stop
         self.follower = threading.Thread(target=lambda: self.codes.append(remote._follow(*arguments)))
 
     def __enter__(self):
@@ -139,7 +139,7 @@ def test_with_its_node_a_server_is_gone_for_good_and_named(tmp_path, monkeypatch
 def test_a_follower_ends_its_part_when_the_first_node_has_ended(tmp_path, capsys):
     with TwoNodes(tmp_path) as nodes:
         part = nodes.second.servers[0]
-        nodes.board = nodes.first.followers = None
+        nodes.store = nodes.first.followers = None
         nodes.follower.join(20)
         assert nodes.codes == [1] and not part.alive
     assert "the server's first node 127.0.0.1:" in capsys.readouterr().err
@@ -149,14 +149,14 @@ def test_a_server_that_waits_for_a_node_names_it_and_logs_few_lines(tmp_path, mo
     monkeypatch.setattr(launcher_module, "FIRST_LINE_SECONDS", 0.05)
     said = []
     (tmp_path / "config.json").write_text("{}")
-    board = Followers(HERE, 0, TOKEN, 2)
+    store = Followers(HERE, 0, TOKEN, 2)
     settings = ServerOptions(str(tmp_path), "float32", 64, tp=2, nodes=2)
 
     class Silent(Stand):
         def _command(self, port):
             return ["sleep", "60"]
 
-    with Silent(settings, tmp_path, node=ServerNode(0, HERE, HERE), followers=board, startup_timeout=1.2) as launcher:
+    with Silent(settings, tmp_path, node=ServerNode(0, HERE, HERE), followers=store, startup_timeout=1.2) as launcher:
         launcher.start()
         with pytest.raises(
             EngineStartError, match=r"rollout\.startup_timeout\); megagrpo serve has not joined it on node 1"

@@ -244,12 +244,12 @@ def test_who_has_servers_sleep_waits_until_a_silent_one_has_ended(stand, monkeyp
 @pytest.fixture
 def two_nodes(stand, tmp_path):
     """Rank 0's view of two nodes with one server each, and the launcher of the second."""
-    board = Store("127.0.0.1", 0, Deadline(20), "secret", serve=True)
+    store = Store("127.0.0.1", 0, Deadline(20), "secret", serve=True)
     with Stand(ServerOptions(str(tmp_path), "float32", 64), tmp_path, max_restarts=1, first=1) as other:
         other.start()
         other.wait()
-        with NodeAgent(1, other, Store("127.0.0.1", board.port, Deadline(20), "secret")):
-            yield NodeLaunchers(stand, board, [1], 1), other
+        with NodeAgent(1, other, Store("127.0.0.1", store.port, Deadline(20), "secret")):
+            yield NodeLaunchers(stand, store, [1], 1), other
 
 
 def test_a_server_of_another_node_is_restarted_from_rank_0_up_to_the_limit(two_nodes, tmp_path):
