@@ -12,10 +12,10 @@ if TYPE_CHECKING:
     from megagrpo.commands.api.api_checks import Evaluation as Evaluation
     from megagrpo.commands.api.api_checks import Verification as Verification
     from megagrpo.commands.api.api_checks import evaluate as evaluate
-    from megagrpo.commands.api.api_checks import plan as plan
     from megagrpo.commands.api.api_checks import verify as verify
     from megagrpo.commands.api.errors import CommandFailed as CommandFailed
     from megagrpo.commands.api.errors import TrainingFailed as TrainingFailed
+    from megagrpo.commands.api.plan_request import plan as plan
     from megagrpo.commands.api.run_handle import Run as Run
     from megagrpo.commands.api.run_handle import load_run as load_run
     from megagrpo.commands.api.train_call import train as train
@@ -31,7 +31,7 @@ _HOMES = {
     "train": "megagrpo.commands.api.train_call",
     "Run": "megagrpo.commands.api.run_handle",
     "load_run": "megagrpo.commands.api.run_handle",
-    "plan": "megagrpo.commands.api.api_checks",
+    "plan": "megagrpo.commands.api.plan_request",
     "verify": "megagrpo.commands.api.api_checks",
     "Verification": "megagrpo.commands.api.api_checks",
     "evaluate": "megagrpo.commands.api.api_checks",
@@ -45,24 +45,7 @@ _HOMES = {
     "PushError": "megagrpo.models.hub.upload",
 }  # public name -> module that defines it
 
-__all__ = [
-    "CommandFailed",
-    "ConfigError",
-    "Evaluation",
-    "Problem",
-    "PushError",
-    "Run",
-    "RunConfig",
-    "TrainingFailed",
-    "Verification",
-    "__version__",
-    "evaluate",
-    "load_config",
-    "load_run",
-    "plan",
-    "train",
-    "verify",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -146,17 +146,12 @@ def _table(key: str, rewards: list[RewardTrial]) -> list[str]:
 
 def _notes(trial: RewardTrial) -> Iterator[str]:
     if trial.form:
-        yield f"reads `{trial.column}`{_as_form(trial.form)}"
+        form = trial.form.replace("I work it out.", "...").replace("\n", " ").strip()
+        yield f"reads `{trial.column}`{f' from {form}' if form != 'GOLD' else ''}"
     if not trial.column:
         yield "no column with a right answer is known, so none was tried"
     if trial.rows < trial.num_rows and not trial.failure:
         yield f"was tried on {trial.rows} of {trial.num_rows} rows, because it is slow or asks a server"
-
-
-def _as_form(form: str) -> str:
-    """Return how a response contains the gold, unless it is the gold alone."""
-    text = form.replace("I work it out.", "...").replace("\n", " ").strip()
-    return f" from {text}" if text != "GOLD" else ""
 
 
 def _value(value: float | None) -> str:

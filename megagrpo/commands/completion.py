@@ -21,15 +21,16 @@ from megagrpo.commands import COMMANDS
 from megagrpo.commands.launch import WITH_RANKS
 from megagrpo.commands.parser import build
 from megagrpo.config import RunConfig
-from megagrpo.config.io import SHIPPED, fields, section_of, shipped_names
+from megagrpo.config.io import SHIPPED, shipped_names
+from megagrpo.config.key_table import fields, section_of
 from megagrpo.platform.install.requirements import choosable
 from megagrpo.platform.launch.job import shipped_clusters
 from megagrpo.platform.process.terminal import show
 from megagrpo.proof.plan.gpu_specs import GPUS
 
-# What an argument takes, by its metavar; a kind is a function of `PROGRAM`. Others take a file if their type is Path,
-# and else any text.
-KINDS = {
+# What an argument takes, by its metavar; a kind is a function of `COMPLETION_PROGRAM`. Others take a file if their type
+# is Path, and else any text.
+ARGUMENT_KINDS = {
     "CONFIG": "config",
     "CONFIG_OR_MODEL": "config",
     "key=value": "key",
@@ -41,10 +42,10 @@ KINDS = {
     "SECTION": "section",
 }
 
-# Prints the completions of the last argument, one per line: sh -c PROGRAM megagrpo WORD...; nothing where the shell
-# should complete files. `@...@` are the tables, lines of: a command, the name or position of its argument, and what it
-# takes.
-PROGRAM = r"""
+# Prints the completions of the last argument, one per line: sh -c COMPLETION_PROGRAM megagrpo WORD...; nothing where
+# the shell should complete files. `@...@` are the tables, lines of: a command, the name or position of its argument,
+# and what it takes.
+COMPLETION_PROGRAM = r"""
 offer() { for each; do case $each in "$current"*) printf '%s\n' "$each" ;; esac; done; }
 folders() { for each in "$current"*/; do [ -d "$each" ] && printf '%s\n' "$each"; done; }
 yaml() { for each in "$current"*.yaml "$current"*.yml; do [ -f "$each" ] && printf '%s\n' "$each"; done; folders; }
@@ -174,7 +175,7 @@ def run(options: argparse.Namespace) -> int:
         if not section_of(field.annotation) and "NAME" not in key
     }
     choices = {key: _choices(field.annotation) for key, field in keys.items()}
-    program = PROGRAM
+    program = COMPLETION_PROGRAM
     for name, text in {
         "COMMANDS": " ".join(COMMANDS),
         "CONFIGS": " ".join(SHIPPED + name for name in shipped_names()),
@@ -199,7 +200,7 @@ def _arguments() -> Iterator[tuple[str, str, str]]:
     for command, parser in build(COMMANDS)[1].items():
         position = 0
         for action in parser._actions:
-            takes = KINDS.get(str(action.metavar), "file" if action.type is Path else "any")
+            takes = ARGUMENT_KINDS.get(str(action.metavar), "file" if action.type is Path else "any")
             if values := action.choices or choices.get(str(action.metavar)):
                 takes = f"={' '.join(map(str, values))}"
             if action.option_strings:

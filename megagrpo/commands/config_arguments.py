@@ -8,7 +8,7 @@ from pathlib import Path
 from megagrpo.config import RunConfig, absolute_override, load_config
 from megagrpo.config.io import config_file
 
-EPILOG = """CONFIG is a YAML file, or megagrpo:NAME for a config that is shipped with megagrpo. key=value replaces a
+KEYS_HELP = """CONFIG is a YAML file, or megagrpo:NAME for a config that is shipped with megagrpo. key=value replaces a
 value of it, as in train.learning_rate=1e-5 or rewards.functions.0.weight=2; a key of text takes the text as it is
 typed. `megagrpo keys` and docs/config.md describe every key."""
 
@@ -17,7 +17,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG and key=value."""
     parser.add_argument("config", metavar="CONFIG", help="YAML file of a run, or megagrpo:NAME")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="value of the config to replace")
-    parser.epilog = EPILOG
+    parser.epilog = KEYS_HELP
 
 
 def add_resume(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megagrpo.commands.config_arguments import EPILOG, config_path, overrides
+from megagrpo.commands.config_arguments import KEYS_HELP, config_path, overrides
 from megagrpo.platform.process.terminal import show, warn, wrapped
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="also write a JSON report without secrets, to send to the developers",
     )
-    parser.epilog = EPILOG
+    parser.epilog = KEYS_HELP
 
 
 def run(options: argparse.Namespace) -> int:
@@ -74,9 +74,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _needs(options: argparse.Namespace, gpu: bool) -> Needs:
+    from megagrpo.commands.api.run_needs import needs_of
     from megagrpo.commands.plan import split_sizes
     from megagrpo.config import ConfigError, load_config
-    from megagrpo.platform.doctor.needs import Needs, needs_of
+    from megagrpo.platform.doctor.needs import Needs
 
     if options.config is None:
         return Needs()
@@ -92,9 +93,8 @@ def lines(findings: Sequence[Finding]) -> list[str]:
     width = max(len(finding.subject) for finding in findings)
     texts = []
     for finding in findings:
-        fix = (
-            f"; fix: {finding.fix}" if finding.state in ("warn", "fail") else f"; {finding.fix}" if finding.fix else ""
-        )
+        label = "fix: " if finding.state in ("warn", "fail") else ""
+        fix = f"; {label}{finding.fix}" if finding.fix or label else ""
         texts += wrapped(f"{finding.state:7}  {finding.subject:{width}}  {finding.found}{fix}", indent=width + 11)
     counts = Counter(finding.state for finding in findings)
     return [*texts, ", ".join(f"{counts[state]} {state}" for state in ("ok", "warn", "fail", "skipped"))]

@@ -10,11 +10,9 @@ after a signal.
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
 from pathlib import Path
 
 from megagrpo.commands.config_arguments import add_config, config_path, load
-from megagrpo.platform.process.imports import without_garbage_collection
 from megagrpo.platform.process.terminal import show
 
 
@@ -31,21 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print a table of the sets, and return the exit code. Raises ConfigError for mistakes in the config or the
     options."""
+    from megagrpo.commands.api.api_checks import evaluate_here
+
     config, checkpoint, adapter = load(options), options.checkpoint, options.adapter
-    with without_garbage_collection():
-        from megagrpo.engine.servers.serving import exit_code
-        from megagrpo.trainer.evaluation import offline
+    result = evaluate_here(config, config_path(options).parent, checkpoint, adapter)
+    from megagrpo.trainer.evaluation import offline
 
-    def command() -> None:
-        with ExitStack() as resources:
-            metrics, responses = offline.evaluate_offline(
-                config, config_path(options).parent, checkpoint, adapter, resources
-            )
-        show(offline.table(metrics, list(responses)))
-        if options.output is not None:
-            offline.write(
-                options.output,
-                {"checkpoint": checkpoint, "adapter": adapter, "metrics": metrics, "responses": responses},
-            )
-
-    return exit_code(command, "evaluation")
+    show(offline.table(result.metrics, list(result.by_set)))
+    if options.output is not None:
+        answer = {"checkpoint": checkpoint, "adapter": adapter, "metrics": result.metrics, "responses": result.by_set}
+        offline.write(options.output, answer)
+    return 0

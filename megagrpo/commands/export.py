@@ -18,19 +18,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megagrpo.commands.export_arguments import (
-    AUTO,
-    add_export_arguments,
-    chosen_dtype,
-    run_in_layout_and_push,
-    say_rounded,
-)
+from megagrpo.commands.export_arguments import add_export_arguments, export_and_push
 from megagrpo.commands.layout_arguments import add_layout_arguments
-
-if TYPE_CHECKING:
-    from megagrpo.platform.parallel.layout import Layout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,32 +39,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Export, write the model card, upload with --push, and return the exit code."""
-
-    def action(layout: Layout) -> None:
-        from megagrpo.models.bridge.adapter_files import CONFIG, base_of, export_adapter
-        from megagrpo.models.bridge.conversion import export_hf
-        from megagrpo.models.hub.card import write_card
-        from megagrpo.platform.parallel.agree import run_and_agree
-        from megagrpo.records.progress_bars import conversion_progress
-        from megagrpo.records.run_files import why_no_checkpoint
-
-        is_adapter = (options.checkpoint / CONFIG).is_file()
-        if is_adapter:
-            if options.dtype != AUTO:
-                raise ValueError(f"--dtype: {options.dtype}, but an adapter is copied as it is; leave the option out")
-            run_and_agree(
-                layout,
-                lambda: export_adapter(options.checkpoint, options.out, options.model),
-                here=layout.world_rank == 0,
-            )
-        else:
-            if why := why_no_checkpoint(options.checkpoint):
-                raise ValueError(f"CHECKPOINT: {options.checkpoint} {why}")
-            progress, dtype = conversion_progress(layout.world_rank), chosen_dtype(options)
-            say_rounded(options, export_hf(options.checkpoint, options.out, options.model, layout, progress, dtype))
-        if layout.world_rank == 0:
-            write_card(
-                options.out, options.checkpoint, base_of(options.out) if is_adapter else options.model, is_adapter
-            )
-
-    return run_in_layout_and_push(options, action)
+    return export_and_push(options, options.checkpoint, merged=False)

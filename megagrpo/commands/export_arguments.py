@@ -4,28 +4,23 @@ Face hub."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megagrpo.commands.api.conversions import AUTO, EXPORT_DTYPES, export
 from megagrpo.commands.layout_arguments import run_in_layout
 from megagrpo.config import ConfigError
 from megagrpo.platform.process.terminal import show, warn
 
 if TYPE_CHECKING:
-    import torch
-
-    from megagrpo.models.bridge.hf_files import Rounded
     from megagrpo.platform.parallel.layout import Layout
-
-AUTO = "auto"
-DTYPES = (AUTO, "float32", "bfloat16", "float16")
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add --dtype, --push, --private and --revision."""
     parser.add_argument(
         "--dtype",
-        choices=DTYPES,
+        choices=EXPORT_DTYPES,
         default=AUTO,
         help="dtype of the weights in OUT (default auto: the dtypes of the start model's files)",
     )
@@ -36,21 +31,6 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--revision", metavar="BRANCH", help="with --push: upload to this branch, which is created if missing"
     )
-
-
-def chosen_dtype(options: argparse.Namespace) -> torch.dtype | None:
-    """Return the dtype of --dtype; None for auto."""
-    import torch
-
-    return None if options.dtype == AUTO else getattr(torch, options.dtype)
-
-
-def say_rounded(options: argparse.Namespace, rounded: Rounded) -> None:
-    """Print a line when values have been rounded."""
-    from megagrpo.models.bridge.hf_files import rounding
-
-    if line := rounding(rounded, "the start model's dtype" if options.dtype == AUTO else "--dtype"):
-        warn(f"{options.out.name}: {line}")
 
 
 def check_push_arguments(options: argparse.Namespace) -> None:
@@ -68,16 +48,15 @@ def check_push_arguments(options: argparse.Namespace) -> None:
         raise ConfigError(f"--push: {error}") from None
 
 
-def run_in_layout_and_push(options: argparse.Namespace, action: Callable[[Layout], None]) -> int:
-    """Run `action`, which writes `options.out`, in the layout of the options, and upload the folder with --push.
-    Returns the exit code."""
+def export_and_push(options: argparse.Namespace, source: Path, merged: bool) -> int:
+    """Write `options.out` in the layout of the options, and upload the folder with --push. Returns the exit code."""
     check_push_arguments(options)
     uploads = False
 
     def on_rank(layout: Layout) -> None:
         nonlocal uploads
         uploads = layout.world_rank == 0
-        action(layout)
+        export(source, options.out, options.model, options.dtype, merged, layout)
 
     code = run_in_layout(options, on_rank)
     return code if code or not uploads else push_export(options)

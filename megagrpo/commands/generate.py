@@ -13,22 +13,12 @@ Exit code 0, 1 when a server failed, 2 when the config or an option is wrong, 12
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.config.io import SHIPPED, shipped_config
 from megagrpo.platform.process.imports import without_garbage_collection
-
-RULES: tuple[tuple[str, Callable[[float], bool], str], ...] = (  # option, test of its value, rule
-    ("temperature", lambda value: value >= 0, "0 (greedy) or more"),
-    ("top_p", lambda value: 0 < value <= 1, "above 0, 1 at most"),
-    ("min_p", lambda value: 0 <= value <= 1, "from 0 to 1"),
-    ("top_k", lambda value: value >= 0, "0 (all tokens) or more"),
-    ("max_tokens", lambda value: value > 0, "above 0"),
-    ("seed", lambda value: value >= 0, "0 or more"),
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,18 +49,19 @@ def run(options: argparse.Namespace) -> int:
     """Answer, and return the exit code. Raises ConfigError for wrong options or a wrong config."""
     check(options)
     with without_garbage_collection():
-        from megagrpo.engine.servers.serving import exit_code
+        from megagrpo.engine.servers.serving import with_servers
         from megagrpo.trainer.evaluation.chat import answer
-    return exit_code(lambda: answer(options), "generation")
+    with_servers(lambda: answer(options), "generation")
+    return 0
 
 
 def check(options: argparse.Namespace) -> None:
     """Check the options, and add `config` and `is_config` to them. Raises ConfigError."""
+    from megagrpo.commands.api.generation import check_sampling
+
     if options.interactive and options.prompt is not None:
         raise ConfigError(f"--interactive: cannot be combined with the prompt {options.prompt!r}; leave one out")
-    for name, fits, rule in RULES:
-        if (value := getattr(options, name)) is not None and not fits(value):
-            raise ConfigError(f"--{name.replace('_', '-')}: must be {rule} (got {value})")
+    check_sampling(vars(options), lambda name: f"--{name.replace('_', '-')}")
     path = shipped_config(options.model) if options.model.startswith(SHIPPED) else Path(options.model)
     options.is_config = path.suffix in (".yaml", ".yml")
     options.config = load_config(options.model, options.set) if options.is_config else _config_of(options)

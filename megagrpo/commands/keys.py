@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 
 from megagrpo.config import ConfigError, RunConfig, render_help
-from megagrpo.config.io import fields, nearest_key, section_of
+from megagrpo.config.io import nearest_key
+from megagrpo.config.key_table import fields, section_of
 from megagrpo.platform.process.terminal import show
 
 

@@ -12,8 +12,8 @@ the same as `NPROC=4 megagrpo train CONFIG`. Exit code: the exit code of the ran
 from __future__ import annotations
 
 import argparse
-import os
 
+from megagrpo.commands.config_arguments import overrides
 from megagrpo.commands.parser import parse
 from megagrpo.config import ConfigError
 
@@ -39,8 +39,9 @@ def run(options: argparse.Namespace) -> int:
                 f"megagrpo launch: {options.command} runs in one process; leave out `launch {options.ranks}`"
             )
         if options.command == "train":
-            os.environ["NPROC"] = str(options.ranks)
-            return int(chosen.run(chosen))
+            from megagrpo.commands.api.train_call import run_training
+
+            return run_training(chosen.config, overrides(chosen), options.ranks)
         command = ["megagrpo", *command]
     from megagrpo.platform.launch.job_nodes import ONE_NODE
     from megagrpo.platform.launch.local import run_ranks, set_thread_environment

@@ -1,21 +1,18 @@
-"""The options of the converters for a parallel layout, and how the converters run in it: on the CPU, with user errors
-as one line.
-
-The converters compute nothing, and the CPU's layer spec needs no memory for its structure. So they leave GPUs alone.
-"""
+"""The options of the converters for a parallel layout."""
 
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from megagrpo.platform.process.imports import without_garbage_collection
-from megagrpo.platform.process.terminal import warn
+from megagrpo.commands.api.conversions import hide_gpus as hide_gpus
+from megagrpo.commands.api.conversions import in_layout
 
 if TYPE_CHECKING:
     from megagrpo.platform.parallel.layout import Layout
+
+SIZES_OF_LAYOUT = ("tp", "pp", "vpp", "pipeline_layers", "ep", "etp")
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,38 +33,6 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> None:
     add("--etp", type=int, metavar="N", help="tensor-parallel size inside each expert (default tp)")
 
 
-def hide_gpus() -> None:
-    """Hide all GPUs from torch in this process. Call it before torch is imported."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
 def run_in_layout(options: argparse.Namespace, action: Callable[[Layout], None]) -> int:
     """Run `action` in the layout, on the CPU. Returns exit code 0, or 2 after a user error."""
-    hide_gpus()
-    with without_garbage_collection():
-        from megagrpo.config import ParallelSection
-        from megagrpo.platform.parallel.agree import RankError
-        from megagrpo.platform.parallel.layout import init_layout
-
-    layout = None
-    try:
-        stages = options.pp * options.vpp
-        layers = options.pipeline_layers
-        if layers and len(layers) != stages:
-            raise ValueError(
-                f"--pipeline-layers: {len(layers)} number(s) for {stages} stages; give one number per stage"
-            )
-        sizes = dict(
-            tp=options.tp, pp=options.pp, vpp=options.vpp, pipeline_layers=layers, ep=options.ep, etp=options.etp
-        )
-        layout = init_layout(ParallelSection(**sizes))
-        action(layout)
-    except (ValueError, OSError) as error:
-        warn(f"error: {error}")
-        return 2
-    except RankError:  # the rank that failed prints the error
-        return 2
-    finally:
-        if layout is not None:
-            layout.close()
-    return 0
+    return in_layout(action, **{name: getattr(options, name) for name in SIZES_OF_LAYOUT})

@@ -12,13 +12,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from megagrpo.commands.export_arguments import add_export_arguments, chosen_dtype, run_in_layout_and_push, say_rounded
+from megagrpo.commands.export_arguments import add_export_arguments, export_and_push
 from megagrpo.commands.layout_arguments import add_layout_arguments
-
-if TYPE_CHECKING:
-    from megagrpo.platform.parallel.layout import Layout
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,15 +32,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Merge, write the model card, upload with --push, and return the exit code."""
-
-    def action(layout: Layout) -> None:
-        from megagrpo.models.bridge.adapter_files import base_of, merge
-        from megagrpo.models.hub.card import write_card
-        from megagrpo.records.progress_bars import conversion_progress
-
-        progress, dtype = conversion_progress(layout.world_rank), chosen_dtype(options)
-        say_rounded(options, merge(options.adapter, options.out, options.model, layout, progress, dtype))
-        if layout.world_rank == 0:
-            write_card(options.out, options.adapter, options.model or base_of(options.adapter))
-
-    return run_in_layout_and_push(options, action)
+    return export_and_push(options, options.adapter, merged=True)

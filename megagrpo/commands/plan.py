@@ -16,8 +16,10 @@ import argparse
 import sys
 from typing import Any
 
+from megagrpo.commands.api.config_input import read
+from megagrpo.commands.api.plan_request import PlanRequest, make_plan
 from megagrpo.commands.config_arguments import add_config, overrides
-from megagrpo.config import ConfigError, Problem, ProblemError, RunConfig, load_config
+from megagrpo.config import ConfigError
 from megagrpo.platform.process.terminal import show
 
 # key=value arguments that describe the machine and the workload, not the run
@@ -51,8 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the plan, and return the exit code. Raises ConfigError for a wrong config or option."""
     words, sizes = split_sizes(overrides(options))
-    config = load_config(options.config, words)
-    return print_plan(config, options.gpu, options.search, options.weight_sync, options.json, options.trace, **sizes)
+    chosen = {name: getattr(options, name) for name in ("gpu", "search", "weight_sync", "trace")}
+    made = make_plan(read(options.config, words), PlanRequest(**chosen, **sizes))
+    show(made.as_json() if options.json else made, sys.stderr if made.problems and not options.json else sys.stdout)
+    return 2 if made.problems else 0
 
 
 def split_sizes(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
@@ -71,72 +75,3 @@ def split_sizes(arguments: list[str]) -> tuple[list[str], dict[str, Any]]:
         if not sizes[name] > 0:
             raise ConfigError(f"{name}: must be a positive number (got {text!r})")
     return overrides, sizes
-
-
-def print_plan(
-    config: RunConfig,
-    gpu: str | None = None,
-    search: bool = False,
-    weight_sync: bool = False,
-    json: bool = False,
-    trace: bool = False,
-    *,
-    world_size: int | None = None,
-    gpu_memory_gb: float | None = None,
-    link_gb_per_s: float | None = None,
-    prompt_tokens: float | None = None,
-    response_tokens: float | None = None,
-) -> int:
-    """Print the plan and return the exit code.
-
-    Without `world_size` it plans for the smallest number of ranks that fits the layout. With `gpu`, one of `GPUS`, it
-    also predicts seconds, for prompts and responses of these average lengths; with `search` also the fastest layouts
-    there. With `weight_sync` it also plans one weight sync, which imports the model's code and torch. With `trace` it
-    also runs the train step on tensors without data. Raises ConfigError for invalid arguments.
-    """
-    from megagrpo.proof.plan import plan, with_times
-    from megagrpo.proof.plan.gpu_specs import GPUS
-    from megagrpo.proof.plan.workload import expected_lengths
-
-    if gpu is not None and gpu not in GPUS:
-        raise ConfigError(f"--gpu: {gpu} is not known; choose one of {', '.join(GPUS)}")
-    if gpu is None and (search or prompt_tokens or response_tokens):
-        argument = "--search" if search else "prompt_tokens" if prompt_tokens else "response_tokens"
-        raise ConfigError(f"{argument}: predicted seconds need a kind of GPU; add --gpu, one of {', '.join(GPUS)}")
-    limits = {
-        "prompt_tokens": (prompt_tokens, config.rollout.max_prompt_length),
-        "response_tokens": (response_tokens, config.max_response_length),
-    }
-    for argument, (average, limit) in limits.items():
-        if average is not None and average > limit:
-            raise ConfigError(
-                f"{argument}: {average:g} is above the longest that the config allows, {limit}; lower it, or raise the "
-                f"limit"
-            )
-    if link_gb_per_s is not None and not weight_sync:
-        raise ConfigError("link_gb_per_s: only a plan of a weight sync reads it; add --weight-sync")
-    world_size, kind = world_size or config.parallel.smallest_world, None if gpu is None else GPUS[gpu]
-    made = plan(config, world_size, gpu_memory_gb or (None if kind is None else kind.memory_gib))
-    if kind is not None:
-        made = with_times(
-            made, config, world_size, kind, expected_lengths(config, prompt_tokens, response_tokens), search
-        )
-    if weight_sync and not made.problems:
-        from megagrpo.proof.plan.weight_sync import rows_of
-
-        try:
-            links = None
-            if kind is not None:
-                links = kind.nvlink_gb_per_s if config.rollout.placed == "colocated" else kind.network_gb_per_s
-            made.rows.extend([("", ""), *rows_of(config, world_size, link_gb_per_s or links)])
-        except ValueError as error:
-            made.problems.extend(
-                error.problems if isinstance(error, ProblemError) else [Problem(("--weight-sync",), str(error))]
-            )
-    if trace and not made.problems and made.model is not None:
-        from megagrpo.proof.plan.tracing.traced_step import rows_of as traced
-
-        lengths = expected_lengths(config, prompt_tokens, response_tokens)
-        made.rows.extend([("", ""), *traced(config, made.model, world_size, kind, lengths)])
-    show(made.as_json() if json else made, sys.stderr if made.problems and not json else sys.stdout)
-    return 2 if made.problems else 0

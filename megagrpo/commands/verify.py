@@ -59,10 +59,11 @@ def run(options: argparse.Namespace) -> int:
         if not given.get(name, 1) > 0:
             raise ConfigError(f"--{name}: must be a positive number (got {given[name]})")
     load(options)
-    with without_garbage_collection():
-        from megagrpo.proof.verify.layouts import verify_layouts
-        from megagrpo.proof.verify.precision_gate import verify_precision
     path, words = config_path(options), overrides(options)
     if options.precision:
+        with without_garbage_collection():
+            from megagrpo.proof.verify.precision_gate import verify_precision
         return verify_precision(path, words, json=options.json, **given)
+    from megagrpo.commands.api.api_checks import verify_layouts
+
     return verify_layouts(path, words, json=options.json, **given)

@@ -7,27 +7,10 @@ from typing import Any, Literal
 from megagrpo.config.section import PositiveInt, Section, Share
 
 # Arguments of the renderer itself, which `data.chat_template_kwargs` cannot set.
-RENDERER_ARGUMENTS = (
-    *(
-        "conversation",
-        "conversations",
-        "messages",
-        "tools",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-    ),
-    *(
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
-        "return_assistant_tokens_mask",
-    ),
-    "tokenizer_kwargs",
-)
+RENDERER_ARGUMENTS = """
+    conversation conversations messages tools chat_template add_generation_prompt continue_final_message tokenize
+    padding truncation max_length return_tensors return_dict return_assistant_tokens_mask tokenizer_kwargs
+""".split()
 
 
 class DatasetSection(Section):

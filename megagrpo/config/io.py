@@ -1,7 +1,4 @@
-"""Converts YAML and command-line overrides to a validated pydantic model and back, and reports all problems at once.
-
-This module depends on YAML and pydantic, not on our keys: `config` applies it to `RunConfig`.
-"""
+"""Converts YAML and command-line overrides to a validated `RunConfig` and back, and reports all problems at once."""
 
 from __future__ import annotations
 
@@ -9,20 +6,20 @@ import copy
 import difflib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails, PydanticUndefined
+from pydantic_core import ErrorDetails
 
-from megagrpo.config.overrides import Anchor, apply_override
+from megagrpo.config.key_table import PLACEHOLDERS, fields
+from megagrpo.config.overrides import apply_override
+from megagrpo.config.paths import anchored
 from megagrpo.config.problems import ConfigError, Problem
-from megagrpo.config.section import ShownAs
-from megagrpo.config.yaml_text import block_text, flow_text, parse_yaml, shortened
+from megagrpo.config.run_config import RunConfig
+from megagrpo.config.yaml_text import block_text, parse_yaml, shortened
 
-PLACEHOLDERS = ("N", "NAME")  # in a dotted key: a list index, and a user-chosen name
 LARGEST_FILE = 10_000_000  # bytes of a YAML file
 SHIPPED = "megagrpo:"  # before the name of a shipped config in `defaults:` and on the command line
 FOLDER_CONFIG = "run.yaml"  # the config of a shipped folder, which is named by the folder alone
@@ -43,12 +40,11 @@ def shipped_configs() -> Path:
     return shipped_folder("configs")
 
 
-def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
+def read_yaml(path: str | Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return the mapping in `path`, merged over the file that its `defaults:` key names, and so on up the chain.
 
     `defaults:` is a path relative to the file, or `megagrpo:NAME` for a shipped config. Mappings merge key by key; a
-    list or a scalar replaces what it overrides. `anchor(values, folder)` makes the relative paths of each file
-    absolute.
+    list or a scalar replaces what it overrides. The relative paths of each file become absolute.
     """
     path = config_file(path)
     itself = Path(os.path.realpath(path))
@@ -74,21 +70,19 @@ def read_yaml(path: str | Path, anchor: Anchor, _children: tuple[Path, ...] = ()
     values = {} if values is None else values
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must hold `section: ...` keys at the top, not a {type(values).__name__}")
-    return over_defaults(values, path, anchor, (*_children, itself))
+    return over_defaults(values, path, (*_children, itself))
 
 
-def over_defaults(
-    values: dict[str, Any], path: Path, anchor: Anchor, _children: tuple[Path, ...] = ()
-) -> dict[str, Any]:
+def over_defaults(values: dict[str, Any], path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Return `values`, the content of the file `path`, merged over the file that their key `defaults:` names. See
     `read_yaml`."""
     if "defaults" not in values:
-        return anchor(values, path.parent)
+        return anchored(values, path.parent)
     own = {key: value for key, value in values.items() if key != "defaults"}
     parent = values["defaults"]
     if not isinstance(parent, str):
         raise ConfigError(f"{path}: `defaults:` must name one file (got {shortened(repr(parent))})")
-    return _merge(read_yaml(_parent_file(parent, path), anchor, _children), anchor(own, path.parent))
+    return _merge(read_yaml(_parent_file(parent, path), _children), anchored(own, path.parent))
 
 
 def _parent_file(name: str, child: Path) -> Path:
@@ -144,31 +138,33 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------------------------- validating
 
 
-def load[M: BaseModel](model: type[M], path: str | Path, overrides: Sequence[str], anchor: Anchor) -> M:
-    """Return the validated model. Raises one ConfigError with all problems: unknown keys, invalid values, and
-    contradicting fields.
-
-    `model` raises ProblemError for fields that are each valid but contradict each other.
-    """
-    return validated(model, read_yaml(path, anchor), overrides, path, anchor)
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the config in the YAML file `path`, or the shipped config `megagrpo:NAME`, with `key=value` overrides
+    applied. Raises one ConfigError with all problems: unknown keys, invalid values, and contradicting fields."""
+    return validated(read_yaml(path), overrides, path)
 
 
-def validated[M: BaseModel](
-    model: type[M], values: dict[str, Any], overrides: Sequence[str], origin: str | Path, anchor: Anchor
-) -> M:
-    """Apply the overrides to `values`, in place, and return the validated model. Raises the errors of `load`, which
-    name `origin`."""
+def validated(values: dict[str, Any], overrides: Sequence[str], origin: str | Path) -> RunConfig:
+    """Apply the overrides to `values`, in place, and return the validated config. Raises the errors of `load_config`,
+    which name `origin`."""
     invalid_overrides: list[str] = []
-    problems: list[Problem] = []
     for override in overrides:
         try:
-            apply_override(model, values, override, anchor)
+            apply_override(values, override)
         except ConfigError as error:
             invalid_overrides.append(str(error))
+    return validated_as(RunConfig, values, origin, invalid_overrides)
+
+
+def validated_as[S: BaseModel](
+    kind: type[S], values: dict[str, Any], origin: str | Path, invalid_overrides: Sequence[str] = ()
+) -> S:
+    """Return `values` as a model of this kind. Raises one ConfigError that names `origin` and lists all problems."""
+    problems: list[Problem] = []
     try:
-        config = model.model_validate(values)
+        config = kind.model_validate(values)
     except ValidationError as error:
-        problems = _problems(model, values, error)
+        problems = _problems(kind, values, error)
     if invalid_overrides or problems:
         raise ConfigError(listed(origin, [*invalid_overrides, *problems]), problems)
     return config
@@ -183,9 +179,9 @@ def listed(path: str | Path, problems: Sequence[object]) -> str:
 _EMPTY = {"missing": "", "list_type": [], "dict_type": {}, "model_type": {}}
 
 
-def _problems[M: BaseModel](model: type[M], values: dict[str, Any], error: ValidationError) -> list[Problem]:
+def _problems(kind: type[BaseModel], values: dict[str, Any], error: ValidationError) -> list[Problem]:
     """Return every invalid field, then every contradiction between valid fields."""
-    known = [key for key, _ in fields(model)]
+    known = [key for key, _ in fields(kind)]
     wrong: list[Problem] = []
     for _ in range(20):  # sections are nested less deeply; each round may empty one level
         errors = error.errors(include_url=False)
@@ -196,7 +192,7 @@ def _problems[M: BaseModel](model: type[M], values: dict[str, Any], error: Valid
         wrong += [problem for e in errors if not (problem := _problem(e, known)).is_about(keys)]
         values = _repaired(values, errors)
         try:
-            model.model_validate(values)
+            kind.model_validate(values)
         except ValidationError as another:
             error = another
         else:
@@ -215,22 +211,15 @@ def _repaired(values: dict[str, Any], errors: list[ErrorDetails]) -> dict[str, A
         for part in error["loc"]:
             if isinstance(here, dict) and (part in here or error["type"] == "missing"):
                 owner, name = here, part
-            if not _has(here, part):
+            try:
+                here = here[part]
+            except (LookupError, TypeError):
                 break
-            here = here[part]
         if owner is not None and name == error["loc"][-1] and error["type"] in _EMPTY:
             owner[name] = copy.copy(_EMPTY[error["type"]])
         elif owner is not None:
             owner.pop(name, None)
     return values
-
-
-def _has(here: Any, part: str | int) -> bool:
-    return (
-        part in here
-        if isinstance(here, dict)
-        else isinstance(here, list) and isinstance(part, int) and part < len(here)
-    )
 
 
 # Type of pydantic's error -> the violated rule; names in braces come from pydantic's context.
@@ -315,85 +304,21 @@ def nearest_key(loc: Sequence[str | int], known: list[str]) -> str:
     return ".".join(str(loc[i]) if part in PLACEHOLDERS and i < len(loc) else part for i, part in enumerate(parts))
 
 
-# --------------------------------------------------------------------------------------------------- describing, saving
+# -------------------------------------------------------------------------------------------------------------- saving
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the model of an annotation `Section` or `Section | None`; None for a plain field."""
-    for option in (annotation, *get_args(annotation)):
-        if isinstance(option, type) and issubclass(option, BaseModel) and get_origin(annotation) not in (list, dict):
-            return option
-    return None
+def save_resolved(config: RunConfig, folder: str | Path) -> Path:
+    """Write `resolved.yaml` into `folder` and return its path. It loads back to an equal config from any folder."""
+    path = Path(folder) / "resolved.yaml"
+    save_config(config, path)
+    return path
 
 
-def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every dotted key below `model`, in order, with its pydantic field. `N` stands for a list index, `NAME` for
-    a user's key."""
-    for name, field in model.model_fields.items():
-        section = section_of(field.annotation)
-        origin = get_origin(field.annotation)
-        wildcard = "N" if origin is list else "NAME" if origin is dict else None
-        elements = [element for a in get_args(field.annotation) if wildcard and (element := section_of(a))]
-        yield f"{prefix}{name}", field
-        if section:
-            yield from fields(section, f"{prefix}{name}.")
-        for element in elements:
-            yield from fields(element, f"{prefix}{name}.{wildcard}.")
-
-
-def render_help(model: type[BaseModel], within: str = "") -> str:
-    """Return every key with its type, default and docstring, by section, as text. `within` limits it to one key and the
-    keys below."""
-    lines: list[str] = []
-    for key, field in fields(model):
-        if within and not f"{key}.".startswith(f"{within}."):
-            continue
-        if section_of(field.annotation):
-            lines += ["", f"{key}:  {field.description}" if field.description else f"{key}:"]
-            continue
-        default = (
-            "required" if field.is_required() else f"default {_yaml(field.get_default(call_default_factory=True))}"
-        )
-        lines += [f"  {key}  ({_type_name(field.annotation, field.metadata)}, {default})"]
-        lines += [f"      {line}" for line in (field.description or "").split("\n")]
-    return "\n".join(lines).strip("\n")
-
-
-_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
-
-
-def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
-    if shown := [m.text for m in metadata if isinstance(m, ShownAs)]:
-        return shown[0]
-    if get_origin(annotation) is Literal:
-        return " | ".join(get_args(annotation))
-    if hasattr(annotation, "__metadata__"):
-        nested = [m for outer in annotation.__metadata__ for m in (getattr(outer, "metadata", None) or [outer])]
-        return _type_name(annotation.__origin__, nested)
-    if get_origin(annotation) in (list, dict):
-        inside = ", ".join(_type_name(a) for a in get_args(annotation))
-        return f"{get_origin(annotation).__name__} of {inside}"
-    if get_args(annotation):
-        return " | ".join("empty" if a is type(None) else _type_name(a) for a in get_args(annotation))
-    bounds = [
-        f"{sign} {getattr(m, name):g}"
-        for m in metadata
-        for name, sign in _BOUNDS.items()
-        if getattr(m, name, None) is not None
-    ]
-    return " ".join([getattr(annotation, "__name__", str(annotation)), *[" and ".join(bounds)] * bool(bounds)])
-
-
-def _yaml(value: Any) -> str:
-    if value is PydanticUndefined or value is None:
-        return "empty"
-    return value if isinstance(value, str) else flow_text(value)
-
-
-def save(values: dict[str, Any], path: Path) -> None:
-    """Write the values of a config as YAML that loads back to an equal config."""
+def save_config(config: RunConfig, path: Path) -> None:
+    """Write every value as YAML that loads back to an equal config. Its paths are absolute; relative ones count from
+    the current folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(block_text(values), encoding="utf-8")
+    path.write_text(block_text(anchored(config.model_dump(), Path())), encoding="utf-8")
 
 
 def as_yaml(config: BaseModel) -> str:

@@ -18,27 +18,12 @@ def config_schema() -> dict[str, Any]:
     """Return the schema of a YAML file. Keys that a run requires may be missing, because a file may inherit them or
     leave them to the command line; so nothing is required."""
     schema = RunConfig.model_json_schema()
-    _relax(schema)
+    for section in (schema, *schema["$defs"].values()):
+        for generated in (section, *section["properties"].values()):
+            generated.pop("title", None)
+        section.pop("required", None)
     schema["properties"] = {"defaults": {"type": "string", "description": DEFAULTS}} | schema["properties"]
-    return {"$schema": DIALECT, "title": "Config of a megagrpo run"} | {
-        key: value for key, value in schema.items() if key != "title"
-    }
-
-
-def _relax(node: Any) -> None:
-    """Remove `required` and generated titles in place."""
-    if isinstance(node, list):
-        for element in node:
-            _relax(element)
-    elif isinstance(node, dict):
-        if "properties" in node:
-            node.pop("required", None)
-            node.pop("title", None)
-            for field in node["properties"].values():
-                if isinstance(field, dict):
-                    field.pop("title", None)
-        for value in node.values():
-            _relax(value)
+    return {"$schema": DIALECT, "title": "Config of a megagrpo run"} | schema
 
 
 def schema_text() -> str:

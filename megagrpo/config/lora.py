@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import sqrt
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -61,10 +62,10 @@ class LoraSection(Section):
         return tuple(p for p in PROJECTIONS if self.target_modules == ALL_LINEAR or p in self.target_modules)
 
 
-def lora_problems(config: RunConfig) -> list[Problem]:
-    """Return target modules that cannot have an adapter, LoRA options without adapters, and options that do not support
+def lora_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield target modules that cannot have an adapter, LoRA options without adapters, and options that do not support
     adapters."""
-    lora, problems, targets = config.lora, [], ("lora.target_modules",)
+    lora, targets = config.lora, ("lora.target_modules",)
     choice = f"choose {ALL_LINEAR} or a list of {', '.join(PROJECTIONS)}"
     named = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules
     if unknown := [name for name in named if name not in PROJECTIONS and lora.target_modules != ALL_LINEAR]:
@@ -73,36 +74,25 @@ def lora_problems(config: RunConfig) -> list[Problem]:
             if {"lm_head", "embed_tokens"} & set(unknown)
             else "unknown projection"
         )
-        problems.append(Problem(targets, f"{', '.join(unknown)}: {why}; {choice}"))
+        yield Problem(targets, f"{', '.join(unknown)}: {why}; {choice}")
     if not named:
-        problems.append(Problem(targets, f"the list is empty, so nothing is trained; {choice}"))
+        yield Problem(targets, f"the list is empty, so nothing is trained; {choice}")
     if not lora.enabled and lora.adapter_path is not None:
-        said = f"{lora.adapter_path} needs lora.rank, the rank of that adapter; set lora.rank, or leave the path empty"
-        problems.append(Problem(("lora.adapter_path", "lora.rank"), said))
+        reason = f"{lora.adapter_path} needs lora.rank, the rank of that adapter"
+        yield Problem(("lora.adapter_path", "lora.rank"), f"{reason}; set lora.rank, or leave the path empty")
     if not lora.enabled and lora.sync == "adapter":
-        problems.append(
-            Problem(
-                ("lora.sync", "lora.rank"),
-                "adapter needs adapters, but lora.rank is 0; set lora.rank, or choose merged",
-            )
-        )
+        reason = "adapter needs adapters, but lora.rank is 0; set lora.rank, or choose merged"
+        yield Problem(("lora.sync", "lora.rank"), reason)
     if lora.syncs_adapters and lora.rank > LARGEST_IN_VLLM:
-        said = (
-            f"{lora.rank} is above vLLM's limit for adapters, {LARGEST_IN_VLLM}; lower lora.rank, or set lora.sync "
-            f"to merged"
-        )
-        problems.append(Problem(("lora.rank", "lora.sync"), said))
+        reason = f"{lora.rank} is above vLLM's limit for adapters, {LARGEST_IN_VLLM}"
+        yield Problem(("lora.rank", "lora.sync"), f"{reason}; lower lora.rank, or set lora.sync to merged")
     storage = config.model.base_storage
     if storage != "none" and not lora.enabled:
-        said = f"{storage} needs frozen weights, but lora.rank is 0; set lora.rank, or choose none"
-        problems.append(Problem(("model.base_storage", "lora.rank"), said))
+        reason = f"{storage} needs frozen weights, but lora.rank is 0; set lora.rank, or choose none"
+        yield Problem(("model.base_storage", "lora.rank"), reason)
     if storage != "none" and lora.syncs_adapters:
-        said = (
-            f"adapter leaves vLLM with unrounded weights, but model.base_storage {storage} trains rounded ones; "
-            f"choose merged"
-        )
-        problems.append(Problem(("lora.sync", "lora.rank", "model.base_storage"), said))
+        reason = f"adapter leaves vLLM with unrounded weights, but model.base_storage {storage} trains rounded ones"
+        yield Problem(("lora.sync", "lora.rank", "model.base_storage"), f"{reason}; choose merged")
     if lora.enabled and config.debug.dump_steps:
-        said = "megagrpo audit does not support adapters; leave dump_steps empty, or set lora.rank to 0"
-        problems.append(Problem(("debug.dump_steps", "lora.rank"), said))
-    return problems
+        reason = "megagrpo audit does not support adapters; leave dump_steps empty, or set lora.rank to 0"
+        yield Problem(("debug.dump_steps", "lora.rank"), reason)

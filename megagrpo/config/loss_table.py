@@ -16,11 +16,8 @@ Average = Literal["tokens", "sequence_means", "sequence_sums", "fixed_length"]
 class Loss:
     """One loss: its policy term, how its tokens are averaged, and how it behaves towards other options."""
 
-    policy_term: (
-        # function in algorithms/policy_losses.py and, in float64, in proof/audit/naive_loss.py; or the user's own,
-        # FILE.py:NAME
-        str
-    )
+    # function in algorithms/policy_losses.py and, in float64, in proof/audit/naive_loss.py; or the user's FILE.py:NAME
+    policy_term: str
     average: Average  # tokens; means of samples; sums of samples; tokens over samples x max_completion_length
     # "ratio": epsilon, epsilon_high, delta. "weight": epsilon_high is its maximum
     clips: Literal["ratio", "weight", "nothing"] = "nothing"

@@ -67,17 +67,14 @@ class ModelSection(Section):
     @property
     def history_keys(self) -> dict[str, int | str]:
         """Keys that only `delayed` reads and that differ from their defaults."""
-        names = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin")
-        return {
-            name: getattr(self, name) for name in names if getattr(self, name) != type(self).model_fields[name].default
-        }
+        names, fields = ("fp8_amax_history_len", "fp8_amax_compute_algo", "fp8_margin"), type(self).model_fields
+        return {name: value for name in names if (value := getattr(self, name)) != fields[name].default}
 
     @property
     def hybrid_fp8(self) -> bool:
         """Whether FP8 gradients are in e5m2."""
-        return self.fp8_format == "hybrid" or (
-            self.fp8_format == "auto" and self.fp8_recipe in ("tensorwise", "delayed")
-        )
+        by_recipe = self.fp8_format == "auto" and self.fp8_recipe in ("tensorwise", "delayed")
+        return self.fp8_format == "hybrid" or by_recipe
 
     @property
     def token_align(self) -> int:

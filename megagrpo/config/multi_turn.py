@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -62,38 +63,25 @@ class MultiTurnSection(Section):
         return bool(self.tools or self.environment)
 
 
-def multi_turn_problems(m: MultiTurnSection) -> list[Problem]:
-    """Return options that have no effect, or contradict each other."""
-    problems: list[Problem] = []
+def multi_turn_problems(m: MultiTurnSection) -> Iterator[Problem]:
+    """Yield options that have no effect, or contradict each other."""
     set_keys = m.model_fields_set - {"scheduler", "tools", "environment"}
     fields = MultiTurnSection.model_fields
     idle = [name for name in fields if name in set_keys and getattr(m, name) != fields[name].default]
     if not m.enabled:
-        said = "has no effect without a scheduler, tools or an environment; name one, or leave this out"
-        return [Problem((f"multi_turn.{name}", *ANSWERING), said) for name in idle]
+        reason = "has no effect without a scheduler, tools or an environment; name one, or leave this out"
+        yield from (Problem((f"multi_turn.{name}", *ANSWERING), reason) for name in idle)
+        return
     if m.scheduler_args and m.scheduler is None:
-        said = "needs a scheduler; set multi_turn.scheduler, or leave scheduler_args out"
-        problems.append(Problem(("multi_turn.scheduler_args", "multi_turn.scheduler"), said))
+        reason = "needs a scheduler; set multi_turn.scheduler, or leave scheduler_args out"
+        yield Problem(("multi_turn.scheduler_args", "multi_turn.scheduler"), reason)
     for name in ("max_tool_calling_iterations", "tool_parser"):
         if name in idle and not m.calls_tools:
             keys = (f"multi_turn.{name}", "multi_turn.tools", "multi_turn.environment")
-            problems.append(
-                Problem(keys, f"{getattr(m, name)} needs tools; name tools or an environment, or leave it out")
-            )
+            yield Problem(keys, f"{getattr(m, name)} needs tools; name tools or an environment, or leave it out")
     if m.completion_length_limit_scope == "per_round" and m.max_response_length is None:
-        problems.append(
-            Problem(
-                LIMITS,
-                "completion_length_limit_scope per_round needs a limit for the whole response; set one, in tokens",
-            )
-        )
+        reason = "completion_length_limit_scope per_round needs a limit for the whole response; set one, in tokens"
+        yield Problem(LIMITS, reason)
     if m.completion_length_limit_scope == "total" and m.max_response_length is not None:
-        problems.append(
-            Problem(
-                LIMITS,
-                "with completion_length_limit_scope total, rollout.max_completion_length limits the whole response; "
-                "leave it out, or "
-                "set the scope to per_round",
-            )
-        )
-    return problems
+        reason = "with completion_length_limit_scope total, rollout.max_completion_length limits the whole response"
+        yield Problem(LIMITS, f"{reason}; leave it out, or set the scope to per_round")

@@ -10,40 +10,40 @@ r"""Reads and writes overrides `section.key=value`. The type of the key says how
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
+from megagrpo.config.paths import anchored
 from megagrpo.config.problems import ConfigError
+from megagrpo.config.run_config import RunConfig
 from megagrpo.config.yaml_text import ODD_TEXT, flow_text, odd_text, parse_yaml, shortened
 
-Anchor = Callable[[dict[str, Any], Path], dict[str, Any]]
 _NULL = "null"
 _ESCAPED_NULL = re.compile(r"\\*null")
 
 
-def read_override(model: type[BaseModel], override: str, anchor: Anchor) -> tuple[str, Any]:
-    """Return key and value of `key=value`. Relative paths in the value become absolute; they count from the current
-    folder. Raises ConfigError for an invalid override."""
+def read_override(override: str, absolute: bool = True) -> tuple[str, Any]:
+    """Return key and value of `key=value`. With `absolute` relative paths in the value become absolute; they count from
+    the current folder. Raises ConfigError for an invalid override."""
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not all(key.split(".")) or ODD_TEXT.search(key):
         raise ConfigError(f"{shortened(override)}: not an override; write section.key=value")
-    value = _value(types_of(model, key) or [str], key, text)  # validation rejects an unknown key
+    value = _value(types_of(RunConfig, key) or [str], key, text)  # validation rejects an unknown key
     for part in reversed(key.split(".")):
         value = {part: value}
-    value = anchor(value, Path())
+    value = anchored(value, Path()) if absolute else value
     for part in key.split("."):
         value = value[part]
     return key, value
 
 
-def override_text(model: type[BaseModel], key: str, value: Any) -> str:
+def override_text(key: str, value: Any) -> str:
     """Return `key=value`, which `read_override` reads back. Raises ConfigError when the key holds text and the value is
     none."""
-    types = types_of(model, key)
+    types = types_of(RunConfig, key)
     if is_text(types) and isinstance(value, str):
         return f"{key}={chr(92) * (NoneType in types and bool(_ESCAPED_NULL.fullmatch(value)))}{value}"
     if is_text(types) and value is not None and not any(map(holds_texts, types)):
@@ -51,19 +51,19 @@ def override_text(model: type[BaseModel], key: str, value: Any) -> str:
     return f"{key}={flow_text(value)}"
 
 
-def absolute_override(model: type[BaseModel], override: str, anchor: Anchor) -> str:
+def absolute_override(override: str) -> str:
     """Return the override with absolute paths, for a process with another current folder; an invalid one as it is."""
     try:
-        key, typed = read_override(model, override, lambda values, _: values)
-        value = read_override(model, override, anchor)[1]
+        key, typed = read_override(override, absolute=False)
+        value = read_override(override)[1]
     except ConfigError:
         return override
-    return override if value == typed else override_text(model, key, value)
+    return override if value == typed else override_text(key, value)
 
 
-def apply_override(model: type[BaseModel], values: dict[str, Any], override: str, anchor: Anchor) -> None:
+def apply_override(values: dict[str, Any], override: str) -> None:
     """Set `a.b=c` in place; a number in the key is a list index. Raises ConfigError for an invalid override."""
-    key, value = read_override(model, override, anchor)
+    key, value = read_override(override)
     *parents, last = key.split(".")
     here: Any = values
     for i, part in enumerate(parents):

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from megagrpo.config.problems import Problem
 from megagrpo.config.yaml_text import odd_text
@@ -29,49 +29,50 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
 _OTHER_NAMES = ("package:", "reasoning_gym:")
 _REWARD_MODEL = "model:"
 _PLAIN_TEXT = "none"  # the value of data.chat_template for plain-text prompts
+type Resolve = Callable[[str, Path], str]  # returns a key's text with its relative path counted from the folder
 
 
 def anchored(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Make every relative path in `values`, from a YAML file in `folder`, absolute. Works in place and returns
     `values`. Values of a wrong type are not changed."""
-    for key, resolve in PATHS.items():
-        for owner, name, _ in _strings(values, key.split(".")):
-            owner[name] = resolve(owner[name], folder)
+    for owner, name, _, resolve in _texts(values):
+        owner[name] = resolve(owner[name], folder)
     return values
 
 
-def path_problems(config: RunConfig) -> list[Problem]:
-    """Return paths that are empty, below the home folder of a user that this machine does not have, or not UTF-8."""
-    values, problems = config.model_dump(), []
-    for pattern in PATHS:
-        for owner, name, key in _strings(values, pattern.split(".")):
-            text = owner[name].removeprefix(_REWARD_MODEL)
-            if not text:
-                problems.append(Problem((key,), "must not be empty; write a name or a path, or leave it out"))
-            elif text.startswith("~"):
-                problems.append(
-                    Problem((key,), f"{text}: this machine has no user {text[1:].split('/')[0]}; write the folder out")
-                )
-            elif odd := odd_text(text):  # a folder of the config whose name is not UTF-8
-                problems.append(Problem((key,), odd))
-    return problems
+def path_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield paths that are empty, below the home folder of a user that this machine does not have, or not UTF-8."""
+    for owner, name, key, _ in _texts(config.model_dump()):
+        text = owner[name].removeprefix(_REWARD_MODEL)
+        if not text:
+            yield Problem((key,), "must not be empty; write a name or a path, or leave it out")
+        elif text.startswith("~"):
+            user = text[1:].split("/")[0]
+            yield Problem((key,), f"{text}: this machine has no user {user}; write the folder out")
+        elif odd := odd_text(text):  # a folder of the config whose name is not UTF-8
+            yield Problem((key,), odd)
 
 
 def paths_in(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Yield the key and the absolute path of each file and folder that a config names, without the name of a function
     in it."""
-    values = config.model_dump()
-    for pattern in PATHS:
-        for owner, name, key in _strings(values, pattern.split(".")):
-            in_file = _FUNCTION_IN_FILE.fullmatch(owner[name])
-            path = in_file[1] if in_file else owner[name].removeprefix(_REWARD_MODEL)
-            if os.path.isabs(path):
-                yield key, path
+    for owner, name, key, _ in _texts(config.model_dump()):
+        in_file = _FUNCTION_IN_FILE.fullmatch(owner[name])
+        path = in_file[1] if in_file else owner[name].removeprefix(_REWARD_MODEL)
+        if os.path.isabs(path):
+            yield key, path
 
 
 def is_user_code(text: str) -> bool:
     """Whether `text` has the form of a name in the user's code: `path/file.py:name` or `package.module:name`."""
     return bool(_FUNCTION_IN_FILE.fullmatch(text) or _FUNCTION_IN_MODULE.fullmatch(text))
+
+
+def _texts(values: dict[str, Any]) -> Iterator[tuple[Any, Any, str, Resolve]]:
+    """Yield (owner, index or name, dotted key, resolver) of every text at a key of `PATHS`."""
+    for pattern, resolve in PATHS.items():
+        for owner, name, key in _strings(values, pattern.split(".")):
+            yield owner, name, key, resolve
 
 
 def _strings(node: Any, parts: list[str], above: str = "") -> Iterator[tuple[Any, Any, str]]:
@@ -133,12 +134,6 @@ def _function(text: str, folder: Path) -> str:
 def _template(text: str, folder: Path) -> str:
     """Resolve the path of a chat template; Jinja text and `none` are not changed."""
     return text if "{{" in text or "{%" in text or text == _PLAIN_TEXT else _file(text, folder)
-
-
-class Resolve(Protocol):
-    """Returns the text of a key with its relative path counted from `folder`."""
-
-    def __call__(self, text: str, folder: Path) -> str: ...
 
 
 PATHS: dict[str, Resolve] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
@@ -50,8 +51,7 @@ def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]
     if configured == "p2p" and gpu and placed == "colocated":
         raise ValueError(
             "rollout.weight_sync_transport: p2p uses NCCL, which refuses two processes on one GPU, but "
-            "rollout.placement is "
-            "colocated; set the transport to auto"
+            "rollout.placement is colocated; set the transport to auto"
         )
     if placed == "colocated" and config.run.nodes > 1 and not one_host:
         if configured == "p2p":
@@ -59,10 +59,8 @@ def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]
         transport = "cuda_ipc" if gpu and configured != "shared_memory" else "shared_memory"
         return transport, "each node's servers get weights from its ranks"
     if configured == "shared_memory" and not one_host:
-        raise ValueError(
-            "rollout.weight_sync_transport: shared_memory needs all ranks and servers on one host; set it to auto or "
-            "p2p"
-        )
+        reason = "rollout.weight_sync_transport: shared_memory needs all ranks and servers on one host"
+        raise ValueError(f"{reason}; set it to auto or p2p")
     if configured != "auto":
         return configured, "set by rollout.weight_sync_transport"
     if not gpu:
@@ -72,114 +70,79 @@ def weight_path(config: RunConfig, gpu: bool, one_host: bool) -> tuple[str, str]
     return "p2p", f"rollout.placement is {placed}" + ("" if one_host else ", several hosts")
 
 
-def placement_problems(config: RunConfig) -> list[Problem]:
-    """Return placements and transports that contradict each other."""
-    r, problems, placement, urls = config.rollout, [], "rollout.placement", "rollout.urls"
+def placement_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield placements and transports that contradict each other."""
+    r, placement, urls = config.rollout, "rollout.placement", "rollout.urls"
     if r.placement == "external" and not r.urls:
-        text = (
-            "external needs the addresses of running servers, but rollout.urls is empty; list them there, or "
-            "choose auto"
-        )
-        problems.append(Problem((placement, urls), text))
+        reason = "external needs the addresses of running servers, but rollout.urls is empty"
+        yield Problem((placement, urls), f"{reason}; list them there, or choose auto")
     if r.placement in ("colocated", "dedicated") and r.urls:
-        text = (
-            f"{r.placement} servers are started by the run, but rollout.urls lists external ones; leave "
-            f"rollout.urls empty, or choose "
-        )
-        text += "external"
-        problems.append(Problem((placement, urls), text))
+        reason = f"{r.placement} servers are started by the run, but rollout.urls lists external ones"
+        yield Problem((placement, urls), f"{reason}; leave rollout.urls empty, or choose external")
     if config.train.offload and r.placed == "dedicated":
-        text = "true frees GPU memory for colocated servers, but rollout.placement is dedicated; leave it empty"
-        problems.append(Problem(("train.offload", placement), text))
+        reason = "true frees GPU memory for colocated servers, but rollout.placement is dedicated; leave it empty"
+        yield Problem(("train.offload", placement), reason)
     if r.placed == "colocated" and r.servers % config.run.nodes:
-        text = f"{r.servers} servers cannot be spread over run.nodes {config.run.nodes} nodes evenly; use a multiple"
-        problems.append(Problem(("rollout.servers", "run.nodes", placement), text))
+        reason = f"{r.servers} servers cannot be spread over run.nodes {config.run.nodes} nodes evenly; use a multiple"
+        yield Problem(("rollout.servers", "run.nodes", placement), reason)
     if r.placed == "colocated" and config.run.nodes > 1 and config.lora.syncs_adapters:
-        text = (
-            f"adapter sends files to servers on the first node only, but run.nodes is {config.run.nodes}; set it "
-            f"to merged"
-        )
-        problems.append(Problem(("lora.sync", "run.nodes", placement), text))
+        reason = f"adapter sends files to servers on the first node only, but run.nodes is {config.run.nodes}"
+        yield Problem(("lora.sync", "run.nodes", placement), f"{reason}; set it to merged")
     if r.weight_sync_transport == "cuda_ipc" and r.placed != "colocated":
-        text = (
-            f"cuda_ipc only reaches servers on the trainer's GPUs, but rollout.placement is {r.placed}; choose p2p "
-            f"or auto"
-        )
-        problems.append(Problem(("rollout.weight_sync_transport", placement, urls), text))
-    if r.weight_sync_transport not in ("auto", "shared_memory") and config.lora.syncs_adapters:
-        text = (
-            f"{r.weight_sync_transport} sends weights, but lora.sync adapter sends adapters as files; set the "
-            f"transport to auto, or "
-        )
-        problems.append(
-            Problem(("rollout.weight_sync_transport", "lora.sync", "lora.rank"), f"{text}lora.sync to merged")
-        )
+        reason = f"cuda_ipc only reaches servers on the trainer's GPUs, but rollout.placement is {r.placed}"
+        yield Problem(("rollout.weight_sync_transport", placement, urls), f"{reason}; choose p2p or auto")
+    if r.weight_sync_transport in ("p2p", "cuda_ipc") and config.lora.syncs_adapters:
+        reason = f"{r.weight_sync_transport} sends weights, but lora.sync adapter sends adapters as files"
+        fix = "set the transport to auto, or lora.sync to merged"
+        yield Problem(("rollout.weight_sync_transport", "lora.sync", "lora.rank"), f"{reason}; {fix}")
     if r.urls_file is not None and not r.urls:
-        text = (
-            "needs initial servers, but rollout.urls is empty; list the initial servers there, or leave urls_file empty"
-        )
-        problems.append(Problem(("rollout.urls_file", urls), text))
+        reason = "needs initial servers, but rollout.urls is empty"
+        said = f"{reason}; list the initial servers there, or leave urls_file empty"
+        yield Problem(("rollout.urls_file", urls), said)
     if r.interface != LOOPBACK and r.urls:
-        text = (
-            f"{r.interface} only applies to servers that the run starts, but rollout.urls lists external ones; "
-            f"leave it out"
-        )
-        problems.append(Problem(("rollout.interface", urls), text))
+        reason = f"{r.interface} only applies to servers that the run starts, but rollout.urls lists external ones"
+        yield Problem(("rollout.interface", urls), f"{reason}; leave it out")
     if not r.urls and r.port and (last := r.port + r.servers - 1) > LAST_PORT:
-        text = (
-            f"{r.port} with rollout.servers {r.servers} needs ports up to {last}, above the limit {LAST_PORT}; "
-            f"lower it, or set it to 0"
-        )
-        problems.append(Problem(("rollout.port", "rollout.servers"), text))
-    problems += [
+        reason = f"{r.port} with rollout.servers {r.servers} needs ports up to {last}, above the limit {LAST_PORT}"
+        yield Problem(("rollout.port", "rollout.servers"), f"{reason}; lower it, or set it to 0")
+    yield from [
         Problem((f"rollout.urls.{i}",), f"{url} {why}; write it as http://HOST:PORT")
         for i, url in enumerate(r.urls)
         if "@" not in url and (why := address_fault(url))
     ]
-    problems += server_nodes_problems(config)
+    yield from server_nodes_problems(config)
     if any("@" in url for url in r.urls):
-        text = (
-            "an address must not contain a password, which logs and resolved.yaml would show; set "
-            "rollout.token_file instead"
-        )
-        problems.append(Problem((urls,), text))
-    return problems
+        reason = "an address must not contain a password, which logs and resolved.yaml would show"
+        yield Problem((urls,), f"{reason}; set rollout.token_file instead")
 
 
-def server_nodes_problems(config: RunConfig) -> list[Problem]:
-    """Return what contradicts servers on several nodes each."""
-    r, problems, key, placement = config.rollout, [], "rollout.nodes_per_server", "rollout.placement"
+def server_nodes_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what contradicts servers on several nodes each."""
+    r, key, placement = config.rollout, "rollout.nodes_per_server", "rollout.placement"
     nodes, size = r.nodes_per_server, r.devices_per_server
     if nodes == 1:
-        return []
+        return
     if size % nodes:
-        text = f"{nodes} nodes cannot share {size} devices ({r.server_text}) evenly; use {nearest_divisor(size, nodes)}"
-        problems.append(Problem((key, "rollout.tp", "rollout.pp", "rollout.dp"), text))
+        reason = f"{nodes} nodes cannot share {size} devices ({r.server_text}) evenly"
+        yield Problem((key, "rollout.tp", "rollout.pp", "rollout.dp"), f"{reason}; use {nearest_divisor(size, nodes)}")
     elif nodes % r.dp and r.dp % nodes:
-        text = (
-            f"{nodes} nodes and rollout.dp {r.dp} copies: neither divides the other, so nodes would hold parts of "
-            f"copies; change one"
-        )
-        problems.append(Problem((key, "rollout.dp"), text))
+        reason = f"nodes and rollout.dp {r.dp} copies: neither divides the other, so nodes would hold parts of copies"
+        yield Problem((key, "rollout.dp"), f"{nodes} {reason}; change one")
     if r.placed == "colocated":
-        text = (
-            f"{nodes} nodes per server need servers on nodes without ranks, but {placement} is colocated; choose "
-            f"dedicated or external, "
-        )
-        problems.append(Problem((key, placement), f"{text}or set nodes_per_server to 1"))
+        reason = f"{nodes} nodes per server need servers on nodes without ranks, but {placement} is colocated"
+        yield Problem((key, placement), f"{reason}; choose dedicated or external, or set nodes_per_server to 1")
     elif r.placed == "dedicated" and r.servers * nodes > config.run.nodes:
-        text = (
+        reason = (
             f"{nodes} nodes x rollout.servers {r.servers} need {r.servers * nodes} nodes, but run.nodes is "
             f"{config.run.nodes}; raise it"
         )
-        problems.append(Problem((key, "rollout.servers", "run.nodes"), text))
+        yield Problem((key, "rollout.servers", "run.nodes"), reason)
     if r.weight_sync_transport == "shared_memory":
-        text = f"shared_memory reaches one host, but nodes_per_server is {nodes}; set the transport to auto or p2p"
-        problems.append(Problem(("rollout.weight_sync_transport", key), text))
+        reason = f"shared_memory reaches one host, but nodes_per_server is {nodes}; set the transport to auto or p2p"
+        yield Problem(("rollout.weight_sync_transport", key), reason)
     if config.lora.syncs_adapters:
-        text = f"adapter sends files to one host, but rollout.nodes_per_server is {nodes}; set it to merged"
-        problems.append(Problem(("lora.sync", key), text))
-    return problems
+        reason = f"adapter sends files to one host, but rollout.nodes_per_server is {nodes}; set it to merged"
+        yield Problem(("lora.sync", key), reason)
 
 
 def nearest_divisor(of: int, near: int) -> int:

@@ -36,11 +36,11 @@ class ProblemError(ValueError):
     """A ValueError with one or more problems; its text has one line per problem."""
 
     def __init__(self, *problems: Problem) -> None:
-        super().__init__("\n".join(map(str, problems)))
+        super().__init__(*problems)
         self.problems = problems
 
-    def __reduce__(self) -> tuple[type[ProblemError], tuple[Problem, ...]]:
-        return type(self), self.problems
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.problems))
 
 
 class ConfigError(ValueError):

@@ -156,10 +156,8 @@ class RolloutSection(Section):
     @property
     def server_text(self) -> str:
         """The sizes of a server as a product of keys, for messages."""
-        sizes = {"rollout.tp": self.tp} | {
-            f"rollout.{name}": size for name, size in (("pp", self.pp), ("dp", self.dp)) if size > 1
-        }
-        return " x ".join(f"{key} {size}" for key, size in sizes.items())
+        others = [f" x rollout.{name} {size}" for name, size in (("pp", self.pp), ("dp", self.dp)) if size > 1]
+        return f"rollout.tp {self.tp}{''.join(others)}"
 
     @property
     def truncates(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from megagrpo.config.paths import is_user_code
@@ -14,13 +15,13 @@ if TYPE_CHECKING:
     from megagrpo.config import RunConfig
 
 # built-in trackers, and the packages that they import; all but TensorBoard's come with the extra of the same name
-PACKAGES = {
+TRACKER_PACKAGES = {
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),
     "trackio": ("trackio",),
 }
-BUILT_IN = tuple(PACKAGES)
+BUILT_IN_TRACKERS = tuple(TRACKER_PACKAGES)
 PROJECT = "megagrpo"  # project or experiment when neither the config nor the environment names one
 
 
@@ -63,25 +64,23 @@ class TrackioSection(Section):
     """Name of the run in trackio; `run.name` when empty."""
 
 
-def tracker_problems(config: RunConfig) -> list[Problem]:
-    """Return names in `run.trackers` that are neither a tracker nor a class of the user, and repeated names."""
-    problems: list[Problem] = []
+def tracker_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield names in `run.trackers` that are neither a tracker nor a class of the user, and repeated names."""
     for index, name in enumerate(config.run.trackers):
         key = (f"run.trackers.{index}",)
         if name in config.run.trackers[:index]:
-            problems.append(Problem(key, f"`{name}` is listed twice; remove one"))
-        elif name not in BUILT_IN and not is_user_code(name):
-            near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.5)
+            yield Problem(key, f"`{name}` is listed twice; remove one")
+        elif name not in BUILT_IN_TRACKERS and not is_user_code(name):
+            near = difflib.get_close_matches(name, BUILT_IN_TRACKERS, n=1, cutoff=0.5)
             hint = f"; did you mean `{near[0]}`?" if near else ""
-            known = f"known: {', '.join(BUILT_IN)}; your own: path/file.py:Class or package.module:Class"
-            problems.append(Problem(key, f"`{name}` is not a known tracker{hint}; {known}"))
-    return problems
+            known = f"known: {', '.join(BUILT_IN_TRACKERS)}; your own: path/file.py:Class or package.module:Class"
+            yield Problem(key, f"`{name}` is not a known tracker{hint}; {known}")
 
 
 def missing_package(name: str) -> str:
     """Return why the built-in tracker `name` cannot be used on this machine: a package that is not installed; "" if all
     are."""
-    absent = [package for package in PACKAGES[name] if importlib.util.find_spec(package) is None]
+    absent = [package for package in TRACKER_PACKAGES[name] if importlib.util.find_spec(package) is None]
     if not absent:
         return ""
     install = absent[0] if name == "tensorboard" else f"'megagrpo[{name}]'"
@@ -94,5 +93,5 @@ def missing_package(name: str) -> str:
 def tracker_notes(config: RunConfig) -> list[Problem]:
     """Return trackers whose packages are not installed on this machine, which may differ from the machine of the
     run."""
-    found = [(index, name) for index, name in enumerate(config.run.trackers) if name in PACKAGES]
+    found = [(index, name) for index, name in enumerate(config.run.trackers) if name in TRACKER_PACKAGES]
     return [Problem((f"run.trackers.{index}",), why) for index, name in found if (why := missing_package(name))]

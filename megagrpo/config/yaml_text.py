@@ -94,11 +94,11 @@ def _refuse_comments(text: str) -> None:
         return
     for one, other in pairwise(yaml.scan(text, Loader=Loader)):
         if "#" in text[one.end_mark.index : other.start_mark.index]:
-            said = (
+            reason = (
                 "the text from # on is a comment, which would be dropped; put the value in quotes, or leave the "
                 "comment out"
             )
-            raise yaml.scanner.ScannerError(problem=said, problem_mark=one.end_mark)
+            raise yaml.scanner.ScannerError(problem=reason, problem_mark=one.end_mark)
 
 
 def _check(

@@ -13,6 +13,7 @@ from megagrpo.platform.process.removal import remove
 CHECKPOINTS = "checkpoints"  # folder of a run's checkpoints
 STATE_FILE = "megagrpo.json"  # a checkpoint that has this file is complete
 _CHECKPOINT = r"step_\d{6,}"
+LATEST = "latest"  # stands for the newest complete checkpoint
 BEST = "best"  # name of the link to the checkpoint with the best evaluation
 PARTIAL = ".partial"  # end of the name of a folder that is incomplete
 TORCH_DIST = "metadata.json"  # file of every distributed checkpoint
@@ -40,6 +41,18 @@ def newest_checkpoint(folder: Path) -> Path | None:
     """Return the complete checkpoint with the highest step, or None."""
     complete = checkpoints(folder)
     return complete[-1] if complete else None
+
+
+def named_checkpoint(run: Path, name: str) -> Path:
+    """Return the path that `name` stands for: `latest` or `best` of the run in this folder, or a path. Raises
+    ValueError when the run has no such checkpoint."""
+    folder = run / CHECKPOINTS
+    best = (folder / BEST).resolve() if (folder / BEST).exists() else None
+    fixes = {LATEST: "train it to its end, or set run.save_steps", BEST: "set evaluation.keep_best before training"}
+    path = {LATEST: newest_checkpoint(folder), BEST: best}.get(name, Path(name))
+    if path is None:
+        raise ValueError(f"{run} has no {name} checkpoint; {fixes[name]}")
+    return path
 
 
 def partial_of(checkpoint: Path, what: str = "") -> Path:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import RunConfig, load_config
-from megagrpo.config.io import fields
+from megagrpo.config.key_table import fields
 from tests.unit import peer_arguments, shown_by, shown_by_peers
 
 DOCS, TESTS = Path(__file__).parents[2] / "docs", Path(__file__).parents[1]

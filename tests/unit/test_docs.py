@@ -19,7 +19,7 @@ from megagrpo.__main__ import main
 from megagrpo.commands import COMMANDS
 from megagrpo.commands.api.run_handle import Run
 from megagrpo.config import RunConfig, load_config
-from megagrpo.config.io import fields, section_of
+from megagrpo.config.key_table import fields, section_of
 from megagrpo.data.data_sources import load_rows
 from megagrpo.models.families import FAMILIES
 from megagrpo.models.families import blocks as rules

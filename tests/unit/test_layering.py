@@ -26,8 +26,8 @@ LEVELS = [
     {"trainer"},
     {"platform/launch"},
     {"platform/doctor"},
-    {"commands"},
     {"commands/api"},
+    {"commands"},
     {"__main__"},
 ]
 ROOMS = {name for level in LEVELS for name in level}

@@ -1,10 +1,11 @@
-"""`megagrpo.plan`, `megagrpo.verify` and `megagrpo.evaluate`."""
+"""`megagrpo.verify` and `megagrpo.evaluate`."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,13 @@ from megagrpo.commands.api.dataset_rows import Rows
 from megagrpo.commands.api.errors import CommandFailed
 from megagrpo.commands.api.inputs import Reward, collect
 from megagrpo.commands.api.tables import flat_rewards, table
-from megagrpo.config import ConfigError
+from megagrpo.config import RunConfig
+from megagrpo.config.io import config_file
+from megagrpo.platform.process.imports import without_garbage_collection
 from megagrpo.platform.process.removal import temporary_folder
 
 if TYPE_CHECKING:
     import pandas
-
-    from megagrpo.proof.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -54,66 +55,17 @@ class Evaluation:
 
     Attributes:
         metrics: Metric -> value, as in a run but without `eval/`: `reward`, `pass@1`; of a named set `NAME/reward`.
-        responses: One row per response: `set` (empty for `data.eval`), `prompt`, `completion`, `reward`, `rewards/NAME`
-            and more.
+        by_set: Name of a set, empty for `data.eval` -> its responses, as `megagrpo eval --output` writes them.
     """
 
     metrics: dict[str, float]
-    responses: pandas.DataFrame
+    by_set: dict[str, list[dict[str, Any]]]
 
-
-def plan(
-    config: ConfigLike,
-    *,
-    world_size: int | None = None,
-    gpu: str | None = None,
-    gpu_memory_gb: float | None = None,
-    search: bool = False,
-    prompt_tokens: float | None = None,
-    response_tokens: float | None = None,
-    overrides: Overrides = (),
-) -> Plan:
-    """Check a run and predict its memory and time, without GPUs, weights or torch.
-
-    Args:
-        config: The config, as for `megagrpo.train`.
-        world_size: Ranks of the trainer; as few as the layout needs when left out.
-        gpu: A kind of GPU, `h100`, `h200`, `b200` or `a100`, to predict seconds and memory for.
-        gpu_memory_gb: Memory of a GPU in GiB; that of `gpu` when left out.
-        search: With `gpu`, also find the fastest layouts.
-        prompt_tokens: With `gpu`, average length of a prompt.
-        response_tokens: With `gpu`, average length of a response.
-        overrides: Values by dotted key, or texts as on the command line.
-
-    Returns:
-        The plan. `str(plan)` is what `megagrpo plan` prints. `problems` is empty when the run can start; `memory` is
-        phase -> part -> GiB; `times` holds seconds, with `gpu`; `found` the layouts of `search`.
-
-    Raises:
-        ConfigError: The config or an argument is wrong. A layout that does not fit is no error: `problems` names it.
-    """
-    from megagrpo.proof.plan import plan as make_plan
-    from megagrpo.proof.plan import with_times
-    from megagrpo.proof.plan.gpu_specs import GPUS
-    from megagrpo.proof.plan.workload import expected_lengths
-
-    numbers = dict(
-        world_size=world_size, gpu_memory_gb=gpu_memory_gb, prompt_tokens=prompt_tokens, response_tokens=response_tokens
-    )
-    for name, value in numbers.items():
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name}: must be a positive number (got {value!r})")
-    if gpu is not None and gpu not in GPUS:
-        raise ConfigError(f"gpu: {gpu} is not known; choose one of {', '.join(GPUS)}")
-    if gpu is None and (search or prompt_tokens or response_tokens):
-        name = "search" if search else "prompt_tokens" if prompt_tokens else "response_tokens"
-        raise ConfigError(f"{name}: predicted seconds need a kind of GPU; add gpu, one of {', '.join(GPUS)}")
-    validated, kind = read(config, overrides).validated(), None if gpu is None else GPUS[gpu]
-    ranks = world_size or validated.parallel.smallest_world
-    made = make_plan(validated, ranks, gpu_memory_gb or (None if kind is None else kind.memory_gib))
-    if kind is None:
-        return made
-    return with_times(made, validated, ranks, kind, expected_lengths(validated, prompt_tokens, response_tokens), search)
+    @property
+    def responses(self) -> pandas.DataFrame:
+        """One row per response: `set` (empty for `data.eval`), `prompt`, `completion`, `reward`, `rewards/NAME` and
+        more."""
+        return table({"set": name} | flat_rewards(row) for name, rows in self.by_set.items() for row in rows)
 
 
 def verify(
@@ -138,16 +90,21 @@ def verify(
         CommandFailed: The verification itself failed.
     """
     settings, texts = read(config, overrides), [_layout_text(layout) for layout in layouts]
-    options = [word for text in texts for word in ("--layout", text)] + (
-        [] if ranks is None else ["--ranks", str(ranks)]
-    )
     with temporary_folder("megagrpo_verify_") as folder:
-        ended = child_process.run(child_process.MAIN, ["verify", *settings.words(lambda: folder), *options, "--json"])
+        file, *words = settings.words(lambda: folder)
+        ended = child_process.call(verify_layouts, config_file(file), words, texts, ranks, True)
     try:
         result = json.loads(ended.out)
     except ValueError:
         raise CommandFailed("megagrpo verify", ended.exit_code, ended.output) from None
     return Verification(result["passed"], result["layouts"])
+
+
+def verify_layouts(*arguments: Any, **options: Any) -> int:
+    """Call `megagrpo.proof.verify.layouts.verify_layouts`, whose import takes seconds."""
+    with without_garbage_collection():
+        from megagrpo.proof.verify import layouts
+    return layouts.verify_layouts(*arguments, **options)
 
 
 def _layout_text(layout: str | Mapping[str, Any]) -> str:
@@ -183,16 +140,26 @@ def evaluate(
     """
     settings = read(config, overrides)
     inputs = collect(reward_functions, None, eval_dataset, None)
+    weights = [None if name is None else os.fspath(name) for name in (checkpoint, adapter)]
     with temporary_folder("megagrpo_evaluate_") as folder:
         inputs.check_rows(settings.validated(inputs.overrides(folder)))
-        more = inputs.overrides(inputs.write(folder) if inputs.to_write else folder)
-        options = [] if checkpoint is None else ["--checkpoint", os.fspath(checkpoint)]
-        options += [] if adapter is None else ["--adapter", os.fspath(adapter)]
-        output = Path(folder, "evaluation.json")
-        words = ["eval", *settings.words(lambda: folder, more), *options, "--output", str(output)]
-        ended = child_process.run(child_process.MAIN, words)
-        if ended.exit_code:
-            raise CommandFailed("megagrpo eval", ended.exit_code, ended.output)
-        written = json.loads(output.read_text())
-    rows = [{"set": name} | flat_rewards(row) for name, responses in written["responses"].items() for row in responses]
-    return Evaluation(written["metrics"], table(rows))
+        validated = settings.validated(inputs.overrides(inputs.write(folder) if inputs.to_write else folder))
+        base = Path() if settings.file is None else config_file(settings.file).parent
+        evaluation: Evaluation = child_process.result_of(
+            "megagrpo eval", evaluate_here, validated, base.absolute(), *weights
+        )
+    return evaluation
+
+
+def evaluate_here(config: RunConfig, base_folder: Path, checkpoint: str | None, adapter: str | None) -> Evaluation:
+    """Evaluate in this process; `base_folder` is the folder of the config's file. Raises ConfigError, and SystemExit
+    with the exit code when vLLM fails or a signal comes."""
+    with without_garbage_collection():
+        from megagrpo.engine.servers.serving import with_servers
+        from megagrpo.trainer.evaluation.offline import evaluate_offline
+
+    def command() -> Evaluation:
+        with ExitStack() as resources:
+            return Evaluation(*evaluate_offline(config, base_folder, checkpoint, adapter, resources))
+
+    return with_servers(command, "evaluation")

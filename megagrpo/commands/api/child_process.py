@@ -1,32 +1,34 @@
-"""Child processes of the API: a command of megagrpo whose output appears here as it comes.
+"""Child processes of the API: a function of megagrpo that runs in a process of its own, whose output appears here as it
+comes.
 
-A notebook's kernel has threads, an event loop and no terminal, so nothing is forked: every command is a new Python
-process in its own session, without standard input. Ctrl-C reaches it once, from here.
+A notebook's kernel has threads, an event loop and no terminal, so nothing is forked: each call is a new Python process
+in its own session, without standard input. Ctrl-C reaches it once, from here.
 """
 
 from __future__ import annotations
 
 import codecs
 import os
-import selectors
+import pickle
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from megagrpo.commands.api import entry
+from megagrpo.commands.api.errors import CommandFailed
 from megagrpo.config import ConfigError
+from megagrpo.platform.process.removal import temporary_folder
 
-MAIN = "megagrpo.__main__"  # module of the command line
-LIMIT = 100_000  # characters of a stream that is shown: only its end is kept
+SHOWN_CHARACTERS = 100_000  # of a stream that is shown: only its end is kept
 COLOURS = ("FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")  # Jupyter's kernel sets them; a log file should have no escapes
-WIDTH = "100"  # columns of the output, unless COLUMNS is set
+OUTPUT_COLUMNS = "100"  # unless COLUMNS is set
 POLL_SECONDS = 0.1  # between two looks at a log
-DRAIN_SECONDS = 1.0  # after the process has ended: output of processes that it left
 PACKAGE_ROOT = str(Path(__file__).parents[3])
 
 
@@ -47,16 +49,18 @@ class Stream:
         if self.shown is not None:
             self.shown.write(text)
             self.shown.flush()
-            self.text = self.text[-LIMIT:]
+            self.text = self.text[-SHOWN_CHARACTERS:]
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended: its exit code, 128 + the signal's number after a signal, and what it wrote."""
+    """A process that has ended: its exit code, 128 + the signal's number after a signal, what it wrote, and the result
+    of its function, None after an error."""
 
     exit_code: int
     out: str
-    err: str = ""
+    err: str
+    result: Any
 
     @property
     def output(self) -> str:
@@ -64,43 +68,45 @@ class Ended:
         return self.err if self.err.strip() else self.out
 
 
-def run(module: str, arguments: Sequence[str]) -> Ended:
-    """Run `main(arguments)` of `module` in a new process and wait for it. Its standard error appears here, its standard
-    output does not.
+def call(function: Callable[..., Any], *arguments: Any, log: Path | None = None, quiet: bool = False) -> Ended:
+    """Call a function of a module in a new process and wait for its end. Function and arguments are pickled.
+
+    Standard error appears here, standard output does not. With `log` the process appends both to this file, which is
+    shown here as it grows, unless `quiet`. The process does not depend on this one: when this one is killed, the
+    process can still write, save and stop.
 
     A first KeyboardInterrupt asks the process to save and stop, a second one to stop, and a third one kills it; after
     its end KeyboardInterrupt is raised. Raises ConfigError, with the process's errors, when its exit code is 2.
     """
-    out, err = Stream(None), Stream(sys.stderr)
-    process = _start(module, arguments, subprocess.PIPE, subprocess.PIPE, {})
-    try:
-        code = _wait(process, lambda: _forward(process, out, err))
-    finally:
-        for pipe in (process.stdout, process.stderr):
-            assert pipe is not None, "both are pipes"
-            pipe.close()
-    return _ended(Ended(code, out.text, err.text))
+    with temporary_folder("megagrpo_call_") as folder:
+        (folder / entry.REQUEST).write_bytes(pickle.dumps((function, arguments)))
+        errors, output, result = log or folder / "errors", folder / "output", folder / entry.RESULT
+        with errors.open("ab") as err, output.open("wb") as out, errors.open("rb") as read:
+            read.seek(0, os.SEEK_END)
+            stream = Stream(None if quiet else sys.stdout if log else sys.stderr)
+            process = subprocess.Popen(
+                [sys.executable, "-m", entry.__name__, str(os.getpid()), str(folder)],
+                env=_environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=err if log else out,
+                stderr=err,
+                start_new_session=True,
+            )
+            code = _wait(process, lambda: _follow(process, read, stream))
+        texts = (stream.text, "") if log else (output.read_text(encoding="utf-8", errors="replace"), stream.text)
+        ended = Ended(code, *texts, pickle.loads(result.read_bytes()) if result.exists() else None)
+    if ended.exit_code == 2:
+        raise ConfigError(ended.output.strip())
+    return ended
 
 
-def run_logged(module: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str], show: bool) -> Ended:
-    """Like `run`, but the process appends all its output to the file `log`, which is shown here as it grows.
-
-    The process does not depend on this one: when this one is killed, the process can still write, save and stop.
-    """
-    with log.open("ab") as written, log.open("rb") as read:
-        read.seek(0, os.SEEK_END)
-        stream = Stream(sys.stdout if show else None)
-        process = _start(module, arguments, written, subprocess.STDOUT, environment)
-        code = _wait(process, lambda: _follow(process, read, stream))
-    return _ended(Ended(code, stream.text))
-
-
-def _start(
-    module: str, arguments: Sequence[str], out: Any, err: int, environment: Mapping[str, str]
-) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "megagrpo.commands.api.entry", str(os.getpid()), module, *arguments]
-    streams = dict(stdin=subprocess.DEVNULL, stdout=out, stderr=err)
-    return subprocess.Popen(command, env=_environment(environment), start_new_session=True, **streams)
+def result_of(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function in a new process and return its result. Raises CommandFailed, which names the command, when the
+    process fails, and the errors of `call`."""
+    ended = call(function, *arguments)
+    if ended.exit_code:
+        raise CommandFailed(name, ended.exit_code, ended.output)
+    return ended.result
 
 
 def _wait(process: subprocess.Popen[bytes], forward: Callable[[], None]) -> int:
@@ -124,45 +130,17 @@ def _wait(process: subprocess.Popen[bytes], forward: Callable[[], None]) -> int:
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
-def _ended(ended: Ended) -> Ended:
-    if ended.exit_code == 2:
-        raise ConfigError(ended.output.strip())
-    return ended
-
-
-def _environment(more: Mapping[str, str]) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     """Return this process's environment for a child that imports the same megagrpo and writes plain lines, also under
     Jupyter."""
     folders = [] if PACKAGE_ROOT == sysconfig.get_path("purelib") else [PACKAGE_ROOT]
     folders += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     inherited = {name: value for name, value in os.environ.items() if name not in COLOURS}
-    return {"COLUMNS": WIDTH, **inherited, "PYTHONPATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1", **more}
-
-
-def _forward(process: subprocess.Popen[bytes], out: Stream, err: Stream) -> None:
-    """Pass on the output of the process until it has ended. Processes that it left may keep the pipes open; they are
-    not waited for."""
-    ended: float | None = None
-    with selectors.DefaultSelector() as selector:
-        for pipe, stream in ((process.stdout, out), (process.stderr, err)):
-            assert pipe is not None, "both are pipes"
-            selector.register(pipe, selectors.EVENT_READ, stream)
-        while selector.get_map():
-            ready = selector.select(timeout=0.2)
-            for key, _ in ready:
-                chunk = os.read(key.fd, 65536)
-                key.data.add(chunk)
-                if not chunk:
-                    selector.unregister(key.fileobj)
-            if process.poll() is not None:
-                ended = ended or time.monotonic()
-                if not ready or time.monotonic() - ended > DRAIN_SECONDS:
-                    break
-    process.wait()
+    return {"COLUMNS": OUTPUT_COLUMNS, **inherited, "PYTHONPATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1"}
 
 
 def _follow(process: subprocess.Popen[bytes], log: IO[bytes], stream: Stream) -> None:
-    """Pass on what is appended to `log` until the process has ended."""
+    """Pass on what is appended to `log` until the process has ended. Processes that it left are not waited for."""
     over = False
     while not over:
         over = process.poll() is not None  # before the read, which then sees all that the process wrote

@@ -3,6 +3,7 @@ overrides."""
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.config import ConfigError, RunConfig, io, override_text, save_config
-from megagrpo.config.paths import anchored
 
 type ConfigLike = str | os.PathLike[str] | Mapping[str, Any] | RunConfig
 """A YAML file, a shipped config such as `megagrpo:quickstart`, a mapping of sections as in YAML, or a RunConfig."""
@@ -33,9 +33,7 @@ class Settings:
 
     def validated(self, more: Sequence[str] = ()) -> RunConfig:
         """Return the config with the overrides, and with `more` of them. Raises ConfigError with every problem."""
-        return io.validated(
-            RunConfig, _copy(self.values), [*self.overrides, *more], self.file or PYTHON_CONFIG, anchored
-        )
+        return io.validated(copy.deepcopy(self.values), [*self.overrides, *more], self.file or PYTHON_CONFIG)
 
     def words(self, folder: Callable[[], Path], more: Sequence[str] = ()) -> list[str]:
         """Return the config as arguments of a command. A config made in Python is written to a file in `folder()`."""
@@ -52,15 +50,14 @@ def read(config: ConfigLike, overrides: Overrides = ()) -> Settings:
     if isinstance(config, RunConfig):
         return Settings(config.model_dump(mode="json"), texts, None)
     if isinstance(config, Mapping):
-        return Settings(io.over_defaults(_plain(config, ""), Path(PYTHON_CONFIG), anchored), texts, None)
+        return Settings(io.over_defaults(_plain(config, ""), Path(PYTHON_CONFIG)), texts, None)
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(
             f"{PYTHON_CONFIG}: must be a YAML file, a shipped config such as {io.SHIPPED}quickstart, a mapping or a "
-            f"RunConfig "
-            f"(got {type(config).__name__})"
+            f"RunConfig (got {type(config).__name__})"
         )
     name = os.fspath(config)
-    return Settings(io.read_yaml(name, anchored), texts, name)
+    return Settings(io.read_yaml(name), texts, name)
 
 
 def override_texts(overrides: Overrides) -> tuple[str, ...]:
@@ -93,9 +90,3 @@ def _plain(value: Any, key: str) -> Any:
         else "write numbers, texts, lists and mappings"
     )
     raise ConfigError(f"{key}: a {type(value).__name__} is not a value of a config; {hint}")
-
-
-def _copy(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _copy(below) for key, below in value.items()}
-    return [_copy(below) for below in value] if isinstance(value, list) else value

@@ -20,7 +20,7 @@ type Rows = datasets.Dataset | pandas.DataFrame | pyarrow.Table | Sequence[Mappi
 """Prompts: a `datasets.Dataset`, a `pandas.DataFrame`, an Arrow table (`__arrow_c_stream__`, as of pyarrow and polars),
 a list of dicts, or a source as in `data.train.source`."""
 
-KINDS = "a datasets.Dataset, a pandas.DataFrame, an Arrow table, a list of dicts, or the name of a file or a data set"
+ACCEPTS = "a datasets.Dataset, a pandas.DataFrame, an Arrow table, a list of dicts, or the name of a file or a data set"
 
 
 def accept(rows: Any, argument: str) -> Any:
@@ -49,7 +49,7 @@ def accept(rows: Any, argument: str) -> Any:
 
         return library.Dataset(pyarrow.table(rows))
     fix = "; pass list(rows)" * isinstance(rows, Iterator)
-    raise ConfigError(f"{argument}: must be {KINDS} (got {type(rows).__name__}){fix}")
+    raise ConfigError(f"{argument}: must be {ACCEPTS} (got {type(rows).__name__}){fix}")
 
 
 def _from_pandas(frame: pandas.DataFrame, argument: str) -> datasets.Dataset:
@@ -60,9 +60,9 @@ def _from_pandas(frame: pandas.DataFrame, argument: str) -> datasets.Dataset:
     try:
         return library.Dataset.from_pandas(frame, preserve_index=False)
     except Exception as error:  # pyarrow's errors have no common base class
-        wrong = next((f"column `{name}` of " for name in frame.columns if not _converts(frame[[name]])), "")
+        where = next((f"column `{name}` of " for name in frame.columns if not _converts(frame[[name]])), "")
         fix = 'give each column one type, or pass frame.to_dict("records")'
-        raise ConfigError(f"{argument}: {wrong}the DataFrame cannot be converted: {error}; {fix}") from None
+        raise ConfigError(f"{argument}: {where}the DataFrame cannot be converted: {error}; {fix}") from None
 
 
 def _converts(frame: pandas.DataFrame) -> bool:
@@ -122,10 +122,8 @@ def _line(row: Mapping[str, Any], number: int, argument: str) -> str:
             _check_names({name: value})
             texts.append(f"{json.dumps(name)}: {json.dumps(value, default=_json_value)}")
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f"{argument}: row {number}: column `{name}` holds no plain data: {error}; use texts, numbers, lists "
-                f"and dicts"
-            ) from None
+            reason = f"{argument}: row {number}: column `{name}` holds no plain data: {error}"
+            raise ConfigError(f"{reason}; use texts, numbers, lists and dicts") from None
     return f"{{{', '.join(texts)}}}"
 
 

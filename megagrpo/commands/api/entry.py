@@ -1,23 +1,41 @@
-"""The first module of a process that the API starts: `python -m megagrpo.commands.api.entry PARENT MODULE ARGUMENT...`
-calls MODULE's `main`.
+"""The first module of a process that the API starts: `python -m megagrpo.commands.api.entry PARENT FOLDER` calls the
+function in FOLDER.
 
 The process gets SIGTERM when the process PARENT ends, also by a kill: a training run then saves and stops.
 """
 
 from __future__ import annotations
 
-import importlib
+import pickle
 import signal
 import sys
+from pathlib import Path
 
 from megagrpo.platform.process.parent_death import end_with_parent
 
+REQUEST, RESULT = "request", "result"  # files in FOLDER: a pickled (function, arguments), and what it returned
 
-def main(parent: str, module: str, *arguments: str) -> int:
-    """Tie this process to its parent and return the exit code of `main(arguments)` of `module`."""
+
+def main(parent: str, folder: str) -> int:
+    """Tie this process to its parent, call the function and return the exit code. A function that returns a number
+    returns its exit code; other results are written to FOLDER."""
     end_with_parent(int(parent), signal.SIGTERM)
-    code: int = importlib.import_module(module).main(list(arguments))
-    return code
+    from megagrpo.commands.api.exit_codes import exit_code_of, settle_environment
+    from megagrpo.platform.process.scratch import temporary_files
+    from megagrpo.platform.process.terminal import hide_bars_of_libraries
+
+    def call() -> int:
+        settle_environment()
+        hide_bars_of_libraries()
+        function, arguments = pickle.loads(Path(folder, REQUEST).read_bytes())
+        result = function(*arguments)
+        if isinstance(result, int):
+            return result
+        Path(folder, RESULT).write_bytes(pickle.dumps(result))
+        return 0
+
+    with temporary_files():
+        return exit_code_of(call)
 
 
 if __name__ == "__main__":

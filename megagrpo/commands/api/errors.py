@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 LAST_LINES = 20
 
 
+@dataclass(eq=False)
 class CommandFailed(RuntimeError):
     """A process that the API started has failed.
 
     Attributes:
+        command: The command of the process.
         exit_code: The exit code of the process; 128 + the signal's number after a signal.
         output: The end of what the process printed.
     """
 
-    def __init__(self, command: str, exit_code: int, output: str) -> None:
-        super().__init__(f"{command} failed with exit code {exit_code}; its last lines:\n{last_lines(output)}")
-        self.command, self.exit_code, self.output = command, exit_code, output
+    command: str
+    exit_code: int
+    output: str
 
-    def __reduce__(self) -> tuple[type[CommandFailed], tuple[object, ...]]:
-        return type(self), (self.command, self.exit_code, self.output)
+    def __str__(self) -> str:
+        return f"{self.command} failed with exit code {self.exit_code}; its last lines:\n{last_lines(self.output)}"
 
 
+@dataclass(eq=False)
 class TrainingFailed(CommandFailed):
     """A training run has failed. `megagrpo.load_run(error.folder)` opens what it has written.
 
@@ -33,23 +37,14 @@ class TrainingFailed(CommandFailed):
         log: The file with everything that the run printed.
     """
 
-    def __init__(self, exit_code: int, output: str, folder: Path, log: Path) -> None:
-        RuntimeError.__init__(
-            self,
-            f"training failed with exit code {exit_code}; the run is in {folder}, all its output in {log}; its last "
-            f"lines:\n"
-            f"{last_lines(output)}",
-        )
-        self.command, self.exit_code, self.output, self.folder, self.log = (
-            "megagrpo train",
-            exit_code,
-            output,
-            folder,
-            log,
-        )
+    folder: Path
+    log: Path
 
-    def __reduce__(self) -> tuple[type[TrainingFailed], tuple[object, ...]]:
-        return type(self), (self.exit_code, self.output, self.folder, self.log)
+    def __str__(self) -> str:
+        return (
+            f"training failed with exit code {self.exit_code}; the run is in {self.folder}, all its output in "
+            f"{self.log}; its last lines:\n{last_lines(self.output)}"
+        )
 
 
 def last_lines(output: str, number: int = LAST_LINES) -> str:

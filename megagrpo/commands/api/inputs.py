@@ -93,10 +93,8 @@ class Inputs:
     def write(self, run_folder: Path) -> Path:
         """Write the objects into a folder of the run that is named after their content, and return it. Raises
         ConfigError."""
-        above = (run_folder / FROM_PYTHON).absolute()
+        above = from_python_folder(run_folder)
         try:
-            make_run_folder(run_folder)
-            above.mkdir(exist_ok=True)
             partial = Path(tempfile.mkdtemp(prefix=".partial_", dir=above))
             try:
                 self._write_files(partial)
@@ -107,9 +105,7 @@ class Inputs:
             finally:
                 remove(partial)
         except OSError as error:
-            raise ConfigError(
-                f"run.output_dir: {above} cannot be written: {error.strerror or error}; name another folder"
-            ) from error
+            raise _unwritable(above, error) from error
         return folder
 
     def _write_files(self, folder: Path) -> None:
@@ -122,6 +118,23 @@ class Inputs:
         for data in self.data:
             if not data.named:
                 dataset_rows.write(data.rows, folder / data.file, data.argument)
+
+
+def from_python_folder(run_folder: Path) -> Path:
+    """Create the folder of a run for functions and data from Python, and return its absolute path. Raises
+    ConfigError."""
+    folder = (run_folder / FROM_PYTHON).absolute()
+    try:
+        make_run_folder(run_folder)
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    return folder
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    why = error.strerror or error
+    return ConfigError(f"run.output_dir: {folder} cannot be written: {why}; name another folder")
 
 
 def collect(
@@ -142,8 +155,8 @@ def _rewards(given: Reward | Sequence[Reward]) -> tuple[list[dict[str, Any]], Pi
         section = dict(reward) if isinstance(reward, Mapping) else {"function": reward}
         function = section.get("function")
         if not isinstance(function, str) and not callable(function):
-            said = "must be a function, a name such as accuracy, or a mapping with the key `function`"
-            raise ConfigError(f"reward_functions.{i}: {said} (got {shortened(repr(reward))})")
+            reason = "must be a function, a name such as accuracy, or a mapping with the key `function`"
+            raise ConfigError(f"reward_functions.{i}: {reason} (got {shortened(repr(reward))})")
         sections.append(section)
     own = {i: section.pop("function") for i, section in enumerate(sections) if not isinstance(section["function"], str)}
     anchored({"rewards": {"functions": sections}}, Path())  # changes them in place
@@ -196,8 +209,6 @@ def _one(key: str, argument: str, given: Rows, stem: str) -> Data:
 def _digest(folder: Path) -> str:
     digest = hashlib.sha256()
     for file in sorted(folder.iterdir()):
-        digest.update(f"{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as content:
-            while chunk := content.read(2**20):
-                digest.update(chunk)
+            digest.update(file.name.encode() + hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()[:12]

@@ -67,12 +67,9 @@ def pickled(objects: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, by
         try:
             made[name] = cloudpickle.dumps(thing)
         except Exception as error:  # any class may define how it is pickled
-            why = " ".join(str(error).split())[:500]
-            raise ConfigError(
-                f"{keys[name]}: `{_name(thing)}` cannot be sent to the run's processes: {type(error).__name__}: {why}; "
-                f"open files, locks, "
-                "models and connections inside the function, or define it in a file and pass path/file.py:name"
-            ) from error
+            why = f"cannot be sent to the run's processes: {type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            fix = "open files, locks, models and connections inside the function, or define it in a file and pass "
+            raise ConfigError(f"{keys[name]}: `{_name(thing)}` {why}; {fix}path/file.py:name") from error
     return made
 
 
@@ -90,9 +87,6 @@ def write_module(file: Path, title: str, pickles: Mapping[str, bytes], instances
     lines = [f'{name} = _pickle.loads(_pickled["{name}"])\n' for name in pickles if name not in instances]
     lines += [INSTANCE.format(name=name) for name in instances]
     installed = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"))  # the workers have these folders too
-    paths = [
-        path
-        for path in dict.fromkeys(str(Path(path).absolute()) for path in sys.path)
-        if not path.startswith(installed)
-    ]
+    folders = dict.fromkeys(str(Path(path).absolute()) for path in sys.path)
+    paths = [path for path in folders if not path.startswith(installed)]
     file.write_text(MODULE.format(title=title, pickle=data.name, paths=paths) + "".join(lines))

@@ -7,19 +7,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from megagrpo.commands.api import child_process, run_generation
-from megagrpo.commands.api.errors import CommandFailed
-from megagrpo.commands.api.tables import flat_rewards, is_evaluation, lines, table
+from megagrpo.commands.api import child_process, generation
+from megagrpo.commands.api.conversions import EXPORT_DTYPES, export_here
+from megagrpo.commands.api.tables import flat_rewards, is_evaluation, table
 from megagrpo.config import ConfigError, RunConfig, load_config
-from megagrpo.records.run_files import BEST, CHECKPOINTS, COMPLETIONS, METRICS, RESOLVED, newest_checkpoint
+from megagrpo.records.report.collect import read_lines
+from megagrpo.records.run_files import (
+    BEST,
+    CHECKPOINTS,
+    COMPLETIONS,
+    METRICS,
+    RESOLVED,
+    named_checkpoint,
+    newest_checkpoint,
+)
 
 if TYPE_CHECKING:
     import pandas
 
-ADAPTER = "adapter"  # folder of the LoRA adapter in a checkpoint
-EXPORTS = "exports"  # folder of the exports of `Run.push`
-LATEST = "latest"
-BEST_FIX = "set evaluation.keep_best before training"
+ADAPTER_FOLDER = "adapter"  # folder of the LoRA adapter in a checkpoint
+EXPORTS_FOLDER = "exports"  # folder of the exports of `Run.push`
 
 
 class Run:
@@ -42,18 +49,18 @@ class Run:
     @property
     def metrics(self) -> pandas.DataFrame:
         """One row per step, and a column per metric of docs/metrics.md, such as `step`, `reward` and `time/step`."""
-        return table(row for row in lines(self.folder / METRICS) if not is_evaluation(row))
+        return table(row for row in read_lines(self.folder / METRICS, {}) if not is_evaluation(row))
 
     @property
     def evaluations(self) -> pandas.DataFrame:
         """One row per evaluation: `step`, the number of finished steps, and the metrics `eval/...`."""
-        return table(row for row in lines(self.folder / METRICS) if is_evaluation(row))
+        return table(row for row in read_lines(self.folder / METRICS, {}) if is_evaluation(row))
 
     @property
     def completions(self) -> pandas.DataFrame:
         """One row per response: `step`, `prompt`, `completion`, `num_tokens`, `reward`, `rewards/NAME`, `advantage` and
         more."""
-        return table(map(flat_rewards, lines(self.folder / COMPLETIONS)))
+        return table(map(flat_rewards, read_lines(self.folder / COMPLETIONS, {})))
 
     @property
     def checkpoint(self) -> Path | None:
@@ -67,13 +74,13 @@ class Run:
         return link.resolve() if link.exists() else None
 
     @overload
-    def generate(self, prompts: run_generation.Prompt, *, n: None = None, **options: Any) -> str: ...
+    def generate(self, prompts: generation.Prompt, *, n: None = None, **options: Any) -> str: ...
     @overload
-    def generate(self, prompts: run_generation.Prompt, *, n: int, **options: Any) -> list[str]: ...
+    def generate(self, prompts: generation.Prompt, *, n: int, **options: Any) -> list[str]: ...
     @overload
-    def generate(self, prompts: Sequence[run_generation.Prompt], *, n: None = None, **options: Any) -> list[str]: ...
+    def generate(self, prompts: Sequence[generation.Prompt], *, n: None = None, **options: Any) -> list[str]: ...
     @overload
-    def generate(self, prompts: Sequence[run_generation.Prompt], *, n: int, **options: Any) -> list[list[str]]: ...
+    def generate(self, prompts: Sequence[generation.Prompt], *, n: int, **options: Any) -> list[list[str]]: ...
 
     def generate(
         self,
@@ -101,7 +108,7 @@ class Run:
             CommandFailed: vLLM failed.
         """
         weights = None if checkpoint is None else self._checkpoint(checkpoint)
-        return run_generation.generate(self.folder / RESOLVED, prompts, n, weights, options)
+        return generation.generate(self.folder / RESOLVED, prompts, n, weights, options)
 
     def export(
         self,
@@ -128,16 +135,18 @@ class Run:
             ConfigError: There is no checkpoint, or the folder exists.
             CommandFailed: The export failed.
         """
-        out, source = Path(folder).absolute(), self._checkpoint(checkpoint)
+        out, source, name = Path(folder).absolute(), self._checkpoint(checkpoint), _dtype(dtype)
         if out.exists():
             raise ConfigError(f"folder: {out} exists; name another folder")
-        adapter = source / ADAPTER
-        words = ["export", str(adapter if adapter.is_dir() else source), str(out)]
-        if adapter.is_dir() and merge:
-            words = ["merge", str(adapter), str(out), "--model", self.config.model.path]
-        ended = child_process.run(child_process.MAIN, [*words, "--dtype", _dtype(dtype)])
-        if ended.exit_code:
-            raise CommandFailed(f"megagrpo {words[0]}", ended.exit_code, ended.output)
+        if name not in EXPORT_DTYPES:
+            raise ConfigError(f"dtype: {name} is not known; choose one of {', '.join(EXPORT_DTYPES)}")
+        has_adapter = (source / ADAPTER_FOLDER).is_dir()
+        merged = merge and has_adapter
+        model = self.config.model.path if merged else None
+        source = source / ADAPTER_FOLDER if has_adapter else source
+        child_process.result_of(
+            "megagrpo merge" if merged else "megagrpo export", export_here, source, out, model, name, merged
+        )
         return out
 
     def push(
@@ -178,26 +187,22 @@ class Run:
         check_repo(repo)
         source = self._checkpoint(checkpoint)
         in_dtype = "" if _dtype(dtype) == "auto" else f"_{_dtype(dtype)}"
-        out = self.folder / EXPORTS / f"{source.name}{'_merged' if merge else ''}{in_dtype}"
+        out = self.folder / EXPORTS_FOLDER / f"{source.name}{'_merged' if merge else ''}{in_dtype}"
         if not out.exists():
             self.export(out, checkpoint=source, merge=merge, dtype=dtype)
         return push(out, repo, private, revision, token)
 
     def _checkpoint(self, checkpoint: str | os.PathLike[str]) -> Path:
-        """Return the path of a checkpoint. Raises ConfigError when the run has none."""
-        if checkpoint not in (LATEST, BEST):
-            return Path(checkpoint).absolute()
-        found, fix = (
-            (self.checkpoint, "train it to its end, or set run.save_steps")
-            if checkpoint == LATEST
-            else (self.best_checkpoint, BEST_FIX)
-        )
-        if found is None:
-            raise ConfigError(f"checkpoint: {self.folder} has no {checkpoint} checkpoint; {fix}")
-        return found
+        """Return the absolute path of a checkpoint. Raises ConfigError when the run has none of this name."""
+        try:
+            return named_checkpoint(self.folder, os.fspath(checkpoint)).absolute()
+        except ValueError as error:
+            raise ConfigError(f"checkpoint: {error}") from None
 
     def __repr__(self) -> str:
-        rewards = [(row["step"], row.get("reward")) for row in lines(self.folder / METRICS) if not is_evaluation(row)]
+        rewards = [
+            (row["step"], row.get("reward")) for row in read_lines(self.folder / METRICS, {}) if not is_evaluation(row)
+        ]
         known = [reward for _, reward in rewards if reward is not None]
         progress = f": {rewards[-1][0]} steps" if rewards else ""
         return f"<Run {self.folder}{progress}{f', reward {known[0]:.3g} -> {known[-1]:.3g}' if known else ''}>"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,21 +17,6 @@ def table(rows: Iterable[Mapping[str, Any]]) -> pandas.DataFrame:
     import pandas
 
     return pandas.DataFrame(list(rows))
-
-
-def lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a JSONL file. A line that is still being written, or that a full disk broke, is skipped. No
-    file: no lines."""
-    if not file.exists():
-        return
-    with file.open(encoding="utf-8", errors="replace") as content:
-        for line in content:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                yield row
 
 
 def is_evaluation(row: Mapping[str, Any]) -> bool:

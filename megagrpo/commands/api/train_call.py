@@ -1,4 +1,4 @@
-"""`megagrpo.train`: a run from Python, in processes of its own."""
+"""Training: `run_training` is `megagrpo train`, and `megagrpo.train` calls it in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from megagrpo.commands.api import child_process
 from megagrpo.commands.api.config_input import ConfigLike, Overrides, read
 from megagrpo.commands.api.dataset_rows import Rows
 from megagrpo.commands.api.errors import TrainingFailed
-from megagrpo.commands.api.inputs import Reward, collect
+from megagrpo.commands.api.inputs import Reward, collect, from_python_folder
 from megagrpo.commands.api.run_handle import Run
-from megagrpo.config import ConfigError, RunConfig
+from megagrpo.config import ConfigError, RunConfig, load_config
+from megagrpo.config.io import config_file
 from megagrpo.platform.process.environment import launched
+from megagrpo.platform.process.imports import without_garbage_collection
 from megagrpo.platform.process.terminal import show, warn
-from megagrpo.records.run_files import FROM_PYTHON, make_run_folder
+from megagrpo.records.run_files import FROM_PYTHON
+from megagrpo.trainer.time_limit import TO_BE_CONTINUED, end_of_run
 
-LOG = "train.log"
-TO_BE_CONTINUED = 85  # exit code of a run that has saved at its time limit
+TRAIN_LOG = "train.log"
 
 
 def train(
@@ -68,7 +70,12 @@ def train(
             known.
         TrainingFailed: The run ended with an error. It names the run's folder and the log.
     """
-    _check_here(ranks)
+    if launched(os.environ):
+        raise ConfigError(
+            "megagrpo.train: starts the ranks itself; call it in one process, not under torchrun, and set ranks=N"
+        )
+    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
+        raise ConfigError(f"ranks: must be a positive number (got {ranks!r})")
     settings = read(config, overrides)
     inputs = collect(reward_functions, dataset, eval_dataset, callbacks)
     resumed = ["run.resume=true"] if resume else []
@@ -77,57 +84,56 @@ def train(
     folder = (Path(validated.run.output_dir) / validated.run.name).absolute()
     written = inputs.write(folder) if inputs.to_write else folder
     more = [*resumed, *inputs.overrides(written, validated.run.callbacks)]
-    _check_plan(settings.validated(more), ranks)
-    words = settings.words(lambda: _made(folder / FROM_PYTHON), more)
-    _run(words, folder, {} if ranks is None else {"NPROC": str(ranks)}, quiet)
-    return Run(folder)
-
-
-def _run(words: Sequence[str], folder: Path, environment: Mapping[str, str], quiet: bool) -> None:
-    """Run `megagrpo train` with `words` in processes of its own. Raises TrainingFailed, and KeyboardInterrupt after the
-    run has saved."""
-    log = _made(folder / FROM_PYTHON) / LOG
+    planned_ranks(settings.validated(more), ranks)
+    log = from_python_folder(folder) / TRAIN_LOG
+    name, *words = settings.words(lambda: log.parent, more)
     try:
         with log.open("a", encoding="utf-8") as file:
-            show(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} megagrpo train {' '.join(words)}", file)
-        ended = child_process.run_logged(child_process.MAIN, ["train", *words], log, environment, show=not quiet)
+            show(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} megagrpo train {' '.join([name, *words])}", file)
+        ended = child_process.call(run_training, name, words, ranks, log=log, quiet=quiet)
     except KeyboardInterrupt:
         warn(f"stopped; megagrpo.load_run({str(folder)!r}) opens the run, and resume=True continues it")
         raise
     if ended.exit_code not in (0, TO_BE_CONTINUED):
-        raise TrainingFailed(ended.exit_code, ended.output, folder, log)
+        raise TrainingFailed("megagrpo train", ended.exit_code, ended.output, folder, log)
+    return Run(folder)
 
 
-def _check_here(ranks: int | None) -> None:
-    """Raise ConfigError in a process that a launcher started, and for a wrong number of ranks."""
-    if launched(os.environ):
-        raise ConfigError(
-            "megagrpo.train: starts the ranks itself; call it in one process, not under torchrun, and set ranks=N"
-        )
-    if ranks is not None and (isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1):
-        raise ConfigError(f"ranks: must be a positive number (got {ranks!r})")
+def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) -> int:
+    """Train in this process, or in ranks that it starts, and return the exit code.
+
+    `name` is a YAML file or a shipped config. Under a launcher this process is one rank; else it starts `ranks`, by
+    default as many as `planned_ranks` returns. Raises ConfigError for a config that cannot run here.
+    """
+    config = load_config(name, overrides)
+    end_of_run(config.run.time_limit)
+    is_rank = launched(os.environ)
+    if not is_rank:
+        from megagrpo.platform.launch.job_nodes import ONE_NODE
+        from megagrpo.platform.launch.local import run_ranks, set_connections, set_thread_environment
+
+        ranks = planned_ranks(config, ranks)
+        set_thread_environment(ranks)
+        set_connections(config.parallel)
+        if ranks > 1:
+            return run_ranks(ranks, ONE_NODE, ["megagrpo", "train", name, *overrides])
+    with without_garbage_collection():
+        from megagrpo.trainer import rank
+    with rank.exit_code() as ended, rank.make_trainer(config, config_file(name).parent, ended) as trainer:
+        ended.stopped_by = trainer.run()
+    return ended.code
 
 
-def _check_plan(config: RunConfig, ranks: int | None) -> None:
-    """Raise ConfigError with the problems of the plan, before any process starts."""
+def planned_ranks(config: RunConfig, ranks: int | None = None) -> int:
+    """Return the number of ranks to start on this machine: `ranks`, else what NPROC, the GPUs or the layout say. Raises
+    ConfigError with the problems of the plan, before any process starts."""
     from megagrpo.platform.launch.local import num_ranks
     from megagrpo.proof.plan import plan
 
     if config.run.nodes > 1:
-        raise ConfigError(
-            f"run.nodes: {config.run.nodes} nodes, but megagrpo.train starts the ranks of one; use megagrpo submit, or "
-            f"set 1"
-        )
-    if problems := plan(config, ranks or num_ranks(config.rollout, config.parallel)).problems:
+        reason = f"run.nodes: {config.run.nodes} nodes, but megagrpo train starts the ranks of one"
+        raise ConfigError(f"{reason}; use megagrpo submit, or set run.nodes=1")
+    ranks = ranks or num_ranks(config.rollout, config.parallel)
+    if problems := plan(config, ranks).problems:
         raise ConfigError("\n".join(map(str, problems)), problems)
-
-
-def _made(folder: Path) -> Path:
-    try:
-        make_run_folder(folder.parent)
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"run.output_dir: {folder} cannot be created: {error.strerror}; name another folder"
-        ) from error
-    return folder
+    return ranks

@@ -38,10 +38,9 @@ from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
 from megagrpo.platform.process.removal import temporary_folder
 from megagrpo.platform.process.terminal import warn
 from megagrpo.records.progress_bars import conversion_progress, run_progress
-from megagrpo.records.run_files import BEST, CHECKPOINTS, STATE_FILE, newest_checkpoint, why_no_checkpoint
+from megagrpo.records.run_files import STATE_FILE, named_checkpoint, why_no_checkpoint
 
 ADAPTER_MODEL = "adapter"  # name of the LoRA adapter that a server was started with
-LATEST = "latest"
 ON_CPU = ("none", "fp8_per_channel")  # quantizations that vLLM for CPU supports
 
 
@@ -200,7 +199,10 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
     """
     if checkpoint is None:
         return Weights(resolve_model(config.model.path), None, engine_dtype(config))
-    path = _checkpoint(config, checkpoint)
+    try:
+        path = named_checkpoint(Path(config.run.output_dir) / config.run.name, checkpoint)
+    except ValueError as error:
+        raise ValueError(f"--checkpoint: {error}") from None
     for adapter in (path, path / ADAPTER_FILES):
         if (adapter / CONFIG).is_file():
             return Weights(resolve_model(config.model.path), adapter, engine_dtype(config, _dtype_of_adapter(adapter)))
@@ -225,18 +227,6 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
     except (RankFailed, ValueError) as error:
         raise ValueError(f"--checkpoint: {path}: {error}") from error
     return Weights(scratch / "hf", None, dtype)
-
-
-def _checkpoint(config: RunConfig, checkpoint: str) -> Path:
-    """Return the path of a checkpoint. Raises ValueError when the run has no `latest` or `best` one."""
-    run = Path(config.run.output_dir) / config.run.name
-    of_run = {LATEST: newest_checkpoint(run / CHECKPOINTS), BEST: run / CHECKPOINTS / BEST}
-    path = of_run.get(checkpoint, Path(checkpoint))
-    if path is None or (checkpoint == BEST and not path.exists()):
-        best = "set evaluation.keep_best before training"
-        fix = best if checkpoint == BEST else "train it to its end, or set run.save_steps"
-        raise ValueError(f"--checkpoint: {run} has no {checkpoint} checkpoint; {fix}")
-    return path
 
 
 def _dtype_of_adapter(adapter: Path) -> torch.dtype | None:
@@ -315,21 +305,20 @@ class Serving:
         self._resources.close()
 
 
-def exit_code(command: Callable[[], None], name: str) -> int:
-    """Run a command that uses servers and return its exit code: 0, 1 when a server failed, 128 + the signal's number
-    after a signal.
+def with_servers[T](command: Callable[[], T], name: str) -> T:
+    """Run a command that uses servers and return its result. `name` names the command in the error message.
 
-    Raises ConfigError when no server starts. `name` names the command in the error message.
+    Raises ConfigError when no server starts, and SystemExit with the exit code 1 when a server failed, and 128 + the
+    signal's number after a signal.
     """
     quiet()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
-        command()
+        return command()
     except EngineStartError as error:
         raise ConfigError(str(error)) from error
     except EngineError as error:
         warn(f"{name} stops: {error}")
-        return 1
+        raise SystemExit(1) from error
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0
+        raise SystemExit(128 + signal.SIGINT) from None

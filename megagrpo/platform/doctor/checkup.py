@@ -32,9 +32,8 @@ def check_up(machine: Machine, needs: Needs) -> list[Finding]:
     if gpu:
         parts += [lambda: toolkit_checks(machine, cuda), lambda: foreign_libraries(machine)]
     if needs.unseen:
-        parts.append(
-            lambda: [Finding("model", f"its size is unknown here: {needs.unseen}", "skipped", "fetch it first")]
-        )
+        unseen = Finding("model", f"its size is unknown here: {needs.unseen}", "skipped", "fetch it first")
+        parts.append(lambda: [unseen])
     parts += [
         lambda: memory_checks(machine, needs),
         lambda: limit_checks(machine, needs, gpu),
@@ -50,11 +49,5 @@ def _guarded(part: Callable[[], Iterable[Finding]]) -> list[Finding]:
     try:
         return list(part())
     except Exception as error:
-        return [
-            Finding(
-                "doctor",
-                f"a check failed: {type(error).__name__}: {error}",
-                "warn",
-                "send the report to the developers",
-            )
-        ]
+        found = f"a check failed: {type(error).__name__}: {error}"
+        return [Finding("doctor", found, "warn", "send the report to the developers")]

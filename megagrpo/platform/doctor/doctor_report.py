@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.platform.doctor.machine import Finding, Machine
-from megagrpo.platform.doctor.packages import GPU_PACKAGES, PACKAGES, installed
+from megagrpo.platform.doctor.packages import CHECKED_PACKAGES, GPU_PACKAGES, installed
 from megagrpo.platform.install.steps import VLLM
 
-SECRET_NAME = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|COOKIE|AUTH", re.IGNORECASE)
+SECRET_VARIABLE = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|COOKIE|AUTH", re.IGNORECASE)
 SHORTEST_SECRET, SHORTEST_NAME = 6, 3  # characters; shorter values would also hide ordinary words
 NAMED = (
     r"""(?i)\b([\w.-]*(?:token|secret|passw\w*|api_?key|credential)[\w.-]*)(\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,;'"]+)"""
@@ -47,7 +47,7 @@ def redact(text: str, environment: Mapping[str, str]) -> str:
     """Return `text` without secrets: values of secret variables, tokens, user and host names, home folders, addresses,
     serial numbers."""
     for value in sorted(
-        {value for name, value in environment.items() if SECRET_NAME.search(name)}, key=len, reverse=True
+        {value for name, value in environment.items() if SECRET_VARIABLE.search(name)}, key=len, reverse=True
     ):
         if len(value) >= SHORTEST_SECRET:
             text = text.replace(value, "<secret>")
@@ -73,7 +73,7 @@ def _user(environment: Mapping[str, str]) -> str:
 def report(machine: Machine, findings: Sequence[Finding], **more: Any) -> dict[str, Any]:
     """Return the content of a report: findings, versions, variables, outputs of commands, and `more`. Nothing is
     redacted yet."""
-    packages = ("megagrpo", *VLLM.values(), *PACKAGES, *GPU_PACKAGES)
+    packages = ("megagrpo", *VLLM.values(), *CHECKED_PACKAGES, *GPU_PACKAGES)
     environment = machine.environment
     return {
         "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -81,7 +81,7 @@ def report(machine: Machine, findings: Sequence[Finding], **more: Any) -> dict[s
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
         "packages": {name: installed(name) for name in packages if installed(name)},
         "variables": {
-            name: "<secret>" if SECRET_NAME.search(name) else value
+            name: "<secret>" if SECRET_VARIABLE.search(name) else value
             for name, value in sorted(environment.items())
             if KEPT_VARIABLES.fullmatch(name)
         },

@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from megagrpo.platform.doctor.machine import Finding, Machine
+from megagrpo.platform.doctor.machine import Finding, Machine, judged
 from megagrpo.platform.doctor.needs import Needs
 
 NVIDIA, DISPLAY = "0x10de", "0x03"  # PCI vendor, and the first byte of the class of display controllers
 # CUDA major version -> its oldest driver, by NVIDIA's CUDA compatibility guide
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 IN_USE_MIB = 1024  # memory of other processes that a run can spare
-FLAT_LINKS = re.compile(r"NV\d+")
 SLOWED = {  # reasons in nvidia-smi -> what it means
     "hw_thermal_slowdown": "thermal slowdown (hardware)",
     "sw_thermal_slowdown": "thermal slowdown (driver)",
@@ -28,24 +27,34 @@ TOPOLOGY = ("nvidia-smi", "topo", "-m")
 
 
 @dataclass(frozen=True)
-class GpuState:
-    """The fields of one GPU that checks read; texts are nvidia-smi's."""
+class Gpu:
+    """One GPU in the output of `nvidia-smi -q -x`."""
 
-    name: str
-    persistence: str
-    mig: str
-    compute_mode: str
-    ecc: str
-    uncorrectable: int  # ECC errors since the driver was loaded
-    remap_pending: bool
-    fabric: str  # state of the NVSwitch fabric
-    used_mib: float
-    clock: str  # SM clock now / at most
-    slowed: tuple[str, ...]
-    power_limit: float  # watts
-    default_power_limit: float
-    link_width: str  # PCIe, now
-    max_link_width: str
+    node: ET.Element
+
+    def text(self, path: str) -> str:
+        """Return the text at a path of the XML; N/A without it."""
+        return self.node.findtext(path, "N/A").strip()
+
+    def number(self, *paths: str) -> float:
+        """Return the first number at one of the paths, in nvidia-smi's unit; 0 without one."""
+        matches = (re.match(r"[\d.]+", self.text(path)) for path in paths)
+        return next((float(match[0]) for match in matches if match), 0.0)
+
+    def slowdowns(self) -> list[str]:
+        """Return why the clocks are low now, by `SLOWED`. Older drivers name the reasons `throttle`."""
+        reasons = [*self.node.iterfind("clocks_event_reasons/*"), *self.node.iterfind("clocks_throttle_reasons/*")]
+        active = [reason.tag for reason in reasons if (reason.text or "").strip() == "Active"]
+        return [SLOWED[name] for tag in active if (name := re.sub(r"clocks_\w+_reason_", "", tag)) in SLOWED]
+
+    def is_broken(self) -> bool:
+        """Whether there were uncorrectable ECC errors since the driver was loaded, or rows of memory wait for a
+        remap."""
+        errors = [error for error in self.node.iterfind("ecc_errors/volatile/*") if "uncorrectable" in error.tag]
+        counts = [int(text) for error in errors if (text := (error.text or "").strip()).isdigit()]
+        return any(counts) or "Yes" in [
+            self.text(f"remapped_rows/remapped_row_{name}") for name in ("pending", "failure")
+        ]
 
 
 @dataclass(frozen=True)
@@ -54,7 +63,7 @@ class NvidiaState:
 
     driver: str
     cuda: str  # newest CUDA version of the driver
-    gpus: tuple[GpuState, ...]
+    gpus: tuple[Gpu, ...]
 
 
 def parse_state(text: str) -> NvidiaState | None:
@@ -63,44 +72,8 @@ def parse_state(text: str) -> NvidiaState | None:
         log = ET.fromstring(text)
     except ET.ParseError:
         return None
-    gpus = tuple(_gpu(node) for node in log.findall("gpu"))
+    gpus = tuple(map(Gpu, log.findall("gpu")))
     return NvidiaState(log.findtext("driver_version", "").strip(), log.findtext("cuda_version", "").strip(), gpus)
-
-
-def _gpu(node: ET.Element) -> GpuState:
-    def text(path: str, default: str = "N/A") -> str:
-        return node.findtext(path, default).strip()
-
-    def number(*paths: str) -> float:
-        """Return the first number at one of the paths; 0 without one."""
-        found = (re.match(r"[\d.]+", text(path)) for path in paths)
-        return next((float(match[0]) for match in found if match), 0.0)
-
-    volatile = node.find("ecc_errors/volatile")
-    errors = [] if volatile is None else [one.text or "" for one in volatile if "uncorrectable" in one.tag]
-    reasons = [one for name in ("clocks_event_reasons", "clocks_throttle_reasons") for one in node.findall(f"{name}/*")]
-    active = {
-        re.sub(r"clocks_(event|throttle)_reason_", "", one.tag)
-        for one in reasons
-        if (one.text or "").strip() == "Active"
-    }
-    return GpuState(
-        name=text("product_name"),
-        persistence=text("persistence_mode"),
-        mig=text("mig_mode/current_mig"),
-        compute_mode=text("compute_mode"),
-        ecc=text("ecc_mode/current_ecc"),
-        uncorrectable=sum(int(count) for count in errors if count.strip().isdigit()),
-        remap_pending="Yes" in (text("remapped_rows/remapped_row_pending"), text("remapped_rows/remapped_row_failure")),
-        fabric=text("fabric/state"),
-        used_mib=number("fb_memory_usage/used"),
-        clock=f"{text('clocks/sm_clock')} of {text('max_clocks/sm_clock')}",
-        slowed=tuple(what for name, what in SLOWED.items() if name in active),
-        power_limit=number("gpu_power_readings/current_power_limit", "power_readings/enforced_power_limit"),
-        default_power_limit=number("gpu_power_readings/default_power_limit", "power_readings/default_power_limit"),
-        link_width=text("pci/pci_gpu_link_info/link_widths/current_link_width"),
-        max_link_width=text("pci/pci_gpu_link_info/link_widths/max_link_width"),
-    )
 
 
 def has_nvidia_card(machine: Machine) -> bool:
@@ -127,19 +100,16 @@ def gpu_checks(machine: Machine, needs: Needs, torch_cuda: str) -> Iterator[Find
         return
     yield driver_check(state, torch_cuda)
     visible = visible_gpus(state.gpus, machine.environment)
-    yield _count(visible, needs)
-    yield from (mode for check in GPU_CHECKS if (mode := check(visible, needs)) is not None)
+    yield from (finding for check in GPU_CHECKS if (finding := check(visible, needs)) is not None)
 
 
 def _no_driver(machine: Machine) -> Finding:
-    reason = machine.errors.get(" ".join(XML), "nvidia-smi lists no GPU")
     if has_nvidia_card(machine):
-        return Finding("driver", f"the PCI bus has an NVIDIA GPU, but {reason}", "fail", "install NVIDIA's driver, or "
-            "start the "
-                       "container with --gpus all")  # fmt: skip
-    return Finding(
-        "GPU", "no NVIDIA GPU: only what a CPU machine needs is checked", "skipped", "none needed to train on a CPU"
-    )
+        reason = machine.errors.get(" ".join(XML), "nvidia-smi lists no GPU")
+        fix = "install NVIDIA's driver, or start the container with --gpus all"
+        return Finding("driver", f"the PCI bus has an NVIDIA GPU, but {reason}", "fail", fix)
+    text = "no NVIDIA GPU: only what a CPU machine needs is checked"
+    return Finding("GPU", text, "skipped", "none needed to train on a CPU")
 
 
 def driver_check(state: NvidiaState, torch_cuda: str) -> Finding:
@@ -149,13 +119,11 @@ def driver_check(state: NvidiaState, torch_cuda: str) -> Finding:
     if not torch_cuda:
         return Finding("driver", found, "fail", "install a torch for CUDA: megagrpo install gpu, in a new environment")
     theirs, ours = (int(text.partition(".")[0] or 0) if text[:1].isdigit() else 0 for text in (state.cuda, torch_cuda))
-    if theirs < ours:
-        oldest = OLDEST_DRIVER.get(ours)
-        return Finding("driver", found, "fail", f"update the driver{f' to {oldest} or later' if oldest else ''}")
-    return Finding("driver", found)
+    oldest = f" to {OLDEST_DRIVER[ours]} or later" if ours in OLDEST_DRIVER else ""
+    return judged("driver", found, theirs >= ours, f"update the driver{oldest}", "fail")
 
 
-def visible_gpus(gpus: Sequence[GpuState], environment: dict[str, str]) -> list[GpuState]:
+def visible_gpus(gpus: Sequence[Gpu], environment: dict[str, str]) -> list[Gpu]:
     """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible. UUIDs are only counted. CUDA ignores what follows an
     invalid entry."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
@@ -171,129 +139,100 @@ def _names_a_gpu(name: str, count: int) -> bool:
     return int(name) < count if name.isdigit() else name.startswith(("GPU-", "MIG-"))
 
 
-def _count(visible: Sequence[GpuState], needs: Needs) -> Finding:
-    kinds = sorted({gpu.name for gpu in visible})
-    found = f"{len(visible)} visible: {', '.join(kinds) or 'none'}"
-    if len(visible) < max(1, needs.gpus):
+def _count(gpus: Sequence[Gpu], needs: Needs) -> Finding:
+    kinds = sorted({gpu.text("product_name") for gpu in gpus})
+    found, least = f"{len(gpus)} visible: {', '.join(kinds) or 'none'}", max(1, needs.gpus)
+    if len(gpus) < least:
         fix = "check CUDA_VISIBLE_DEVICES, the container's --gpus and nvidia-smi -L"
-        return Finding("GPU count", f"{found}; {needs.source} uses {max(1, needs.gpus)}", "fail", fix)
-    if len(kinds) > 1:
-        return Finding(
-            "GPU count",
-            found,
-            "warn",
-            "use GPUs of one kind, because all wait for the slowest; choose by CUDA_VISIBLE_DEVICES",
-        )
-    return Finding("GPU count", found)
+        return Finding("GPU count", f"{found}; {needs.source} uses {least}", "fail", fix)
+    fix = "use GPUs of one kind, because all wait for the slowest; choose by CUDA_VISIBLE_DEVICES"
+    return judged("GPU count", found, len(kinds) == 1, fix)
 
 
-def _persistence(gpus: Sequence[GpuState], needs: Needs) -> Finding:
-    off = sum(gpu.persistence == "Disabled" for gpu in gpus)
-    if off:
-        return Finding(
-            "persistence", f"off on {off} GPU(s): each start waits for the driver", "warn", "as root: nvidia-smi -pm 1"
-        )
-    return Finding("persistence", "on")
+def _persistence(gpus: Sequence[Gpu], needs: Needs) -> Finding:
+    off = _number_with(gpus, "persistence_mode", "Disabled")
+    found = f"off on {off} GPU(s): each start waits for the driver" if off else "on"
+    return judged("persistence", found, not off, "as root: nvidia-smi -pm 1")
 
 
-def _mig(gpus: Sequence[GpuState], needs: Needs) -> Finding:
-    if cut := sum(gpu.mig == "Enabled" for gpu in gpus):
-        fix = "ask the administrator to turn MIG off; NCCL and CUDA IPC do not connect MIG instances"
-        return Finding("MIG", f"enabled on {cut} GPU(s)", "fail" if len(gpus) > 1 else "warn", fix)
-    return Finding("MIG", "disabled")
+def _mig(gpus: Sequence[Gpu], needs: Needs) -> Finding:
+    cut = _number_with(gpus, "mig_mode/current_mig", "Enabled")
+    fix = "ask the administrator to turn MIG off; NCCL and CUDA IPC do not connect MIG instances"
+    found = f"enabled on {cut} GPU(s)" if cut else "disabled"
+    return judged("MIG", found, not cut, fix, "fail" if len(gpus) > 1 else "warn")
 
 
-def _compute_mode(gpus: Sequence[GpuState], needs: Needs) -> Finding:
-    modes = sorted({gpu.compute_mode for gpu in gpus} - {"Default", "N/A"})
-    if not modes:
-        return Finding("compute mode", "Default")
+def _compute_mode(gpus: Sequence[Gpu], needs: Needs) -> Finding:
+    modes = sorted({gpu.text("compute_mode") for gpu in gpus} - {"Default", "N/A"})
     prohibited = "Prohibited" in modes
-    bad = prohibited or needs.shares_gpu
-    fix = (
-        "as root: nvidia-smi -c 0; or set rollout.placement: dedicated"
-        if not prohibited
-        else "as root: nvidia-smi -c 0"
-    )
-    found = (
-        f"{', '.join(modes)}; trainer and vLLM are two processes on each GPU" if needs.shares_gpu else ", ".join(modes)
-    )
-    return Finding("compute mode", found, "fail" if bad else "ok", fix if bad else "")
+    shared = "; trainer and vLLM are two processes on each GPU" if modes and needs.shares_gpu else ""
+    fix = "as root: nvidia-smi -c 0" + ("" if prohibited else "; or set rollout.placement: dedicated")
+    return judged("compute mode", (", ".join(modes) or "Default") + shared, not (prohibited or shared), fix, "fail")
 
 
-def _ecc(gpus: Sequence[GpuState], needs: Needs) -> Finding:
-    broken = [index for index, gpu in enumerate(gpus) if gpu.uncorrectable or gpu.remap_pending]
-    if broken:
-        said = f"uncorrectable errors or rows to remap on GPU {', '.join(map(str, broken))}"
-        return Finding("ECC", said, "fail", "reset the GPU or restart the machine; replace the GPU if errors return")
-    off = sum(gpu.ecc == "Disabled" for gpu in gpus)
-    if off:
+def _ecc(gpus: Sequence[Gpu], needs: Needs) -> Finding:
+    if broken := [str(index) for index, gpu in enumerate(gpus) if gpu.is_broken()]:
+        found = f"uncorrectable errors or rows to remap on GPU {', '.join(broken)}"
+        return Finding("ECC", found, "fail", "reset the GPU or restart the machine; replace the GPU if errors return")
+    if off := _number_with(gpus, "ecc_mode/current_ecc", "Disabled"):
         fix = "turn ECC on for long runs: as root nvidia-smi -e 1, then restart"
         return Finding("ECC", f"off on {off} GPU(s): bit flips are not detected", "warn", fix)
-    return Finding(
-        "ECC", "on, no uncorrectable error" if any(gpu.ecc == "Enabled" for gpu in gpus) else "not supported by the GPU"
-    )
+    on = _number_with(gpus, "ecc_mode/current_ecc", "Enabled")
+    return Finding("ECC", "on, no uncorrectable error" if on else "not supported by the GPU")
 
 
-def _clocks(gpus: Sequence[GpuState], needs: Needs) -> Finding:
-    found = f"SM clock {', '.join(sorted({gpu.clock for gpu in gpus}))}"
-    if slowed := sorted({reason for gpu in gpus for reason in gpu.slowed}):
-        return Finding(
-            "clocks",
-            f"{found}; {', '.join(slowed)}",
-            "warn",
-            "check cooling and power supply: nvidia-smi -q -d PERFORMANCE",
-        )
-    return Finding("clocks", found)
+def _clocks(gpus: Sequence[Gpu], needs: Needs) -> Finding:
+    clocks = sorted({f"{gpu.text('clocks/sm_clock')} of {gpu.text('max_clocks/sm_clock')}" for gpu in gpus})
+    slowed = sorted({reason for gpu in gpus for reason in gpu.slowdowns()})
+    found = "; ".join([f"SM clock {', '.join(clocks)}", *([", ".join(slowed)] if slowed else [])])
+    return judged("clocks", found, not slowed, "check cooling and power supply: nvidia-smi -q -d PERFORMANCE")
 
 
-def _power(gpus: Sequence[GpuState], needs: Needs) -> Finding | None:
-    limits = sorted({(gpu.power_limit, gpu.default_power_limit) for gpu in gpus})
-    if not all(limit and default for limit, default in limits):
+def _power(gpus: Sequence[Gpu], needs: Needs) -> Finding | None:
+    now = ("gpu_power_readings/current_power_limit", "power_readings/enforced_power_limit")
+    default = ("gpu_power_readings/default_power_limit", "power_readings/default_power_limit")
+    limits = sorted({(gpu.number(*now), gpu.number(*default)) for gpu in gpus})
+    if not all(map(all, limits)):
         return None
-    found = ", ".join(f"{limit:g} W of {default:g} W" for limit, default in limits)
-    if any(limit < 0.99 * default for limit, default in limits):
-        return Finding(
-            "power limit", found, "warn", "as root: nvidia-smi -pl DEFAULT; a lower limit lowers the clocks under load"
-        )
-    return Finding("power limit", found)
+    found = ", ".join(f"{limit:g} W of {most:g} W" for limit, most in limits)
+    fix = "as root: nvidia-smi -pl DEFAULT; a lower limit lowers the clocks under load"
+    return judged("power limit", found, all(limit >= 0.99 * most for limit, most in limits), fix)
 
 
-def _memory_in_use(gpus: Sequence[GpuState], needs: Needs) -> Finding:
-    used = {index: gpu.used_mib for index, gpu in enumerate(gpus) if gpu.used_mib > IN_USE_MIB}
-    if used:
-        said = ", ".join(f"{mib / 1024:.1f} GiB on GPU {index}" for index, mib in used.items())
-        return Finding(
-            "GPU memory", f"in use: {said}", "warn", "end other processes (nvidia-smi lists them), or choose other GPUs"
-        )
-    return Finding("GPU memory", f"at most {max((gpu.used_mib for gpu in gpus), default=0):.0f} MiB in use")
+def _memory_in_use(gpus: Sequence[Gpu], needs: Needs) -> Finding:
+    used = [gpu.number("fb_memory_usage/used") for gpu in gpus]
+    taken = [f"{mib / 1024:.1f} GiB on GPU {index}" for index, mib in enumerate(used) if mib > IN_USE_MIB]
+    found = f"in use: {', '.join(taken)}" if taken else f"at most {max(used, default=0):.0f} MiB in use"
+    return judged("GPU memory", found, not taken, "end other processes (nvidia-smi lists them), or choose other GPUs")
 
 
-def _pcie(gpus: Sequence[GpuState], needs: Needs) -> Finding | None:
-    narrow = [
-        i
-        for i, gpu in enumerate(gpus)
-        if gpu.link_width != gpu.max_link_width and "N/A" not in (gpu.link_width, gpu.max_link_width)
-    ]
-    widths = sorted({gpu.link_width for gpu in gpus})
-    if narrow:
-        fix = "seat the card or its riser again; copies to the host (train.offload) take longer"
-        return Finding(
-            "PCIe", f"link {', '.join(widths)}, below the maximum on GPU {', '.join(map(str, narrow))}", "warn", fix
-        )
-    return None if widths in ([], ["N/A"]) else Finding("PCIe", f"link {', '.join(widths)}")
+def _pcie(gpus: Sequence[Gpu], needs: Needs) -> Finding | None:
+    folder = "pci/pci_gpu_link_info/link_widths"
+    links = [(gpu.text(f"{folder}/current_link_width"), gpu.text(f"{folder}/max_link_width")) for gpu in gpus]
+    narrow = [str(index) for index, (now, most) in enumerate(links) if now != most and "N/A" not in (now, most)]
+    widths = sorted({now for now, _ in links})
+    if widths in ([], ["N/A"]):
+        return None
+    found = f"link {', '.join(widths)}" + (f", below the maximum on GPU {', '.join(narrow)}" if narrow else "")
+    fix = "seat the card or its riser again; copies to the host (train.offload) take longer"
+    return judged("PCIe", found, not narrow, fix)
 
 
-def _fabric(gpus: Sequence[GpuState], needs: Needs) -> Finding | None:
-    states = {gpu.fabric for gpu in gpus} - {"N/A"}
+def _fabric(gpus: Sequence[Gpu], needs: Needs) -> Finding | None:
+    states = {gpu.text("fabric/state") for gpu in gpus} - {"N/A"}
     if not states:
         return None
-    if states != {"Completed"}:
-        fix = "start nvidia-fabricmanager on the host, in the driver's version"
-        return Finding("NVSwitch fabric", ", ".join(sorted(states)), "fail", fix)
-    return Finding("NVSwitch fabric", "ready")
+    ready, fix = states == {"Completed"}, "start nvidia-fabricmanager on the host, in the driver's version"
+    return judged("NVSwitch fabric", "ready" if ready else ", ".join(sorted(states)), ready, fix, "fail")
 
 
-GPU_CHECKS: tuple[Callable[[Sequence[GpuState], Needs], Finding | None], ...] = (
+def _number_with(gpus: Sequence[Gpu], path: str, text: str) -> int:
+    """Return on how many GPUs nvidia-smi shows this text."""
+    return sum(gpu.text(path) == text for gpu in gpus)
+
+
+GPU_CHECKS: tuple[Callable[[Sequence[Gpu], Needs], Finding | None], ...] = (
+    _count,
     _persistence,
     _mig,
     _compute_mode,

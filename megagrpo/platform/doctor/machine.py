@@ -10,7 +10,6 @@ from pathlib import Path
 
 COMMAND_SECONDS = 20.0  # nvidia-smi takes several seconds on eight GPUs without persistence mode
 STATES = ("ok", "warn", "fail", "skipped")
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,11 @@ class Finding:
     found: str
     state: str = "ok"
     fix: str = ""
+
+
+def judged(subject: str, found: str, good: bool, fix: str, state: str = "warn") -> Finding:
+    """Return the finding of a check that is ok if `good`, and else has this state and fix."""
+    return Finding(subject, found) if good else Finding(subject, found, state, fix)
 
 
 @dataclass
@@ -75,7 +79,7 @@ class Machine:
             self.errors[line] = f"{command[0]}: {error}"
             return
         if ended.returncode:
-            said = " ".join((ended.stdout + ended.stderr).split())
-            self.errors[line] = f"{command[0]}: exit code {ended.returncode}: {said}"
+            output = " ".join((ended.stdout + ended.stderr).split())
+            self.errors[line] = f"{command[0]}: exit code {ended.returncode}: {output}"
         else:
             self.outputs[line] = ended.stdout

@@ -1,15 +1,8 @@
-"""What a run needs of a machine: the run of a config, or any run."""
+"""What a run needs of a machine; the defaults are what any run needs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from megagrpo.config import RunConfig
-from megagrpo.config.placement import weight_path
-from megagrpo.proof.plan import plan
-from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE
-from megagrpo.proof.plan.planned_memory import weight_bytes
-from megagrpo.proof.plan.shapes import UnseenModel, num_parameters
 
 SMALLEST_SHM = 1.0  # GiB: NCCL, vLLM and torch's data loaders use some; Docker's default of 64 MiB is too small
 SMALLEST_RAM = 8.0  # GiB for Python, libraries and one server of a small model
@@ -30,38 +23,3 @@ class Needs:
     shares_gpu: bool = True  # trainer and vLLM are two processes on one GPU
     cuda_ipc: bool = True
     unseen: str = ""  # why the size of the model is unknown
-
-
-def needs_of(config: RunConfig, name: str, gpu: bool, world_size: int | None = None) -> Needs:
-    """Return what a node needs to run `config`, called `name`, on `world_size` ranks, by default as few as the layout
-    needs. With `gpu` the nodes have GPUs."""
-    parallel, rollout = config.parallel, config.rollout
-    world = world_size or parallel.smallest_world
-    made = plan(config, world, GPUS_PER_NODE * 1024.0 if gpu else None, has_data=False, fetch=False)
-    parameters = num_parameters(made.model) if made.model is not None else 0
-    nodes = max(config.run.nodes, -(-world // GPUS_PER_NODE) if gpu else 1)
-    transport = _transport(config, gpu, nodes == 1)
-    copies = 2 * weight_bytes(config) * parameters / 2**30 if transport == "shared_memory" else 0.0
-    servers = rollout.servers * rollout.devices_per_server if rollout.placed == "dedicated" else 0
-    checkpoint = parameters * (weight_bytes(config) + 12) / 2**30
-    in_ram = sum(made.host.get(purpose, 0.0) for purpose in ("saving", "moments", "offload", "activations"))
-    ranks = 0.0 if gpu or not made.memory else world * max(parts["total"] for parts in made.memory.values())
-    return Needs(
-        source=name,
-        gpus=min(GPUS_PER_NODE, -(-world // nodes) + servers) if gpu else 0,
-        nodes=nodes,
-        shared_memory=max(SMALLEST_SHM, copies),
-        ram=max(SMALLEST_RAM, in_ram + ranks + copies),
-        disk=max(SMALLEST_DISK, checkpoint),
-        one_connection=parallel.tp > 1 or parallel.cp > 1,
-        shares_gpu=rollout.placed == "colocated",
-        cuda_ipc=transport == "cuda_ipc",
-        unseen=next((problem.text for problem in made.problems if isinstance(problem, UnseenModel)), ""),
-    )
-
-
-def _transport(config: RunConfig, gpu: bool, one_host: bool) -> str:
-    try:
-        return weight_path(config, gpu, one_host=one_host)[0]
-    except ValueError:
-        return ""

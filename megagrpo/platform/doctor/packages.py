@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from megagrpo.platform.doctor.machine import Finding, Machine
+from megagrpo.platform.doctor.machine import Finding, Machine, judged
 from megagrpo.platform.install.requirements import constraints
 from megagrpo.platform.install.steps import VLLM
 
-PACKAGES = ("torch", "megatron-core", "transformers", "triton")
+CHECKED_PACKAGES = ("torch", "megatron-core", "transformers", "triton")
 GPU_PACKAGES = ("transformer-engine", "transformer-engine-torch", "flash-attn", "nvidia-nccl-cu13", "nvidia-cudnn-cu13")
 OPTIONAL = ("transformer-engine", "transformer-engine-torch", "flash-attn")
 CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*'([\d.]+)'", re.MULTILINE)  # in torch/version.py
@@ -56,7 +56,7 @@ def package_checks(kind: str) -> Iterator[Finding]:
         yield Finding(VLLM[kind], found, "fail", fix)
     else:
         yield package_check(VLLM[kind], installed(VLLM[kind]), tested.get(VLLM[kind], ""), kind)
-    for name in PACKAGES + (GPU_PACKAGES if kind == "gpu" else ()):
+    for name in CHECKED_PACKAGES + (GPU_PACKAGES if kind == "gpu" else ()):
         yield package_check(name, installed(name), tested.get(name, ""), kind)
     if importlib.util.find_spec("amp_C"):
         yield Finding("apex", f"NVIDIA's {installed('apex')}: its FusedAdam and FusedRMSNorm are used if they run here")
@@ -74,42 +74,24 @@ def package_check(name: str, found: str, tested: str, kind: str) -> Finding:
         state = "fail" if name in (*VLLM.values(), "torch", "megatron-core", "transformers") else "warn"
         return Finding(name, "not installed", state, f"megagrpo install {kind}")
     if tested and found.partition("+")[0] != tested.partition("+")[0]:
-        return Finding(
-            name,
-            f"{found}, tested with {tested}",
-            "warn",
-            f"megagrpo install {kind}, which installs the tested version",
-        )
-    return Finding(name, f"{found}" + ("" if tested else ", not pinned"))
+        fix = f"megagrpo install {kind}, which installs the tested version"
+        return Finding(name, f"{found}, tested with {tested}", "warn", fix)
+    return Finding(name, found + ("" if tested else ", not pinned"))
 
 
 def toolkit_checks(machine: Machine, cuda: str) -> Iterator[Finding]:
     """Check the CUDA compiler, if there is one, and the C++ compiler. Only packages that compile at run time need
     nvcc."""
-    if not (shutil.which("cc") and shutil.which("c++")):
-        yield Finding(
-            "C++ compiler",
-            "cc or c++ is missing",
-            "warn",
-            "Debian, Ubuntu: apt-get install build-essential; Triton compiles with cc",
-        )
-    else:
-        yield Finding("C++ compiler", "found")
+    both = bool(shutil.which("cc") and shutil.which("c++"))
+    fix = "Debian, Ubuntu: apt-get install build-essential; Triton compiles with cc"
+    yield judged("C++ compiler", "found" if both else "cc or c++ is missing", both, fix)
     text = machine.run("nvcc", "--version")
     match = RELEASE.search(text or "")
     if match is None:
         packaged = installed("nvidia-cuda-nvcc")
-        found = (
-            f"the package nvidia-cuda-nvcc {packaged}"
-            if packaged
-            else "no nvcc; only FlashInfer's kernels in vLLM compile with it"
-        )
-        yield Finding(
-            "CUDA toolkit",
-            found,
-            "ok" if packaged else "skipped",
-            "" if packaged else "megagrpo install gpu brings one",
-        )
+        missing = "no nvcc; only FlashInfer's kernels in vLLM compile with it"
+        found = f"the package nvidia-cuda-nvcc {packaged}" if packaged else missing
+        yield judged("CUDA toolkit", found, bool(packaged), "megagrpo install gpu brings one", "skipped")
     elif cuda and match[1] != cuda.partition(".")[0]:
         fix = f"put a CUDA {cuda} toolkit first on PATH (module load cuda/{cuda}), or take nvcc off PATH"
         yield Finding("CUDA toolkit", f"nvcc {match[1]}.{match[2]}, but torch is built for CUDA {cuda}", "warn", fix)
@@ -123,9 +105,5 @@ def foreign_libraries(machine: Machine) -> Iterator[Finding]:
     names = ("libnccl.so.2", "libcudnn.so.9", "libcublas.so.13", "libcublas.so.12")
     hits = [str(folder / name) for folder in folders for name in names if (folder / name).exists()]
     if hits:
-        yield Finding(
-            "LD_LIBRARY_PATH",
-            f"holds {', '.join(hits)}",
-            "warn",
-            "unset LD_LIBRARY_PATH: these replace the libraries of torch",
-        )
+        fix = "unset LD_LIBRARY_PATH: these replace the libraries of torch"
+        yield Finding("LD_LIBRARY_PATH", f"holds {', '.join(hits)}", "warn", fix)

@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 
-from megagrpo.platform.doctor.gpu_checks import GpuState
-from megagrpo.platform.doctor.machine import Finding, Machine
+from megagrpo.platform.doctor.gpu_checks import Gpu
+from megagrpo.platform.doctor.machine import Finding, Machine, judged
 from megagrpo.platform.doctor.needs import Needs
 from megagrpo.platform.launch.preflight import BLACKWELL
-from megagrpo.platform.process.environment import PASSED, REFUSED, REMOVED, TABLE, Verdict, judge, row_of
+from megagrpo.platform.process.environment import PASSED, REFUSED, REMOVED, TABLE, judge, row_of
 
 
-def variable_checks(machine: Machine, needs: Needs, gpus: Sequence[GpuState]) -> Iterator[Finding]:
+def variable_checks(machine: Machine, needs: Needs, gpus: Sequence[Gpu]) -> Iterator[Finding]:
     """Check the environment of this shell by the table of `platform/process/environment.py`: what a run would ignore or
     refuse, what harms, and each row with a variable that is set. Without any `gpus` variables of CUDA and NCCL harm
     nothing."""
     environment = machine.environment
     verdicts = judge(environment)
-    findings = [
-        Finding(
-            verdict.names[0],
-            f"{', '.join(verdict.names)}, {verdict.fate}: {verdict.reason}",
-            _state(verdict),
-            verdict.fix,
-        )
-        for verdict in verdicts
-    ]
+    findings = []
+    for verdict in verdicts:
+        found = f"{', '.join(verdict.names)}, {verdict.fate}: {verdict.reason}"
+        state = "fail" if verdict.fate == REFUSED else "warn"
+        findings.append(Finding(verdict.names[0], found, state, verdict.fix))
     wrong = [
         _one_connection(environment, needs, gpus) if gpus else None,
         _threads(environment),
@@ -41,10 +38,6 @@ def variable_checks(machine: Machine, needs: Needs, gpus: Sequence[GpuState]) ->
             yield Finding("variables", f"{', '.join(names)}: {fate}, {row.effect}")
 
 
-def _state(verdict: Verdict) -> str:
-    return "fail" if verdict.fate == REFUSED else "warn"
-
-
 def _harmful(environment: dict[str, str], on_gpus: bool) -> Iterator[Finding]:
     """Yield a warning for each variable with a value that makes a run slow or wrong."""
     for name, value in environment.items():
@@ -55,38 +48,28 @@ def _harmful(environment: dict[str, str], on_gpus: bool) -> Iterator[Finding]:
             yield Finding(name, f"{value}: {row.effect}", "warn", row.fix)
 
 
-def _one_connection(environment: dict[str, str], needs: Needs, gpus: Sequence[GpuState]) -> Finding | None:
-    name, older = "CUDA_DEVICE_MAX_CONNECTIONS", any(not BLACKWELL.search(gpu.name) for gpu in gpus)
+def _one_connection(environment: dict[str, str], needs: Needs, gpus: Sequence[Gpu]) -> Finding | None:
+    name, older = "CUDA_DEVICE_MAX_CONNECTIONS", any(not BLACKWELL.search(gpu.text("product_name")) for gpu in gpus)
     value = environment.get(name)
     if needs.one_connection and older and value not in (None, "1"):
         found = f"{value}, but {needs.source} uses tensor or context parallelism on GPUs before Blackwell"
         return Finding(name, found, "warn", "unset it: the ranks' launcher sets it to 1")
     if value == "1" and not (needs.one_connection and older):
         found = "1; only tensor and context parallelism before Blackwell need it"
-        return Finding(
-            name, found, "warn" if needs.source != "any run" else "ok", "unset it" if needs.source != "any run" else ""
-        )
+        return judged(name, found, needs.source == "any run", "unset it")
     return None
 
 
 def _threads(environment: dict[str, str]) -> Finding | None:
     value = environment.get("OMP_NUM_THREADS", "")
     if value.isdigit() and int(value) > (os.cpu_count() or 1):
-        return Finding(
-            "OMP_NUM_THREADS",
-            f"{value}, but the machine has {os.cpu_count()} cores",
-            "warn",
-            "unset it: the ranks share the cores",
-        )
+        found = f"{value}, but the machine has {os.cpu_count()} cores"
+        return Finding("OMP_NUM_THREADS", found, "warn", "unset it: the ranks share the cores")
     return None
 
 
 def _python_path(environment: dict[str, str]) -> Finding | None:
-    folders = [
-        name
-        for name in environment.get("PYTHONPATH", "").split(":")
-        if "site-packages" in name or "dist-packages" in name
-    ]
+    folders = [name for name in environment.get("PYTHONPATH", "").split(":") if re.search("(site|dist)-packages", name)]
     if folders:
         found = f"{', '.join(folders)}: its packages come before those of this environment"
         return Finding("PYTHONPATH", found, "warn", "unset it, or start with python -P")

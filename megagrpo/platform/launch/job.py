@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from megagrpo.config import ConfigError, Problem, ProblemError, RolloutSection, RunConfig
-from megagrpo.config.io import SHIPPED, load, shipped_configs, shipped_folder
+from megagrpo.config.io import SHIPPED, read_yaml, shipped_configs, shipped_folder, validated_as
 from megagrpo.config.paths import paths_in
 from megagrpo.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 
@@ -123,7 +123,7 @@ def cluster_file(name: str) -> Path:
 
 def load_cluster(path: str | Path) -> Cluster:
     """Return the description in a YAML file. Raises ConfigError that lists every problem."""
-    return load(Cluster, path, [], lambda values, folder: values)
+    return validated_as(Cluster, read_yaml(path), path)
 
 
 def check_paths(config: RunConfig, config_name: str, cluster: Cluster) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megagrpo.config import MultiTurnSection, Problem, ProblemError, RunConfig
-from megagrpo.config.tracker_options import PACKAGES
+from megagrpo.config.tracker_options import TRACKER_PACKAGES
 from megagrpo.environments.environment_registry import targets
 from megagrpo.rewards import reward_registry
 from megagrpo.rewards.target import Target, did_you_mean
@@ -35,7 +35,9 @@ def own_code_problems(config: RunConfig) -> Iterator[Problem]:
     if ":" in config.rollout.weight_sync_transport:
         named["rollout.weight_sync_transport"] = (config.rollout.weight_sync_transport, "transport")
     named |= {
-        f"run.trackers.{i}": (name, "tracker") for i, name in enumerate(config.run.trackers) if name not in PACKAGES
+        f"run.trackers.{i}": (name, "tracker")
+        for i, name in enumerate(config.run.trackers)
+        if name not in TRACKER_PACKAGES
     }
     if config.algorithm.loss.custom:
         named["algorithm.loss_type"] = (config.algorithm.loss_type, "loss")

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic_core import PydanticUndefined
 
 from megagrpo.config import RunConfig
-from megagrpo.config.io import fields
+from megagrpo.config.key_table import fields
 from megagrpo.platform.process.terminal import printable
 from megagrpo.records.report.privacy import SECRET_KEY, Privacy
 from megagrpo.records.report.shown_responses import text_of

@@ -14,7 +14,7 @@ from megagrpo.algorithms.real import RealTerms, sample_sums
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.algorithms.sequences import Sequences
 from megagrpo.config import AlgorithmSection, RunConfig
-from megagrpo.config.config_rules import advantage_problems, loss_problems
+from megagrpo.config.algorithm_rules import advantage_problems, loss_problems
 from megagrpo.data.packing import PackingRules, pack
 from megagrpo.proof.verify.shrink import GROUP_SIZE, random_samples
 from megagrpo.types import LossInputs, TrainState
@@ -65,7 +65,7 @@ REFUSED = {
 @pytest.mark.parametrize("beginning", REFUSED)
 def test_options_that_contradict_each_other_are_refused(beginning):
     section = AlgorithmSection(**REFUSED[beginning])
-    (problem,) = loss_problems(section) + advantage_problems(section)
+    (problem,) = [*loss_problems(section), *advantage_problems(section)]
     assert str(problem).startswith(beginning)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megagrpo.commands.config_arguments import load
 from megagrpo.commands.parser import parse
 from megagrpo.config import ConfigError, RunConfig, save_resolved
-from megagrpo.config.io import fields, section_of
+from megagrpo.config.key_table import fields, section_of
 from megagrpo.proof.plan import plan
 from megagrpo.trainer.time_limit import check_time_limit, seconds_of
 

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from megagrpo.config import ConfigError, RunConfig, load_config, save_resolved
-from megagrpo.config.io import fields, shipped_configs
+from megagrpo.config.io import shipped_configs
+from megagrpo.config.key_table import fields
 from megagrpo.config.paths import PATHS
 from megagrpo.data.data_sources import load_rows
 from megagrpo.rewards.reward_registry import resolve

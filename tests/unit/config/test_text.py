@@ -16,8 +16,8 @@ from megagrpo.commands.api.config_input import read
 from megagrpo.commands.config_arguments import load, overrides
 from megagrpo.commands.parser import parse
 from megagrpo.config import ConfigError, RunConfig, absolute_override, load_config, override_text, save_resolved
-from megagrpo.config.io import fields, section_of
 from megagrpo.config.json_schema import config_schema
+from megagrpo.config.key_table import fields, section_of
 from megagrpo.config.overrides import holds_texts, is_text, read_override, types_of
 from megagrpo.config.paths import PATHS, anchored
 from megagrpo.config.yaml_text import block_text, parse_yaml
@@ -113,7 +113,7 @@ def test_the_keys_of_text_are_many():
 @example("run.output_dir", "/data/run #3")
 def test_any_text_passes_through_yaml_and_the_command_line(key, text):
     name = concrete(key)
-    from_word = read_override(RunConfig, override_text(name, text), anchored)
+    from_word = read_override(override_text(name, text))
     assert from_word == (name, expected(key, text)) and from_file(name, text) == expected(key, text)
     if not re.fullmatch(r"\\*null", text):  # the one text with another meaning, at keys that may be empty
         assert override_text(name, text) == f"{name}={text}"
@@ -124,7 +124,7 @@ def test_any_text_passes_through_yaml_and_the_command_line(key, text):
 def test_any_texts_of_a_list_or_mapping_pass_too(key, listed):
     name = concrete(key)
     value = {text: text for text in listed} if key.endswith(("columns", "tags")) and "wandb" not in key else listed
-    assert read_override(RunConfig, override_text(name, value), anchored) == (name, expected(key, value))
+    assert read_override(override_text(name, value)) == (name, expected(key, value))
     assert from_file(name, value) == expected(key, value)
 
 
@@ -252,10 +252,10 @@ def test_every_key_of_type_path_follows_one_rule_from_a_file_the_command_line_an
         found = found[0 if part == "0" else part]
     assert found == at(folder)
     word = override_text(name, value)
-    assert read_override(RunConfig, word, anchored) == (name, at(here))
+    assert read_override(word) == (name, at(here))
     elsewhere = absolute_override(word)
     monkeypatch.chdir("/")
-    assert read_override(RunConfig, elsewhere, anchored) == (name, at(here))
+    assert read_override(elsewhere) == (name, at(here))
 
 
 def test_a_name_of_the_hub_is_a_folder_where_one_exists_beside_the_file_or_in_the_current_folder(here, monkeypatch):

@@ -1,5 +1,6 @@
 """Child processes of the API: their output, their exit codes, Ctrl-C, and their end with this process."""
 
+import importlib
 import os
 import signal
 import subprocess
@@ -12,21 +13,28 @@ import pytest
 
 from megagrpo.commands.api import child_process
 from megagrpo.commands.api.child_process import PACKAGE_ROOT
+from megagrpo.commands.api.errors import CommandFailed
 from megagrpo.config import ConfigError
 
 PROGRAM = '''
 import os, signal, subprocess, sys, time
 
 
-def main(arguments):
-    return globals()[arguments[0]](*arguments[1:])
-
-
 def prints(code):
     print("one \\u00e9")
     print("two", file=sys.stderr)
     assert sys.stdin.read() == ""
-    return int(code)
+    return code
+
+
+def adds(*numbers):
+    return [sum(numbers)]
+
+
+def refuses(text):
+    from megagrpo.config import ConfigError
+
+    raise ConfigError(text)
 
 
 def looks():
@@ -55,7 +63,7 @@ def waits(started, ended, signals):
     signal.signal(signal.SIGINT, note)
     signal.signal(signal.SIGTERM, note)
     open(started, "w").close()
-    while len(got) < int(signals):
+    while len(got) < signals:
         time.sleep(0.01)
     print("saved")
     return 130
@@ -64,9 +72,12 @@ def waits(started, ended, signals):
 
 @pytest.fixture
 def program(tmp_path, monkeypatch):
-    """Makes the module `program` importable in child processes."""
+    """A module that child processes import too."""
     (tmp_path / "program.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([PACKAGE_ROOT, str(tmp_path)]))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("program")
+    sys.modules.pop("program")
 
 
 @pytest.fixture
@@ -85,48 +96,58 @@ def wait_for(file: Path, text: str = "") -> None:
 
 
 def test_errors_appear_output_is_returned_and_standard_input_is_empty(program, capsys):
-    ended = child_process.run("program", ["prints", "3"])
+    ended = child_process.call(program.prints, 3)
     assert (ended.exit_code, ended.out, ended.err, ended.output) == (3, "one é\n", "two\n", "two\n")
     assert capsys.readouterr() == ("", "two\n")
 
 
-def test_a_log_gets_all_output_and_is_shown_from_its_end_on(program, tmp_path, capsys):
+def test_a_function_s_result_comes_back(program):
+    ended = child_process.call(program.adds, 1, 2)
+    assert (ended.exit_code, ended.result) == (0, [3]) and child_process.result_of("adds", program.adds, 3) == [3]
+    with pytest.raises(CommandFailed, match="prints failed with exit code 3; its last lines:\ntwo"):
+        child_process.result_of("prints", program.prints, 3)
+
+
+def test_a_log_gets_all_output_and_is_shown_from_its_end_on(program, tmp_path, capsys, monkeypatch):
     log = tmp_path / "log"
     log.write_text("before\n")
-    ended = child_process.run_logged("program", ["prints", "3"], log, {"COLUMNS": "70"}, show=True)
+    monkeypatch.setenv("COLUMNS", "70")
+    ended = child_process.call(program.prints, 3, log=log)
     assert (
         ended.exit_code == 3
         and sorted(ended.output.splitlines()) == ["one é", "two"]
         and capsys.readouterr() == (ended.out, "")
     )
     assert log.read_text() == "before\n" + ended.out
-    assert child_process.run_logged("program", ["looks"], log, {"COLUMNS": "70"}, show=False).out == "70 None\n"
+    assert child_process.call(program.looks, log=log, quiet=True).out == "70 None\n"
     assert capsys.readouterr() == ("", "")
 
 
 def test_output_has_no_colours_and_a_width(program, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")  # as a Jupyter kernel does
     monkeypatch.delenv("COLUMNS", raising=False)
-    assert child_process.run("program", ["looks"]).out == "100 None\n"
+    assert child_process.call(program.looks).out == "100 None\n"
     monkeypatch.setenv("COLUMNS", "80")
-    assert child_process.run("program", ["looks"]).out == "80 None\n"
+    assert child_process.call(program.looks).out == "80 None\n"
 
 
 def test_exit_code_2_is_a_wrong_config(program, tmp_path):
     with pytest.raises(ConfigError, match=r"^two$"):
-        child_process.run("program", ["prints", "2"])
+        child_process.call(program.prints, 2)
     with pytest.raises(ConfigError, match="two"):
-        child_process.run_logged("program", ["prints", "2"], tmp_path / "log", {}, show=False)
+        child_process.call(program.prints, 2, log=tmp_path / "log", quiet=True)
+    with pytest.raises(ConfigError, match=r"^run.name: no$"):
+        child_process.call(program.refuses, "run.name: no")
 
 
 def test_a_killed_process_has_the_signal_s_exit_code(program):
-    assert child_process.run("program", ["dies"]).exit_code == 128 + signal.SIGKILL
+    assert child_process.call(program.dies).exit_code == 128 + signal.SIGKILL
 
 
 def test_a_process_that_the_child_leaves_is_not_waited_for(program, tmp_path):
     began = time.monotonic()
-    assert child_process.run("program", ["leaves_a_process"]).out == "done\n"
-    assert child_process.run_logged("program", ["leaves_a_process"], tmp_path / "log", {}, show=False).out == "done\n"
+    assert child_process.call(program.leaves_a_process).out == "done\n"
+    assert child_process.call(program.leaves_a_process, log=tmp_path / "log", quiet=True).out == "done\n"
     assert time.monotonic() - began < 30
 
 
@@ -143,20 +164,16 @@ def test_ctrl_c_reaches_the_child_once_and_is_raised_after_its_end(logged, progr
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        words = ["waits", str(started), str(ended), "2"]
-        child_process.run_logged("program", words, log, {}, show=True) if logged else child_process.run(
-            "program", words
-        )
+        child_process.call(program.waits, str(started), str(ended), 2, log=log if logged else None)
     thread.join()
     assert ended.read_text().split() == ["2", "2"] and (not logged or capsys.readouterr().out == "saved\n")
 
 
 def test_the_child_is_asked_to_stop_and_can_still_write_when_this_process_is_killed(program, tmp_path):
     started, ended, log = tmp_path / "started", tmp_path / "ended", tmp_path / "log"
-    words = ["waits", str(started), str(ended), "1"]
     code = (
-        f"from pathlib import Path; from megagrpo.commands.api.child_process import run_logged; "
-        f"run_logged('program', {words!r}, Path({str(log)!r}), {{}}, True)"
+        f"from pathlib import Path; import program; from megagrpo.commands.api.child_process import call; "
+        f"call(program.waits, {str(started)!r}, {str(ended)!r}, 1, log=Path({str(log)!r}))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
     wait_for(started)

@@ -2,16 +2,18 @@
 `megagrpo`."""
 
 import ast
+import importlib
 import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
 import megagrpo
-from megagrpo.commands.api import child_process
+from megagrpo.commands.api import api_checks, child_process, train_call
 from megagrpo.config import ConfigError, load_config
 from megagrpo.config.io import shipped_config
 
@@ -21,17 +23,25 @@ SMALL = {"model.path": "Qwen/Qwen3-0.6B", "model.precision": "fp32"}
 PROGRAM = '''
 """Writes its arguments to the file `called` of the current folder, and does what the file `script` says."""
 
-import json, os, pathlib
+import json, pathlib, sys
 
 
-def main(arguments):
+def main(*arguments):
     script = json.loads(pathlib.Path("script").read_text())
-    pathlib.Path("called").write_text(json.dumps([arguments, os.environ.get("NPROC")]))
-    if output := script.get("write"):
-        pathlib.Path(arguments[arguments.index("--output") + 1]).write_text(json.dumps(output))
+    pathlib.Path("called").write_text(json.dumps(arguments, default=str))
     print(script.get("print", "trained"))
-    print("an error", file=__import__("sys").stderr)
+    print("an error", file=sys.stderr)
     return script["exit"]
+
+
+def evaluate(config, *arguments):
+    from megagrpo.commands.api.api_checks import Evaluation
+
+    script = json.loads(pathlib.Path("script").read_text())
+    pathlib.Path("called").write_text(json.dumps([config.model_dump(), *arguments], default=str))
+    if script["exit"]:
+        raise SystemExit(script["exit"])
+    return Evaluation(script["metrics"], script["by_set"])
 '''
 
 
@@ -39,25 +49,29 @@ def main(arguments):
 def here(tmp_path, monkeypatch):
     """The current folder, without a stand-in: a process that starts fails the test."""
     monkeypatch.chdir(tmp_path)
-    for name in ("run", "run_logged"):
-        monkeypatch.setattr(child_process, name, lambda *arguments, **options: pytest.fail("a process starts"))
+    monkeypatch.setattr(child_process, "call", lambda *arguments, **options: pytest.fail("a process starts"))
     return tmp_path
 
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """A function that sets what the program instead of `megagrpo` does. It returns a function that reads how the
-    program was called."""
+    """A function that sets what the functions do that a process of its own calls instead of training, verifying and
+    evaluating. It returns a function that reads how they were called."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "stand_in.py").write_text(PROGRAM)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([child_process.PACKAGE_ROOT, str(tmp_path)]))
-    monkeypatch.setattr(child_process, "MAIN", "stand_in")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("stand_in")
+    monkeypatch.setattr(train_call, "run_training", module.main)
+    monkeypatch.setattr(api_checks, "verify_layouts", module.main)
+    monkeypatch.setattr(api_checks, "evaluate_here", module.evaluate)
 
     def does(**script):
         (tmp_path / "script").write_text(json.dumps({"exit": 0} | script))
         return lambda: json.loads((tmp_path / "called").read_text())
 
-    return does
+    yield does
+    sys.modules.pop("stand_in")
 
 
 def reward(completions):
@@ -84,7 +98,7 @@ def reward(completions):
         ({"callbacks": ["nowhere.py:C"]}, r"run.callbacks.0: no file .*nowhere.py"),
         (
             {"overrides": {"run.nodes": 2, "rollout.placement": "dedicated"}},
-            "run.nodes: 2 nodes, but megagrpo.train starts the ranks of one",
+            "run.nodes: 2 nodes, but megagrpo train starts the ranks of one",
         ),
         ({"overrides": {"parallel.tp": 2}, "ranks": 3}, "parallel"),
     ],
@@ -111,9 +125,9 @@ def test_a_shipped_config_is_trained_with_its_own_file_and_overrides(stand_in, c
     run = megagrpo.train(
         QUICKSTART, reward_functions=reward, overrides=SMALL | {"run.name": "own"}, resume=True, ranks=3
     )
-    words, nproc = called()
-    assert words[0] == "train" and words[1] == QUICKSTART and nproc == "3"
-    config = load_config(words[1], words[2:])
+    name, overrides, ranks = called()
+    assert name == QUICKSTART and ranks == 3
+    config = load_config(name, overrides)
     assert config.run.resume and config.model.path == SMALL["model.path"] and run.folder == Path.cwd() / "runs" / "own"
     assert config.rewards.functions[0].function.startswith(str(run.folder / "from_python"))
     assert sorted(capsys.readouterr().out.splitlines()) == ["an error", "trained"]
@@ -126,9 +140,9 @@ def test_a_mapping_is_trained_from_a_file_in_the_run_s_folder_and_may_be_silent(
     run = megagrpo.train(
         {"defaults": QUICKSTART, "model": {"path": SMALL["model.path"]}}, overrides=["run.seed=3"], quiet=True
     )
-    file, *overrides = called()[0][1:]
+    file, overrides, ranks = called()
     assert Path(file) == run.folder / "from_python" / "config.yaml" and load_config(file, overrides).run.seed == 3
-    assert called()[1] is None and capsys.readouterr() == ("", "")
+    assert ranks is None and capsys.readouterr() == ("", "")
 
 
 def test_the_first_lines_of_the_page_start_a_run(stand_in):
@@ -138,8 +152,7 @@ def test_the_first_lines_of_the_page_start_a_run(stand_in):
     start = next(i for i, statement in enumerate(statements) if isinstance(statement, ast.Assign))
     names: dict = {}
     exec(compile(ast.Module(statements[: start + 1], []), "python.md", "exec"), names)  # the last lines need a real run
-    words = called()[0]
-    config = load_config(words[1], words[2:])
+    config = load_config(*called()[:2])
     assert names["run"].folder == Path.cwd() / "runs" / "shorter" and config.run.max_steps == 6
     assert names["shorter"](["x" * 50]) == [-0.5] and Path(config.data.train.source).exists()
     with pytest.raises(KeyError):  # there are no steps yet
@@ -154,8 +167,7 @@ def test_callbacks_of_the_config_stay(stand_in):
     called = stand_in()
     Path("mine.py").write_text("class Mine:\n    pass\n")
     megagrpo.train({"defaults": QUICKSTART, "run": {"callbacks": ["mine.py:Mine"]}}, callbacks=[Own], overrides=SMALL)
-    words = called()[0]
-    names = load_config(words[1], words[2:]).run.callbacks
+    names = load_config(*called()[:2]).run.callbacks
     assert (
         names[0] == f"{Path.cwd()}/mine.py:Mine" and names[1].endswith("megagrpo_callbacks.py:Own") and len(names) == 2
     )
@@ -187,7 +199,7 @@ def test_ctrl_c_says_how_to_continue(here, monkeypatch, capsys):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(child_process, "run_logged", interrupted)
+    monkeypatch.setattr(child_process, "call", interrupted)
     with pytest.raises(KeyboardInterrupt):
         megagrpo.train(QUICKSTART, overrides=SMALL)
     assert (
@@ -237,7 +249,9 @@ def test_a_verification_has_a_row_per_layout(stand_in):
         ranks=2,
         overrides=SMALL,
     )
-    assert called()[0][-7:] == ["--layout", "tp=2", "--layout", "pp=2,sequence_parallel,cp=1", "--ranks", "2", "--json"]
+    path, overrides, texts, ranks, as_json = called()
+    assert load_config(path, overrides).model.path == SMALL["model.path"]
+    assert (texts, ranks, as_json) == (["tp=2", "pp=2,sequence_parallel,cp=1"], 2, True)
     assert not result.passed and result.layouts == layouts
     assert list(result.table["gradient"].dropna()) == [1e-6] and list(result.table["layout"]) == ["tp=2", "pp=2"]
 
@@ -252,9 +266,7 @@ def test_a_verification_that_breaks_off_is_an_error(stand_in):
 
 def test_an_evaluation_has_metrics_and_a_row_per_response(stand_in):
     response = {"prompt_id": 0, "prompt": "a", "completion": "b", "reward": 1.0, "rewards": {"reward": 1.0}}
-    called = stand_in(
-        write={"metrics": {"reward": 1.0, "hard/reward": 0.0}, "responses": {"": [response], "hard": [response]}}
-    )
+    called = stand_in(metrics={"reward": 1.0, "hard/reward": 0.0}, by_set={"": [response], "hard": [response]})
     rows = [{"prompt": "a"}]
     result = megagrpo.evaluate(
         load_config(shipped_config(QUICKSTART)),
@@ -263,11 +275,12 @@ def test_an_evaluation_has_metrics_and_a_row_per_response(stand_in):
         reward_functions=reward,
         overrides=SMALL,
     )
-    words = called()[0]
-    assert words[0] == "eval" and words[words.index("--checkpoint") + 1] == "latest"
+    config, folder, checkpoint, adapter = called()
+    assert (folder, checkpoint, adapter) == (str(Path.cwd()), "latest", None)
     assert result.metrics == {"reward": 1.0, "hard/reward": 0.0}
     assert list(result.responses["set"]) == ["", "hard"] and list(result.responses["rewards/reward"]) == [1.0, 1.0]
-    assert not Path(words[1]).exists()  # the files of the call are temporary
+    written = config["evaluation"]["sets"]["hard"]["source"]
+    assert not Path(written).exists()  # the files of the call are temporary
 
 
 def test_an_evaluation_that_fails_is_an_error(stand_in):

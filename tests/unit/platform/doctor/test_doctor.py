@@ -1,13 +1,13 @@
-"""megagrpo/doctor: the outputs of nvidia-smi, ibstat and nvcc are parsed, and each state that a check reports is
+"""megagrpo/doctor: the outputs of nvidia-smi and nvcc are parsed, and each state that a check reports is
 triggered once."""
 
 import resource
 import stat
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from megagrpo.commands.api.run_needs import needs_of
 from megagrpo.config import load_config
 from megagrpo.platform.doctor.checkup import check_up, is_gpu_machine
 from megagrpo.platform.doctor.gpu_checks import NvidiaState, driver_check, gpu_checks, parse_state, visible_gpus
@@ -20,9 +20,9 @@ from megagrpo.platform.doctor.host_checks import (
     memory_checks,
     name_check,
 )
-from megagrpo.platform.doctor.link_checks import parse_ibstat, parse_topology, ports, rdma_checks, topology_checks
+from megagrpo.platform.doctor.link_checks import parse_topology, ports, rdma_checks, topology_checks
 from megagrpo.platform.doctor.machine import STATES, Finding, Machine
-from megagrpo.platform.doctor.needs import Needs, needs_of
+from megagrpo.platform.doctor.needs import Needs
 from megagrpo.platform.doctor.packages import (
     foreign_libraries,
     package_check,
@@ -35,7 +35,7 @@ from megagrpo.platform.doctor.variable_checks import variable_checks
 from megagrpo.platform.process.environment import TABLE
 
 FIXTURES = Path(__file__).with_name("fixtures")
-XML, TOPOLOGY, IBSTAT = ((FIXTURES / name).read_text() for name in ("two_h200.xml", "topology.txt", "ibstat.txt"))
+XML, TOPOLOGY = ((FIXTURES / name).read_text() for name in ("two_h200.xml", "topology.txt"))
 NVCC = "Cuda compilation tools, release 13.0, V13.0.88\nBuild cuda_13.0.r13.0/compiler.36424714_0\n"
 
 
@@ -83,37 +83,25 @@ def test_the_xml_of_nvidia_smi_is_read_into_one_state_per_gpu():
     state = parse_state(XML)
     assert isinstance(state, NvidiaState) and (state.driver, state.cuda, len(state.gpus)) == ("580.95.05", "13.0", 2)
     gpu = state.gpus[1]
-    assert (gpu.name, gpu.persistence, gpu.mig, gpu.compute_mode, gpu.ecc) == (
-        "NVIDIA H200",
-        "Enabled",
-        "Disabled",
-        "Default",
-        "Enabled",
-    )
-    assert (gpu.uncorrectable, gpu.remap_pending, gpu.fabric, gpu.used_mib, gpu.clock) == (
-        0,
+    texts = [gpu.text(path) for path in ("product_name", "persistence_mode", "mig_mode/current_mig", "no/such/field")]
+    assert texts == ["NVIDIA H200", "Enabled", "Disabled", "N/A"]
+    assert (gpu.is_broken(), gpu.slowdowns(), gpu.number("fb_memory_usage/used"), gpu.number("fan")) == (
         False,
-        "Completed",
+        [],
         1.0,
-        "345 MHz of 1980 MHz",
-    )
-    assert (gpu.slowed, gpu.power_limit, gpu.default_power_limit, gpu.link_width, gpu.max_link_width) == (
-        (),
-        700.0,
-        700.0,
-        "16x",
-        "16x",
+        0.0,
     )
     assert parse_state("NVIDIA-SMI has failed") is None
 
 
-def test_an_older_driver_names_some_fields_differently():
+def test_an_older_driver_names_some_fields_differently(tmp_path):
     old = XML.replace("clocks_event_reason", "clocks_throttle_reason").replace("gpu_power_readings", "power_readings")
     old = old.replace("current_power_limit", "enforced_power_limit").replace(
         "<clocks_throttle_reason_hw_slowdown>Not ", "<clocks_throttle_reason_hw_slowdown>"
     )
-    gpu = parse_state(old).gpus[0]
-    assert gpu.power_limit == 700.0 and gpu.slowed == ("hardware slowdown",)
+    findings = list(gpu_checks(machine(tmp_path, old), Needs(), "13.0"))
+    assert one(findings, "power limit").found == "700 W of 700 W"
+    assert one(findings, "clocks").found.endswith("; hardware slowdown")
 
 
 def test_a_machine_with_healthy_gpus_has_no_finding_but_ok(tmp_path):
@@ -217,10 +205,10 @@ def test_a_driver_that_fails_is_quoted(tmp_path):
 
 
 def test_the_topology_table_gives_the_links_of_each_gpu():
-    table = parse_topology(TOPOLOGY)
-    assert table.between == {"GPU0": {"GPU1": "NV18"}, "GPU1": {"GPU0": "NV18"}}
-    assert table.cards == {"GPU0": {"NIC0": "PIX", "NIC1": "SYS"}, "GPU1": {"NIC0": "SYS", "NIC1": "PIX"}}
-    assert parse_topology("No devices were found").between == {}
+    gpus, cards = parse_topology(TOPOLOGY)
+    assert gpus == {"GPU0": {"GPU1": "NV18"}, "GPU1": {"GPU0": "NV18"}}
+    assert cards == {"GPU0": {"NIC0": "PIX", "NIC1": "SYS"}, "GPU1": {"NIC0": "SYS", "NIC1": "PIX"}}
+    assert parse_topology("No devices were found") == ({}, {})
 
 
 def test_gpus_without_nvlink_and_cards_far_away_are_warnings(tmp_path):
@@ -266,23 +254,10 @@ VERBS = {"dev/infiniband/uverbs0": "", "proc/modules": "nvidia_peermem 16384 0 -
 )
 def test_rdma_ports_are_checked_by_state_rate_and_layer(files, nodes, expected, tmp_path):
     made = machine(tmp_path, files=files)
-    made.errors["ibstat"] = "ibstat: not found on PATH"
     findings = list(rdma_checks(made, Needs(nodes=nodes)))
     assert states(findings) == expected
     if files:
         assert ports(made)[0].name == "mlx5_0/1"
-
-
-def test_ibstat_names_the_same_ports():
-    first, second = parse_ibstat(IBSTAT)
-    assert (first.name, first.state, first.rate, first.layer) == ("mlx5_0/1", "ACTIVE", 400.0, "InfiniBand")
-    assert (second.name, second.state, second.rate, second.layer) == ("mlx5_1/1", "DOWN", 40.0, "Ethernet")
-
-
-def test_ibstat_is_asked_where_the_kernels_files_are_hidden(tmp_path):
-    made = machine(tmp_path, files=VERBS)
-    program(tmp_path / "bin" / "ibstat", f"cat {FIXTURES / 'ibstat.txt'}")
-    assert "mlx5_1/1 Ethernet DOWN" in one(rdma_checks(made, Needs()), "RDMA").found
 
 
 # ------------------------------------------------------------------------------------------------------------- packages
@@ -421,7 +396,7 @@ def test_one_connection_is_needed_by_tensor_parallelism_before_blackwell():
         Needs(source="my_run", one_connection=True),
         "CUDA_DEVICE_MAX_CONNECTIONS",
     )
-    blackwell = [replace(gpus[0], name="NVIDIA B200")]
+    blackwell = parse_state(XML.replace("NVIDIA H200", "NVIDIA B200")).gpus
     assert one(variable_checks(Machine(environment={name: "8"}), needs, gpus), name).state == "warn"
     for good in ({}, {name: "1"}):  # the launcher of the ranks sets it
         assert harms(good, needs, gpus) == {"environment": "ok"}

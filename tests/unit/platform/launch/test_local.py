@@ -79,7 +79,7 @@ def test_a_run_on_several_nodes_is_left_to_slurm(local, monkeypatch, capsys):
         main(["train", str(REPOSITORY / "configs/quickstart.yaml"), "run.nodes=2", "rollout.placement=dedicated"]) == 2
     )
     assert (
-        "run.nodes: 2 nodes, but this command starts the ranks of one; use megagrpo submit" in capsys.readouterr().err
+        "run.nodes: 2 nodes, but megagrpo train starts the ranks of one; use megagrpo submit" in capsys.readouterr().err
     )
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 
-from megagrpo.commands.plan import print_plan
+import megagrpo
 from megagrpo.config import ConfigError, load_config
 from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.proof.plan import plan, with_times
@@ -455,8 +455,11 @@ def test_the_command_says_all_of_it_in_json_without_torch(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"gpu": "h300"}, "--gpu: h300 is not known; choose one of a100, h100, h200, b200"),
-        ({"search": True}, "--search: predicted seconds need a kind of GPU; add --gpu, one of a100, h100, h200, b200"),
+        ({"gpu": "h300"}, "gpu: h300 is not known; choose one of a100, h100, h200, b200"),
+        (
+            {"search": True},
+            "search: predicted seconds need a kind of GPU; add gpu (--gpu), one of a100, h100, h200, b200",
+        ),
         ({"response_tokens": 5.0}, "response_tokens: predicted seconds need a kind of GPU"),
         (
             {"gpu": "h100", "response_tokens": 1e6},
@@ -467,7 +470,7 @@ def test_the_command_says_all_of_it_in_json_without_torch(tmp_path):
 )
 def test_what_is_asked_wrongly_is_refused(asked, message):
     with pytest.raises(ConfigError) as error:
-        print_plan(config(), **asked)
+        megagrpo.plan(config(), **asked)
     assert str(error.value).startswith(message)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megagrpo.config import ConfigError, ProblemError, load_config
-from megagrpo.config.tracker_options import PACKAGES
+from megagrpo.config.tracker_options import TRACKER_PACKAGES
 from megagrpo.records.sinks.find_trackers import CLASSES, check_trackers, unused_options
 from megagrpo.records.sinks.user_sink import SINK_METHODS
 from tests.unit.records.sinks.tracked import CONFIG, write
@@ -117,8 +117,10 @@ def test_a_wrong_entry_is_named_when_the_config_is_loaded(trackers, said):
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
 def test_a_tracker_without_its_package_is_named_with_the_command_that_installs_it(name, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda package: None if package in PACKAGES[name] else object())
-    said = f"`{name}` needs {', '.join(PACKAGES[name])}, which is not installed: pip install 'megagrpo[{name}]'"
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda package: None if package in TRACKER_PACKAGES[name] else object()
+    )
+    said = f"`{name}` needs {', '.join(TRACKER_PACKAGES[name])}, which is not installed: pip install 'megagrpo[{name}]'"
     with pytest.raises(ProblemError, match=re.escape(f"run.trackers.0: {said}")):
         check_trackers(config(name))
     write(tmp_path / "mine", f"run.trackers=[{name}]")  # a package that disappears later does not stop the run
@@ -131,7 +133,7 @@ def test_options_of_a_tracker_that_the_run_does_not_use_are_noted():
 
 
 def test_the_page_names_every_tracker_and_every_method():
-    assert CLASSES.keys() == PACKAGES.keys()
+    assert CLASSES.keys() == TRACKER_PACKAGES.keys()
     for name in CLASSES:
         assert f"`{name}`" in PAGE
     for name in SINK_METHODS:

@@ -1,0 +1,71 @@
+"""Generates all responses to a list of prompts with servers that are started for the call, and stopped after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megagrpo.config import ConfigError, load_config
+from megagrpo.data.tokenizer import read_chat_template, tokenizer_of
+from megagrpo.engine.protocol import derive_seed
+from megagrpo.engine.servers.serving import Serving
+from megagrpo.models.families.hf_config import load_hf_config
+from megagrpo.platform.process.terminal import warn
+from megagrpo.trainer.rollout.collector import sampling_params
+from megagrpo.types import Prompt, SamplingParams
+
+OWN_SERVERS = ["rollout.urls=[]", "rollout.urls_file=null"]  # a run's servers may have other weights by now
+
+
+def respond(
+    config_path: Path, messages: Sequence[Any], n: int, checkpoint: str | None, options: Mapping[str, Any]
+) -> list[list[str]]:
+    """Return `n` texts for each of `messages`, texts or conversations. Raises ConfigError when the checkpoint does not
+    exist or a prompt is too long."""
+    config = load_config(config_path, OWN_SERVERS)
+    try:
+        with Serving(config, warn) as serving:
+            folder = serving.find(checkpoint, None)
+            tokenizer = tokenizer_of(config, folder)
+            template = read_chat_template(config.data.chat_template)
+            prompts = [
+                Prompt(i, tokenizer.render(text, config.data.system_prompt, template), text)
+                for i, text in enumerate(messages)
+            ]
+            sampling = _sampling(sampling_params(config.rollout, tokenizer.eos_token_ids), options)
+            limit = _longest_sequence(prompts, sampling.max_tokens, load_hf_config(folder).max_positions)
+            serving.start(limit)
+            seed = options.get("seed", config.run.seed)
+            calls = [(prompt, derive_seed(seed, prompt.prompt_id, i)) for prompt in prompts for i in range(n)]
+            limits = [
+                replace(sampling, max_tokens=min(sampling.max_tokens, limit - len(prompt.token_ids)))
+                for prompt, _ in calls
+            ]
+            rollouts = serving.engine(tokenizer).extend([prompt for prompt, _ in calls], limits, [s for _, s in calls])
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    texts = [rollout.text for rollout in rollouts]
+    return [texts[i : i + n] for i in range(0, len(texts), n)]
+
+
+def _longest_sequence(prompts: Sequence[Prompt], max_tokens: int, max_positions: int) -> int:
+    """Return how many tokens the longest prompt and its response may have. Raises ValueError when the prompt leaves no
+    room for a response."""
+    longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
+    num_tokens = len(longest.token_ids)
+    limit = min(num_tokens + max_tokens, max_positions)
+    if num_tokens >= limit:
+        raise ValueError(
+            f"prompts.{longest.prompt_id}: has {num_tokens} tokens, and the model takes {limit}, responses included; "
+            f"shorten it"
+        )
+    return limit
+
+
+def _sampling(trained: SamplingParams, options: Mapping[str, Any]) -> SamplingParams:
+    """Return the training's sampling with the options in place of its values."""
+    of_sampling = {name: options[name] for name in ("temperature", "max_tokens") if name in options}
+    cuts = {name: options[name] for name in ("top_p", "top_k", "min_p") if name in options}
+    return replace(trained, **of_sampling, truncation=replace(trained.truncation, **cuts))

@@ -1,0 +1,124 @@
+"""`megagrpo.plan`, and the request that it shares with `megagrpo plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from megagrpo.commands.api.config_input import ConfigLike, Overrides, Settings, read
+from megagrpo.config import ConfigError, Problem, ProblemError
+
+if TYPE_CHECKING:
+    from megagrpo.proof.plan import Plan
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What a plan is made for: the arguments of `megagrpo.plan`, and what `megagrpo plan` counts with torch.
+
+    Attributes:
+        weight_sync: Also count what one weight sync moves between which ranks. It imports the model's code.
+        link_gb_per_s: Speed of the links of a weight sync; that of the kind of GPU when None.
+        trace: Also count FLOPs, bytes and launches of the train step, on tensors without data.
+    """
+
+    world_size: int | None = None
+    gpu: str | None = None
+    gpu_memory_gb: float | None = None
+    search: bool = False
+    prompt_tokens: float | None = None
+    response_tokens: float | None = None
+    weight_sync: bool = False
+    link_gb_per_s: float | None = None
+    trace: bool = False
+
+    def check(self) -> None:
+        """Raise ConfigError for a value that is out of its range or that nothing reads."""
+        from megagrpo.proof.plan.gpu_specs import GPUS
+
+        for name in ("world_size", "gpu_memory_gb", "link_gb_per_s", "prompt_tokens", "response_tokens"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name}: must be a positive number (got {value!r})")
+        kinds = ", ".join(GPUS)
+        if self.gpu is not None and self.gpu not in GPUS:
+            raise ConfigError(f"gpu: {self.gpu} is not known; choose one of {kinds}")
+        timed = next((name for name in ("search", "prompt_tokens", "response_tokens") if getattr(self, name)), None)
+        if self.gpu is None and timed is not None:
+            raise ConfigError(f"{timed}: predicted seconds need a kind of GPU; add gpu (--gpu), one of {kinds}")
+        if self.link_gb_per_s is not None and not self.weight_sync:
+            raise ConfigError("link_gb_per_s: only a plan of a weight sync reads it; add --weight-sync")
+
+
+def plan(
+    config: ConfigLike,
+    *,
+    world_size: int | None = None,
+    gpu: str | None = None,
+    gpu_memory_gb: float | None = None,
+    search: bool = False,
+    prompt_tokens: float | None = None,
+    response_tokens: float | None = None,
+    overrides: Overrides = (),
+) -> Plan:
+    """Check a run and predict its memory and time, without GPUs, weights or torch.
+
+    Args:
+        config: The config, as for `megagrpo.train`.
+        world_size: Ranks of the trainer; as few as the layout needs when left out.
+        gpu: A kind of GPU, `h100`, `h200`, `b200` or `a100`, to predict seconds and memory for.
+        gpu_memory_gb: Memory of a GPU in GiB; that of `gpu` when left out.
+        search: With `gpu`, also find the fastest layouts.
+        prompt_tokens: With `gpu`, average length of a prompt.
+        response_tokens: With `gpu`, average length of a response.
+        overrides: Values by dotted key, or texts as on the command line.
+
+    Returns:
+        The plan. `str(plan)` is what `megagrpo plan` prints. `problems` is empty when the run can start; `memory` is
+        phase -> part -> GiB; `times` holds seconds, with `gpu`; `found` the layouts of `search`.
+
+    Raises:
+        ConfigError: The config or an argument is wrong. A layout that does not fit is no error: `problems` names it.
+    """
+    request = PlanRequest(world_size, gpu, gpu_memory_gb, search, prompt_tokens, response_tokens)
+    return make_plan(read(config, overrides), request)
+
+
+def make_plan(settings: Settings, request: PlanRequest) -> Plan:
+    """Return the plan of a config. Raises ConfigError for a wrong config or request."""
+    from megagrpo.proof import plan as planner
+    from megagrpo.proof.plan.gpu_specs import GPUS
+    from megagrpo.proof.plan.workload import expected_lengths
+
+    request.check()
+    config, kind = settings.validated(), None if request.gpu is None else GPUS[request.gpu]
+    for name, limit in (
+        ("prompt_tokens", config.rollout.max_prompt_length),
+        ("response_tokens", config.max_response_length),
+    ):
+        average = getattr(request, name)
+        if average is not None and average > limit:
+            reason = f"{average:g} is above the longest that the config allows, {limit}"
+            raise ConfigError(f"{name}: {reason}; lower it, or raise the limit")
+    ranks = request.world_size or config.parallel.smallest_world
+    made = planner.plan(config, ranks, request.gpu_memory_gb or (None if kind is None else kind.memory_gib))
+    lengths = expected_lengths(config, request.prompt_tokens, request.response_tokens)
+    if kind is not None:
+        made = planner.with_times(made, config, ranks, kind, lengths, request.search)
+    if request.weight_sync and not made.problems:
+        from megagrpo.proof.plan.weight_sync import rows_of
+
+        links = request.link_gb_per_s
+        if links is None and kind is not None:
+            links = kind.nvlink_gb_per_s if config.rollout.placed == "colocated" else kind.network_gb_per_s
+        try:
+            made.rows.extend([("", ""), *rows_of(config, ranks, links)])
+        except ProblemError as error:
+            made.problems.extend(error.problems)
+        except ValueError as error:
+            made.problems.append(Problem(("--weight-sync",), str(error)))
+    if request.trace and not made.problems and made.model is not None:
+        from megagrpo.proof.plan.tracing.traced_step import rows_of as rows_of_step
+
+        made.rows.extend([("", ""), *rows_of_step(config, made.model, ranks, kind, lengths)])
+    return made

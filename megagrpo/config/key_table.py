@@ -1,0 +1,88 @@
+"""The keys of a config with their types, defaults and descriptions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from megagrpo.config.run_config import RunConfig
+from megagrpo.config.section import ShownAs
+from megagrpo.config.yaml_text import flow_text
+
+PLACEHOLDERS = ("N", "NAME")  # in a dotted key: a list index, and a user-chosen name
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the model of an annotation `Section` or `Section | None`; None for a plain field."""
+    for option in (annotation, *get_args(annotation)):
+        if isinstance(option, type) and issubclass(option, BaseModel) and get_origin(annotation) not in (list, dict):
+            return option
+    return None
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield every dotted key below `model`, in order, with its pydantic field. `N` stands for a list index, `NAME` for
+    a user's key."""
+    for name, field in model.model_fields.items():
+        section = section_of(field.annotation)
+        origin = get_origin(field.annotation)
+        wildcard = "N" if origin is list else "NAME" if origin is dict else None
+        elements = [element for a in get_args(field.annotation) if wildcard and (element := section_of(a))]
+        yield f"{prefix}{name}", field
+        if section:
+            yield from fields(section, f"{prefix}{name}.")
+        for element in elements:
+            yield from fields(element, f"{prefix}{name}.{wildcard}.")
+
+
+def render_help(within: str = "") -> str:
+    """Return every key with its type, default and docstring, by section, as text. `within` limits it to one key and the
+    keys below."""
+    lines: list[str] = []
+    for key, field in fields(RunConfig):
+        if within and not f"{key}.".startswith(f"{within}."):
+            continue
+        if section_of(field.annotation):
+            lines += ["", f"{key}:  {field.description}" if field.description else f"{key}:"]
+            continue
+        default = (
+            "required" if field.is_required() else f"default {_yaml(field.get_default(call_default_factory=True))}"
+        )
+        lines += [f"  {key}  ({_type_name(field.annotation, field.metadata)}, {default})"]
+        lines += [f"      {line}" for line in (field.description or "").split("\n")]
+    return "\n".join(lines).strip("\n")
+
+
+_BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+
+
+def _type_name(annotation: Any, metadata: Sequence[Any] = ()) -> str:
+    if shown := [m.text for m in metadata if isinstance(m, ShownAs)]:
+        return shown[0]
+    if get_origin(annotation) is Literal:
+        return " | ".join(get_args(annotation))
+    if hasattr(annotation, "__metadata__"):
+        nested = [m for outer in annotation.__metadata__ for m in (getattr(outer, "metadata", None) or [outer])]
+        return _type_name(annotation.__origin__, nested)
+    if get_origin(annotation) in (list, dict):
+        inside = ", ".join(_type_name(a) for a in get_args(annotation))
+        return f"{get_origin(annotation).__name__} of {inside}"
+    if get_args(annotation):
+        return " | ".join("empty" if a is type(None) else _type_name(a) for a in get_args(annotation))
+    bounds = [
+        f"{sign} {getattr(m, name):g}"
+        for m in metadata
+        for name, sign in _BOUNDS.items()
+        if getattr(m, name, None) is not None
+    ]
+    return " ".join([getattr(annotation, "__name__", str(annotation)), *[" and ".join(bounds)] * bool(bounds)])
+
+
+def _yaml(value: Any) -> str:
+    if value is PydanticUndefined or value is None:
+        return "empty"
+    return value if isinstance(value, str) else flow_text(value)

@@ -1,0 +1,88 @@
+"""Defines `RunConfig`, the configuration of a run: all sections and the sizes that follow from several of them."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from pydantic import model_validator
+
+from megagrpo.config.algorithm import AlgorithmSection
+from megagrpo.config.config_rules import cross_field_problems, step_problems
+from megagrpo.config.data import DataSection
+from megagrpo.config.evaluation import EvaluationSection, evaluation_sets
+from megagrpo.config.lora import LoraSection
+from megagrpo.config.model import ModelSection, ParallelSection
+from megagrpo.config.multi_turn import MultiTurnSection
+from megagrpo.config.problems import ProblemError
+from megagrpo.config.rewards import RewardsSection
+from megagrpo.config.rollout import RolloutSection
+from megagrpo.config.run import DebugSection, RunSection
+from megagrpo.config.section import Section
+from megagrpo.config.training import TrainSection
+
+
+class RunConfig(Section):
+    """The configuration of a run. `defaults:` in a YAML file names the file that it extends."""
+
+    run: RunSection = RunSection()
+    model: ModelSection
+    lora: LoraSection = LoraSection()
+    parallel: ParallelSection = ParallelSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    rollout: RolloutSection = RolloutSection()
+    multi_turn: MultiTurnSection = MultiTurnSection()
+    data: DataSection
+    rewards: RewardsSection
+    train: TrainSection = TrainSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    debug: DebugSection = DebugSection()
+
+    @property
+    def max_response_length(self) -> int:
+        """Longest response in tokens, messages of tools and schedulers included."""
+        return self.multi_turn.max_response_length or self.rollout.max_completion_length
+
+    @property
+    def response_limit(self) -> str:
+        """The config key that sets `max_response_length`, with its value, as text for messages."""
+        if self.multi_turn.max_response_length is not None:
+            return f"multi_turn.max_response_length {self.multi_turn.max_response_length}"
+        return f"max_completion_length {self.rollout.max_completion_length}"
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus longest response, in tokens."""
+        return self.rollout.max_prompt_length + self.max_response_length
+
+    @property
+    def longest_sequence(self) -> int:
+        """Longest sequence of an engine in tokens: the longest sample, or the longest prompt plus the longest response
+        of an evaluation."""
+        held_out = [s.max_completion_length for s in evaluation_sets(self).values()]
+        return max(self.max_model_len, self.rollout.max_prompt_length + max(held_out, default=0))
+
+    @property
+    def micro_batch_align(self) -> int:
+        """Every micro-batch is padded to a multiple of this many tokens, for the layout and for products in FP8."""
+        return self.parallel.micro_batch_align(self.model.token_align)
+
+    def with_num_prompts(self, num_prompts: int) -> RunConfig:
+        """Return the config with `run.max_steps` set from `run.num_train_epochs`, for `num_prompts` training prompts;
+        itself if `run.num_train_epochs` does not decide. Raises ProblemError when other keys do not fit the number of
+        steps."""
+        run = self.run
+        if run.max_steps is not None or run.num_train_epochs is None:
+            return self
+        steps = math.ceil(Fraction(str(run.num_train_epochs)) * num_prompts / self.rollout.prompts_per_step)
+        config = self.model_copy(update={"run": run.model_copy(update={"max_steps": steps})})
+        if problems := list(step_problems(config)):
+            raise ProblemError(*problems)
+        return config
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> RunConfig:
+        problems = cross_field_problems(self)
+        if problems:
+            raise ProblemError(*problems)
+        return self
