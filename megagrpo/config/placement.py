@@ -91,7 +91,7 @@ def placement_problems(config: RunConfig) -> Iterator[Problem]:
     if r.weight_sync_transport == "cuda_ipc" and r.placed != "colocated":
         reason = f"cuda_ipc only reaches servers on the trainer's GPUs, but rollout.placement is {r.placed}"
         yield Problem(("rollout.weight_sync_transport", placement, urls), f"{reason}; choose p2p or auto")
-    if r.weight_sync_transport in ("p2p", "cuda_ipc") and config.lora.syncs_adapters:
+    if r.weight_sync_transport not in ("auto", "shared_memory") and config.lora.syncs_adapters:
         reason = f"{r.weight_sync_transport} sends weights, but lora.sync adapter sends adapters as files"
         fix = "set the transport to auto, or lora.sync to merged"
         yield Problem(("rollout.weight_sync_transport", "lora.sync", "lora.rank"), f"{reason}; {fix}")

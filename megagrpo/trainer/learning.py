@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -109,8 +110,8 @@ class Learning:
         """Update the reference towards the policy at the end of every `ref_model_sync_steps` steps."""
         algorithm = self.config.algorithm
         if algorithm.sync_ref_model and (self.state.step + 1) % algorithm.ref_model_sync_steps == 0:
-            assert isinstance(self.reference, Reference), "only the policy's own copy can move towards it"
-            self.reference.mix_in(algorithm.ref_model_mixup_alpha)
+            # of all frozen models only the policy's own copy can move towards it
+            cast(Reference, self.reference).mix_in(algorithm.ref_model_mixup_alpha)
 
 
 def load_policy(

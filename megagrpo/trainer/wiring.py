@@ -13,7 +13,6 @@ from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.run_files import CHECKPOINTS
 from megagrpo.trainer.alarms import make_alarms
 from megagrpo.trainer.engine_side import as_config_errors, connect, start_servers
-from megagrpo.trainer.generation import make_rollouts
 from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.learning import Learning, load_policy
 from megagrpo.trainer.lifecycle import make_lifecycle
@@ -21,6 +20,7 @@ from megagrpo.trainer.recording import make_records, open_journal
 from megagrpo.trainer.run_inputs import read_inputs
 from megagrpo.trainer.saves import Saves
 from megagrpo.trainer.state_offload import NoOffload, Offload
+from megagrpo.trainer.step_rollouts import make_rollouts
 from megagrpo.trainer.syncing import Syncing
 from megagrpo.trainer.time_limit import TimeLimit
 from megagrpo.trainer.trainer import Trainer

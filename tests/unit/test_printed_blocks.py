@@ -15,8 +15,7 @@ import pytest
 from megagrpo.config import load_config
 from megagrpo.records.console import EVALUATION_COLUMNS, STEP_COLUMNS
 from megagrpo.trainer.evaluation.estimators import steps_to
-from megagrpo.trainer.evaluation.offline import COLUMNS as COLUMNS_OF_TABLE
-from megagrpo.trainer.evaluation.offline import table
+from megagrpo.trainer.evaluation.offline import TABLE_METRICS, table
 from tests.unit.test_docs import PAGES, REPOSITORY, source_texts
 
 EXAMPLES = sorted((REPOSITORY / "configs" / "examples").glob("*/README.md"))
@@ -142,7 +141,7 @@ def test_a_table_of_evaluations_fits_its_command(text, command):
     config = config_of("evaluation", command)
     metrics, n = metrics_of(text), config.evaluation.num_generations
     estimates = [f"pass@{k}" for k in steps_to(n)]
-    assert [*metrics] == [*COLUMNS_OF_TABLE, *estimates, *([f"maj@{n}"] if n > 1 else [])]
+    assert [*metrics] == [*TABLE_METRICS, *estimates, *([f"maj@{n}"] if n > 1 else [])]
     assert table(metrics, [""]) == text.rstrip("\n")
     assert [metrics[name] for name in estimates] == sorted(metrics[name] for name in estimates)
     assert (
@@ -154,7 +153,7 @@ def test_a_table_of_evaluations_fits_its_command(text, command):
 def metrics_of(text: str) -> dict[str, float]:
     """The metrics in a table of one set."""
     heads, values = (line.split() for line in text.splitlines())
-    return dict(zip([*COLUMNS_OF_TABLE, *heads[4:]], map(float, values[1:]), strict=True))
+    return dict(zip([*TABLE_METRICS, *heads[4:]], map(float, values[1:]), strict=True))
 
 
 def test_the_finished_quickstart_evaluates_to_what_it_printed():

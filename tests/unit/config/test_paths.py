@@ -29,7 +29,7 @@ rewards:
   functions: [{function: "mine.py:score"}, {function: "model:weights"}, {function: exact_number}]
   plugins: [plugin.py]
 multi_turn: {scheduler: "turns.py:f", tools: ["tools.py:g", calculator], environment: "world.py:World"}
-rollout: {urls: ["http://host:1"], urls_file: servers, token_file: token}
+rollout: {urls: ["http://host:1"], urls_file: servers, token_file: token, weight_sync_transport: "wire.py:T"}
 """
 
 

@@ -177,7 +177,7 @@ def test_a_sync_empties_the_prefix_cache_before_a_server_serves_again(in_flight,
     with noting() as (url, paths):
         engine = VllmEngine([url], str, in_flight=in_flight)
         engine.fleet.loaded(url, 8)
-        engine.resume(SimpleNamespace(manifest=SimpleNamespace(version=8), servers=None))
+        engine.resume(SimpleNamespace(index=SimpleNamespace(version=8), servers=None))
     assert paths == ["/update_weight_version", f"/reset_prefix_cache{query}", "/resume"] and engine.weight_version == 8
 
 
@@ -186,6 +186,6 @@ def test_a_server_that_did_not_load_the_weights_is_not_resumed_with_their_versio
     with noting() as (loaded, paths), noting() as (missed, other_paths):
         engine = VllmEngine([loaded, missed], str)
         engine.fleet.loaded(loaded, 8)
-        engine.resume(SimpleNamespace(manifest=SimpleNamespace(version=8), servers=None))
+        engine.resume(SimpleNamespace(index=SimpleNamespace(version=8), servers=None))
     assert paths[-1] == "/resume" and other_paths == []
     assert engine.fleet.states() == {loaded: State.SERVING, missed: State.SILENT}

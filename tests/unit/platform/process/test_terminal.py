@@ -99,7 +99,7 @@ def test_a_sink_that_fails_is_named_harmlessly(capsys):
 
 
 PRINTS = {  # that print only our own text, or print text unchanged on purpose
-    ("__main__.py", "''"),
+    ("exit_codes.py", "''"),
     ("chat.py", "'> '"),
     ("chat.py", "f'{response}\\n'"),  # to a file or a program
     ("console.py", "''"),
