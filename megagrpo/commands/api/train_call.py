@@ -109,8 +109,9 @@ def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) 
     end_of_run(config.run.time_limit)
     is_rank = launched(os.environ)
     if not is_rank:
+        from megagrpo.engine.servers import early_start
         from megagrpo.platform.launch.job_nodes import ONE_NODE
-        from megagrpo.platform.launch.local import run_ranks, set_connections, set_thread_environment
+        from megagrpo.platform.launch.local import num_gpus, run_ranks, set_connections, set_thread_environment
 
         ranks = planned_ranks(config, ranks)
         set_thread_environment(ranks)
@@ -118,6 +119,8 @@ def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) 
         if ranks > 1:
             return run_ranks(ranks, ONE_NODE, ["megagrpo", "train", name, *overrides])
     with without_garbage_collection():
+        if not is_rank and not num_gpus():
+            early_start.begin(config.rollout, config.lora.rank if config.lora.syncs_adapters else 0)
         from megagrpo.trainer import rank
     with rank.exit_code() as ended, rank.make_trainer(config, config_file(name).parent, ended) as trainer:
         ended.stopped_by = trainer.run()

@@ -7,7 +7,6 @@ ends the server and all its processes when the trainer exits, even by SIGKILL.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import importlib.util
 import os
 import re
@@ -25,11 +24,12 @@ import httpx
 
 from megagrpo.engine.http import CERTIFICATES, MovedServers
 from megagrpo.engine.protocol import EngineStartError
+from megagrpo.engine.servers import early_start
 from megagrpo.engine.servers.command_line import server_command, server_environment
 from megagrpo.engine.servers.followers import Followers, PartFault
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
 from megagrpo.engine.servers.ports import check_port, free_ports, is_free
-from megagrpo.engine.servers.supervisor import ENGINE_ENDED, SUPERVISOR
+from megagrpo.engine.servers.supervisor import ENGINE_ENDED, SERVER_GRACE_SECONDS, give, supervise
 from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 from megagrpo.platform.process.shm_names import remove_stale
@@ -40,7 +40,6 @@ FIRST_LINE_SECONDS = 10.0  # of waiting for servers, until the first line
 LOG_LINES = 30  # log lines shown when a server does not start and no process logged an exception
 # prefix of each line that one of vLLM's processes logs as an error
 ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")
-SERVER_GRACE_SECONDS = 10.0  # between a server's SIGTERM and SIGKILL
 # exit code -> signal
 KILLED = {code: number for number in (signal.SIGKILL, signal.SIGTERM) for code in (-number, 128 + number)}
 TRACEBACK = "Traceback (most recent call last):"
@@ -314,18 +313,12 @@ class Launcher:
         if self.followers is not None and self.node is not None:
             self._ports = NodePorts(*free_ports(self.node.first, 2))
             self.followers.start(self._ports)
+        command, environment, token = self._command(port), self._environment(index), self.token or ""
         with log.open(how) as out:
-            supervisor = subprocess.Popen(
-                [*SUPERVISOR, str(os.getpid()), str(SERVER_GRACE_SECONDS), *self._command(port)],
-                env=self._environment(index),
-                stdin=subprocess.PIPE,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        assert supervisor.stdin is not None, "stdin is a pipe"
-        with contextlib.suppress(BrokenPipeError), supervisor.stdin:  # the exit status of one that has ended tells why
-            supervisor.stdin.write((self.token or "").encode())
+            supervisor = early_start.take(command, environment, log, token)
+            if supervisor is None:
+                supervisor = supervise(command, environment, out)
+                give(supervisor, token)
         address = f"http://{self.host}:{port}"
         return Server(url or address, log, supervisor, time.monotonic(), address)
 

@@ -13,6 +13,7 @@ small.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import re
@@ -21,13 +22,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 VLLM_FILES = re.compile(r"/dev/shm/(?:psm_|vllm_|VLLM_|nccl-|sem\.mp-)[^/]+")  # files of vLLM, NCCL and multiprocessing
 # of the temporary folder: vLLM makes sockets in it, with names of 36 characters
 MAX_PATH_LENGTH = 107 - len("/vllm-12345678/") - 36
-SUPERVISOR = (sys.executable, "-I", "-S", __file__)  # the command that runs this file; its arguments follow
+SERVER_GRACE_SECONDS = 10.0  # between SIGTERM and SIGKILL
 ENGINE = b"::EngineCore"  # part of the title of vLLM's engine process
 ENGINE_ENDED = 70  # exit code for a server that was killed because its engine had ended
 # without an engine process, after which a server that had one is killed; a healthy API server exits sooner
@@ -78,10 +81,10 @@ def main() -> int:
             stuck = 0 < engine_seen < now - ENGINE_SECONDS
     status = server.poll()
     if stuck and status is None:
-        print(
-            f"the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it",
-            flush=True,
-        )
+        with open(f"/proc/{server.pid}/fd/2", "a") as log:  # of a server that waited, not the log of this process
+            log.write(
+                f"the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it\n"
+            )
         status = ENGINE_ENDED
     end(server, grace, files)
     if files:
@@ -93,6 +96,23 @@ def main() -> int:
     if os.getppid() != parent:
         remove_if_left(trainer_tmp, TEMPORARY)
     return 0 if status is None else status if status >= 0 else 128 - status
+
+
+def supervise(command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    """Start this file as a process of its own that runs `command`, with its output in `log`; `give` ends its input."""
+    words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(SERVER_GRACE_SECONDS), *command]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        words, env=environment, stdin=pipe, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def give(supervisor: subprocess.Popen[bytes], text: str) -> None:
+    """Write `text` to the input of a supervised command, and close it. The exit status of one that has ended tells
+    why."""
+    assert supervisor.stdin is not None, "stdin is a pipe"
+    with contextlib.suppress(BrokenPipeError), supervisor.stdin:
+        supervisor.stdin.write(text.encode())
 
 
 def end(server: subprocess.Popen[bytes], grace: float, files: dict[str, int]) -> None:

@@ -3,13 +3,15 @@ per process.
 
 vLLM for CPU starts its engine and workers with the start method "spawn", only so that each can get its own OpenMP
 settings. Our servers share one set (`VLLM_CPU_OMP_THREADS_BIND=nobind`), so the processes fork, as they do by default
-on a GPU. Forking saves two imports of vLLM, 10 to 25 s each, per start. Remove this file when vLLM for CPU
-follows `VLLM_WORKER_MULTIPROC_METHOD`.
+on a GPU. Forking saves two imports of vLLM, 10 to 25 s each, per start. With --wait the process imports
+vLLM before its server is known. Remove this file when vLLM for CPU follows `VLLM_WORKER_MULTIPROC_METHOD`.
 """
 
 import functools
 import gc
+import json
 import multiprocessing
+import os
 import runpy
 import sys
 import time
@@ -32,6 +34,26 @@ def _nap_instead_of_spin() -> None:
     shm_broadcast.sched_yield = functools.partial(time.sleep, 0.0005)
 
 
+def _wait_for_server() -> None:
+    """Become the server whose arguments, log and token come on standard input (engine/servers/early_start.py). `ps`
+    shows its arguments, and its token is in standard input."""
+    from setproctitle import setproctitle
+
+    line = sys.stdin.buffer.readline()
+    if not line:
+        sys.exit(0)  # the trainer needs no server
+    server = json.loads(line)
+    reader, writer = os.pipe()
+    os.write(writer, server["token"].encode())
+    os.close(writer)
+    os.dup2(reader, 0)
+    log = os.open(server["log"], os.O_WRONLY | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    sys.argv[1:] = server["arguments"]
+    setproctitle(" ".join([sys.executable, *sys.argv]))
+
+
 if __name__ == "__main__":
     tie_process_tree()  # EngineCore and workers end when this process ends, even after SIGKILL
     gc.disable()  # imports create no garbage, and repeated collections take a tenth of the import time
@@ -41,6 +63,8 @@ if __name__ == "__main__":
     import vllm.v1.worker.cpu_worker  # noqa: F401
 
     _nap_instead_of_spin()
+    if sys.argv[1:] == ["--wait"]:
+        _wait_for_server()
     gc.freeze()  # otherwise the collector would touch every inherited page, which copies it
     gc.enable()
     headless = "--headless" in sys.argv
