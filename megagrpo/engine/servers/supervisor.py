@@ -81,7 +81,7 @@ def main() -> int:
             stuck = 0 < engine_seen < now - ENGINE_SECONDS
     status = server.poll()
     if stuck and status is None:
-        with open(f"/proc/{server.pid}/fd/2", "a") as log:  # of a server that waited, not the log of this process
+        with open(f"/proc/{server.pid}/fd/1", "a") as log:  # of a server that waited, not the log of this process
             log.write(
                 f"the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it\n"
             )
