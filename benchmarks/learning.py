@@ -91,7 +91,7 @@ def main() -> None:
         parser.error(f"{', '.join(unknown)}: not among {', '.join(LOSSES)}")
     print(
         f"quickstart, {args.steps} steps, {os.cpu_count()} cores; reward over {ENDS} steps at either end, and over "
-        f"held-out questions"
+        "held-out questions"
     )
     print("| loss | first | last | before | after | seconds |\n|---|---|---|---|---|---|")
     for name in args.names or LOSSES:

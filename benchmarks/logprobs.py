@@ -184,8 +184,7 @@ def main() -> None:
     }
     print(
         f"{args.dtype}, T={args.tokens} H={args.hidden} V={args.vocab}, {args.threads} threads, median of "
-        f"{args.repeats}, "
-        f"load {os.getloadavg()[0]:.1f}"
+        f"{args.repeats}, load {os.getloadavg()[0]:.1f}"
     )
     print(f"{'contender':34} {'s':>8} {'CPU s':>8} {'peak GiB':>9} {'gradient difference':>20}")
     for name, (wall, cpu, worst) in measure_time(args).items():

@@ -235,8 +235,8 @@ def main() -> None:
         errors[row.held_out].append(error)
         phases = " | ".join(f"{made.seconds[phase]:.1f}" for phase in ("generate", "logprobs", "train", "sync"))
         head = (
-            f"| {row.job.name} | {row.version} | {row.gpus + row.server_gpus} | {row.seconds:g} | {made.step:.0f} "
-            f"| {error:+.0%} |"
+            f"| {row.job.name} | {row.version} | {row.gpus + row.server_gpus} | {row.seconds:g} | {made.step:.0f} | "
+            f"{error:+.0%} |"
         )
         print(f"{head} {'held out' * row.held_out} | {phases} |")
     for held_out, found in errors.items():
@@ -251,7 +251,7 @@ def main() -> None:
         made = predicted(row)
         print(f"| {row.job.name}, {row.gpus} GPUs | published | {' | '.join(map(str, published))} |")
         print(
-            f"| | predicted | "
+            "| | predicted | "
             f"{' | '.join(f'{made.seconds[name]:.0f}' for name in ('generate', 'logprobs', 'train', 'sync'))} |"
         )
 

@@ -108,7 +108,7 @@ def main() -> None:
         )
     print(
         f"{given.requests} requests at once, {given.servers} servers, {given.seconds:g} s each, {given.failing:.0%} "
-        f"broken off: none lost"
+        "broken off: none lost"
     )
     print(f"{wall:.2f} s in all, {given.requests / wall:.0f} requests/s, CPU ms {1e3 * cpu / given.requests:.2f}")
 

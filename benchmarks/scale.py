@@ -66,7 +66,7 @@ def main() -> None:
             rows[f"in a worker{kind}"] = seconds(partial(scorer.score, asked))
     print(
         f"| exact_number, {args.tokens} tokens, groups of {args.group} | ms/sample | CPU ms/sample | s for {args.of:,} "
-        f"samples |"
+        "samples |"
     )
     print("|---|---|---|---|")
     for name, (taken, used) in rows.items():

@@ -203,8 +203,7 @@ def main() -> None:
     ]
     print(
         f"{args.dtype}, {args.threads} threads, {args.samples} samples of {args.prompt} + {args.response} tokens, "
-        f"micro-batches of at most "
-        f"{args.max_tokens}, median of {args.repeats}, load {os.getloadavg()[0]:.1f}"
+        f"micro-batches of at most {args.max_tokens}, median of {args.repeats}, load {os.getloadavg()[0]:.1f}"
     )
     print(
         f"{'samples':8} {'contender':30} {'s/step':>8} {'CPU s':>8} {'tokens/s':>9} {'tokens/CPU s':>13} {'/ours':>6} "

@@ -224,7 +224,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     print(
         f"{args.dtype}, {args.threads} threads, {PROMPTS} x {GENERATIONS} responses, median of {args.steps} steps "
-        f"after a warm-up"
+        "after a warm-up"
     )
     print(
         f"{'':10}{'s/step':>8}"
@@ -237,8 +237,8 @@ def main() -> None:
         tokens = s["prompt_tokens"] + s["response_tokens"]
         phases = "".join(f"{s[phase]:10.2f}" for phase in PHASES)
         print(
-            f"{name:10}{s['step']:8.2f}{phases}{s['cpu']:9.1f}{tokens:8.0f}{tokens / s['step']:10.1f}"
-            f"{os.getloadavg()[0]:6.1f}",
+            f"{name:10}{s['step']:8.2f}{phases}{s['cpu']:9.1f}{tokens:8.0f}"
+            f"{tokens / s['step']:10.1f}{os.getloadavg()[0]:6.1f}",
             flush=True,
         )
     ratio = {key: results["trl"][key] / results["megagrpo"][key] for key in ("step", "cpu", "generate", "train")}

@@ -46,8 +46,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Truncation:
-    """The tokens that a sampler may choose from softmax(logits / temperature). Rules and order are vLLM's: min_p,
-    top_k, top_p.
+    """The tokens that a sampler may choose from softmax(logits / temperature), by vLLM's rules: min_p, top_k, top_p.
 
     Of the probabilities 0.5, 0.3, 0.15 and 0.05, top_p 0.7 keeps the first two, and min_p 0.2 those of at least 0.1.
 
@@ -69,8 +68,7 @@ NO_TRUNCATION = Truncation()
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the engine samples. Its log-probs are those of softmax(logits / temperature) over the tokens that
-    `truncation` keeps.
+    """How the engine samples. Log-probs are those of softmax(logits / temperature) over tokens that `truncation` keeps.
 
     >>> sampling = SamplingParams(temperature=1.0, max_tokens=3, stop_token_ids=(2,))
     """
@@ -185,8 +183,7 @@ class TrainSample:
 
 @dataclass(frozen=True)
 class RefHead:
-    """The inputs of the reference's LM head for one micro-batch. Its logits are computed from them in tiles, when
-    needed.
+    """The inputs of the reference's LM head for one micro-batch. Its logits are computed in tiles, when needed.
 
     >>> head = RefHead(hidden=torch.ones(5, 4), weight=torch.ones(10, 4))  # 5 loss tokens, H = 4, V = 10 on one rank
     >>> (head.hidden @ head.weight.t()).shape
@@ -212,8 +209,7 @@ class TopLogprobs:
 
 @dataclass(frozen=True)
 class StepTerms:
-    """The inputs of a micro-batch's loss that packing cannot know. Each one needs a forward pass or numbers from all
-    ranks' samples.
+    """A micro-batch's loss inputs that packing cannot know: they need a forward pass or numbers of all ranks' samples.
 
     A term is None if the loss does not need it. Terms from a forward pass exist on the last pipeline stage only and are
     None on others. `Trainer.with_logprobs` and `Reference.annotate` add the log-probs once per batch.
@@ -242,12 +238,10 @@ class StepTerms:
 class MicroBatch:
     """S sequences packed end to end, T tokens in total. If T needs padding, the padding is the last sequence.
 
-    A sequence is a sample or a part of one. If samples share a prompt, the prompt without its last token is a sequence
-    of its own. Each of its samples is then [last token of the prompt, response] and continues that sequence
-    (`prefixes`).
+    A sequence is a sample or a part of one. If samples share a prompt, the prompt without its last token is a sequence.
+    Each of its samples is then [last token of the prompt, response] and continues that sequence (`prefixes`).
 
-    The tensors of sequences ([S], [S + 1]) stay on the host, because layouts of memory and kernels depend on their
-    numbers.
+    Tensors of sequences ([S], [S + 1]) stay on the host: layouts of memory and kernels depend on their numbers.
 
     >>> from megagrpo.data.packing import PackingRules, build_micro_batch, pack
     >>> m = build_micro_batch([first, second])
@@ -307,16 +301,14 @@ def _moved(rows: StepTerms | MicroBatch, device: torch.device) -> dict[str, Any]
 
 
 def moved(row: Tensor, device: torch.device) -> Tensor:
-    """Return the tensor on `device`, without waiting for the transfer. From the host to a GPU it goes through pinned
-    memory."""
+    """Return the tensor on `device`, without waiting for the transfer. From a host to a GPU it uses pinned memory."""
     pinned = row.pin_memory() if device.type == "cuda" and row.device.type == "cpu" else row
     return pinned.to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
 class ComputedTokens:
-    """The tokens that one optimizer step runs through the model, over all ranks, without padding: what its FLOPs are
-    counted from.
+    """The tokens that one optimizer step runs through the model, on all ranks, unpadded. FLOPs are counted from them.
 
     >>> pack([first, second], PackingRules(max_tokens=16)).computed
     ComputedTokens(spans=((0, 6), (0, 5)), num_loss=5)
@@ -348,8 +340,7 @@ class TrainBatch:
     computed: ComputedTokens = field(default_factory=ComputedTokens)
 
     def with_terms(self, **terms: Sequence[Any]) -> TrainBatch:
-        """Return a copy whose micro-batches have these fields of `StepTerms`, one value per micro-batch. Other terms
-        stay."""
+        """Return a copy whose micro-batches have these fields of `StepTerms`, one value for each. Other terms stay."""
         rows = [dict(zip(terms, values, strict=True)) for values in zip(*terms.values(), strict=True)]
         return replace(
             self, micro_batches=tuple(m.with_terms(**row) for m, row in zip(self.micro_batches, rows, strict=True))
@@ -385,9 +376,8 @@ _MERGES: dict[str, Callable[[Any, Any], Any]] = {
 class Metric:
     """A metric, and how it is reduced over micro-batches, ranks and optimizer steps.
 
-    `mean`: `sum` and `count` add up over micro-batches and ranks, and `value` is their quotient; over optimizer steps
-    it is the mean of the values. `max`, `min`, `last`: `sum` holds that number instead of a sum. A metric with count 0
-    has no value.
+    `mean`: `sum` and `count` add up over micro-batches and ranks; `value` is their quotient, over optimizer steps the
+    mean of values. `max`, `min`, `last`: `sum` holds that number instead. A metric with count 0 has no value.
 
     >>> Metric(sum=3.0, count=2).merge(Metric(sum=5.0, count=2)).value  # (3 + 5) / 4
     2.0

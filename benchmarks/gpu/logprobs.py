@@ -174,7 +174,7 @@ def plan(shape: Shape, chunk: int) -> None:
     inputs = (shape.vocab + shape.tokens) * shape.hidden * 2 / GIB
     print(
         f"inputs {inputs:.2f} GiB; logits of all tokens in float32 would be {shape.tokens * shape.vocab * 4 / GIB:.1f} "
-        f"GiB"
+        "GiB"
     )
 
 

@@ -210,8 +210,8 @@ def measured_ceilings() -> Ceilings | None:
 
 def sheet_text(gpu: Gpu) -> str:
     return (
-        f"bf16 {gpu.bf16_tflops:g}, FP8 {gpu.fp8_tflops:g} TFLOP/s, {gpu.memory_gib:g} GiB at "
-        f"{gpu.memory_gb_per_s:g} GB/s"
+        f"bf16 {gpu.bf16_tflops:g}, FP8 {gpu.fp8_tflops:g} TFLOP/s, {gpu.memory_gib:g} GiB at {gpu.memory_gb_per_s:g} "
+        "GB/s"
     )
 
 

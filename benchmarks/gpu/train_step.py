@@ -222,11 +222,9 @@ def describe(case: Case, gpu: Gpu, predictions: dict[str, Case], refused: Sequen
     blocks, head = round(per_token.blocks / 2), round(per_token.head / 2)
     lines = [
         f"{case.name}: {model.family}, {model.num_layers} layers of {model.hidden_size}, {num_parameters(model)} "
-        f"parameters, "
-        f"{blocks} of the blocks and {head} of the head meet a token",
+        f"parameters, {blocks} of the blocks and {head} of the head meet a token",
         f"  samples      {len(case.sizes)}, {case.tokens} tokens, {responses} of responses; micro-batches of {budget} "
-        f"at most, "
-        f"{-(-case.tokens // budget)} or more",
+        f"at most, {-(-case.tokens // budget)} or more",
         f"  train step   {case.flops:.6e} FLOPs = 6 x {blocks} x {case.tokens} + 6 x {head} x {responses} + 3 x "
         f"{attention:.6e}",
     ]

@@ -120,8 +120,7 @@ def report(config: RunConfig, lines: list[dict[str, Any]], gpu) -> str:
     )
     rows.append(
         f"token_mult_prob_error {median['token_mult_prob_error']:.4f}, trainer's peak {median['memory_gb']:.1f} GiB, "
-        f"weights "
-        f"{median['weight_sync/gigabytes']:.2f} GB; the first step took {lines[0]['time/step']:.1f} s"
+        f"weights {median['weight_sync/gigabytes']:.2f} GB; the first step took {lines[0]['time/step']:.1f} s"
     )
     return "\n".join(rows)
 

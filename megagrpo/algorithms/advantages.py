@@ -1,5 +1,4 @@
-"""Group-relative advantages from rewards (Shao et al. 2024, DeepSeekMath, eq. 3; Liu et al. 2025 for the unscaled
-form)."""
+"""Group-relative advantages from rewards (Shao et al. 2024, DeepSeekMath, eq. 3; unscaled form: Liu et al. 2025)."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ def less_kl(scored: Sequence[ScoredRollout], kl: Tensor, beta: float) -> list[Sc
 
 
 def nanstd(values: Tensor, dim: int, keepdim: bool = False) -> Tensor:
-    """Unbiased standard deviation of `values` [...] along `dim`, NaN entries left out; NaN where fewer than two are
-    left."""
+    """Unbiased standard deviation of `values` [...] along `dim`, ignoring NaN; NaN where fewer than two are left."""
     count = (~values.isnan()).sum(dim=dim, keepdim=keepdim)
     deviation = values - values.nanmean(dim=dim, keepdim=True)
     variance = deviation.square().nansum(dim=dim, keepdim=keepdim) / (count - 1).clamp(min=0)

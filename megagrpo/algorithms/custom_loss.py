@@ -1,5 +1,4 @@
-"""Policy terms of the user's own: `algorithm.loss_type: path/file.py:name`, imported and tried on a few tokens before a
-run begins."""
+"""Policy terms of users: `algorithm.loss_type: path/file.py:name`, imported and tried on a few tokens before a run."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ LOSS_SIGNATURE = "a loss takes (tokens, algorithm) and returns one number per to
 
 
 def load_policy_term(algorithm: AlgorithmSection) -> PolicyTerm:
-    """Return the function that `algorithm.loss_type` names. Raises ProblemError when it cannot be imported, or fails on
-    a few tokens."""
+    """Return the function of `algorithm.loss_type`. Raises ProblemError when its import or trial on tokens fails."""
     name = algorithm.loss_type
     term = _imported(name)
     if fault := _fault(term, algorithm):
@@ -39,8 +37,7 @@ def _imported(name: str) -> PolicyTerm:
 
 
 def _fault(term: PolicyTerm, algorithm: AlgorithmSection) -> str | None:
-    """What is wrong with the term, None if nothing: its parameters, an exception, or the type, shape, values and
-    gradient of its result."""
+    """Return the term's fault or None: its parameters, an exception, or its result's type, shape, values, gradient."""
     tokens = _few_tokens()
     try:
         inspect.signature(term).bind(tokens, algorithm)
@@ -60,8 +57,8 @@ def _fault(term: PolicyTerm, algorithm: AlgorithmSection) -> str | None:
     counted = tokens.sequences.mask
     if not result[counted].isfinite().all():
         return (
-            "returned NaN or infinity for log-probs between -3 and 0, ratios near 1 and advantages of 0.7 and "
-            "-0.7; correct the formula"
+            "returned NaN or infinity for log-probs between -3 and 0, ratios near 1 and advantages of 0.7 and -0.7; "
+            "correct the formula"
         )
     if not result.requires_grad:
         return "has no gradient in tokens.logprobs; compute it from tokens.logprobs or tokens.ratio without detach"
@@ -72,8 +69,7 @@ def _fault(term: PolicyTerm, algorithm: AlgorithmSection) -> str | None:
 
 
 def _few_tokens() -> Tokens:
-    """Two samples of four tokens, one with each sign of the advantage, on the CPU; the first token of each is
-    masked."""
+    """Two samples of four tokens, one with each sign of the advantage, on the CPU; each one's first token is masked."""
     logprobs = torch.linspace(-2.5, -0.5, 8).requires_grad_()
     old = logprobs.detach() + 0.1 * torch.sin(3 * torch.arange(8.0))
     mask = torch.tensor([False, True, True, True] * 2)

@@ -1,5 +1,4 @@
-"""Entropy as an option of the loss: a bonus that keeps the policy exploring, its adaptive weight, and the tokens worth
-training on.
+"""Entropy as an option of the loss: a bonus for exploration, its adaptive weight, and the tokens worth training on.
 
 Entropies are of the policy's distribution at the sampling temperature, in nats, one per loss token.
 """
@@ -15,9 +14,8 @@ from megagrpo.types import TrainState
 
 
 def threshold_of_top(entropies: Tensor, share: float) -> float:
-    """The entropy that the top `share` of tokens reach: the (1 - share) quantile of `entropies` [N], linear between
-    neighbours; minus infinity without any. Wang et al. 2025, "Beyond the 80/20 rule", arXiv 2506.01939; TRL's
-    `top_entropy_quantile`."""
+    """The entropy that the top `share` of tokens reach: the (1 - share) quantile of `entropies` [N], linear; minus
+    infinity if empty. Wang et al. 2025, "Beyond the 80/20 rule", arXiv 2506.01939; TRL's `top_entropy_quantile`."""
     if not entropies.numel():
         return -math.inf
     ordered = entropies.sort().values
@@ -37,10 +35,9 @@ def bonus_coefficient(state: TrainState, algorithm: AlgorithmSection) -> float:
 
 
 def adapt_bonus(state: TrainState, metrics: dict[str, float], algorithm: AlgorithmSection) -> None:
-    """Move an adaptive weight in `state` after an optimizer step with these metrics: one delta up where the mean
-    entropy of the tokens that the bonus counts was at or below the target, else one down, within its bounds
-    (Skywork-OR1, He et al. 2025, arXiv 2505.22312). A step without such tokens, or without a finite entropy, leaves it
-    as it is."""
+    """Move an adaptive weight in `state`, within its bounds, after an optimizer step with these metrics. It moves one
+    delta up if the mean entropy of the tokens that the bonus counts is at most the target, else one down (Skywork-OR1,
+    He et al. 2025, arXiv 2505.22312). A step without such tokens or finite entropy changes nothing."""
     entropy = metrics.get("entropy" if algorithm.top_entropy_quantile == 1 else "entropy/top", math.nan)
     if not algorithm.use_adaptive_entropy or not math.isfinite(entropy):
         return

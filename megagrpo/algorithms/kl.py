@@ -1,5 +1,4 @@
-"""Estimators of KL(policy || reference) = sum_v policy(v) log(policy(v) / reference(v)) from the log-probs of sampled
-tokens.
+"""Estimators of KL(policy || reference) = sum_v policy(v) log(policy(v) / reference(v)) from sampled tokens' log-probs.
 
 k1, k2 and k3 are those of Schulman 2020, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html);
 `absolute` and `low_var` are verl's `abs` and `low_var_kl` (`verl/trainer/ppo/core_algos.py`). All are elementwise: two
@@ -25,8 +24,7 @@ def k1(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def k2(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """[T]: log(policy / ref)^2 / 2: never negative, biased by a third-order term. Its gradient averages to that of
-    KL(policy || ref)."""
+    """[T]: log(policy / ref)^2 / 2: never negative, third-order bias. Its gradient averages to KL(policy || ref)'s."""
     return (policy_logprobs - ref_logprobs).square() / 2
 
 
@@ -38,8 +36,7 @@ def k3(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def absolute(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """[T]: |log(policy / ref)|: a distance, not an estimate of the KL. Its gradient averages to that of sum_v
-    |policy(v) - ref(v)|."""
+    """[T]: |log(policy / ref)|: a distance, no KL estimate. Its mean gradient is that of sum_v |policy(v) - ref(v)|."""
     return (policy_logprobs - ref_logprobs).abs()
 
 
@@ -51,8 +48,7 @@ def low_var(policy_logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def importance_weighted(kl: Tensor, ratio: Tensor) -> Tensor:
-    """kl * ratio, the gradient flowing through both; ratio = policy / the distribution that was sampled, 1 on policy.
-    All of one shape.
+    """kl * ratio, with gradient through both; ratio = policy / the sampled distribution, 1 on policy. All of one shape.
 
     Then the gradient averages to that of the estimator's own average: of KL(policy || ref) for k1 and k3, also when the
     policy has moved on from the tokens' distribution (DeepSeek-V3.2, 2025, eq. 7; TRL's `use_bias_correction_kl`).
@@ -72,7 +68,6 @@ ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def token_kl(
     policy_logprobs: Tensor, ref_logprobs: Tensor, ratio: Tensor, estimator: str, bias_correction: bool = False
 ) -> Tensor:
-    """The estimate that `algorithm.kl_estimator` names, weighted by `ratio` with `algorithm.use_bias_correction_kl`.
-    All [T], nats."""
+    """The `algorithm.kl_estimator` value, times `ratio` with `algorithm.use_bias_correction_kl`. All [T], nats."""
     kl = ESTIMATORS[estimator](policy_logprobs, ref_logprobs)
     return importance_weighted(kl, ratio) if bias_correction else kl

@@ -1,5 +1,4 @@
-"""The loss that a configuration names, put together: policy term, masks, correction of the engine's mismatch, KL,
-entropy bonus."""
+"""Builds the loss of a configuration: policy term, masks, correction of the engine's mismatch, KL, entropy bonus."""
 
 from __future__ import annotations
 
@@ -19,8 +18,7 @@ from megagrpo.types import LossFn, LossInputs, LossOutput, Metric
 
 
 def make_loss(algorithm: AlgorithmSection) -> LossFn:
-    """The loss that `algorithm` names, as a function of one micro-batch. Raises ProblemError for a user's loss that
-    cannot be used."""
+    """Return `algorithm`'s loss as a function of a micro-batch. Raises ProblemError for an unusable loss of a user."""
     row, policy_term = algorithm.loss, policy_term_of(algorithm)
 
     def loss(inputs: LossInputs) -> LossOutput:

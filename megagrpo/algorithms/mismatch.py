@@ -1,8 +1,7 @@
 """How far the engine's log-probs of the sampled tokens are from the trainer's for the same weights.
 
-The names and formulas of the first four are NeMo-RL's (`nemo_rl/algorithms/loss`, `ClippedPGLossFn`), with d = old -
-rollout per token, m = log((exp(old) + exp(rollout)) / 2) and k3(x) = exp(x) - x - 1 (Schulman 2020). The last two are
-TRL's.
+The first four's names and formulas are NeMo-RL's (`nemo_rl/algorithms/loss`, `ClippedPGLossFn`): d = old - rollout per
+token, m = log((exp(old) + exp(rollout)) / 2), k3(x) = exp(x) - x - 1 (Schulman 2020). The last two are TRL's.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from megagrpo.types import Metric
 
 
 def mismatch_metrics(old_logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> dict[str, Metric]:
-    """Sums and counts over the loss tokens of one micro-batch, all [T]; exact over micro-batches and ranks once they
-    are added up.
+    """Sums and counts over one micro-batch's loss tokens, all [T]; exact when added up over micro-batches and ranks.
 
     `token_mult_prob_error`: mean of exp|d|, 1 when the two agree. `gen_kl_error`: k3(d), which estimates KL(engine ||
     trainer) on tokens that the engine sampled. `policy_kl_error`: k3(-d), the other direction. `js_divergence_error`:

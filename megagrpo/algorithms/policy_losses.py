@@ -41,9 +41,8 @@ PolicyTerm = Callable[[Tokens, AlgorithmSection], Tensor]
 def importance_ratio(logprobs: Tensor, old_logprobs: Tensor, sequences: Sequences, level: str) -> Tensor:
     """policy / old per token [T], with gradient in `logprobs`.
 
-    `token`: exp(difference). `sequence`: exp(mean difference of the sequence), the same at all its tokens (GSPO, Zheng
-    et al. 2025, arXiv 2507.18071, eq. 7). `sequence_token`: the value of `sequence`, the gradient of each token its own
-    (GSPO-token, eq. 14).
+    `token`: exp(difference). `sequence`: exp(the sequence's mean difference) at all tokens (GSPO, Zheng et al. 2025,
+    arXiv 2507.18071, eq. 7). `sequence_token`: that value with each token's own gradient (GSPO-token, eq. 14).
     """
     difference = logprobs - old_logprobs
     if level == "token":

@@ -1,11 +1,9 @@
-"""REAL: each group as a classification, responses with positive advantage against the others (ms-swift 4.6's
-`loss_type: real`).
+"""REAL: classifies a group's responses with positive advantage against the others (ms-swift 4.6's `loss_type: real`).
 
-With s_i the mean log(policy / old) of a sample's tokens over tau, a group that has both signs adds log(1 + sum of
-exp(s_i) over A <= 0) and log(1 + sum of exp(-s_i) over A > 0); the loss is their sum over the number of groups. What a
-sample's tokens add to the gradient depends on its whole group, which may lie in other micro-batches and on other ranks:
-so the derivatives by s_i are taken beforehand, from `sample_sums` of all of them, and the loss of a micro-batch is
-linear in them.
+With s_i the mean log(policy / old) of a sample's tokens over tau, a group with both signs adds log(1 + sum of exp(s_i)
+over A <= 0) and log(1 + sum of exp(-s_i) over A > 0). The loss is their sum over the number of groups. A sample's
+gradient depends on its whole group, which may lie in other micro-batches and on other ranks. So the derivatives by s_i
+are computed beforehand, from all `sample_sums`, and the loss of a micro-batch is linear in them.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ from megagrpo.types import TrainBatch
 
 
 def numerator(per_token: Tensor, sequences: Sequences, average: Average) -> Tensor:
-    """Scalar: the sum of every sample's token mean, or the sum over loss tokens. per_token [T]; what the mask hides may
-    be infinite."""
+    """Scalar: the sum of samples' token means, or the sum over loss tokens. Masked per_token [T] may be infinite."""
     if average == "sequence_means":
         return sequences.means(per_token).sum()
     return torch.where(sequences.mask, per_token, 0.0).sum()

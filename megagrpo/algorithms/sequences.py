@@ -10,8 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of one micro-batch. `index` [T] int64 says which one a token belongs to, `mask` [T] which tokens
-    count."""
+    """The sequences of one micro-batch. `index` [T] int64 gives a token's sequence; `mask` [T] marks counted tokens."""
 
     index: Tensor
     mask: Tensor
@@ -28,8 +27,7 @@ class Sequences:
         return cls(index, mask, lengths.numel())
 
     def sums(self, values: Tensor) -> Tensor:
-        """[S]: sum of `values` [T] over each sequence's counted tokens. A value under the mask may be infinite or
-        NaN."""
+        """[S]: sum of `values` [T] over each sequence's counted tokens. Masked values may be infinite or NaN."""
         masked = torch.where(self.mask, values, 0.0)
         return masked.new_zeros(self.num_sequences).index_add(0, self.index, masked)
 

@@ -1,5 +1,4 @@
-"""The commands of `megagrpo`, one module each: `add_arguments(parser)` declares the options, `run(options)` returns the
-exit code.
+"""One module per command of `megagrpo`: `add_arguments(parser)` declares options, `run(options)` returns the exit code.
 
 A module of a command imports nothing slow at its top, so `megagrpo --help` is fast; `run` imports what it needs. The
 module's docstring is the description that `megagrpo NAME --help` prints.

@@ -7,8 +7,7 @@ Prints rows and columns of each data set, one rendered prompt, and the lengths o
 reward on up to 64 rows of each data set: the row's own right answer, right answers of other rows, and an empty
 response. Warnings name the row, the value and the fix. Reward models (model:PATH) are loaded with --models only.
 
-Exit code 0: no problem, warnings included; 1: with --strict, a warning; 2: the listed problems must be solved before
-the run can train.
+Exit code 0: no problem, or only warnings; 1: with --strict, a warning; 2: the listed problems prevent training.
 """
 
 from __future__ import annotations
@@ -76,8 +75,8 @@ def source_text(source: SourceTrial, prompts_per_step: int) -> str:
         f"{source.key}: {source.source}",
         f"  rows      {len(lengths)}{epoch}",
         f"  columns   {source.prompt_column} (prompt), for rewards: {', '.join(source.columns) or 'none'}",
-        f"  tokens    min {min(lengths)}, median {statistics.median(lengths):g}, max {max(lengths)}; "
-        f"limit {source.limit} (rollout.max_prompt_length)",
+        f"  tokens    min {min(lengths)}, median {statistics.median(lengths):g}, max {max(lengths)}; limit "
+        f"{source.limit} (rollout.max_prompt_length)",
         *histogram(lengths),
         *[f"  opened    `{source.opened.strip()}`: a response continues the thought that the prompt has opened"]
         * bool(source.opened),
@@ -95,7 +94,7 @@ def _dropped(source: SourceTrial) -> str:
     first = next(row for row, length in enumerate(source.lengths) if length > source.limit)
     return (
         f"{source.num_overlong} of {len(source.lengths)}: longer than the limit, first row {first} "
-        f"(data.overlong_prompts)"
+        "(data.overlong_prompts)"
     )
 
 

@@ -26,8 +26,7 @@ def add_resume(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides(options: argparse.Namespace) -> list[str]:
-    """Return the words key=value, those of options included, with absolute paths: other processes may have another
-    current folder."""
+    """Return the words key=value, also from options, with absolute paths: other processes may run in another folder."""
     return [*map(absolute_override, options.overrides), *["run.resume=true"] * getattr(options, "resume", False)]
 
 
@@ -37,6 +36,5 @@ def config_path(options: argparse.Namespace) -> Path:
 
 
 def load(options: argparse.Namespace) -> RunConfig:
-    """Return the config with its overrides. Raises ConfigError that lists every problem, and names the config as it is
-    typed."""
+    """Return the config with overrides. Raises ConfigError that lists all problems and names the config as typed."""
     return load_config(options.config, overrides(options))

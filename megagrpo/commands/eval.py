@@ -3,8 +3,7 @@
     megagrpo eval my_run.yaml
     megagrpo eval my_run.yaml --checkpoint best --output scores.json
 
-Exit code 0: all sets were evaluated, 1: a server failed, 2: the config or an option is wrong, 128 + the signal's number
-after a signal.
+Exit code 0: all sets were evaluated, 1: a server failed, 2: the config or an option is wrong, 128 + N: signal N.
 """
 
 from __future__ import annotations
@@ -27,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print a table of the sets, and return the exit code. Raises ConfigError for mistakes in the config or the
-    options."""
+    """Print a table of the sets and return the exit code. Raises ConfigError for mistakes in the config or options."""
     from megagrpo.commands.api.api_checks import evaluate_here
 
     config, checkpoint, adapter = load(options), options.checkpoint, options.adapter

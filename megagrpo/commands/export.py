@@ -5,10 +5,9 @@
     megagrpo launch 2 export CHECKPOINT OUT --model MODEL --tp 2
 
 CHECKPOINT is the output of `megagrpo convert` or of a training run, in any layout. MODEL names the Hugging Face model
-from which the weights started: OUT gets its config, tokenizer, file names and dtypes. Checkpoints of `megagrpo convert`
-and of training runs contain this information, so they need no MODEL. --dtype float32 keeps every bit of a run in
-float32; a line says when weights are rounded. Memory does not grow with the model. After an interruption, run the same
-command again to continue.
+from which the weights started: OUT gets its config, tokenizer, file names and dtypes. Both kinds contain this
+information, so they need no MODEL. --dtype float32 keeps every bit of a run in float32; a line says when weights are
+rounded. Memory does not grow with the model. After an interruption, repeat the command to continue.
 
 If CHECKPOINT is an adapter of a LoRA run, OUT gets the adapter in PEFT's format, and MODEL is the base model that it
 names. OUT gets a model card with the facts that the run's folder holds. --push uploads OUT to the Hugging Face hub.

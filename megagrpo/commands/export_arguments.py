@@ -1,5 +1,4 @@
-"""The options that `megagrpo export` and `merge` share: --dtype, and --push, --private and --revision for the Hugging
-Face hub."""
+"""Options of `megagrpo export` and `merge`: --dtype, and for the Hugging Face hub --push, --private and --revision."""
 
 from __future__ import annotations
 

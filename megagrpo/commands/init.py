@@ -4,8 +4,7 @@
     megagrpo check my_task/run.yaml
     megagrpo train my_task/run.yaml
 
-The task trains as it is, on a machine without a GPU in minutes. Replace the data, the reward and the model step by
-step.
+The task trains as it is in minutes without a GPU. Replace the data, the reward and the model step by step.
 """
 
 from __future__ import annotations
@@ -141,7 +140,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def rows(numbers: range, stride: int) -> str:
-    """Return additions of numbers from 1 to 9 as lines of JSON. Different `numbers` below 81 give different
-    additions."""
+    """Return additions of numbers from 1 to 9 as JSON lines. Different `numbers` below 81 give different additions."""
     pairs = [(1 + index * stride % 81 // 9, 1 + index * stride % 81 % 9) for index in numbers]
     return "".join(json.dumps({"prompt": f"What is {a} + {b}?", "answer": str(a + b)}) + "\n" for a, b in pairs)

@@ -5,8 +5,7 @@
     megagrpo install data         # one more extra
 
 `gpu` also brings Transformer Engine, whose torch extension is compiled. Versions are the tested ones, from the
-constraints inside the package. Exit codes: 0 when everything imports, 1 when an installer or an import fails, 2 for bad
-input.
+package's constraints. Exit codes: 0 when everything imports, 1 when an installer or an import fails, 2 for bad input.
 """
 
 from __future__ import annotations
@@ -99,8 +98,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_imports(choice: Choice) -> int:
-    """Import the packages of a run in a new process, if they were installed. Return 1 and print the end of the output
-    if that fails."""
+    """Import a run's packages in a new process, if installed. Return 1 and print the end of the output on a failure."""
     ready = f"megagrpo install: ready ({choice.kind}: {', '.join(choice.extras)})"
     if choice.kind not in choice.extras:
         show(ready)

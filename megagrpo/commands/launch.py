@@ -1,5 +1,4 @@
-"""Starts several ranks of a command on this machine, like `torchrun --standalone`, but opens no port that other hosts
-can reach.
+"""Starts several ranks of a command on this machine, like `torchrun --standalone`, without a port open to other hosts.
 
     megagrpo launch 4 convert MODEL OUT --tp 2
     megagrpo launch 8 verify my_run.yaml

@@ -1,5 +1,4 @@
-"""Builds the command line: one argparse parser with a subparser per command. Only the module of the chosen command is
-imported."""
+"""Builds the command line with argparse: one subparser per command. Only the chosen command's module is imported."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ _OVERRIDE, _KEY = re.compile(r"--[^=]+=.*", re.DOTALL), re.compile(r"--[^=]+\.[^
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Wraps the paragraphs of a description to the terminal's width, 100 columns at most; indented lines stay as they
-    are."""
+    """Wraps a description's paragraphs to the terminal's width, at most 100 columns. Indented lines do not change."""
 
     def __init__(self, prog: str):
         super().__init__(prog, width=min(shutil.get_terminal_size().columns, WIDTH) - 2)
@@ -62,8 +60,7 @@ class Parser(argparse.ArgumentParser):
         write_output(message, file)
 
     def parse_words(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse the words after the command; options and positional words may be mixed. Raises ConfigError for an
-        unknown option."""
+        """Parse the words after the command; options may be anywhere. Raises ConfigError for an unknown option."""
         if any(action.nargs == argparse.REMAINDER for action in self._actions):
             return self.parse_args(words)
         takes_overrides = any(action.dest == "overrides" for action in self._actions)
@@ -114,8 +111,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def build(chosen: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser of `megagrpo` and the parser of every command. Only the commands in `chosen` are imported and
-    have options."""
+    """Return the parsers of `megagrpo` and all commands. Only commands in `chosen` are imported and have options."""
     top = Parser(prog="megagrpo", description="GRPO with a Megatron-Core policy and vLLM rollouts.", epilog=TOP_EPILOG)
     top.add_argument(
         "--version", action=_Version, nargs=0, help="print the versions of megagrpo and its main dependencies"
@@ -131,8 +127,7 @@ def build(chosen: Iterable[str]) -> tuple[Parser, dict[str, Parser]]:
 
 
 def parse(arguments: Sequence[str], prog: str | None = None) -> argparse.Namespace:
-    """Return the options of a command line; `run` is the command's function. `prog` is the program's name in its
-    help.
+    """Return the options of a command line; `run` is the command's function. `prog` is the program's name in help.
 
     Raises ConfigError for a wrong command line, SystemExit(0) after --help and --version.
     """
@@ -147,7 +142,7 @@ def parse(arguments: Sequence[str], prog: str | None = None) -> argparse.Namespa
         top.parse_known_args([first])
         hint = nearest(first, ("--help", "--version"))
         top.error(
-            f"unknown option "
+            "unknown option "
             f"{first}{hint or '; the options of a command follow its name, as in megagrpo train CONFIG --resume'}"
         )
     top.error(f"{first} is not a command{nearest(first, COMMANDS)}; commands: {', '.join(COMMANDS)}")

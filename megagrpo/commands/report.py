@@ -1,5 +1,4 @@
-"""`megagrpo report RUN [RUN ...]`: writes one HTML page about finished or running runs, without torch and without a
-network.
+"""`megagrpo report RUN [RUN ...]`: writes one HTML page about finished or running runs, without torch or network.
 
 Exit codes: 0 when the page was written, 2 when a folder holds no run.
 """
@@ -27,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the page and print its path and size. Raises ConfigError for a folder without a run and a file that cannot
-    be written."""
+    """Write the page; print its path and size. Raises ConfigError for a folder without a run or an unwritable file."""
     from megagrpo.records.report import page
     from megagrpo.records.report.collect import read_run
     from megagrpo.records.report.payload import payload

@@ -1,5 +1,4 @@
-"""Starts the vLLM servers of CONFIG on this machine for a trainer on other machines, and keeps them running until
-SIGTERM or Ctrl-C.
+"""Starts CONFIG's vLLM servers on this machine for a trainer on other machines, and runs them until SIGTERM or Ctrl-C.
 
     MEGAGRPO_TOKEN_FILE=token megagrpo serve my_run.yaml rollout.servers=2 \\
         --urls addresses --reach trainer-node

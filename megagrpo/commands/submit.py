@@ -79,8 +79,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_kind(options: argparse.Namespace, cluster: Cluster) -> None:
-    """Raise ConfigError for an option or a key of the cluster that has no effect on its kind, and for a placeholder as
-    image."""
+    """Raise ConfigError for an option or cluster key without effect on its kind, and for a placeholder as image."""
     from megagrpo.platform.launch.job import cluster_file
 
     image = cluster.container.image if cluster.container else ""
@@ -88,13 +87,13 @@ def check_kind(options: argparse.Namespace, cluster: Cluster) -> None:
         file = cluster_file(options.cluster)
         raise ConfigError(
             f"container.image: {image} is a placeholder; copy {file}, name your image in the copy, and pass it to "
-            f"--cluster"
+            "--cluster"
         )
     if cluster.storage_claim is None:
         if options.kubernetes:
             raise ConfigError(
                 f"--kubernetes: {options.cluster} describes a Slurm cluster; name one with storage_claim and "
-                f"container.image"
+                "container.image"
             )
         return
     words = {"--submit": options.submit, "--sbatch": options.sbatch, "sbatch": cluster.sbatch, "setup": cluster.setup}

@@ -1,5 +1,4 @@
-"""Compares parallel layouts of a run with a single process, on a shrunken copy of its model; or FP8 with the run's own
-precision.
+"""Compares a run's parallel layouts with one process, on a shrunken copy of its model; or FP8 with the run's precision.
 
     megagrpo verify my_run.yaml
     megagrpo verify my_run.yaml --layout tp=2,pp=2,dp=2 --layout cp=2

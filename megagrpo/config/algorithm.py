@@ -39,8 +39,7 @@ class AlgorithmSection(Section):
     """Multiply the estimate by the probability ratio, gradient included. The mean gradient is then the gradient of
     KL(policy || ref)."""
     kl_in_reward: bool = False
-    """Take `beta` times the KL of a response, k1 summed over its tokens, from its reward before advantages, and add
-    nothing to the loss."""
+    """Take `beta` times a response's KL (summed k1) from its reward before advantages, and add nothing to the loss."""
     sync_ref_model: bool = False
     """Let the reference follow the policy: every `ref_model_sync_steps` steps it becomes their mixture."""
     ref_model_mixup_alpha: Fraction = 0.6
@@ -54,8 +53,7 @@ class AlgorithmSection(Section):
     delta: PositiveFloat | None = None
     """Upper bound of the ratio where the advantage is negative (two-sided clip); none when empty."""
     importance_sampling_level: Literal["token", "sequence", "sequence_token"] = "token"
-    """The ratio of a token: its own, its sequence's geometric mean (GSPO), or that value with each token's own gradient
-    (GSPO-token)."""
+    """A token's ratio: its own, its sequence's geometric mean (GSPO), or that with its own gradient (GSPO-token)."""
     sapo_temperature_pos: PositiveFloat = 1.0
     """Sharpness of sapo's gate at positive advantages."""
     sapo_temperature_neg: PositiveFloat = 1.05
@@ -128,8 +126,7 @@ class AlgorithmSection(Section):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What the centred rewards are divided by: the group's std, the batch's std, or nothing."""
     multi_objective_aggregation: Literal["sum_then_normalize", "normalize_then_sum"] = "sum_then_normalize"
-    """Several reward functions: add their rewards, or normalise each within its group first (GDPO), so that none drowns
-    the others."""
+    """Add the functions' rewards, or first normalise each within its group (GDPO), so that none drowns the others."""
     dynamic_sample: bool = False
     """Replace groups whose rewards are all equal, which have no gradient, by groups of newly drawn prompts (DAPO)."""
     max_resample_times: PositiveInt = 3

@@ -125,8 +125,7 @@ def step_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def data_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield the problem of a run without rewards, an empty curriculum interval, and variables that the chat template
-    cannot get."""
+    """Yield a run without rewards, an empty curriculum interval, and variables that the chat template cannot get."""
     d, m = config.data, config.multi_turn
     if taken := [name for name in d.chat_template_kwargs if name in RENDERER_ARGUMENTS]:
         reason = f"`{taken[0]}` is an argument of the renderer, not a variable of the template; leave it out"
@@ -169,8 +168,7 @@ def fused_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def fp8_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield FP8 options without an FP8 recipe, and adapters with an FP8 recipe, because their linears cannot multiply
-    in FP8."""
+    """Yield FP8 options without an FP8 recipe, and adapters with one, because their linears cannot multiply in FP8."""
     m, recipe = config.model, "model.fp8_recipe"
     if m.fp8_recipe != "delayed":
         reason = (
@@ -217,8 +215,7 @@ def _fp8_param_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def optimizer_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield options that Muon does not support, a bucket size without overlap, and a final learning rate above the
-    peak."""
+    """Yield options that Muon does not support, a bucket size without overlap, a final learning rate above the peak."""
     t, optimizer = config.train, "train.optimizer"
     if t.ddp_bucket_size is not None and t.overlap_grad_reduce is False:
         reason = f"{t.ddp_bucket_size} only applies with train.overlap_grad_reduce, which is false"

@@ -43,8 +43,7 @@ class EvaluationSet(DatasetSection):
 
 
 class FilledSet(DatasetSection):
-    """A data set with the sampling of an `EvaluationSet` whose empty fields are filled from `data`, `evaluation` and
-    `rollout`."""
+    """A data set with the sampling of an `EvaluationSet`; empty fields come from `data`, `evaluation` and `rollout`."""
 
     prompt_column: str
     columns: dict[str, str]
@@ -59,8 +58,7 @@ class FilledSet(DatasetSection):
 
 class EvaluationSection(Section):
     steps: NonNegativeInt = 0
-    """Evaluate every so many steps; with `data.eval` or `evaluation.sets` it also runs before the first and after the
-    last step."""
+    """Evaluate every so many steps; with `data.eval` or `evaluation.sets` also before the first and after the last."""
     sets: dict[SetName, EvaluationSet] = {}
     """More held-out data sets by name. Their metrics are `eval/NAME/...`; metrics of `data.eval` are `eval/...`."""
     temperature: GreedyOrTemperature = 0.0
@@ -84,13 +82,11 @@ class EvaluationSection(Section):
     your own function has no maj@k."""
     keep_best: str | None = None
     """Also keep the checkpoint whose evaluation is highest in this metric, named without `eval/`: `reward`, `pass@1`,
-    `NAME/pass@1`. It is saved after the evaluation, whatever `run.save_steps` says, and `checkpoints/best` points to
-    it."""
+    `NAME/pass@1`. It is saved after evaluation despite `run.save_steps`; `checkpoints/best` points to it."""
 
 
 def evaluation_sets(config: RunConfig) -> dict[str, FilledSet]:
-    """Return name -> held-out set, with empty keys filled from `data` and `evaluation`. The set of `data.eval` has the
-    name ""."""
+    """Return name -> held-out set, empty keys filled from `data` and `evaluation`. The name of `data.eval` is ""."""
     data, evaluation = config.data, config.evaluation
     sets = {} if data.eval is None else {"": EvaluationSet(**data.eval.model_dump())}
     return {name: _filled(section, config) for name, section in (sets | evaluation.sets).items()}
@@ -105,8 +101,7 @@ def _filled(section: EvaluationSet, config: RunConfig) -> FilledSet:
 
 
 def _best_problems(metric: str, config: RunConfig) -> Iterator[Problem]:
-    """Yield the problem of a metric of a set that does not exist, or of a pass@K or maj@K that the set's responses do
-    not give."""
+    """Yield a metric whose set does not exist, or a pass@K or maj@K that the set's responses do not give."""
     sets = evaluation_sets(config)
     name = next((name for name in sets if name and metric.startswith(f"{name}/")), "")
     keys = ("evaluation.keep_best", "evaluation.sets", "data.eval", "evaluation.num_generations")

@@ -1,5 +1,4 @@
-"""Rejects arguments in `rollout.extra_args` that vLLM does not know, that the run sets itself, or that change the
-sampled distribution."""
+"""Rejects `rollout.extra_args` that vLLM does not know, that the run sets, or that change the sampled distribution."""
 
 from __future__ import annotations
 

@@ -74,8 +74,7 @@ def read_yaml(path: str | Path, _children: tuple[Path, ...] = ()) -> dict[str, A
 
 
 def over_defaults(values: dict[str, Any], path: Path, _children: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Return `values`, the content of the file `path`, merged over the file that their key `defaults:` names. See
-    `read_yaml`."""
+    """Return `values`, read from the file `path`, merged over the file of their key `defaults:`. See `read_yaml`."""
     if "defaults" not in values:
         return anchored(values, path.parent)
     own = {key: value for key, value in values.items() if key != "defaults"}
@@ -86,8 +85,7 @@ def over_defaults(values: dict[str, Any], path: Path, _children: tuple[Path, ...
 
 
 def _parent_file(name: str, child: Path) -> Path:
-    """Return the file that `defaults: name` refers to in the file `child`. Raises ConfigError for an unknown shipped
-    config."""
+    """Return the file of `defaults: name` in the file `child`. Raises ConfigError for an unknown shipped config."""
     if not name.startswith(SHIPPED):
         return child.parent / os.path.expanduser(name)
     try:
@@ -97,14 +95,12 @@ def _parent_file(name: str, child: Path) -> Path:
 
 
 def config_file(name: str | Path) -> Path:
-    """Return the file that `name` stands for: a path, or `megagrpo:NAME`. Raises ConfigError for an unknown shipped
-    config."""
+    """Return the file of `name`: a path, or `megagrpo:NAME`. Raises ConfigError for an unknown shipped config."""
     return shipped_config(str(name)) if str(name).startswith(SHIPPED) else Path(os.path.expanduser(name))
 
 
 def shipped_config(name: str) -> Path:
-    """Return the file of the shipped config `megagrpo:NAME`: NAME.yaml, or NAME/run.yaml. Raises ConfigError for an
-    unknown name."""
+    """Return the file of `megagrpo:NAME`: NAME.yaml, or NAME/run.yaml. Raises ConfigError for an unknown name."""
     stem, known = name.removeprefix(SHIPPED).removesuffix(".yaml").removesuffix("/run"), shipped_names()
     if stem not in known:
         near = difflib.get_close_matches(stem, known, n=1, cutoff=0.5)
@@ -201,8 +197,7 @@ def _problems(kind: type[BaseModel], values: dict[str, Any], error: ValidationEr
 
 
 def _repaired(values: dict[str, Any], errors: list[ErrorDetails]) -> dict[str, Any]:
-    """Return a copy of `values` without invalid values: removed, which means the default, or empty if a value is
-    required."""
+    """Return a copy of `values` with invalid values removed (the default), or emptied where a value is required."""
     values = copy.deepcopy(values)
     for error in errors:
         here: Any = values
@@ -294,8 +289,7 @@ def _choices(error: ErrorDetails) -> list[str]:
 
 
 def nearest_key(loc: Sequence[str | int], known: list[str]) -> str:
-    """Return the nearest known key, by its dotted name or its last word, with the indices and names of `loc`; empty if
-    none is near."""
+    """Return the nearest known key, by dotted name or last word, with `loc`'s indices and names; empty if none."""
     unknown = ".".join("N" if isinstance(part, int) else part for part in loc)
     nearest = difflib.get_close_matches(unknown, known, n=1, cutoff=0.75)
     by_leaf = {key.rpartition(".")[2]: key for key in reversed(known)}
@@ -315,8 +309,7 @@ def save_resolved(config: RunConfig, folder: str | Path) -> Path:
 
 
 def save_config(config: RunConfig, path: Path) -> None:
-    """Write every value as YAML that loads back to an equal config. Its paths are absolute; relative ones count from
-    the current folder."""
+    """Write every value as YAML that loads back to an equal config, with absolute paths from the current folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(block_text(anchored(config.model_dump(), Path())), encoding="utf-8")
 
@@ -339,8 +332,7 @@ def _flat(values: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 
 def save_changes(config: BaseModel, base: BaseModel, base_path: Path, path: Path, comment: str) -> None:
-    """Write YAML that loads back to `config`: its `defaults:` names the file `base_path`, which holds `base`; it lists
-    only differences."""
+    """Write YAML that loads back to `config`: only differences from `base`, in `base_path`, which `defaults:` names."""
     named = os.path.relpath(base_path.resolve(), path.resolve().parent)
     values = {"defaults": named} | _changes(base.model_dump(), config.model_dump())
     path.write_text(f"# {comment}\n{block_text(values)}", encoding="utf-8")

@@ -9,8 +9,8 @@ from megagrpo.config import RunConfig
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 DEFAULTS = (
-    "The file that this one extends: a path relative to this file, or megagrpo:NAME for a config that is "
-    "shipped with megagrpo."
+    "The file that this one extends: a path relative to this file, or megagrpo:NAME for a config that is shipped with "
+    "megagrpo."
 )
 
 

@@ -25,8 +25,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
-    """Yield every dotted key below `model`, in order, with its pydantic field. `N` stands for a list index, `NAME` for
-    a user's key."""
+    """Yield each dotted key of `model` in order with its pydantic field. `N` is a list index, `NAME` a user's key."""
     for name, field in model.model_fields.items():
         section = section_of(field.annotation)
         origin = get_origin(field.annotation)
@@ -40,8 +39,7 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 
 def render_help(within: str = "") -> str:
-    """Return every key with its type, default and docstring, by section, as text. `within` limits it to one key and the
-    keys below."""
+    """Return all keys' types, defaults and docstrings by section, as text. `within` selects one key and its subkeys."""
     lines: list[str] = []
     for key, field in fields(RunConfig):
         if within and not f"{key}.".startswith(f"{within}."):

@@ -22,24 +22,20 @@ ALL_LINEAR = "all-linear"
 
 class LoraSection(Section):
     rank: NonNegativeInt = 0
-    """Rank of the adapters, which are trained instead of the model's weights; 0 trains the weights themselves.
-    docs/lora.md."""
+    """Rank of the adapters, trained instead of the model's weights; 0 trains the weights themselves. docs/lora.md."""
     alpha: PositiveFloat = 32.0
     """The adapters' output is scaled by alpha / rank."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA)."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the adapters' inputs that is set to 0 in training. Log-probs of the reference and the old policy use no
-    dropout."""
+    """Share of the adapters' inputs set to 0 in training. Log-probs of reference and old policy use no dropout."""
     target_modules: list[str] | str = ALL_LINEAR
     """Projections with an adapter: `all-linear`, or a list of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj and
     down_proj; for fused weights qkv_proj and gate_up_proj. Experts have no adapters."""
     adapter_path: str | None = None
-    """Adapter to continue from, a folder as PEFT saves it; it is also the reference. Empty: a new adapter; the model is
-    the reference."""
+    """Adapter to continue from, a PEFT folder, also the reference. Empty: a new adapter; the model is the reference."""
     sync: Literal["merged", "adapter"] = "merged"
-    """What vLLM gets. merged: whole weights with the adapters added. adapter: only the adapters, which vLLM applies to
-    its own weights."""
+    """What vLLM gets. merged: whole weights with adapters. adapter: only adapters, applied to vLLM's own weights."""
 
     @property
     def enabled(self) -> bool:
@@ -63,8 +59,7 @@ class LoraSection(Section):
 
 
 def lora_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield target modules that cannot have an adapter, LoRA options without adapters, and options that do not support
-    adapters."""
+    """Yield target modules that cannot have adapters, LoRA options without them, and options that exclude them."""
     lora, targets = config.lora, ("lora.target_modules",)
     choice = f"choose {ALL_LINEAR} or a list of {', '.join(PROJECTIONS)}"
     named = [lora.target_modules] if isinstance(lora.target_modules, str) else lora.target_modules

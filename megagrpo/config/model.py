@@ -12,16 +12,14 @@ from megagrpo.config.section import NonNegativeInt, PositiveInt, Section, Share
 
 class ModelSection(Section):
     path: str
-    """Policy weights: a Hugging Face folder, a hub name, or `package:NAME` for GGUF weights in an installed Python
-    package."""
+    """Policy weights: a Hugging Face folder, a hub name, or `package:NAME` for GGUF weights in a Python package."""
     reference_path: str | None = None
     """Weights of the reference, in the format of `path`, with the same architecture and vocabulary; the policy's
     initial weights when empty."""
     tokenizer: str | None = None
     """Tokenizer folder, hub name, or a bare SentencePiece `.model` file; the model's own when empty."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute precision. bf16 keeps fp32 master weights. auto: bf16 on a GPU and on CPUs with bf16 instructions, fp32
-    on others."""
+    """Compute precision. bf16 keeps fp32 master weights. auto: bf16 on GPUs and CPUs with bf16 support, else fp32."""
     fp8_recipe: Literal["none", "tensorwise", "delayed", "blockwise", "mxfp8"] = "none"
     """Multiply in FP8 in the blocks' linears, forward and backward. One scale per tensor, from its current values
     (`tensorwise`) or its history (`delayed`), per 128 numbers (`blockwise`; weights 128 x 128), or per 32 numbers
@@ -48,8 +46,7 @@ class ModelSection(Section):
     """With LoRA: store the frozen weights of the blocks' linears in 8 bits (e4m3) or 4 bits (QLoRA's NF4) with a scale
     per 64 elements, and dequantize them for each use. Training uses the rounded weights, and vLLM gets them."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Recompute activations in the backward pass: `selective` the modules of `recompute_modules`, `full` every
-    layer."""
+    """Recompute activations in the backward pass: `selective` only `recompute_modules`, `full` every layer."""
     recompute_modules: list[
         Literal["core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts"]
     ] = ["core_attn"]
@@ -78,14 +75,12 @@ class ModelSection(Section):
 
     @property
     def token_align(self) -> int:
-        """A rank's tokens per product are a multiple of this, because FP8 products in the backward pass reduce over
-        tokens."""
+        """A rank's tokens per product are a multiple of this: FP8 products in the backward pass reduce over tokens."""
         return {"none": 1, "tensorwise": 16, "delayed": 16, "blockwise": 128, "mxfp8": 32}[self.fp8_recipe]
 
     @property
     def width_align(self) -> int:
-        """Input and output sizes of a linear on a rank are a multiple of this, as Transformer Engine's FP8 products
-        require."""
+        """A linear's input and output sizes per rank are a multiple of this, as Transformer Engine's FP8 requires."""
         return {"none": 1, "tensorwise": 16, "delayed": 16, "blockwise": 16, "mxfp8": 32}[self.fp8_recipe]
 
 
@@ -100,8 +95,7 @@ class ParallelSection(Section):
     """Decoder layers of each pipeline stage in model order, pp x vpp numbers; equal numbers when empty. Fewer layers on
     the first and last stage make room for the embedding and the LM head."""
     cp: PositiveInt = 1
-    """Context-parallel size: every sequence is cut into 2 x cp chunks and each rank gets two, so a rank holds 1/cp of
-    the tokens."""
+    """Context-parallel size: each sequence is cut into 2 x cp chunks, two per rank: a rank holds 1/cp of the tokens."""
     ep: PositiveInt = 1
     """Expert-parallel size: the experts of a mixture of experts are sharded over this many ranks. These are the ranks
     of tp and dp, regrouped, so ep needs no additional ranks."""
@@ -119,8 +113,7 @@ class ParallelSection(Section):
 
     @property
     def sequence_align(self) -> int:
-        """Every packed sequence is padded to a multiple of this many tokens, so that it can be cut into 2 x cp equal
-        chunks."""
+        """Packed sequences are padded to a multiple of this many tokens, to be cut into 2 x cp equal chunks."""
         return 2 * self.cp if self.cp > 1 else 1
 
     def micro_batch_align(self, token_align: int) -> int:

@@ -18,16 +18,13 @@ LIMITS = ("multi_turn.max_response_length", "multi_turn.completion_length_limit_
 class MultiTurnSection(Section):
     scheduler: str | None = None
     """Decides after each turn how the conversation continues: `math_tip_trick`, `math_tip_trick_multi_turn`,
-    `reasoning_gym`, or your own function or class as `package.module:name` or `path/file.py:name`
-    (docs/multi_turn.md)."""
+    `reasoning_gym`, or your function or class as `package.module:name` or `path/file.py:name` (docs/multi_turn.md)."""
     scheduler_args: dict[str, Any] = {}
     """Keyword arguments of the scheduler, passed on every call."""
     tools: list[str] = []
-    """Functions that the policy may call: `calculator`, or your own as `package.module:function` or
-    `path/file.py:function`."""
+    """Functions that the policy calls: `calculator`, or yours: `package.module:function` or `path/file.py:function`."""
     environment: str | None = None
-    """Class as `package.module:Class` or `path/file.py:Class`: each response gets an instance, whose public methods are
-    tools."""
+    """Class `package.module:Class` or `path/file.py:Class`: each response has an instance; public methods are tools."""
     tool_parser: Annotated[str, Field(pattern=r"^(hermes|vllm:[a-z0-9_]+)$")] = "hermes"
     """Parser of tool calls: `hermes`, JSON between <tool_call> and </tool_call>, or `vllm:NAME`, a parser of vLLM
     (`--tool-call-parser`)."""
@@ -42,8 +39,7 @@ class MultiTurnSection(Section):
     max_response_length: PositiveInt | None = None
     """Longest whole response in tokens, with `completion_length_limit_scope: per_round`."""
     timeout: Seconds = 10.0
-    """Timeout in seconds of one call of a tool, scheduler or environment; then its process is killed and the failure is
-    counted."""
+    """Timeout in seconds of a tool, scheduler or environment call. Then its process is killed and a failure counted."""
     workers: Count = 4
     """Worker processes for tools, schedulers and environments, per rank that generates."""
 

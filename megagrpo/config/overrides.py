@@ -41,8 +41,7 @@ def read_override(override: str, absolute: bool = True) -> tuple[str, Any]:
 
 
 def override_text(key: str, value: Any) -> str:
-    """Return `key=value`, which `read_override` reads back. Raises ConfigError when the key holds text and the value is
-    none."""
+    """Return `key=value`, which `read_override` reads back. Raises ConfigError if a text key gets another type."""
     types = types_of(RunConfig, key)
     if is_text(types) and isinstance(value, str):
         return f"{key}={chr(92) * (NoneType in types and bool(_ESCAPED_NULL.fullmatch(value)))}{value}"

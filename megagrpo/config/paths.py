@@ -54,8 +54,7 @@ def path_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def paths_in(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the key and the absolute path of each file and folder that a config names, without the name of a function
-    in it."""
+    """Yield key and absolute path of each file and folder that a config names, without the name of a function in it."""
     for owner, name, key, _ in _texts(config.model_dump()):
         in_file = _FUNCTION_IN_FILE.fullmatch(owner[name])
         path = in_file[1] if in_file else owner[name].removeprefix(_REWARD_MODEL)
@@ -76,8 +75,7 @@ def _texts(values: dict[str, Any]) -> Iterator[tuple[Any, Any, str, Resolve]]:
 
 
 def _strings(node: Any, parts: list[str], above: str = "") -> Iterator[tuple[Any, Any, str]]:
-    """Yield (owner, index or name, dotted key) of the strings below `node` at the dotted key `parts`; `*` matches any
-    index and name."""
+    """Yield (owner, index or name, dotted key) of strings in `node` at key `parts`; `*` matches any index or name."""
     first, *rest = parts
     names: Iterable[Any] = ()
     if isinstance(node, list):
@@ -92,8 +90,7 @@ def _strings(node: Any, parts: list[str], above: str = "") -> Iterator[tuple[Any
 
 
 def _file(text: str, folder: Path) -> str:
-    """Resolve the path of a file or folder, which need not exist yet. `path_problems` reports what this function does
-    not change."""
+    """Resolve the path of a file or folder, which need not exist yet. `path_problems` reports paths left unchanged."""
     expanded = os.path.expanduser(text)
     return text if not text or expanded.startswith("~") else os.path.abspath(folder / expanded)
 
@@ -109,8 +106,7 @@ def _folder_or_name(text: str, folder: Path) -> str:
 
 
 def data_suffix(name: str | Path) -> str:
-    """Return the suffix that names a data file's format, `.jsonl` for `rows.jsonl.gz`; an empty string for other
-    files."""
+    """Return the suffix of a data file's format, `.jsonl` for `rows.jsonl.gz`; an empty string for other files."""
     path = Path(name)
     if path.suffix.lower() in COMPRESSED:
         return suffix if (suffix := Path(path.stem).suffix.lower()) in TEXT_SUFFIXES else ""

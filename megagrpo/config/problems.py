@@ -44,8 +44,7 @@ class ProblemError(ValueError):
 
 
 class ConfigError(ValueError):
-    """The error of an unusable config. Its text has one line per problem; `problems` holds the problems whose keys are
-    known."""
+    """The error of an unusable config. Its text has one line per problem; `problems` holds those with known keys."""
 
     def __init__(self, text: str, problems: Iterable[Problem] = ()) -> None:
         super().__init__(text)

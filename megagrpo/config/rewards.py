@@ -21,9 +21,8 @@ class RewardFunction(Section):
     args: dict[str, Any] = {}
     """Keyword arguments passed on every call; for a class, to its constructor."""
     independent: bool = False
-    """The function scores each completion on its own. Then a failed call is repeated one completion at a time, and only
-    the faulty one fails. Built-in functions and reward models are independent; a function may also have the attribute
-    `independent = True`."""
+    """Each completion is scored on its own: a failed call is repeated per completion, and only the faulty one fails.
+    Built-in functions and reward models are independent; others may have the attribute `independent = True`."""
     timeout: Seconds | None = None
     """Timeout in seconds for scoring one completion; `rewards.timeout` when empty."""
     own_worker: bool = False
@@ -32,14 +31,12 @@ class RewardFunction(Section):
 
 class RewardsSection(Section):
     functions: list[RewardFunction]
-    """Reward functions; the weighted sum is the reward. May be `[]` where a scheduler or an environment of `multi_turn`
-    gives rewards."""
+    """Reward functions; their weighted sum is the reward. `[]` if a `multi_turn` scheduler or environment gives it."""
     plugins: list[str] = []
     """Python files that register reward functions by name."""
     timeout: Seconds = 10.0
-    """Timeout in seconds for scoring one completion; a call with a group of n completions gets n times as long. Then
-    the worker is killed, and the group scores 0 and counts as n timeouts. With `independent` only the completion that
-    timed out does."""
+    """Timeout in seconds for scoring one completion; a group of n completions gets n times as long. Then the worker is
+    killed; the group scores 0 and counts as n timeouts. With `independent` only the late completion does."""
     workers: Count = 2
     """Worker processes per rank that scores."""
     concurrency: PositiveInt = 16

@@ -46,12 +46,10 @@ class RolloutSection(Section):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Sample from the tokens that are at least this times as likely as the most likely token; 0 keeps all."""
     stop: list[Annotated[str, AfterValidator(_not_empty)]] = []
-    """Texts that end a response, as the end token does. The loss sees every sampled token up to the one that completes
-    the text. A special token such as `<|im_end|>` is valid too. It also applies to evaluation and `generate`.
-    docs/sampling.md."""
+    """Texts that end a response, like the end token. The loss sees all sampled tokens until the text is complete.
+    Special tokens such as `<|im_end|>` are valid. It also applies to evaluation and `generate`. docs/sampling.md."""
     include_stop_str_in_output: bool = True
-    """Whether the text of a response, which reward functions get, includes the text of `stop` that ended it. vLLM's own
-    default is false."""
+    """Whether the response text for reward functions includes the `stop` text that ended it. vLLM's default: false."""
     max_staleness: NonNegativeInt = 0
     """Largest number of weight versions by which a step's responses may be behind the policy: generation runs ahead of
     training by this many steps. 0: generation and training take turns. docs/async.md."""
@@ -64,12 +62,10 @@ class RolloutSection(Section):
     """With max_staleness above 0: if a step waits and no group finishes for this many seconds, the responses being
     waited for are truncated, as at max_completion_length. Empty never truncates."""
     mismatch_threshold: Annotated[float, Field(ge=1)] | None = None
-    """Warn when a step's `token_mult_prob_error` is above this. Empty: warn when the error is three times as far from 1
-    as in the run's first 5 steps and above the normal range, 1.01 in fp32 and 1.1 in bf16. With max_staleness above 0
-    empty never warns."""
+    """Warn when a step's `token_mult_prob_error` is above this. Empty: warn when it is three times as far from 1 as in
+    the first 5 steps and above the normal 1.01 in fp32 or 1.1 in bf16; never with max_staleness above 0."""
     servers: Count = 1
-    """vLLM servers to start, each with `tp` x `pp` x `dp` devices. Colocated servers are spread evenly over
-    `run.nodes`."""
+    """vLLM servers to start, each on `tp` x `pp` x `dp` devices. Colocated ones are spread evenly over `run.nodes`."""
     tp: PositiveInt = 1
     """Tensor-parallel size of each vLLM server."""
     pp: PositiveInt = 1
@@ -81,12 +77,10 @@ class RolloutSection(Section):
     """Nodes that share each vLLM server, for servers with more GPUs than a node has. They run no ranks: placement is
     dedicated or external. Each node has an equal part of the `tp` x `pp` x `dp` devices. docs/parallelism.md."""
     quantization: Literal["none", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel"] = "none"
-    """Format in which vLLM computes its linear layers. none: the dtype of the weights. fp8_...: FP8, with one scale per
-    tensor, per block of 128 x 128 or per output channel; every weight sync quantizes the new weights.
-    docs/weight_sync.md."""
+    """Format in which vLLM computes linear layers. none: the weights' dtype. fp8_...: FP8, one scale per tensor, per
+    block of 128 x 128 or per output channel; weight syncs quantize the new weights. docs/weight_sync.md."""
     enable_expert_parallel: bool = False
-    """Distribute whole experts over the `tp` x `dp` workers of each stage of a vLLM server, instead of sharding every
-    expert."""
+    """Distribute whole experts over the `tp` x `dp` workers of a vLLM server's stage, instead of sharding them."""
     placement: Placement = "auto"
     """Where the servers run. colocated: started by the run on the trainer's GPUs, on every node; they sleep during
     training. dedicated: started by the run on GPUs without ranks. external: the servers in `urls`. auto: external with
@@ -95,15 +89,13 @@ class RolloutSection(Section):
     """Addresses of running servers with the plug-in. Trainer and servers must reach each other. With `urls` the run
     starts no servers."""
     urls_file: str | None = None
-    """File with one server address per line, read before each step and each weight sync. While the file exists it
-    replaces `urls`: servers added to it get requests once they hold the current weights; servers removed from it get no
-    more requests."""
+    """File with one server address per line, read before each step and weight sync. While it exists it replaces `urls`:
+    added servers get requests once they hold the current weights; removed servers get no more requests."""
     reconnect_timeout: Seconds = 120.0
     """Seconds to wait for a server when no server of `urls` responds; then the run ends."""
     token_file: str | None = None
-    """File with the servers' access token, readable only by its owner. Empty: the file in MEGAGRPO_TOKEN_FILE, or else
-    the token in MEGAGRPO_TOKEN. Without both, requests to servers of `urls` carry no token, and launched servers get a
-    new token for each run."""
+    """File with the servers' access token, readable only by its owner. Empty: the file of MEGAGRPO_TOKEN_FILE, else
+    MEGAGRPO_TOKEN. Without both, servers of `urls` get no token; launched servers get a new one for each run."""
     interface: str = LOOPBACK
     """The only network interface that launched servers listen on; lo is the loopback interface."""
     weight_sync_transport: TransportName = "auto"
@@ -124,8 +116,7 @@ class RolloutSection(Section):
     enforce_eager: bool = False
     """Disable vLLM's CUDA graphs and compilation."""
     extra_args: list[str] = []
-    """Additional arguments of vLLM's API server, as on its command line. Unknown arguments, and arguments that other
-    keys set, are rejected."""
+    """Additional arguments of vLLM's API server command. Unknown ones, and ones that other keys set, are rejected."""
     startup_timeout: Seconds = 600.0
     """Seconds within which a launched server must respond."""
     request_timeout: Seconds = 1800.0

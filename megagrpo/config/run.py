@@ -1,5 +1,4 @@
-"""Defines the sections `run` and `debug`: the run's name, length, checkpoints, console and profiles, and debug
-dumps."""
+"""Defines the sections `run` and `debug`: a run's name, length, checkpoints, console and profiles; debug dumps."""
 
 from __future__ import annotations
 
@@ -37,9 +36,8 @@ class RunSection(Section):
     """Outer iterations: generate, score, train, sync. Takes precedence over `num_train_epochs`. Empty: as many as
     `num_train_epochs` needs; 100 if that is empty too."""
     num_train_epochs: PositiveFloat | None = None
-    """Passes over `data.train`, fractions allowed, when `max_steps` is empty. The number of steps is `num_train_epochs`
-    x prompts / `rollout.prompts_per_step`, rounded up. Prompts that `algorithm.dynamic_sample` draws in addition do not
-    count."""
+    """Passes over `data.train`, fractions allowed, when `max_steps` is empty. Steps: `num_train_epochs` x prompts /
+    `rollout.prompts_per_step`, rounded up. Additional prompts of `algorithm.dynamic_sample` do not count."""
     save_steps: NonNegativeInt = 0
     """Write a checkpoint every this many steps; 0 writes one at the end only."""
     async_save: bool = False
@@ -48,8 +46,7 @@ class RunSection(Section):
     save_total_limit: PositiveInt = 2
     """How many checkpoints to keep; the oldest are deleted after a newer one is complete."""
     callbacks: list[str] = []
-    """Classes with your own code between steps, as `path/file.py:Class` or `package.module:Class`:
-    docs/callbacks.md."""
+    """Classes with your code between steps, as `path/file.py:Class` or `package.module:Class`: docs/callbacks.md."""
     nodes: PositiveInt = 1
     """Number of nodes of the job that `megagrpo submit` requests (docs/slurm.md)."""
     time_limit: Annotated[str, Field(pattern=r"^(\d{1,4}-)?\d{1,5}:[0-5]\d:[0-5]\d$")] | None = None
@@ -64,17 +61,15 @@ class RunSection(Section):
     """Print a sample completion, and send the step's completions to the trackers, every this many steps; 0: never.
     `completions.jsonl` always holds all completions."""
     log_tokens_groups: NonNegativeInt = 2
-    """Write each token of this many groups per step to `tokens.jsonl`, with log-probs of vLLM and of the trainer, and
-    its entropy, for `megagrpo report` (docs/report.md). The groups with the largest range of advantages are taken; 0
-    writes none."""
+    """Write this many groups' tokens per step to `tokens.jsonl`, with log-probs of vLLM and the trainer and entropy,
+    for `megagrpo report` (docs/report.md). The groups with the largest range of advantages are taken; 0: none."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level of console lines and log records. `warning` prints neither steps nor progress. The variable
     MEGAGRPO_LOG_LEVEL takes precedence."""
     progress: bool = True
     """Draw progress bars while the run works, if standard error is a terminal."""
     peak_tflops: PositiveFloat | None = None
-    """Dense BF16 TFLOP/s of one rank's GPU or CPU, for the metric `mfu`. Empty: the data sheet's value for a known GPU,
-    else no `mfu`."""
+    """Dense BF16 TFLOP/s of a rank's GPU or CPU, for metric `mfu`. Empty: a known GPU's data sheet, else no `mfu`."""
     profile: ProfileSection = ProfileSection()
     trackers: list[str] = ["tensorboard"]
     """Where metrics and completions go besides `metrics.jsonl` and `completions.jsonl`: tensorboard, wandb, mlflow,
@@ -103,5 +98,4 @@ class RunSection(Section):
 
 class DebugSection(Section):
     dump_steps: list[PositiveInt] = []
-    """Steps to write to the run's `dumps/`, weights included, for `megagrpo audit`. Dumps do not change the run's
-    results."""
+    """Steps to write to the run's `dumps/`, weights included, for `megagrpo audit`. Dumps do not change results."""

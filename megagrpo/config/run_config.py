@@ -57,8 +57,7 @@ class RunConfig(Section):
 
     @property
     def longest_sequence(self) -> int:
-        """Longest sequence of an engine in tokens: the longest sample, or the longest prompt plus the longest response
-        of an evaluation."""
+        """An engine's longest sequence in tokens: the longest sample, or longest prompt plus evaluation response."""
         held_out = [s.max_completion_length for s in evaluation_sets(self).values()]
         return max(self.max_model_len, self.rollout.max_prompt_length + max(held_out, default=0))
 
@@ -68,9 +67,8 @@ class RunConfig(Section):
         return self.parallel.micro_batch_align(self.model.token_align)
 
     def with_num_prompts(self, num_prompts: int) -> RunConfig:
-        """Return the config with `run.max_steps` set from `run.num_train_epochs`, for `num_prompts` training prompts;
-        itself if `run.num_train_epochs` does not decide. Raises ProblemError when other keys do not fit the number of
-        steps."""
+        """Return the config with `run.max_steps` from `run.num_train_epochs` and `num_prompts` training prompts; itself
+        if `run.num_train_epochs` does not decide. Raises ProblemError when other keys do not fit the steps."""
         run = self.run
         if run.max_steps is not None or run.num_train_epochs is None:
             return self

@@ -27,8 +27,7 @@ PROJECT = "megagrpo"  # project or experiment when neither the config nor the en
 
 class WandbSection(Section):
     mode: Literal["online", "offline"] | None = None
-    """offline: write to the run's folder, without an account; `wandb sync` uploads it later. Empty: `WANDB_MODE`, or
-    online."""
+    """offline: write to the run's folder without an account; `wandb sync` uploads it. Empty: `WANDB_MODE` or online."""
     project: str | None = None
     """Project; when empty `WANDB_PROJECT`, or megagrpo."""
     entity: str | None = None
@@ -78,20 +77,18 @@ def tracker_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def missing_package(name: str) -> str:
-    """Return why the built-in tracker `name` cannot be used on this machine: a package that is not installed; "" if all
-    are."""
+    """Return which missing package makes the built-in tracker `name` unusable on this machine; "" if all are there."""
     absent = [package for package in TRACKER_PACKAGES[name] if importlib.util.find_spec(package) is None]
     if not absent:
         return ""
     install = absent[0] if name == "tensorboard" else f"'megagrpo[{name}]'"
     return (
         f"`{name}` needs {', '.join(absent)}, which is not installed: pip install {install}; or remove it from "
-        f"run.trackers"
+        "run.trackers"
     )
 
 
 def tracker_notes(config: RunConfig) -> list[Problem]:
-    """Return trackers whose packages are not installed on this machine, which may differ from the machine of the
-    run."""
+    """Return trackers whose packages are not installed on this machine; the run's machine may differ."""
     found = [(index, name) for index, name in enumerate(config.run.trackers) if name in TRACKER_PACKAGES]
     return [Problem((f"run.trackers.{index}",), why) for index, name in found if (why := missing_package(name))]

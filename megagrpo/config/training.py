@@ -15,8 +15,7 @@ FUSED_SCRATCH_BYTES = 2**30  # limit on the scratch memory of `train.fused_logpr
 
 class TrainSection(Section):
     optimizer: Literal["adam", "muon"] = "adam"
-    """AdamW; or Muon for the matrices of the blocks, with AdamW for embeddings, LM head, norms and biases.
-    docs/optimizers.md."""
+    """AdamW; or Muon for the blocks' matrices, AdamW for embeddings, LM head, norms and biases. docs/optimizers.md."""
     learning_rate: PositiveFloat = 1e-6
     """Peak learning rate of AdamW. Muon's updates are scaled to the size of AdamW's, so that one rate serves both."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
@@ -58,8 +57,7 @@ class TrainSection(Section):
     """Multiply hidden states and LM head in FP8 for log-probs, with one scale per tensor or per block of 128; gradients
     use the unrounded values. Needs `fused_logprobs: true`."""
     optimizer_state_dtype: Literal["fp32", "bf16", "fp8"] = "fp32"
-    """Dtype of AdamW's two moments between steps: 8, 4 or 2 bytes per weight for both. bf16 and fp8 use stochastic
-    rounding."""
+    """Dtype of both AdamW moments between steps: 8, 4 or 2 bytes per weight in all. bf16, fp8: stochastic rounding."""
     optimizer_offload: bool = False
     """Keep the moments in host memory between steps; a step copies them to the GPU one tensor at a time."""
     offload: bool | None = None
@@ -69,12 +67,10 @@ class TrainSection(Section):
     distributed_optimizer: bool = True
     """Shard optimizer state and master weights over the data-parallel ranks."""
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients over the data-parallel ranks bucket by bucket, overlapped with the last micro-batch's backward
-    pass. Empty: on GPUs."""
+    """Reduce gradients over data-parallel ranks by bucket, during the last micro-batch's backward. Empty: on GPUs."""
     ddp_bucket_size: PositiveInt | None = None
-    """Gradients per bucket, with `overlap_grad_reduce`; when empty 40 million, or one million per replica if that is
-    more. Only the first pipeline stage uses several buckets; later stages, which no other stage waits for, reduce in
-    one."""
+    """Gradients per bucket with `overlap_grad_reduce`. Empty: 40 million, or one million per replica if that is more.
+    Only the first pipeline stage uses several buckets; later stages, for which no stage waits, use one."""
 
     def warmup(self, optimizer_steps: int) -> int:
         """Return the optimizer steps of warm-up in a run of `optimizer_steps`."""

@@ -42,8 +42,7 @@ class TextLoader(Loader):
 
 
 class Dumper(yaml.SafeDumper):
-    """A YAML dumper that puts a text in quotes if YAML 1.1 or 1.2 reads it as another type, such as off, 1e3 and
-    12:30."""
+    """A YAML dumper that quotes a text if YAML 1.1 or 1.2 reads it as another type, such as off, 1e3 and 12:30."""
 
 
 def _text_node(dumper: Dumper, text: str) -> yaml.ScalarNode:
@@ -104,8 +103,7 @@ def _refuse_comments(text: str) -> None:
 def _check(
     node: yaml.Node, key: str, seen: dict[yaml.Node, tuple[int, int]], above: tuple[yaml.Node, ...]
 ) -> tuple[int, int]:
-    """Return (nodes, levels) at and below the node at the dotted `key`. Raises YAMLError for data that is not plain, or
-    is too large."""
+    """Return (nodes, levels) from the dotted `key` down. Raises YAMLError for data that is not plain or too large."""
 
     def refuse(problem: str, at: yaml.Node = node) -> NoReturn:
         raise yaml.constructor.ConstructorError(

@@ -40,8 +40,7 @@ def read_chat_template(chat_template: str | None) -> str | None:
 
 
 def check_kwargs(names: Collection[str], template: str | None, key: str = "data.chat_template_kwargs") -> None:
-    """Raise ValueError when a variable cannot be set, or is not used by `template` (Jinja text; None without a chat
-    template)."""
+    """Raise ValueError for a variable that cannot be set or that `template` (Jinja text or None) does not use."""
     if not names:
         return
     if taken := [name for name in names if name in RENDERER_ARGUMENTS]:
@@ -75,11 +74,9 @@ def variables(template: str) -> frozenset[str] | None:
 
 
 def opened_thought(prompt: str, prefill: str = "") -> str:
-    """Return the end of a rendered prompt that opens a thought for the response, such as "<think>\\n"; "" when no
-    thought is open.
+    """Return the end of a rendered prompt that opens the response's thought, such as "<think>\\n"; "" without one.
 
-    Only white space may follow the tag. In `prefill`, the text of a last message of the assistant, a thought may have
-    begun.
+    Only white space may follow the tag. In `prefill`, a last assistant message's text, a thought may have begun.
     """
     text = prefill or prompt
     tags = list(_OPENING.finditer(text))

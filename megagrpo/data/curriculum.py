@@ -10,10 +10,9 @@ from megagrpo.config import DataSection
 class Curriculum:
     """Keeps the pass rates of a data set's prompts, and derives the prompts that rest.
 
-    A prompt whose last pass rate lies outside [`curriculum_low`, `curriculum_high`] rests for `curriculum_rest` epochs
-    and is then drawn again, so prompts inside the interval are drawn more often. A prompt without a pass rate does not
-    rest. Nothing is random: the same history gives the same resting prompts. With `data.curriculum: off` no prompt
-    rests.
+    A prompt whose last pass rate is outside [`curriculum_low`, `curriculum_high`] rests for `curriculum_rest` epochs
+    and is then drawn again. So prompts inside are drawn more often. A prompt without a pass rate does not rest. Nothing
+    is random: the same history rests the same prompts. With `data.curriculum: off` no prompt rests.
     """
 
     def __init__(self, section: DataSection):
@@ -43,8 +42,7 @@ class Curriculum:
             self._history |= {prompt_id: (rate, epochs[prompt_id]) for prompt_id, rate in pass_rates.items()}
 
     def metrics(self, epoch: int) -> dict[str, float]:
-        """Return the number of prompts that rest in this epoch and the mean of the last pass rates; empty without any
-        pass rate."""
+        """Return how many prompts rest in this epoch and the mean of the last pass rates; empty without pass rates."""
         if not self._history:
             return {}
         resting = sum(self.rests(prompt_id, epoch) for prompt_id in self._history)

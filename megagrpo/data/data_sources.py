@@ -105,8 +105,7 @@ def _read_folder(source: str, section: DatasetSection, key: str, prompt_column: 
 
 
 def _builder(source: str, subset: str | None) -> tuple[datasets.DatasetBuilder, str]:
-    """Return what `datasets` knows of a folder or a hub data set, and the source: the hub's cache if the hub cannot be
-    reached."""
+    """Return what `datasets` knows of a folder or hub data set, and the source: the hub's cache when offline."""
     cached = None
     if not os.path.isdir(source):
         with contextlib.suppress(
@@ -172,7 +171,7 @@ def _check_file(file: Path, key: str) -> None:
             if "map<" in str(field.type):
                 raise SourceError(
                     f"{key}.source: {file}: column `{field.name}` holds maps, which no row can hold; store structs or "
-                    f"lists"
+                    "lists"
                 )
 
 
@@ -187,8 +186,7 @@ def _lines(file: Path, key: str, prompt_column: str) -> Iterator[Line]:
 
 
 def _find(source: str, key: str) -> Path | None:
-    """Return the path of a file or folder; None if the name can only be a hub data set. Raises ValueError for a path
-    that does not exist."""
+    """Return a file's or folder's path; None for what can only be a hub name. Raises ValueError for a missing path."""
     if "://" in source:
         raise ValueError(
             f"{key}.source: {source} is an address; download the file and name its path, or name a data set of the hub"
@@ -211,8 +209,7 @@ def _split_name(split: str) -> str:
 
 
 def _read_saved(path: Path, split: str) -> datasets.Dataset:
-    """Return a split, or a slice such as `train[:100]`, of a data set from `save_to_disk`. A saved single Dataset
-    accepts any split name."""
+    """Return a split or slice such as `train[:100]` of a `save_to_disk` folder. A Dataset accepts any split name."""
     name = _split_name(split)
     if (path / "dataset_dict.json").exists():
         names = json.loads((path / "dataset_dict.json").read_text())["splits"]

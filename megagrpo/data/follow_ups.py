@@ -1,5 +1,4 @@
-"""Tokenizes the messages that are appended to a conversation. Only new text is tokenized; existing tokens never
-change."""
+"""Tokenizes the messages appended to a conversation. Only new text is tokenized; existing tokens never change."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ class FollowUps:
     """Continues conversations with a chat template, which gets `tools` (JSON schemas) as a variable.
 
     Raises ValueError that names the template if there is none, if it rewrites earlier turns when messages are added
-    (some templates remove the thoughts of earlier turns), if it drops tool messages, or if it does not show the tools
-    to the policy.
+    (some remove earlier thoughts), if it drops tool messages, or if it does not show the tools to the policy.
     """
 
     def __init__(
@@ -57,8 +55,7 @@ class FollowUps:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
     def tokens_within(self, token_ids: Sequence[int], text: str) -> tuple[int, str]:
-        """Return how many of a turn's tokens lie within its prefix `text`, and the text of these tokens. End tokens
-        never do."""
+        """Return how many of a turn's tokens lie within its prefix `text`, and their text. End tokens never do."""
         decode = self._tokenizer.decode
         count = len(token_ids)
         while count and token_ids[count - 1] in self._tokenizer.eos_token_ids:
@@ -87,10 +84,8 @@ class FollowUps:
         if not whole.startswith(closed):
             raise ValueError(
                 f"data.chat_template: {self._name} changes an assistant's turn when a {messages[0]['role']} message "
-                f"follows it, so a "
-                "conversation cannot continue from the tokens that the policy wrote; set a template that keeps every "
-                "turn "
-                "(docs/multi_turn.md)"
+                "follows it, so a conversation cannot continue from the tokens that the policy wrote; set a template "
+                "that keeps every turn (docs/multi_turn.md)"
             )
         return end, whole[len(closed) :]
 
@@ -117,8 +112,7 @@ class FollowUps:
         if self._tool_name() not in self._render([_OPENING], generate=True):
             raise ValueError(
                 f"data.chat_template: {self._name} does not show the tools to the policy (it does not use `tools`); "
-                f"set a template that "
-                "does, such as configs/templates/hermes_tools.jinja"
+                "set a template that does, such as configs/templates/hermes_tools.jinja"
             )
 
     def _tool_name(self) -> str:

@@ -1,8 +1,7 @@
 """Packs samples into balanced micro-batches. Only this file shifts tokens into labels.
 
-Every rank packs the same list of samples with the same arithmetic and keeps its own share. No communication is needed,
-and every data-parallel rank gets the same number of micro-batches. Pipeline schedules and collectives therefore cannot
-hang on a missing one.
+Every rank packs the same samples with the same arithmetic and keeps its share. Without communication all data-parallel
+ranks get the same number of micro-batches. So pipeline schedules and collectives cannot hang on a missing one.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ def packing_rules(config: RunConfig, share_prompts: bool) -> PackingRules:
 
 
 def pack(samples: Sequence[TrainSample], rules: PackingRules, dp_rank: int = 0, dp_size: int = 1) -> TrainBatch:
-    """Return the micro-batches of data-parallel rank `dp_rank`, the counts of the whole step, and `imbalances` of the
-    packing.
+    """Return data-parallel rank `dp_rank`'s micro-batches, the step's counts, and `imbalances` of the packing.
 
     Samples that are skipped for an advantage of 0 still count, so the update is the same. Samples without loss tokens
     count as sequences. Raises ValueError when a sample exceeds the token budget.
@@ -85,8 +83,7 @@ def computed_tokens(bundles: Sequence[Sequence[TrainSample]], rules: PackingRule
 
 
 def bundle(samples: Sequence[TrainSample], rules: PackingRules) -> list[list[TrainSample]]:
-    """Group the samples that must be in one micro-batch: with shared prompts as many neighbours with the same prompt as
-    fit, else one."""
+    """Group samples bound to one micro-batch: with shared prompts as many same-prompt neighbours as fit, else one."""
     bundles: list[list[TrainSample]] = []
     for sample in samples:
         last = bundles[-1] if bundles and rules.share_prompts and same_prompt(bundles[-1][0], sample) else None
@@ -101,8 +98,7 @@ def bundle(samples: Sequence[TrainSample], rules: PackingRules) -> list[list[Tra
 
 
 def packed_length(bundle: Sequence[TrainSample], sequence_align: int = 1) -> int:
-    """Return the tokens, with padding, of samples that share their prompt: the shared part once, and the rest of each
-    sample."""
+    """Return the tokens, padded, of samples that share their prompt: the shared part once, and each sample's rest."""
     shared = shared_length(bundle, sequence_align)
     return shared + sum(padded(s.token_ids.numel() - shared, sequence_align) for s in bundle)
 
@@ -183,8 +179,7 @@ class _Sequence:
 def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLIMITED) -> MicroBatch:
     """Pack samples end to end into one micro-batch.
 
-    Without samples the micro-batch has two or more padding tokens: every rank must run its backward pass, or the other
-    ranks hang.
+    Without samples the micro-batch has two or more padding tokens: a rank without a backward pass hangs the others.
     """
     sequences = _sequences(samples, rules)
     used = sum(s.stop - s.start for s in sequences)
@@ -209,8 +204,7 @@ def build_micro_batch(samples: Sequence[TrainSample], rules: PackingRules = UNLI
 
 
 def _sequences(samples: Sequence[TrainSample], rules: PackingRules) -> list[_Sequence]:
-    """Return the sequences of a micro-batch: whole samples, or for samples that share a prompt the shared part, then
-    the rest of each."""
+    """Return a micro-batch's sequences: whole samples, or the prompt part that samples share, then each one's rest."""
     sequences: list[_Sequence] = []
     for group in bundle(samples, replace(rules, max_tokens=sys.maxsize)):
         shared, prefix = shared_length(group, rules.sequence_align), -1
@@ -254,14 +248,12 @@ def loss_mask_of(sample: TrainSample, rules: PackingRules = UNLIMITED) -> torch.
 
 
 def _shift(row: torch.Tensor) -> torch.Tensor:
-    """Shift a token-aligned row [L] left by one, so that position t describes token t + 1. The last position becomes
-    0."""
+    """Shift a token-aligned row [L] left by one: position t describes token t + 1, and the last becomes 0."""
     return torch.cat([row[1:], row.new_zeros(1)])
 
 
 def imbalances(loads: Sequence[int], num_ranks: int) -> dict[str, Metric]:
-    """Return metrics of a packing: largest over mean number of tokens, of all micro-batches and of the data-parallel
-    ranks.
+    """Return metrics of a packing: largest over mean number of tokens, of micro-batches and of data-parallel ranks.
 
     `loads` are the tokens of the bins in the order of `assign`. With L the longest bundle and m the mean micro-batch,
     in tokens, and k micro-batches on a rank, the metrics are at most 1 + L / m and 1 + L / (k m).

@@ -21,8 +21,7 @@ _USUAL = ("<|im_start|>", "<|start_header_id|>", "<start_of_turn>", "<|user|>", 
 
 
 def as_prompt(value: Any, from_arrow: bool = False) -> Messages:
-    """Return the prompt in a column. `from_arrow`: fields that are None are absent, as Arrow adds them to messages and
-    tool calls.
+    """Return a column's prompt. `from_arrow`: None fields are absent, as Arrow adds them to messages and tool calls.
 
     Parts of text are joined, and messages that are stored as JSON or Python text, as in a cell of csv, are read. Raises
     ValueError with a phrase for any other value.
@@ -130,6 +129,6 @@ class RenderedPrompts:
         row, mark = self._found[0]
         return [
             f"{key}: {len(self._found)} of {total} prompts already hold `{one_line(mark):.60}` (first: row {row}), and "
-            f"the chat template "
-            "renders them again; for rendered prompts set data.chat_template: none, else remove the token"
+            "the chat template renders them again; for rendered prompts set data.chat_template: none, else remove the "
+            "token"
         ]

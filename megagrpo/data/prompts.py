@@ -102,8 +102,7 @@ class PromptSource:
         return drawn
 
     def peek(self, n: int) -> list[Prompt]:
-        """Return the prompts that `next(n)` would draw now, without drawing them. A later `learn` may let some of them
-        rest."""
+        """Return the prompts that `next(n)` would draw now, without drawing. A later `learn` may let some rest."""
         upcoming = list(islice(self._upcoming(), n))
         self._peeked |= {
             position: self._prompt(row, position) for position, row, _ in upcoming if position not in self._peeked
@@ -111,8 +110,7 @@ class PromptSource:
         return [self._peeked[position] for position, _, _ in upcoming]
 
     def learn(self, pass_rates: Mapping[int, float]) -> dict[str, float]:
-        """Give the curriculum the pass rates of the prompts drawn since the last call. Returns the curriculum's
-        metrics."""
+        """Give the curriculum the pass rates of the prompts drawn since the last call. Returns its metrics."""
         self.curriculum.learn(pass_rates, self._drawn_in)
         self._drawn_in = {}
         return self.curriculum.metrics(self._cursor // len(self))
@@ -198,8 +196,7 @@ class PromptSource:
             return list(range(len(lengths)))
         overlong_text = (
             f"{len(overlong)} of {len(lengths)} prompts are longer than rollout.max_prompt_length "
-            f"{self._max_prompt_length} "
-            f"(longest: {max(lengths)} tokens, first: row {overlong[0]})"
+            f"{self._max_prompt_length} (longest: {max(lengths)} tokens, first: row {overlong[0]})"
         )
         if self._data.overlong_prompts == "error":
             raise ValueError(
@@ -267,8 +264,7 @@ class PromptSource:
 
 
 def hash_answer(text: Any) -> str | None:
-    """Return the text after the first `####` of a GSM8K answer, up to the next `####` if any, stripped; None without
-    `####`."""
+    """Return the stripped text after the first `####` of a GSM8K answer, up to any next `####`; None without one."""
     pieces = str(text).split("####")
     return pieces[1].strip() if len(pieces) > 1 else None
 

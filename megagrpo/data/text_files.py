@@ -135,8 +135,7 @@ def _jsonl(stream: BinaryIO, prompt_column: str) -> Iterator[Line]:
 
 
 def _json(stream: BinaryIO, prompt_column: str) -> Iterator[Line]:
-    """Yield the elements of a list, objects that follow each other, or the elements of the only list of objects in an
-    object."""
+    """Yield the elements of a list, consecutive objects, or the elements of an object's only list of objects."""
     text = stream.read().decode("utf-8-sig")
     begin, number = _skip(text, 0), 0
     if not text.startswith("[", begin):

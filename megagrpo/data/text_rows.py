@@ -53,8 +53,7 @@ class JsonRows(Sequence[Row]):
 
 
 def nested(row: Row, name: str) -> Any:
-    """Return the value of a column, or of a field in a column of objects, as `reward_model.ground_truth`. Raises
-    KeyError without it."""
+    """Return a column's value, or an object field's, as `reward_model.ground_truth`. Raises KeyError without it."""
     if name in row or "." not in name:
         return row[name]
     value: Any = row
@@ -66,8 +65,7 @@ def nested(row: Row, name: str) -> Any:
 
 
 def column_hint(name: str, present: Sequence[str]) -> str:
-    """Return how to name a column that is missing, as the end of a message: the nearest name, or where other trainers'
-    rows hold it."""
+    """Return the end of a message on a missing column: the nearest name, or where other trainers' rows hold it."""
     if near := difflib.get_close_matches(name, present, n=1, cutoff=0.5):
         return f"; did you mean `{near[0]}`?"
     fields = [other for other in present if "." in other and other.rpartition(".")[2] in ANSWERS]
@@ -75,8 +73,8 @@ def column_hint(name: str, present: Sequence[str]) -> str:
         return f"; did you mean `{fields[0]}`?"
     if SHAREGPT in present:
         return (
-            f"; `{SHAREGPT}` is ShareGPT's: rename it, `from` to role and `value` to content, and end with the "
-            f"user's message"
+            f"; `{SHAREGPT}` is ShareGPT's: rename it, `from` to role and `value` to content, and end with the user's "
+            "message"
         )
     return ""
 

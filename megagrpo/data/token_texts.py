@@ -20,8 +20,7 @@ class TokenTexts:
         self._known: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """Return one text per token. The first token of a character that has several tokens holds the character, the
-        others are empty."""
+        """Return one text per token. The first token of a character holds it, its other tokens are empty."""
         texts = [self._one(token) for token in token_ids]
         start = 0
         while start < len(texts):

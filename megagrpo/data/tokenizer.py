@@ -25,8 +25,7 @@ Ending = Literal["generate", "continue", "closed"]
 
 
 def tokenizer_of(config: RunConfig, model_folder: str | Path) -> Tokenizer:
-    """Load the tokenizer of a run. It renders with `data.chat_template_kwargs`, and special tokens in `rollout.stop`
-    are end tokens.
+    """Load the tokenizer of a run, with `data.chat_template_kwargs`. Special tokens in `rollout.stop` are end tokens.
 
     Raises ValueError when there is no tokenizer, for variables that the chat template does not use, and for stop
     strings that no text can contain."""
@@ -43,7 +42,7 @@ def tokenizer_of(config: RunConfig, model_folder: str | Path) -> Tokenizer:
         if text not in special and (inside := [token for token in special if token in text]):
             raise ValueError(
                 f"rollout.stop.{index}: {text!r} contains the special token {inside[0]}, which the text of a response "
-                f"leaves out; name the token alone"
+                "leaves out; name the token alone"
             )
     ends = {special[text] for text in config.rollout.stop if text in special}
     tokenizer.eos_token_ids = tuple(sorted({*tokenizer.eos_token_ids, *ends}))
@@ -51,11 +50,9 @@ def tokenizer_of(config: RunConfig, model_folder: str | Path) -> Tokenizer:
 
 
 def load_tokenizer(path: str | Path, model_path: str | Path | None = None) -> Tokenizer:
-    """Load the tokenizer from a Hugging Face folder, a hub name, or a bare SentencePiece `.model` file (Llama 2,
-    Mistral, Gemma).
+    """Load the tokenizer from a Hugging Face folder, hub name or SentencePiece `.model` file (Llama 2, Mistral, Gemma).
 
-    `model_path` is the folder of generation_config.json, if not the tokenizer's. Raises ValueError when `path` has no
-    tokenizer."""
+    `model_path` holds generation_config.json, if `path` does not. Raises ValueError when `path` has no tokenizer."""
     if str(path).endswith(".model"):
         if not Path(path).is_file():
             raise ValueError(f"model.tokenizer: no SentencePiece file {Path(path).absolute()}; correct the path")
@@ -79,8 +76,7 @@ class Tokenizer(ABC):
     """The interface of tokenizers.
 
     `eos_token_ids` are all ids that end a response, from the tokenizer and generation_config.json, sorted.
-    `chat_template` is the tokenizer's Jinja template, or None. `template_kwargs` are variables for every rendered
-    prompt."""
+    `chat_template` is the tokenizer's Jinja template, or None. `template_kwargs` are variables of all prompts."""
 
     def __init__(self, eos_token_ids: Iterable[int], chat_template: str | None):
         self.eos_token_ids = tuple(sorted(set(eos_token_ids)))
@@ -118,8 +114,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def _apply_template(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
-        """Render chat messages as text. `options` are the arguments of transformers' renderer, and variables of the
-        template."""
+        """Render chat messages as text. `options` are arguments of transformers' renderer and template variables."""
 
     def apply_template(
         self,
@@ -160,8 +155,7 @@ class Tokenizer(ABC):
         return tuple(self.encode(text, add_special_tokens=False))  # the template writes BOS if the model expects it
 
     def encode_once(self, text: str) -> list[int]:
-        """Return the token ids of a text after BOS, if the model expects it; a text that begins with BOS gets no second
-        one."""
+        """Return a text's token ids after BOS, if the model expects it. Text that begins with BOS gets no second."""
         beginning, ids = self.encode("", add_special_tokens=True), self.encode(text.lstrip(), add_special_tokens=False)
         if beginning and ids[: len(beginning)] == beginning:
             return ids
@@ -236,8 +230,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Wraps a `.model` file with the SentencePiece library, because transformers' conversion differs in leading spaces
-    and normalization.
+    """Wraps a `.model` file with SentencePiece: transformers' conversion differs in leading spaces and normalization.
 
     SentencePiece does not recognize control tokens (<s>, </s>) in a text, so rendered templates are split at them. Each
     piece is encoded separately, dummy prefix included, as in Meta's and Mistral's code."""

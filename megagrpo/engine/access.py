@@ -1,5 +1,4 @@
-"""Token authentication for vLLM servers. vLLM's own `--api-key` does not protect its weight update and developer
-routes.
+"""Token authentication for vLLM servers. vLLM's `--api-key` leaves weight update and developer routes unprotected.
 
 A process gets its token from a file that only its owner can read, or from the environment. Command lines and the
 resolved config never hold a token, because other users can read them.
@@ -24,8 +23,8 @@ GUARD = "megagrpo.engine.access.TokenGuard"  # for vLLM's --middleware
 MIN_TOKEN_LENGTH = 16
 OPEN_ROUTE = "/health"
 REFUSAL = (
-    f"this server requires its token: set rollout.token_file to the file that holds it, or set the environment "
-    f"variable {TOKEN_VARIABLE}"
+    "this server requires its token: set rollout.token_file to the file that holds it, or set the environment variable "
+    f"{TOKEN_VARIABLE}"
 )
 
 
@@ -72,8 +71,7 @@ def interface_addresses() -> dict[str, str]:
 
 
 def address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface. Raises ValueError, with the names of all interfaces, when it has
-    none."""
+    """Return a network interface's IPv4 address. Raises ValueError with the names of all interfaces if it has none."""
     addresses = interface_addresses()
     if interface not in addresses:
         others = f"choose one of {', '.join(addresses)}"
@@ -88,8 +86,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class TokenGuard:
-    """ASGI middleware that answers 401 to every request without the server's token. It wraps all vLLM routes and all
-    other middleware.
+    """ASGI middleware that answers 401 to requests without the server's token, outside all vLLM routes and middleware.
 
     It reads the token as `read_token` does, from the environment or the file named there. `/health` needs no token.
     Raises ValueError, so that the server does not start, when there is no token.
@@ -100,7 +97,7 @@ class TokenGuard:
         if token is None:
             raise ValueError(
                 f"{GUARD}: no token is set; set {TOKEN_VARIABLE} to it, or {TOKEN_FILE_VARIABLE} to the name of its "
-                f"file"
+                "file"
             )
         self._app, self._expected = app, headers(token)["Authorization"].encode()
 

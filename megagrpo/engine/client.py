@@ -66,12 +66,10 @@ class VllmEngine(Updates, Generator):
         """Generate `n` rollouts of each prompt; see `Generator.groups`. A prompt's seed depends on `seed`, its
         prompt_id and its occurrence.
 
-        `on_begun` is called, possibly more than once, when all prompts are on servers and a server has room for more.
-        It must not block.
+        `on_begun` is called, perhaps repeatedly, when all prompts are on servers and one has room. It must not block.
 
-        Raises EngineDeadError when no server is left, EngineStarved when all remaining servers need weights,
-        EngineInterrupted after `interrupt`, EngineError when a server rejects a request or its response is
-        inconsistent.
+        Raises EngineDeadError when no server is left, EngineStarved when all that remain need weights. Raises
+        EngineInterrupted after `interrupt`, EngineError when a server rejects a request or responds inconsistently.
         """
         seeds = [derive_seed(seed, prompt.prompt_id, prompt.occurrence) for prompt in prompts]
         jobs = [self._job(index, prompt, n, sampling, seeds[index]) for index, prompt in enumerate(prompts)]
@@ -80,8 +78,7 @@ class VllmEngine(Updates, Generator):
     def extend(
         self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], seeds: Sequence[int]
     ) -> list[Rollout]:
-        """Generate one rollout of each prompt, in order, each with its own limits and seed. Raises the errors of
-        `groups`."""
+        """Generate one rollout per prompt, in order, each with its limits and seed. Raises the errors of `groups`."""
         requests = enumerate(zip(prompts, sampling, seeds, strict=True))
         jobs = [self._job(index, prompt, 1, params, seed) for index, (prompt, params, seed) in requests]
         return [rollout for _, (rollout,) in sorted(self._run(jobs, 1), key=itemgetter(0))]
@@ -133,9 +130,8 @@ class VllmEngine(Updates, Generator):
             self._under_way.discard(task)
 
     async def _complete_choices(self, generation: Generation, url: str, job: Job) -> Choices | None:
-        """Return the complete choices for one prompt, or None when it must be retried, on this server or another. A
-        choice that a weight update aborted is continued from its tokens. A choice that `cut` aborted ends with its
-        tokens."""
+        """Return the complete choices for one prompt, or None when it must be retried, on any server. A choice that a
+        weight update aborted is continued from its tokens. One that `cut` aborted ends with its tokens."""
         choices = await self._ask(generation, url, job)
         while choices and any(map(is_broken_off, choices)):
             if self.in_flight != "resume" and job.prompt.place not in self._cut:
@@ -159,8 +155,7 @@ class VllmEngine(Updates, Generator):
         return choice | {"finish_reason": "length", "cut": cut}
 
     def cut(self, places: Collection[int]) -> None:
-        """Truncate the in-flight responses to the prompts with these `Prompt.place`s: they end with the tokens
-        generated so far."""
+        """Truncate in-flight responses to the prompts with these `Prompt.place`s: each ends with its tokens so far."""
         self._cut |= set(places)
         place_of = dict(self._in_flight_places)
         # ids inside vLLM
@@ -212,8 +207,7 @@ class VllmEngine(Updates, Generator):
             del self._in_flight_places[request_id]
 
     def _read(self, answer: httpx.Response, job: Job) -> Choices:
-        """Return the choices of a response. Raises InvalidResponse for a malformed one and, if servers may return, for
-        stale weights."""
+        """Return a response's choices. Raises InvalidResponse if it is malformed, or stale while servers may return."""
         params = job.body["sampling_params"]
         choices = read_choices(answer, params["n"], params["max_tokens"])
         others = {version for choice in choices for version in self._other_versions(choice)}
@@ -250,8 +244,7 @@ class VllmEngine(Updates, Generator):
             await asyncio.sleep(LOOK_SECONDS * 2 ** (job.failures - 1))
 
     def _hung(self, url: str, job: Job, error: Exception) -> None:
-        """Count a request that got no response in time, and exclude its server, which may hang. Raises EngineError when
-        no attempts are left."""
+        """Count a timed-out request; exclude its server, which may hang. Raises EngineError without attempts left."""
         if self.fleet.patience and not self.fleet.usable([url]):  # `Generation` has ended the request
             return
         job.failures += 1

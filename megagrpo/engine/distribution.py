@@ -66,8 +66,7 @@ class Generation:
         self._timeouts: dict[str, set[asyncio.Timeout]] = defaultdict(set)  # server -> those of its requests
 
     async def run(self) -> None:
-        """Work off all jobs. Raises EngineDeadError when no server is left, EngineStarved when all remaining servers
-        need weights."""
+        """Work off all jobs. Raises EngineDeadError when no server is left, EngineStarved if all left need weights."""
         recovery = [self._await_servers(), self._watch()] if self._fleet.patience else []
         await gather([self._dispatch(), *recovery])
         if self._undelivered:
@@ -173,8 +172,7 @@ async def pause(seconds: float, over: Callable[[], bool]) -> None:
 
 
 async def gather[T](coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run the coroutines concurrently and return their results in order. When one fails, cancel the others and raise
-    its error."""
+    """Run coroutines concurrently and return results in order. If one fails, cancel the others and raise its error."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]

@@ -20,8 +20,7 @@ BACKOFF_RESET_SECONDS = 120.0  # without an exclusion for this long, the exclusi
 class State(Enum):
     """The state of one server.
 
-    Only the trainer's rank 0 restarts servers or gives them weights, so STARTING, NEEDS_WEIGHTS and ENDED occur there
-    only.
+    Only trainer rank 0 restarts servers or gives them weights: STARTING, NEEDS_WEIGHTS and ENDED occur only there.
     """
 
     JOINING = "joining"  # rollout.urls_file named it during the run; it has never served this run
@@ -82,26 +81,22 @@ HOLDING_WEIGHTS = {State.SERVING, State.NEEDS_WEIGHTS}  # states in which a serv
 
 
 class Fleet:
-    """The servers of a run, their states and the weight version that they serve. Thread-safe: one lock covers
-    everything.
+    """The servers of a run, their states and the weight version that they serve. Thread-safe: one lock covers all.
 
-    `urls` are the servers of the run; all of them serve at first. While no server serves, the run waits up to
-    `patience` seconds for one to return. With 0 a server that stops serving never returns. Raises ValueError without
-    any URL.
+    `urls` are the run's servers; all serve at first. While none serves, the run waits up to `patience` seconds for one
+    to return. With 0 a server that stops serving never returns. Raises ValueError without any URL.
 
     `TRANSITION_TABLE` has all transitions. Events that are ignored come from another thread, too late:
     - silent, excluded: a request to a server that does not serve has failed. A STARTING server is not blamed for its
-      former process, and an EXCLUDED one keeps its exclusion time. A server that joins stays JOINING, because it has
-      never served.
+      former process, and an EXCLUDED one keeps its exclusion time. A server that joins stays JOINING: it never served.
     - ready: the client's health check ended after the state had changed. A STARTING server gets requests from `filled`
       on.
     - filled, waiting: the client has seen earlier that the server has the current weights, or the server was removed
       meanwhile.
     - synced, missed: the server stopped serving during the update, or it did not serve before.
 
-    ENDED is a state of its own: a server whose process has ended holds no GPU memory, so `unsettled` leaves it out, and
-    only an ENDED server may be started. DRAINING exists because `urls_file` may change while other threads still
-    generate.
+    ENDED is a state of its own: an ended process holds no GPU memory, so `unsettled` leaves it out, and only an ENDED
+    server may be started. DRAINING exists because `urls_file` may change while other threads generate.
     """
 
     def __init__(self, urls: Sequence[str], patience: float = 0.0):
@@ -135,8 +130,7 @@ class Fleet:
         self._report(url, Event.DIED)
 
     def may_start(self, url: str) -> bool:
-        """Whether the process of an ENDED server may be restarted now; the server is STARTING then, and the caller
-        restarts it.
+        """Whether an ENDED server's process may be restarted now; then it is STARTING, and the caller restarts it.
 
         False while servers sleep: the trainer uses the GPUs, also the one of the server that ended. `begin_sleep` and
         this method exclude each other, so no server starts unnoticed.
@@ -157,8 +151,7 @@ class Fleet:
     def filled(self, url: str, version: int) -> bool:
         """The server loaded weights of `version` after it returned. Returns whether it serves now.
 
-        If another version is current by now, the server missed it: the event is ignored, and the server must be filled
-        again.
+        If another version is current by now, the event is ignored: the server missed that version and must be filled.
         """
         with self._lock:
             if version == self.version:
@@ -182,8 +175,7 @@ class Fleet:
             self._loaded[url] = version
 
     def synced(self, version: int) -> None:
-        """Make `version` current. Servers that hold it serve; servers that served and missed it are SILENT until they
-        are filled."""
+        """Make `version` current. Servers with it serve; servers that served and missed it are SILENT until filled."""
         with self._lock:
             self.version = version
             for url in self._urls:
@@ -192,8 +184,7 @@ class Fleet:
     # -- all servers
 
     def follow(self, urls: Sequence[str]) -> None:
-        """Replace the servers of the run by `urls`. New ones are JOINING; removed ones that serve are DRAINING, the
-        others GONE."""
+        """Replace the run's servers by `urls`. New ones are JOINING, removed ones DRAINING if they serve, else GONE."""
         with self._lock:
             removed, added = set(self._urls) - set(urls), set(urls) - set(self._urls)
             events = [(url, Event.REMOVED) for url in removed]
@@ -206,8 +197,7 @@ class Fleet:
             self._urls = list(urls)
 
     def begin_sleep(self, last: bool = False) -> bool:
-        """Record that servers sleep from here on; returns whether they were awake. No server may start until
-        `end_sleep`.
+        """Record that servers sleep now; returns whether they were awake. No server may start until `end_sleep`.
 
         `last` means that servers in `unsettled` are to be killed instead of waited for.
         """
@@ -278,8 +268,7 @@ class Fleet:
             return [url for url in urls if self._states[url] in (State.SERVING, State.DRAINING)]
 
     def returning(self, urls: Iterable[str]) -> list[str]:
-        """Those of `urls` that may turn out to be ready: out of use for another reason than a restart, and not excluded
-        any longer."""
+        """Those of `urls` that may be ready: not in use, for another reason than a restart, and no longer excluded."""
         out, now = (State.JOINING, State.SILENT, State.EXCLUDED, State.NEEDS_WEIGHTS), time.monotonic()
         with self._lock:
             return [url for url in urls if self._states[url] in out and now >= self._excluded_until.get(url, 0.0)]
@@ -299,8 +288,7 @@ class Fleet:
         return [url for url in self._urls if self._states[url] in states]
 
     def _next(self, url: str, event: Event) -> State | None:
-        """The server's state after `event`, or None when the event is ignored. Raises AssertionError when the table
-        does not allow it."""
+        """The state after `event`, or None if the event is ignored. Raises AssertionError if the table forbids it."""
         state = self._states.get(url)
         after = "!" if state is None else TRANSITIONS[state, event]
         if after == "!":

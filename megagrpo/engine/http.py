@@ -76,8 +76,7 @@ class Servers:
         seconds: float | None = None,
         optional: bool = False,
     ) -> Any:
-        """Send a POST request and return the JSON of the response; None when the server lacks an `optional` route or
-        sends no JSON.
+        """Send a POST request and return the response's JSON; None without the `optional` route or without JSON.
 
         Raises WeightSyncError for an error status, or its subclasses: ServerTimeout on a timeout, NoAnswer when the
         server itself did not respond.
@@ -124,8 +123,7 @@ class Servers:
     async def _each(
         self, verb: Callable[..., Coroutine[Any, Any, Any]], urls: Collection[str], *args: Any
     ) -> list[Any]:
-        """Run `verb` on each of the servers `urls` concurrently. The first error is raised after all of them have
-        finished."""
+        """Run `verb` on each of `urls` concurrently. The first error is raised after all have finished."""
         async with self._client() as client:
             results = await asyncio.gather(*(verb(client, url, *args) for url in urls), return_exceptions=True)
         for result in results:
@@ -247,8 +245,7 @@ class MovedServers:
 
 
 class Silence:
-    """Measures how long a server has not responded. Time in which this process was stopped or busy does not count as
-    silence."""
+    """Measures how long a server has not responded. Time in which this process was stopped or busy does not count."""
 
     def __init__(self) -> None:
         self._seconds: dict[Hashable, float] = {}
@@ -301,7 +298,7 @@ def check_urls(urls: Sequence[str]) -> None:
     if silent := [url for url, answered in zip(urls, asyncio.run(check()), strict=True) if not answered]:
         raise ValueError(
             f"rollout.urls: {', '.join(silent)} does not respond; start it, or leave rollout.urls empty to have one "
-            f"started"
+            "started"
         )
 
 

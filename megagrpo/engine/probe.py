@@ -54,8 +54,7 @@ def _post(url: str, route: str, body: dict[str, object], token: str | None) -> h
 
 
 def _first_result(url: str, answer: httpx.Response) -> object:
-    """Return the first worker's result in a response. Raises ValueError for a response that is not vLLM's, such as a
-    web page."""
+    """Return the first worker's result in a response. Raises ValueError if it is not vLLM's, such as a web page."""
     try:
         return answer.json()["results"][0]
     except (ValueError, LookupError, TypeError):

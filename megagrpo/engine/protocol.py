@@ -34,16 +34,14 @@ class ServerDied(WeightSyncError):
 
 
 class EngineStarved(EngineError):
-    """No live server has the current weights, and at least one can only get them when all ranks push them. After such a
-    push, retry."""
+    """No live server has current weights; at least one can only get them by a push of all ranks. Retry after it."""
 
 
 Group = tuple[int, list[Rollout]]  # the index of a prompt in the call, and its rollouts
 
 
 class WeightUpdate(Protocol):
-    """New weights as an engine sees them: what each server's workers need to load them, and what those workers
-    report."""
+    """New weights as an engine sees them: what each server's workers need to load them, and what workers report."""
 
     @property
     def index(self) -> TensorIndex:
@@ -55,8 +53,7 @@ class WeightUpdate(Protocol):
 
     @property
     def servers(self) -> Mapping[str, int] | None:
-        """The servers that must all get the update. None: every live server, including any that returns before the
-        update after next."""
+        """The servers that must get the update. None: all live servers, and any back before the update after next."""
 
     def request(self, server: str) -> dict[str, Any]:
         """The load instructions for the workers of the server at this address."""
@@ -76,8 +73,7 @@ class Generator(Protocol):
         """Generate `n` rollouts of each prompt, and yield each group as soon as it is finished. The same arguments and
         weights give the same tokens.
 
-        Responses are received only while the caller waits for the next group, so a caller must not work long between
-        two groups.
+        Responses are received only while the caller waits for the next group, so it must not work long in between.
         """
 
     def generate(self, prompts: Sequence[Prompt], n: int, sampling: SamplingParams, seed: int) -> list[list[Rollout]]:
@@ -89,7 +85,6 @@ class Generator(Protocol):
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Derive a 63-bit seed from all parts. The seed depends on nothing else, such as the process or the Python
-    version."""
+    """Derive a 63-bit seed from all parts and nothing else, such as the process or the Python version."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -53,8 +53,7 @@ def is_broken_off(choice: dict[str, Any]) -> bool:
 
 
 def rest_of(body: dict[str, Any], choice: dict[str, Any], limit: int | None = None) -> dict[str, Any]:
-    """Build the request that continues an aborted choice, by at most `limit` tokens. The tokens generated so far become
-    part of the prompt."""
+    """Build the request that continues an aborted choice by at most `limit` tokens. Earlier tokens join the prompt."""
     params, written = body["sampling_params"], choice["token_ids"]
     seed = derive_seed(params["seed"], choice["index"], len(written))
     left = {"n": 1, "max_tokens": limit or params["max_tokens"] - len(written), "seed": seed}
@@ -62,8 +61,7 @@ def rest_of(body: dict[str, Any], choice: dict[str, Any], limit: int | None = No
 
 
 def joined(choice: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
-    """Join an aborted choice with its continuation; spans of weight versions are shifted to positions in the joined
-    response."""
+    """Join an aborted choice with its continuation; weight version spans shift to positions in the joined one."""
     written = len(choice["token_ids"])
     content = [entry for part in (choice, more) for entry in (part["logprobs"] or {}).get("content") or ()]
     later = [

@@ -1,8 +1,7 @@
 """Updates of weights and adapters on vLLM servers: pause, load, verify, resume, each with a timeout.
 
-A server that dies or stops responding during an update gets no requests until it has the new weights, so no response
-comes from stale weights. A live server that fails the update is an error that names server, phase, worker and tensor;
-that server stays paused.
+A server that dies or hangs during an update gets no requests until it has the new weights, so no response is stale. A
+live server that fails the update is an error naming server, phase, worker and tensor; it stays paused.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ class Updates(Servers):
     base weights never change. With `sleeps` the servers can release their GPU memory. Without `refills` a server that
     returns must wait until all ranks push weights. All other options are those of `Servers`.
 
-    `in_flight` is the treatment of in-flight responses during an update. "wait": the update waits for them. "keep":
-    they are paused and continue afterwards. "resume": they are aborted and continued from their tokens. None: no
-    response is in flight.
+    `in_flight` is the treatment of in-flight responses in an update. "wait": it waits for them. "keep": they pause and
+    continue afterwards. "resume": they are aborted and continued from their tokens. None: none is in flight.
     """
 
     _: KW_ONLY
@@ -89,10 +87,9 @@ class Updates(Servers):
     def sleep(self, keeps_weights: bool = False, last: bool = False) -> None:
         """Make the servers release their GPU memory, if they can (`sleeps`).
 
-        They sleep until the next weights arrive. With `keeps_weights` they move their weights to host memory and sleep
-        until `wake`; base weights under adapters are always kept. Servers that wait for weights hold GPU memory too, so
-        they also sleep. An unsettled server is waited for until it responds or exits. If this is the `last` call, the
-        restart thread kills it.
+        They sleep until the next weights. With `keeps_weights` they move weights to host memory and sleep until `wake`;
+        adapters' base weights are always kept. Servers that await weights sleep too: they hold GPU memory. Unsettled
+        servers are awaited until they respond or exit; in the `last` call the restart thread kills them.
         """
 
         async def verbs(client: httpx.AsyncClient, url: str) -> None:
@@ -117,8 +114,7 @@ class Updates(Servers):
             self._update(verbs)
 
     def load_weights(self, update: WeightUpdate, only: Sequence[str] | None = None) -> list[dict[str, Any]]:
-        """Load the weights of `update` on every worker of every server, or of the servers in `only`. The servers stay
-        paused.
+        """Load `update`'s weights on every worker of every server, or of those in `only`. The servers stay paused.
 
         Returns one report per worker, with `server` and `worker` added; servers that died and may return give no
         report. Raises WeightSyncError when a worker fails, hangs or does not report; ServerDied when a server died that
@@ -128,9 +124,8 @@ class Updates(Servers):
         return self._update(self._load_weights, update, only=only, together=update.servers)
 
     def resume(self, update: WeightUpdate, only: Sequence[str] | None = None) -> None:
-        """Drop cached prefixes, which were computed with older weights, and serve again. With `in_flight: keep` the KV
-        cache of running responses is recomputed. A server that did not load the weights is left paused. Raises the
-        errors of `load_weights`."""
+        """Drop cached prefixes of older weights and serve again. With `in_flight: keep` the KV cache of running
+        responses is recomputed. A server without the weights stays paused. Raises the errors of `load_weights`."""
         version, running = update.index.version, "?reset_running_requests=true" if self.in_flight == "keep" else ""
 
         async def verbs(client: httpx.AsyncClient, url: str) -> None:
@@ -271,9 +266,8 @@ class Updates(Servers):
         passes it but did not respond to the request is EXCLUDED. Neither gives a result. Every other failure is raised,
         and also these two when no server is left and none may return.
 
-        `only` and `together` replace `urls`. Every failure of a server in `only` is raised. The servers in `together`
-        need each other for the update (`WeightUpdate.servers`): ServerDied is raised when one of them is SILENT or
-        EXCLUDED.
+        `only` and `together` replace `urls`. Any failure of a server in `only` is raised. Servers in `together` need
+        each other for the update (`WeightUpdate.servers`): ServerDied is raised when one is SILENT or EXCLUDED.
         """
         failures: list[WeightSyncError] = []
 

@@ -1,5 +1,4 @@
-"""An engine for multi-turn responses: the policy writes, a tool or scheduler answers, and the policy continues from the
-exact tokens it wrote."""
+"""An engine for multi-turn responses: after a tool or scheduler answers, the policy continues from its exact tokens."""
 
 from __future__ import annotations
 
@@ -26,11 +25,9 @@ from megagrpo.types import Prompt, Rollout, SamplingParams
 
 @dataclass(frozen=True)
 class Dialogues:
-    """The configuration of multi-turn responses: scheduler, tools and environment (`responders`), and tokenization of
-    messages.
+    """Multi-turn configuration: scheduler, tools and environment (`responders`), and tokenization of messages.
 
-    `max_response_length` limits responses in tokens, tool results and follow-up messages included. None means the
-    sampling's `max_tokens`.
+    `max_response_length` limits response tokens, tool results and follow-ups included. None: sampling's `max_tokens`.
     """
 
     responders: Responders
@@ -69,7 +66,7 @@ def make_dialogues(
     if taken := sorted(set(names) & set(responders.columns)):
         raise ValueError(
             f"rewards.functions: `{taken[0]}` is already the name of a multi_turn reward; give the function another "
-            f"name"
+            "name"
         )
     if not names and not responders.columns:
         raise ValueError(

@@ -15,8 +15,7 @@ TOOLS = {"calculator": "megagrpo.environments.calculator:calculator"}
 
 
 def targets(section: MultiTurnSection) -> tuple[Target | None, list[Target], Target | None]:
-    """Return (scheduler, tools, environment) of a section. Raises ProblemError with the key for an unknown name or a
-    missing file."""
+    """Return (scheduler, tools, environment). Raises ProblemError with the key for an unknown name or missing file."""
     scheduler = section.scheduler and locate(section.scheduler, "multi_turn.scheduler", "scheduler", SCHEDULERS)
     tools = [locate(name, f"multi_turn.tools.{i}", "tool", TOOLS) for i, name in enumerate(section.tools)]
     environment = section.environment and locate(section.environment, "multi_turn.environment", "environment", {})

@@ -10,8 +10,7 @@ WRONG = "That is not correct. Try again."
 
 
 class ReasoningGym:
-    """A scheduler in which each turn is an attempt at the task. After a wrong attempt the user message `feedback`
-    follows.
+    """A scheduler in which each turn is an attempt at the task. A wrong attempt gets the user message `feedback`.
 
     The data row's task family scores each attempt. The last attempt, because it is right or no attempt is left, gets
     the reward score x discount^(attempts before it); the others get 0. `extract` has the meaning it has for the reward
@@ -33,8 +32,7 @@ class ReasoningGym:
     def step(
         self, messages: list[dict[str, Any]], turn: int, turns_left: int | None
     ) -> tuple[list[dict[str, Any]], bool, float]:
-        """Score the attempt in the last message. Returns the messages, whether the conversation ends, and the turn's
-        reward."""
+        """Score the last message's attempt. Returns messages, whether the conversation ends, and the turn's reward."""
         (score,) = reasoning_gym([messages[-1]["content"]], extract=self.extract, **self.entry)
         if score < 1 and turn < self.attempts and turns_left != 0:
             return [*messages, {"role": "user", "content": self.feedback}], False, 0.0

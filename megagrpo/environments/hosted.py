@@ -1,5 +1,4 @@
-"""The part of multi_turn that runs in worker processes: tools, schedulers and environments, with an episode per
-response that needs state.
+"""The part of multi_turn in worker processes: tools, schedulers, environments, with an episode per stateful response.
 
 Functions are stateless, so any worker may call them. Classes hold the state of one response: an instance lives in a
 process forked from a worker that has already imported the class. A call that hangs therefore ends only this episode.
@@ -55,9 +54,8 @@ class Hosted:
     def describe(self) -> Arguments:
         """Describe scheduler, tools and environment to the trainer, before the first prompt.
 
-        Returns `tools` (all schemas), `methods` (names of the environment's tools), `columns` (names of rewards),
-        `scheduler_is_class`, and `keeps_state` (whether each response needs an episode). Raises ValueError for a target
-        that cannot be used.
+        Returns `tools` (all schemas), `methods` (environment tool names), `columns` (reward names),
+        `scheduler_is_class`, `keeps_state` (whether responses need episodes). Raises ValueError for an unusable target.
         """
         schemas = [tool_schema(tool) for tool in self._tools]
         methods: list[str] = []
@@ -87,13 +85,11 @@ class Hosted:
         return described | {"keeps_state": is_class or environment is not None}
 
     def use_tool(self, name: str, arguments: Arguments) -> Arguments:
-        """Call a tool. Returns {"result": text}, or {"error": text} when it raises; the text becomes the tool
-        message."""
+        """Call a tool. Returns {"result": text}, or {"error": text} if it raises; the text is the tool message."""
         return _used(next(tool for tool in self._tools if tool.__name__ == name), arguments)
 
     def schedule(self, arguments: Arguments) -> tuple[list[dict[str, Any]], bool, float | None]:
-        """Call a scheduler function. Returns the messages with any follow-up, whether the conversation ends, and the
-        turn's reward."""
+        """Call a scheduler function. Returns messages with any follow-up, whether to end, and the turn's reward."""
         assert self._scheduler is not None, "only a scheduler is asked"
         return _answer(self._scheduler, arguments | self._scheduler_args)
 
@@ -222,8 +218,7 @@ def _accepted(function: Callable[..., Any], arguments: Arguments) -> Arguments:
 
 
 def is_valid(verb: str, value: Any) -> bool:
-    """Whether the value of an episode's `verb` has the shape that the trainer expects. User code may have produced
-    it."""
+    """Whether the value of an episode's `verb`, perhaps from user code, has the shape that the trainer expects."""
     match verb, value:
         case "reset", str() | None:
             return True

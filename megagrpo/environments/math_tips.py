@@ -1,5 +1,4 @@
-"""Schedulers of ms-swift's first GRPO release, which report a wrong answer to the policy once. They run in workers'
-main threads."""
+"""Schedulers of ms-swift's first GRPO release, which report a wrong answer once. They run in workers' main threads."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ def math_tip_trick(messages: list[Message], solution: Any = None, answer: Any = 
 def math_tip_trick_multi_turn(
     messages: list[Message], solution: Any = None, answer: Any = None
 ) -> tuple[list[Message], bool]:
-    """Answer a wrong solution once with a user message that says so. The gold answer is the column `solution`, or else
-    `answer`."""
+    """Report a wrong solution once in a user message. The gold answer is the column `solution`, or else `answer`."""
     if _is_right(messages[-1]["content"], solution, answer) or VERDICT in messages[-2]["content"]:
         return messages, True
     return [*messages, {"role": "user", "content": VERDICT}], False

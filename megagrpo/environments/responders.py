@@ -1,5 +1,4 @@
-"""The trainer's side of schedulers, tools and environments: calls go to worker processes with deadlines, and their
-failures never stop a run."""
+"""The trainer's side of schedulers, tools and environments. Workers run calls with deadlines; failures stop no run."""
 
 from __future__ import annotations
 
@@ -27,8 +26,7 @@ _GRACE = 5.0  # seconds after the deadline within which a worker must report an 
 
 
 class Responders:
-    """The scheduler, tools and environment of a configuration. Every method takes many conversations and runs them
-    concurrently.
+    """A configuration's scheduler, tools and environment. Every method runs many conversations concurrently.
 
     The constructor loads them, and raises ValueError when one cannot be used. Call `close` at the end (or use `with`).
     """
@@ -65,8 +63,7 @@ class Responders:
         return self._scheduler is not None
 
     def begin(self, conversations: Sequence[Conversation]) -> list[str | None]:
-        """Start the episodes of the conversations, if any are needed. Returns the text to append to each prompt, or
-        None."""
+        """Start the conversations' episodes, if needed. Returns the text to append to each prompt, or None."""
         self._failed = ""
         if not self._keeps_state:
             return [None] * len(conversations)
@@ -76,8 +73,7 @@ class Responders:
     def schedule(
         self, conversations: Sequence[Conversation]
     ) -> list[tuple[list[dict[str, Any]], bool, float | None] | None]:
-        """Call the scheduler on each conversation's last turn. Returns its answer, or None when it fails, which ends
-        the conversation."""
+        """Call the scheduler on each last turn. Returns its answer; None if it fails, which ends the conversation."""
         answers = self._values(conversations, [self._step_call(c) for c in conversations])
         return [None if answer is None else tuple(answer) for answer in answers]
 

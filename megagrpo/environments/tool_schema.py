@@ -1,5 +1,4 @@
-"""Conversion of a Python function to the JSON schema that chat templates show to a policy, in the format of OpenAI and
-transformers."""
+"""Conversion of a Python function to the JSON schema for chat templates, in OpenAI's and transformers' format."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ _ENTRY = re.compile(r"^(\s*)\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the schema of a function or bound method with type hints and a Google-style docstring.
 
-    Raises ValueError, naming the function and the argument, when a type or a description is missing, because the policy
-    would have to guess.
+    Raises ValueError, naming function and argument, if a type or description is missing: the policy would guess.
     """
     name = function.__name__
     summary, described = _docstring(function)

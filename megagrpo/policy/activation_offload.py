@@ -45,8 +45,7 @@ class SavedTensor:
         self.dtype, self.view = tensor.dtype, (tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def get(self) -> Tensor:
-        """Return the saved tensor [...], from the device copy that `OffloadedLayer.load` restores if it was
-        offloaded."""
+        """Return the saved tensor [...]: if it was offloaded, the device copy that `OffloadedLayer.load` restores."""
         self.layer.prefetch()
         if self.tensor is not None:
             return self.tensor
@@ -94,8 +93,7 @@ class OffloadedLayer:
         self.release()
 
     def release(self) -> None:
-        """Drop this object's references to the saved tensors. Only autograd holds the tensors that stay on the
-        device."""
+        """Drop this object's references to saved tensors. Only autograd holds the tensors that stay on the device."""
         self._saved.clear()
 
     def free(self) -> None:
@@ -111,8 +109,7 @@ class OffloadedLayer:
             self._before.fetch()
 
     def load(self) -> list[Tensor]:
-        """Return the offloaded storages on the device, as uint8 tensors [bytes], after their copy from the host has
-        finished."""
+        """Return the offloaded storages on the device, uint8 [bytes], after their copy from the host has finished."""
         self.fetch()
         self._offloader.copies.wait(self._complete)
         assert self._loaded is not None, "the layer was not offloaded"
@@ -189,8 +186,7 @@ class ActivationOffloader:
 def offload_activations(chunks: Sequence[nn.Module], share: float) -> None:
     """Offload the saved tensors of a `share` of the decoder layers of the bare `chunks`, spread evenly, to host memory.
 
-    The last decoder layer of a model stays on the device, because its backward pass comes at once. Results do not
-    change.
+    A model's last decoder layer stays on the device, because its backward pass comes at once. Results do not change.
     """
     for chunk in chunks:
         decoder = decoder_of(chunk)
@@ -213,8 +209,7 @@ class OffloadingStack:
     offloader: ActivationOffloader
 
     def forward(self: Any, hidden_states: Tensor, **options: Any) -> Tensor:
-        """Run the decoder's forward pass, [T, 1, H] to [T, 1, H] of this rank's tokens, and offload what its layers
-        save."""
+        """Run the decoder forward, [T, 1, H] to [T, 1, H] of this rank's tokens, and offload what its layers save."""
         if not torch.is_grad_enabled():
             return super().forward(hidden_states, **options)  # type: ignore[misc]  # the decoder's
         self.offloader.shared = frozenset(
@@ -242,8 +237,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _rounded_weights(module: nn.Module) -> Iterator[int]:
-    """Yield the addresses of Transformer Engine's FP8 copies of the module's weights. All micro-batches of a step share
-    them."""
+    """Yield the addresses of Transformer Engine's FP8 copies of the weights. A step's micro-batches share them."""
     for weight in getattr(module, "_fp8_workspaces", {}).values():
         for data in weight.get_data_tensors():
             if data is not None:

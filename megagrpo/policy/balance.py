@@ -1,5 +1,4 @@
-"""The load-balancing loss of mixtures of experts (Fedus et al. 2021, arXiv 2101.03961) over a whole step, equal in
-every layout.
+"""Load-balancing loss of mixtures of experts (Fedus et al. 2021, arXiv 2101.03961) over a step, equal in every layout.
 
 A model has E experts, and each token takes k. N counts the pairs of a counted token and a layer with experts. f_i is
 the number of times that expert i was taken, divided by N. P_i is the mean router probability of expert i. The loss is E
@@ -27,8 +26,7 @@ from megagrpo.platform.parallel.layout import Layout
 class BalancedRouter(TopKRouter):
     """A TopKRouter that counts the load inside `counting` and adds the balancing loss's gradient once `slope` is set.
 
-    `padding_mask` [tokens, 1] bool is True at tokens that do not count. Routing itself depends neither on the mask nor
-    on the counts.
+    `padding_mask` [tokens, 1] bool is True at tokens that do not count. Routing depends on neither mask nor counts.
     """
 
     counts: Tensor | None = None  # [2, E] float64: how often each expert was taken, and the sum of its probabilities

@@ -1,5 +1,4 @@
-"""Builds this rank's part of a Megatron model from a Hugging Face architecture. All code that constructs a HybridModel
-is here."""
+"""Builds this rank's part of a Megatron model from a Hugging Face architecture. Every HybridModel is built here."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ from megagrpo.policy.transformer_config import ModelOptions, fuses_rope, transfo
 def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> list[nn.Module]:
     """Build this rank's chunks of the model, one per virtual pipeline stage, on this rank's device.
 
-    The last chunk of the last stage returns logits [1, T, V/tp] in `options.dtype`, or hidden states inside
-    `hidden_states(chunks)`.
+    The model's last chunk returns logits [1, T, V/tp] in `options.dtype`, or hidden states in `hidden_states(chunks)`.
 
     Raises ProblemError when the layout cannot shard the model, ValueError when the GPU does not support the FP8 recipe.
     """
@@ -72,8 +70,7 @@ def build_model(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> l
 
 
 def _own_attention(hf_config: HfConfig, layout: Layout) -> bool:
-    """Whether core attention is `TorchAttention`: without Transformer Engine, and for features that Transformer
-    Engine's attention lacks.
+    """Whether core attention is `TorchAttention`: without Transformer Engine, or for features its attention lacks.
 
     These are capped scores, and windows or sinks together with context parallelism. On GPUs before Hopper, and in
     deterministic runs, Transformer Engine's attention of packs has no fused kernel: it would keep all scores.
@@ -96,8 +93,7 @@ def weights_dtype(hf_config: HfConfig) -> torch.dtype:
 
 
 def _accumulate_in_products(chunk: nn.Module) -> None:
-    """Make Transformer Engine's linears add each weight gradient to the float32 `main_grad` inside the product,
-    unrounded.
+    """Make Transformer Engine's linears add weight gradients to the float32 `main_grad` inside the product, unrounded.
 
     Megatron's own linears would need apex for it, so its configuration leaves it off.
     """
@@ -151,8 +147,7 @@ def _prepare_sinks(model: HybridModel, dtype: torch.dtype) -> None:
 
 
 def _set_rotary(model: HybridModel, hf_config: HfConfig, longest_sequence: int | None) -> None:
-    """Give the model the rotary frequencies that transformers computes. HybridModel itself does not support rope
-    scaling."""
+    """Give the model the rotary frequencies that transformers computes. HybridModel does not support rope scaling."""
     frequencies, attention_factor = rotary_frequencies(hf_config, longest_sequence)
     rotary = Rotary(frequencies.to(device.device()), attention_factor, hf_config.rotary_interleaved)
     local = rotary
@@ -225,11 +220,9 @@ class LMHead(ColumnParallelLinear):
 
 @contextlib.contextmanager
 def hidden_states(chunks: list[nn.Module]) -> Iterator[None]:
-    """Context manager: inside it the last stage's forward returns hidden states after the final norm, [1, T, H], in
-    place of logits.
+    """Context manager: the last stage's forward returns hidden states after the final norm, [1, T, H], not logits.
 
-    Under sequence parallelism a rank gets its rows only, [1, T/tp, H]; `head_input` makes both forms whole. Not
-    reentrant.
+    Under sequence parallelism a rank gets its rows, [1, T/tp, H]; `head_input` makes both forms whole. Not reentrant.
     """
     heads = [head for head in (_output_layer(chunk) for chunk in chunks) if head is not None]
     for head in heads:
@@ -242,8 +235,7 @@ def hidden_states(chunks: list[nn.Module]) -> Iterator[None]:
 
 
 def lm_head(chunk: nn.Module) -> Tensor:
-    """Return the weight [V/tp, H] of the LM head of a chunk that ends the last stage. A head tied on the same stage is
-    the embedding's weight."""
+    """Return the LM head's weight [V/tp, H] of the last chunk; if tied on the same stage, the embedding's weight."""
     model = unwrap_model(chunk)
     return (
         model.shared_embedding_or_output_weight()
@@ -253,8 +245,7 @@ def lm_head(chunk: nn.Module) -> Tensor:
 
 
 def head_input(chunk: nn.Module, hidden: Tensor) -> Tensor:
-    """Return the hidden states [T, H] of the whole micro-batch from the output of a forward pass inside
-    `hidden_states`.
+    """Return hidden states [T, H] of the whole micro-batch from the output of a forward pass inside `hidden_states`.
 
     The backward pass all-reduces the gradient over the tensor-parallel ranks, because each rank's gradient covers its
     V/tp logits only.

@@ -1,5 +1,4 @@
-"""Reads the parts of Megatron's model chunks and adds methods to them. Megatron's classes have no types, so the results
-are Any."""
+"""Reads parts of Megatron's chunks and adds methods to them. Megatron's classes are untyped, so results are Any."""
 
 from __future__ import annotations
 

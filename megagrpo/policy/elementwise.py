@@ -1,7 +1,6 @@
 """Rotary embedding, RMSNorm and gated activations with hand-written backward passes, used without Transformer Engine.
 
-On a CPU these operations are memory-bound. Autograd would read each activation two to three times as often and keep
-more activations.
+On a CPU these operations are memory-bound. Autograd would read each activation 2 to 3 times as often and keep more.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ from torch.autograd.function import once_differentiable
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Apply rotary position embedding (Su et al. 2021, arXiv 2104.09864) to the first 2n elements of x [..., d]; the
-    rest is copied.
+    """Apply rotary embedding (Su et al. 2021, arXiv 2104.09864) to the first 2n elements of x [..., d]; copy the rest.
 
     `cos` and `sin` [..., n] broadcast against the pairs. Pairs are elements (i, n + i), or (2i, 2i + 1) when
     `interleaved`. Returns x's shape and dtype.
@@ -99,8 +97,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def geglu(x: Tensor) -> Tensor:
-    """Return gelu(gate) * up [..., F] for x [..., 2 F] = [gate, up], in x's dtype, with the tanh approximation of
-    gelu."""
+    """Return gelu(gate) * up [..., F] for x [..., 2 F] = [gate, up], in x's dtype, with gelu's tanh approximation."""
     return _Gated.apply(
         x, partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
     )

@@ -50,8 +50,7 @@ class TokenEmbedding(VocabParallelEmbedding):
 
 
 class _Rows(torch.autograd.Function):
-    """The rows [1, T, H] of `ids` [1, T] in a weight [V/tp, H], 0 where `missing` [1, T, 1]; their gradient goes to
-    `main_grad`."""
+    """Rows [1, T, H] of `ids` [1, T] in weight [V/tp, H], 0 where `missing` [1, T, 1]; gradients go to `main_grad`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Any, ids: Tensor, missing: Tensor) -> Tensor:

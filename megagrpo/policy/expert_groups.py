@@ -12,9 +12,8 @@ from torch import Tensor
 class BestGroups:
     """Selects experts from the best groups of experts, through the hook that Megatron's router has for replayed routes.
 
-    The experts form `count` groups of neighbours. A group's score is the sum of its `best` highest scores, and the
-    `taken` groups with the highest scores stay eligible. Megatron's own rule always sums as many scores as a token has
-    experts in a group.
+    Experts form `count` groups of neighbours. A group's score is the sum of its `best` highest scores. The `taken`
+    highest-scoring groups stay eligible. Megatron always sums as many scores as a token has experts in a group.
     """
 
     count: int

@@ -31,8 +31,7 @@ class BadTensor:
 
 
 class NonFiniteError(RuntimeError):
-    """Raised when a step's loss or gradient is NaN or infinite. The step changes nothing, and every rank of the world
-    raises the same error.
+    """Raised if a step's loss or gradient is NaN or infinite. The step changes nothing. All ranks raise the error.
 
     `tensor` is None when only the loss is bad. `metrics` are the step's metrics, the loss included.
     """
@@ -49,8 +48,7 @@ class NonFiniteError(RuntimeError):
 
 @dataclass(frozen=True)
 class GradientCheck:
-    """Which gradients of this rank are finite. The answer stays on the device, so that computing it does not make the
-    host wait."""
+    """Which gradients of this rank are finite. The answer stays on the device, so that the host does not wait."""
 
     kind: str
     names: list[tuple[int, int, str]]  # (chunk, index, name) of each trained parameter
@@ -58,8 +56,7 @@ class GradientCheck:
 
     @classmethod
     def of(cls, chunks: Sequence[nn.Module], summed: bool) -> GradientCheck:
-        """Check the gradients now. `summed`: after the reduction over ranks, which spreads a NaN to every replica and
-        can itself overflow."""
+        """Check gradients now. `summed`: after the reduction, which spreads a NaN to all replicas and can overflow."""
         named = [(place, p.main_grad) for place, p in _named(chunks) if p.requires_grad]
         return cls(
             TENSOR_KINDS[2 if summed else 1],
@@ -75,8 +72,7 @@ class GradientCheck:
 
 
 def bad_weight(chunks: Sequence[nn.Module], pp_rank: int, rank: int) -> BadTensor | None:
-    """Return the first non-finite weight of the forward pass on this rank, or None. Local; the host waits for the
-    device."""
+    """Return this rank's first non-finite weight in forward order, or None. Local; the host waits for the device."""
     bad = [place for place, p in _named(chunks) if not dense(p).isfinite().all()]
     return _tensor(TENSOR_KINDS[0], min(bad, default=None), pp_rank, rank)
 

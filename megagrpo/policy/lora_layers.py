@@ -1,13 +1,11 @@
-"""Low-rank adapters on Megatron's parallel linears (LoRA, Hu et al. 2021, arXiv 2106.09685): y = W x + scale B A x with
-W frozen.
+"""Low-rank adapters on Megatron's linears (LoRA, Hu et al. 2021, arXiv 2106.09685): y = W x + scale B A x, W frozen.
 
 Every Hugging Face projection has its own A [rank, in] and B [out, rank], even where Megatron keeps several projections
 in one linear. A projection that is fused in the files (qkv, gate_up) has one A and one B, whose rows are in the order
 of Megatron's linear.
 
 Column-parallel linears (q, k, v, gate, up) shard B along its output and replicate A. Row-parallel linears (o, down)
-shard A along its input and replicate B. The activations that cross ranks between A and B have `rank` columns in place
-of the model's width.
+shard A along its input and replicate B. Activations that cross ranks have `rank` columns, not the model's width.
 """
 
 from __future__ import annotations
@@ -42,11 +40,9 @@ ADAPTER_MODULE = "adapter"  # submodule of a linear that holds its adapters; no 
 
 
 def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: LoraSection, recompute: str) -> None:
-    """Freeze the bare chunks and add adapters, uninitialised and in the weights' dtype, to the projections that `lora`
-    names.
+    """Freeze the bare chunks and add uninitialised adapters in the weights' dtype to the projections `lora` names.
 
-    Experts get no adapters, since each expert of a block would need its own. In a mixture's blocks only the attention
-    has adapters.
+    Experts get no adapters, since each would need its own. In a mixture's blocks only the attention has adapters.
     """
     names = projections(hf_config)
     for chunk in chunks:
@@ -68,8 +64,7 @@ def attach_adapters(chunks: Sequence[nn.Module], hf_config: HfConfig, lora: Lora
 
 
 def _of_attention(attention: Any, names: Names) -> list[tuple[Any, dict[str, int], int]]:
-    """Return (linear, rows of each projection in one group of its output, groups on this rank) for every linear of an
-    attention module."""
+    """Return (linear, rows of each projection in one output group, groups on this rank) for each attention linear."""
     if not hasattr(attention, "linear_qkv"):
         return []
     config: TransformerConfig = attention.config
@@ -122,8 +117,7 @@ class Adapted:
 
 
 class LowRank(nn.Module):
-    """This rank's shards of A and B of one projection. `cut` holds the sharded dimension of A and of B; None:
-    replicated."""
+    """This rank's shards of A and B of one projection. `cut` holds A's and B's sharded dimension; None: replicated."""
 
     def __init__(self, linear: Any, rows: int, cut: tuple[int | None, int | None], rank: int):
         super().__init__()
@@ -138,8 +132,7 @@ class LowRank(nn.Module):
 
 
 class _Adapter(nn.ModuleDict):
-    """Base of the adapters of one linear. All projections of the linear share one dropout mask. `cut` is as in
-    `LowRank`."""
+    """Base of one linear's adapters. The linear's projections share one dropout mask. `cut` is as in `LowRank`."""
 
     cut: tuple[int | None, int | None]
 
@@ -162,8 +155,7 @@ class _Adapter(nn.ModuleDict):
         return part
 
     def drop(self, x: Tensor, cut: bool) -> Tensor:
-        """Apply dropout to `x` [..., in]. All tensor-parallel ranks use the same mask, unless each holds another part
-        of `x` (`cut`)."""
+        """Apply dropout to `x` [..., in]. Tensor-parallel ranks share the mask unless `x` is sharded (`cut`)."""
         if not self.dropout or not self.training:
             return x
         with get_cuda_rng_tracker().fork(*([] if cut else [get_data_parallel_rng_tracker_name()])):
@@ -189,8 +181,7 @@ class ColumnAdapter(_Adapter):
         return self.scale * torch.cat(rows, dim=-1).flatten(-2)
 
     def _part(self, name: str, down: Tensor | None, like: Tensor) -> Tensor:
-        """Return the contribution of projection `name`, [..., groups, rows in a group]; 0 where the projection has no
-        adapter."""
+        """Return the contribution of projection `name`, [..., groups, rows in a group]; 0 if it has no adapter."""
         shape = (*like.shape[:-1], self.groups, self.parts[name])
         return like.new_zeros(shape) if down is None else F.linear(down, self.low_rank(name).lora_B).view(shape)
 

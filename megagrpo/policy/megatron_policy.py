@@ -1,5 +1,4 @@
-"""The policy: a Megatron-Core model in any TP x CP x PP x DP layout that computes log-probs of a batch and takes
-optimizer steps on it."""
+"""The policy: a Megatron-Core model in any TP x CP x PP x DP layout that computes log-probs and optimizer steps."""
 
 from __future__ import annotations
 
@@ -64,10 +63,9 @@ from megagrpo.types import (
 class MegatronPolicy:
     """The trained model of this rank, with its optimizer and learning-rate schedule.
 
-    `chunks` are the bare model chunks (several with virtual pipeline stages); `model` holds the same chunks wrapped
-    with gradient buffers. With `shares_prompts` the samples of a batch may share one copy of their prompt. With LoRA
-    only adapters have gradients and optimizer state. All weights, adapters included, are uninitialised until the caller
-    loads them.
+    `chunks` are the bare chunks (several with virtual pipeline stages); `model` holds them wrapped with gradient
+    buffers. With `shares_prompts` the samples of a batch may share one copy of their prompt. With LoRA only adapters
+    have gradients and optimizer state. All weights and adapters are uninitialised until the caller loads them.
     """
 
     def __init__(self, config: RunConfig, layout: Layout, hf_config: HfConfig):
@@ -131,8 +129,7 @@ class MegatronPolicy:
         forget_unrounded(self.chunks)
 
     def masters_changed(self) -> None:
-        """Tell the policy that the float32 masters were written from outside: bf16 and FP8 weights are rounded from
-        their masters again.
+        """Tell the policy of float32 masters written from outside: bf16 and FP8 weights are rounded from them again.
 
         FP8 weights need this because a checkpoint holds less precision than the masters. Collective.
         """
@@ -170,8 +167,7 @@ class MegatronPolicy:
         return self._collect(batch, collect)
 
     def heads(self, batch: TrainBatch) -> list[RefHead | None]:
-        """Return the inputs of the LM head for every micro-batch's loss tokens on the last pipeline stage; None on
-        other stages.
+        """Return the LM head's inputs for every micro-batch's loss tokens on the last pipeline stage; None on others.
 
         `RefHead.weight` is the head's own storage, not a copy.
         """
@@ -183,8 +179,7 @@ class MegatronPolicy:
 
     @torch.no_grad()
     def _collect(self, batch: TrainBatch, collect: Callable[[Tensor, RankBatch, torch.nn.Module], Any]) -> list[Any]:
-        """Run the micro-batches forward and return `collect`'s results for the hidden states of the last stage; None on
-        other stages."""
+        """Run the micro-batches forward and return `collect`'s results for last-stage hidden states; None elsewhere."""
 
         def last_stage(output: Tensor, item: RankBatch, chunk: torch.nn.Module, non_loss_data: bool) -> Any:
             return collect(output, item, chunk)
@@ -205,8 +200,7 @@ class MegatronPolicy:
         return self.backward(batch, loss_fn, denominator) | self.update()
 
     def backward(self, batch: TrainBatch, loss_fn: LossFn, denominator: int) -> dict[str, Metric]:
-        """Compute the gradient of `train_step` in the parameters' float32 `main_grad`; return loss and metrics of the
-        whole step.
+        """Compute `train_step`'s gradient in the parameters' float32 `main_grad`; return the step's loss and metrics.
 
         With the distributed optimizer each data-parallel rank holds its own shard of the summed gradient. Raises
         NonFiniteError on every rank when the loss or a gradient is NaN or infinite on any rank.
@@ -344,8 +338,7 @@ class MegatronPolicy:
         return LossInputs(logprobs, entropy if task.entropy_gradient else entropy.detach(), micro_batch, *full_kl)
 
     def _head_task(self, labels: Tensor) -> HeadTask:
-        """Return the settings of the LM head's passes that are the same for all batches of the run, with `labels`
-        [N]."""
+        """Return settings of the LM head's passes that are the same for all batches of the run, with `labels` [N]."""
         rollout, train = self.config.rollout, self.config.train
         return HeadTask(
             labels,
@@ -392,8 +385,7 @@ class MegatronPolicy:
     def _reduce_metrics(
         self, per_micro_batch: list[dict[str, Metric]]
     ) -> tuple[dict[str, Metric], BadTensor | None, bool]:
-        """Sum the metrics of this rank's micro-batches, then over all data-parallel ranks; every rank of the world gets
-        equal results.
+        """Sum the metrics of this rank's micro-batches, then over data-parallel ranks; every rank gets equal results.
 
         A metric with a count of 0 is left out: when no sample counts, the entropy is absent, not 0. The second result
         is the tensor to blame when a gradient of any rank is not finite. The third is whether a gradient that was

@@ -12,8 +12,7 @@ from megagrpo.types import Metric
 
 
 def on_host(parts: Sequence[dict[str, Metric]], *flags: Tensor) -> tuple[list[dict[str, Metric]], list[list[bool]]]:
-    """Copy the metrics of all micro-batches to the host, and `flags`, any number of [n] bool tensors, in one transfer
-    per device.
+    """Copy micro-batches' metrics and `flags`, any number of [n] bool tensors, to the host in one transfer per device.
 
     The metrics become Python floats of float32 numbers. Numbers that are on the host already are not transferred.
     """

@@ -38,8 +38,7 @@ def dense_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_state(chunk: nn.Module, state: dict[str, Any], strict: bool = True) -> None:
-    """Load the tensors of `dense_state` into `chunk` after a checkpoint filled them. Layers without extra state in it
-    keep their own."""
+    """Load `dense_state` into `chunk` after a checkpoint filled it. Layers without extra state in it keep theirs."""
     model = unwrap_model(chunk)
     without = {name: None for name in model.state_dict() if name.endswith(EXTRA_STATE)}
     model.load_state_dict(without | state, strict=strict)

@@ -1,5 +1,4 @@
-"""DDP, the (distributed) AdamW with float32 master weights, and the learning-rate schedule. All are Megatron-Core's
-own."""
+"""DDP, (distributed) AdamW with float32 master weights, and the learning-rate schedule. All are Megatron-Core's."""
 
 from __future__ import annotations
 
@@ -42,8 +41,7 @@ def wrap_data_parallel(
 ) -> list[DistributedDataParallel]:
     """Wrap each model chunk with float32 gradient buffers, which are reduced over the data- and context-parallel ranks.
 
-    These ranks hold the same weights. `in_fp8`: some weights are FP8. The reduction runs during the last backward pass
-    if `overlaps_reduction`.
+    These ranks hold equal weights. `in_fp8`: some are FP8. `overlaps_reduction`: reduce during the last backward pass.
     """
     copies, wrapped = layout.dp_cp_size, []
     overlaps = overlaps_reduction(train, copies)
@@ -75,8 +73,7 @@ def wrap_data_parallel(
 
 
 def _add_by_blocks(parameter: torch.Tensor) -> None:
-    """Add the gradient to the float32 `main_grad` and drop it, before Megatron's hook, which would convert all of it to
-    float32 first."""
+    """Add the gradient to the float32 `main_grad` and drop it before Megatron's hook converts all of it to float32."""
     if parameter.grad is None:  # the layer has added it itself
         return
     gradient, total, step = parameter.grad.reshape(-1), cast(Any, parameter).main_grad.view(-1), device.block_elements()
@@ -88,13 +85,11 @@ def _add_by_blocks(parameter: torch.Tensor) -> None:
 def _buffer_layout(
     chunk: torch.nn.Module, config: DistributedDataParallelConfig, bucket_size: int | None, dp_cp_size: int
 ) -> FullParamLayout | None:
-    """Return the position of each parameter in the gradient buffers, with the padding between buckets counted as
-    content.
+    """Return each parameter's position in the gradient buffers, with the padding between buckets counted as content.
 
-    megatron-core 0.19 concatenates the buckets without padding when it saves the optimizer's state, then slices at
-    offsets that include padding. With tied embeddings on two pipeline stages, which have a bucket of their own, a
-    checkpoint then holds shifted master weights. Can go when `sharded_param_state_fully_reshardable` uses the same
-    offsets for both.
+    When megatron-core 0.19 saves optimizer state, it concatenates buckets without padding but slices at offsets with
+    padding. Tied embeddings on two pipeline stages have their own bucket, so a checkpoint then holds shifted master
+    weights. Can go when `sharded_param_state_fully_reshardable` uses the same offsets for both.
     """
     if not config.use_distributed_optimizer:
         return None
@@ -111,11 +106,9 @@ def _buffer_layout(
 def build_optimizer(
     wrapped: Sequence[DistributedDataParallel], train: TrainSection, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """Build AdamW over all chunks, or Muon with AdamW. bfloat16 weights get float32 masters. Norms and biases have no
-    weight decay.
+    """Build AdamW, or Muon with AdamW. bfloat16 weights get float32 masters. Norms and biases have no weight decay.
 
-    Raises ValueError when moments should be offloaded but there is no GPU, or when the package with Muon is not
-    installed.
+    Raises ValueError when moments should be offloaded but there is no GPU, or when the package with Muon is missing.
     """
     if train.optimizer == "muon" and importlib.util.find_spec("emerging_optimizers") is None:
         raise ValueError(
@@ -148,8 +141,7 @@ def build_optimizer(
 
 @contextlib.contextmanager
 def _adam(train: TrainSection) -> Iterator[None]:
-    """Context manager: inside it Megatron builds CompactAdam in place of its fused Adam, if `train` asks for compact or
-    offloaded moments."""
+    """Context manager: Megatron builds CompactAdam, not its Adam, if `train` asks for compact or offloaded moments."""
     stock = optimizer.Adam
     if train.optimizer_state_dtype != "fp32" or train.optimizer_offload:
         optimizer.Adam = partial(
@@ -220,8 +212,7 @@ def moments_of(adam: torch.optim.Optimizer, main: torch.Tensor) -> list[torch.Te
 
 @torch.no_grad()
 def masters_from_weights(built: MegatronOptimizer, in_fp8: bool) -> None:
-    """Copy the model's weights to the float32 masters. Masters of FP8 weights get the values last written to the
-    weights, before rounding."""
+    """Copy the model's weights to the float32 masters; for FP8 weights, the values last written, before rounding."""
     built.reload_model_params()
     for part in parts_of(built) if in_fp8 else []:
         for weights, masters in zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True):
@@ -244,11 +235,9 @@ def weights_from_masters(built: MegatronOptimizer, wrapped: Sequence[Distributed
 def build_scheduler(built: MegatronOptimizer, train: TrainSection, total_steps: int) -> OptimizerParamScheduler:
     """Build a linear warm-up to `learning_rate`, then constant, linear or cosine decay to `min_learning_rate`.
 
-    The step after `total_steps` would use the minimum: with a minimum of 0 the last step still learns, as with
-    transformers' schedules.
+    The step after `total_steps` would use the minimum: with minimum 0 the last step still learns, as in transformers.
 
-    Advance it before each optimizer step: step k of a warm-up of n steps uses k / n of the rate, so the first step
-    moves too.
+    Advance it before each optimizer step: step k of a warm-up of n steps uses k / n of the rate, so step 1 moves too.
     """
     return OptimizerParamScheduler(
         built,

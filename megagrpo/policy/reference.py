@@ -1,5 +1,4 @@
-"""The reference model: its own weights, run through the policy's modules by swapping storage. No second model is
-built."""
+"""The reference model: its weights run through the policy's modules by swapping storage. No second model is built."""
 
 from __future__ import annotations
 
@@ -21,11 +20,9 @@ from megagrpo.types import MicroBatch, RefHead, TopLogprobs, TrainBatch
 
 
 class Reference:
-    """A copy of this rank's trained weights at construction, in the compute dtype and on the same device (2 or 4 bytes
-    per local parameter).
+    """A copy of this rank's trained weights at construction, in compute dtype on the same device (2 or 4 bytes each).
 
-    With LoRA the trained weights are the adapters. Fresh adapters add nothing, so the reference is the base model, and
-    the base is not copied.
+    With LoRA only adapters are trained. Fresh adapters add nothing, so the reference is the base model, not copied.
 
     It is a `FrozenModel`. Only `mix_in` and `load_state_dict` change it; `times_moved` counts the calls of both.
     `weights` are in the order of the policy's parameters.
@@ -67,16 +64,14 @@ class Reference:
         """Return the batch with the inputs of its KL term: the reference's log-probs, or its hidden states at the loss
         tokens for a full_ estimator.
 
-        Hidden states take N x H elements per micro-batch and stay on the last pipeline stage until the batch is
-        dropped.
+        Hidden states, N x H elements per micro-batch, stay on the last pipeline stage until the batch is dropped.
         """
         if self._policy.config.algorithm.full_kl:
             return batch.with_terms(ref_head=self.heads(batch))
         return batch.with_terms(ref_logprobs=self.logprobs(batch))
 
     def heads(self, batch: TrainBatch) -> list[RefHead | None]:
-        """Return `MegatronPolicy.heads` of the reference: one `RefHead` per micro-batch on the last stage, else
-        None."""
+        """Return `MegatronPolicy.heads` of the reference: a `RefHead` per micro-batch on the last stage, else None."""
         with self.in_place():
             return self._policy.heads(batch)
 
@@ -99,8 +94,7 @@ class Reference:
         return [p for chunk in self._policy.chunks for p in chunk.parameters() if p.requires_grad]
 
     def sharded_state_dict(self, metadata: dict[str, Any]) -> dict[str, Any]:
-        """Return Megatron's sharded state of each model chunk, with the reference's storage under keys that start with
-        "reference."."""
+        """Return each chunk's sharded state, with the reference's storage under keys that start with "reference."."""
 
         def hold(entry: Any) -> Any:
             if isinstance(entry, (ShardedTensor, ShardedTensorFactory)):

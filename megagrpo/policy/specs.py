@@ -1,5 +1,4 @@
-"""Layer specs of HybridModel: Transformer Engine's layers where it runs, plain torch and Megatron's own linears
-elsewhere.
+"""Layer specs of HybridModel: Transformer Engine's layers where it runs, else plain torch and Megatron's linears.
 
 A decoder block is two hybrid layers: "*" attention or "+" latent attention, then "-" MLP or "E" experts. Both specs
 write the same checkpoint keys.
@@ -49,8 +48,7 @@ MLP_KEYS = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
 
 
 def layer_pattern(hf_config: HfConfig, stages: Sequence[int]) -> str:
-    """Return HybridModel's layer pattern of the whole model. `stages` holds the number of decoder blocks of each
-    stage."""
+    """Return HybridModel's layer pattern of the whole model. `stages` holds each stage's number of decoder blocks."""
     attention = "+" if hf_config.mla else "*"
     symbols = iter(
         [attention + ("E" if hf_config.has_experts(block) else "-") for block in range(hf_config.num_layers)]
@@ -131,8 +129,7 @@ def rotating(base: Any) -> Any:
 
 
 class LocalHybridStack(HybridStack):
-    """A HybridStack with our final norm: megatron-core 0.19 hard-codes Transformer Engine's. Can go when the norm is in
-    the spec."""
+    """HybridStack with our final norm: megatron-core 0.19 hard-codes Transformer Engine's. Can go when specs set it."""
 
     def __init__(
         self, config: TransformerConfig, submodules: HybridStackSubmodules, post_layer_norm: bool = True, **kwargs: Any

@@ -22,15 +22,13 @@ from megagrpo.types import TrainBatch
 def add_step_terms(
     batch: TrainBatch, policy: MegatronPolicy, denominator: int, entropy_coef: float = 0.0
 ) -> TrainBatch:
-    """Return the batch with the step-wide terms that its loss needs; the same batch if the loss needs none. Collective
-    over the world.
+    """Return the batch with the step-wide terms that its loss needs, or unchanged if none. Collective over the world.
 
     - `high_entropy` [T] bool for an `algorithm.top_entropy_quantile` below 1
     - `entropy_weights` [T] float32 for an entropy bonus with `entropy_coef`
     - `real_slopes` and `real_values` [T] float32 for `loss_type: real`
 
-    `denominator` divides the step's loss. Bonus and REAL have denominators of their own, so their terms are multiplied
-    by it here.
+    `denominator` divides the step's loss. Bonus and REAL use other denominators, so their terms are multiplied by it.
     """
     algorithm = policy.config.algorithm
     if algorithm.top_entropy_quantile < 1:

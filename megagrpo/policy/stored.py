@@ -1,8 +1,6 @@
-"""Frozen weights stored in FP8 or NF4. They are dequantized for each use in the forward and the backward pass, and no
-dense copy stays between.
+"""Frozen weights stored in FP8 or NF4, dequantized per use in forward and backward passes. No dense copy stays.
 
-Every 64 neighbours of a row share a scale in every layout. A rank's codes and scales therefore equal its part of the
-whole weight's.
+Every 64 neighbours of a row share a scale in every layout, so a rank's codes and scales equal its part of the whole.
 """
 
 from __future__ import annotations
@@ -104,8 +102,7 @@ def _nf4_table(device: torch.device) -> Tensor:
 
 
 def store_weights(chunks: Sequence[nn.Module], storage: str) -> None:
-    """Store the weights of all linears in the bare chunks' blocks as `storage` says. Embeddings, LM head and norms are
-    unchanged.
+    """Store all linear weights of the chunks' blocks as `storage` says. Embeddings, LM head and norms are unchanged.
 
     The stored weights are zeros until they are loaded. Raises ValueError as `StoredWeight` does.
     """
@@ -138,8 +135,7 @@ class Stored:
 
 
 class _Product(torch.autograd.Function):
-    """x W^T [..., out] of x [..., in] with a stored W [out, in]. For the backward pass it saves only W's stored
-    form."""
+    """x W^T [..., out] of x [..., in] with stored W [out, in]. For the backward pass it saves only W's stored form."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stored: StoredWeight, group: torch.distributed.ProcessGroup | None) -> Tensor:

@@ -52,8 +52,7 @@ class ModelOptions:
 
 
 def transformer_config(hf_config: HfConfig, layout: Layout, options: ModelOptions) -> TransformerConfig:
-    """Return Megatron's configuration of this model in this layout. Raises ValueError when the GPU does not support the
-    FP8 recipe."""
+    """Return Megatron's configuration of this model and layout. Raises ValueError if the GPU lacks the FP8 recipe."""
     fused, fp8 = device.has_transformer_engine(), options.fp8
     # Megatron's default of cuda_graph_modules makes its config class warn on every construction.
     warnings.filterwarnings("ignore", message="full scope is deprecated", module="megatron")
@@ -142,8 +141,7 @@ def fuses_rope(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
 
 
 def _fuses_activation(hf_config: HfConfig, fusions: Sequence[str]) -> bool:
-    """Whether one kernel adds the bias and computes the activation function. Without it Megatron's grouped experts drop
-    their bias."""
+    """Whether one kernel applies the bias and activation. Without it Megatron's grouped experts drop their bias."""
     return "bias_activation" in fusions or (hf_config.experts is not None and hf_config.linear_bias)
 
 
@@ -158,8 +156,7 @@ def _fusions_config(hf_config: HfConfig, fused: bool, fusions: Sequence[str]) ->
 
 
 def _latent_config(hf_config: HfConfig) -> dict[str, Any]:
-    """The fields of Megatron's configuration for latent attention. Of the rotary settings it contains only those that
-    scale the scores."""
+    """Megatron's settings for latent attention. Of the rotary settings it contains only those that scale scores."""
     mla, rotary = hf_config.mla, rope(hf_config.raw)
     assert mla is not None, "the model has no latent attention"
     return dict(
@@ -202,8 +199,7 @@ def _windows_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
-    """The fields of Megatron's configuration for a mixture of experts. No token is dropped. `balance` implements the
-    balancing loss."""
+    """Megatron's settings for a mixture of experts. No token is dropped. `balance` implements the balancing loss."""
     experts = hf_config.experts
     if experts is None:
         return {}
@@ -227,7 +223,6 @@ def _experts_config(hf_config: HfConfig, layout: Layout) -> dict[str, Any]:
 
 
 def _routing_kernels(groups: int) -> dict[str, Any]:
-    """The fields of Megatron's configuration for fused kernels of routing. The fused router cannot replace how groups
-    are chosen."""
+    """Megatron's settings for fused routing kernels. The fused router cannot replace how groups are chosen."""
     here = device.has_gpu() and device.has_transformer_engine()
     return dict(moe_permute_fusion=here, moe_router_fusion=here and groups == 1)

@@ -69,8 +69,7 @@ class CheckpointError(RuntimeError):
 
 @dataclass
 class _Saving:
-    """A checkpoint that is being written. `state` and `reference_moved` belong to its step, even if the run has
-    continued since."""
+    """A checkpoint being written. `state` and `reference_moved` belong to its step, even if the run has continued."""
 
     final: Path
     partial: Path
@@ -96,8 +95,7 @@ def readable(size: int) -> str:
 class Checkpointer:
     """Saves and restores one run's checkpoints in `folder`. It keeps the newest `keep` checkpoints and the best one.
 
-    Each checkpoint has a copy of the config and tokenizer of `model_folder`, so that it can be exported without that
-    folder.
+    Each checkpoint copies the config and tokenizer of `model_folder`, so that it can be exported without that folder.
     """
 
     def __init__(
@@ -123,18 +121,15 @@ class Checkpointer:
         return newest_checkpoint(self.folder)
 
     def save(self, state: TrainState) -> Path:
-        """Write `step_N` and return its path. Collective. When any rank fails, raises CheckpointError on every rank and
-        leaves no partial folder."""
+        """Write `step_N`, return its path. Collective. If a rank fails, all raise CheckpointError; no part is left."""
         self.start(state, background=False)
         assert self._saving is not None, "`start` returned"
         return self._complete(self._saving)
 
     def start(self, state: TrainState, background: bool) -> None:
-        """Begin to write `step_N`. With `background`, a copy of the state is written while training continues.
-        Collective.
+        """Begin to write `step_N`. With `background`, a copy of the state is written during training. Collective.
 
-        Only one checkpoint may be in progress: call this again only after `finish` returned the path or raised. Raises
-        the errors of `save`.
+        Call again only after `finish` returned the path or raised: one save at a time. Raises the errors of `save`.
         """
         assert self._saving is None, "two checkpoints at a time"
         final = self.folder / f"step_{state.step:06d}"
@@ -168,8 +163,7 @@ class Checkpointer:
 
     @contextmanager
     def _all_or_nothing(self, saving: _Saving) -> Iterator[None]:
-        """Convert an error inside, which every rank raises, to CheckpointError, and remove the checkpoint in
-        progress."""
+        """Convert an error inside, raised on every rank, to CheckpointError. Remove the checkpoint in progress."""
         try:
             yield
         except Exception as error:
@@ -186,8 +180,7 @@ class Checkpointer:
             ) from error
 
     def load(self, path: Path) -> TrainState:
-        """Restore policy, optimizer, schedule, RNG and a changed reference from `path` on every rank; return the
-        TrainState. Collective.
+        """Restore policy, optimizer, schedule, RNG and changed reference from `path`; return TrainState. Collective.
 
         RNG states are restored only into the layout that saved them. Raises CheckpointError when the checkpoint is
         damaged or does not fit the model.
@@ -283,8 +276,7 @@ class Checkpointer:
         return state
 
     def _trained(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the part of the state that is trained: with LoRA only the adapters, because the run starts from the
-        base model."""
+        """Return the trained part of the state: with LoRA only the adapters, as the run starts from the base model."""
         return (
             {name: value for name, value in state.items() if is_adapter(name)}
             if self.policy.config.lora.enabled
@@ -300,8 +292,7 @@ class Checkpointer:
 
 
 def checked(path: Path) -> tuple[dict[str, int], bool, TrainState]:
-    """Read a checkpoint's state as `_read` does. Raises CheckpointError when it is damaged; the message names the
-    checkpoint before it."""
+    """Read a checkpoint's state like `_read`. Raises CheckpointError if damaged, naming the checkpoint before it."""
     with _naming_the_one_before(path):
         return _read(path)
 
@@ -322,8 +313,7 @@ def _naming_the_one_before(path: Path) -> Iterator[None]:
 
 
 def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
-    """Return a checkpoint's layout, whether its reference had changed, and its TrainState. Raises ValueError that names
-    a damaged file."""
+    """Return layout, whether the reference had changed, and TrainState. Raises ValueError that names a damaged file."""
     try:
         saved = json.loads((path / STATE_FILE).read_text())
         layout, moved, state = saved["layout"], saved["reference_moved"], TrainState(**saved["state"])
@@ -338,16 +328,14 @@ def _read(path: Path) -> tuple[dict[str, int], bool, TrainState]:
 
 
 def _holds(path: Path, scales: dict[str, Any]) -> bool:
-    """Whether the checkpoint has these FP8 scales. It does not after a change of the recipe or of the amax history's
-    length."""
+    """Whether the checkpoint has these FP8 scales. Another recipe or amax history length has other scales."""
     stored = StoredTensors(path).metadata.state_dict_metadata
     shapes = {key: tuple(value.size) for key, value in stored.items() if isinstance(value, TensorStorageMetadata)}
     return bool(scales) and all(shapes.get(key) == tuple(t.global_shape) for key, t in scales.items())
 
 
 def _other_model(path: Path, hf_config: HfConfig) -> str:
-    """Describe how the checkpoint's model differs from `hf_config`; empty when it does not, or when the checkpoint has
-    no model config."""
+    """Describe how the checkpoint's model differs from `hf_config`; empty if it does not or has no model config."""
     try:
         different = architecture_differences(load_hf_config(path / HF_FILES), hf_config)
     except ValueError:
@@ -356,8 +344,7 @@ def _other_model(path: Path, hf_config: HfConfig) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Shorten an error of Megatron or torch to one line. The original has each rank's traceback and every key of the
-    model."""
+    """Shorten a Megatron or torch error to a line. The original has each rank's traceback and all keys of the model."""
     failures = getattr(error, "failures", {})
     lines = [f"rank {rank}: {type(failure).__name__}: {failure}" for rank, (failure, _) in sorted(failures.items())]
     return textwrap.shorten((lines or [str(error)])[0], 500)
@@ -394,8 +381,7 @@ def _groups(saved: Any) -> Iterator[dict[str, Any]]:
 
 
 def _drop_absent(optimizer: dict[Any, Any]) -> None:
-    """Remove states that another rank has gathered. Megatron has None for them here, and its checkpoints treat None as
-    shared by all ranks."""
+    """Remove states gathered by another rank: None here, which Megatron's checkpoints treat as shared by all ranks."""
     for part in [optimizer, *(part for part in optimizer.values() if isinstance(part, dict))]:
         if part.get("param_state", part) is None:
             del part["param_state"]

@@ -1,5 +1,4 @@
-"""The responses of a step as rows (the lines of `completions.jsonl`), and as a table of texts and numbers for
-trackers."""
+"""The responses of a step as rows (lines of `completions.jsonl`), and as a table of texts and numbers for trackers."""
 
 from __future__ import annotations
 
@@ -84,8 +83,7 @@ def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
 
 
 def best_and_worst(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with the highest and the lowest advantage of the first prompt whose advantages differ, or else
-    the first row."""
+    """Return the rows of highest and lowest advantage of the first prompt with differing ones, else the first row."""
     groups: dict[int, list[Row]] = {}
     for row in rows:
         groups.setdefault(row["prompt_id"], []).append(row)

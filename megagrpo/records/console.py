@@ -44,8 +44,7 @@ SHOWN_PHASES = ["generate", "reward", "logprobs", "train", "sync"]
 
 
 class ConsoleSink:
-    """Prints to standard output: colours and panels on a terminal, plain lines elsewhere. `run.log_level` leaves lines
-    out."""
+    """Prints to standard output: panels in colour on a terminal, plain lines elsewhere. `run.log_level` hides lines."""
 
     def __init__(self, config: RunConfig, console: Console | None = None):
         self._console = console or lines_console()
@@ -70,8 +69,7 @@ class ConsoleSink:
             self._print_cells([first, *self._cells(EVALUATION_COLUMNS, self._metrics_of(held_out, metrics))])
 
     def _metrics_of(self, held_out: str, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the metrics of one held-out set, without the prefix of its name. The set "" has the metrics without
-        the name of another set."""
+        """Return a held-out set's metrics without its name as prefix. The set "" has the metrics without a name."""
         split = [(name.removeprefix("eval/").partition("/"), value) for name, value in metrics.items()]
         if held_out:
             return {rest: value for (first, _, rest), value in split if first == held_out}
@@ -138,8 +136,7 @@ class ConsoleSink:
         ]
 
     def _print_cells(self, cells: list[Text]) -> None:
-        """Print cells side by side; cells that do not fit continue on indented lines. A cell that is longer than a line
-        is cut into parts."""
+        """Print cells side by side, continued on indented lines. A cell longer than a line is cut into parts."""
         line = cells[0]
         for cell in cells[1:]:
             if len(line) + len(cell) > self._width:

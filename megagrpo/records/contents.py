@@ -1,5 +1,4 @@
-"""Reads the content of a checkpoint without its weights: names, shapes, dtypes and sizes of its tensors, and its
-metadata."""
+"""Reads a checkpoint's content without its weights: names, shapes, dtypes and sizes of tensors, and metadata."""
 
 from __future__ import annotations
 

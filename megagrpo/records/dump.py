@@ -5,17 +5,15 @@ step.json         samples with texts, rewards, advantages; per optimizer step it
                   configuration and library versions. Numbers that JSON lacks are the strings "nan", "inf" and "-inf".
 samples.safetensors
                   `token_ids` [sum of L] int64, `borders` [N + 1] int64, `prompt_lengths` [N] int64, `rollout_logprobs`
-                  [sum of L] float64 (0 on tokens that the policy did not write), `written` [sum of L] bool (whether the
-                  policy wrote the token)
+                  [sum of L] float64 (0 if not `written`), `written` [sum of L] bool (the policy wrote it)
 update_K.safetensors
                   one row per loss token as optimizer step K saw it: `sample`, `token` (its index in the sample),
                   `token_id`, `advantage`, `policy_logprobs`, `old_logprobs`, `ref_logprobs`, `rollout_logprobs`,
                   `entropy`, `full_kl`. Columns that the step does not compute are missing
 optimizer_K.safetensors
-                  64 elements of every trained tensor, `places.NAME` [n] in the flattened tensor and `values.NAME`
-                  [n, 5] float32: weight and Adam's two moments before optimizer step K, the clipped gradient, the
-                  weight after it. For a bf16 weight, `weight` is the float32 master that Adam updates. Missing with
-                  Muon and with fp8_param
+                  64 elements of every trained tensor, `places.NAME` [n] in the flattened tensor, `values.NAME` [n, 5]
+                  float32: weight and Adam's two moments before optimizer step K, clipped gradient, weight after it. For
+                  bf16 `weight` is the float32 master that Adam updates. Missing with Muon or fp8_param
 reference/        the reference's weights as a Hugging Face folder, once they have changed
 weights_K/        the weights before optimizer step K as a Hugging Face folder. Missing for the run's first optimizer
                   step: the weights are the model's
@@ -90,8 +88,7 @@ class StepDumps(Recorder):
                     self._attempt(lambda: self._save("reference"))
 
     def record(self, loss_fn: LossFn) -> LossFn:
-        """Return `loss_fn` wrapped to record its inputs during one optimizer step. The weights before the step are
-        written now."""
+        """Return `loss_fn` wrapped to record its inputs in one optimizer step. Weights before it are written now."""
         self._seen = {}
         if not self._step or not (self._attempt(self._save_weights) and self._attempt(self._look_at_optimizer)):
             return loss_fn
@@ -176,8 +173,7 @@ class StepDumps(Recorder):
         self._updates[-1]["optimizer_steps"] = self._policy.scheduler.num_steps
 
     def _save_optimizer(self) -> None:
-        """Write samples of the optimizer state. The gradient is the clipped one that Adam used; NaN when the step was
-        skipped."""
+        """Write samples of the optimizer state. The gradient is clipped as Adam used it; NaN for a skipped step."""
         if not self._before:
             return
         after = self._sample(
@@ -244,8 +240,7 @@ def loss_tokens(inputs: LossInputs) -> Rows:
 
 
 def merge(parts: Sequence[Rows]) -> Rows:
-    """Concatenate the rows of all micro-batches, sorted by sample and token. A token that was trained twice has two
-    rows."""
+    """Concatenate the rows of all micro-batches, sorted by sample and token. A token trained twice has two rows."""
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     order = (whole["sample"] * 2**32 + whole["token"]).argsort(stable=True)
     return {name: row[order] for name, row in whole.items()}

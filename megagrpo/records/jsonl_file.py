@@ -11,12 +11,10 @@ from typing import Any
 
 
 class JsonlFile:
-    """Appends JSON lines to a file. A line is whole or, when the disk is full, broken and alone on its line. NaN and
-    infinity become null."""
+    """Appends JSON lines to a file. A line broken by a full disk is alone on its line. NaN and infinity become null."""
 
     def __init__(self, path: Path, last_step: int):
-        """Open the file. Lines of steps after `last_step`, and a line that a kill truncated, are removed from an
-        existing file."""
+        """Open the file. Lines of steps after `last_step`, and a line that a kill truncated, are removed."""
         if path.exists():
             self._drop_after(path, last_step)
         self._file = open(path, "ab", buffering=0)

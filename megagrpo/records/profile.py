@@ -1,8 +1,6 @@
-"""Profiles of single steps (`run.profile`): a trace of torch's profiler, ranges for Nsight Systems, or a snapshot of
-GPU memory.
+"""Profiles single steps (`run.profile`): a torch profiler trace, ranges for Nsight Systems, or a GPU memory snapshot.
 
-The phases of a step are ranges in the profile: `Phases.mark` is `Profiler.mark`. docs/profiling.md shows how to read
-the files.
+A step's phases are ranges in the profile: `Phases.mark` is `Profiler.mark`. docs/profiling.md explains the files.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Progress of long work: bars at the bottom of a terminal that vanish at their end, or a few lines for a conversion in
-a pipe."""
+"""Progress of long work: bars at a terminal's bottom that vanish at the end, or lines for a conversion in a pipe."""
 
 from __future__ import annotations
 
@@ -26,15 +25,13 @@ BAR_COLUMNS = 20  # columns of a bar
 
 
 def run_progress(run: RunSection) -> Progress:
-    """Return bars on a terminal. Nothing is shown elsewhere, without `run.progress`, and with a `run.log_level` above
-    info."""
+    """Return bars on a terminal; none elsewhere, without `run.progress`, or with a `run.log_level` above info."""
     console = bars_console()
     return SILENT if console is None or not run.progress or quiets(run.log_level, "info") else Bars(console)
 
 
 def conversion_progress(rank: int = 0) -> Progress:
-    """Return bars on a terminal and lines elsewhere, for a command whose only work is a long copy. Ranks other than 0
-    show nothing."""
+    """Return bars on a terminal, lines elsewhere, for a command that is one long copy. Only rank 0 shows progress."""
     if rank:
         return SILENT
     console = bars_console()
@@ -42,8 +39,7 @@ def conversion_progress(rank: int = 0) -> Progress:
 
 
 class Bars:
-    """Draws one bar per task at the bottom of a terminal while the task runs. Lines that this process prints meanwhile
-    appear above them.
+    """Draws a bar per task at the bottom of a terminal while the task runs. Lines printed meanwhile appear above.
 
     An error of the terminal ends the bars and never the work.
     """
@@ -126,8 +122,7 @@ class _Rate(bars.ProgressColumn):
 
 
 class Lines:
-    """Prints a line of a task on standard error after 10 s, whenever its time has doubled, and at the end if it has a
-    total."""
+    """Prints a task's line on standard error after 10 s, whenever its time doubles, and at the end with a total."""
 
     draws = False
 

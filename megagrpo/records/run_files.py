@@ -1,5 +1,4 @@
-"""Names of the files and folders of a run; its checkpoints, and the removal of old ones. Needs no package but the
-standard library."""
+"""Names of a run's files and folders; its checkpoints, and removal of old ones. Needs only the standard library."""
 
 from __future__ import annotations
 
@@ -82,16 +81,14 @@ def make_room(checkpoint: Path) -> None:
 
 
 def remove_old(folder: Path, keep: int, best: Path) -> None:
-    """Remove all checkpoints but the newest `keep` and `best`. Links stay: a run makes none with a checkpoint's
-    name."""
+    """Remove all checkpoints but the newest `keep` and `best`. Links stay: no run links under a checkpoint's name."""
     for old in checkpoints(folder)[:-keep]:
         if old != best and not old.is_symlink():
             remove_checkpoint(old)
 
 
 def point_to(checkpoint: Path, link: Path) -> None:
-    """Replace a link atomically, so that it never points to nothing. A folder of its name is not a run's, and is
-    renamed."""
+    """Replace a link atomically, so it never points to nothing. A folder of its name is not a run's, and is renamed."""
     if link.is_dir() and not link.is_symlink():
         link.rename(next_free(link))
     fresh = link.with_name(f".{link.name}{PARTIAL}")

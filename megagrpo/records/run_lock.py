@@ -1,5 +1,4 @@
-"""A lock on a run's folder: two processes cannot train into one folder, and a run notices when its folder is deleted or
-replaced.
+"""A lock on a run's folder: two processes cannot train into it, and a run notices when it is deleted or replaced.
 
 The lock is `flock` on the file `.lock` in the folder. The kernel releases it when its holder ends, even by SIGKILL.
 Rank 0 holds it, so it covers all ranks of a run. Linux passes `flock` on NFS to the server, so the lock also covers
@@ -59,7 +58,7 @@ class RunLock:
                     file.close()
                     raise ValueError(
                         f"run.name: {self.folder} is in use by {holder}; wait until that run ends, or set another "
-                        f"run.name"
+                        "run.name"
                     ) from None
             self._close()
             # unless the folder was moved or deleted between open and flock: then this goes round again
@@ -74,8 +73,8 @@ class RunLock:
         if not self._is_ours():
             raise RunFolderLost(
                 f"run.output_dir: {self.folder} was deleted, moved or taken over by another run; metrics and "
-                f"checkpoints of this run "
-                "cannot be written. Restore the folder and start again with --resume, or start a new run"
+                "checkpoints of this run cannot be written. Restore the folder and start again with --resume, or start "
+                "a new run"
             )
 
     def release(self) -> None:

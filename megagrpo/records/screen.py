@@ -1,5 +1,4 @@
-"""The consoles of this process. Lines and progress bars share one when both go to a terminal, so bars never break a
-line."""
+"""This process's consoles. Lines and progress bars share one when both go to a terminal, so bars never break a line."""
 
 from __future__ import annotations
 
@@ -13,8 +12,7 @@ from rich.console import Console
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Re-raise the BrokenPipeError that is being handled. rich would exit the process, so closing a pager would end
-        the training."""
+        """Re-raise the BrokenPipeError being handled. rich would exit, so closing a pager would end the training."""
         raise
 
 

@@ -9,8 +9,7 @@ rollout_logprobs  [Lr], reported by vLLM
 trainer_logprobs  [Lr], computed by the trainer with the same weights; null for a token that is not trained
 entropy           [Lr] in nats, by the trainer; null for a token that is not trained
 
-Numbers are rounded to `LOGGED_DIGITS` decimals. Nothing here changes the inputs of the loss, and no extra forward pass
-runs.
+Numbers are rounded to `LOGGED_DIGITS` decimals. Nothing here changes the loss inputs, and no extra forward pass runs.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class TokenLog(Recorder):
     _reported: bool = False  # whether a failure was reported
 
     def open(self, folder: Path, restored_step: int) -> None:
-        """Open the file, on rank 0. Lines of steps after `restored_step` are removed, because these steps are
-        repeated."""
+        """Open the file, on rank 0. Lines of steps after `restored_step` are removed: these steps are repeated."""
         if self.num_groups:
             try:
                 self._file = JsonlFile(folder / TOKENS_FILE, restored_step)
@@ -145,16 +143,14 @@ def chosen_samples(advantages: Sequence[float], group_size: int, num_groups: int
 
 
 def _columns(inputs: LossInputs) -> list[Tensor]:
-    """Return log-probs, entropy, loss mask, borders and samples of a micro-batch. The trainer's log-probs are the old
-    ones, if any."""
+    """Return log-probs (the trainer's old ones, if any), entropy, loss mask, borders and samples of a micro-batch."""
     batch, old = inputs.micro_batch, inputs.micro_batch.terms.old_logprobs
     logprobs = inputs.policy_logprobs if old is None else old
     return [logprobs.detach(), inputs.entropy.detach(), batch.loss_mask, batch.cu_seqlens, batch.samples]
 
 
 def rows_of(columns: Sequence[Tensor], wanted: set[int]) -> Rows:
-    """Return the rounded log-probs and entropies of the wanted samples of a micro-batch, at their loss tokens in
-    order."""
+    """Return the rounded log-probs and entropies of a micro-batch's wanted samples, at their loss tokens in order."""
     samples = columns[-1].tolist()
     rows: Rows = {}
     if wanted.isdisjoint(samples):  # copies nothing from a GPU

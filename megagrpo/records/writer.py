@@ -28,8 +28,7 @@ class MetricsWriter(Recorder):
     RETRIED that raised OSError stays and gets the next call."""
 
     def __init__(self, run_folder: str | Path, config: RunConfig, restored_step: int = 0):
-        """A resumed run continues after `restored_step`: lines of later steps are removed, because these steps are
-        repeated."""
+        """A resumed run continues after `restored_step`: lines of later steps are removed, since they are repeated."""
         run = TrackedRun(Path(run_folder), config, restored_step)
         self._sinks: dict[str, Sink] = {}
         self._failed: set[str] = set()

@@ -1,2 +1,1 @@
-"""Reward functions, each run in a killable worker process with a deadline. Importing this package imports nothing
-else."""
+"""Reward functions, each run in a killable worker process with a deadline. Importing this package imports no other."""

@@ -76,8 +76,7 @@ def number_part(text: str, prefix: str = "") -> str | None:
 
 
 def after_thought(text: str, prefix: str = "") -> str | None:
-    """Return what follows the last </think>; the whole text without a thought; None if the last thought, which `prefix`
-    may open, is not closed."""
+    """Return what follows the last </think>; all text without a thought; None if one, even in `prefix`, is open."""
     whole = prefix + text
     opened, closed = whole.rfind("<think>"), whole.rfind("</think>")
     if opened > closed:
@@ -130,8 +129,7 @@ def last_box(text: str) -> str | None:
 
 
 def _stated(text: str) -> str | None:
-    """Return what follows the last announcement of an answer: formulas, or the rest of the sentence; None without
-    one."""
+    """Return what follows the last announcement of an answer: formulas, or the sentence's rest; None without one."""
     text, end, is_bold = text[-_CONCLUSION:], None, False
     for match in _ANCHOR.finditer(text):
         end, is_bold = match.end(), match[0].rstrip().endswith("**")
@@ -182,7 +180,6 @@ EXTRACTORS: dict[str, Callable[[str], str | None]] = {"number": number, "tag": t
 
 
 def extractor(answer: str, function: str) -> Callable[[str], str | None] | None:
-    """Return the extractor for `evaluation.answer`. "auto" means the one that matches the built-in reward function;
-    None for other functions."""
+    """Return the extractor for `evaluation.answer`. "auto" means the built-in function's; None for other functions."""
     kind = READ_BY.get(function) if answer == "auto" else answer
     return EXTRACTORS[kind] if kind else None

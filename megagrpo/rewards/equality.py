@@ -1,5 +1,4 @@
-"""Decides whether two mathematical answers are equal: letters, words, lists, sets, tuples, intervals, matrices,
-equations and quantities.
+"""Decides if mathematical answers are equal: words, lists, sets, tuples, intervals, matrices, equations, quantities.
 
 Structure is compared here, each expression and equation in `leaves`. docs/answers.md states the rules.
 """
@@ -52,8 +51,7 @@ _WORD = re.compile(r"[A-Za-z]{3,}|[A-Za-z]{2,}(?: [A-Za-z]+)+|no|on", re.IGNOREC
 
 @dataclass(frozen=True)
 class Node:
-    """The outermost structure of an answer. `kind` is list, set, tuple, matrix, relation or value; `parts` are its
-    parts as text, in order.
+    """The outer structure of an answer. `kind` is list, set, tuple, matrix, relation or value; `parts` are its texts.
 
     `marks` are the brackets of a tuple or interval, the number of columns of a matrix, the signs of a relation. `name`
     is the variable of an interval that was an inequality.
@@ -66,8 +64,7 @@ class Node:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether `answer` equals `gold`, by the rules of docs/answers.md. Takes any text; a text that nothing can read is
-    compared as text."""
+    """Whether `answer` equals `gold`, by docs/answers.md. Takes any text; an unreadable one is compared as text."""
     if max(len(gold), len(answer)) > MAX_ANSWER_LENGTH:
         return bool(gold.strip()) and _squeezed(gold) == _squeezed(answer)
     one, other = _plain(gold), plain(answer)
@@ -320,8 +317,7 @@ def _step(bracket: str) -> int:
 
 
 def _split(text: str, separator: re.Pattern[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Split a text at the separators outside of brackets. Returns the parts, stripped, and the separators between
-    them."""
+    """Split a text at separators outside of brackets. Returns the stripped parts, and the separators between them."""
     if separator.search(text) is None:
         return (text.strip(),), ()
     steps = [(match.start(), _step(match[0])) for match in _BRACKET.finditer(text)]

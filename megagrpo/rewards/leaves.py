@@ -1,7 +1,6 @@
 r"""Compares two expressions or equations: rational numbers exactly, everything else by math-verify.
 
-math-verify's mistakes are mended before it: it rounds decimals, takes `2i` for a real symbol, and hangs on towers of
-powers.
+math-verify's mistakes are mended before it: it rounds decimals, reads `2i` as a real symbol, and hangs on power towers.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Conversion of a reward function's name in the config to its import location. Imports nothing: the workers load the
-functions."""
+"""Converts a reward function's config name to its import location. Imports nothing: workers load the functions."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.-]*")
 def resolve(function: str, plugins: Sequence[str] = (), key: str = "rewards.functions") -> Target:
     """Return the location of `function`, the value of the config's `key`.
 
-    Raises ProblemError for an unknown name, with the known names, for an invalid URL, and for a file that does not
-    exist.
+    Raises ProblemError for an unknown name, with the known ones, for an invalid URL, and for a file that is missing.
     """
     if function.startswith(_MODEL):
         preset = (("path", _model_path(function.removeprefix(_MODEL), key)),)

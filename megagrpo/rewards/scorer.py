@@ -62,8 +62,7 @@ class RewardScorer:
 
     @property
     def tracebacks(self) -> dict[str, str]:
-        """Name -> first traceback of each function that has raised; else the reason why its rewards were not
-        accepted."""
+        """Name -> first traceback of each function that has raised; else the reason why its rewards were rejected."""
         kinds = ("value", "invalid", "error")
         return {name: reason for last in kinds for (name, kind), reason in self._seen_failures.items() if kind == last}
 
@@ -106,15 +105,14 @@ class RewardScorer:
             raise ValueError("\n".join(sorted(problems)))
 
     def check_columns(self, columns: Iterable[str]) -> None:
-        """Raise ValueError when a function needs a column that is not in `columns`, the data set's column names after
-        renaming."""
+        """Raise ValueError when a function needs a column not in `columns`, the data set's names after renaming."""
         present = list(columns)
         has = ", ".join(present) or "no column besides the prompt"
         fix = "rename with data.columns" if present else "add the column to each row"
         problems = [
             f"rewards.functions: reward `{function.name}` needs column "
-            f"{' or '.join(f'`{name}`' for name in alternatives)}; "
-            f"the data set has {has}{did_you_mean(alternatives[0], present)}; {fix}"
+            f"{' or '.join(f'`{name}`' for name in alternatives)}; the data set has "
+            f"{has}{did_you_mean(alternatives[0], present)}; {fix}"
             for function in self.functions.values()
             for alternatives in function.signature["needs"]
             if set(alternatives).isdisjoint(present)
@@ -151,8 +149,7 @@ class RewardScorer:
         return Scoring(functions, self._pool, common, self._seen_failures)
 
     def score(self, rollouts: list[Rollout], step: int = 0) -> list[ScoredRollout]:
-        """Return one scored rollout per rollout, in order. `reward` is the weighted sum over the functions that could
-        score; NaN if none could."""
+        """Return scored rollouts, in order. `reward` is the weighted sum over functions that could score, or NaN."""
         with self.begin(step) as scoring:
             self._last = scoring
             scoring.add(0, rollouts)

@@ -66,8 +66,7 @@ class Function:
             yield from map(list, batched(group, size))
 
     def deadline(self, count: int) -> float:
-        """Timeout in seconds of a call with `count` completions. A call that may be repeated in smaller parts gets no
-        more than for one."""
+        """Timeout in seconds for `count` completions. A call repeatable in smaller parts gets the timeout for one."""
         return self.timeout * (1 if self.is_independent else count)
 
 
@@ -173,8 +172,7 @@ class Scoring:
         return {f"rewards/{r.function.name}/{name}": v for r in self._results for name, v in r.metrics().items()}
 
     def counters(self) -> dict[str, float]:
-        """Return those of `metrics` that add up over ranks and rounds: timeouts, exceptions, unscorable completions,
-        seconds."""
+        """Return the `metrics` to sum over ranks and rounds: timeouts, exceptions, unscorable completions, seconds."""
         return {f"rewards/{r.function.name}/{name}": v for r in self._results for name, v in r.counters().items()}
 
     def drop(self) -> None:
@@ -224,8 +222,7 @@ class Scoring:
         self, call: Call, results: FunctionResults, part: list[int], is_repeated: bool, outcome: Outcome
     ) -> None:
         """Record one outcome. A failed call is repeated once: one completion at a time if the function is independent,
-        else with the same completions. A call that timed out is only repeated in smaller parts, and a wrong number of
-        rewards is final."""
+        else unchanged. A timed-out call is only repeated in smaller parts. A wrong reward count is final."""
         results.seconds += outcome.seconds
         if outcome.kind == "result":
             self._keep(results, part, outcome)
@@ -251,8 +248,7 @@ class Scoring:
                 results.values[i] = value
 
     def _failed(self, results: FunctionResults, part: list[int], kind: str, reason: str) -> None:
-        """Count a failure of the completions `part`. The first one of each kind in a run is logged, with the first
-        sample."""
+        """Count a failure of the completions `part`. A run logs the first of each kind, with the first sample."""
         function, counter = results.function, "timeouts" if kind == "timeout" else "exceptions"
         value = function.signature["value_of_failure"]
         for i in part:

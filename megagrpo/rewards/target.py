@@ -1,7 +1,6 @@
 """Defines what a worker loads: the names of built-in rewards, and the location of a function or class.
 
-Imports the standard library only: every worker process reads this file, and pydantic would take most of the time of its
-start.
+Imports only the standard library: every worker process reads this file, and pydantic would take most of its start.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ class Target:
 
 
 class Signature(TypedDict):
-    """What a worker says of a loaded function before any call. `options` are the names of its args (of a class: of its
-    constructor)."""
+    """What a worker reports of a loaded function. `options` are the names of its args (of a class: its constructor)."""
 
     options: tuple[str, ...]
     unknown: tuple[str, ...]  # options of the config that it does not take

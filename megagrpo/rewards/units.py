@@ -1,5 +1,4 @@
-"""Separates a quantity's unit from its value, and compares units: "12 km" equals "12 kilometers" and "12000 m", and not
-"12 m"."""
+"""Separates a quantity's unit from its value, and compares units: "12 km" is "12 kilometers", "12000 m", not "12 m"."""
 
 from __future__ import annotations
 
@@ -113,8 +112,7 @@ def _canonical(text: str) -> str:
 
 
 def in_base_unit(value: str, unit: str) -> tuple[str, str]:
-    """Return an expression and its unit in a common unit: 2 km^2 is (2)(1000)^2 m^2. Units of one kind have one common
-    unit."""
+    """Return an expression and unit in a common unit: 2 km^2 is (2)(1000)^2 m^2. Units of one kind share one."""
     name, _, power = unit.partition("^")
     size, base = _SIZES.get(name, ("1", name))
     if base == name:
@@ -123,8 +121,7 @@ def in_base_unit(value: str, unit: str) -> tuple[str, str]:
 
 
 def same_unit(one: str, other: str) -> bool:
-    """Whether two units, by their short names, are the same. Of descriptions such as "clips" and "clips sold" one may
-    have fewer words."""
+    """Whether two units, by short names, are the same. One of "clips" and "clips sold" may have fewer words."""
     if one == other:
         return True
     words, others = set(one.split()), set(other.split())

@@ -1,5 +1,4 @@
-"""Alarms of a run: train/rollout mismatch above normal, skipped optimizer steps, and reward functions that always
-raise."""
+"""Alarms of a run: abnormal train/rollout mismatch, skipped optimizer steps, reward functions that always raise."""
 
 from __future__ import annotations
 
@@ -57,8 +56,7 @@ class Alarms:
             self.state.first_mismatches = [*first, error]
 
     def count_skip(self, error: NonFiniteError, weights: Weights) -> None:
-        """Count and report a skipped optimizer step, with the Hugging Face name of the tensor that was not finite.
-        Collective."""
+        """Count and report a skipped optimizer step, with its non-finite tensor's Hugging Face name. Collective."""
         self.state.skipped_steps += 1
         self.state.skipped_in_a_row += 1
         tensor, where = error.tensor, "in the loss, not in a gradient"
@@ -75,8 +73,7 @@ class Alarms:
         )
 
     def stop_if_rewards_raise(self, metrics: dict[str, float], saves: Saves) -> None:
-        """Save and raise BrokenTraining on every rank when a reward function failed for every response of a step.
-        Collective."""
+        """Save and raise BrokenTraining on every rank when a reward function failed for a whole step. Collective."""
         failing = always_raising(metrics, self.rollout)
         if not failing:
             return
@@ -93,9 +90,8 @@ class Alarms:
         if self.state.skipped_in_a_row >= self.max_skipped_steps:
             raise BrokenTraining(
                 f"train.max_skipped_steps: {self.state.skipped_in_a_row} optimizer steps in a row had NaN or infinity; "
-                f"the warnings name "
-                "the tensors. Resume from a checkpoint with a lower train.learning_rate, or look into a step with "
-                "debug.dump_steps"
+                "the warnings name the tensors. Resume from a checkpoint with a lower train.learning_rate, or look "
+                "into a step with debug.dump_steps"
             )
 
 
@@ -118,8 +114,7 @@ def make_alarms(
 def mismatch_limit(rollout: RolloutSection, dtype: str, quantizes: bool, first: Sequence[float]) -> float | None:
     """Return the highest normal `token_mult_prob_error` of a step; None: no limit.
 
-    `dtype` and `quantizes` have the meaning of `Alarms`. `first` are the errors of the run's first steps, at most
-    `FIRST_STEPS`.
+    `dtype` and `quantizes` are those of `Alarms`. `first` holds the first steps' errors, at most `FIRST_STEPS`.
     """
     if rollout.mismatch_threshold is not None:
         return rollout.mismatch_threshold
@@ -144,10 +139,9 @@ def mismatch_warning(
         rule = f"{limit:.4g} (normal: up to {NORMAL[dtype]:g} in {dtype}{usual})"
     return (
         f"warning: step {step}: token_mult_prob_error {error:.6g} is above {rule}: vLLM samples from another "
-        f"distribution than the trainer "
-        "computes. After a jump, check weight_version in completions.jsonl and the server's log. From the first step "
-        "on, check "
-        "rollout.quantization and rollout.extra_args, try model.precision=fp32, and audit a dumped step"
+        "distribution than the trainer computes. After a jump, check weight_version in completions.jsonl and the "
+        "server's log. From the first step on, check rollout.quantization and rollout.extra_args, try "
+        "model.precision=fp32, and audit a dumped step"
     )
 
 

@@ -1,5 +1,4 @@
-"""Callbacks: classes of the user (`run.callbacks`) whose methods run between steps, named as in transformers'
-TrainerCallback.
+"""Callbacks: user classes (`run.callbacks`) with methods run between steps, named as in transformers' TrainerCallback.
 
 Methods run on rank 0. What they ask for (stop, save) and what they raise reaches every rank.
 """
@@ -51,8 +50,7 @@ class CallbackControl:
 
 
 class CallbackError(RuntimeError):
-    """A callback raised. Raised on rank 0, which has printed the traceback; other ranks raise a RankError that names
-    it."""
+    """A callback raised. Raised on rank 0, which has printed the traceback; others raise a RankError that names it."""
 
 
 class Callbacks:
@@ -108,8 +106,7 @@ class Callbacks:
         self._call("on_train_end")
 
     def _call(self, event: str, metrics: Mapping[str, float] | None = None) -> None:
-        """Run `event` on rank 0 and take its requests on every rank. Raises CallbackError there, RankError
-        elsewhere."""
+        """Run `event` on rank 0 and take its requests on all ranks. Raises CallbackError there, RankError elsewhere."""
         if self._config.run.callbacks:
             self._control = on_first_rank(self._layout, lambda: self._run(event, dict(metrics or {})))
 
@@ -125,14 +122,13 @@ class Callbacks:
                 warn("".join(traceback.format_exception(error.with_traceback(own_frames))).rstrip())
                 raise CallbackError(
                     f"{CALLBACKS_KEY}: `{name}`: {event} raised {user_code.described(error)} after {self._state.step} "
-                    f"finished steps; correct the callback and continue with --resume"
+                    "finished steps; correct the callback and continue with --resume"
                 ) from error
         return self._control
 
 
 def load_callbacks(names: Sequence[str]) -> list[Any]:
-    """Return one instance of each class that `run.callbacks` names. Raises ProblemError with every class that cannot be
-    used."""
+    """Return one instance of each class in `run.callbacks`. Raises ProblemError with every class that is unusable."""
     instances, problems = [], []
     for index, name in enumerate(names):
         try:

@@ -1,5 +1,4 @@
-"""Tries the inputs of a run without weights and servers: data, one rendered prompt, lengths, and calls of each
-reward."""
+"""Tries a run's inputs without weights and servers: data, one rendered prompt, lengths, and calls of each reward."""
 
 from __future__ import annotations
 

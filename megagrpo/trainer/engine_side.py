@@ -86,9 +86,8 @@ def start_servers(
     say: Callable[[str], None],
     resources: ExitStack,
 ) -> Servers:
-    """Start the run's servers, unless `rollout.urls` names them. Servers that share the trainer's GPUs are awaited here
-    and put to sleep, the others load while the policy is built. Collective. Raises ConfigError when they cannot
-    start."""
+    """Start the run's servers, unless `rollout.urls` names them. Servers that share the trainer's GPUs are awaited and
+    put to sleep, others load while the policy builds. Collective. Raises ConfigError when they cannot start."""
     launcher, first, on_nodes = None, layout.world_rank == 0, None
     moved = None if config.rollout.urls else MovedServers(run_folder / "moved_servers.json")
     sleep = servers_sleep(config)
@@ -126,8 +125,7 @@ def connect(
     """Wait for the servers and return this rank's client (None except on the leader of each replica) and the weight
     sync. Collective.
 
-    Servers that end are restarted or brought back until `resources` closes. Raises ConfigError when the servers cannot
-    be reached.
+    Servers that end are restarted or brought back until `resources` closes. Raises ConfigError for unreachable servers.
     """
     launcher, first, nodes = servers.launcher, layout.world_rank == 0, None
     launched: Launcher | NodeLaunchers | None = launcher
@@ -173,8 +171,7 @@ def connect(
 
 
 def engine_limits(rollout: RolloutSection) -> dict[str, Any]:
-    """Return the engine's limits: concurrent sequences and timeouts. A restarting server gets as much time as a
-    starting one."""
+    """Return the engine's limits: concurrent sequences and timeouts. A restarting server gets a starting one's time."""
     patience = rollout.startup_timeout if rollout.max_restarts else 0.0
     if rollout.urls:
         patience = rollout.reconnect_timeout
@@ -186,9 +183,8 @@ def engine_limits(rollout: RolloutSection) -> dict[str, Any]:
 def choose_transport(
     config: RunConfig, layout: Layout, urls: Sequence[str], nodes: Nodes | None = None
 ) -> tuple[str, str]:
-    """Choose how weights get to all `urls`. `nodes` are the nodes of the ranks if each has its own servers. Returns the
-    transport and the reason for the choice. Raises ValueError when ranks on other hosts cannot reach the run's servers.
-    Collective."""
+    """Choose how weights get to all `urls`. `nodes` are the ranks' nodes if each has its own servers. Returns the
+    transport and the reason. Raises ValueError when ranks on other hosts cannot reach the servers. Collective."""
     if nodes is not None:
         return weight_path(config, device.has_gpu(), one_host=False)
     hosts = layout.all_gather_objects((socket.gethostname(), all(map(is_here, urls))))
@@ -196,8 +192,7 @@ def choose_transport(
     if len(names) > 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
         raise ValueError(
             f"rollout.urls: ranks are on {', '.join(names)}, and servers started by this run answer on the first "
-            f"rank's host only; name an "
-            "interface that all hosts reach (rollout.interface), or servers that run already"
+            "rank's host only; name an interface that all hosts reach (rollout.interface), or servers that run already"
         )
     return weight_path(config, device.has_gpu(), one_host=len(names) == 1 and all(here for _, here in hosts))
 

@@ -8,10 +8,9 @@
 | generating | no             | no                                     | yes            | yes             |
 | checkpoint | yes            | yes                                    | host           | no              |
 
-`GPU_TABLE` is this table as data, and `GpuTurns` is the only code that acts on it. The side that leaves moves before
-the side that comes. Other rooms offer verbs: `Offload` moves the trainer's state, the engine's `sleep` and `wake` move
-vLLM. During a sync the engine itself wakes its weights (`load_weights`), then its KV cache (`resume`); the sync calls a
-`Handover` before each.
+`GPU_TABLE` is this table as data, and only `GpuTurns` acts on it. The side that leaves moves before the side that
+comes. Other rooms offer verbs: `Offload` moves the trainer's state, the engine's `sleep` and `wake` move vLLM. In a
+sync the engine wakes its weights (`load_weights`), then its KV cache (`resume`), each after a `Handover` call.
 
 A trainer on its own GPU has the same turns and moves nothing. docs/gpu.md has the sizes.
 """
@@ -47,8 +46,7 @@ class Turn(Enum):
 
 @dataclass(frozen=True)
 class OnGpu:
-    """Memory on the GPU in one turn. `engine_weights` is "gpu", "host" (asleep, weights in host memory) or "dropped"
-    (asleep)."""
+    """GPU memory in one turn. `engine_weights` is "gpu", "host" (asleep, in host memory) or "dropped" (asleep)."""
 
     policy_weights: bool
     trainer_state: bool  # gradients, masters, moments, reference
@@ -94,8 +92,7 @@ class GpuTurns:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Turn of the servers. They already have it after a sync; after a checkpoint they wake with the weights they
-        kept."""
+        """Turn of the servers. After a sync they have it already; after a checkpoint they wake with kept weights."""
         if self.turn is Turn.CHECKPOINT:
             move_trainer(self.offload, Turn.GENERATING)
             self._drive_engine(lambda engine: engine.wake())
@@ -170,8 +167,7 @@ def move_trainer(offload: Offload | NoOffload, turn: Turn) -> None:
 
 
 def start_asleep(launcher: Launcher, syncs_adapters: bool, sync_timeout: float, say: Callable[[str], None]) -> None:
-    """Wait for the servers, then put them to sleep until the first sync: a trainer that loads needs the GPU memory.
-    Call it on rank 0."""
+    """Wait for the servers, then put them to sleep until the first sync: loading needs GPU memory. Rank 0 calls it."""
     servers = Updates(
         launcher.wait(say),
         logs=launcher.logs,

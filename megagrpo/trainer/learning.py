@@ -58,8 +58,7 @@ class Learning:
         return blocks(self.policy.chunks, self.policy.hf_config, self.policy.layout)
 
     def batches(self, scored: Sequence[ScoredRollout], advantages: Tensor) -> list[TrainBatch]:
-        """Pack this rank's share of the rollouts with their advantages [P, G], one TrainBatch per optimizer step, and
-        add log-probs."""
+        """Pack this rank's share of rollouts with advantages [P, G] and log-probs, a TrainBatch per optimizer step."""
         layout, seed = self.policy.layout, derive_seed(self.config.run.seed, self.state.step, "slices")
         rules = packing_rules(self.config, self.policy.shares_prompts)
         parts = slices(to_samples(scored, advantages), self.config.algorithm.steps_per_generation, seed)
@@ -117,8 +116,7 @@ class Learning:
 def load_policy(
     config: RunConfig, layout: Layout, model: ModelFiles, progress: Progress
 ) -> tuple[MegatronPolicy, Reference | None]:
-    """Build the policy and load its weights, and the reference's, if the run has one. Collective. Raises
-    ConfigError."""
+    """Build the policy and load its weights, and the reference's, if any. Collective. Raises ConfigError."""
     torch.manual_seed(config.run.seed)
     hf_config, reference_folder, reference = model.hf_config, model.reference_folder, None
     with as_config_errors():

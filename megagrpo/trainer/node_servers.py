@@ -1,5 +1,4 @@
-"""Servers on every node of a run: with `rollout.placement: colocated` on several nodes each node launches its own
-servers."""
+"""Servers on every node: with `rollout.placement: colocated` on several nodes each node launches its own servers."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ from megagrpo.sync.wire.exchange import Deadline, Store, own_address
 
 @dataclass(frozen=True)
 class NodeServers:
-    """The servers of all nodes: every rank's node, and this node's launcher on the first rank of the node (None on
-    other ranks)."""
+    """All nodes' servers: every rank's node, and this node's launcher on the node's first rank (None on others)."""
 
     of_ranks: tuple[int, ...]
     launcher: Launcher | None
@@ -50,14 +48,13 @@ def launch_on_each_node(
     of_ranks: tuple[int, ...],
     token: str | None,
 ) -> NodeServers:
-    """Build the launcher of each node, on its first rank; nothing is started. Collective. Raises ValueError or
-    RankError."""
+    """Build each node's launcher on its first rank, without starting it. Collective. Raises ValueError or RankError."""
     nodes, node = sorted(set(of_ranks)), of_ranks[layout.world_rank]
     share, rest = divmod(config.rollout.servers, len(nodes))
     if rest or not share:
         raise ValueError(
             f"rollout.servers: {config.rollout.servers} is not a multiple of the run's {len(nodes)} nodes; use a "
-            f"multiple"
+            "multiple"
         )
     token = on_first_rank(layout, lambda: token or secrets.token_urlsafe(32))
     make = partial(

@@ -33,8 +33,7 @@ from megagrpo.trainer.wiring import build
 
 @dataclass
 class Ending:
-    """How one rank ended: `stopped_by` is what `Trainer.run` returned, `code` the exit code. `name` names the rank in
-    messages."""
+    """How a rank ended: `stopped_by` is from `Trainer.run`, `code` the exit code. `name` names the rank in messages."""
 
     name: str = "rank ?"
     stopped_by: int = 0
@@ -43,8 +42,7 @@ class Ending:
 
 @contextmanager
 def exit_code() -> Iterator[Ending]:
-    """Context manager: yields the Ending and sets its exit code. Errors of a run are printed; ConfigError and
-    OutputError pass through."""
+    """Context manager: yields the Ending, sets its exit code, prints errors. ConfigError and OutputError propagate."""
     ending = Ending()
     try:
         yield ending
@@ -70,8 +68,7 @@ def exit_code() -> Iterator[Ending]:
 
 @contextmanager
 def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterator[Trainer]:
-    """Context manager: builds this rank's trainer and closes what it uses. `base_folder` is the folder of the config's
-    file.
+    """Context manager: builds this rank's trainer and closes what it uses. `base_folder` is the config file's folder.
 
     Raises ConfigError for errors that the user can fix in the config.
     """
@@ -106,8 +103,7 @@ def _check_plan(config: RunConfig) -> None:
 
 
 def _exit_code(stopped_by: int) -> int:
-    """Return the exit code for a stop. The time limit, or SIGTERM to a job that its scheduler restarts, gives
-    TO_BE_CONTINUED."""
+    """Return the exit code. The time limit, or SIGTERM to a job that its scheduler restarts, gives TO_BE_CONTINUED."""
     if stopped_by == OUT_OF_TIME or (stopped_by == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ):
         return TO_BE_CONTINUED
     return 128 + stopped_by if stopped_by else 0

@@ -41,8 +41,7 @@ class Records:
     pool: AsyncPool | None = None
 
     def start_clocks(self, title: str) -> None:
-        """Reset the timers, so that the next step's times do not include what came before it, and begin the titles of
-        its progress with `title`."""
+        """Reset the timers, so that the next step's times begin now, and begin its progress titles with `title`."""
         self.phases.collect()
         self.phases.about = title
         if self.pool is not None:
@@ -88,8 +87,8 @@ def open_journal(
             writer.message(f"warning: starts.jsonl could not be written; the run continues. {error}")
     context = f" x cp {layout.cp_size}" if layout.cp_size > 1 else ""
     writer.message(
-        f"{config.run.name}: {config.model.path} in {dtype} on {layout.world_size} rank(s) "
-        f"= tp {layout.tp_size}{context} x pp {layout.pp_size} x dp {layout.dp_size}"
+        f"{config.run.name}: {config.model.path} in {dtype} on {layout.world_size} rank(s) = tp "
+        f"{layout.tp_size}{context} x pp {layout.pp_size} x dp {layout.dp_size}"
     )
     for line in (f"run folder: {folder.path}", *notes):
         writer.message(line)

@@ -40,8 +40,7 @@ def open_run_folder(config: RunConfig, layout: Layout, resources: ExitStack) -> 
 
 
 def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None) -> Path | None:
-    """Create and lock the run's folder and write `resolved.yaml`. Returns the checkpoint to resume from, None for a
-    fresh start.
+    """Create and lock the run's folder and write `resolved.yaml`. Returns the checkpoint to resume, None if fresh.
 
     A run that the same `job` began is continued, or started again when it has saved nothing yet. Raises ValueError when
     another process uses the folder, when the checkpoint to resume from is missing or damaged, or when a fresh start
@@ -64,7 +63,7 @@ def prepare_run_folder(config: RunConfig, lock: RunLock, job: str | None = None)
         if not config.run.overwrite and not ours:
             raise ValueError(
                 f"run.name: {folder} holds an earlier run; continue it with --resume, pick another name, or set "
-                f"run.overwrite=true"
+                "run.overwrite=true"
             )
         aside = next_free(folder)
         try:

@@ -67,8 +67,7 @@ class Inputs:
 
 
 def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitStack) -> Inputs:
-    """Read and check all inputs, and lock the run's folder. Collective. Raises ValueError, with the key, for an input
-    that is wrong."""
+    """Read and check inputs, lock the run's folder. Collective. Raises ValueError with an invalid input's key."""
     first = layout.world_rank == 0
     servers = on_first_rank(layout, lambda: check_servers(config.rollout, config.lora.syncs_adapters))
     os.environ.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
@@ -98,8 +97,7 @@ def _read_model(config: RunConfig, layout: Layout) -> tuple[Path, HfConfig]:
 
 
 def _reference_folder(path: str | None, model: HfConfig, tokenizer: Tokenizer) -> Path | None:
-    """Return the folder of `model.reference_path`, or None. Raises ValueError when its architecture or vocabulary is
-    not the policy's."""
+    """Return the folder of `model.reference_path`, or None. Raises ValueError if architecture or vocabulary differs."""
     if path is None:
         return None
     folder = resolve_model(path, "model.reference_path")
@@ -110,8 +108,8 @@ def _reference_folder(path: str | None, model: HfConfig, tokenizer: Tokenizer) -
     if different:
         raise ValueError(
             f"model.reference_path: {folder} differs from the policy in architecture or vocabulary (policy, "
-            f"reference): "
-            f"{'; '.join(different)}. Name weights that match, or leave it empty to use the policy's initial weights"
+            f"reference): {'; '.join(different)}. Name weights that match, or leave it empty to use the policy's "
+            "initial weights"
         )
     return folder
 
@@ -147,7 +145,7 @@ def _steps_notes(given: RunSection, run: RunSection, per_step: int, num_prompts:
     if given.max_steps is not None:
         return [
             f"note: run.max_steps {steps} takes precedence over run.num_train_epochs {epochs:g}; run.max_steps=null "
-            f"selects the epochs"
+            "selects the epochs"
         ]
     return [
         f"{steps} steps: run.num_train_epochs {epochs:g} x {num_prompts} prompts / rollout.prompts_per_step {per_step}"

@@ -56,8 +56,7 @@ class Saves:
             self.finish(wait=not background, must_succeed=must_succeed)
 
     def finish(self, wait: bool, must_succeed: bool = False) -> None:
-        """Record the result of the checkpoint in progress, if there is one and it has ended. With `wait`, wait for its
-        end."""
+        """Record the result of the checkpoint in progress, if it has ended. With `wait`, wait for its end."""
         with self._counting_failures(must_succeed):
             path = self.checkpointer.finish(wait)
             if path is not None and self.saving is not None:
@@ -69,11 +68,9 @@ class Saves:
                 self.report(path)
 
     def save_if_best(self, metric: str, evaluation: dict[str, float]) -> None:
-        """Save a checkpoint when `metric` is higher than in all earlier evaluations of a trained model. It is kept
-        until a better one.
+        """Save a checkpoint if `metric` exceeds all earlier evaluations of a trained model. Keep it until a better one.
 
-        Raises ConfigError before the first step when the evaluation has no such metric. A later evaluation without it
-        is not the best.
+        Raises ConfigError before the first step without this metric. A later evaluation without it is not the best.
         """
         self.finish(wait=True)  # the checkpoint in progress may hold the best weights
         state = self.state
@@ -105,8 +102,7 @@ class Saves:
 
     @contextmanager
     def _counting_failures(self, must_succeed: bool) -> Iterator[None]:
-        """Report and count a failed checkpoint, and forget that it was the best. Raises CheckpointError with
-        `must_succeed`."""
+        """Report and count a failed checkpoint, no longer the best. Raises CheckpointError with `must_succeed`."""
         try:
             yield
         except CheckpointError as error:

@@ -42,9 +42,8 @@ class Speed(Recorder):
     def metrics(self, num_tokens: float, num_generated: float, times: dict[str, float]) -> dict[str, float]:
         """Return the step's rates, and memory. Collective.
 
-        `num_tokens` are the tokens of all samples, `num_generated` the tokens of all responses. MFU is the share of the
-        peak that forward and backward passes use during `time/train`, over all ranks; it is left out without a known
-        peak.
+        `num_tokens` counts the tokens of samples, `num_generated` the tokens of responses. MFU is forward and backward
+        passes' share of the peak during `time/train`, over all ranks. Without a known peak it is left out.
         """
         flops, self._flops = self._flops, 0.0
         step = times["time/step"]
@@ -69,8 +68,7 @@ class Speed(Recorder):
 
 
 def make_speed(config: RunConfig, layout: Layout, hf_config: HfConfig) -> Speed:
-    """Return the speed of a run's trainer. Its peak is `run.peak_tflops`, else the BF16 value of the data sheet of a
-    known GPU."""
+    """Return the trainer's speed. Its peak is `run.peak_tflops`, else a known GPU's BF16 value from its data sheet."""
     alone = config.rollout.placed == "colocated" or not device.has_gpu()
     num_devices = layout.world_size + (0 if alone else server_gpus(config))
     tflops = config.run.peak_tflops

@@ -102,8 +102,7 @@ class Offload:
                     yield from module.buffers()
 
     def _of_weights(self) -> Iterator[Tensor]:
-        """All parameters including frozen ones, the all-gather buffers of sharded parameters, and the storage of
-        `model.base_storage`."""
+        """All parameters (also frozen), sharded ones' all-gather buffers, and the storage of `model.base_storage`."""
         for chunk in self._policy.model:
             yield from (part for weight in chunk.module.parameters() for part in parts(weight))
             yield from chunk.module.buffers()

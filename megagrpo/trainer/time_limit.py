@@ -49,8 +49,7 @@ class TimeLimit:
         return 1.5 * self._save_seconds + SPARE_SECONDS
 
     def step_begins(self) -> None:
-        """Call this at the start of every step. The time until the next call counts for the step, including evaluation
-        and saving.
+        """Call this when a step starts. The time until the next call counts for the step, with evaluation and saving.
 
         Raises ConfigError when there is no time for any step, because the run would be restarted again and again.
         """
@@ -128,8 +127,7 @@ def _too_short(end: End, now: float, when: str = "") -> str:
 
 
 def process_start() -> float:
-    """Return when this process started, in seconds since 1970; under torchrun or the launcher of the ranks, when that
-    one started."""
+    """Return the start time of this process, or of its torchrun or launcher of ranks, in seconds since 1970."""
     pid = os.getppid() if under_torchrun(os.environ) else os.getpid()
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # since the boot

@@ -32,8 +32,7 @@ class Trainer:
     lifecycle: Lifecycle
 
     def step(self) -> dict[str, float]:
-        """Run one training step and return its metrics, the same on every rank. Raises StopRequested before anything
-        was trained."""
+        """Run one training step. Returns its metrics, the same on every rank. Raises StopRequested before training."""
         algorithm, learning, recorders = self.config.algorithm, self.learning, self.records.recorders
         with self.turns.generating():
             self.records.start_clocks(f"step {self.state.step + 1}/{self.config.run.num_steps} ")

@@ -79,8 +79,8 @@ def test_the_best_checkpoint_stays_beside_the_newest_and_a_resumed_run_knows_it(
         ),
         (
             "evaluation={sets: {bad: {source: FOLDER/eval.jsonl, max_completion_length: 500}}}",
-            "evaluation.sets.bad.max_completion_length: max_prompt_length 48 + 500 = 548 tokens, but the model's limit "
-            "is 256",
+            "evaluation.sets.bad.max_completion_length: max_prompt_length 48 + 500 = 548 tokens, but the model's "
+            "limit is 256",
         ),
     ],
 )

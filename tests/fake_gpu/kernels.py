@@ -31,10 +31,9 @@ NO_KERNEL = frozenset(
     "aten::" + name
     for name in (
         "alias as_strided_ detach detach_ empty.memory_format empty_like empty_strided is_pinned is_same_size "
-        "lift_fresh new_empty "
-        "new_empty_strided _pin_memory record_stream _reshape_alias resize_ resize_as_ set_ set_.source_Storage "
-        "set_.source_Storage_storage_offset set_.source_Tensor set_data squeeze_ squeeze_.dim t_ transpose_ unsqueeze_ "
-        "_unsafe_view"
+        "lift_fresh new_empty new_empty_strided _pin_memory record_stream _reshape_alias resize_ resize_as_ set_ "
+        "set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor set_data squeeze_ squeeze_.dim t_ "
+        "transpose_ unsqueeze_ _unsafe_view"
     ).split()
 )
 # These copy between devices.
@@ -47,8 +46,7 @@ TAKE_SCALARS = frozenset(
     "aten::" + name
     for name in (
         "fill_.Tensor masked_fill.Tensor masked_fill_.Tensor index_put index_put_ _index_put_impl_ where.self "
-        "_foreach_mul.Tensor "
-        "_foreach_mul_.Tensor"
+        "_foreach_mul.Tensor _foreach_mul_.Tensor"
     ).split()
 )
 TAKE_INDICES = frozenset(

@@ -40,8 +40,7 @@ class Verification:
 
     @property
     def table(self) -> pandas.DataFrame:
-        """One row per layout: `layout`, `ranks`, `passed`, `seconds`, `failure`, and the error of each quantity's worst
-        tensor."""
+        """One row per layout: `layout`, `ranks`, `passed`, `seconds`, `failure`, each quantity's worst tensor error."""
         kept = ("layout", "ranks", "passed", "seconds", "failure")
         return table(
             {name: row[name] for name in kept} | {kind: worst["error"] for kind, worst in (row["worst"] or {}).items()}
@@ -63,8 +62,7 @@ class Evaluation:
 
     @property
     def responses(self) -> pandas.DataFrame:
-        """One row per response: `set` (empty for `data.eval`), `prompt`, `completion`, `reward`, `rewards/NAME` and
-        more."""
+        """One row per response: `set` ("": `data.eval`), `prompt`, `completion`, `reward`, `rewards/NAME` and more."""
         return table({"set": name} | flat_rewards(row) for name, rows in self.by_set.items() for row in rows)
 
 
@@ -75,8 +73,7 @@ def verify(
     ranks: int | None = None,
     overrides: Overrides = (),
 ) -> Verification:
-    """Take one step of a small copy of the run in each layout, and compare every gradient with one process's
-    (docs/verify.md).
+    """Take one step of a small copy of the run in each layout; compare gradients with one process's (docs/verify.md).
 
     Args:
         config: The config, as for `megagrpo.train`.

@@ -51,15 +51,14 @@ def respond(
 
 
 def _longest_sequence(prompts: Sequence[Prompt], max_tokens: int, max_positions: int) -> int:
-    """Return how many tokens the longest prompt and its response may have. Raises ValueError when the prompt leaves no
-    room for a response."""
+    """Return the token limit of the longest prompt plus response. Raises ValueError without room for a response."""
     longest = max(prompts, key=lambda prompt: len(prompt.token_ids))
     num_tokens = len(longest.token_ids)
     limit = min(num_tokens + max_tokens, max_positions)
     if num_tokens >= limit:
         raise ValueError(
             f"prompts.{longest.prompt_id}: has {num_tokens} tokens, and the model takes {limit}, responses included; "
-            f"shorten it"
+            "shorten it"
         )
     return limit
 

@@ -1,5 +1,4 @@
-"""Child processes of the API: a function of megagrpo that runs in a process of its own, whose output appears here as it
-comes.
+"""Child processes of the API: each runs a function of megagrpo in a process of its own and shows its output live here.
 
 A notebook's kernel has threads, an event loop and no terminal, so nothing is forked: each call is a new Python process
 in its own session, without standard input. Ctrl-C reaches it once, from here.
@@ -110,8 +109,7 @@ def result_of(name: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _wait(process: subprocess.Popen[bytes], forward: Callable[[], None]) -> int:
-    """Call `forward`, which returns when the process has ended, and return the exit code. Passes on KeyboardInterrupt
-    as a signal."""
+    """Call `forward`, which waits for the process; return its exit code. Passes on KeyboardInterrupt as a signal."""
     interrupts = 0
     try:
         while True:
@@ -131,8 +129,7 @@ def _wait(process: subprocess.Popen[bytes], forward: Callable[[], None]) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Return this process's environment for a child that imports the same megagrpo and writes plain lines, also under
-    Jupyter."""
+    """Return the environment for a child that imports the same megagrpo and writes plain lines, also under Jupyter."""
     folders = [] if PACKAGE_ROOT == sysconfig.get_path("purelib") else [PACKAGE_ROOT]
     folders += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     inherited = {name: value for name, value in os.environ.items() if name not in COLOURS}

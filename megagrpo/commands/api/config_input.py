@@ -1,5 +1,4 @@
-"""The config that a function of the API gets (a YAML file, a shipped config, a mapping, a RunConfig) and its
-overrides."""
+"""Reads the config of an API function (a YAML file, a shipped config, a mapping, a RunConfig) and its overrides."""
 
 from __future__ import annotations
 
@@ -24,8 +23,7 @@ PYTHON_CONFIG = "config"  # the config's name in errors, when it is no file
 
 @dataclass(frozen=True)
 class Settings:
-    """A config that is not validated yet. `file` names its YAML file or shipped config, None for a config made in
-    Python."""
+    """A config before validation. `file` names its YAML file or shipped config, None for a config made in Python."""
 
     values: dict[str, Any]  # what the config sets, `defaults:` included
     overrides: tuple[str, ...]
@@ -70,8 +68,7 @@ def override_texts(overrides: Overrides) -> tuple[str, ...]:
 
 
 def _plain(value: Any, key: str) -> Any:
-    """Return a value as plain data of YAML: paths become strings, numbers of NumPy become Python's. Raises ConfigError,
-    with the key."""
+    """Return a value as YAML data: paths as strings, NumPy numbers as Python's. Raises ConfigError, with the key."""
     if isinstance(value, Mapping):
         return {str(name): _plain(below, f"{key}.{name}" if key else str(name)) for name, below in value.items()}
     if isinstance(value, (list, tuple)):

@@ -29,8 +29,7 @@ def hide_gpus() -> None:
 
 
 def in_layout(action: Callable[[Layout], None], **sizes: Any) -> int:
-    """Run `action` on the CPU in the layout of `sizes`, keys of `parallel`. Returns exit code 0, or 2 after a user
-    error, which is printed."""
+    """Run `action` on the CPU in layout `sizes` (keys of `parallel`). Returns 0, or 2 after printing a user error."""
     hide_gpus()
     with without_garbage_collection():
         from megagrpo.config import ParallelSection

@@ -24,8 +24,7 @@ ACCEPTS = "a datasets.Dataset, a pandas.DataFrame, an Arrow table, a list of dic
 
 
 def accept(rows: Any, argument: str) -> Any:
-    """Return the rows as a `datasets.Dataset` or a list. Raises ConfigError, which names `argument`, for any other
-    kind."""
+    """Return the rows as a `datasets.Dataset` or a list. Raises ConfigError, naming `argument`, for another kind."""
     datasets, pandas = sys.modules.get("datasets"), sys.modules.get("pandas")
     if pandas is not None and isinstance(rows, pandas.DataFrame):
         return _from_pandas(rows, argument)
@@ -97,8 +96,7 @@ def suffix(rows: Any) -> str:
 
 
 def write(rows: Any, file: Path, argument: str) -> None:
-    """Write rows that `check` has passed; a list keeps the type of every value. Raises ConfigError for a value that
-    JSON does not hold."""
+    """Write rows that passed `check`; a list keeps all types. Raises ConfigError for a value that JSON cannot hold."""
     if isinstance(rows, list):
         with file.open("w", encoding="utf-8") as lines:
             for number, row in enumerate(rows):

@@ -1,5 +1,4 @@
-"""The first module of a process that the API starts: `python -m megagrpo.commands.api.entry PARENT FOLDER` calls the
-function in FOLDER.
+"""First module of a process of the API: `python -m megagrpo.commands.api.entry PARENT FOLDER` calls FOLDER's function.
 
 The process gets SIGTERM when the process PARENT ends, also by a kill: a training run then saves and stops.
 """

@@ -18,8 +18,7 @@ CLOSED_PIPE = 141  # exit code, as of a program that SIGPIPE ends
 
 def exit_code_of(command: Callable[[], int]) -> int:
     """Call `command` and return its exit code: 2 for a wrong command line, config or environment, 141 without a message
-    when the reader of standard output has closed the pipe, 1 when standard output cannot be written, and the code of
-    SystemExit."""
+    for a closed pipe at standard output, 1 for other failures to write it, and the code of SystemExit."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a character that a terminal cannot show ends no command
@@ -43,8 +42,7 @@ def exit_code_of(command: Callable[[], int]) -> int:
 
 
 def settle_environment() -> None:
-    """Remove and replace variables of this process that would harm a run, with a warning for each. Raises
-    EnvironmentRefused."""
+    """Remove and replace this process's variables that would harm a run; warn for each. Raises EnvironmentRefused."""
     for text in settle(os.environ):
         warn(f"warning: {text}")
 

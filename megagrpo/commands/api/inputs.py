@@ -1,5 +1,4 @@
-"""What a run gets as Python objects: reward functions, callbacks and data, written into the run's folder and named by
-config values."""
+"""Writes a run's Python objects (reward functions, callbacks, data) into its folder, for config values to name."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from megagrpo.platform.process.removal import remove
 from megagrpo.records.run_files import FROM_PYTHON, make_run_folder
 
 type Reward = str | Callable[..., Any] | Mapping[str, Any]
-"""A reward function, its name as in `rewards.functions.N.function`, or a mapping of `function` and its other keys such
-as `weight`."""
+"""A reward function, its name for `rewards.functions.N.function`, or a mapping of `function` and keys like `weight`."""
 
 # their folder is in sys.path: names that no module of a user has
 REWARDS, CALLBACKS = "megagrpo_rewards.py", "megagrpo_callbacks.py"
@@ -91,8 +89,7 @@ class Inputs:
                 dataset_rows.check(data.rows, data.argument, columns.get(data.key, config.data.prompt_column))
 
     def write(self, run_folder: Path) -> Path:
-        """Write the objects into a folder of the run that is named after their content, and return it. Raises
-        ConfigError."""
+        """Write the objects into a folder of the run, named after their content, and return it. Raises ConfigError."""
         above = from_python_folder(run_folder)
         try:
             partial = Path(tempfile.mkdtemp(prefix=".partial_", dir=above))
@@ -121,8 +118,7 @@ class Inputs:
 
 
 def from_python_folder(run_folder: Path) -> Path:
-    """Create the folder of a run for functions and data from Python, and return its absolute path. Raises
-    ConfigError."""
+    """Create a run's folder for functions and data from Python, and return its absolute path. Raises ConfigError."""
     folder = (run_folder / FROM_PYTHON).absolute()
     try:
         make_run_folder(run_folder)

@@ -57,8 +57,7 @@ def _name(thing: Any) -> str:
 
 
 def pickled(objects: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, bytes]:
-    """Return name -> pickle. Raises ConfigError for an object without a pickle; `keys` says which argument it came
-    from."""
+    """Return name -> pickle. Raises ConfigError for an object without a pickle; `keys` names the object's argument."""
     import cloudpickle
 
     made = {}
@@ -80,8 +79,7 @@ def _reject_model(thing: Any, key: str) -> None:
 
 
 def write_module(file: Path, title: str, pickles: Mapping[str, bytes], instances: Sequence[str] = ()) -> None:
-    """Write the module `file` and its pickle. Names in `instances` become classes that return the object when they are
-    called."""
+    """Write the module `file` and its pickle. Names in `instances` become classes that return the object on a call."""
     data = file.with_suffix(".pkl")
     data.write_bytes(pickle.dumps(dict(pickles)))
     lines = [f'{name} = _pickle.loads(_pickled["{name}"])\n' for name in pickles if name not in instances]

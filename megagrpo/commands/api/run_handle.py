@@ -162,8 +162,7 @@ class Run:
     ) -> str:
         """Export the trained model with its model card and upload it to the Hugging Face hub.
 
-        The export stays in `exports/` of the run's folder. A second call uploads it again, and continues an upload that
-        failed.
+        The export stays in `exports/` of the run's folder. A second call repeats the upload, or continues a failed one.
 
         Args:
             repo: The model repository, OWNER/NAME. It is created if it does not exist.

@@ -100,9 +100,8 @@ def server_environment(
 ) -> dict[str, str]:
     """Return the environment of a server: what it inherits (`platform/process/environment.py`), and what the run sets.
 
-    It runs on the GPUs `devices`; None runs vLLM for CPU, where `workers` share the cores of this host. With `loopback`
-    all ranks are on this host too. With `guarded` the server reads its token from standard input. `node`: as in
-    `server_command`.
+    It runs on the GPUs `devices`; None runs vLLM for CPU, where `workers` share the host's cores. With `loopback` all
+    ranks are on this host. With `guarded` its token comes from standard input. `node`: as in `server_command`.
     """
     env = inherited(ENVIRONMENT)
     env |= {
@@ -146,8 +145,7 @@ def server_environment(
 
 
 def _interface_of(address: str) -> str:
-    """Return the name of the network interface with this IPv4 address. Raises ValueError when this host does not have
-    the address."""
+    """Return the name of the network interface with this IPv4 address. Raises ValueError if this host lacks it."""
     if address.startswith("127."):
         return LOOPBACK
     for name, ipv4 in interface_addresses().items():

@@ -41,8 +41,7 @@ class PartFault:
 class Followers:
     """The other nodes of a server, seen from its first node. `num_nodes` counts the first node too.
 
-    The store listens on `host` and `port`, and its values are signed with `token`. Raises WeightSyncError when the port
-    is taken.
+    The store listens on `host` and `port` and signs values with `token`. Raises WeightSyncError if the port is taken.
     """
 
     def __init__(self, host: str, port: int, token: str, num_nodes: int):
@@ -67,8 +66,7 @@ class Followers:
         return [node for node in self._nodes if not self._store.has(_report_key(node))]
 
     def fault(self) -> PartFault | None:
-        """Return why the server cannot go on, or None while all parts run. A node that has never reported is no fault:
-        it may be late."""
+        """Return why the server cannot go on, or None while all parts run. A node without any report may be late."""
         for node in self._nodes:
             report = self._store.find(_report_key(node))
             if report is not None and (fault := self._judge(node, report)):
@@ -96,8 +94,7 @@ class Reports:
     """A follower's end: the orders of the first node, and the reports of this node, called `name`. A context manager
     that tells the first node at its end.
 
-    The store is at `host` and `port`, and is awaited up to `seconds`, unless `stop` is set. Raises WeightSyncError when
-    it cannot be reached.
+    The store at `host` and `port` is awaited up to `seconds`, or until `stop`. Raises WeightSyncError if unreachable.
     """
 
     def __init__(self, host: str, port: int, token: str, node: int, name: str, seconds: float, stop: threading.Event):
@@ -119,8 +116,7 @@ class Reports:
             pass  # the first node is gone too
 
     def order(self) -> NodePorts | None:
-        """Return the ports of a new start, or None when there is no new order. Raises WeightSyncError when the first
-        node is gone."""
+        """Return a new start's ports; None if no order is new. Raises WeightSyncError if the first node is gone."""
         order = self._store.find(ORDER)
         if order is None or order["attempt"] == self._attempt:
             return None
@@ -128,8 +124,7 @@ class Reports:
         return NodePorts(**order)
 
     def put(self, *, exit: str = "", cause: str = "", killed: bool = False, log: str = "", left: bool = False) -> None:
-        """Report the state of this node's part; `exit` describes how it ended. Raises WeightSyncError when the first
-        node is gone."""
+        """Report this node's part; `exit` is how it ended. Raises WeightSyncError when the first node is gone."""
         self._beat += 1
         state = {"attempt": self._attempt, "beat": self._beat, "host": self._name, "left": left}
         self._store.put(_report_key(self._node), state | {"exit": exit, "cause": cause, "killed": killed, "log": log})

@@ -123,8 +123,7 @@ class Server:
 
 @dataclass(eq=False, repr=False)  # a token must not be shown
 class Launcher:
-    """`num_servers` servers on this host: call `start`, then `wait`, then `stop`. A context manager that stops them on
-    exit.
+    """`num_servers` servers on this host: call `start`, `wait`, `stop`. A context manager that stops them on exit.
 
     `start` returns at once, so the trainer can build its model while vLLM starts. `port` is the first server's port,
     the others take the next ones; 0 picks free ports. `devices` are GPU ids, `options.devices` for each server; None
@@ -195,8 +194,7 @@ class Launcher:
             self.servers.append(self._launch(index, port))
 
     def start_part(self, ports: NodePorts) -> None:
-        """Start this node's part of a server; its last part, if any, is ended first. Raises EngineStartError as `start`
-        does."""
+        """Start a server's part on this node; its last part, if any, is ended. Raises EngineStartError as `start`."""
         if not self.servers:
             self._prepare()
         for server in self.servers:
@@ -251,8 +249,7 @@ class Launcher:
         return self.urls
 
     def _check_start(self, index: int, now: float, say: Callable[[str], None]) -> None:
-        """Restart a server that was killed before it responded. Raises EngineStartError when it must not restart or is
-        late."""
+        """Restart a server killed before it responded. Raises EngineStartError if it must not restart or is late."""
         server = self.servers[index]
         if not server.alive:
             if not (server.killed and self.may_restart(server.url)):
@@ -269,8 +266,7 @@ class Launcher:
             self._give_up(server, timeout + absent)
 
     def stop(self) -> None:
-        """Stop every server and all its processes: SIGTERM, then SIGKILL. Does nothing when called again or in a forked
-        child."""
+        """Stop every server's processes: SIGTERM, then SIGKILL. Does nothing if called again or in a forked child."""
         if self.servers and os.getpid() != self._pid:
             return
         for server in self.servers:
@@ -290,9 +286,8 @@ class Launcher:
         return self.restarts[url] < self.max_restarts and not lost
 
     def restart(self, index: int) -> str:
-        """Restart a server that has ended, without waiting for it, and return the line to log. The log file is appended
-        to. The server keeps the port of its URL. With `moved`, it gets a free port when another process listens on the
-        old one."""
+        """Restart an ended server without waiting for it, and return the line to log. The log file is appended to. The
+        server keeps its URL's port. With `moved`, it gets a free port when another process listens there."""
         server = self.servers[index]
         assert not server.alive and self.may_restart(server.url), f"{server.url} is alive or may not restart"
         self.restarts[server.url] += 1

@@ -1,5 +1,4 @@
-"""Servers on the other nodes of a run (`rollout.placement: colocated` with `run.nodes` above 1), seen and controlled
-from rank 0.
+"""Servers on a run's other nodes (`rollout.placement: colocated`, `run.nodes` above 1), controlled from rank 0.
 
 The first rank of each node launches the servers of its node. There a `NodeAgent` answers rank 0 through the store, a
 key-value store: it publishes the state of its servers, and restarts or ends a server on demand. So one restart thread,
@@ -25,8 +24,7 @@ ORDER_SECONDS = 60.0  # timeout of an order: ending a server takes up to 15 s
 
 
 class NodeAgent:
-    """A thread on the first rank of node `node`: it publishes the state of `launcher`'s servers on `store` and carries
-    out rank 0's orders.
+    """A thread on node `node`'s first rank that publishes `launcher`'s servers on `store` and executes rank 0's orders.
 
     A context manager; leave it before the launcher stops. The thread ends when the store is gone. Raises
     WeightSyncError when the store cannot be reached.
@@ -83,8 +81,7 @@ class NodeAgent:
 
 @dataclass(frozen=True)
 class DistantServer:
-    """A server of another node, as the node's agent published it last. Fields are those of `Server`; `process` names
-    the node too."""
+    """A server of another node as its agent last published it. Fields are as in `Server`; `process` names its node."""
 
     url: str
     address: str
@@ -106,8 +103,7 @@ type AnyServer = Server | DistantServer
 
 
 class NodeLaunchers:
-    """The servers of all nodes, on rank 0: its own `launcher`'s, and those of the other nodes, `per_node` each, through
-    `store`.
+    """The servers of all nodes, on rank 0: its own `launcher`'s and, through `store`, `per_node` of each other node.
 
     Construct it after the agents of `nodes` have published their servers. Every method and property raises
     WeightSyncError when the store is gone.

@@ -51,8 +51,7 @@ class ServerOptions:
 
 @dataclass(frozen=True)
 class ServerNode:
-    """One node of a server on several nodes: its index, its address towards the other nodes, and the address of the
-    first node."""
+    """One node of a server on several nodes: its index, its address for other nodes, and the first node's address."""
 
     index: int
     address: str
@@ -61,8 +60,7 @@ class ServerNode:
 
 @dataclass(frozen=True)
 class NodePorts:
-    """Ports on the first node of a server on several nodes: of torch's rendezvous, and of vLLM's data-parallel
-    handshake."""
+    """Ports on the first node of a multi-node server: of torch's rendezvous and vLLM's data-parallel handshake."""
 
     rendezvous: int
     handshake: int

@@ -84,8 +84,7 @@ def _address(host: str, deadline: Deadline, stop: threading.Event) -> str:
 
 
 def _follow(launcher: Launcher, node: ServerNode, port: int, name: str, stop: threading.Event) -> int:
-    """Run this node's part of a server whenever the first node starts the server. Returns 0 after a signal, 1 when the
-    first node has ended."""
+    """Run this node's part at every start of the server. Returns 0 after a signal, 1 when the first node has ended."""
     token, seconds = launcher.token or "", launcher.startup_timeout
     try:
         with launcher, Reports(node.first, port, token, node.index, name, seconds, stop) as reports:

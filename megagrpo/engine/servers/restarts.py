@@ -34,8 +34,7 @@ Refill = Callable[[str], int | None]
 
 
 class HangDetector:
-    """Checks a launcher's servers at most every CHECK_SECONDS and kills those that hang. Construct it after all servers
-    have responded.
+    """Checks a launcher's servers at most every CHECK_SECONDS and kills hung ones. Construct it after all responded.
 
     A server hangs when it has passed no health check for HANG_SECONDS. A restarted server that has not responded yet
     gets the launcher's `startup_timeout` instead.
@@ -94,8 +93,7 @@ class HangDetector:
 
 
 class Reconnector:
-    """A thread on the trainer's rank 0 that brings servers back into use. A context manager; leave it before the
-    servers are stopped.
+    """A thread on trainer rank 0 that brings servers back into use. A context manager; leave it before servers stop.
 
     A server of `engine` that is out of use and healthy gets the current weights from `refill`, and then requests again.
     `say` gets a line for each event. This class starts and stops no server: the user started them.
@@ -152,8 +150,7 @@ class Reconnector:
                 self._fill(url, joins=states[url] is State.JOINING)
 
     def _fill(self, url: str, joins: bool = False) -> None:
-        """Give the server the current weights. A server for which another version has become current meanwhile is
-        filled again later."""
+        """Give the server current weights. If another version becomes current meanwhile, it is filled again later."""
         try:
             version = self.refill(url)
         except Exception as error:
@@ -173,8 +170,7 @@ class Reconnector:
 
 
 class Restarter(Reconnector):
-    """A Reconnector for a launcher's servers. It restarts servers that ended, on the same URL, up to the launcher's
-    `max_restarts` times each.
+    """A Reconnector for a launcher's servers. It restarts ended ones on the same URL, up to `max_restarts` times each.
 
     It kills a server that hangs (`HangDetector`), that does not serve and stays silent, or that does not load the
     current weights. While servers sleep, the trainer uses their GPUs, and also the GPU of a server that ended: it is

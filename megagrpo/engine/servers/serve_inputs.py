@@ -70,8 +70,7 @@ def node_name() -> str:
 
 @contextmanager
 def reported_errors(urls: Path | None) -> Iterator[None]:
-    """Context manager: an error of the start becomes ConfigError, and the text of the file NODE.failed in the folder
-    `urls`."""
+    """Context manager: a start's error becomes ConfigError, and the text of file NODE.failed in the folder `urls`."""
     try:
         yield
     except (ValueError, OSError) as error:

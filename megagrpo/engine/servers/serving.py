@@ -53,8 +53,7 @@ def engine_dtype(config: RunConfig, trained: torch.dtype | None = None) -> str:
     """Return vLLM's name for the servers' compute dtype, which is also the dtype of synced weights. It is bfloat16 with
     quantization, because vLLM quantizes 16-bit models only.
 
-    `trained` is the dtype in which a run, on whatever machine, has trained the weights; `model.precision: auto` then
-    means this dtype.
+    `trained` is the dtype in which a run, on any machine, trained the weights; `model.precision: auto` means it.
     """
     if config.rollout.quantization != "none":
         return name_of(torch.bfloat16)
@@ -97,14 +96,13 @@ def make_launcher(
 
 
 def _check_place(config: RunConfig, model_folder: Path, on_cpu: bool, node: ServerNode | None) -> None:
-    """Raise ValueError for servers that cannot start here: on several nodes without this host's `node`, or quantized
-    without a GPU."""
+    """Raise ValueError for servers on several nodes without this host's `node`, or quantized ones without a GPU."""
     r = config.rollout
     if r.nodes_per_server > 1 and node is None:
         raise ValueError(
-            f"rollout.nodes_per_server: {r.nodes_per_server}, but this command starts servers on this host only; "
-            "start them with `megagrpo serve --head` on every node and name them in rollout.urls, use `megagrpo "
-            "submit`, or set nodes_per_server to 1"
+            f"rollout.nodes_per_server: {r.nodes_per_server}, but this command starts servers on this host only; start "
+            "them with `megagrpo serve --head` on every node and name them in rollout.urls, use `megagrpo submit`, or "
+            "set nodes_per_server to 1"
         )
     if on_cpu and r.quantization != "none":
         _check_quantization(r.quantization, model_folder)
@@ -118,8 +116,7 @@ def _options(
     max_model_len: int | None,
     beside_ranks: bool,
 ) -> ServerOptions:
-    """Return vLLM's options of the servers that `rollout` describes. `beside_ranks`: they may share GPUs with trainer
-    ranks."""
+    """Return vLLM's options of `rollout`'s servers. `beside_ranks`: they may share GPUs with trainer ranks."""
     r = config.rollout
     return ServerOptions(
         model=str(model_folder.resolve()),
@@ -182,8 +179,7 @@ def adapter_arguments(adapter: Path | None) -> list[str]:
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights to serve: a Hugging Face folder, an adapter on it, if any, and vLLM's name of the dtype to serve them
-    in."""
+    """Weights to serve: a Hugging Face folder, an adapter on it, if any, and vLLM's name of the dtype to serve in."""
 
     folder: Path
     adapter: Path | None
@@ -213,7 +209,7 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
     if not (path / STATE_FILE).is_file():
         raise ValueError(
             f"--checkpoint: {path} is not a run's checkpoint: it lacks {STATE_FILE}; export it, and name the exported "
-            f"folder"
+            "folder"
         )
     try:
         trained = StoredTensors(path).dtype(EMBEDDING)
@@ -243,8 +239,7 @@ def _export(checkpoint: Path, out: Path, dtype: str) -> None:
 class Serving:
     """Servers for one command: `find` the weights, `start`, do other work while they load, then use `engine`.
 
-    A context manager: on exit the servers stop and scratch files are removed. With `rollout.urls` it uses those servers
-    and starts none.
+    A context manager: on exit servers stop and scratch files are removed. With `rollout.urls` it uses those instead.
     """
 
     def __init__(self, config: RunConfig, say: Callable[[str], None]):
@@ -281,8 +276,7 @@ class Serving:
         self._launcher.start()
 
     def engine(self, tokenizer: Tokenizer) -> VllmEngine:
-        """Wait until the servers respond and return the client. Raises EngineStartError, with the end of the log, when
-        they do not."""
+        """Wait until servers respond and return the client. Raises EngineStartError, with the log's end, if not."""
         r, launcher = self._config.rollout, self._launcher
         urls = launcher.wait(self._say) if launcher else named_urls(r.urls, r.urls_file)
         model = ADAPTER_MODEL if self._weights.adapter else None

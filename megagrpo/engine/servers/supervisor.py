@@ -5,10 +5,9 @@
 It also ends a server whose engine process has ended, when the API server stays for ENGINE_SECONDS.
 
 When the trainer ends, even by SIGKILL, the kernel gives this process a new parent; it checks its parent ten times a
-second. Orphaned descendants become children of this process (PR_SET_CHILD_SUBREAPER), so none escapes. It removes the
-files that the server leaves in shared memory and in the temporary directory, and the temporary files of a killed
-trainer. From this project it imports only modules of `process` that need nothing else, so that it starts fast and stays
-small.
+second. Orphaned descendants become its children (PR_SET_CHILD_SUBREAPER), so none escapes. It removes the server's
+files in shared memory and the temporary directory, and temporary files of a killed trainer. From this project it
+imports only modules of `process` that need nothing else, so it starts fast and stays small.
 """
 
 from __future__ import annotations
@@ -56,8 +55,7 @@ def main() -> int:
     supervisor = os.getpid()
 
     def tie() -> None:
-        """Run in the server's process: have the kernel kill it when this process ends. parent_death.py ties the
-        server's children to it."""
+        """Run in the server: the kernel kills it when this process ends. parent_death.py ties its children to it."""
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != supervisor:
             os._exit(1)
@@ -118,9 +116,8 @@ def give(supervisor: subprocess.Popen[bytes], text: str) -> None:
 def end(server: subprocess.Popen[bytes], grace: float, files: dict[str, int]) -> None:
     """Send SIGTERM to the server, then, after `grace` seconds, SIGKILL to all remaining descendants of this process.
 
-    Adds to `files` the shared memory that they map until then: a server that still starts may create some after
-    SIGTERM. SIGKILL goes to children only, whose process ids stay taken until `reap`. Their own children become
-    children of this process.
+    Adds to `files` the shared memory mapped until then: a starting server may create some after SIGTERM. SIGKILL goes
+    to children only, whose process ids stay taken until `reap`. Their children become children of this process.
     """
     files |= shared_files(descendants())
     scanned = time.monotonic()
@@ -187,8 +184,7 @@ def has_engine(pids: list[int]) -> bool:
 
 
 def shared_files(pids: list[int]) -> dict[str, int]:
-    """Return path -> inode of vLLM's shared memory files that these processes have mapped. A killed process leaves them
-    behind."""
+    """Return path -> inode of vLLM's shared memory files that these processes map. A killed process leaves them."""
     files: dict[str, int] = {}
     for pid in pids:
         try:

@@ -1,5 +1,4 @@
-"""Loads, saves and merges adapters in PEFT's format, for any layout: a folder with adapter_config.json and
-adapter_model.safetensors."""
+"""Loads, saves and merges PEFT adapters in any layout: folders of adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -52,8 +51,7 @@ def fill_adapters(chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, 
 
 
 def fresh_matrix(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """Return the whole A or B called `name` in PEFT's initialization: A is uniform within 1 / sqrt(in), B is zero,
-    float32 `shape`.
+    """Return the whole A or B `name`, initialized as in PEFT: A uniform within 1 / sqrt(in), B zero, float32 `shape`.
 
     So a fresh adapter adds 0. The values depend only on the arguments: every layout starts with the same adapter.
     """
@@ -101,8 +99,7 @@ def load_adapter(
 
 
 def read_lora(folder: Path, key: str = RUN_KEY) -> LoraSection:
-    """Return the config section that describes the adapter in `folder`. `key` is the config key or the argument that
-    named the folder.
+    """Return the config section of the adapter in `folder`. `key` is the config key or argument that named the folder.
 
     Raises ValueError when the folder holds no adapter, is damaged, or holds an unsupported kind of adapter.
     """
@@ -133,8 +130,7 @@ def base_of(folder: Path) -> str:
 
 
 def export_adapter(folder: Path, out: Path, base: str | None = None) -> None:
-    """Copy the adapter in `folder` to `out`. `base` replaces the base model that adapter_config.json names. One process
-    calls it.
+    """Copy the adapter in `folder` to `out`. `base` replaces adapter_config.json's base model. One process calls it.
 
     Raises ValueError when `folder` holds no adapter or a damaged one, no base model is named, or `out` is not empty.
     Raises OSError when `out` cannot be written.

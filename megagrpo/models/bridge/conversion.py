@@ -1,5 +1,4 @@
-"""Converts between a Hugging Face folder and Megatron's distributed checkpoint, one parameter at a time: memory does
-not grow with the model.
+"""Converts a Hugging Face folder to or from Megatron's distributed checkpoint, with one parameter at a time in memory.
 
 Both directions resume after a killed attempt. The resulting folder is complete or absent. `check` converts there and
 back, and compares every byte."""
@@ -258,8 +257,7 @@ SHOWN_DIFFERENCES = 5  # limit of the differences that are printed
 
 
 def check(model: str, manifest: Path | None, scratch: Path, layout: Layout) -> bool:
-    """Return whether MODEL is unchanged after both conversions. Rank 0 writes the manifest and prints differences.
-    Collective."""
+    """Return whether both conversions preserve MODEL. Rank 0 writes the manifest and prints differences. Collective."""
     source = resolve_model(model)
     folder = on_first_rank(layout, lambda: Path(tempfile.mkdtemp(prefix="roundtrip_", dir=scratch)))
     try:
@@ -291,8 +289,7 @@ def _report(source: Path, back: Path, manifest: Path) -> bool:
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Describe a folder's safetensors files and index: dtype, shape, file and sha256 of every tensor, and the sha256 of
-    every file."""
+    """Describe a folder's safetensors and index: each tensor's dtype, shape, file and sha256, each file's sha256."""
     checkpoint = Checkpoint(folder)
     tensors = {}
     for name, file in checkpoint.where.items():
@@ -308,8 +305,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any], left_out: list[str]) -> list[str]:
-    """Return one line for each changed tensor, then one for each changed file. Files that lost a dropped tensor are not
-    compared."""
+    """Return a line per changed tensor, then per changed file. Files that lost a dropped tensor are not compared."""
     lines = []
     for name, was in before["tensors"].items():
         now = after["tensors"].get(name)

@@ -14,8 +14,7 @@ from typing import Any
 
 
 def check_inside(names: Iterable[Any], source: Path) -> None:
-    """Raises ValueError when a file name in `source` leaves the folder of `source`. Symbolic links pass, because the
-    hub's cache uses them."""
+    """Raises ValueError if a file name in `source` leaves its folder. Symbolic links pass: the hub cache uses them."""
     for name in names:
         inside = isinstance(name, str) and name and "\0" not in name
         if not inside or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -35,8 +34,7 @@ def checksums(folder: Path, files: Iterable[Path]) -> dict[str, str]:
 def verify_tensors(folder: Path, part: int = 0, parts: int = 1) -> None:
     """Raises ValueError naming the first tensor file that is missing or has a wrong CRC-32.
 
-    The files are divided over `parts` by the rank that wrote them. So in the same layout each rank verifies the files
-    that it then reads.
+    Files are divided over `parts` by the rank that wrote them: in the same layout each rank verifies those it reads.
     """
     listed = _listed(folder)
     mine = [name for name in listed if (rank := _writer(name)) is not None and rank % parts == part]

@@ -52,8 +52,7 @@ class Source:
 
 
 def find_sources(parameters: Parameters, layout: Layout) -> dict[str, Source]:
-    """Return every tensor of the model, in layer order; the lowest rank that holds a block sends it. Collective, small
-    messages only."""
+    """Return all tensors in layer order; the lowest rank with a block sends it. Collective, small messages only."""
     mine = [(b.name, b.shape, param.dtype, b.box) for _, param, blocks in parameters for b in blocks]
     sources: dict[str, Source] = {}
     for rank, of_rank in enumerate(layout.all_gather_objects(mine)):
@@ -76,8 +75,7 @@ def stream(
     dtype: torch.dtype | None = None,
     writer: int = 0,
 ) -> Stream:
-    """Yield (name, whole tensor) for `names` in their order, on the CPU of rank `writer`; other ranks yield nothing.
-    Collective.
+    """Yield (name, whole tensor) for `names`, in order, on rank `writer`'s CPU; others yield nothing. Collective.
 
     Every rank must exhaust the stream. `dtype` None keeps the dtypes of the parameters. When a rank cannot read a
     parameter, no further tensor is yielded, and at the end every rank raises.
@@ -120,8 +118,7 @@ def _raise(failure: Exception | None) -> None:
 
 
 def _pass_on(part: Tensor | None, source: Source, box: Box, sender: int, writer: int, layout: Layout) -> Tensor | None:
-    """Send one block from `sender` to `writer` over the CPU group, as bytes, after a flag that says whether the block
-    exists.
+    """Send a block from `sender` to `writer` over the CPU group, as bytes, after a flag that says whether it exists.
 
     Returns the block [extent(box)] on the writer, or None when it does not exist. Returns None on other ranks.
     """
@@ -158,14 +155,12 @@ def save_hf(
     """Write the model with merged adapters as a Hugging Face folder. Collective; rank 0 writes. `progress` shows the
     bytes. Returns, on rank 0, between which dtypes values have been rounded.
 
-    Config and tokenizer are copied from `source_folder`. The safetensors files have the names and, with `dtype` None,
-    the dtypes found there. With `max_shard_bytes`, or when that folder has no weights, files are new. Then `dtype` None
-    means the dtype in config.json. Files hold at most `max_shard_bytes` (default 5 GiB), with an index when there are
-    several.
+    Config and tokenizer are copied from `source_folder`. The safetensors files have its names and, with `dtype` None,
+    its dtypes. With `max_shard_bytes`, or if it has no weights, files are new and `dtype` None means config.json's
+    dtype. Files hold at most `max_shard_bytes` (default 5 GiB), with an index when there are several.
 
-    The folder appears complete or not at all, even when a rank dies or the disk fills. Raises ValueError when
-    `out_folder` is not empty, or a weight is NaN or infinite. Raises OSError when the folder cannot be written. Other
-    ranks raise RankError.
+    The folder appears complete or not at all, even if a rank dies or the disk fills. Raises ValueError if `out_folder`
+    is not empty or a weight is NaN or infinite. Raises OSError on a failed write. Other ranks raise RankError.
     """
     out_folder, source_folder = Path(out_folder), Path(source_folder)
     refuse_non_empty(out_folder, layout)
@@ -220,8 +215,7 @@ def save_folder(
 def exhaust(action: Callable[[], None], tensors: Stream, layout: Layout) -> None:
     """Run `action`, which consumes the stream on the writer, and then exhaust the stream on every rank. Collective.
 
-    After a failure the rest of the stream is exhausted too, because the other ranks would hang. When anything fails
-    every rank raises.
+    After a failure the rest of the stream is exhausted, or other ranks would hang. When anything fails all ranks raise.
     """
     failures = []
     for attempt in (action, lambda: sum(0 for _ in tensors)):

@@ -1,5 +1,4 @@
-"""The layout of safetensors files: file, order and dtype of each tensor. It is taken from the original model, or
-created for a new one."""
+"""The layout of safetensors files: file, order and dtype of each tensor, as in the original model or for a new one."""
 
 from __future__ import annotations
 
@@ -78,8 +77,7 @@ class Files:
         return self._with({name: (entry.dtype, entry.shape) for name, entry in self.entries.items() if name in names})
 
     def in_dtype(self, dtype: torch.dtype) -> Files:
-        """Return the files with all tensors in `dtype`, except that tensors which every program computes with in
-        float32 are not narrowed."""
+        """Return the files with all tensors in `dtype`. Tensors always computed in float32 are not narrowed."""
 
         def chosen(name: str, stored: torch.dtype) -> torch.dtype:
             return stored if name.endswith(FLOAT32_TENSORS) and stored.itemsize > dtype.itemsize else dtype
@@ -108,8 +106,7 @@ def _with(file: File, tensors: Tensors) -> File:
 
 
 def files_of(folder: Path) -> Files | None:
-    """Return the files of the model in `folder`, from its weights or from the headers in a checkpoint; None when the
-    folder has neither."""
+    """Return the files of the model in `folder`, from weights or a checkpoint's headers; None if it has neither."""
     index = (folder / INDEX).read_bytes() if (folder / INDEX).is_file() else None
     if (folder / HEADERS_FILE).is_file():
         headers = json.loads((folder / HEADERS_FILE).read_text())
@@ -170,8 +167,7 @@ def new_files(tensors: Tensors, limit: int = SHARD_BYTES) -> Files:
 
 
 class Writer:
-    """Writes `files` into `folder`: headers and index on construction, then each tensor at its offset, in any order. A
-    context manager.
+    """Writes `files` into `folder`: headers and index first, then tensors at offsets in any order. A context manager.
 
     All space is reserved on construction, so too little disk space is an OSError before the first byte. Files of an
     earlier attempt keep their bytes. `rounded` has the dtypes between which the written values have been rounded.
@@ -246,8 +242,7 @@ def rounding(rounded: Rounded, cause: str) -> str | None:
 
 
 def _bad(name: str, part: Tensor, cast: Tensor) -> str:
-    """Return the error for a tensor [...] that is not finite after the cast: it is broken, or too large for the
-    dtype."""
+    """Return the error for a tensor [...] that is not finite after the cast: broken, or too large for the dtype."""
     if bad := first_bad(part):
         return f"{name} holds {bad}; these weights are broken"
     index = (~torch.isfinite(cast)).nonzero()[0].tolist()
@@ -275,9 +270,8 @@ def _write_at(fd: int, data: bytes | memoryview, at: int) -> None:
 def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
     """Copy all files that hold no weights: config, tokenizer, chat template, generation config, custom code.
 
-    The copy of config.json names `dtype`, unless that is None. When a .py file named in config.json's `auto_map` is
-    missing, the copy has no `auto_map`. The class is then a class of transformers (`families.keys`), so no code is
-    needed.
+    The copy of config.json names `dtype`, unless None. When a .py file in config.json's `auto_map` is missing, the copy
+    has no `auto_map`: the class is then one of transformers (`families.keys`), so no code is needed.
     """
     for file in source.iterdir():
         if file.suffix in SIDE_FILE_SUFFIXES and file.name not in (INDEX, HEADERS_FILE):

@@ -34,12 +34,10 @@ _OTHER = "config.json and the weights belong to different models, or are incompl
 def load_hf(
     chunks: list[nn.Module], hf_config: HfConfig, folder: str | Path, layout: Layout, progress: Progress = SILENT
 ) -> None:
-    """Fill every parameter of `chunks` from the safetensors in `folder`, cast to the parameter's dtype. `progress`
-    counts tensors.
+    """Fill all parameters of `chunks` from safetensors in `folder`, cast to their dtypes. `progress` counts tensors.
 
-    Raises ValueError, naming file and tensor, when a file is damaged, or a tensor is missing or has another shape. The
-    same error is raised for a tensor without a place in the model on any rank, and for NaN or infinity in the slices of
-    this rank.
+    Raises ValueError, naming file and tensor, when a file is damaged, or a tensor is missing or of another shape. The
+    same error is raised for a tensor without a place on any rank, and for NaN or infinity in this rank's slices.
     """
     parameters = list(blocks(chunks, hf_config, layout))
     checkpoint = Checkpoint(folder)
@@ -59,8 +57,7 @@ _ROWS = 4096  # rows compared at once
 
 
 class Checkpoint:
-    """The safetensors of a Hugging Face folder, single or sharded. Construction reads and checks all headers; tensors
-    are read on use.
+    """A Hugging Face folder's safetensors, single or sharded. Construction checks all headers; tensors are read on use.
 
     Raises ValueError when the index or a file is damaged, or when they do not agree.
     """
@@ -92,8 +89,7 @@ class Checkpoint:
     def check(self, wanted: list[Block], hf_config: HfConfig) -> None:
         """Raises ValueError when the tensor of a block in `wanted` is missing, quantized or of another shape.
 
-        Also raises ValueError when a tensor on disk has no place in the model on any rank, unless the family drops that
-        tensor.
+        Also raises ValueError if a tensor on disk has no place in the model on any rank, unless the family drops it.
         """
         self._check_names({block.name for block in wanted}, hf_config)
         for block in wanted:
@@ -106,8 +102,7 @@ class Checkpoint:
         self.check_head(hf_config)
 
     def check_head(self, hf_config: HfConfig) -> None:
-        """Raises ValueError when config.json ties the embeddings, but the files hold another LM head. Reads both
-        tensors."""
+        """Raises ValueError if config.json ties the embeddings but the files' LM head differs. Reads both tensors."""
         embedding = FAMILIES[hf_config.family].table(hf_config)[EMBEDDING].names[0]
         if not hf_config.tied_embeddings or not {HEAD_TENSOR, embedding} <= self.where.keys():
             return
@@ -136,8 +131,7 @@ class Checkpoint:
             raise ValueError(f"model: {holds}; {_OTHER}")
 
     def left_out(self, hf_config: HfConfig) -> list[str]:
-        """Return the tensors that are dropped: tensors that this family does not train, and rotary frequencies, which
-        config.json determines."""
+        """Return the dropped tensors: those this family does not train, and rotary frequencies (from config.json)."""
         patterns = (*FAMILIES[hf_config.family].dropped(hf_config), rf".*{re.escape(INV_FREQ)}")
         others = sorted(set(self.where) - tensor_names(hf_config))
         return [name for name in others if any(re.fullmatch(pattern, name) for pattern in patterns)]

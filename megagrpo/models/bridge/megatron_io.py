@@ -45,16 +45,14 @@ METADATA = {
 
 
 def model_state(chunks: list[nn.Module], layout: Layout) -> dict[str, Any]:
-    """Return the sharded state of the chunks: under "model" for one chunk, under "model0", "model1", ... for virtual
-    pipeline stages."""
+    """Return the chunks' sharded state: under "model" for one, "model0", "model1", ... for virtual pipeline stages."""
     metadata = METADATA | {"dp_cp_group": layout.dp_cp_group}
     return {name: dense_state(sharded_state(chunk, metadata)) for name, chunk in _named(chunks)}
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """A parameter of this rank without data: its blocks of Hugging Face tensors, and its stored form in Megatron's
-    checkpoint.
+    """A parameter of this rank without data: its blocks of Hugging Face tensors, and its form in Megatron's checkpoint.
 
     The stored form has one or several pieces; `places` locates each piece in a whole tensor.
     """
@@ -86,8 +84,7 @@ class Structure:
 
 
 def structure(hf_config: HfConfig, layout: Layout) -> Structure:
-    """Return this rank's part of the model, without communication. Raises ValueError when the model cannot be cut into
-    the layout."""
+    """Return this rank's part of the model, without communication. Raises ValueError if the layout cannot cut it."""
     dtype = weights_dtype(hf_config)
     with without_data():
         chunks = build_model(hf_config, layout, ModelOptions(dtype=dtype, init_weights=False))
@@ -113,16 +110,14 @@ def save_frame(folder: Path) -> None:
 
 
 def read_state(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a sharded state filled from a distributed checkpoint. Collective; raises the errors of Megatron and
-    torch."""
+    """Return a sharded state from a distributed checkpoint. Collective; raises errors of Megatron and torch."""
     with warnings.catch_warnings():  # warnings about Megatron's calls of torch
         warnings.simplefilter("ignore", UserWarning)
         return dist_checkpointing.load(state, str(folder))
 
 
 def load_model(chunks: list[nn.Module], folder: str | Path, layout: Layout) -> None:
-    """Load weights that any layout has written, cast to the parameters' dtype; all other contents are ignored.
-    Collective.
+    """Load weights written in any layout, cast to the parameters' dtype; other contents are ignored. Collective.
 
     Raises ValueError when `folder` is not a distributed checkpoint or does not fit the model.
     """
@@ -152,8 +147,7 @@ def _named(chunks: list[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
 
 
 def sharded_rng(layout: Layout) -> ShardedObject:
-    """Return this rank's RNG state. Every rank saves its own: replicas' generators diverge as soon as one replica has
-    more tokens."""
+    """Return this rank's RNG state. Every rank saves its own: replicas diverge as soon as one has more tokens."""
     state = [{"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()}]
     return ShardedObject("rng", state, (layout.world_size,), (layout.world_rank,), replica_id=0)
 
@@ -165,8 +159,7 @@ def restore_rng(saved: list[dict[str, Any]]) -> None:
 
 
 class ShardedWrite:
-    """The write of this rank's part of `state` to `folder`. Construction and `finish` are collective; in between each
-    rank writes on its own."""
+    """The write of this rank's part of `state` to `folder`. Only construction and `finish` are collective."""
 
     def __init__(self, state: dict[str, Any], folder: Path, metadata: dict[str, Any], background: bool):
         """Start the write. With `background`, the current values are copied to host memory and a thread writes them;

@@ -21,8 +21,7 @@ Read = Callable[[torch.optim.Optimizer, Tensor], Sequence[Tensor]]
 
 
 def places_of(name: str, shape: Sequence[int]) -> Tensor:
-    """Return the sampled indices of a flattened Hugging Face tensor, [n] int64, ascending. They depend only on name and
-    shape."""
+    """Return a flattened Hugging Face tensor's sampled indices, [n] int64, ascending, from name and shape only."""
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     return torch.randint(math.prod(shape), (SAMPLES,), generator=generator).unique()
 
@@ -31,11 +30,9 @@ def places_of(name: str, shape: Sequence[int]) -> Tensor:
 def sample(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout, built: MegatronOptimizer, read: Read
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return tensor -> (indices [n] int64, values [n, columns] float32) for every trained tensor, on every rank.
-    Collective.
+    """Return tensor -> (indices [n] int64, values [n, columns] float32) of trained tensors on all ranks. Collective.
 
-    `read(optimizer, main)` returns the columns for one main parameter, each of the size of `main`. An error of `read`
-    is raised on every rank.
+    `read(optimizer, main)` returns a main parameter's columns, each sized as `main`. All ranks raise errors of `read`.
     """
 
     def mine() -> list[tuple[str, Tensor, Tensor, Tensor]]:
@@ -63,8 +60,7 @@ def sample(
 
 
 def _in_parameter(block: Block, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the sampled indices inside this block, [n] int64, and their indices in the flattened local parameter, [n]
-    int64."""
+    """Return the sampled indices in this block and those in the flattened local parameter, both [n] int64."""
     places = places_of(block.name, block.shape)
     coordinates = torch.stack(torch.unravel_index(places, block.shape))
     low, high = (torch.tensor(end)[:, None] for end in block.box)

@@ -37,8 +37,7 @@ _ADAPTER = re.compile(r"(.+)\.adapter\.(\w+)\.(lora_[AB])")
 def blocks(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
 ) -> Iterator[tuple[str, Parameter, list[Block]]]:
-    """Yield (name, parameter, its blocks) for every weight of the model on this rank, without adapters, in model order.
-    No communication.
+    """Yield (name, parameter, its blocks) for this rank's weights without adapters, in model order. No communication.
 
     Names are unique within the rank: names of later virtual stages start with "chunkN.". The blocks cover the
     parameter, except rows of the padded vocabulary. Tied embeddings on two pipeline stages occur twice, with equal
@@ -71,8 +70,7 @@ def blocks(
 
 @torch.no_grad()
 def fill(param: Parameter, parameter_blocks: list[Block], value_of: Callable[[Block], Tensor]) -> None:
-    """Write `value_of(block)` [block_shape], in any dtype, into a parameter from `blocks`. Elements without a block
-    (padding) become 0."""
+    """Write `value_of(block)` [block_shape], of any dtype, into a parameter from `blocks`. Padding becomes 0."""
     dense = param.data
     dense.zero_()
     for block in parameter_blocks:
@@ -85,8 +83,7 @@ def fill(param: Parameter, parameter_blocks: list[Block], value_of: Callable[[Bl
 def adapter_blocks(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
 ) -> Iterator[tuple[str, Tensor, list[Block]]]:
-    """Like `blocks`, for the adapters only: A [rank, in] and B [out, rank] of this rank. Tensors have the names of
-    PEFT's files."""
+    """Like `blocks`, for this rank's adapters only: A [rank, in] and B [out, rank]. Names are those of PEFT's files."""
     table = FAMILIES[hf_config.family].table(hf_config)
     for i, chunk in enumerate(chunks):
         model = unwrap_model(chunk)
@@ -127,8 +124,7 @@ def _weights_without_gradient(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _block_number(model: nn.Module, index: int) -> int:
-    """Return the index of the decoder block, from 0 over all pipeline stages, that contains the hybrid layer at
-    `index`."""
+    """Return the index of the decoder block, from 0 over all pipeline stages, of the hybrid layer at `index`."""
     number: int = attrgetter("layer_number")(model.get_submodule(f"decoder.layers.{index}"))
     return (number - 1) // LAYERS_PER_BLOCK
 
@@ -195,8 +191,7 @@ def _rows(b: Tensor, block: Block) -> Tensor:
 def merged_blocks(
     chunks: list[nn.Module], hf_config: HfConfig, layout: Layout
 ) -> Iterator[tuple[str, Parameter | Merged, list[Block]]]:
-    """Like `blocks`, with a `Merged` in place of every weight with adapters. Exports and the engine use these
-    blocks."""
+    """Like `blocks`, with a `Merged` in place of each weight with adapters. Exports and the engine use these."""
     modules: dict[str, nn.Module] = {}
     for i, chunk in enumerate(chunks):
         modules |= {f"chunk{i}.{name}" if i else name: module for name, module in unwrap_model(chunk).named_modules()}

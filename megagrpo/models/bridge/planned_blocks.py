@@ -1,5 +1,4 @@
-"""Builds models without data, and computes from them which rank of a trainer holds which blocks, for a layout of any
-size, in one process.
+"""Builds models without data, and computes from them which rank holds which blocks, for any layout, in one process.
 
 The training code builds the model once per pipeline stage, from tensors without data. The families' rules then give the
 blocks of each rank of that stage."""

@@ -1,5 +1,4 @@
-"""The safetensors format: headers are checked as a whole, tensors are views of the mapped file. Tensor bytes are read
-only on use.
+"""The safetensors format: headers are checked completely, tensors are views of the mapped file, read only on use.
 
 Format: 8 bytes with the length of the header, the header in JSON, the bytes of the tensors
 (https://huggingface.co/docs/safetensors). This module replaces the safetensors library, whose errors name neither file
@@ -56,8 +55,7 @@ class Entry:
 
 
 def parse_header(text: bytes | str, path: Path) -> dict[str, Entry]:
-    """Return the tensors of a header in the order of their bytes. Raises ValueError, naming `path` and the tensor, when
-    the header is damaged."""
+    """Return a header's tensors in order of offset. Raises ValueError, naming `path` and tensor, if it is damaged."""
     try:
         raw = json.loads(text)
         entries = {name: _entry(name, value, path) for name, value in raw.items() if name != METADATA_KEY}
@@ -104,8 +102,7 @@ def make_header(
 
 
 def read_header(path: Path) -> bytes:
-    """Return the header of the file. Raises ValueError when the file ends before the header's end, OSError when it
-    cannot be read."""
+    """Return the file's header. Raises ValueError when the file ends inside it, OSError when it cannot be read."""
     with open(path, "rb") as file:
         size = path.stat().st_size
         length = int.from_bytes(file.read(_PREFIX), "little")
@@ -142,8 +139,7 @@ class TensorFile:
 
 
 class _Pages:
-    """The mapped files read since their pages were last released. Until then the pages count as this process's memory;
-    the page cache keeps them."""
+    """The mapped files whose pages count as this process's memory until released. The page cache keeps them."""
 
     def __init__(self) -> None:
         self._files: list[mmap.mmap] = []
@@ -177,8 +173,7 @@ def mapped_tensor(buffer: mmap.mmap, offset: int, dtype: torch.dtype, shape: tup
 
 
 def first_bad(tensor: Tensor) -> str | None:
-    """Return the first NaN or infinity and its index as text, or None when all values are finite. `tensor` is [...] of
-    a floating dtype."""
+    """Return the first NaN or infinity and its index as text, or None. `tensor` is [...] of a floating dtype."""
     if tensor.numel() == 0 or all(map(math.isfinite, torch.aminmax(tensor))):
         return None
     index = (~torch.isfinite(tensor)).nonzero()[0].tolist()

@@ -72,8 +72,7 @@ class _Records(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return the metadata of the checkpoint in `folder`. Raises various errors when the file is missing, damaged or not
-    such an index."""
+    """Return the metadata of the checkpoint in `folder`. Raises various errors for a missing or invalid file."""
     with open(folder / METADATA_FILE, "rb") as file:
         metadata = _Records(file).load()
     if not isinstance(metadata, Metadata):
@@ -212,8 +211,7 @@ class StoredTensors:
         self._compared: set[tuple[str, int]] = set()  # (file, offset) of checked pieces
 
     def check_files(self) -> None:
-        """Raises ValueError unless every piece lies completely in its file, from its archive's first bytes to its last.
-        The values are not read."""
+        """Raises ValueError unless every piece's whole archive lies in its file. The values are not read."""
         for index, info in self.metadata.storage_data.items():
             file = self._whole(index.fqn, info)
             last = info.offset + info.length - _END
@@ -239,8 +237,7 @@ class StoredTensors:
             raise ValueError(f"{self.folder} does not fit this model: {shapes}")
 
     def mapped(self, tensor: ShardedTensor) -> Tensor | None:
-        """Return a read-only view [local_shape] of the file in the stored dtype when the tensor is one piece there;
-        None otherwise."""
+        """Return a read-only view [local_shape] of the file in its dtype if one piece is the tensor, else None."""
         for chunk in self._tensor(tensor.key).chunks:
             if _box(chunk) == _box_of(tensor):
                 return self._piece(tensor.key, chunk).view(tensor.local_shape)

@@ -19,9 +19,8 @@ _PURPOSE = "purpose.json"
 class Unfinished:
     """The folder `path` beside `folder`; `publish` renames it to `folder`. Collective.
 
-    Files of a killed process are kept if they were written for the same `purpose`, and deleted otherwise. Raises
-    ValueError when `folder` is not empty, another process writes it, or `path` is a link or a folder that no process of
-    this kind has made.
+    Files of a killed process are kept if written for the same `purpose`, else deleted. Raises ValueError when `folder`
+    is not empty, another process writes it, or `path` is a link or a folder that this class did not make.
     """
 
     def __init__(self, folder: Path, layout: Layout, purpose: dict[str, Any]):
@@ -74,8 +73,7 @@ class Unfinished:
         os.close(self._lock)
 
     def discard(self) -> None:
-        """Remove everything written, because a retry would fail again. Every rank calls it; no rank waits for
-        another."""
+        """Remove everything written, as a retry would fail again. Every rank calls it; no rank waits for another."""
         self.journal.close()
         if self._layout.world_rank == 0:
             remove(self.path)
@@ -83,8 +81,7 @@ class Unfinished:
 
 
 class Journal:
-    """A log with one line of JSON per unit that is safely on the disk. `lines` holds the lines of an earlier
-    attempt."""
+    """A log with one JSON line per unit that is safely on the disk. `lines` holds the lines of an earlier attempt."""
 
     def __init__(self, path: Path):
         text = path.read_bytes() if path.exists() else b""

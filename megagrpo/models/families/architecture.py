@@ -8,8 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: in the decoder blocks `blocks` a router sends each token through `per_token` of `count`
-    MLPs.
+    """A mixture of experts: in the decoder blocks `blocks` a router sends a token through `per_token` of `count` MLPs.
 
     The router's scores are the softmax of its logits or, with `sigmoid`, the sigmoid of each logit. With a `bias` each
     expert's own bias is added to its score, only for the choice of experts. With `groups` the experts form that many
@@ -33,8 +32,7 @@ class Experts:
 
 @dataclass(frozen=True)
 class Mla:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads come from one low-rank
-    latent per token.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): a low-rank latent per token yields keys and values.
 
     The first `nope_dim` elements of a head's queries and keys are not rotated. The other `rope_dim` are, and all heads
     share these keys. Values have `value_dim` elements.
@@ -49,8 +47,7 @@ class Mla:
 
 @dataclass(frozen=True)
 class HfConfig:
-    """The architecture of a decoder. `raw` is config.json as read; the other fields are the ones that building and
-    converting need."""
+    """The architecture of a decoder: the fields that building and converting need. `raw` is config.json as read."""
 
     family: str
     num_layers: int
@@ -103,8 +100,7 @@ class HfConfig:
         return self.mla.rope_dim if self.mla else int(self.head_dim * self.partial_rotary_factor)
 
     def padded_vocab(self, tp_size: int) -> int:
-        """Return V: the vocabulary rounded up to a multiple of the tensor-parallel size. Rows from `vocab_size` on
-        belong to no token."""
+        """Return V: the vocabulary rounded up to a multiple of `tp_size`. Rows from `vocab_size` on are unused."""
         return -(-self.vocab_size // tp_size) * tp_size
 
     def window(self, block: int) -> int | None:

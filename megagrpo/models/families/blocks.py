@@ -55,8 +55,7 @@ class Block:
         return view if self.order is None else view.permute(self.order)
 
     def read(self, param: Tensor) -> Tensor:
-        """Return this block as a tensor of `block_shape` in param's dtype; a copy unless `param` already stores it in
-        this order."""
+        """Return this block as a tensor of `block_shape` in param's dtype; no copy if `param` stores this order."""
         return self.view(param).reshape(self.block_shape)
 
 
@@ -122,8 +121,7 @@ def qkv(pattern: str) -> BlockRule:
     """Queries, keys and values of attention in one Megatron parameter.
 
     Megatron interleaves by group, `[group][its queries, key, value][head_dim]`, and shards between groups. Hugging Face
-    keeps three tensors, with {p} in `pattern` for q, k and v; without {p} it keeps one with all queries above all keys
-    above all values.
+    has three tensors, with {p} in `pattern` for q, k and v; without {p} one: queries above keys above values.
     """
     names = tuple(dict.fromkeys(pattern.replace("{p}", p) for p in "qkv"))
 
@@ -145,8 +143,7 @@ def qkv(pattern: str) -> BlockRule:
 
 
 def gated(gate: str, up: str) -> BlockRule:
-    """Gate and up projection in one Megatron parameter: this rank's rows of the gate above its rows of the up
-    projection.
+    """Gate and up projection in one Megatron parameter: this rank's gate rows above its up projection rows.
 
     With one name for both, the Hugging Face tensor likewise has all gate rows above all up rows.
     """

@@ -55,8 +55,7 @@ def subtract(a: Box, b: Box) -> list[Box]:
 
 
 def missing(box: Box, parts: Iterable[Box]) -> list[Box]:
-    """Return the elements of `box` that no box of `parts` contains, as disjoint boxes; empty when the parts cover
-    it."""
+    """Return the elements of `box` that no box of `parts` contains, as disjoint boxes; empty if the parts cover it."""
     rest = [box]
     for part in parts:
         rest = [piece for old in rest for piece in subtract(old, part)]

@@ -60,8 +60,7 @@ ROPE_KEYS = {
 def key_problems(family: Family, raw: Raw) -> list[str]:
     """Return keys of config.json with a value that this family's code does not implement, one line each.
 
-    A key passes if the family reads it, if it changes nothing, if its value is the implemented one, or if it is unknown
-    and null.
+    A key passes if the family reads it, it changes nothing, its value is implemented, or it is unknown and null.
     """
     fixed = family.fixed_values
     # Null means off, so it passes only where off is the implemented value: transformers reads is_causal=null as false.
@@ -109,8 +108,7 @@ def _rope_problems(family: Family, raw: Raw) -> list[str]:
 
 
 def class_problems(family: Family, raw: Raw) -> list[str]:
-    """Return why the model's class is not the family's. vLLM selects the class by `architectures`; remote code
-    (`auto_map`) may differ."""
+    """Return why the class is not the family's, by `architectures`, which vLLM reads, or `auto_map` (remote code)."""
     problems, name = [], family.architecture
     classes, remote = raw.get("architectures"), raw.get("auto_map")
     if classes and name not in (classes if isinstance(classes, list) else [classes]):

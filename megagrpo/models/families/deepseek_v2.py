@@ -14,7 +14,7 @@ def _problems(raw: Raw) -> list[str]:
     if method == "greedy" and latent.groups(raw)[0] > 1:
         return [
             f"model: n_group={raw['n_group']} with topk_method greedy, which vLLM does not read; set one to 1 or "
-            f"group_limited_greedy"
+            "group_limited_greedy"
         ]
     return latent.problems(raw)
 

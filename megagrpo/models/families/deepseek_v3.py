@@ -1,5 +1,4 @@
-"""DeepSeek-V3, R1 and derived models: experts by the sigmoid of the router's logits plus a bias that training does not
-change.
+"""DeepSeek-V3, R1 and derived models: experts by the sigmoid of the router's logits plus a bias that is not trained.
 
 The layers after the last decoder layer, which predict several tokens at a time, are dropped.
 """

@@ -1,5 +1,4 @@
-"""The description of a model family: how to read its config.json, and the mapping from Megatron's parameters to its
-tensors. Imports no torch."""
+"""Describes a model family: how to read config.json and map Megatron's parameters to its tensors. Imports no torch."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ FIXED: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class Family:
-    """The description of one family; each file of this folder assigns one to `FAMILY`, and nothing else needs to know
-    the family.
+    """The description of one family; each file of this folder assigns one to `FAMILY`. No other code knows the family.
 
     - `table` maps names of HybridModel's parameters, without "decoder.layers.N.", to rules.
     - `read` returns the architecture: `common_config` with the fields that differ in this family.
@@ -97,8 +95,7 @@ class Family:
 
     @property
     def fixed_values(self) -> dict[str, tuple[Any, str]]:
-        """Key of config.json -> its one supported value and the error for others: the rows of `FIXED` that apply, and
-        `fixed`."""
+        """Key of config.json -> its one supported value and the error: `fixed`, and the rows of `FIXED` that apply."""
         return {key: rule for key, rule in FIXED.items() if key not in (*self.keys, *self.ignored)} | self.fixed
 
 
@@ -126,8 +123,7 @@ def common_config(family: Family, raw: Raw) -> HfConfig:
 
 
 def rope(raw: Raw) -> dict[str, Any]:
-    """Return the rotary parameters with `rope_type` and `rope_theta`, from transformers 5's `rope_parameters` or the
-    older two keys."""
+    """Return rotary parameters with `rope_type` and `rope_theta`: transformers 5's `rope_parameters` or older keys."""
     old = {"rope_theta": raw.get("rope_theta", 10000.0)} | (raw.get("rope_scaling") or {})
     new = raw.get("rope_parameters") or {}
     # with one set per kind of block: the one of blocks without a window
@@ -186,8 +182,7 @@ def layer_type_problems(family: Family, raw: Raw) -> list[str]:
 
 
 def expert_problems(raw: Raw, *required: tuple[str, ...]) -> list[str]:
-    """Return the keys of a mixture of experts that config.json lacks. Of each tuple in `required` one key must be
-    present."""
+    """Return the keys of a mixture of experts that config.json lacks. Each tuple in `required` needs one key."""
     required = (("num_experts_per_tok",), ("num_experts", "num_local_experts"), *required)
     problems = [
         f"model: config.json lacks {' or '.join(keys)}" for keys in required if not any(raw.get(key) for key in keys)

@@ -1,6 +1,5 @@
 """GPT-OSS: a bias in every linear and router, sinks (a learned share of attention that contributes 0), and experts with
-a clamped gate. Files hold all experts of a block in one tensor, transposed, with the columns of gate and up projection
-interleaved."""
+a clamped gate. Files hold a block's experts as one tensor, transposed, gate and up columns interleaved."""
 
 from __future__ import annotations
 
@@ -23,8 +22,7 @@ from megagrpo.models.families.family import (
 
 
 def _of_expert(local: Local, *dims: tuple[int, int, int]) -> tuple[tuple[int, ...], Box]:
-    """Return the shape of a tensor of all experts, and the box of this expert; `dims` are (length, start, stop) of the
-    other dimensions."""
+    """Return the shape for all experts and the box of this one; `dims` are the other axes' (length, start, stop)."""
     assert local.expert is not None, "only parameters of experts have these rules"
     lengths, starts, stops = zip(*dims, strict=True)
     return (local.hf.mixture.count, *lengths), ((local.expert, *starts), (local.expert + 1, *stops))
@@ -46,8 +44,7 @@ def _gate_up(name: str) -> BlockRule:
 
 
 def _down(name: str) -> BlockRule:
-    """Down projection of each expert [I, H], or its bias [H]. Megatron shards columns of the transpose; every rank
-    holds the whole bias."""
+    """Down projection of each expert [I, H], or bias [H]. Megatron shards columns of the transpose, not the bias."""
 
     def blocks(local: Local) -> list[Block]:
         width, *rows = local.param.shape

@@ -69,8 +69,7 @@ def read_raw_config(folder: str | Path) -> dict[str, Any]:
 
 
 def parse_hf_config(raw: dict[str, Any]) -> HfConfig:
-    """Return the architecture that a config.json describes. Raises ValueError, listing every reason, when it is not
-    supported."""
+    """Return the architecture of a config.json. Raises ValueError, listing every reason, when it is not supported."""
     problems = architecture_problems(raw)
     if problems:
         raise ProblemError(*of_model(problems))
@@ -147,8 +146,7 @@ def _no_numbers(family: Family, raw: dict[str, Any]) -> list[str]:
 
 
 def _rope_types(raw: dict[str, Any]) -> list[Any]:
-    """Return every kind of rotary scaling in config.json, also those that another key overrides here: vLLM may read
-    them."""
+    """Return every kind of rotary scaling in config.json, even if another key overrides it here: vLLM may read it."""
     tables = [raw.get(key) or {} for key in ROTARY]
     tables += [value for table in tables for value in table.values() if isinstance(value, dict)]
     return [
@@ -157,8 +155,7 @@ def _rope_types(raw: dict[str, Any]) -> list[Any]:
 
 
 def _unknown(raw: dict[str, Any]) -> str:
-    """Return the error for a model_type without a family. It suggests a family only if the model's class is exactly the
-    family's."""
+    """Return the error for a model_type without a family. It suggests one only if the classes are the same."""
     kind, classes = raw.get("model_type"), raw.get("architectures") or []
     classes = list(map(str, classes)) if isinstance(classes, list) else [str(classes)]
     if isinstance(text := raw.get("text_config"), dict):
@@ -264,8 +261,7 @@ def projections(hf_config: HfConfig) -> dict[str, tuple[str, ...]]:
 
 
 def architecture_differences(one: HfConfig, other: HfConfig) -> list[str]:
-    """Return the differences that make two models different functions of their weights, as `key: value of one, value of
-    other`.
+    """Return what makes two models different functions of their weights, as `key: value of one, value of other`.
 
     Training length and dtype on disk may differ.
     """

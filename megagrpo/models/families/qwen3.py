@@ -14,14 +14,12 @@ UPPER_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "l
 
 
 def window(raw: Raw) -> int | None:
-    """Return the number of tokens that a token sees in blocks with a window; None without a window. Other Qwen families
-    use it too."""
+    """Return how many tokens a token sees in blocks with a window, or None. Other Qwen families use it too."""
     return raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
 
 
 def upper_windows(raw: Raw) -> tuple[int | None, ...]:
-    """Return the windows of a dense Qwen: block `max_window_layers` is the first with one, unless `layer_types`
-    overrides it."""
+    """Return the windows of a dense Qwen: blocks from `max_window_layers` on, unless `layer_types` overrides it."""
     return windows(raw, window(raw), lambda block: block >= raw.get("max_window_layers", 28))
 
 

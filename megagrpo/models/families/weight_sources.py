@@ -48,8 +48,7 @@ def resolve_model(path: str, key: str = "model.path") -> Path:
 
 
 def shared_name(path: str) -> str:
-    """Return the name of a model for files that leave this machine: OWNER/NAME for a folder of the hub's cache, else
-    `path` unchanged."""
+    """Return a model's name for files that leave this machine: OWNER/NAME in the hub's cache, else `path`."""
     match = _IN_CACHE.search(path)
     return f"{match['owner']}/{match['name']}" if match and path.endswith(match[0]) else path
 
@@ -74,8 +73,7 @@ def _check(folder: Path, key: str) -> Path:
 
 
 def weight_files_problem(folder: Path) -> str | None:
-    """Return why the names of the safetensors files in `folder` leave open which of them are the model's weights, or
-    None.
+    """Return why the names of the safetensors files in `folder` leave the model's weights ambiguous, or None.
 
     transformers reads model.safetensors if there is one. vLLM reads the files that the index names, or else all files.
     """
@@ -114,8 +112,7 @@ def _list(names: list[str]) -> str:
 
 
 def _from_hub(name: str, key: str) -> Path:
-    """Return the folder of a hub's model in the hub's cache: its weights are the files that the index names, or else
-    model.safetensors."""
+    """Return a hub model's folder in the hub's cache. Its weights are the index's files, or else model.safetensors."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -154,8 +151,7 @@ def _from_package(package: str, key: str) -> Path:
 
 
 def unpacked_folder(package: str, key: str = "model.path") -> Path:
-    """Return the folder of a package's converted weights, which need not exist yet. Raises ProblemError when the
-    package holds no model."""
+    """Return the folder for a package's converted weights, maybe missing. Raises ProblemError without a model."""
     source = _gguf_in(package, key)
     return cache_folder() / f"{package}-{source.stem}-{source.stat().st_size}-bf16"
 
@@ -193,8 +189,7 @@ def _convert_gguf(source: Path, folder: Path) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of converted models, which need not exist yet: $MEGAGRPO_CACHE, else `megagrpo` in the user's
-    cache."""
+    """Return the folder for converted models, maybe missing: $MEGAGRPO_CACHE, else `megagrpo` in the user's cache."""
     return Path(os.environ.get("MEGAGRPO_CACHE") or user_cache() / "megagrpo")
 
 

@@ -58,8 +58,7 @@ Line = dict[str, float]
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run up to one of its checkpoints. `steps` and `evaluations` are the lines of metrics.jsonl up to `step`,
-    numbers only."""
+    """A run up to a checkpoint. `steps` and `evaluations` are lines of metrics.jsonl up to `step`, numbers only."""
 
     config: RunConfig
     step: int
@@ -130,8 +129,7 @@ def write_card(folder: Path, checkpoint: Path, base: str | None = None, adapter:
 def model_card(
     name: str, facts: RunFacts | None, base: str | None, license: str | None = None, adapter: bool = False
 ) -> str:
-    """Return the text of the card. Its metadata names the base model and the data only if they can be names on the
-    hub."""
+    """Return the card's text. Its metadata names the base model and the data only if they can be names on the hub."""
     config = facts.config if facts else None
     with_lora = config is not None and config.lora.enabled
     metadata = ModelCardData(
@@ -251,8 +249,7 @@ def _hub_datasets(config: RunConfig) -> list[str] | None:
 
 
 def license_of(base: str | None) -> str | None:
-    """Return the license that the base model's README.md names, in its folder or in the hub's cache; None without
-    one."""
+    """Return the license that the base model's README.md names, in its folder or the hub's cache, or None."""
     if base is None:
         return None
     file = Path(base).expanduser() / CARD_FILE

@@ -15,8 +15,7 @@ TOKEN_HELP = (
 
 
 class PushError(ValueError):
-    """An upload that failed. The message names the repository, the cause and the fix, and says that the folder is
-    kept."""
+    """A failed upload. The message names the repository, the cause and the fix, and says that the folder is kept."""
 
 
 def check_repo(repo: str) -> None:
@@ -30,9 +29,8 @@ def check_repo(repo: str) -> None:
 def push(
     folder: str | Path, repo: str, private: bool = False, revision: str | None = None, token: str | None = None
 ) -> str:
-    """Upload `folder` to the model repository `repo` and return its address. The repository and the branch `revision`
-    are created if missing. `private` applies to a new repository. `token` None means HF_TOKEN or the token of `hf auth
-    login`.
+    """Upload `folder` to the model repository `repo` and return its address. Creates it and the branch `revision` if
+    missing. `private` applies to a new repository. `token` None means HF_TOKEN or the token of `hf auth login`.
 
     A second call continues an upload that failed. Raises PushError; the folder is never changed.
     """

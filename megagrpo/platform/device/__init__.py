@@ -1,8 +1,7 @@
 """The device seam: the only package that knows whether there is a GPU. Importing it prepares torch and megatron-core
 for this machine.
 
-The `__init__` of every package that imports megatron imports this package first, so a module works whichever module is
-imported first.
+The `__init__` of every package that imports megatron imports this one first, so modules import in any order.
 
 With a GPU nothing is patched. Without one, `install()` gives megatron-core 0.19 a CPU and gloo platform. megatron-core
 hard-codes `torch.cuda...` and `device="cuda"` in about 200 places and offers no switch, so the names it calls are
@@ -103,8 +102,7 @@ def _multiplies_bf16() -> bool:
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Compute total += left right in place, `total` [n, m] in float32, `left` [n, k] and `right` [k, m] in a narrower
-    dtype.
+    """Compute total += left right: `total` [n, m] in float32, `left` [n, k] and `right` [k, m] in a narrower dtype.
 
     On a GPU one product does it, without rounding in between. On a CPU blocks of rows are multiplied, rounded and
     added, so that the rounded product stays in the cache.
@@ -155,8 +153,7 @@ def host_memory_gb() -> float:
 
 
 def host_bytes(count: int) -> torch.Tensor:
-    """Return uninitialised host memory [count] uint8; pinned with a GPU, so that copies to and from the device run at
-    full speed."""
+    """Return uninitialised host memory [count] uint8, pinned if there is a GPU, for device copies at full speed."""
     return torch.empty(count, dtype=torch.uint8, pin_memory=has_gpu())
 
 
@@ -209,8 +206,7 @@ def has_transformer_engine() -> bool:
 
 @functools.cache
 def has_apex() -> bool:
-    """Whether NVIDIA's apex can compute here. Its module amp_C identifies it; the package called apex on the Python
-    index is another project."""
+    """Whether NVIDIA's apex can compute here: it has a module amp_C, unlike the package apex on the Python index."""
     if any(importlib.util.find_spec(name) is None for name in ("amp_C", "apex")):
         return False
     return has_gpu() or apex.computes_on_cpu()
@@ -222,8 +218,7 @@ def has_packed_attention() -> bool:
 
 
 def fp8_problem(recipe: str) -> str | None:
-    """Return why this GPU or its software does not support `recipe` of `model.fp8_recipe`; None if it does, and None
-    without a GPU."""
+    """Return why GPU or software cannot run `recipe` of `model.fp8_recipe`; None if they can, or without a GPU."""
     if not has_gpu():
         return None
     if not has_transformer_engine():
@@ -238,8 +233,7 @@ def fp8_problem(recipe: str) -> str | None:
 def no_fused_kernels() -> str | None:
     """Return why our Triton kernels cannot run here; None where they can.
 
-    They run on Hopper GPUs, whose shared memory they are tuned for, or on any CPU under Triton's interpreter, for
-    tests.
+    They run on Hopper GPUs, whose shared memory they are tuned for, or any CPU under Triton's interpreter, for tests.
     """
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
@@ -265,8 +259,7 @@ def quiet() -> None:
 
 
 def install() -> None:
-    """Prepare torch and megatron-core for this machine. Idempotent; call it before anything else imports
-    megatron.core."""
+    """Prepare torch and megatron-core for this machine. Idempotent; call it before anything imports megatron.core."""
     global _installed
     if _installed:
         return
@@ -283,8 +276,7 @@ def install() -> None:
 
 
 def _report_writes_in_process() -> None:
-    """Make checkpoint writers report through a queue of this process, which suffices because threads of this process
-    write checkpoints.
+    """Make checkpoint writers, which are threads of this process, report through a queue of this process.
 
     Megatron spawns a manager process per rank for it, which takes five seconds and 700 MB and outlives a killed rank.
     """

@@ -14,8 +14,7 @@ from torch.optim.optimizer import ParamsT
 class FusedAdam(torch.optim.Optimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter 2019, arXiv 1711.05101). Bias correction is always on.
 
-    With `adam_w_mode=False` weight decay is added to the gradient instead. Other keyword arguments of APEX are accepted
-    and ignored.
+    With `adam_w_mode=False` weight decay is added to the gradient. Other keyword arguments of APEX are ignored.
     """
 
     def __init__(

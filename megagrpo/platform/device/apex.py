@@ -20,8 +20,7 @@ def computes_on_cpu() -> bool:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return x / sqrt(mean(x^2) + eps) * weight [..., H] for x [..., H] and weight [H] of the same dtype, by apex's
-    kernel."""
+    """Return x / sqrt(mean(x^2) + eps) * weight [..., H] for x [..., H], weight [H] of one dtype, by apex's kernel."""
     from apex.normalization.fused_layer_norm import fused_rms_norm_affine
 
     normed: Tensor = fused_rms_norm_affine(x, weight, weight.shape, eps)

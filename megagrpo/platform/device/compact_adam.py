@@ -1,5 +1,4 @@
-"""AdamW whose moments take less memory: in bfloat16, in 8 bits or in host memory. They are float32 on the device only
-inside a step.
+"""AdamW whose moments take less memory: bfloat16, 8 bits or host memory. Inside a step they are float32 on the device.
 
 Moments are rounded stochastically, up or down in proportion. With rounding to nearest and a beta2 near 1, a step would
 change a stored moment by less than its last bit, and the moment would never decay. The random numbers depend on the
@@ -27,8 +26,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class CompactAdam(FusedAdam):
     """A `FusedAdam` that keeps its moments as `dtype`: float32, bfloat16 or float8_e4m3fn, on the CPU with `offload`.
 
-    In 8 bits a moment is an e4m3 value times its block's scale. The second moment is stored as its square root, which
-    has half the range.
+    In 8 bits a moment is e4m3 times its block's scale. The second moment's square root is stored, with half the range.
     """
 
     def __init__(self, params: ParamsT, *, dtype: torch.dtype, offload: bool, **settings: Any):
@@ -49,8 +47,7 @@ class CompactAdam(FusedAdam):
 
     @torch.no_grad()
     def dense_moments(self) -> None:
-        """Convert all moments to float32 in `state[p]["exp_avg"]` and `state[p]["exp_avg_sq"]`, as checkpoints read and
-        write them."""
+        """Convert all moments to float32 in `state[p]["exp_avg"]` and `state[p]["exp_avg_sq"]`, as in checkpoints."""
         for p in self._stored():
             self.state[p] = {name: self.dense_moment(p, name) for name in MOMENTS}
 

@@ -22,13 +22,11 @@ class Cpu:
     """The choices for one kind of CPU."""
 
     multiplies_bf16: bool
-    """The CPU has bf16 instructions (avx512_bf16 or amx_bf16). `precision: auto` then means bf16, and vLLM computes in
-    bf16 where the trainer does. Without them vLLM computes in float32, and the trainer's bf16 products run in float32
-    and are rounded once."""
+    """The CPU has bf16 instructions (avx512_bf16 or amx_bf16): `precision: auto` means bf16, and vLLM uses bf16 where
+    the trainer does. Without them vLLM uses float32, and so do the trainer's bf16 products, rounded once."""
 
     float32_by_onednn: bool
-    """oneDNN multiplies float32 matrices. It uses AVX-512 on AMD CPUs, where MKL uses AVX2 (2.3 times slower, measured
-    on Zen 4)."""
+    """oneDNN multiplies float32 matrices. On AMD CPUs MKL uses AVX2, not AVX-512 (measured 2.3 times slower, Zen 4)."""
 
 
 CPU_KINDS = {
@@ -41,8 +39,7 @@ CPU_KINDS = {
 
 
 def this_cpu() -> Cpu:
-    """Return the choices for this CPU, or for the kind that MEGAGRPO_CPU names. Raises ConfigError when MEGAGRPO_CPU
-    names no kind."""
+    """Return the choices for this CPU or the kind in MEGAGRPO_CPU. Raises ConfigError when that names no kind."""
     return CPU_KINDS[kind()]
 
 

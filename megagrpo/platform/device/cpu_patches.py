@@ -47,8 +47,7 @@ class _Stream:
 
 
 def replace(owner: object, **attributes: object) -> None:
-    """Replace functions and classes of a module or class. A replacement is called as the original is, with fewer
-    guarantees."""
+    """Replace attributes of a module or class. A replacement has the original's signature and fewer guarantees."""
     for name, value in attributes.items():
         setattr(owner, name, value)
 
@@ -146,8 +145,7 @@ def patch_megatron() -> None:
 
 
 def _scale(chunk_size: int, noop: torch.Tensor, tensor_lists: list[list[torch.Tensor]], factor: float) -> None:
-    """Write the first list's tensors times `factor` to the second list's, with the signature of APEX's
-    multi_tensor_scale."""
+    """Write the first list's tensors times `factor` to the second's, called like APEX's multi_tensor_scale."""
     for source, target in zip(*tensor_lists, strict=True):
         torch.mul(source, factor, out=target)
 
@@ -169,8 +167,7 @@ def _gather_ragged(
     output_split_sizes: Sequence[int] | None = None,
     use_global_buffer: bool = False,
 ) -> torch.Tensor:
-    """Megatron's gather along the first dimension: every rank pads to the longest part, and the padding is cut out
-    again."""
+    """Megatron's gather along the first dimension: every rank pads to the longest part, and the padding is cut out."""
     if group.size() == 1 or output_split_sizes is None:
         return gather(tensor, group, None, use_global_buffer)
     longest = max(output_split_sizes)

@@ -13,15 +13,13 @@ Event = torch.cuda.Event
 
 
 class HostCopies:
-    """Runs copies on its own CUDA stream, in the order of the calls. The caller must keep sources and targets alive
-    until `wait`."""
+    """Runs copies in call order on its own CUDA stream. The caller must keep sources and targets until `wait`."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
     def to_host(self, sources: Sequence[Tensor]) -> tuple[list[Tensor], Event]:
-        """Start copies of uint8 tensors [n] to host memory, after all work queued on the device so far; return them and
-        the event of completion."""
+        """Start copies of uint8 tensors [n] to the host, after queued device work. Return them and the end event."""
         hosts = [device.host_bytes(source.numel()) for source in sources]
         return hosts, self._copy(sources, hosts)
 

@@ -29,7 +29,6 @@ def _sum_of_squares(flat: Tensor) -> float:
 def multi_tensor_l2norm(
     chunk_size: int, noop: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
 ) -> tuple[Tensor, None]:
-    """Return `l2_norm` as [1] float32, with the signature of APEX's function of this name, as megatron-core calls
-    it."""
+    """Return `l2_norm` as [1] float32, with the signature of APEX's function of this name, for megatron-core."""
     assert not per_tensor, "megatron-core asks for the norm of all only"
     return torch.tensor([l2_norm([tensor for tensors in tensor_lists for tensor in tensors])]), None

@@ -24,8 +24,7 @@ class Recorder:
 
 @contextmanager
 def _torch_trace(stem: Path) -> Iterator[Path]:
-    """Record with torch's profiler. Writes a trace for Perfetto or chrome://tracing, and a table of the longest
-    operations."""
+    """Record with torch's profiler: a trace for Perfetto or chrome://tracing and a table of the longest operations."""
     path = stem.with_name(f"{stem.name}.trace.json.gz")
     has_gpu = torch.cuda.is_available()
     activities = [torch.profiler.ProfilerActivity.CPU] + [torch.profiler.ProfilerActivity.CUDA] * has_gpu

@@ -40,8 +40,7 @@ class OffloadedStorages:
     def move(self, tensors: Iterable[Tensor], version: int | None = None) -> None:
         """Offload the storages of these tensors, of any shapes, that are on the device, each once.
 
-        A storage that the host already holds in the same `version` is not copied again. With `version` None all are
-        copied.
+        A storage that the host holds in the same `version` is not copied again. With `version` None all are copied.
         """
         if version != self._version:
             self._forget()
@@ -105,8 +104,7 @@ class OffloadedStorages:
 
 
 def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
-    """Return the non-empty storages of these tensors, of any shapes, that are on the device, each once, keyed by their
-    address."""
+    """Return the non-empty storages of these tensors, of any shapes, on the device, each once, by their address."""
     kind = device.device().type
     on_device: dict[int, UntypedStorage] = {}
     for tensor in tensors:
@@ -116,8 +114,7 @@ def storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
 
 
 def _empty(storage: UntypedStorage) -> None:
-    """Free a storage's memory in the order of the device's work: the allocator reuses it only after pending copies have
-    read it."""
+    """Free a storage's memory in device order: the allocator reuses it only after pending copies have read it."""
     if storage.resizable():
         storage.resize_(0)
     else:  # on a CPU, when NumPy shares it: no memory can be freed, so garbage makes reads visible

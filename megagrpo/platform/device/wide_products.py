@@ -1,8 +1,7 @@
 """bfloat16 matrix products for CPUs without bfloat16 instructions: multiplied in float32 and rounded once.
 
 oneDNN emulates such products there at a quarter of the speed of float32 ones. The product of two bfloat16 numbers is
-exact in float32, and both ways sum in float32 and round the result to bfloat16 once: they differ only in the order of
-the sum.
+exact in float32. Both ways sum in float32 and round once to bfloat16: only the order of the sum differs.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ _library: torch.library.Library | None = None
 
 
 def install() -> None:
-    """Replace aten's CPU kernels for matrix products of bfloat16 tensors, in this process and its forks. Other dtypes
-    run as before.
+    """Replace aten's CPU kernels for bfloat16 matrix products in this process and its forks, not for other dtypes.
 
     Idempotent. Can go when oneDNN widens bfloat16 itself where the CPU cannot multiply it.
     """

@@ -1,2 +1,1 @@
-"""Checks a machine before the first run: driver, GPUs, links, packages, limits, memory and environment variables. Needs
-no torch."""
+"""Checks a machine before a first run: driver, GPUs, links, packages, limits, memory, environment. Needs no torch."""

@@ -44,8 +44,7 @@ KEPT_VARIABLES = re.compile(
 
 
 def redact(text: str, environment: Mapping[str, str]) -> str:
-    """Return `text` without secrets: values of secret variables, tokens, user and host names, home folders, addresses,
-    serial numbers."""
+    """Return `text` without secret values, tokens, user and host names, home folders, addresses, serial numbers."""
     for value in sorted(
         {value for name, value in environment.items() if SECRET_VARIABLE.search(name)}, key=len, reverse=True
     ):
@@ -71,8 +70,7 @@ def _user(environment: Mapping[str, str]) -> str:
 
 
 def report(machine: Machine, findings: Sequence[Finding], **more: Any) -> dict[str, Any]:
-    """Return the content of a report: findings, versions, variables, outputs of commands, and `more`. Nothing is
-    redacted yet."""
+    """Return a report's content: findings, versions, variables, outputs of commands, and `more`, not yet redacted."""
     packages = ("megagrpo", *VLLM.values(), *CHECKED_PACKAGES, *GPU_PACKAGES)
     environment = machine.environment
     return {

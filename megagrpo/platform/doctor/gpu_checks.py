@@ -48,8 +48,7 @@ class Gpu:
         return [SLOWED[name] for tag in active if (name := re.sub(r"clocks_\w+_reason_", "", tag)) in SLOWED]
 
     def is_broken(self) -> bool:
-        """Whether there were uncorrectable ECC errors since the driver was loaded, or rows of memory wait for a
-        remap."""
+        """Whether uncorrectable ECC errors occurred since the driver was loaded, or memory rows wait for a remap."""
         errors = [error for error in self.node.iterfind("ecc_errors/volatile/*") if "uncorrectable" in error.tag]
         counts = [int(text) for error in errors if (text := (error.text or "").strip()).isdigit()]
         return any(counts) or "Yes" in [
@@ -92,8 +91,7 @@ def nvidia_state(machine: Machine) -> NvidiaState | None:
 
 
 def gpu_checks(machine: Machine, needs: Needs, torch_cuda: str) -> Iterator[Finding]:
-    """Check driver and GPUs. `torch_cuda` is the CUDA version of the installed torch, such as 13.0; empty without
-    CUDA."""
+    """Check driver and GPUs. `torch_cuda` is the installed torch's CUDA version, such as 13.0; empty without CUDA."""
     state = nvidia_state(machine)
     if state is None or not state.gpus:
         yield _no_driver(machine)
@@ -113,8 +111,7 @@ def _no_driver(machine: Machine) -> Finding:
 
 
 def driver_check(state: NvidiaState, torch_cuda: str) -> Finding:
-    """Compare the driver's CUDA version with torch's. A driver runs each CUDA build of its major version and of older
-    ones."""
+    """Compare the driver's CUDA version with torch's. A driver runs builds of its major version and of older ones."""
     found = f"driver {state.driver}, CUDA {state.cuda} at most; torch is built for CUDA {torch_cuda or 'none'}"
     if not torch_cuda:
         return Finding("driver", found, "fail", "install a torch for CUDA: megagrpo install gpu, in a new environment")
@@ -124,8 +121,7 @@ def driver_check(state: NvidiaState, torch_cuda: str) -> Finding:
 
 
 def visible_gpus(gpus: Sequence[Gpu], environment: dict[str, str]) -> list[Gpu]:
-    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible. UUIDs are only counted. CUDA ignores what follows an
-    invalid entry."""
+    """Return the GPUs that CUDA_VISIBLE_DEVICES leaves visible. Only counts UUIDs. An invalid entry ends the list."""
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is None:
         return list(gpus)

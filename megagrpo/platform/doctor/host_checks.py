@@ -40,8 +40,7 @@ def memory_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 
 def available_ram(machine: Machine) -> float | None:
-    """Return GiB of RAM that a new process may use: of the machine, and of the control group's limit. Cached files
-    count as available."""
+    """Return GiB of RAM for a new process, limited by machine and control group. Cached files count as available."""
     lines = (machine.read("proc/meminfo") or "").splitlines()
     free = next((int(line.split()[1]) / 2**20 for line in lines if line.startswith("MemAvailable:")), None)
     limit, used = machine.read("sys/fs/cgroup/memory.max"), machine.read("sys/fs/cgroup/memory.current")
@@ -81,8 +80,7 @@ def limit_check(name: str, flag: str, value: int, least: int, what: str) -> Find
 
 
 def memlock_check(value: int, rdma: bool) -> Finding:
-    """Check the limit of locked memory. RDMA registers each buffer as locked memory; CUDA's pinned memory does not
-    count."""
+    """Check the limit of locked memory. RDMA locks each buffer it registers; CUDA's pinned memory does not count."""
     if value == resource.RLIM_INFINITY:
         return Finding("ulimit memlock", "unlimited")
     fix = LIMIT_FIX.format(flag="l", name="memlock", value="unlimited").replace("memlock=unlimited", "memlock=-1")
@@ -108,8 +106,7 @@ def ipc_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
 
 
 def expandable_segments(environment: dict[str, str]) -> str | None:
-    """Return the variable that makes torch's allocator use expandable segments, or None. torch reads the first one that
-    is set."""
+    """Return the variable that makes torch use expandable segments, or None. torch reads the first one set."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if text := environment.get(name, ""):
             return name if "expandable_segments:true" in text.lower().replace(" ", "") else None
@@ -120,8 +117,7 @@ def expandable_segments(environment: dict[str, str]) -> str | None:
 
 
 def network_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
-    """Check that servers can listen and that the host name resolves. Checks that need several nodes are reported as
-    skipped."""
+    """Check that servers can listen and the host name resolves. Checks of several nodes are reported as skipped."""
     try:
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))

@@ -1,5 +1,4 @@
-"""Checks how GPUs and nodes are connected: NVLink and PCIe by `nvidia-smi topo -m`, InfiniBand and RoCE by the kernel's
-files."""
+"""Checks how GPUs and nodes connect: NVLink and PCIe by `nvidia-smi topo -m`, InfiniBand and RoCE by kernel files."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ type Table = dict[str, dict[str, str]]  # GPU -> name of a GPU or card -> link
 
 
 def parse_topology(text: str) -> tuple[Table, Table]:
-    """Return, from the output of `nvidia-smi topo -m`, each GPU's links to other GPUs, and those to network cards; no
-    rows for any other text."""
+    """Return each GPU's links to GPUs and to network cards from `nvidia-smi topo -m`; no rows for other text."""
     rows = [[cell.strip() for cell in ESCAPE.sub("", line).split("\t")] for line in text.splitlines()]
     header = next((row for row in rows if any(GPU_NAME.fullmatch(cell) for cell in row[1:])), [])
     links = {row[0]: dict(zip(header[1:], row[1:], strict=False)) for row in rows if GPU_NAME.fullmatch(row[0])}
@@ -53,8 +51,8 @@ def _nvlink(gpus: Table) -> Finding:
     fast = all(link.startswith("NV") for link in links)
     found = f"{len(gpus)} GPUs, links {', '.join(links)}{'' if fast else ': some pairs send over PCIe'}"
     fix = (
-        "keep parallel.tp, ep and cp within GPUs that NVLink joins; if the machine has NVLink, see nvidia-smi "
-        "nvlink --status"
+        "keep parallel.tp, ep and cp within GPUs that NVLink joins; if the machine has NVLink, see nvidia-smi nvlink "
+        "--status"
     )
     return judged("NVLink", found, fast, fix)
 

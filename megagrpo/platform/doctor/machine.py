@@ -14,8 +14,7 @@ STATES = ("ok", "warn", "fail", "skipped")
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check: its subject, what was found, a state of `STATES`, and the fix, which is empty when the
-    state is ok."""
+    """One check's result: subject, finding, a state of `STATES`, and the fix, which is empty when the state is ok."""
 
     subject: str
     found: str
@@ -54,8 +53,7 @@ class Machine:
         return sorted(self.root.glob(pattern))
 
     def run(self, *command: str) -> str | None:
-        """Return the standard output of a command; None if it is missing, fails or takes longer than
-        `COMMAND_SECONDS`."""
+        """Return a command's standard output; None if it is missing, fails or takes over `COMMAND_SECONDS`."""
         line = " ".join(command)
         if line not in self.outputs and line not in self.errors:
             self._start(command, line)

@@ -1,5 +1,4 @@
-"""Checks installed packages against the tested versions, and the CUDA builds of torch, NCCL and the compiler against
-each other."""
+"""Checks packages against the tested versions, and CUDA builds of torch, NCCL and the compiler against each other."""
 
 from __future__ import annotations
 
@@ -80,8 +79,7 @@ def package_check(name: str, found: str, tested: str, kind: str) -> Finding:
 
 
 def toolkit_checks(machine: Machine, cuda: str) -> Iterator[Finding]:
-    """Check the CUDA compiler, if there is one, and the C++ compiler. Only packages that compile at run time need
-    nvcc."""
+    """Check the CUDA compiler, if any, and the C++ compiler. Only packages that compile at run time need nvcc."""
     both = bool(shutil.which("cc") and shutil.which("c++"))
     fix = "Debian, Ubuntu: apt-get install build-essential; Triton compiles with cc"
     yield judged("C++ compiler", "found" if both else "cc or c++ is missing", both, fix)

@@ -14,9 +14,8 @@ from megagrpo.platform.process.environment import PASSED, REFUSED, REMOVED, TABL
 
 
 def variable_checks(machine: Machine, needs: Needs, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    """Check the environment of this shell by the table of `platform/process/environment.py`: what a run would ignore or
-    refuse, what harms, and each row with a variable that is set. Without any `gpus` variables of CUDA and NCCL harm
-    nothing."""
+    """Check this shell's environment by the table of `platform/process/environment.py`: what a run ignores or refuses,
+    what harms, and rows with a set variable. Without any `gpus` variables of CUDA and NCCL harm nothing."""
     environment = machine.environment
     verdicts = judge(environment)
     findings = []

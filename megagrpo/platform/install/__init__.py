@@ -1,2 +1,1 @@
-"""Installs what a wheel of megagrpo cannot require: the build of vLLM for this machine, and compiled extensions. Needs
-only Python."""
+"""Installs what a wheel cannot require: this machine's build of vLLM and compiled extensions. Needs only Python."""

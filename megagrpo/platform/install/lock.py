@@ -24,8 +24,7 @@ def extras(kind: str) -> list[str]:
 
 
 def command(kind: str) -> list[str]:
-    """Return the command that writes the constraint file of `kind`. The header of the file names `make lock`, and no
-    path or address."""
+    """Return the command that writes `kind`'s constraint file. Its header names `make lock`, no path or address."""
     compile_ = ["uv", "pip", "compile", "--quiet", "pyproject.toml", "--python-version", "3.12", "--no-annotate"]
     named = [word for extra in extras(kind) for word in ("--extra", extra)]
     return [

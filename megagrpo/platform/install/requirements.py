@@ -47,8 +47,7 @@ def is_checkout() -> bool:
 
 
 def all_requirements() -> dict[str, list[str]]:
-    """Return the requirements of each extra; the key "" holds what megagrpo always requires. Raises InstallError
-    without metadata."""
+    """Return requirements per extra; key "" is what megagrpo always needs. Raises InstallError without metadata."""
     if is_checkout():
         project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
         return {"": project["dependencies"], **project["optional-dependencies"]}

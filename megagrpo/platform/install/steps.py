@@ -47,8 +47,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Choice:
-    """What to install: `kind` is `cpu` or `gpu`, `extras` are all extras by name, `editable` installs the checkout
-    itself."""
+    """What to install: `kind` is `cpu` or `gpu`, `extras` names all extras, `editable` installs the checkout."""
 
     kind: str
     extras: tuple[str, ...]
@@ -77,8 +76,7 @@ def _runs(*command: str) -> bool:
 
 
 def choose(names: Sequence[str], without: Sequence[str], **options: bool) -> Choice:
-    """Return the choice for the named kinds and extras. Without a name it is what this machine needs. Raises
-    InstallError."""
+    """Return the choice for the named kinds and extras, or for this machine without a name. Raises InstallError."""
     known = choosable()
     for name in (*names, *without):
         if name not in known:
@@ -129,8 +127,7 @@ def check_libraries(choice: Choice) -> None:
 
 
 def find_installer(preferred: str | None = None) -> str:
-    """Return `uv` or `pip`: the preferred one, else the one that installed megagrpo, else the one that works. Raises
-    InstallError."""
+    """Return `uv` or `pip`: the preferred, else megagrpo's installer, else one that works. Raises InstallError."""
     works = {"uv": _runs("uv", "--version"), "pip": importlib.util.find_spec("pip") is not None}
     if preferred is None:
         preferred = _installed_by()

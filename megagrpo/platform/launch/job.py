@@ -28,8 +28,7 @@ def job_folder() -> Path:
 
 
 def job_python() -> str:
-    """Return the Python of a job without a container: the clone's .venv if it exists, else the Python that runs this
-    command."""
+    """Return a job's Python without a container: the clone's .venv if it exists, else this command's Python."""
     own = ".venv/bin/python"
     return own if (job_folder() / own).exists() else sys.executable
 
@@ -108,8 +107,7 @@ def shipped_clusters() -> dict[str, Path]:
 
 
 def cluster_file(name: str) -> Path:
-    """Return the file of a cluster: a path, or the name of a shipped file without its suffix. Raises ConfigError for an
-    unknown name."""
+    """Return a cluster's file, from a path or a shipped file's stem. Raises ConfigError for an unknown name."""
     shipped = shipped_clusters()
     if Path(name).exists() or not re.fullmatch(r"[\w-]+", name):
         return Path(name)
@@ -183,8 +181,7 @@ class Placement:
 def place(nodes: int, rollout: RolloutSection, cluster: Cluster) -> Placement:
     """Return which of `nodes` run ranks and servers, with `ranks_per_node` ranks on each node if the cluster names it.
 
-    Raises ConfigError when servers cannot be spread evenly, leave no GPU to the trainer, or leave fewer than
-    `ranks_per_node`.
+    Raises ConfigError when servers cannot be spread evenly or leave the trainer no GPU or fewer than `ranks_per_node`.
     """
     gpus, ranks = cluster.gpus_per_node, cluster.ranks_per_node
     if not gpus:

@@ -23,8 +23,7 @@ def manifest(
 ) -> str:
     """Return the manifest as YAML. Raises ConfigError for a cluster or a run that Kubernetes does not support.
 
-    Servers listen on fixed ports, and pods have DNS names in the JobSet's subdomain, so the servers' addresses are
-    known in advance.
+    Servers listen on fixed ports and pods have DNS names in the JobSet's subdomain: their addresses are predictable.
     """
     if placement.server_nodes and placement.first_server_gpu:
         raise ConfigError(

@@ -1,5 +1,4 @@
-"""Implements the launchers' rendezvous, through which torchrun's agents and then the ranks connect. Nothing here reads
-a pickle.
+"""Implements the launchers' rendezvous, which connects torchrun's agents, then the ranks. Nothing here reads a pickle.
 
 On one node no socket listens: the agent keeps its store in memory, and the ranks use a FileStore in a folder that only
 their user can open. On several nodes the first node's agent serves torch's TCPStore on the master address only.

@@ -1,5 +1,4 @@
-"""Checks a node before anything starts on it, and that all nodes of a job are alike. Needs only Python; run it once on
-every node:
+"""Checks a node before a start, and that all nodes of a job are alike. Needs only Python; run it once per node:
 
     python -m megagrpo.platform.launch.preflight --folder runs/NAME --report FOLDER --nodes 2 --master 10.0.0.1:29400
     [--gpus 8] [--interface ib0]
@@ -56,7 +55,7 @@ def problems(
     if len(visible := visible_gpus(environment)) < gpus:
         lines.append(
             f"GPUs: {len(visible)} are visible, but the job uses {gpus}; check nvidia-smi and the cluster's "
-            f"gpus_per_node"
+            "gpus_per_node"
         )
     for name in interfaces:
         if not Path("/sys/class/net", name).exists():
@@ -74,8 +73,8 @@ def problems(
     if one_connection and connections != "1" and needs_one_connection(visible):
         lines.append(
             f"CUDA_DEVICE_MAX_CONNECTIONS: {connections}, but must be 1 with tensor or context parallelism on GPUs "
-            f"before Blackwell, or "
-            "communication and computation overlap in the wrong order; remove it from `env` and `setup` of the cluster"
+            "before Blackwell, or communication and computation overlap in the wrong order; remove it from `env` and "
+            "`setup` of the cluster"
         )
     if installed_version("apex").startswith("0.9.10"):
         lines.append(
@@ -96,8 +95,7 @@ def problems(
 
 
 def needs_one_connection(gpus: Sequence[str]) -> bool:
-    """Whether tensor and context parallelism need CUDA_DEVICE_MAX_CONNECTIONS=1 on these GPUs, which are before
-    Blackwell."""
+    """Whether tensor and context parallelism need CUDA_DEVICE_MAX_CONNECTIONS=1: on GPUs older than Blackwell."""
     return any(not BLACKWELL.search(gpu) for gpu in gpus)
 
 
@@ -122,8 +120,7 @@ def listen(master: str) -> socket.socket:
 
 
 def reach(master: str) -> list[str]:
-    """Return the problem of connecting to the rendezvous address, if any. Retries for a while, because the first node
-    may start late."""
+    """Return the problem of reaching the rendezvous address, if any. Retries, since the first node may start late."""
     address, _, port = master.rpartition(":")
     deadline = time.monotonic() + REACH_SECONDS
     while True:
@@ -134,7 +131,7 @@ def reach(master: str) -> list[str]:
             if time.monotonic() > deadline:
                 return [
                     f"master: cannot connect to {master} ({error}); check firewalls, and that all nodes share the "
-                    f"cluster's `interface`"
+                    "cluster's `interface`"
                 ]
             time.sleep(0.2)
 
@@ -184,7 +181,7 @@ def _compared(folder: Path, nodes: int) -> list[str]:
             reported = ", ".join(file.stem for file in files)
             return [
                 f"run.output_dir: only {reported} of {nodes} nodes reported in {folder}; name a folder that all nodes "
-                f"share"
+                "share"
             ]
         time.sleep(0.1)
     return differences({file.stem: json.loads(file.read_text()) for file in files})
@@ -207,8 +204,7 @@ def _nvidia_smi(*arguments: str) -> list[str]:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Return the lines of `nvidia-smi -L` for the GPUs that CUDA_VISIBLE_DEVICES leaves visible: all if it is unset,
-    none without a driver.
+    """Return the `nvidia-smi -L` lines of GPUs in CUDA_VISIBLE_DEVICES: all if it is unset, none without a driver.
 
     Like CUDA it takes indices and UUIDs, or their beginnings, and ignores what follows an entry that names no GPU.
     """

@@ -24,8 +24,7 @@ OPTION_LINE = re.compile(r"^#SBATCH --([a-z-]+)=?(.*)$", re.MULTILINE)
 def sbatch_script(
     config: RunConfig, config_name: str, overrides: Sequence[str], cluster: Cluster, placement: Placement
 ) -> str:
-    """Return the whole script. `config_name` is a path or megagrpo:NAME. Raises ConfigError for a value that the script
-    cannot contain."""
+    """Return the script. `config_name` is a path or megagrpo:NAME. Raises ConfigError for values it cannot contain."""
     top, _, rest = TRAIN_SCRIPT.read_text().partition(BEGIN)
     _, _, body = rest.partition(END)
     stated: dict[str, Any] = {name: value or True for name, value in OPTION_LINE.findall(top)}

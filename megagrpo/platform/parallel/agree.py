@@ -1,5 +1,4 @@
-"""Runs an action on some ranks so that it succeeds on all ranks or fails on all, and no rank hangs waiting for a failed
-one."""
+"""Runs an action on some ranks: it succeeds or fails on all ranks, and no rank hangs waiting for a failed one."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ def run_and_agree[T](layout: Layout, action: Callable[[], T], here: Literal[True
 @overload
 def run_and_agree[T](layout: Layout, action: Callable[[], T], here: bool) -> list[T | None]: ...
 def run_and_agree[T](layout: Layout, action: Callable[[], T], here: bool = True) -> Sequence[T | None]:
-    """Run `action` where `here` is true; return every rank's result in rank order on every rank, None where it did not
-    run. Collective.
+    """Run `action` where `here` is true; return all results in rank order on every rank, None if not run. Collective.
 
     If it raises on any rank, every rank raises: the failing rank its own error, the others a RankError that names the
     failing rank.

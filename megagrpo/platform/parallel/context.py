@@ -40,8 +40,7 @@ def own_tokens(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
 
 
 def gathered_places(cu_seqlens: Tensor, cp_size: int) -> Tensor:
-    """Return [T] int64: for each token of the pack its index in gathered order. Gathered rows indexed by it are in pack
-    order."""
+    """Return [T] int64: each pack token's index in gathered order. Gathered rows indexed by it are in pack order."""
     order = torch.cat([own_tokens(cu_seqlens, cp_size, rank) for rank in range(cp_size)])
     places = torch.empty_like(order)
     places[order] = torch.arange(order.numel())
@@ -50,8 +49,7 @@ def gathered_places(cu_seqlens: Tensor, cp_size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class RankBatch:
-    """A micro-batch on a rank's device, with the indices of the tokens that this context-parallel rank runs through its
-    layers.
+    """A micro-batch on a rank's device, with the indices of the tokens that this context-parallel rank computes.
 
     All indices are computed on the host, so that a GPU's host never waits for them.
     """
@@ -71,8 +69,7 @@ class RankBatch:
 
 
 def gather_rows(rows: Tensor, own: Tensor, places: Tensor | None, group: dist.ProcessGroup) -> Tensor:
-    """All-gather the slices [..., T/cp] of the ranks of `group` into [..., T] in pack order, on every rank, in the same
-    dtype.
+    """All-gather the slices [..., T/cp] of `group`'s ranks into [..., T] in pack order on all ranks, in their dtype.
 
     `own` and `places` are those of this rank's `RankBatch`.
 

@@ -22,8 +22,7 @@ from megagrpo.platform.parallel.rank_rendezvous import join_world
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes, ranks and groups of the tensor (tp), context (cp), data (dp) and pipeline (pp) axes. Ranks are numbered in
-    this order, tp fastest.
+    """Sizes, ranks and groups of tensor (tp), context (cp), data (dp), pipeline (pp) axes, in rank order, tp fastest.
 
     A replica is the tp x cp x pp ranks that work on the same micro-batches; dp x cp ranks hold the same weights.
     `cpu_group` spans the world and carries Python objects over gloo. Experts use the same ranks in other groups: each
@@ -118,8 +117,7 @@ class Layout:
         vars(parallel_state).update(dict.fromkeys(left))
 
     def close(self) -> None:
-        """Destroy all process groups. A process that exits without this may abort in the communication library's
-        destructor."""
+        """Destroy all process groups. Exiting without this may abort in the communication library's destructor."""
         self.release()
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -137,9 +135,8 @@ class LateRanks(TimeoutError):
 def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
     """Create the process groups of this job and seed each rank's generators.
 
-    The world comes from any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, from an existing default
-    process group, or is this one process. Raises ValueError when tp x cp x pp, or ep x etp x pp, does not divide the
-    world.
+    The world comes from a launcher with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, from an existing default process
+    group, or is this process. Raises ValueError when tp x cp x pp or ep x etp x pp does not divide it.
     """
     timeout = timedelta(minutes=parallel.timeout_minutes)
     device.select_local_device()
@@ -149,8 +146,8 @@ def init_layout(parallel: ParallelSection, seed: int = 42) -> Layout:
     if world_size % parallel.model_parallel_size:
         raise ValueError(
             f"parallel: tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} = {parallel.model_parallel_size} does "
-            f"not divide the world "
-            f"of {world_size} ranks; start a multiple of {parallel.model_parallel_size} ranks or lower tp, cp or pp"
+            f"not divide the world of {world_size} ranks; start a multiple of {parallel.model_parallel_size} ranks or "
+            "lower tp, cp or pp"
         )
     if world_size % parallel.expert_parallel_size:
         raise ValueError(

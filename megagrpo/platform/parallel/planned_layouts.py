@@ -15,8 +15,7 @@ from megagrpo.platform.parallel.layout import Layout
 
 @dataclass(frozen=True)
 class Group:
-    """A stand-in for a process group while a model is built: it has a size and this rank's index, but no
-    communication."""
+    """A stand-in for a process group while a model is built. It has a size and this rank's index, no communication."""
 
     num_ranks: int
     index: int

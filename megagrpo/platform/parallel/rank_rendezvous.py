@@ -1,5 +1,4 @@
-"""Rendezvous of a run's ranks: how they find each other, the interface they listen on, and how they authenticate
-messages.
+"""Rendezvous of a run's ranks: how they find each other, where they listen, and how they authenticate messages.
 
 On one node the ranks meet in a file, and gloo listens on loopback only. On several nodes they join the store that the
 launcher serves. torch sends Python objects between ranks as pickles, and reading a pickle runs code. With a secret each
@@ -31,8 +30,7 @@ CODE_BYTES = 32
 
 
 def join_world(backend: str, timeout: timedelta) -> None:
-    """Create the default process group: through the launcher's folder, through the store at MASTER_ADDR, or of this one
-    process.
+    """Create the default process group, by the launcher's folder, the store at MASTER_ADDR, or of this process alone.
 
     Raises ValueError on several nodes without a token, with which ranks sign their messages.
     """
@@ -53,8 +51,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
 
 
 def _shared_token() -> bytes:
-    """Return the token that all nodes of a run share. Raises ValueError when there is none or its file cannot be
-    read."""
+    """Return the token that a run's nodes share. Raises ValueError when there is none or its file cannot be read."""
     file, token = text(TOKEN_FILE_VARIABLE), text(TOKEN_VARIABLE).encode()
     try:
         token = Path(file).read_bytes().strip() if file else token
@@ -83,8 +80,7 @@ def sign_objects(secret: bytes) -> None:
             self._file.write(hmac.digest(key, pickled, "sha256") + pickled)
 
     class Checking:
-        """Reads a pickle with a valid code. torch uses it as `pickle.Unpickler`. Raises UnpicklingError for any other
-        bytes."""
+        """Reads a pickle with a valid code, as torch's `pickle.Unpickler`. Raises UnpicklingError for other bytes."""
 
         def __init__(self, file: IO[bytes]):
             self._file = file

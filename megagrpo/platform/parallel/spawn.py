@@ -81,8 +81,7 @@ def run_ranks(
 
 
 def _wait(ranks: dict[int, BaseProcess], folder: Path, timeout: float) -> None:
-    """Wait until every rank has exited with code 0. Raises RankFailed as soon as one has not, or after `timeout`
-    seconds."""
+    """Wait until all ranks have exited with code 0. Raises RankFailed once one has not, or after `timeout` seconds."""
     deadline = time.monotonic() + timeout
     while running := [rank for rank, process in ranks.items() if process.exitcode is None]:
         if any(process.exitcode for process in ranks.values()):

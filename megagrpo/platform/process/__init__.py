@@ -1,2 +1,1 @@
-"""This process and the machine: temporary files, the parent's death, text on the terminal. Imports the standard library
-only."""
+"""This process and machine: temporary files, the parent's death, terminal text. Imports only the standard library."""

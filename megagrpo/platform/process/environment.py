@@ -215,8 +215,7 @@ class EnvironmentRefused(ValueError):
 
 
 class Verdict(NamedTuple):
-    """What a command does about variables other than passing them on, with the reason and the fix. Only IGNORED removes
-    them."""
+    """What a command does about variables besides passing them on, the reason and fix. Only IGNORED removes them."""
 
     names: tuple[str, ...]
     reason: str
@@ -268,8 +267,7 @@ def judge(environment: Mapping[str, str]) -> list[Verdict]:
 
 
 def launched(environment: Mapping[str, str]) -> bool:
-    """Whether a launcher of ranks started this process: it sets a complete set of variables, and their numbers fit
-    together."""
+    """Whether a launcher of ranks started this process: its variables are complete and their numbers consistent."""
     rank, world, local, here = (_number(environment.get(name, "")) for name in RANKS.split())
     if rank is None or world is None or local is None or here is None or not (rank < world and local < here <= world):
         return False
@@ -286,8 +284,7 @@ def under_torchrun(environment: Mapping[str, str]) -> bool:
 
 
 def end_of_job(environment: Mapping[str, str]) -> float | None:
-    """Return the end of the Slurm job of this process, in seconds since 1970; None without one, or if the variable
-    cannot be its end."""
+    """Return the end of this Slurm job in seconds since 1970; None without one or with an impossible variable."""
     return None if _end_of_job(environment) or not environment.get(END_OF_JOB) else float(environment[END_OF_JOB])
 
 
@@ -305,8 +302,8 @@ def _ranks(environment: Mapping[str, str]) -> Iterator[Verdict]:
         values = ", ".join(f"{name}={environment[name]}" for name in names if environment.get(name))
         problem = f"{', '.join(missing)} missing" if missing else "these values do not fit together"
         fix = (
-            "unset them to train on this machine alone, or start ranks with `megagrpo launch`, on several nodes "
-            "with `megagrpo submit`"
+            "unset them to train on this machine alone, or start ranks with `megagrpo launch`, on several nodes with "
+            "`megagrpo submit`"
         )
         set_here = tuple(name for name in names if name in environment)
         yield Verdict(set_here, f"{values}, but {problem}; a launcher of ranks sets all of them", fix, REFUSED)
@@ -361,8 +358,7 @@ def _proxy_problem(value: str) -> tuple[str, str] | None:
 
 
 def _caches(environment: Mapping[str, str]) -> Iterator[Verdict]:
-    """Yield the variable that places the cache of data sets, which reading any data file needs, where it cannot be
-    created."""
+    """Yield the variable that places the data sets' cache, which any data file needs, where it cannot be created."""
     name, below = next(
         (place for place in DATA_CACHES.items() if environment.get(place[0])), ("HOME", DATA_CACHES["HOME"])
     )

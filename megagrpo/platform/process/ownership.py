@@ -28,8 +28,7 @@ _OWNER = r"(\d+\.[a-z0-9_]{8})"  # process id, and the characters of tempfile.mk
 
 
 def make_folder(prefix: str, parent: Path) -> tuple[Path, int]:
-    """Create a folder of this process in `parent`. Returns it and the descriptor of its lock; closing the descriptor
-    releases the lock.
+    """Create this process's folder in `parent`. Returns it and its lock's descriptor, whose closing releases the lock.
 
     Where files cannot be locked, the lock file stays empty, and only this process removes the folder.
     """
@@ -54,8 +53,7 @@ def owner_in(name: str, prefix: str) -> str:
 
 
 def remove_left(parent: Path, prefix: str, labels: Sequence[str] = ()) -> None:
-    """Remove the folders of ended processes in `parent`, and the files beside them that are named LABEL, owner, `-`,
-    anything.
+    """Remove folders of ended processes in `parent`, and files beside them that are named LABEL, owner, `-`, anything.
 
     Errors are ignored: what cannot be removed stays, and a later call tries again.
     """

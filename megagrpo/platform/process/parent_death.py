@@ -1,5 +1,4 @@
-"""Ties a process to its parent: the kernel sends it a signal when the parent ends, even by SIGKILL (PR_SET_PDEATHSIG of
-Linux).
+"""Ties a process to its parent: the kernel signals it when the parent ends, even by SIGKILL (Linux PR_SET_PDEATHSIG).
 
 Imports the standard library only, because callers run this before any slow import.
 """
@@ -45,12 +44,10 @@ _tied: list[bool] = []
 
 
 def tie_process_tree() -> None:
-    """Have the kernel kill this process with its parent if `multiprocessing` started it, and every process that its
-    main thread forks from now on. Forks of other threads are left alone, because the kernel would kill them when that
-    thread ends.
+    """Have the kernel kill this process with its parent if `multiprocessing` started it, and every later fork of its
+    main thread. Forks of other threads are left alone: the kernel would kill them when that thread ends.
 
-    vLLM's plug-in calls this in each process. A second call does nothing, and so does the call in a fork that is tied
-    already.
+    vLLM's plug-in calls this in each process. A second call does nothing, nor does a call in a fork already tied.
     """
     if _tied:
         return

@@ -1,5 +1,4 @@
-"""The phases of a training step: generate, reward, logprobs, train, optimizer, sync. One owner times, shows and marks
-them."""
+"""The phases of a step: generate, reward, logprobs, train, optimizer, sync. One owner times, shows and marks them."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ class Phases:
     Seconds of repeated phases are added up. They are host times: work that a phase leaves queued on a GPU counts for
     the phase that waits for it. A phase inside another one shares its progress, and its seconds count in both.
 
-    `about` begins the titles of the progress, such as "step 3/40 ". `mark` returns a context that names a range in a
-    profile.
+    `about` begins the progress titles, such as "step 3/40 ". `mark` returns a context that names a profile's range.
     """
 
     def __init__(self, progress: Progress = SILENT) -> None:
@@ -43,8 +41,7 @@ class Phases:
                 self.task = outer
 
     def collect(self) -> dict[str, float]:
-        """Return `time/PHASE` for each phase and `time/step`, in seconds since the last call or the start, and reset
-        them."""
+        """Return and reset `time/PHASE` for each phase and `time/step`: seconds since the last call or the start."""
         now = time.perf_counter()
         metrics = {f"time/{phase}": seconds for phase, seconds in self._seconds.items()} | {
             "time/step": now - self._started

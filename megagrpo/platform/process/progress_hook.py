@@ -1,5 +1,4 @@
-"""What long work reports while it runs, and a report that shows nothing. `megagrpo.records.progress_bars` draws bars on
-a terminal."""
+"""What long work reports as it runs, and a report that shows nothing. `megagrpo.records.progress_bars` draws bars."""
 
 from __future__ import annotations
 

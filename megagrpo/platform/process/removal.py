@@ -21,8 +21,7 @@ Name = str | os.PathLike[str]
 
 
 def remove(path: Name) -> bool:
-    """Remove a file, a folder with its content, or a link without its target. Returns whether nothing is left at
-    `path`."""
+    """Remove a file, a folder and its content, or only a link. Returns whether nothing is left at `path`."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -55,8 +54,7 @@ def remove_tree(folder: Name, owner: int | None = None) -> bool:
 
 
 def remove_own_file(path: Name, inode: int | None = None) -> bool:
-    """Remove a regular file of this user, if given the one with this inode. Returns whether nothing is left at
-    `path`."""
+    """Remove a regular file of this user, with this inode if given. Returns whether nothing is left at `path`."""
     try:
         status = os.lstat(path)
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and inode in (None, status.st_ino):

@@ -5,8 +5,7 @@ Libraries leave files in the temporary directory when their process is killed, a
 a folder of its own as the temporary directory. A later process that finds such a folder, whose process has ended,
 removes it (`ownership.py`).
 
-Caches of compiled code are kept for the next run. A process runs what it finds in them, so no other user may be able to
-write there.
+Caches of compiled code are kept for the next run. A process runs what they hold, so no other user may write there.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ _LINKS = 40  # the kernel's limit for links in a path
 def temporary_files() -> Iterator[Path]:
     """Redirect temporary files of this process and its children to a folder, which this yields and removes on exit.
 
-    Folders that ended processes left are removed on entry and exit. torch's compile cache stays outside the folder, for
-    the next run.
+    Folders of ended processes are removed on entry and exit. torch's compile cache stays outside, for the next run.
     """
     temp_dir = Path(tempfile.gettempdir())
     # beside the parent process's folder, not inside it: socket names must be short
@@ -64,19 +62,16 @@ def temporary_files() -> Iterator[Path]:
 
 
 def user_cache() -> Path:
-    """Return the user's folder for caches: $XDG_CACHE_HOME if it is absolute, else ~/.cache. Raises RuntimeError
-    without a home folder."""
+    """Return the user's cache: $XDG_CACHE_HOME if absolute, else ~/.cache. Raises RuntimeError without a home."""
     named = Path(text("XDG_CACHE_HOME"))
     return named if named.is_absolute() else Path.home() / ".cache"
 
 
 def code_caches(temporary: Path) -> dict[str, str]:
-    """Return variable -> folder of this run's caches of compiled code. torch's is kept in the user's cache, for the
-    next run.
+    """Return variable -> folder of this run's compiled-code caches. torch's stays in the user's cache for later runs.
 
     If another user could write there or to the home folder, all caches go to `temporary`, and a warning names the
-    reason. Without a home folder that this user can write to, they go there without a warning: such a machine keeps
-    nothing.
+    reason. Without a home folder that this user can write to, they go there without a warning: nothing is kept.
     """
     try:
         folder = user_cache() / "megagrpo" / "torchinductor"
@@ -96,11 +91,9 @@ def code_caches(temporary: Path) -> dict[str, str]:
 
 
 def not_private(folder: Path, create: bool = False) -> str:
-    """Return why another user could put files into `folder`, "" if none can. Every folder and link on the way to it
-    counts.
+    """Return why another user could put files into `folder`, "" if none can. All folders and links on its path count.
 
-    root may own any of them. With `create`, missing folders are created with mode 0700. Raises OSError when one cannot
-    be.
+    root may own any. With `create`, missing folders are created with mode 0700. Raises OSError when one cannot be.
     """
     user, here, links = os.geteuid(), Path("/"), 0
     left = [*reversed(folder.parts[1:])]

@@ -1,5 +1,4 @@
-"""Names of files in /dev/shm that contain the owning process, so that the next start can remove the files of a killed
-process.
+"""Names files in /dev/shm by their owning process, so that the next start can remove a killed process's files.
 
 Every process that creates files has a folder `megagrpo-OWNER`, whose lock tells whether the process lives
 (`ownership.py`). A trainer keeps its weights in that folder. Segments that vLLM creates through Python's
@@ -27,14 +26,12 @@ def owned(label: str) -> str:
 
 @functools.cache
 def _owner(pid: int) -> str:
-    """Create the folder of this process, whose lock it holds until it ends, and return the owner in its name. A fork
-    has its own."""
+    """Create this process's folder, locked until the process ends, and return its name's owner. A fork has its own."""
     return owner_in(make_folder(FOLDER, SHARED_MEMORY)[0].name, FOLDER)
 
 
 def name_segments_by_owner() -> None:
-    """Make `multiprocessing.shared_memory` name every segment after the process that creates it, in this process and
-    its children."""
+    """Make `multiprocessing.shared_memory` name segments after the creating process, here and in child processes."""
     from multiprocessing import shared_memory
 
     vars(shared_memory).update(_make_filename=lambda: f"/{owned(SEGMENTS)}")

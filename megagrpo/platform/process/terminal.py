@@ -1,9 +1,7 @@
-"""Text of models, users and other programs on the terminal: control characters are shown as escapes, so they cannot
-control the terminal.
+"""Text of models, users and other programs on the terminal: control characters are escaped and cannot control it.
 
-Escape sequences set titles and the clipboard, hide text or answer as if typed; bidirectional overrides make text look
-like other text. Every place that prints text from outside this package uses this module. Files of a run keep the text
-unchanged.
+Escape sequences set titles and the clipboard, hide text or answer as if typed; bidirectional overrides disguise text.
+All code that prints text from outside this package uses this module. Files of a run keep the text unchanged.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class OutputError(Exception):
     def __init__(self, error: OSError):
         super().__init__(
             f"megagrpo: standard output cannot be written: {error.strerror}; free space there, or write to another "
-            f"place"
+            "place"
         )
         self.is_closed_pipe = error.errno == errno.EPIPE
 
@@ -91,8 +89,7 @@ def warn(text: object) -> None:
 
 
 class LineTimes:
-    """When the lines of one wait are due: after `first` seconds, and then whenever the wait is twice as long, so a log
-    stays short."""
+    """When a wait's lines are due: after `first` seconds, then whenever the wait doubles, so that logs stay short."""
 
     def __init__(self, first: float):
         self._next = first
@@ -106,8 +103,7 @@ class LineTimes:
 
 def wrapped(text: str, width: int = WIDTH, indent: int = 2, whole_words: bool = True) -> list[str]:
     """Return the lines of `text`, wrapped at spaces to `width` columns. Later parts of a line are indented by `indent`
-    more spaces than the line. A word that is too long stays whole, so that a path can be copied, unless `whole_words`
-    is False."""
+    more spaces. A longer word stays whole, so that a path can be copied, unless `whole_words` is False."""
     lines = []
     for line in text.split("\n"):
         if len(line) <= width:
@@ -164,8 +160,7 @@ def log_to_stderr() -> None:
 
 
 def hide_bars_of_libraries() -> None:
-    """Let libraries draw no progress bars in a pipe, whose lines they would break, and on ranks other than 0. Call it
-    before their imports."""
+    """Hide libraries' progress bars in pipes, whose lines they break, and on ranks above 0. Call it before imports."""
     if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
@@ -177,8 +172,7 @@ def set_log_level(configured: str | None = None) -> None:
 
 
 def log_level(configured: str | None = None) -> str:
-    """Return the level of `MEGAGRPO_LOG_LEVEL`, else `configured` (`run.log_level`), else "info". Raises LogLevelError
-    for an unknown level."""
+    """Return `MEGAGRPO_LOG_LEVEL`, else `configured` (`run.log_level`), or "info". Raises LogLevelError if unknown."""
     level = os.environ.get(LEVEL_VARIABLE) or configured or "info"
     if level not in LEVELS:
         raise LogLevelError(f"{LEVEL_VARIABLE}: {level!r} is not a log level; use one of {', '.join(LEVELS)}")
@@ -191,8 +185,7 @@ def quiets(configured: str, level: str) -> bool:
 
 
 def get_logger(name: str) -> logging.Logger:
-    """Return the logger `name`, whose records are printable before any handler gets them. For records with text of
-    models or users."""
+    """Return the logger `name` for text of models or users: its records are printable before any handler gets them."""
     logger = logging.getLogger(name)
     logger.addFilter(_escape)
     return logger

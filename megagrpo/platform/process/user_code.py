@@ -16,11 +16,9 @@ _PACKAGE = str(Path(__file__).parents[2])
 
 
 def load(location: str, name: str) -> Callable[..., Any]:
-    """Return the function or class `name` of `location`, the path of a `.py` file or a dotted module; imported once per
-    process.
+    """Return function or class `name` of `location`, a `.py` path or a dotted module; imported once per process.
 
-    Raises AttributeError, with the functions that are there, when it has none of that name, and whatever the import
-    raises.
+    Raises AttributeError, listing the functions, when it has none of that name, and whatever the import raises.
     """
     module = load_file(Path(location)) if location.endswith(".py") else importlib.import_module(location)
     function = getattr(module, name, None)
@@ -31,8 +29,7 @@ def load(location: str, name: str) -> Callable[..., Any]:
 
 
 def absolute(location: str) -> str:
-    """Return the absolute path of a `.py` file, relative to the current folder; a dotted module as it is. Raises
-    FileNotFoundError."""
+    """Return a `.py` path as absolute, from the current folder; a module unchanged. Raises FileNotFoundError."""
     if not location.endswith(".py"):
         return location
     file = Path(location).expanduser()

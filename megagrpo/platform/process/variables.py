@@ -26,8 +26,7 @@ def text(name: str, default: str = "") -> str:
 
 
 def number(name: str, default: int) -> int:
-    """Return the value of a variable as a number, such as WORLD_SIZE, RANK or LOCAL_WORLD_SIZE. Raises ValueError when
-    it is no number."""
+    """Return a variable such as WORLD_SIZE, RANK or LOCAL_WORLD_SIZE as a number. Raises ValueError for other text."""
     return int(ENVIRONMENT.get(name, default))
 
 
@@ -54,12 +53,10 @@ def changed(values: Mapping[str, str | None]) -> Iterator[None]:
 
 
 OPENMP = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
-"""How OpenMP's threads wait for each other on a CPU: they spin for 10,000 iterations, 0.1 to 0.5 milliseconds, and then
-sleep.
+"""How OpenMP's threads wait on a CPU: they spin for 10,000 iterations, 0.1 to 0.5 milliseconds, and then sleep.
 
 Without spinning, each operation on two threads wakes a sleeping thread: a bf16 step takes 1.3 times as long
-(`benchmarks/step_cost.py`). With the default, many milliseconds, threads that wait take the cores from threads that
-compute.
+(`benchmarks/step_cost.py`). With the default, many milliseconds, waiting threads take the cores from computing threads.
 """
 
 KEPT_BYTES = 32 * 2**20
@@ -67,5 +64,4 @@ KEPT_BYTES = 32 * 2**20
 (`device.reuse_freed_memory`): glibc's limit."""
 # In the kernel's default pages of 4 KiB, new memory for the weights of a sync takes longer than their copy.
 MALLOC = f"glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold={KEPT_BYTES}:glibc.malloc.trim_threshold={2**31 - 1}"
-"""GLIBC_TUNABLES of a vLLM server without a GPU: it allocates in huge pages, and keeps freed memory as the trainer
-does."""
+"""GLIBC_TUNABLES of a vLLM server without a GPU: it allocates in huge pages and keeps freed memory like the trainer."""

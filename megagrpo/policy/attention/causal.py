@@ -1,8 +1,7 @@
 """Causal attention over batches of sequences in plain torch: grouped heads, windows, capped scores, sinks.
 
-It picks the cheapest method that supports the case: batched matrix products for short sequences, the flash kernel for
-long ones. Where that kernel does not support the mask, it takes blocks of queries, each with the keys that the block
-sees.
+It picks the cheapest supported method: batched matrix products for short sequences, the flash kernel for long ones.
+Where that kernel does not support the mask, it takes blocks of queries, each with the keys that the block sees.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ BLOCK_QUERIES = 256
 class Scores:
     """How scores follow from queries and keys: scale q k^T, then softcap tanh(x / softcap) with a cap.
 
-    `sinks` [h] are scores of one more key, which all queries of a head see and whose value is 0 (GPT-OSS, arXiv
-    2508.10925).
+    `sinks` [h] are scores of one more key with value 0, which all queries of a head see (GPT-OSS, arXiv 2508.10925).
     """
 
     scale: float

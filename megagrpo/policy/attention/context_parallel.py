@@ -1,8 +1,7 @@
 """Core attention of a context-parallel rank in plain torch: its own queries against the keys and values of all ranks.
 
-Keys and values are all-gathered over the group, and their gradients reduce-scattered to the ranks that own them. A
-chunk of a sequence sees the sequence up to its own end. Chunks that see a similar number of keys share a batch; a mask
-marks where each one ends.
+Keys and values are all-gathered over the group, their gradients reduce-scattered to their owners. A chunk sees its
+sequence up to its own end. Chunks that see a similar number of keys share a batch; a mask marks each chunk's end.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ def context_attention(
     scores: Scores,
     window: int | None = None,
 ) -> Tensor:
-    """Run `causal_attention` for this rank's slice: query [T/cp, h, d], key [T/cp, g, d], value [T/cp, g, v] -> [T/cp,
-    h * v]. Collective."""
+    """Run `causal_attention`: query [T/cp, h, d], key [T/cp, g, d], value [T/cp, g, v] -> [T/cp, h * v]. Collective."""
     batches, back = _batches_of(packed, group)
     assert back.numel() == query.shape[0], (
         f"cu_seqlens give this rank {back.numel()} tokens, the pack has {query.shape[0]}"
@@ -85,8 +83,7 @@ def context_attention(
 
 
 def _batches_of(packed: PackedSeqParams, group: dist.ProcessGroup) -> tuple[list[ChunkBatch], Tensor]:
-    """Return a pack's batches and `back` of `batch_chunks`. The first layer that asks computes them; they stay on the
-    pack for the others."""
+    """Return a pack's batches and `back` of `batch_chunks`. The first layer computes them; the pack keeps them."""
     if not hasattr(packed, "chunks"):
         ranks = dist.get_world_size(group), dist.get_rank(group)
         packed.chunks = batch_chunks(packed.host_borders, packed.prefixes, *ranks, packed.positions.device)

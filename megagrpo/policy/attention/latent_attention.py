@@ -1,9 +1,7 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as a Megatron module, with the rotary embedding of this
-package.
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) as a Megatron module with our rotary embedding.
 
-Megatron's own `MLASelfAttention` restarts positions at 0 for every sequence of a pack and always normalises queries.
-Without Transformer Engine it also shards the down projections, where the gradient of the rotated keys misses the other
-ranks' heads.
+Megatron's `MLASelfAttention` restarts positions at 0 for each packed sequence and always normalises queries. Without
+Transformer Engine it shards the down projections too, so the rotated keys' gradient misses other ranks' heads.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ class WholeLinear(nn.Module):
 
 
 class LatentAttention(MultiLatentAttention):
-    """Causal self-attention whose keys and values, and queries if the model sets a query rank, are projected from
-    low-rank latents.
+    """Causal self-attention: keys, values and, if a query rank is set, queries are projected from low-rank latents.
 
     Every tensor-parallel rank computes the latents of its tokens; the heads are sharded over the ranks.
     `build._set_rotary` sets `rotary`.
@@ -142,8 +139,7 @@ class LatentAttention(MultiLatentAttention):
     def _run_core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> Tensor:
-        """Run core attention. `TorchAttention` accepts values narrower than queries; for Transformer Engine Megatron
-        pads them."""
+        """Run core attention. Values narrower than queries are padded for Transformer Engine, not `TorchAttention`."""
         if isinstance(self.core_attention, TorchAttention):
             return self.core_attention(query, key, value, attention_mask, **options)
         return super()._run_core_attention(query, key, value, attention_mask, **options)

@@ -1,5 +1,4 @@
-"""Core attention in plain torch for packed sequences, rotary positions included. It runs where there is no Transformer
-Engine.
+"""Core attention in plain torch for packed sequences, with rotary positions. It runs without Transformer Engine.
 
 A typical micro-batch on a CPU is 60 sequences of 50 tokens. One attention call per sequence would cost more than the
 arithmetic.
@@ -31,12 +30,10 @@ from megagrpo.types import moved
 def pack_params(
     cu_seqlens: Tensor, prefixes: Tensor | None = None, own: Tensor | None = None, positions: Tensor | None = None
 ) -> PackedSeqParams:
-    """Return Megatron's description of a pack with borders `cu_seqlens` [S + 1] int32, for a model forward of batch
-    size 1.
+    """Return Megatron's description of a pack with borders `cu_seqlens` [S + 1] int32, for a forward of batch size 1.
 
-    `cu_seqlens` and `prefixes` are on the host; the layers' device is that of `positions`. `positions` [T/cp] int64
-    holds the position of each of this rank's tokens in its sample. None: computed from the borders, for layers on the
-    host.
+    `cu_seqlens` and `prefixes` are on the host. `positions` [T/cp] int64, on the layers' device, holds the position of
+    each of this rank's tokens in its sample. None: computed from the borders, for layers on the host.
 
     `prefixes` [S] int64 holds the index of the sequence that each sequence continues, or -1. A sequence sees its
     prefix's tokens before its own, and its positions continue the prefix's. A prefix has no prefix of its own. Only
@@ -62,8 +59,7 @@ def pack_params(
 
 
 def prefix_lengths(lengths: Tensor, prefixes: Tensor | None) -> Tensor:
-    """Return [S]: the number of prefix tokens that each sequence sees, from the sequences' own lengths [S] in the same
-    dtype."""
+    """Return [S]: how many prefix tokens each sequence sees, from sequences' own lengths [S] in the same dtype."""
     if prefixes is None:
         return torch.zeros_like(lengths)
     return torch.where(prefixes < 0, 0, lengths[prefixes.clamp(min=0)])
@@ -73,9 +69,8 @@ def prefix_lengths(lengths: Tensor, prefixes: Tensor | None) -> Tensor:
 class Batches:
     """The batches of a pack, and the way back to it.
 
-    `rows[i]` [S_i, L_i] int64 are the pack positions of batch i: a prefix, then the tokens that continue it, then
-    padding that repeats position 0. `back` [T] int64 is the index of each token among the rows of all batches,
-    concatenated.
+    `rows[i]` [S_i, L_i] int64 are the pack positions of batch i: a prefix, the tokens that continue it, then padding
+    that repeats position 0. `back` [T] int64 is each token's index among the concatenated rows of all batches.
     """
 
     rows: tuple[Tensor, ...]
@@ -83,8 +78,7 @@ class Batches:
 
 
 def batch_sequences(borders: list[int], device: torch.device, prefixes: list[int] | None = None) -> Batches:
-    """Group the sequences between `borders` (cu_seqlens) by the number of tokens that they see: their prefix, if any,
-    and themselves."""
+    """Group the sequences between `borders` (cu_seqlens) by the number of tokens they see, prefixes included."""
     own = list(pairwise(borders))
     before = [(0, 0) if prefixes is None or prefixes[i] < 0 else own[prefixes[i]] for i in range(len(own))]
     # (tokens seen, start of the prefix, length of the prefix, start of the sequence)
@@ -119,8 +113,7 @@ def _batches_of(packed: PackedSeqParams) -> Batches:
 
 
 class Rotary:
-    """Rotary positions: `frequencies` [n] float32, in radians per position, rotate the first 2n dimensions of a head;
-    the others stay.
+    """Rotary positions: `frequencies` [n] float32, in radians per position, rotate the first 2n dimensions of a head.
 
     cos and sin are multiplied by `factor` (yarn's attention factor). `interleaved` is as in `elementwise.rotate`.
     """
@@ -137,8 +130,7 @@ class Rotary:
         return rotate(query, cos, sin, self.interleaved), rotate(key, cos, sin, self.interleaved)
 
     def of_pack(self, packed: PackedSeqParams, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, [T, 1, n] or [T/cp, 1, n], of each token's position in its sample. The first layer that
-        asks computes them."""
+        """Return cos and sin, [T, 1, n] or [T/cp, 1, n], of positions in the sample. The first layer computes them."""
         rotations = vars(packed).setdefault("rotations", {})
         if self not in rotations:
             rotations[self] = self.at(packed.positions[:, None], dtype)

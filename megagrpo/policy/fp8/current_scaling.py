@@ -1,5 +1,4 @@
-"""Current scaling: the FP8 scales of an operand follow from its own largest magnitudes. All recipes but `delayed` use
-it."""
+"""Current scaling: an operand's FP8 scales follow from its largest magnitudes. All recipes but `delayed` use it."""
 
 from __future__ import annotations
 
@@ -36,6 +35,5 @@ class CurrentScaling:
         return self.round(grad, self.fp8.gradients, dim)
 
     def round(self, x: Tensor, dtype: torch.dtype, dim: int, square: bool = False) -> Tensor:
-        """Round x [rows, width] for a product that sums over `dim`; return it in float32. `square` is as in
-        `Fp8.tile`."""
+        """Round x [rows, width] for a product that sums over `dim`; return float32. `square` is as in `Fp8.tile`."""
         return round_to(x, dtype, self.fp8.tile(x.shape, dim, square), power_of_two=self.fp8.powers_of_two)

@@ -28,11 +28,9 @@ INPUT, WEIGHT, GRADIENT = range(3)
 
 
 class DelayedScaling:
-    """Scales [n, 3] float32 of the input, weight and output gradient of n linears, and the history `amaxes` [length, n,
-    3] that sets them.
+    """Scales [n, 3] float32 of n linears' input, weight and output gradient, set by history `amaxes` [length, n, 3].
 
-    Row 0 of `amaxes` collects for the coming change; until then it covers this rank only. The other rows are of earlier
-    changes, oldest first.
+    Row 0 of `amaxes` collects for the next change, of this rank only. The others hold earlier changes, oldest first.
     """
 
     def __init__(self, count: int, history: History, gradients: torch.dtype, group: dist.ProcessGroup):
@@ -46,14 +44,12 @@ class DelayedScaling:
         self.gradients = gradients
 
     def begin(self) -> None:
-        """Start a series of micro-batches with weights not rounded yet: drop the cached weight scales and the queues
-        for recompute."""
+        """Start a series of micro-batches with unrounded weights: drop cached weight scales and recompute queues."""
         self._weight_scales.clear()
         self._recomputed.clear()
 
     def run(self, stack: Callable[..., Tensor], hidden: Tensor, **options: Any) -> Tensor:
-        """Run the decoder's forward pass `stack` and update the scales that depend on it. `hidden` [T, 1, H] enters the
-        decoder."""
+        """Run the decoder's forward pass `stack` on `hidden` [T, 1, H] and update the scales that depend on it."""
         self._forward, self._trains = True, torch.is_grad_enabled()
         if self._trains and hidden.requires_grad:
             hidden.register_hook(lambda gradient: self.update([GRADIENT]))

@@ -61,8 +61,7 @@ class Fp8:
         )
 
     def megatron_config(self) -> dict[str, Any]:
-        """Return the fields of Megatron's configuration that select this recipe in Transformer Engine; `keep_in_bf16`
-        sets the rest.
+        """Return the Megatron settings that select this recipe in Transformer Engine; `keep_in_bf16` sets the rest.
 
         Without Transformer Engine it is empty, and `quantise_linears` emulates the recipe. Raises ValueError when this
         GPU does not support the recipe.

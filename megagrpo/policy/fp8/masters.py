@@ -1,5 +1,4 @@
-"""FP8 weights and their float32 masters: masters start from unrounded values, and each optimizer step rounds them to
-FP8 again.
+"""FP8 weights and their float32 masters: masters start from unrounded values, and each step rounds them to FP8 again.
 
 Megatron's sharded optimizer updates each rank's part of the masters, rounds it to FP8 numbers, and all-gathers their
 bytes. A scale follows from the whole weight, so the ranks agree on it by a max-reduction first.
@@ -27,8 +26,7 @@ def remember(weight: Tensor, values: Tensor) -> None:
 
 
 def unrounded(weight: Tensor) -> Tensor | None:
-    """Return the values [out, in] last written to an FP8 weight, before rounding, in host memory; None after
-    `forget_unrounded`."""
+    """Return values [out, in] last written to an FP8 weight, unrounded, on the host; None after `forget_unrounded`."""
     return weight.__dict__.get("unrounded")
 
 
@@ -39,8 +37,7 @@ def forget_unrounded(chunks: Sequence[nn.Module]) -> None:
 
 
 def patch_optimizer() -> None:
-    """Patch Megatron to accept `Fp8Tensor` as Transformer Engine's FP8 class. All names that it needs are in one
-    module, fp8_utils."""
+    """Patch Megatron to accept `Fp8Tensor` as Transformer Engine's FP8 class. All names it needs are in fp8_utils."""
     fp8_utils.HAVE_TE_FP8_TENSOR_CLASS, fp8_utils.FP8_TENSOR_CLASS = True, Fp8Tensor
     fp8_utils._modify_underlying_storage_impl = _move_numbers
     fp8_utils._quantize_param_shard_impl = _round_masters
@@ -59,8 +56,7 @@ def _round_masters(
     group: dist.ProcessGroup,
     *others: None,
 ) -> None:
-    """Round this rank's part of each weight's float32 master, from element `start`, into the FP8 numbers; None where it
-    has no part.
+    """Round this rank's part of each float32 master, from element `start`, into FP8 numbers; None if it has no part.
 
     Collective over `group`, whose ranks together hold all parts. As in Transformer Engine 2.20
     (`quantize_master_weights`), scales are computed over whole weights, from masters cast to the weights' dtype.

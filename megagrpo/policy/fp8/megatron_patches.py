@@ -1,5 +1,4 @@
-"""Changes to Megatron's own use of FP8: the recipe for Transformer Engine, layers without FP8, and the padding of
-routed tokens."""
+"""Changes to Megatron's use of FP8: Transformer Engine's recipe, layers without FP8, and padding of routed tokens."""
 
 from __future__ import annotations
 
@@ -38,8 +37,7 @@ def _recipe(config: TransformerConfig) -> Any:
 
 
 def keep_in_bf16(config: TransformerConfig, hybrid_layers: Iterable[int]) -> None:
-    """Make Megatron skip the FP8 context that it enters per layer for these hybrid layers, counted from 0 over all
-    stages.
+    """Make Megatron skip the FP8 context it enters per layer for these hybrid layers, counted from 0 over all stages.
 
     Megatron itself only supports a number of first and of last layers. For recipe `delayed` see `leave_fp8`.
     """
@@ -52,9 +50,8 @@ def _in_bf16(config: TransformerConfig, layer_no: int) -> bool:
 
 
 def leave_fp8(chunks: Sequence[nn.Module], bf16_layers: frozenset[int], layers_per_block: int) -> None:
-    """Disable FP8 in the decoder layers `bf16_layers` of the bare chunks, counted from 0, for recipe `delayed`. There
-    Megatron enters one Transformer Engine FP8 context for all layers, so `keep_in_bf16` has no effect on the forward
-    pass."""
+    """Disable FP8 in the bare chunks' decoder layers `bf16_layers`, counted from 0, for recipe `delayed`. Its one
+    Transformer Engine FP8 context spans all layers, so `keep_in_bf16` has no effect on the forward pass."""
     for layer in layers_of(chunks):
         if (layer.layer_number - 1) // layers_per_block in bf16_layers:
             mix_in(layer, OutsideFp8)
@@ -72,8 +69,7 @@ class OutsideFp8:
 
 
 def pad_routing(config: TransformerConfig, recipe: str) -> None:
-    """Make Megatron's dispatcher pad each expert's tokens to the recipe's multiple when Megatron's configuration does
-    not enable FP8."""
+    """Make Megatron's dispatcher pad each expert's tokens to the recipe's multiple when Megatron's FP8 is disabled."""
     config.moe_router_padding_for_quantization, config.routing_multiple = True, fp8_utils.get_fp8_align_size(recipe)
     token_dispatcher.get_align_size_for_quantization = _routing_multiple
 

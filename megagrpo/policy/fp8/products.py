@@ -27,11 +27,9 @@ Operands = CurrentScaling | DelayedOperands  # round the operands of one linear'
 def quantise_linears(
     chunks: Sequence[nn.Module], fp8: Fp8, layers_per_block: int, amax_group: torch.distributed.ProcessGroup
 ) -> None:
-    """Make the linears of the bare chunks' decoder layers, experts included, multiply in emulated FP8 as the recipe
-    says.
+    """Make linears of the bare chunks' decoder layers, experts included, multiply in emulated FP8 as the recipe says.
 
-    Weights keep their values, or are rounded to FP8 with `fp8.keeps_weights`. The ranks of `amax_group` share delayed
-    scales.
+    With `fp8.keeps_weights` weights are rounded to FP8, else unchanged. Ranks of `amax_group` share delayed scales.
     """
     inside = [
         layer for layer in layers_of(chunks) if (layer.layer_number - 1) // layers_per_block not in fp8.bf16_layers
@@ -71,8 +69,7 @@ class Quantised:
 
 
 class Product(torch.autograd.Function):
-    """x W^T of x [..., in] and W [out, in] in FP8; the backward pass computes dy W, all-reduced over `group` if given,
-    and dy^T x.
+    """x W^T of x [..., in] and W [out, in] in FP8; backward computes dy W, all-reduced over any `group`, and dy^T x.
 
     Each product rounds its operands for itself. Results have the dtypes of x and W.
     """

@@ -20,8 +20,7 @@ def codes(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
 
 
 def scaled(x: Tensor, dtype: torch.dtype, scale: Tensor) -> Tensor:
-    """Return x [...] in float32 after rounding x * scale to `dtype` and dividing by the scale. Values too large
-    saturate."""
+    """Return x [...] in float32 after rounding x * scale to `dtype` and dividing by scale. Larger values saturate."""
     return codes(x, dtype, scale).float() / scale
 
 

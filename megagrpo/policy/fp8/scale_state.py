@@ -24,8 +24,7 @@ from megagrpo.policy.fp8.megatron_patches import OutsideFp8
 
 @dataclass(frozen=True)
 class _Linear:
-    """Views of one linear's amaxes [length, 3] and scales [3]. Row 0 of the amaxes collects for the coming change, as
-    in `DelayedScaling`.
+    """Views of one linear's amaxes [length, 3] and scales [3]. Row 0 of the amaxes collects, as in `DelayedScaling`.
 
     The three columns are input, weight and output gradient. Transformer Engine keeps them in two places and has one
     more column, for outputs, which are not rounded.
@@ -48,8 +47,7 @@ class _Linear:
 
 @torch.no_grad()
 def sharded_scales(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, ShardedTensor]:
-    """Return amaxes [1 or experts, length, 3] and scales [1 or experts, 3] of every FP8 linear, by name; empty without
-    delayed scaling.
+    """Return amaxes [1 or experts, length, 3] and scales [1 or experts, 3] by linear; empty without delayed scaling.
 
     Collective over the ranks that share scales: the amaxes noted since the last change of scales are max-reduced over
     them. This does not change any later scale.
@@ -70,8 +68,7 @@ def sharded_scales(chunks: Sequence[nn.Module], layout: Layout) -> dict[str, Sha
 
 @torch.no_grad()
 def load_scales(chunks: Sequence[nn.Module], loaded: dict[str, Tensor]) -> None:
-    """Load the tensors of a checkpoint: [1 or experts, length, 3] and [1 or experts, 3], keyed as in
-    `sharded_scales`."""
+    """Load a checkpoint's tensors: [1 or experts, length, 3] and [1 or experts, 3], keyed as in `sharded_scales`."""
     for name, group in _linears(chunks).items():
         amaxes, scales = loaded[f"fp8.{name}.amaxes"], loaded[f"fp8.{name}.scales"]
         for linear, *values in zip(group, amaxes, scales, strict=True):
@@ -79,8 +76,7 @@ def load_scales(chunks: Sequence[nn.Module], loaded: dict[str, Tensor]) -> None:
 
 
 def _linears(chunks: Sequence[nn.Module]) -> dict[str, list[_Linear]]:
-    """Return this rank's FP8 linears by module name in the whole model, without expert numbers: one entry per local
-    expert, else a single one."""
+    """Return this rank's FP8 linears by whole-model name without expert number: one per local expert, else one."""
     linears: dict[str, list[_Linear]] = defaultdict(list)
     for chunk in chunks:
         for layer in (layer for layer in layers_of([chunk]) if not isinstance(layer, OutsideFp8)):
@@ -99,8 +95,7 @@ def _of(module: Any, config: TransformerConfig) -> Iterator[_Linear]:
 
 
 def _of_transformer_engine(module: Any, config: TransformerConfig) -> Iterator[_Linear]:
-    """Yield the views of a Transformer Engine module. Its `_extra_state` is no alternative: a pickle that Transformer
-    Engine refuses to load."""
+    """Yield the views of a Transformer Engine module, which refuses to load the pickle of its `_extra_state`."""
     if not hasattr(module, "fp8_meta") or not any(
         name.startswith("weight") for name, _ in module.named_parameters(recurse=False)
     ):

@@ -1,9 +1,7 @@
-"""Weights stored as FP8 numbers and scales between steps (`model.fp8_param`), and functions that read any weight, FP8
-or not.
+"""Weights stored as FP8 numbers and scales between steps (`model.fp8_param`), and functions that read any weight.
 
-An FP8 weight is a tensor of Transformer Engine's classes or, without it, an `Fp8Tensor`. A product reads the same
-numbers as without `model.fp8_param`, where bf16 weights are rounded for each product. Both therefore take the same
-steps, bit for bit.
+An FP8 weight is of Transformer Engine's classes or, without it, an `Fp8Tensor`. A product reads the same numbers as
+without `model.fp8_param`, where bf16 weights are rounded per product. Both take the same steps, bit for bit.
 """
 
 from __future__ import annotations
@@ -19,8 +17,7 @@ from megagrpo.policy.fp8.rounding import E4M3, Tile, codes, largest, scale_for, 
 
 
 class Fp8Tensor(torch.Tensor):
-    """A matrix stored as e4m3 `numbers` [rows, width] uint8 and float32 `scales` [tiles down, tiles across]; numbers =
-    rounded(value * scale).
+    """A matrix as e4m3 `numbers` [rows, width] uint8: rounded(values * float32 `scales` [tiles down, tiles across]).
 
     To other code it has dtype `dtype`: operations use `dequantize()`, and `copy_` rounds its argument. In-place
     operations other than `copy_` raise TypeError. Its counterparts are Transformer Engine's Float8Tensor and
@@ -42,8 +39,7 @@ class Fp8Tensor(torch.Tensor):
     def of(cls, dense: Tensor, tile: Tile, power_of_two: bool) -> Fp8Tensor:
         """Round `dense` [rows, width], whose dtype the result reports.
 
-        Each tile's largest magnitude maps to the largest e4m3 number; with `power_of_two` the scale is rounded down to
-        a power of two.
+        A tile's largest magnitude maps to the largest e4m3 number; `power_of_two` rounds scales down to a power of two.
         """
         down, across = (-(-size // by) for size, by in zip(dense.shape, tile, strict=True))
         numbers, scales = (
@@ -55,8 +51,7 @@ class Fp8Tensor(torch.Tensor):
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """Return the names of the tensors inside and the other attributes, the protocol of torch and Transformer
-        Engine."""
+        """Return the names of the inner tensors and other attributes, the protocol of torch and Transformer Engine."""
         return ["numbers", "scales"], (self.tile, self.power_of_two, self.dtype)
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -81,8 +76,7 @@ class Fp8Tensor(torch.Tensor):
     from_float8 = dequantize
 
     def quantize_part(self, tiles: Tensor, part: slice = slice(None)) -> None:
-        """Round `tiles` of the whole matrix, as `rounding.tiled` cuts it, by the current scales; write `part` of the
-        numbers.
+        """Round `tiles` of the whole matrix, from `rounding.tiled`, by the current scales; write `part` of the numbers.
 
         `part` is a slice of the flattened matrix [rows * width].
         """
@@ -118,14 +112,12 @@ class Fp8Tensor(torch.Tensor):
 
 
 def is_fp8(weight: Tensor) -> bool:
-    """Return whether a weight [...] is stored as FP8 numbers and scales, in an `Fp8Tensor` or in Transformer Engine's
-    classes."""
+    """Return whether a weight [...] is stored in FP8, in an `Fp8Tensor` or in Transformer Engine's classes."""
     return fp8_utils.is_float8tensor(weight)
 
 
 def dense(weight: Tensor) -> Tensor:
-    """Return a weight's values [...] in its dtype, without gradient: dequantized from FP8, or a plain tensor's own
-    memory."""
+    """Return a weight's values [...] in its dtype without gradient: dequantized FP8 or a plain tensor's own memory."""
     return weight.detach().dequantize() if is_fp8(weight) else weight.detach()
 
 

@@ -16,8 +16,7 @@ ROWS_AT_A_TIME = 2**14  # rows that exist in float32 at a time; a multiple of FP
 
 
 class Factor(NamedTuple):
-    """An operand of the kernel: values [rows, H]; with FP8 also float32 scales, [1] or [rows or rows / 128, H / 128],
-    else None."""
+    """A kernel operand: values [rows, H] and float32 scales, [1] or [rows or rows / 128, H / 128]; None without FP8."""
 
     values: Tensor
     scales: Tensor | None
@@ -27,8 +26,7 @@ def in_fp8(values: Tensor, recipe: str, rows_per_block: int) -> Factor:
     """Quantize `values` [rows, H], any float dtype, to float8_e4m3fn and the float32 scales to multiply it by;
     "blockwise" has one scale per `rows_per_block` x 128.
 
-    Each block's largest element becomes the largest e4m3 number; a block of zeros stays zero. Raises ValueError for
-    another recipe.
+    A block's largest element becomes the largest e4m3 number; zeros stay zero. Raises ValueError for another recipe.
     """
     if recipe not in RECIPES:
         raise ValueError(f"recipe: {recipe!r} is not one of {', '.join(RECIPES)}")
@@ -51,6 +49,5 @@ def in_fp8(values: Tensor, recipe: str, rows_per_block: int) -> Factor:
 
 
 def _scale(magnitude: Tensor) -> Tensor:
-    """Return float32 scales [...]: the quotient of each largest magnitude [...] and the largest e4m3 number; 1 for
-    0."""
+    """Return float32 scales [...]: each largest magnitude [...] divided by the largest e4m3 number; 1 for 0."""
     return torch.where(magnitude > 0, magnitude / torch.finfo(E4M3).max, 1.0)

@@ -77,8 +77,7 @@ def refusal(
 
 
 def num_splits(num_blocks: int, num_tiles: int, processors: int) -> int:
-    """Return the number of parts to split the vocabulary's tiles into, so that blocks of tokens times parts keep all
-    processors busy.
+    """Return how many parts split the vocabulary's tiles, so that token blocks times parts keep all processors busy.
 
     It is the number that takes the fewest rounds of tiles; on a tie the smallest.
     """
@@ -89,8 +88,7 @@ def num_splits(num_blocks: int, num_tiles: int, processors: int) -> int:
 
 
 def chunk_tokens(num_columns: int, itemsize: int, tiles: Tiles) -> int:
-    """Return how many tokens' logits and references fit into the scratch; a multiple of a block if at least one block
-    fits."""
+    """Return how many tokens' logits and references fit into the scratch; a multiple of a block if one block fits."""
     bytes_per_token = _width(num_columns) * itemsize + -(-num_columns // tiles.vocab) * 4
     fitting = max(1, SCRATCH_BYTES // bytes_per_token)
     return fitting // tiles.tokens * tiles.tokens or fitting
@@ -102,8 +100,7 @@ def _width(num_columns: int) -> int:
 
 
 class FusedPass:
-    """One pass over the tokens, `chunk` at a time: their log-probs and entropy and, with `stores`, the gradients of
-    their logits."""
+    """One pass over the tokens, `chunk` at a time: log-probs, entropy and, with `stores`, the logits' gradients."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, task: HeadTask, stores: bool):
         self._hidden, self._weight, self._task, self._stores = hidden, weight, task, stores
@@ -129,8 +126,7 @@ class FusedPass:
 
     @cached_property
     def _scratch(self) -> Tensor:
-        """[chunk, width] memory with the inputs' element size: logits as float16 or float32, then their gradients in
-        the inputs' dtype."""
+        """[chunk, width] memory: float16 or float32 logits of the inputs' size, then gradients in the inputs' dtype."""
         return torch.empty(self.chunk, self._width, dtype=self._hidden.dtype, device=self._hidden.device)
 
     @cached_property

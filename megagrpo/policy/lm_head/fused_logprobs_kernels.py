@@ -1,5 +1,4 @@
-"""Triton kernels of the fused log-probs: an LM head whose logits stay on the chip, and the gradient of logits stored in
-memory.
+"""Triton kernels of the fused log-probs: an LM head whose logits stay on chip, and the gradient of stored logits.
 
 Operands are N tokens x H, and a rank's v rows of the head x H. Both are read through descriptors (TMA on Hopper and
 later), which return 0 out of bounds. Products accumulate in float32. Under Triton's interpreter (TRITON_INTERPRET=1)
@@ -114,8 +113,7 @@ def head_statistics(
     STORE: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """Compute the softmax statistics of one block of tokens over one of `num_splits` parts of the vocabulary, in one
-    pass over the logits z.
+    """Compute softmax statistics of a token block over one of `num_splits` vocabulary parts in one pass over logits z.
 
     With STORE the logits are also written, in the dtype of `stored`, minus the largest logit that this pass has seen so
     far (`references`). Likely tokens, where rounding would matter, are therefore close to 0.
@@ -167,8 +165,7 @@ def head_statistics(
 def _gradient(
     log_p, columns, labels, at_labels, at_entropy, entropy, normaliser, temperature, cap, CAPPED: tl.constexpr
 ):
-    """Return the gradient of logits before cap and temperature [n, v], from log p [n, v] and the gradients [n] of
-    log-prob and entropy.
+    """Turn log p [n, v] and gradients [n] of log-prob and entropy into logit gradients before cap and temperature.
 
     d log p(label) / d z is 1 at the label, minus p. d entropy / d z is -p (log p + entropy).
     """
@@ -199,8 +196,7 @@ def gradient_of_stored(
     BLOCK_V: tl.constexpr,
     CAPPED: tl.constexpr,
 ):
-    """Turn stored logits into gradients of logits before cap and temperature, elementwise; write 0 from `num_columns`
-    to `width`."""
+    """Turn stored logits elementwise into gradients before cap and temperature; 0 from `num_columns` to `width`."""
     tile = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)

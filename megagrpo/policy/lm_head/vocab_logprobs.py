@@ -38,9 +38,8 @@ def vocab_logprobs(hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tens
     With `upstream`, `into_main_grad` adds the gradient in the forward pass, which needs `early_differs`. An overlapped
     reduction excludes `into_main_grad`: its hooks need a gradient that is passed on.
 
-    With `fused` Triton kernels compute the same. They write no logits, or write them to scratch of a bounded size, and
-    round none of the logits behind the results (`megagrpo/policy/lm_head/fused_logprobs.py`). Raises ValueError when
-    the kernels cannot run.
+    With `fused` Triton kernels compute the same from unrounded logits. They write logits to scratch of a bounded size
+    or not at all (`megagrpo/policy/lm_head/fused_logprobs.py`). Raises ValueError when the kernels cannot run.
     """
     if task.fused:
         exact_kl, truncates = task.ref is not None, bool(task.truncation)
@@ -51,8 +50,7 @@ def vocab_logprobs(hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tens
 
 
 def _begin(task: HeadTask, hidden: Tensor, weight: Tensor, gradients: bool) -> _Pass | FusedPass:
-    """Return a pass over hidden [N, H] with head [V/tp, H]. With `gradients` it must be able to compute the logits'
-    gradients too."""
+    """Return a pass over hidden [N, H] with head [V/tp, H]. With `gradients` it can compute the logits' gradients."""
     return FusedPass(hidden, weight, task, stores=gradients) if task.fused else _Pass(hidden, weight, task)
 
 
@@ -105,14 +103,12 @@ class _VocabHead(torch.autograd.Function):
 
 
 def _main_grad(weight: Tensor, task: HeadTask) -> Tensor | None:
-    """Return the float32 sum of the weight's gradients [V/tp, H] to add to. None: autograd adds the gradient, in the
-    weight's dtype."""
+    """Return the weight gradient's float32 sum [V/tp, H] to add to. None: autograd adds it in the weight's dtype."""
     return getattr(weight, "main_grad", None) if task.into_main_grad else None
 
 
 def _taken(early: Tensor, actual: Tensor, differs: Tensor | None) -> bool:
-    """Return whether the backward pass takes the early gradients [1 to 3, N]: if they equal the actual ones, or the
-    caller checks later."""
+    """Return whether the backward pass takes early gradients [1 to 3, N]: if exact or checked later by the caller."""
     if differs is None:
         return torch.equal(early, actual)
     differs |= ((early != actual) & ~(early.isnan() & actual.isnan())).any()
@@ -136,8 +132,7 @@ class _Pass:
             self._ref_logits = self._logits_of((ref.hidden, ref.weight), rows, self._ref_memory)
 
     def compute_logits_again(self, rows: slice, results: Tensor) -> None:
-        """Recompute the logits [n, v] of `rows` as `forward` left them; `results` [3 to 5, n] is the result of
-        `forward`."""
+        """Recompute logits [n, v] of `rows` as `forward` left them; `results` [3 to 5, n] is `forward`'s result."""
         self.compute_logits(rows)
         if self._task.truncation:
             drop_below(self._logits, self._task.labels[rows], self.shard, results[-1])
@@ -170,8 +165,7 @@ class _Pass:
     def grad_logits(self, rows: slice, results: Tensor, upstream: Tensor) -> Tensor:
         """Return the gradient of the policy's logits before the temperature [n, v], written over the logits.
 
-        `results` is the result of `forward` for these rows; `upstream` [1 to 3, n] holds the gradients of the outputs
-        that take one.
+        `results` is `forward`'s result for the rows; `upstream` [1 to 3, n] holds gradients of outputs that take one.
 
         For p = softmax z, d log p(label) / d z is 1 at the label, minus p; d H / d z of the entropy H is -p (log p +
         H). For a capped logit z = cap tanh(x / cap), d z / d x is 1 - (z / cap)^2.
@@ -197,8 +191,7 @@ class _Pass:
         return logits
 
     def _slope(self, logits: Tensor, cap: float) -> Tensor:
-        """Return the derivative of capped logits; `logits` are after the temperature. It is 0 where truncation dropped
-        a logit."""
+        """Return the derivative of capped logits, 0 for truncated logits; `logits` are after the temperature."""
         return (logits * (self._task.temperature / cap)).square_().neg_().add_(1).clamp_(min=0)
 
     def _grad_with_kl(self, log_p: Tensor, columns: slice, results: Tensor, factor: Tensor, scale: Tensor) -> None:

@@ -76,8 +76,7 @@ class VocabShard:
             values.scatter_(1, column, torch.where(owned, put[:, None], values.gather(1, column)))
 
     def _locate(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (column [n, 1] of each label, whether this rank holds the label [n, 1]). For a label of another rank
-        the column is 0."""
+        """Return (column [n, 1] of each label, whether this rank holds it [n, 1]). Other ranks' labels get column 0."""
         column = labels[:, None] - self.first_row
         owned = (column >= 0) & (column < self.num_rows)
         return torch.where(owned, column, 0), owned
@@ -167,9 +166,8 @@ class Softmax:
 
 
 class HeadGradients:
-    """Accumulates the gradients of hidden [N, H] and weight [V/tp, H] over chunks of logits' gradients. A gradient that
-    is not needed is None. With `main_grad` [V/tp, H] float32 the weight's gradient is added to it, unrounded, and its
-    result is None."""
+    """Accumulates gradients of hidden [N, H] and weight [V/tp, H] over chunks of logits' gradients; unneeded ones are
+    None. With `main_grad` [V/tp, H] float32 it adds the weight's gradient there, unrounded, and returns None."""
 
     def __init__(
         self,
@@ -189,8 +187,7 @@ class HeadGradients:
         self._narrow: Tensor | None = None  # memory for the logits' gradients of a chunk in the dtype of hidden
 
     def add(self, rows: slice, grad_logits: Tensor) -> None:
-        """Add the contribution of tokens `rows`, from `grad_logits` [n, v], the gradient of the logits before the
-        temperature."""
+        """Add the contribution of tokens `rows` from `grad_logits` [n, v], the logits' gradient before temperature."""
         grad_logits, hidden = self._narrowed(grad_logits), self._hidden[rows]
         if self._grad_hidden is not None:
             torch.mm(grad_logits, self._weight[: self._num_rows], out=self._grad_hidden[rows])
@@ -213,8 +210,7 @@ class HeadGradients:
         return self._narrow[: grad_logits.shape[0]].copy_(grad_logits)
 
     def result(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the gradients of hidden [N, H] and weight [V/tp, H] in their dtypes; None for one that is not needed
-        or was added."""
+        """Return gradients of hidden [N, H] and weight [V/tp, H] in their dtypes; None if unneeded or already added."""
         if self._grad_weight is None or self._adds:
             return self._grad_hidden, None
         self._grad_weight[0 if self._empty else self._num_rows :] = 0
@@ -228,8 +224,7 @@ def chunks(num_tokens: int, chunk: int) -> Iterator[slice]:
 
 
 def blocks(logits: Tensor) -> Iterator[slice]:
-    """Yield consecutive slices of the columns of logits [n, v], of the device's preferred size for elementwise
-    operations."""
+    """Yield consecutive column slices of logits [n, v], of the device's preferred size for elementwise operations."""
     width = max(1, device.block_elements() // logits.shape[0])
     for start in range(0, logits.shape[1], width):
         yield slice(start, start + width)

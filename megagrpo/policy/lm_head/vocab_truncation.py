@@ -1,5 +1,4 @@
-"""The tokens that a sampler with top-k, top-p or min-p can choose, found in vocabulary-sharded logits without gathering
-them.
+"""The tokens a sampler with top-k, top-p or min-p can choose, from vocabulary-sharded logits without gathering them.
 
 vLLM reports log-probs of the distribution it sampled from: the softmax over the tokens that these rules keep. The
 trainer drops the other tokens from its own logits to compute the same. The choice of tokens is a constant to the
@@ -19,8 +18,7 @@ from megagrpo.types import Truncation
 
 
 def lowest_kept(logits: Tensor, shard: VocabShard, truncation: Truncation) -> Tensor:
-    """Return [n]: the smallest logit that the rules keep for each token, from this rank's logits [n, v] after the
-    temperature; same dtype.
+    """Return [n]: each token's smallest kept logit, from this rank's logits [n, v] after the temperature; same dtype.
 
     The rules and their order are vLLM's. min-p keeps tokens with at least that share of the largest probability. Of the
     rest top-k keeps the k largest, and all ties with the last. Of the rest, renormalised to 1, top-p keeps the largest
@@ -50,8 +48,7 @@ def drop_below(logits: Tensor, labels: Tensor, shard: VocabShard, lowest: Tensor
 
 
 def _nucleus(logits: Tensor, shard: VocabShard, p: float, maximum: Tensor, lowest: Tensor) -> Tensor:
-    """Return [n]: the smallest logit t at or above `lowest` such that the larger logits hold less than p of the
-    probability.
+    """Return [n]: the smallest logit t >= `lowest` such that the larger logits hold less than p of the probability.
 
     A bisection over the floating-point numbers that exp(logit - maximum) can take finds it. They lie in [0, 1], where
     floats are ordered as the integers with the same bits. The result is exact after as many rounds as there are bits.

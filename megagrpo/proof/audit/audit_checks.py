@@ -35,8 +35,7 @@ from megagrpo.types import Dialogue, Prompt, Rollout
 
 
 def check_step(step: Step) -> Iterator[Check]:
-    """Yield all checks of a step, in order, as they finish. Expensive checks come last. Raises ConfigError when the
-    run's own loss is gone."""
+    """Yield a step's checks in order, expensive ones last. Raises ConfigError when the run's own loss is gone."""
     check_custom_loss(step.config.algorithm)
     yield _tokens(step)
     if len(step.updates) > 1:
@@ -61,8 +60,7 @@ def check_step(step: Step) -> Iterator[Check]:
 
 
 def _tokens(step: Step) -> Check:
-    """Check lengths against their limits, finish reasons against endings, text against tokens, and the batch's tokens
-    against the sampled ones."""
+    """Compare lengths to limits, finish reasons to endings, text to tokens, and batch tokens to sampled ones."""
     tokenizer, note = _tokenizer(step)
     problems = [
         (problem, f"sample {i}")
@@ -138,8 +136,7 @@ def _slices(step: Step) -> Check:
 
 
 def _masks(step: Step, update: DumpedUpdate) -> Check:
-    """Check that the loss tokens are the policy's tokens, each once. Samples without effect have none where they are
-    left out."""
+    """Check that the loss tokens are the policy's tokens, each once. Samples without effect have none if left out."""
     left_out = step.config.algorithm.leaves_out_zero_advantage
     expected = {
         (i, token)
@@ -182,8 +179,7 @@ def _listed(quantity: str, count: int, problems: list[tuple[str, str]], note: st
 
 
 def _rewards(step: Step) -> tuple[list[list[float | None]], list[float], Check]:
-    """Return each sample's rewards by function, their weights, and the check. Dumped rewards stand in for user
-    functions and for judges."""
+    """Return rewards per sample and function, weights and check. Dumped rewards replace user functions and judges."""
     functions = step.config.rewards.functions
     names = display_names(functions)
     again = [i for i, f in enumerate(functions) if f.function in REPEATABLE]

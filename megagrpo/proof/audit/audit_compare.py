@@ -1,5 +1,4 @@
-"""Compares one quantity of a dump with its recomputed value, within a tolerance, and shows the checks of a step as text
-or as JSON."""
+"""Compares one dumped quantity with its recomputed value, within a tolerance. Shows a step's checks as text or JSON."""
 
 from __future__ import annotations
 
@@ -102,7 +101,7 @@ def as_text(step: Step, checks: list[Check]) -> str:
     width = max(len(check.quantity) for check in checks)
     lines = [
         f"{step.folder}: {len(step.samples)} samples, {tokens} response tokens, {step.dtype} on {layout}, beside "
-        f"float64",
+        "float64",
         f"  {'quantity':{width}}  numbers  largest difference  allowed  average  allowed  where",
     ]
     for check in checks:
@@ -126,8 +125,8 @@ def verdict(checks: Iterable[Check]) -> str:
         return f"differs first in {first.quantity}{place}: {first.dumped} ({first.difference:g} such)"
     if first.difference <= first.allowed:
         return (
-            f"differs first in {first.quantity}: by {first.average:.2e} on average where "
-            f"{first.average_allowed:.1e} is allowed"
+            f"differs first in {first.quantity}: by {first.average:.2e} on average where {first.average_allowed:.1e} "
+            "is allowed"
         )
     return (
         f"differs first in {first.quantity}{place}: the run has {first.dumped:.9g}, float64 has "

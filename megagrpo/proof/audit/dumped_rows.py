@@ -17,8 +17,7 @@ BORDER = 1e-5  # relative: a ratio this close to a bound may be on its other sid
 
 
 class Rows:
-    """The rows of one optimizer step that belong to a token of some sample. The check of the masks covers the
-    others."""
+    """The rows of one optimizer step that belong to a token of a sample. The check of the masks covers the others."""
 
     def __init__(self, step: Step, update: DumpedUpdate):
         self.step, self.update = step, update
@@ -126,8 +125,7 @@ def _clip_ratios(rows: Rows, log_ratio: Tensor) -> dict[str, tuple[float, float]
 
 
 def _corrections(rows: Rows, policy: Tensor, old: Tensor) -> dict[str, tuple[float, float]]:
-    """Return the weights for the engine's mismatch, and the share of tokens that off-policy masking keeps, one sample
-    at a time."""
+    """Return weights for the engine's mismatch, and the share of tokens that off-policy masking keeps, per sample."""
     algorithm = rows.step.config.algorithm
     rollout, advantage = rows.column("rollout_logprobs"), rows.column("advantage")
     corrects, threshold = algorithm.importance_correction != "off", algorithm.off_policy_mask_threshold

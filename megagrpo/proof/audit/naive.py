@@ -1,5 +1,4 @@
-"""One GRPO step written as in the papers, in float64, one sample at a time: transformers' model, the full softmax,
-torch's autograd.
+"""One GRPO step as in the papers, in float64, sample by sample: transformers' model, full softmax, torch's autograd.
 
 It uses no packing, chunks or parallelism, and none of the trainer's code, because the trainer is measured against it.
 The loss is in `naive_loss`, the advantages in `naive_advantages`. transformers computes rotary angles, and the routing
@@ -21,8 +20,7 @@ from megagrpo.config import AlgorithmSection, RolloutSection
 def load_model(folder: Path, dtype: str, longest: int | None = None) -> nn.Module:
     """Return a float64 model with the weights in `folder`, first rounded to `dtype` as in the trainer.
 
-    Under longrope the run's `longest` sequence selects the rotary angles, as in vLLM; transformers alone would select
-    them for each sequence.
+    Under longrope the `longest` sequence selects the rotary angles, as in vLLM; transformers selects them per sequence.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM  # slow to import
     from transformers.masking_utils import eager_mask
@@ -74,8 +72,7 @@ def _attention(
     s_aux: Tensor | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
-    """softmax(scaling q k^T + mask) v with transformers' signature: query [1, h, L, d], key and value [1, g, L, d] ->
-    [1, L, h, d], float64.
+    """softmax(scaling q k^T + mask) v as transformers': q [1, h, L, d], k and v [1, g, L, d] -> [1, L, h, d], float64.
 
     With a softcap scores x become softcap tanh(x / softcap). The mask covers windows too. `s_aux` [h] are scores of
     sinks, which take a share of the weights and contribute 0.
@@ -101,8 +98,7 @@ def log_softmax(model: nn.Module, token_ids: Tensor, rollout: RolloutSection) ->
 
 
 def _kept(logits: Tensor, rollout: RolloutSection) -> Tensor:
-    """Return [n, V] bool: the tokens that min-p keeps, then top-k, then top-p, which takes the largest until they sum
-    to p."""
+    """Return [n, V] bool: tokens kept by min-p, then top-k, then top-p, which takes the largest until they sum to p."""
     ordered, order = logits.softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
     left = ordered * (ordered >= rollout.min_p * ordered[:, :1])
     if rollout.top_k:
@@ -112,8 +108,7 @@ def _kept(logits: Tensor, rollout: RolloutSection) -> Tensor:
 
 
 def router_probabilities(model: nn.Module, token_ids: Tensor, places: Tensor) -> Tensor:
-    """Return [layers x Lr, E]: the probabilities of each router of a mixture of experts at the tokens before `places`
-    [Lr]."""
+    """Return [layers x Lr, E]: the probabilities of each expert router at the tokens before `places` [Lr]."""
     layers = model(token_ids[None], output_router_logits=True).router_logits
     return torch.cat([layer[places - 1] for layer in layers]).softmax(dim=-1)
 

@@ -21,8 +21,7 @@ def weighted_sum(rewards: Sequence[float | None], weights: Sequence[float]) -> f
 def advantages(
     table: Sequence[Sequence[float | None]], weights: Sequence[float], group_size: int, algorithm: AlgorithmSection
 ) -> list[float]:
-    """Return one advantage per row of `table`, which holds one response's rewards by function. Responses to one prompt
-    are adjacent."""
+    """Return an advantage per row of `table`: one response's rewards by function. A prompt's responses are adjacent."""
     if algorithm.multi_objective_aggregation == "normalize_then_sum":
         return _whiten(_sums_of_normalized(table, weights, group_size))
     rewards = [weighted_sum(row, weights) for row in table]
@@ -47,8 +46,7 @@ def advantages(
 
 
 def _compared(reward: float, others: Sequence[float], estimator: str) -> float:
-    """Return the reward minus the mean of its group, for rloo minus the mean of the group's others; 0 if all rewards
-    are equal."""
+    """Return the reward minus its group's mean, for rloo minus the mean of the others; 0 if all rewards are equal."""
     known = _known(others)
     if math.isnan(reward) or all(other == reward for other in known):
         return math.nan if math.isnan(reward) else 0.0
@@ -56,8 +54,7 @@ def _compared(reward: float, others: Sequence[float], estimator: str) -> float:
 
 
 def _divided(value: float, among: Sequence[float]) -> float:
-    """Return the value divided by the unbiased standard deviation of `among`; 0 for NaN, undivided with fewer than two
-    known values."""
+    """Return value / unbiased standard deviation of `among`; 0 for NaN, undivided with fewer than two known values."""
     known = _known(among)
     if math.isnan(value) or len(known) < 2:
         return 0.0 if math.isnan(value) else value
@@ -75,8 +72,7 @@ def _whiten(values: Sequence[float]) -> list[float]:
 def _sums_of_normalized(
     table: Sequence[Sequence[float | None]], weights: Sequence[float], group_size: int
 ) -> list[float]:
-    """Normalise every function's rewards within their group (GDPO), then return the weighted sums; NaN for a response
-    without any score."""
+    """Normalise each function's rewards per group (GDPO) and return weighted sums; NaN for responses without score."""
     sums = [math.nan if all(value is None for value in row) else 0.0 for row in table]
     for column, weight in enumerate(weights):
         for start in range(0, len(table), group_size):

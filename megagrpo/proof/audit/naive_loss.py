@@ -81,8 +81,7 @@ def probability_ratio(log_ratio: Tensor, level: str) -> Tensor:
 
 
 def correction(of: Response, algorithm: AlgorithmSection) -> Tensor:
-    """Return [Lr]: each token's weight for the mismatch with the engine, trainer / engine, limited to the configured
-    band."""
+    """Return [Lr]: each token's weight for the engine mismatch, trainer / engine, limited to the configured band."""
     level, action = algorithm.importance_correction.split("_")
     low = algorithm.importance_correction_min or 0.0
     high = algorithm.importance_correction_max or math.inf

@@ -36,8 +36,7 @@ def is_decayed(name: str, dims: int) -> bool:
 
 
 def sizes(before: Sampled) -> Sampled:
-    """Return `before` with absolute values of all summands. Moments and movements computed from it are the scale of
-    their rounding errors."""
+    """Return `before` with absolute summands. Moments and movements from it are the scale of their rounding errors."""
     return replace(before, weight=before.weight.abs(), first=before.first.abs(), gradient=before.gradient.abs())
 
 

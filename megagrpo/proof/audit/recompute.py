@@ -28,8 +28,7 @@ class Elements:
 
 @dataclass
 class Recomputed:
-    """One recomputed optimizer step. Lists hold one row [Lr] float64 per sample, over the policy's tokens; None for
-    samples without effect."""
+    """One recomputed optimizer step. Lists hold [Lr] float64 per sample: its policy tokens; None for unused samples."""
 
     policy_logprobs: list[Tensor | None] = field(default_factory=list)
     old_logprobs: list[Tensor | None] = field(default_factory=list)
@@ -114,8 +113,7 @@ def _recompute_update(
 
 @torch.no_grad()
 def _elements(model: nn.Module, update: DumpedUpdate) -> dict[str, Elements]:
-    """Return the sampled elements of every tensor that transformers' model has, with its checkpoints' names and
-    shapes."""
+    """Return sampled elements of every tensor of transformers' model, with its checkpoints' names and shapes."""
     if not update.optimizer:
         return {}
     weights = {name: parameter for name, parameter in model.named_parameters()}

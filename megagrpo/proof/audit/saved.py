@@ -16,8 +16,7 @@ from megagrpo.config import ConfigError, RunConfig
 
 @dataclass(frozen=True)
 class Sample:
-    """One response with its prompt. `token_ids` and `rollout_logprobs` [L] cover both; `places` [Lr] are the positions
-    of the policy's tokens."""
+    """One response with its prompt: `token_ids` and `rollout_logprobs` [L]. `places` [Lr] locate the policy tokens."""
 
     token_ids: Tensor
     prompt_length: int
@@ -32,8 +31,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Some elements of a trained tensor around one optimizer step, float64 [n] each, at positions `places` [n] of the
-    flattened tensor."""
+    """Elements of a trained tensor around an optimizer step, float64 [n] each, at flattened positions `places` [n]."""
 
     places: Tensor
     weight: Tensor
@@ -148,8 +146,7 @@ def _optimizer(folder: Path, saved: dict[str, Any]) -> dict[str, Sampled]:
 
 
 def following(step: Step, update: DumpedUpdate) -> DumpedUpdate | None:
-    """Return the optimizer step after `update`: in the same dump, or the first one of the next step, if that was
-    dumped."""
+    """Return the optimizer step after `update`: in the same dump, or the next step's first one if dumped."""
     if update.number < len(step.updates):
         return step.updates[update.number]
     number = int(step.folder.name.removeprefix("step_")) + 1

@@ -1,5 +1,4 @@
-"""Allowed distances of a run from float64, by the precision of the run. Imports nothing slow: `megagrpo audit --help`
-prints them."""
+"""Allowed distances from float64, by the run's precision. Imports nothing slow: `megagrpo audit --help` prints them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Checks the optimizer step after the gradient against float64: learning rate, clipped gradient, Adam's update and
-moments."""
+"""Checks the step after the gradient against float64: learning rate, clipped gradient, Adam's update and moments."""
 
 from __future__ import annotations
 

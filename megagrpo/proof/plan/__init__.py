@@ -1,5 +1,4 @@
-"""Preflight: checks a config against its model and number of ranks, and predicts the memory of each rank. Needs no GPU,
-no weights and no torch.
+"""Preflight: checks a config against model and rank count and predicts memory per rank. Needs no GPU, weights or torch.
 
 All problems are reported at once, as `key: what is wrong; what to do`.
 """
@@ -102,8 +101,7 @@ def _times_json(times: StepTimes) -> dict[str, Any]:
 def with_times(
     made: Plan, config: RunConfig, world_size: int, gpu: Gpu, lengths: Lengths, searching: bool = False
 ) -> Plan:
-    """Return the plan with the predicted seconds of its layout, if the layout can run, and with the fastest layouts
-    when `searching`."""
+    """Return the plan with its layout's predicted seconds, if it can run, and the fastest layouts when `searching`."""
     if made.model is None:
         return made
     memory = f"{gpu.memory_gib:g} GiB at {gpu.memory_gb_per_s:g} GB/s"
@@ -116,8 +114,8 @@ def with_times(
     notes = list(made.notes)
     if searching and not layouts and not unfit:
         text = (
-            f"no layout of {world_size} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, "
-            f"another rollout.tp or rollout.gpu_memory_utilization"
+            f"no layout of {world_size} ranks fits {gpu.name} beside vLLM as `rollout` has it; use more ranks, another "
+            "rollout.tp or rollout.gpu_memory_utilization"
         )
         notes.append(Problem(("--search", "rollout.tp", "rollout.gpu_memory_utilization"), text))
     return replace(made, problems=made.problems + unfit, rows=rows, times=times, found=layouts, notes=notes)
@@ -133,9 +131,8 @@ def plan(
 ) -> Plan:
     """Return the plan of `config` on `world_size` ranks.
 
-    With `gpu_memory_gb`, the memory of each GPU in GiB, the run must also fit a GPU. With `host_memory_gb` the data
-    that stays in a node's RAM must fit that. With `has_data` False data files are not checked, without `fetch` no model
-    is downloaded or unpacked.
+    With `gpu_memory_gb`, GiB per GPU, the run must fit a GPU. With `host_memory_gb` data that stays in a node's RAM
+    must fit. Without `has_data` data files are not checked. Without `fetch` no model is downloaded or unpacked.
     """
     problems = [*plan_problems.layout_problems(config, world_size), *reward_problems(config)]
     problems += [*multi_turn_problems(config), *own_code_problems(config), *output_problems(config)]
@@ -179,8 +176,7 @@ def plan(
 def with_memory(
     made: Plan, config: RunConfig, world_size: int, gpu_memory_gb: float | None, host_memory_gb: float | None
 ) -> Plan:
-    """Return the plan with the memory of each phase on the GPU and on the host, and the problems of memory that is too
-    small."""
+    """Return the plan with each phase's memory on GPU and host, and the problems of memory that is too small."""
     parallel, model, has_gpu = config.parallel, made.model, gpu_memory_gb is not None
     assert model is not None, "memory is planned for a model that could be read"
     problems, rows = list(made.problems), list(made.rows)

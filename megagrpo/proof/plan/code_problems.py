@@ -1,5 +1,4 @@
-"""Finds problems of functions and classes that the config names: rewards, the user's own loss, callbacks and trackers,
-tools and environments."""
+"""Finds problems of code named in the config: rewards, the user's loss, callbacks, trackers, tools and environments."""
 
 from __future__ import annotations
 

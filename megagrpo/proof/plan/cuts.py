@@ -1,8 +1,6 @@
-"""Predicts how vLLM shards a model over its workers: the boxes of Hugging Face tensors that each worker's loaders copy,
-from names and shapes.
+"""Predicts vLLM's sharding from names and shapes: the boxes of Hugging Face tensors that each worker's loaders copy.
 
-For planning only. A real sync learns the boxes from the loaders themselves (`lazy_tensors.py`); a test checks that both
-agree.
+For planning only. A real sync learns boxes from the loaders (`lazy_tensors.py`); a test checks that both agree.
 """
 
 from __future__ import annotations
@@ -69,8 +67,7 @@ class _Worker:
 def wanted_boxes(
     shapes: Mapping[str, tuple[int, ...]], model: HfConfig, layout: EngineLayout
 ) -> dict[str, dict[Box, list[int]]]:
-    """Return tensor -> box -> the workers that load it, numbered over all servers, for tensors with these names and
-    full shapes.
+    """Return tensor -> box -> workers loading it, numbered over servers, for tensors with these names and full shapes.
 
     Raises ProblemError when vLLM cannot shard the model this way, or when a tensor's kind is unknown here.
     """
@@ -106,8 +103,7 @@ def _server_boxes(
 
 
 def pipeline_stages(layers: int, pp: int) -> list[range]:
-    """Return the decoder layers of each stage: equal numbers, with the remainder one each on the stages before the
-    last."""
+    """Return the decoder layers of each stage: equal numbers, the remainder one each on the stages before the last."""
     counts = [layers // pp] * pp
     for stage in range(layers % pp):
         counts[-2 - stage] += 1

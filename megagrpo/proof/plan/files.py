@@ -39,8 +39,7 @@ def output_problems(config: RunConfig) -> list[Problem]:
 
 
 def data_problems(config: RunConfig) -> list[Problem]:
-    """Return data files and chat templates that do not exist, and columns that a jsonl or csv file's first row
-    lacks."""
+    """Return missing data files and chat templates, and columns that the first row of a jsonl or csv file lacks."""
     data, problems = config.data, []
     sources: list[tuple[str, DatasetSection]] = [("data.train", data.train)]
     sources += [] if data.eval is None else [("data.eval", data.eval)]
@@ -61,8 +60,7 @@ def data_problems(config: RunConfig) -> list[Problem]:
 
 
 def _column_problems(config: RunConfig, key: str, section: DatasetSection, present: list[str]) -> list[Problem]:
-    """Return columns that the keys of this data set name but its rows lack. An evaluation set may override the keys of
-    `data`."""
+    """Return columns that the data set's keys name but its rows lack. Evaluation sets may override keys of `data`."""
     own = {name: getattr(section, name, None) for name in ("prompt_column", "columns", "extract_hash_answer")}
     named = {
         name: (f"data.{name}", getattr(config.data, name)) if value is None else (f"{key}.{name}", value)
@@ -154,8 +152,7 @@ def _template_problems(config: RunConfig, folder: Path, template: Any) -> list[P
 
 
 def end_token_problems(folder: Path, vocab_size: int) -> list[Problem]:
-    """Return the problem of a generation_config.json that cannot be read, or whose end tokens the model does not have;
-    empty without the file."""
+    """Return the problem of an unreadable generation_config.json, or of unknown end tokens in it; empty without it."""
     path, key = folder / "generation_config.json", ("model.path",)
     said = ""
     try:

@@ -13,8 +13,7 @@ from megagrpo.proof.plan.shapes import expert_parameters, stage_parameters
 
 @dataclass(frozen=True)
 class TokenFlops:
-    """FLOPs of one token's forward pass: the blocks' linears without experts (`dense`), its experts, and the LM
-    head."""
+    """FLOPs of one token's forward pass: the blocks' linears without experts (`dense`), experts, and the LM head."""
 
     dense: float
     experts: float
@@ -27,8 +26,7 @@ class TokenFlops:
 
 @lru_cache(maxsize=64)
 def token_flops(model: HfConfig) -> TokenFlops:
-    """Return 2 FLOPs per parameter that a token uses (Kaplan et al. 2020, arXiv 2001.08361, table 1). The embedding
-    lookup is free."""
+    """Return 2 FLOPs per parameter a token uses (Kaplan et al. 2020, arXiv 2001.08361, table 1). Embedding is free."""
     alone = ParallelSection()
     used = expert_parameters(model) * model.experts.per_token / model.experts.count if model.experts else 0
     embedding = model.padded_vocab(1) * model.hidden_size
@@ -51,9 +49,8 @@ def attention_flops(model: HfConfig, length: float) -> float:
 def model_flops(model: HfConfig, prompt: float, response: float, frozen: bool = False) -> float:
     """Return the FLOPs of one sample's forward and backward pass, without recompute, as MFU counts them.
 
-    The backward pass counts as two forward passes (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), and the LM
-    head for response tokens only. With `frozen` base weights, below adapters, weights have no gradients; the adapters'
-    own FLOPs are ignored.
+    The backward pass counts as two forward passes (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), the LM head
+    for response tokens only. `frozen` base weights, below adapters, have no gradients; adapter FLOPs are ignored.
     """
     flops = token_flops(model)
     products = (prompt + response) * flops.blocks + response * flops.head

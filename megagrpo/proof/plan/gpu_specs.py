@@ -13,12 +13,10 @@ GPUS_PER_NODE = 8
 
 @dataclass(frozen=True)
 class Gpu:
-    """Peak rates of one GPU: dense TFLOP/s (half of the figure with sparsity), memory in GB/s, links in GB/s per
-    direction.
+    """Peak rates of a GPU: dense TFLOP/s (half the figure with sparsity), memory in GB/s, links in GB/s per direction.
 
-    `network_gb_per_s` is one GPU's share of its server's network cards. `memory_gib` is the memory that CUDA reports,
-    rounded down. `source` names the documents. `cuda_names` are the names that CUDA reports for GPUs with this peak in
-    BF16.
+    `network_gb_per_s` is one GPU's share of its server's network cards. `memory_gib` is the memory CUDA reports,
+    rounded down. `source` names the documents. `cuda_names` are CUDA's names of GPUs with this BF16 peak.
     """
 
     name: str
@@ -66,8 +64,7 @@ HOP_SECONDS = 20e-6  # added each time the number of nodes doubles
 
 @dataclass(frozen=True)
 class Links:
-    """The links between ranks. Ranks are numbered tp fastest, then cp, dp, pp; `GPUS_PER_NODE` neighbours share a
-    node."""
+    """Links between ranks. Ranks are numbered tp fastest, then cp, dp, pp; `GPUS_PER_NODE` neighbours share a node."""
 
     gpu: Gpu
     per_node: int = GPUS_PER_NODE
@@ -78,8 +75,7 @@ class Links:
         return size / (peak * 1e9 * LINK_EFFICIENCY)
 
     def reduce_scatter(self, size: float, group: int, stride: int = 1) -> float:
-        """Return the seconds of a ring reduce-scatter or all-gather of `size` bytes in total over `group` ranks that
-        are `stride` apart.
+        """Return the seconds of a ring reduce-scatter or all-gather: `size` total bytes, `group` ranks `stride` apart.
 
         On several nodes every rank of a node has its own ring, over its own share of the network cards.
         """
@@ -92,13 +88,11 @@ class Links:
         return 0.0 if group == 1 else self.latency(group) + 2 * self.seconds(size * (group - 1) / group, group)
 
     def latency(self, span: int) -> float:
-        """Return the latency of a collective over a group that spans `span` neighbouring ranks: a tree over its
-        nodes."""
+        """Return the latency of a collective over a group spanning `span` neighbour ranks: a tree over its nodes."""
         return COLLECTIVE_SECONDS + HOP_SECONDS * log2(max(1, ceil(span / self.per_node)))
 
     def all_to_all(self, size: float, group: int, stride: int = 1) -> float:
-        """Return the seconds of an all-to-all: every rank has `size` bytes and sends an equal part to each rank, itself
-        included.
+        """Return an all-to-all's seconds: every rank sends an equal part of its `size` bytes to each rank and itself.
 
         Parts for ranks of the same node cross NVLink, the others the network.
         """
@@ -111,15 +105,13 @@ class Links:
 
 
 def layer_seconds(links: Links, p: ParallelSection, size: float, tokens: float, kv_size: float, sent: float) -> float:
-    """Return the seconds of one decoder layer's messages in a forward pass, for `tokens` tokens of a context-parallel
-    rank.
+    """Return seconds of one decoder layer's messages in a forward pass, for `tokens` tokens of a context-parallel rank.
 
     A token's hidden state has `size` bytes; its keys and values, for a rank's own heads, have `kv_size`. `sent` is the
     number of experts per token, 0 in a layer without experts.
 
-    Tensor parallelism gathers and scatters the tokens around attention and around the MLP (Korthikanti et al. 2022,
-    arXiv 2205.05198). Context parallelism passes keys and values around. Expert parallelism sends each token to its
-    experts and back.
+    Tensor parallelism gathers and scatters tokens around attention and MLP (Korthikanti et al. 2022, arXiv 2205.05198).
+    Context parallelism passes keys and values around, expert parallelism sends tokens to experts and back.
     """
     around = 2 * links.reduce_scatter(tokens * size, p.tp)
     total = around + links.reduce_scatter(tokens * p.cp * kv_size, p.cp, p.tp)

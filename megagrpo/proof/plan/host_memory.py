@@ -1,5 +1,4 @@
-"""Predicts the host memory of the trainer's ranks: for checkpoints, for offloaded moments, and for state and
-activations off the GPU."""
+"""Predicts the host memory of trainer ranks: checkpoints, offloaded moments, and state and activations off the GPU."""
 
 from __future__ import annotations
 

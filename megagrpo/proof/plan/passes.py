@@ -26,8 +26,7 @@ EXPERT_LAYER_STARTS = 1.5e-3  # the same for a layer with experts, where the hos
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Seconds of the passes over all samples of a step: `forward`, and `backward` with recompute and the wait for
-    offloaded activations.
+    """Seconds of a step's passes: `forward`, and `backward` with recompute and the wait for offloaded activations.
 
     `bubble` is the share of both in which pipeline stages are idle.
     """

@@ -84,8 +84,7 @@ def _multiples(of: int, near: int) -> list[int]:
 
 
 def expert_problems(config: RunConfig, model: HfConfig) -> Iterator[Problem]:
-    """Yield requirements and limits of a mixture of experts that the config violates, and expert settings on a model
-    without experts."""
+    """Yield violated requirements and limits of a mixture of experts, and expert settings on a model without any."""
     p, coefficient = config.parallel, config.algorithm.router_aux_loss_coef
     balance = ("algorithm.router_aux_loss_coef",)
     if model.experts and config.train.optimizer == "muon":
@@ -325,8 +324,7 @@ def too_big(
     if (r.placed != "colocated" or takes_turns(config)) and trainer < gpu:
         said = (
             f"vLLM's {r.gpu_memory_utilization:g} of a GPU must hold its part of the weights and the longest sequence, "
-            f"which needs {smallest:.1f} GiB, but a GPU has {gpu:g}; raise rollout.tp or "
-            f"rollout.gpu_memory_utilization"
+            f"which needs {smallest:.1f} GiB, but a GPU has {gpu:g}; raise rollout.tp or rollout.gpu_memory_utilization"
         )
         return Problem(("rollout.tp", "rollout.gpu_memory_utilization"), said, rule=20)
     if r.placed != "colocated" or takes_turns(config):

@@ -1,5 +1,4 @@
-"""Lists the numbered rules that a run must satisfy before it starts, and marks the rules that only the run's own
-machine can check."""
+"""Lists the numbered rules that a run must satisfy to start, and marks rules that only its own machine can check."""
 
 from __future__ import annotations
 

@@ -16,8 +16,7 @@ from megagrpo.proof.plan.times import StepTimes
 
 
 def wrapped(line: str, indent: int) -> list[str]:
-    """Wrap `line` at spaces to `WIDTH` columns; later lines are indented by `indent` spaces. A long word stays
-    whole."""
+    """Wrap `line` at spaces to `WIDTH` columns; later lines are indented by `indent` spaces. Long words stay whole."""
     if len(line) <= WIDTH:
         return [line.rstrip()]
     return textwrap.wrap(line, WIDTH, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False)
@@ -77,8 +76,7 @@ def rollout_text(config: RunConfig) -> str:
 
 
 def cache_text(config: RunConfig, model: HfConfig, gpu: float) -> str:
-    """Return the weights and KV cache on each GPU of a server that the run starts, and the number of sequences that
-    fit."""
+    """Return weights and KV cache per GPU of a server that the run starts, and the number of sequences that fit."""
     memory, r = engine_memory(config, model, gpu), config.rollout
     fit = int(memory["kv_cache"] * GIB / kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS))
     wanted = min(r.max_num_seqs, ceil(r.prompts_per_step * r.num_generations / r.servers))

@@ -126,8 +126,7 @@ def _stage_memory(config: RunConfig, model: HfConfig, dp: int, stage: _Stage, gp
 
 
 def in_flight(config: RunConfig, stage: int) -> float:
-    """Return the peak number of micro-batches of a stage, counted with all its layers, whose backward pass has not run
-    yet."""
+    """Return a stage's peak number of micro-batches, counted with all its layers, whose backward pass has not run."""
     p = config.parallel
     if p.vpp > 1:  # interleaved 1F1B: chunks of layers / (pp vpp)
         return (2 * (p.pp - stage - 1) + (p.vpp - 1) * p.pp + 1) / p.vpp
@@ -156,15 +155,13 @@ def _head_bytes(config: RunConfig, model: HfConfig, dp: int, weight_bytes: int) 
 
 
 def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[float, float, float]:
-    """Return elements per token: kept by one layer without recompute, kept with the configured recompute, and temporary
-    in a pass through its MLP.
+    """Return elements per token of a layer: kept without recompute, kept as configured, and temporary in its MLP pass.
 
-    Attention and MLP each keep the residual and the normed input, and their output if it is normalised too. Attention
-    keeps q, k and v as one tensor, q and k again after rotation, and its output. Our CPU attention, for sequences above
-    128 tokens, keeps copies of q, and of k and v for every query head, and the output twice; it keeps q, k and v
-    themselves only if they are normalised. Our attention on a GPU keeps q, k and v as the kernel takes them, and the
-    output twice; with normalised q and k also q, k and v as one tensor, and a copy of q. Latents are kept before and
-    after their norm.
+    Attention and MLP each keep the residual, the normed input, and their output if it is normalised too. Attention
+    keeps q, k and v as one tensor, q and k again after rotation, and its output. Our CPU attention, above 128 tokens,
+    keeps copies of q, of k and v for every query head, and the output twice; q, k and v themselves only if normalised.
+    Our GPU attention keeps q, k and v as the kernel takes them, and the output twice; with normalised q and k also q, k
+    and v as one tensor, and a copy of q. Latents are kept before and after their norm.
 
     The MLP keeps gate, up and silu(gate) up. On a GPU without the fusion `bias_activation` of `model.fusions` it also
     keeps silu(gate) and a copy of up. A token that uses k experts has k MLPs, each with a copy of its input, spread
@@ -200,16 +197,14 @@ def activation_elements(config: RunConfig, model: HfConfig, gpu: bool) -> tuple[
 
 
 def expert_output_elements(model: HfConfig, tp: int) -> float:
-    """Return the elements per token of the experts' outputs before their sum, averaged over all layers; 0 without
-    experts."""
+    """Return elements per token of expert outputs before their sum, averaged over all layers; 0 without experts."""
     if model.experts is None:
         return 0.0
     return len(model.experts.blocks) / model.num_layers * model.experts.per_token / tp * model.hidden_size
 
 
 def own_attention(config: RunConfig, model: HfConfig) -> bool:
-    """Whether attention on a Hopper GPU is ours instead of Transformer Engine's: in deterministic runs, and with capped
-    scores."""
+    """Whether a Hopper GPU uses our attention, not Transformer Engine's: in deterministic runs, with capped scores."""
     return config.run.deterministic or model.score_cap is not None
 
 
@@ -269,9 +264,8 @@ def device_bytes(config: RunConfig, model: HfConfig) -> float:
 def reload_bytes(config: RunConfig, model: HfConfig) -> float:
     """Return the bytes that a weight sync needs on each of a server's GPUs beside vLLM's weights and cache.
 
-    vLLM's reload allocates one module at a time in the compute dtype, fills it, quantizes it to a further tensor, and
-    copies the result to the weights. The largest module is an embedding, an MLP's gate and up, or all experts of a
-    layer.
+    vLLM's reload allocates one module at a time in the compute dtype, fills it, quantizes it to a new tensor and copies
+    that to the weights. The largest module is an embedding, an MLP's gate and up, or all experts of a layer.
     """
     tp, hidden, element = config.rollout.tp, model.hidden_size, engine_element(config)
     quantized = element if config.rollout.quantization == "none" else element + block_bytes(config)
@@ -283,8 +277,7 @@ def reload_bytes(config: RunConfig, model: HfConfig) -> float:
 def engine_memory(config: RunConfig, model: HfConfig, gpu: float | None = None) -> dict[str, float]:
     """Return the GiB of weights and KV cache of a vLLM server on each of its GPUs.
 
-    The cache gets the rest of the server's share of a GPU of `gpu` GiB. With `gpu` None it is the minimum: one sequence
-    of the greatest length.
+    The cache gets the rest of the server's share of `gpu` GiB. With `gpu` None it is the minimum: one longest sequence.
     """
     weights = device_bytes(config, model) / GIB
     least = kv_bytes(config, model, config.max_model_len, PREFILL_TOKENS) / GIB
@@ -316,9 +309,8 @@ def on_shared_gpu(
 def smallest_gpu(config: RunConfig, model: HfConfig, memory: dict[str, dict[str, float]]) -> float:
     """Return the GiB that a GPU needs for the trainer and vLLM.
 
-    A shared GPU without turns holds both at once. The share of a server that the run starts must hold vLLM's weights
-    and one sequence, and the rest of the GPU a module that vLLM reloads, if weights arrive while the server has its
-    cache.
+    A shared GPU without turns holds both at once. A started server's share must hold vLLM's weights and one sequence.
+    The rest of the GPU must hold a module that vLLM reloads, if weights arrive while the server has its cache.
     """
     rollout, engine = config.rollout, engine_memory(config, model)
     share, turns, reload = rollout.gpu_memory_utilization, takes_turns(config), reload_bytes(config, model) / GIB

@@ -40,8 +40,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Message:
-    """One collective or message: its phase, operation, bytes of the larger side on this rank, and ranks of its
-    group."""
+    """One collective or message: phase, operation, bytes of the larger side on this rank, and ranks of its group."""
 
     phase: str
     operation: str
@@ -51,8 +50,7 @@ class Message:
 
 @dataclass
 class Costs:
-    """The launches and messages of a piece of work, each with the number of times it occurs, and the host's waits by
-    phase."""
+    """Launches and messages of a piece of work, each with its count, and the host's waits by phase."""
 
     kernels: Counter[Kernel] = field(default_factory=Counter)
     messages: Counter[Message] = field(default_factory=Counter)
@@ -97,8 +95,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Seconds of a traced train step by phase, its MFU, and the share of the step that is lost to each cause, largest
-    first."""
+    """Seconds of a traced train step by phase, its MFU, and the share of the step lost to each cause, largest first."""
 
     seconds: dict[str, float]
     mfu: float
@@ -139,8 +136,7 @@ def micro_batches(config: RunConfig, trace: Trace, world_size: int, lengths: Len
 
 
 def roofline(config: RunConfig, model: HfConfig, trace: Trace, world_size: int, gpu: Gpu, lengths: Lengths) -> Roofline:
-    """Return seconds, MFU and lost shares of the traced rank's train step. Pipeline bubbles are added; messages overlap
-    with nothing."""
+    """Return seconds, MFU and lost shares of the traced rank's step, with pipeline bubbles. Messages never overlap."""
     count = micro_batches(config, trace, world_size, lengths)
     costs = trace.step(count)
     device = _by_phase(costs.kernels, lambda kernel: kernel_seconds(kernel, gpu))
@@ -193,8 +189,8 @@ def trace_rows(
     rows = [("trace", f"one rank of stage {stage}: {sizes}")]
     for phase in TRACE_PHASES:
         text = (
-            f"{costs.total('flops', phase) / 1e12:,.1f} TFLOP, {costs.total('bytes', phase) / 1e9:,.0f} GB of "
-            f"memory traffic, "
+            f"{costs.total('flops', phase) / 1e12:,.1f} TFLOP, {costs.total('bytes', phase) / 1e9:,.0f} GB of memory "
+            "traffic, "
         )
         text += f"{costs.total('launches', phase):,.0f} kernel launches, {costs.waits[phase]:,.0f} waits of the host"
         rows.append((phase, text + (f"; {made.seconds[phase]:.2f} s" if made else "")))

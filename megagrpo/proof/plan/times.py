@@ -1,7 +1,6 @@
 """Predicts the seconds of each phase of a step on a kind of GPU. The formulas are in docs/plan.md.
 
-Efficiencies are named constants, not measured by us; docs/plan.md compares the predictions with steps that others
-published.
+Efficiencies are named constants, not measured by us. docs/plan.md compares predictions with steps others published.
 """
 
 from __future__ import annotations
@@ -105,8 +104,7 @@ def step_times(
 
 
 def _update_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) -> float:
-    """Return the seconds of one optimizer step: reduce float32 gradients, read and write the optimizer's state,
-    all-gather the weights."""
+    """Return seconds of an optimizer step: reduce float32 gradients, read and write its state, all-gather weights."""
     p, links = config.parallel, Links(gpu)
     dp = world_size // p.model_parallel_size
     outside, experts = max(stage_parameters(model, p)), max(stage_experts(model, p))
@@ -125,8 +123,7 @@ def _update_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gp
 
 
 def generate_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> float:
-    """Return the seconds to generate a step's responses: prefill by FLOPs, then decoding steps bound by reading weights
-    and cache."""
+    """Return the seconds to generate a step's responses: prefill by FLOPs, decoding by reads of weights and cache."""
     r = config.rollout
     servers = len(r.urls) or r.servers
     each = ceil(r.prompts_per_step * r.num_generations / servers)
@@ -142,11 +139,9 @@ def generate_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Leng
 
 
 def _drained_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths, each: int, slots: int) -> float:
-    """Return a server's decoding seconds until the last of its `each` responses, and of the other servers' responses,
-    has ended.
+    """Return a server's decoding seconds until its `each` responses, and the other servers' responses, have ended.
 
-    `slots` sequences decode at once. While requests wait, every slot is busy; then the number falls with the
-    distribution of lengths.
+    `slots` sequences decode at once, always while requests wait. Then the number falls with the length distribution.
     """
     queued = (each - slots) * lengths.response / slots  # steps in which every slot is busy
     total = queued * _decode_seconds(config, model, gpu, slots, lengths.prompt + lengths.response / 2)
@@ -162,8 +157,7 @@ def _drained_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Leng
 
 
 def _steady_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths, each: int, slots: int) -> float:
-    """Return a server's decoding seconds when the next steps' responses start while this step's last ones run, so every
-    slot is always busy.
+    """Return a server's decoding seconds if the next steps' responses fill free slots, so every slot is always busy.
 
     The longest response may take as many steps as it may be stale.
     """
@@ -174,8 +168,7 @@ def _steady_seconds(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengt
 def exponential_mean(mean: float, longest: float) -> float:
     """Return the scale of the exponential distribution that has this mean when truncated at `longest`.
 
-    The share of responses still running after some tokens falls like exp(-tokens / scale). 0 means that all responses
-    have the greatest length.
+    The share of responses running after some tokens falls like exp(-tokens / scale). 0 means all have full length.
     """
     if mean >= 0.999 * longest:
         return 0.0
@@ -187,8 +180,7 @@ def exponential_mean(mean: float, longest: float) -> float:
 
 
 def _cached_sequences(config: RunConfig, model: HfConfig, gpu: Gpu, lengths: Lengths) -> int:
-    """Return the number of average sequences that the KV cache of one data-parallel copy of a server holds at once, at
-    least one."""
+    """Return how many average sequences the KV cache of a server's data-parallel copy holds at once, at least one."""
     r = config.rollout
     room = r.gpu_memory_utilization * gpu.memory_gib * GIB - device_bytes(config, model)
     return max(1, int(room / max(1, kv_bytes(config, model, int(lengths.sample)))))

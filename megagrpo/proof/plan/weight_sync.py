@@ -25,8 +25,7 @@ MESSAGE_SECONDS = 20e-6  # latency of one message
 
 @dataclass(frozen=True)
 class SyncPlan:
-    """The transfers of one sync from `num_sources` trainer ranks to `num_workers` engine workers, at `element_bytes`
-    per element."""
+    """One sync's transfers from `num_sources` trainer ranks to `num_workers` workers, `element_bytes` per element."""
 
     transfers: Transfers
     engine: EngineLayout
@@ -36,8 +35,7 @@ class SyncPlan:
     element_bytes: int
 
     def seconds(self, link_gb_per_s: float) -> tuple[float, str]:
-        """Return the seconds that the busiest end needs for its bytes and messages, and the name of that end. Sending
-        and receiving overlap."""
+        """Return the busiest end's seconds for its bytes and messages, and its name. Sending and receiving overlap."""
         sources, workers, _ = self.transfers.messages
         ends = {}
         for kind, index, elements, count in (
@@ -67,8 +65,7 @@ def plan_sync(
 
 
 def rows_of(config: RunConfig, world_size: int, link_gb_per_s: float | None = None) -> list[tuple[str, str]]:
-    """Return the rows that `megagrpo plan` shows. Raises ValueError when vLLM cannot shard the model as the section
-    `rollout` requires."""
+    """Return the rows of `megagrpo plan`. Raises ValueError when vLLM cannot shard the model as `rollout` requires."""
     r = config.rollout
     engine = EngineLayout(tp=r.tp, pp=r.pp, ep=r.tp * r.dp if r.enable_expert_parallel else 1, servers=r.servers)
     element_bytes = 4 if config.model.precision == "fp32" else 2

@@ -1,5 +1,4 @@
-"""Verifies a parallel layout: one step of a shrunken copy of a run must compute what one process computes, every
-gradient tensor included.
+"""Verifies a parallel layout: a shrunken run's step must compute what one process does, every gradient tensor included.
 
 `layouts` goes through the layouts of `megagrpo verify`: `shrink` makes the copy, `step` runs it in a layout, `compare`
 measures the distance of two outcomes. `precision_gate` is `megagrpo verify --precision`.

@@ -58,11 +58,9 @@ def verify_layouts(
     json: bool = False,
     full: bool = False,
 ) -> int:
-    """Return 0 when every layout computes what one process computes, 1 when one does not. Raises ConfigError when a
-    layout cannot be tried.
+    """Return 0 if all layouts compute what one process does, else 1. Raises ConfigError if a layout cannot be tried.
 
-    `layout` holds texts such as "tp=2,pp=2,dp=2"; empty: the config's own layout. `ranks` is the number of ranks where
-    dp is not given.
+    `layout` has texts such as "tp=2,pp=2,dp=2"; empty: the config's layout. `ranks` is the number of ranks without dp.
     """
     quiet()
     world = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
@@ -83,8 +81,7 @@ def verify_layouts(
 
 
 def _case(path: Path, overrides: Sequence[str], layout: str | None, ranks: int | None) -> Case:
-    """Return the case of one layout. Raises ConfigError when the text is no layout, or the real model cannot be sharded
-    that way."""
+    """Return a layout's case. Raises ConfigError for invalid text, or if the real model cannot be sharded that way."""
     dp = None
     if layout is not None:
         sizes, dp = parse_layout(layout)
@@ -198,8 +195,7 @@ class OneProcess:
         self._known: dict[str, Outcome] = {}
 
     def step(self, case: Case) -> tuple[Outcome, Outcome | None]:
-        """Return the outcome in float32 on the CPU, and the outcome in the run's precision and on its device, None
-        where these are the same."""
+        """Return outcomes in float32 on the CPU, and in the run's precision on its device: None if that is the same."""
         plain = plainly(case.small)
         float32 = dict(precision="fp32", fp8_recipe="none", fp8_format="auto", bf16_layers=[], fp8_param=False)
         exact = plain.model_copy(update=dict(model=plain.model.model_copy(update=float32)))

@@ -1,5 +1,4 @@
-"""Measures the effect of FP8 on a run's model, layer by layer: the same tokens in the run's own precision and in its
-FP8 recipe."""
+"""Measures FP8's effect on a run's model by layer: the same tokens in the run's precision and in its FP8 recipe."""
 
 from __future__ import annotations
 
@@ -50,8 +49,7 @@ Tape = dict[Key, Crossings]
 
 
 def layers_of(chunks: Sequence[nn.Module]) -> dict[Key, nn.Module]:
-    """Return the layers of this rank's bare chunks. A hybrid layer is half a decoder layer: first attention, then the
-    MLP or the experts."""
+    """Return this rank's layers of bare chunks. A hybrid layer is half a decoder layer: attention, MLP or experts."""
     layers: list[nn.Module] = [layer for chunk in chunks for layer in attrgetter("decoder.layers")(chunk)]
     numbered: list[tuple[int, nn.Module]] = [(attrgetter("layer_number")(layer) - 1, layer) for layer in layers]
     return {(number // LAYERS_PER_BLOCK, PARTS[number % LAYERS_PER_BLOCK]): layer for number, layer in numbered}
@@ -130,8 +128,7 @@ Sums = dict[SumKey, tuple[float, float]]  # (sum of squared differences, sum of 
 
 @dataclass(frozen=True)
 class LayerError:
-    """Relative errors |measured - expected| / |expected| of one half of a decoder layer, Euclidean norms over the
-    batch.
+    """Relative errors |measured - expected| / |expected| of half a decoder layer, Euclidean norms over the batch.
 
     `activation` and `gradient` are the layer's own errors: its input hidden states and its output's gradient are those
     of the run's own precision. `drift` is the error of the hidden states after all layers up to this one.
@@ -146,8 +143,7 @@ class LayerError:
 
 @dataclass(frozen=True)
 class PrecisionErrors:
-    """Errors of a model in FP8. `layers` is in the model's order; the other fields measure the model as it runs,
-    without replayed inputs.
+    """Errors of a model in FP8. `layers` is in model order; other fields measure the model without replayed inputs.
 
     Log-probs are in nats: mean and largest |difference| over `num_tokens`, and the mean of exp |difference|. `gradient`
     is the relative error of all layers' weight gradients together.
@@ -162,8 +158,7 @@ class PrecisionErrors:
 
 
 def batch_of(texts: Iterable[Tensor]) -> list[TrainSample]:
-    """Return samples of token ids [L] int64: every token after the first few counts, with advantages -1 and 1 in
-    turn."""
+    """Return samples of token ids [L] int64: all tokens after the first few count, with advantages -1 and 1 in turn."""
     samples = []
     for index, ids in enumerate(texts):
         mask = torch.arange(ids.numel()) >= min(CONTEXT, ids.numel() - 1)
@@ -174,11 +169,9 @@ def batch_of(texts: Iterable[Tensor]) -> list[TrainSample]:
 def measure(
     config: RunConfig, plain: RunConfig, hf_config: HfConfig, folder: Path, samples: Sequence[TrainSample]
 ) -> PrecisionErrors:
-    """Return the errors of `config` against `plain`, the same run without FP8. Weights come from the Hugging Face
-    `folder`.
+    """Return `config`'s errors against `plain`, the same run without FP8. Weights come from the Hugging Face `folder`.
 
-    Collective over the world, in the layout of `config`; every rank gets the same result. Recompute must be off. No
-    weight changes.
+    Collective over the world, in `config`'s layout, with one result on all ranks. Recompute must be off. Weights stay.
     """
     layout = init_layout(config.parallel, config.run.seed)
     try:
@@ -210,8 +203,7 @@ class _Passes:
         self.policy.weights_changed()
 
     def run(self, like: Tape | None = None) -> tuple[Tape, Gradients, list[Tensor]]:
-        """Return (the tape, the gradients of each layer's trained weights, this rank's log-probs of the tokens that
-        count)."""
+        """Return (the tape, gradients of each layer's trained weights, this rank's log-probs of tokens that count)."""
         policy = self.policy
         logprobs: list[Tensor] = []
         with recording(policy.chunks, like) as tape:

@@ -1,5 +1,4 @@
-"""Checks whether a run may compute in FP8, and which layers should stay in bf16: `megagrpo verify CONFIG
---precision`."""
+"""Checks if a run may compute in FP8, and which layers should stay in bf16: `megagrpo verify CONFIG --precision`."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ def verify_precision(
     """Return 0 when log-probs and all layers are close enough to the run's own precision, 1 when not. Raises
     ConfigError when it cannot be tried.
 
-    `fix` is a file for the config in which the bad layers stay in bf16. That config is then measured too, and its
-    result decides.
+    `fix` is a config file in which the bad layers stay in bf16. That config is measured too, and its result decides.
     """
     quiet()
     config = load_config(path, overrides)
@@ -109,8 +107,7 @@ def verify_precision(
 
 
 def _texts(config: RunConfig, folder: Path, tokens: int) -> list[Tensor]:
-    """Return prompts of the training data, `tokens` tokens in all: text that the model knows, without any
-    generation."""
+    """Return prompts of the training data, `tokens` tokens in all: text that the model knows, without generation."""
     tokenizer = tokenizer_of(config, folder)
     try:
         source = PromptSource(

@@ -73,8 +73,7 @@ def _few_layers(stages: list[int] | None) -> list[int] | None:
 
 
 def plainly(config: RunConfig) -> RunConfig:
-    """Return `config` on one process, without features that only save time or memory: no recompute, sharing, offload or
-    fusion.
+    """Return `config` on one process, without ways to save time or memory: no recompute, sharing, offload or fusion.
 
     The optimizer is sharded only for FP8 weights, which are rounded from sharded masters.
     """
@@ -162,8 +161,7 @@ def _short_factors(raw: dict[str, Any], head_dim: int) -> dict[str, Any]:
 
 
 def random_tensor(name: str, shape: tuple[int, ...], temperature: float = 1.0) -> torch.Tensor:
-    """Return the weight called `name`, float32 in `shape`. It depends only on the arguments, so every layout starts
-    from the same model.
+    """Return the weight `name`, float32 in `shape`. It depends on the arguments only, so layouts start from one model.
 
     Matrices keep the scale of their input. Norms and biases differ from 1 and 0, where an error could hide.
     """

@@ -88,8 +88,7 @@ def prepare(
     samples: Sequence[TrainSample],
     weights: Callable[[str, tuple[int, ...]], Tensor] | None = None,
 ) -> tuple[MegatronPolicy, TrainBatch, list[Tensor | None]]:
-    """Return (policy, this rank's batch with all inputs of the loss, the policy's log-probs [T] of each micro-batch)
-    before a step."""
+    """Return (policy, this rank's batch with all loss inputs, policy log-probs [T] per micro-batch) before a step."""
     policy = MegatronPolicy(config, layout, hf_config)
     fill_weights(policy, hf_config, layout, weights or partial(random_tensor, temperature=config.rollout.temperature))
     reference = Reference(policy) if config.algorithm.beta else None
@@ -133,8 +132,7 @@ def _move_away(policy: MegatronPolicy) -> None:
 
 
 def _old_logprobs(batch: TrainBatch, logprobs: list[Tensor | None]) -> list[Tensor]:
-    """Return old log-probs [T] of each micro-batch, far enough from the policy's to clip some tokens. They depend on
-    the token alone."""
+    """Return old log-probs [T] per micro-batch, from the token alone, far enough from the policy's to clip some."""
     return [_shifted(m, rows) for m, rows in zip(batch.micro_batches, logprobs, strict=True)]
 
 
@@ -146,8 +144,7 @@ def _shifted(micro_batch: MicroBatch, logprobs: Tensor | None) -> Tensor:
 
 
 def _rows_of_tokens(batch: TrainBatch, logprobs: list[Tensor | None], layout: Layout) -> Tensor | None:
-    """Return the log-probs of all ranks' loss tokens, sorted by rollout log-prob, which is unique per token; on rank
-    0."""
+    """Return log-probs of all ranks' loss tokens, sorted by rollout log-prob, which is unique per token; on rank 0."""
     mine: dict[float, float] = {}
     if layout.is_last_stage and layout.tp_rank == 0:
         for micro_batch, rows in zip(batch.micro_batches, logprobs, strict=True):
@@ -197,8 +194,7 @@ def whole_tensors(
 
 
 def relative_error(measured: Tensor, expected: Tensor) -> float:
-    """Return |measured - expected| / |expected|, Euclidean norms; 0 when both are equal. The tensors [...] have equal
-    shapes."""
+    """Return |measured - expected| / |expected|, Euclidean norms; 0 when equal. The tensors [...] have equal shapes."""
     difference = (measured - expected).norm().item()
     return difference and difference / max(expected.norm().item(), torch.finfo(torch.float64).tiny)
 

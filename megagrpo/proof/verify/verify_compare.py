@@ -79,8 +79,7 @@ def _tolerance(kind: str, noise: float | None, coarse: bool) -> float:
 
 
 def distances(outcome: Outcome, expected: Outcome) -> dict[tuple[str, str], float]:
-    """Return (kind, name) -> relative difference. Raises ValueError when the two outcomes do not hold the same
-    quantities."""
+    """Return (kind, name) -> relative difference. Raises ValueError when the outcomes hold different quantities."""
     errors: dict[tuple[str, str], float] = {}
     for name, ours, theirs in _pairs("metrics", outcome.metrics, expected.metrics):
         # An extreme over tokens is only as exact as a log-prob, not as a mean.
@@ -186,8 +185,7 @@ def as_text(verdict: Verdict, full: bool = False) -> str:
 
 
 def _row(text: str, numbers: str) -> list[str]:
-    """Return a text with its numbers at the right edge. A long text is wrapped, and its numbers stand behind the last
-    part."""
+    """Return a text with its numbers at the right edge. A long text is wrapped, its numbers behind the last part."""
     *before, last = wrapped(text, WIDTH - len(numbers), indent=4, whole_words=False)
     return [*before, f"{last:<{WIDTH - len(numbers)}}{numbers}"]
 

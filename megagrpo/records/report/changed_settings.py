@@ -17,8 +17,7 @@ from megagrpo.records.report.shown_responses import text_of
 
 def rows(config: dict[str, Any], privacy: Privacy) -> list[list[Any]]:
     """Return [key, value, default, changed] of every key, in order. A key without a default, or that this version
-    lacks, has None there and counts as changed if it has a value. Values are without paths of the machine and
-    credentials."""
+    lacks, has None there and counts as changed if it has a value. Values omit machine paths and credentials."""
     defaults = _defaults()
     found = []
     for key, value in _flat(config):

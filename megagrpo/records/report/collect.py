@@ -1,5 +1,4 @@
-"""Reads a run's folder. Files of older versions and of runs in progress are accepted: a missing file or field is
-empty."""
+"""Reads a run's folder. Accepts files of older versions and of unfinished runs: a missing file or field is empty."""
 
 from __future__ import annotations
 
@@ -112,8 +111,7 @@ def read_run(folder: Path) -> RunFiles:
 
 
 def read_lines(file: Path, damaged: dict[str, int], steps: Collection[int] | None = None) -> Iterator[Row]:
-    """Yield the JSON objects of a file that have a step, of the named steps only if `steps` is given; nothing if the
-    file is missing.
+    """Yield a file's JSON objects that have a step, only of the named `steps` if given; nothing if the file is missing.
 
     Lines that cannot be read are counted in `damaged`. The end of the last line of a run in progress may be missing.
     """
@@ -136,8 +134,7 @@ def read_lines(file: Path, damaged: dict[str, int], steps: Collection[int] | Non
 
 
 def rewards_per_step(file: Path) -> dict[int, StepRewards]:
-    """Return step -> rewards of the responses in `completions.jsonl`. Lines in the format of a run are searched, not
-    parsed."""
+    """Return step -> rewards of responses in `completions.jsonl`. Lines in a run's format are searched, not parsed."""
     steps: dict[int, StepRewards] = {}
     if file.is_file():
         with open(file, "rb") as lines:

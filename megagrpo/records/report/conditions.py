@@ -1,5 +1,4 @@
-"""Conditions in the metrics of a run that are alarms: each function returns the steps in which one holds, or None
-without its metric."""
+"""Alarm conditions in a run's metrics: each function returns the steps where one holds, or None without its metric."""
 
 from __future__ import annotations
 
@@ -47,8 +46,7 @@ def _numbers(run: RunFiles, ending: str) -> dict[str, dict[int, float]]:
 
 
 def _lost(run: RunFiles) -> tuple[dict[str, dict[int, float]], dict[int, float]] | None:
-    """Return the unscorable responses of each function that has some, and per step the fewest that no function can have
-    scored.
+    """Return each affected function's unscorable responses, and per step the fewest that no function can have scored.
 
     Functions for different rows, which complement each other, lose none. None without the metric.
     """
@@ -78,8 +76,7 @@ def unscored_counts(run: RunFiles) -> list[str]:
 
 
 def constant(run: RunFiles) -> dict[str, float]:
-    """Return function -> value of the functions that gave all responses of all steps the same, if there are enough
-    steps."""
+    """Return function -> value of the functions that gave all responses of all steps the same, given enough steps."""
     found = {}
     for name, spread in _numbers(run, "std").items():
         means = set(_numbers(run, "mean").get(name, {}).values())

@@ -47,8 +47,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Check:
-    """A condition in the metrics: its name, and a function that returns the steps that violate it, or None if nothing
-    can be checked."""
+    """A condition in the metrics: its name, and a function that returns the violating steps, or None without data."""
 
     name: str
     finding: Finding
@@ -58,8 +57,7 @@ class Check:
 
 
 def findings(run: RunFiles) -> dict[str, Any]:
-    """Return the alarms of the run, [name, evidence] of the checks that passed, and the checks that the run's metrics
-    do not allow."""
+    """Return the run's alarms, [name, evidence] of the passed checks, and the checks that its metrics do not allow."""
     alarms, passed, unknown = [], [], []
     for check in CHECKS:
         steps = check.violations(run)
@@ -140,8 +138,8 @@ INPUTS = [
         ("prompts are longer than", "prompts repeat an earlier one", "prompts are also in"),
         Finding(
             "Prompts are dropped, truncated or repeated",
-            "The run trains on fewer or on other prompts than the data set has, or evaluates on prompts that it trains "
-            "on.",
+            "The run trains on fewer or on other prompts than the data set has, or evaluates on prompts that it "
+            "trains on.",
             "Raise rollout.max_prompt_length, or remove the rows.",
             page="docs/commands.md, section Check data and rewards",
         ),
@@ -166,11 +164,9 @@ CHECKS = [
         Finding(
             "Trainer and engine disagree",
             "token_mult_prob_error left its normal range: vLLM samples from other weights, or from another "
-            "distribution, than the trainer "
-            "computes.",
+            "distribution, than the trainer computes.",
             "After a jump, look at weight_version in completions.jsonl and at vllm_0.log. From the first step on, "
-            "check "
-            "rollout.quantization and rollout.extra_args, and audit a dumped step.",
+            "check rollout.quantization and rollout.extra_args, and audit a dumped step.",
             metric="mismatch/alarms",
         ),
         grows("mismatch/alarms"),
@@ -194,8 +190,8 @@ CHECKS = [
             "Metrics are not numbers",
             "Reward, loss, entropy or gradient norm is recorded as NaN or infinite in these steps. The curves have "
             "gaps there.",
-            "Without a reward, look at rewards/NAME/unscorable and at the responses of these steps. Otherwise look for "
-            "skipped steps.",
+            "Without a reward, look at rewards/NAME/unscorable and at the responses of these steps. Otherwise look "
+            "for skipped steps.",
             "error",
             metric="reward loss entropy grad_norm",
         ),
@@ -217,8 +213,7 @@ CHECKS = [
         Finding(
             "Rewards could not score responses",
             "A function returned None and no other one scored these responses: the gold of their rows is missing or "
-            "unreadable. They teach "
-            "nothing.",
+            "unreadable. They teach nothing.",
             "megagrpo check names the rows and the column. Correct or remove the rows.",
             metric="rewards/*/unscorable",
         ),
@@ -240,13 +235,11 @@ CHECKS = [
         "groups have something to learn from",
         Finding(
             "Most groups have equal rewards",
-            "frac_reward_zero_std is above one half at the end. Groups with equal rewards have no gradient, so most of "
-            "the work of these "
-            "steps teaches nothing. With a high reward the prompts have become too easy, with a low one they are too "
-            "hard.",
+            "frac_reward_zero_std is above one half at the end. Groups with equal rewards have no gradient, so most "
+            "of the work of these steps teaches nothing. With a high reward the prompts have become too easy, with a "
+            "low one they are too hard.",
             "Stop here if the reward is as high as it can be. Otherwise change the prompts, draw others with "
-            "algorithm.dynamic_sample, "
-            "raise rollout.num_generations, or use a reward with values between 0 and 1.",
+            "algorithm.dynamic_sample, raise rollout.num_generations, or use a reward with values between 0 and 1.",
             metric="frac_reward_zero_std",
         ),
         stays_above("frac_reward_zero_std", MANY),

@@ -66,7 +66,7 @@ def policy() -> str:
     script, style = (f"'sha256-{_sha256(joined(names))}'" for names in (SCRIPTS, STYLES))
     return (
         f"default-src 'none'; script-src {script}; style-src {style}; img-src data:; base-uri 'none'; form-action "
-        f"'none'"
+        "'none'"
     )
 
 

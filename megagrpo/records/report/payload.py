@@ -1,5 +1,4 @@
-"""Builds the data of the page: one JSON value for everything but responses, and one compressed chunk per step of
-responses."""
+"""Builds the page's data: one JSON value of all but responses, and one compressed chunk of responses per step."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ def payload(runs: Sequence[RunFiles], static_bytes: int) -> Payload:
 
 
 def labels(runs: Sequence[RunFiles]) -> list[str]:
-    """Return a name for each run that no other run of the page has: its own, else with the last parts of its folder,
-    else with a number."""
+    """Return a unique name per run of the page: its own, else with the last parts of its folder, else with a number."""
     names = [run.name for run in runs]
     found = list(names)
     for depth in (1, 2, 3):
@@ -73,8 +71,7 @@ def labels(runs: Sequence[RunFiles]) -> list[str]:
 
 
 def describe(run: RunFiles, steps_per_point: int, evaluations_per_point: int) -> dict[str, Any]:
-    """Return everything that the page shows of a run, except its responses. Only names of metrics and keys may name a
-    machine."""
+    """Return everything that the page shows of a run but its responses. Only metrics and keys may name a machine."""
     start = run.last_start
     notes = {
         "name": printable(run.name),
@@ -100,8 +97,7 @@ def describe(run: RunFiles, steps_per_point: int, evaluations_per_point: int) ->
 
 
 def with_reward_range(run: RunFiles) -> list[Row]:
-    """Return the steps with `reward_low` and `reward_high`: one standard deviation around the mean, within the rewards
-    of the step.
+    """Return steps with `reward_low`, `reward_high`: one standard deviation around the mean, within the step's rewards.
 
     A step whose responses are not in `completions.jsonl` has none.
     """

@@ -19,8 +19,7 @@ PHASES = ("generate", "logprobs", "train", "sync")
 
 
 def plan_against_measured(run: RunFiles) -> dict[str, Any]:
-    """Return predicted memory by phase in GiB, predicted and measured seconds by phase, and notes that say what is
-    missing."""
+    """Return predicted memory by phase in GiB, predicted and measured seconds by phase, and notes on missing parts."""
     memory_notes: list[str] = []
     times_notes: list[str] = []
     made: dict[str, Any] = {"memory": {}, "peak": None, "predicted": {}, "mfu": None}
@@ -57,8 +56,7 @@ def plan_against_measured(run: RunFiles) -> dict[str, Any]:
     elif memory is None:
         memory_notes.append(
             "Measured memory is the resident memory of the whole process on a CPU: Python, its libraries and freed "
-            "memory included. "
-            "The plan counts tensors only."
+            "memory included. The plan counts tensors only."
         )
     if any("vllm_weights" in parts for parts in planned.memory.values()):
         memory_notes.append(

@@ -34,8 +34,7 @@ SECRET_KEY = re.compile(r"(?:token|secret|password|credentials?|(?:api|access|pr
 
 @dataclass(frozen=True)
 class Privacy:
-    """What one run's page hides: `folders`, some of them `homes`, and `names`. A pattern is None if there is nothing to
-    hide."""
+    """What one run's page hides: `folders`, some of them `homes`, and `names`. A pattern that hides nothing is None."""
 
     homes: frozenset[str]
     folders: re.Pattern[str] | None
@@ -46,16 +45,14 @@ class Privacy:
         return self._without_folders(text, "") if "/" in text else text
 
     def text(self, text: str) -> str:
-        """Return a setting, message or note without absolute paths, names of users and hosts, addresses and
-        credentials."""
+        """Return a setting, message or note without absolute paths, user and host names, addresses and credentials."""
         text = URL.sub(_public, TOKEN.sub("<credential>", text.replace("file:///", "/")))
         text = PATH.sub(_last_parts, WINDOWS.sub("…/", self._without_folders(text, "/{}")))
         text = ADDRESS.sub("<host>", text)
         return self.names.sub("<name>", text) if self.names is not None else text
 
     def _without_folders(self, text: str, last: str) -> str:
-        """Write known folders as "…", and home directories as "~". `last` formats the name of a folder that ends a
-        path."""
+        """Write known folders as "…", and home directories as "~". `last` formats a folder name that ends a path."""
 
         def shortened(match: re.Match[str]) -> str:
             folder, inside = match[0], match.string.startswith("/", match.end())
@@ -66,8 +63,7 @@ class Privacy:
         return HOME.sub("~", text)
 
     def row(self, row: dict[str, Any]) -> dict[str, Any]:
-        """Return a line of `completions.jsonl` or `tokens.jsonl`: notes of rewards as `text`, everything else as
-        `data`.
+        """Return a line of `completions.jsonl` or `tokens.jsonl`: notes of rewards as `text`, all else as `data`.
 
         Tokens that spell a hidden folder are left out.
         """

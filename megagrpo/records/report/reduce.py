@@ -1,5 +1,4 @@
-"""Chooses and rounds the numbers that the page shows: curves of at most `MAX_POINTS` points, and the run's main
-figures."""
+"""Chooses and rounds the numbers that the page shows: curves of at most `MAX_POINTS` points, and the main figures."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ def number(value: Any, digits: int = DIGITS) -> float | None:
 
 
 def curves(rows: Sequence[Row], per_point: int = 1) -> dict[str, Any]:
-    """Return steps, seconds since the first row, and one list of values per metric. Each point is the mean of
-    `per_point` neighbours.
+    """Return steps, seconds since the first row, and one list per metric. Each value is the mean of `per_point` rows.
 
     A metric that a row lacks is None there.
     """
@@ -84,8 +82,7 @@ def result(run: RunFiles) -> dict[str, Any]:
 
 
 def main_evaluation(run: RunFiles) -> dict[str, Any] | None:
-    """Return name, first and last value, and steps of the evaluation metric that says most; None without
-    evaluations."""
+    """Return name, first and last value, and steps of the most telling evaluation metric; None without evaluations."""
     name, values = evaluation_values(run)
     if not values:
         return None
@@ -100,8 +97,7 @@ def main_evaluation(run: RunFiles) -> dict[str, Any] | None:
 
 
 def evaluation_values(run: RunFiles) -> tuple[str, list[tuple[int, float]]]:
-    """Return the name and the (step, value) pairs of the evaluation metric that says most: pass@1, else the reward, of
-    the first set."""
+    """Return name and (step, value) pairs of the main evaluation metric: pass@1, else the reward, of the first set."""
     names = list(dict.fromkeys(name for row in run.evaluations for name in row if name.startswith("eval/")))
     for name in [n for n in names if n.endswith("pass@1")] + [n for n in names if n.endswith("/reward")]:
         values = [(row["step"], value) for row in run.evaluations if (value := number(row.get(name))) is not None]
@@ -111,8 +107,7 @@ def evaluation_values(run: RunFiles) -> tuple[str, list[tuple[int, float]]]:
 
 
 def state(run: RunFiles) -> dict[str, str]:
-    """Return the state of the run and a text that says so. `failed`: it ended early and no message says why; `stopped`
-    otherwise."""
+    """Return the run's state and a text for it. `failed`: it ended early and no message says why; else `stopped`."""
     done = run.steps[-1]["step"] if run.steps else 0
     limit = run.setting("run.max_steps")
     texts = [str(message.get("text", "")) for message in run.messages[-5:]]

@@ -71,8 +71,7 @@ def choose(run: RunFiles, budget: int, prompts: Collection[str] = ()) -> Chosen:
 
 
 def chosen_steps(run: RunFiles, steps: Sequence[int], most: int = MAX_STEPS) -> list[int]:
-    """Return at most `most` of the steps: the first, the last, the ones with the best and the worst reward, others at
-    even distances."""
+    """Return at most `most` steps: the first, the last, those of best and worst reward, others at even distances."""
     if len(steps) <= most:
         return list(steps)
     recorded = set(steps)
@@ -93,8 +92,7 @@ def chosen_steps(run: RunFiles, steps: Sequence[int], most: int = MAX_STEPS) -> 
 def offers(groups: dict[int, list[dict[str, Any]]], prompts: Collection[str] = ()) -> Iterator[tuple[int, int]]:
     """Yield (step, index of the group): the most interesting group of every step, then the second one, and so on.
 
-    The steps of a round are the last, the first, then steps between, so that a page with little room still covers the
-    run.
+    A round's steps are the last, the first, then steps between, so that a page with little room still covers the run.
     """
     steps = sorted(groups)
     # by the largest power of 2 in the index
@@ -112,8 +110,7 @@ def offers(groups: dict[int, list[dict[str, Any]]], prompts: Collection[str] = (
 
 
 def groups_of(rows: Sequence[Row], size: int | None) -> list[dict[str, Any]]:
-    """Return the groups of one step, in order, as the page shows them. `size` is the number of responses per prompt, if
-    known."""
+    """Return one step's groups, in order, as shown. `size` is the number of responses per prompt, if known."""
     cuts = [0]
     for i in range(1, len(rows)):
         same = rows[i].get("prompt_id") == rows[i - 1].get("prompt_id")
@@ -154,8 +151,7 @@ def text_of(value: Any) -> str:
 
 
 def ranking(groups: Sequence[dict[str, Any]]) -> list[int]:
-    """Return the indices of a step's groups, most interesting first: with tokens, then the best, the worst, then by
-    spread of rewards."""
+    """Return the indices of a step's groups by interest: with tokens, then best and worst, then by reward spread."""
 
     def rewards(group: dict[str, Any]) -> list[float]:
         return [r["reward"] for r in group["responses"] if r["reward"] is not None]

@@ -1,2 +1,1 @@
-"""Outputs of a run's metrics and completions: one file per tracker, each with a class that has the methods of
-`sink.Sink`."""
+"""Outputs of a run's metrics and completions: one file per tracker, whose class has the methods of `sink.Sink`."""

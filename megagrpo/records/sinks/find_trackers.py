@@ -13,8 +13,7 @@ CLASSES = {"tensorboard": "TensorBoardSink", "wandb": "WandbSink", "mlflow": "Ml
 
 
 def make_sink(name: str, run: TrackedRun) -> Sink:
-    """Return the sink of one entry of `run.trackers`. May raise anything: clients of services and the user's code run
-    here."""
+    """Return the sink of one `run.trackers` entry. May raise anything: service clients and the user's code run here."""
     if name not in CLASSES:
         return OwnSink(name, run)
     if why := missing_package(name):
@@ -24,8 +23,7 @@ def make_sink(name: str, run: TrackedRun) -> Sink:
 
 
 def check_trackers(config: RunConfig) -> None:
-    """Import the user's classes, and look for the packages of the others. Raises ProblemError with every tracker that
-    cannot be used."""
+    """Import the user's classes, and look for the others' packages. Raises ProblemError with every unusable tracker."""
     problems = tracker_notes(config)
     for index, name in enumerate(config.run.trackers):
         try:

@@ -1,5 +1,4 @@
-"""Writes `metrics.jsonl`, `completions.jsonl` and `messages.jsonl`, the source of truth: all other output can be
-rebuilt from them."""
+"""Writes `metrics.jsonl`, `completions.jsonl` and `messages.jsonl`, the source of truth for all other output."""
 
 from __future__ import annotations
 

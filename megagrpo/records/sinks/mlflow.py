@@ -1,5 +1,4 @@
-"""Writes to MLflow, to a server or to a local database: metrics, the config as parameters, and tables of completions as
-artifacts."""
+"""Writes to an MLflow server or local database: metrics, the config as parameters, completions tables as artifacts."""
 
 from __future__ import annotations
 

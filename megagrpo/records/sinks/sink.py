@@ -26,8 +26,7 @@ class TrackedRun:
         return self.config.run.name
 
     def id(self, tracker: str) -> str:
-        """Return the id of this run in a tracker: the same after a restart, and another one for a new run of the same
-        name."""
+        """Return this run's id in a tracker: the same after a restart, another one for a new run of the same name."""
         file = self.folder / f"{tracker}_id"
         if not file.exists():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -36,8 +35,7 @@ class TrackedRun:
 
 
 class Sink(Protocol):
-    """One output. Methods run on rank 0, in the order of the run. Any method may raise; the writer catches the
-    error."""
+    """One output. Methods run on rank 0, in the order of the run. Any may raise; the writer catches the error."""
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Take the metrics of a finished step, counted from 1."""

@@ -22,14 +22,12 @@ class CodeExecution:
     else 0.0. With `partial` it returns the share of passed tests. Returns None for a row whose tests cannot be read,
     check nothing, or do not exist: `row_fault` tells why.
 
-    docs/rewards.md#programs has the shapes of `tests`, the further columns, and the rule for which part of a completion
-    is the program.
+    docs/rewards.md#programs has the shapes of `tests`, the other columns, and which part of a response is the program.
 
     Python tests and calls run after the program in the same process, within `seconds` in total. Each input runs the
     program again, within `seconds`. Outputs and returned values are compared here.
 
-    `sandbox: required` raises ValueError when the kernel lacks a guarantee of the sandbox; `best_effort` logs the
-    missing ones.
+    `sandbox: required` raises ValueError when the kernel lacks a sandbox guarantee; `best_effort` logs missing ones.
     """
 
     needs_columns = (("tests", "expected_output"),)
@@ -135,8 +133,7 @@ class CodeExecution:
         return tests.right(values) + (passed[:-1] if ended_early else passed)
 
     def _setup(self, program: str, tests: RowTests, context: str) -> str:
-        """Return code that runs before a program: the prompt's own, and imports of names that a site such as LeetCode
-        provides."""
+        """Return code to run before a program: the prompt's own, and imports that a site such as LeetCode provides."""
         outlined = outline(program)
         if outlined is None or not (tests.function or context or "Solution" in outlined.defines):
             return ""
@@ -148,8 +145,7 @@ class CodeExecution:
 
 
 def _context(row: dict[str, Any], prompt: Any) -> str:
-    """Return the code in the row's starter code or in its prompt that ends in the function `entry_point` without a
-    body; "" without one."""
+    """Return starter code, or prompt code, that ends in the function `entry_point` without a body; "" without one."""
     name = str(row["entry_point"])
     for text in (row.get("starter_code"), text_of(prompt) if prompt else ""):
         code = program_of(text, {name}) if isinstance(text, str) else None

@@ -59,8 +59,7 @@ def soft_format(completions: list[Any], fixed: bool = False, prefixes: list[str]
 
 
 def strict_format(completions: list[Any], fixed: bool = False, prefixes: list[str] | None = None) -> list[float]:
-    """Return 0.5 for exactly the four tags on lines of their own, around one line of reasoning and one of answer, with
-    a final newline.
+    """Return 0.5 for just the four tags on own lines, around a line of reasoning and one of answer, with final newline.
 
     `fixed` allows several lines inside, and a missing final newline.
     """
@@ -80,8 +79,7 @@ def whole_number(completions: list[Any], fixed: bool = False) -> list[float]:
 def correctness(completions: list[Any], answer: list[Any], fixed: bool = False) -> list[float | None]:
     """Return 2.0 when the answer equals the text of column `answer`, else 0.0.
 
-    `fixed` compares numbers, so "1,000", "1000.0" and "$1000" equal 1000. It returns None for an `answer` without a
-    number.
+    `fixed` compares numbers, so "1,000", "1000.0" and "$1000" equal 1000. It returns None if `answer` has no number.
     """
     answers = [xml_answer(text_of(c)) for c in completions]
     if not fixed:

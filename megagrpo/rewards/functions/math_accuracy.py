@@ -1,5 +1,4 @@
-"""Rewards for a mathematical answer that equals the gold answer. docs/answers.md states which part of a response is the
-answer.
+"""Rewards for a mathematical answer that equals the gold answer. docs/answers.md says where a response has its answer.
 
 math-verify's time limits use SIGALRM, so these functions run in the main thread of a reward worker only.
 """
@@ -54,8 +53,7 @@ def reasoning_accuracy(
     delimiters: tuple[str, ...] = ("</think>",),
     as_trl: bool = False,
 ) -> list[float | None]:
-    """Return the `accuracy` of the text after the last occurrence of the first delimiter that occurs; 0.0 without any:
-    the reasoning did not end.
+    """Return the `accuracy` of the text after the last copy of the first delimiter found; 0.0 without a delimiter.
 
     `as_trl` scores as TRL's `reasoning_accuracy_reward` does.
     """
@@ -72,8 +70,7 @@ def reasoning_accuracy(
 
 
 def gold_fault(solution: Any = None, answer: Any = None) -> str | None:
-    """Return why no response to a row can be scored, or can be right except by repeating a long text; None for a good
-    row."""
+    """Return why no response to a row can be scored, or be right except by repeating long text; None for a good row."""
     name, gold = ("answer", answer) if solution is None else ("solution", solution)
     text = gold_answer(gold)
     if text is None:
@@ -90,8 +87,7 @@ for _function in (accuracy, reasoning_accuracy):
 
 @dataclass(eq=False)
 class Cosine:
-    """Returns `accuracy` scaled by length in tokens: longer right answers earn less, longer wrong answers lose less;
-    None as in `accuracy`.
+    """Scales `accuracy` by length in tokens: longer right answers earn less, longer wrong ones lose less; None stays.
 
     The value runs along half a cosine, from the `min_len` value at length 0 to the `max_len` value at `max_len` tokens
     (Yeo et al. 2025, eq. 1), by default the rollout's maximum. Longer responses keep the value at `max_len`. Without

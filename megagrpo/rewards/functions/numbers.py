@@ -107,8 +107,7 @@ def only_number(text: str) -> Decimal | None:
 
 
 def is_plain(text: str) -> bool:
-    """Return whether `text` is one number, with nothing else but a currency or percent sign, brackets and
-    punctuation."""
+    """Return whether `text` is one number, with nothing else but a currency or percent sign, brackets, punctuation."""
     line = _same(text.strip())
     if only_number(line) is None:
         return False
@@ -124,8 +123,7 @@ def number_text(value: Decimal) -> str:
 
 
 def _same(line: str) -> str:
-    """Return the line with one character for each kind of minus, space, slash and digit, and without LaTeX's
-    spacing."""
+    """Return the line with one character for each kind of minus, space, slash and digit, without LaTeX's spacing."""
     if not line.isascii():
         line = _VULGAR_FRACTION.sub(
             lambda m: f"{m[1]} {_VULGAR[m[2]]}" if m[1] else _VULGAR[m[2]], line.translate(_SAME)
@@ -144,8 +142,7 @@ def _last(matches: Iterator[re.Match[str]]) -> re.Match[str] | None:
 
 
 def _value(token: re.Match[str]) -> Decimal | None:
-    """Return the value of a number without its sign; None for a division by zero, and beyond the limits on digits and
-    exponents."""
+    """Return a number's value without sign; None for division by zero or beyond the limits on digits and exponents."""
     if fraction := token["frac"] or token["rest"]:
         top, bottom = _parts(fraction)
         return _quotient(top, bottom, token["digits"] or "")

@@ -1,5 +1,4 @@
-"""Reads the tests of a row, in the shapes that public data sets have, as what the sandbox runs. docs/rewards.md lists
-the shapes."""
+"""Reads a row's tests, in the shapes of public data sets, as what the sandbox runs. docs/rewards.md lists them."""
 
 from __future__ import annotations
 
@@ -30,8 +29,7 @@ _METHOD = re.compile(r"^[ \t]*def[ \t]+([A-Za-z]\w*)", re.MULTILINE)
 
 @dataclass
 class RowTests:
-    """What checks a program: pairs of input and output, calls of `function`, or Python. `expected` are the values of
-    the calls."""
+    """What checks a program: input and output pairs, calls of `function` with `expected` values, or Python."""
 
     pairs: list[tuple[str, str]] = field(default_factory=list)
     function: str = ""
@@ -51,11 +49,9 @@ class RowTests:
         return len(self.pairs) + len(self.calls) + self.python.count
 
     def right(self, results: list[Any]) -> list[bool]:
-        """Tell which calls returned the expected value. `results` has a list with the value per call, None after an
-        exception.
+        """Tell which calls returned the expected value. `results` has [value] per call, None after an exception.
 
-        APPS wraps each expected value in a list, and some data sets write it as JSON: the reading that most calls agree
-        with counts.
+        APPS wraps each expected value in a list, and some data sets use JSON: the reading that most calls match counts.
         """
         readings = [self.expected]
         if all(isinstance(value, list) and len(value) == 1 for value in self.expected):
@@ -67,8 +63,7 @@ class RowTests:
 
 
 def equal(value: Any, expected: Any) -> bool:
-    """Compare a returned value with the expected one, both as JSON reads them: tuples are lists, and floats are equal
-    to 6 digits."""
+    """Compare a returned and the expected value, as JSON reads both: tuples are lists, floats match to 6 digits."""
     if isinstance(expected, list):
         return isinstance(value, list) and len(value) == len(expected) and all(map(equal, value, expected))
     if isinstance(expected, dict):
@@ -82,8 +77,7 @@ def equal(value: Any, expected: Any) -> bool:
 
 
 def read_tests(tests: Any = None, expected_output: Any = None, packages: bool = True, **facts: Any) -> RowTests:
-    """Read a row's tests. `facts` are its values of `TEST_COLUMNS`. Raises ValueError, with column and value, when they
-    are unknown."""
+    """Read a row's tests. `facts` has `TEST_COLUMNS`. Raises ValueError, with column and value, for unknown tests."""
     _check_language(facts.get("language"), _OTHER_LANGUAGES)
     reader = _RowReader(facts, packages)
     reader.read(tests)
@@ -253,8 +247,7 @@ def _metadata(value: Any) -> Mapping[str, Any]:
 
 
 def _check_language(language: Any, others: Sequence[str] = ()) -> None:
-    """Raise ValueError for a language that is not Python; with `others`, only for one of them, because the column may
-    mean prose."""
+    """Raise ValueError if the language is not Python; with `others`, only if it is in them: the column may be prose."""
     name = str(language or "").strip().lower()
     if name and name not in _PYTHON and (name in others or not others):
         raise ValueError(f"`language` is {language!r}, and only Python programs run")

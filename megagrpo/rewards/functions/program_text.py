@@ -114,8 +114,7 @@ def _dedent(line: str, count: int) -> str:
 
 
 def program_of(text: str, names: Set[str] = frozenset(), prefix: str = "", context: str = "") -> str | None:
-    """Return the program of a response; None without one. `names` are the names that the tests call, empty for input
-    and output.
+    """Return a response's program; None without one. `names` are those that the tests call, empty for input and output.
 
     The candidates are the Python blocks that parse: fenced blocks without a language or with Python's, and the whole
     text without any fence. The program is the last candidate that defines the most of `names`. Without `names` it is

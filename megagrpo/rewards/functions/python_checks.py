@@ -13,8 +13,7 @@ _RAISES = "raises assertRaises assertRaisesRegex warns assertWarns assertWarnsRe
 
 
 def is_check(statement: ast.stmt, own_functions: Container[str]) -> bool:
-    """Tell whether a statement checks something itself. `own_functions` are defined in the same text: their bodies tell
-    whether they check."""
+    """Tell whether a statement itself checks. `own_functions`, of the same text, are judged by their bodies."""
     if isinstance(statement, ast.Assert):
         return constant(statement.test) is None
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
@@ -35,8 +34,7 @@ def blocks(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
 
 
 def before_failures(statement: ast.stmt) -> Iterator[ast.stmt]:
-    """Yield the statements directly inside a statement that can return before a failure: `try: ... return`, then
-    `assert False`."""
+    """Yield statements directly inside one that can return before a failure: `try: ... return`, then `assert False`."""
     body = getattr(statement, "body", [])
     yield from (first for first, then in pairwise(body) if fails(then) and isinstance(first, COMPOUND))
 
@@ -100,8 +98,7 @@ def called_name(node: ast.expr) -> str:
 
 
 def main_names(tree: ast.Module) -> set[str]:
-    """Return how a text calls what runs all its tests: `unittest.main`, `pytest.main`, or their names after an
-    import."""
+    """Return how a text calls what runs all tests: `unittest.main`, `pytest.main`, or their names after an import."""
     names = set[str]()
     for node in tree.body:
         if isinstance(node, ast.Import):

@@ -67,8 +67,7 @@ class PythonTests:
 def read_python_tests(
     texts: Sequence[str], setup: str, entry_point: str, installed: Callable[[str], bool]
 ) -> PythonTests:
-    """Read a row's texts of tests, which share one namespace. `setup` runs before them. `installed` tells whether a
-    module can be imported.
+    """Read a row's test texts, in one namespace, after `setup`. `installed` tells whether a module can be imported.
 
     Raises ValueError, with the reason, when the texts check nothing or need something that the sandbox lacks.
     """
@@ -219,8 +218,7 @@ class _Reader:
     # ------------------------------------------------------------------------------------------------------------ calls
 
     def _entry_calls(self, checking: set[str], called: set[str]) -> Iterator[tuple[str, str]]:
-        """Yield the call of HumanEval's `check(candidate)`. Its asserts count one by one when they are statements of
-        its body."""
+        """Yield the call of HumanEval's `check(candidate)`. Asserts directly in its body count one by one."""
         check = self._functions.get("check")
         if check is None or "check" in called or "check" not in checking or len(required(check)) != 1:
             return

@@ -19,8 +19,7 @@ SECRET = re.compile("authorization|cookie|key|token|secret|password", re.IGNOREC
 
 @dataclass(eq=False)
 class ServedReward:
-    """Requests the reward of each completion from `url`. Returns None, counted as an exception, when the server fails
-    or returns null.
+    """Requests rewards from `url`. Returns None, counted as an exception, when the server fails or returns null.
 
     A path that ends in /classify or /pooling belongs to vLLM with a one-label classification model. It gets prompt and
     completion as text, or as messages for the server's chat template; the reward is the logit, without activation. Any
@@ -74,8 +73,7 @@ class ServedReward:
         return rewards
 
     async def _ask_vllm(self, rows: list[tuple[Any, ...]]) -> list[float | None]:
-        """Request rewards from vLLM. One request may have many texts but only one chat; vLLM batches requests
-        itself."""
+        """Request rewards from vLLM. A request may have many texts but only one chat; vLLM batches requests itself."""
         common = {**self._model, "use_activation": False, "add_special_tokens": False}
         if self._kind == "pooling":
             common["task"] = "classify"
@@ -105,7 +103,7 @@ def _revealed(url: str, headers: dict[str, str]) -> dict[str, str]:
             if SECRET.search(name):
                 raise ValueError(
                     f"{url}: args.headers.{name} must not be a literal secret; write $NAME to read it from an "
-                    f"environment variable"
+                    "environment variable"
                 )
             revealed[name] = value
         elif (revealed.setdefault(name, os.environ.get(value[1:], ""))) == "":

@@ -1,5 +1,4 @@
-"""Rewards that need only the standard library. Each returns one float per completion of a batch, or None where it
-cannot score."""
+"""Rewards that need only the standard library. Each returns a float per completion, or None where it cannot score."""
 
 from __future__ import annotations
 
@@ -22,8 +21,7 @@ def text_of(completion: str | list[dict[str, str]]) -> str:
 
 
 def whole_texts(completions: list[Any], prefixes: list[str] | None) -> list[str]:
-    """Return the text of each completion after its prefix: the tag that the chat template opened for the response, such
-    as "<think>\\n"."""
+    """Return each completion's text after its prefix: the tag that the chat template opened, such as "<think>\\n"."""
     return [prefix + text_of(c) for prefix, c in zip(prefixes or [""] * len(completions), completions, strict=True)]
 
 
@@ -40,8 +38,7 @@ def first_answer(text: str) -> str | None:
 
 
 def exact_number(completions: list[Any], answer: list[Any], prefixes: list[str] | None = None) -> list[float | None]:
-    """Return 1.0 when the last number of the completion's answer equals the number of column `answer` ("72", 72, "...
-    #### 72"), else 0.0.
+    """Return 1.0 if the answer's last number equals the number of column `answer` ("72", 72, "... #### 72"), else 0.0.
 
     docs/rewards.md states what a number is. Returns None when `answer` has no number or several.
     """
@@ -58,8 +55,7 @@ def _number(text: str, read: Callable[[str], Decimal | None], prefix: str = "") 
 
 
 def _number_fault(answer: Any = None) -> str | None:
-    """Return why a row cannot be scored: its gold is not one number, or has words or units, which no reward
-    compares."""
+    """Return why a row is unscorable: its gold is not one number, or has words or units, which no reward compares."""
     part = number_part(str(answer))
     if part is not None and is_plain(part):
         return None
@@ -71,8 +67,7 @@ vars(exact_number)["row_fault"] = _number_fault
 
 
 def format(completions: list[Any], prefixes: list[str] | None = None) -> list[float]:
-    """Return 1.0 for exactly `<think>...</think><answer>...</answer>`; white space is allowed between the two, but not
-    before or after.
+    """Return 1.0 for exactly `<think>...</think><answer>...</answer>`; white space is allowed only between the two.
 
     This is the pattern of DeepSeek-R1's prompt as ms-swift scores it: further tags inside the outermost pair are
     accepted. A `<think>` that the chat template has opened (`prefixes`) is part of the response.
@@ -106,8 +101,7 @@ def soft_overlong(
     cache_length: int | None = None,
     floor: float | None = -1.0,
 ) -> list[float]:
-    """Return DAPO's soft length penalty (eq. 13), in tokens: 0 up to max_completion_length - cache_length, then linear
-    to -1 at the maximum.
+    """Return DAPO's soft length penalty (eq. 13): 0 up to max_completion_length - cache_length tokens, then down to -1.
 
     `max_completion_length` defaults to the rollout's, `cache_length` to a fifth of it. Longer responses get `floor`;
     with `floor: null` the penalty keeps falling, as in ms-swift. With cache_length 0 there is no slope: above the

@@ -1,8 +1,7 @@
 """Counts what a sandboxed program takes of the kernel: the kernel asks this process before each counted call (seccomp
 user notification).
 
-A call's numbers are in registers, so the program cannot change them after the check. The kernel drops a request whose
-process has died.
+A call's numbers are in registers, so the program cannot change them later. The kernel drops a dead process's request.
 """
 
 from __future__ import annotations
@@ -57,8 +56,7 @@ class Counts:
             os.close(self._listener)
 
     def answer(self) -> bool:
-        """Receive the listener or answer one call; call this when `fileno()` is readable. Returns False when no more
-        calls come."""
+        """Receive the listener or answer one call, when `fileno()` is readable. Returns False if no more calls come."""
         if self._listener is None:
             _, descriptors, _, _ = socket.recv_fds(self._mailbox, 64, 1)
             self._listener = next(iter(descriptors), None)
@@ -93,9 +91,8 @@ class Counts:
         return self._kernel_memory(thread, 2 * _MAPPING + 2 * _PAGE * arguments[1] // _SPANS[0], frees=name == "MUNMAP")
 
     def _kernel_memory(self, asking: int, most: int, frees: bool = False) -> int:
-        """Return 0 or the error for a call that takes `most` bytes of kernel memory at most. Measures only when the sum
-        of such calls since the last measurement would exceed the limit. The last 1/32 is left for calls that free
-        memory."""
+        """Return 0 or the error for a call that takes at most `most` bytes of kernel memory. Measures only when such
+        calls since the last measurement could pass the limit. The last 1/32 is for calls that free memory."""
         needed = most if frees else most + self._max_kernel // 32
         self._taking.pop(asking, None)
         if needed > self._kernel_left:
@@ -136,8 +133,7 @@ class Counts:
         return any(event & select.POLLHUP for _, event in poll.poll(0))
 
     def _thread(self, asking: int) -> int:
-        """Return 0 or the error for a thread that starts another. A thread that asks again has finished starting its
-        previous one."""
+        """Return 0 or the error for a thread starting another. One that asks again has started its previous one."""
         try:
             alive = {int(entry) for entry in os.listdir(f"/proc/{self._pid}/task")}
         except OSError:

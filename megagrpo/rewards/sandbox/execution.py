@@ -1,5 +1,4 @@
-"""Runs a program and what checks it, inside the confined process of `child`. Imports only the standard library's
-built-in modules.
+"""Runs a program and its checks in the confined process of `child`. Imports only built-in standard library modules.
 
 Results go to the parent one by one, so the ones before a deadline count. The last one tells whether everything ran.
 """
@@ -19,8 +18,7 @@ EXEC, COMPILE, ITERATE, LENGTH = exec, compile, iter, len  # a program can repla
 def execute(
     program: str, checks: "Checks | None", result: "Callable[[object], None]", end: "Callable[[], None]"
 ) -> None:
-    """Run a program, then its checks in the same namespace. `result` gets what each check gives, `end` ends the
-    process.
+    """Run a program, then its checks in the same namespace. `result` gets each check's result, `end` ends the process.
 
     Without checks the program is `__main__`, and its exit status is the result. With checks it is the module
     `solution`, which tests can import, and `if __name__ == "__main__"` does not run.

@@ -1,5 +1,4 @@
-"""Runs untrusted programs in a process that the kernel confines (`child`), and finds the guarantees that this kernel
-cannot give."""
+"""Runs untrusted programs in a process confined by the kernel (`child`), and finds guarantees that the kernel lacks."""
 
 from __future__ import annotations
 
@@ -56,10 +55,9 @@ class Limits:
 class Checks(TypedDict):
     """What checks a program after it has run.
 
-    A step is (kind, code). The code of a "setup", a "test", and a "check", a test that also has to call
-    `__checked__()`, is Python as text or compiled. Inside such a step, `with __test__():` reports one more test and
-    `__function__(path)` finds the program's function. A "call" calls `function` with positional and keyword arguments;
-    calls come first.
+    A step is (kind, code). The code of a "setup", a "test", and a "check", a test that must call `__checked__()`, is
+    Python as text or compiled. There, `with __test__():` reports one more test and `__function__(path)` finds the
+    program's function. A "call" calls `function` with positional and keyword arguments; calls come first.
     """
 
     setup: str  # Python code that runs before the program
@@ -219,8 +217,7 @@ def _read(
 
 
 def _messages(report: bytes) -> Iterator[dict[str, Any]]:
-    """Parse the reports of the process. The program can write to the same descriptor, so any bytes may be in
-    between."""
+    """Parse the process's reports. The program can write to the same descriptor, so any bytes may be in between."""
     for line in report.splitlines():
         try:
             message = json.loads(line)
@@ -348,8 +345,7 @@ finally:
 
 
 def missing_guarantees(walls: tuple[str, ...] = WALLS) -> dict[str, str]:
-    """Try to break each guarantee of the sandbox on this machine. Returns guarantee -> the program that broke it; empty
-    when all hold.
+    """Try to break each sandbox guarantee here. Returns guarantee -> the program that broke it; empty when all hold.
 
     ValueError when not even a harmless program runs."""
     limits = Limits(seconds=20.0, memory_mb=256, file_mb=1, kernel_mb=4)

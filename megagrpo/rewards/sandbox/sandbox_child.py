@@ -1,5 +1,4 @@
-"""The process that a program of a completion runs in: `python -I -S child.py REPORTS MAILBOX`, started by
-`sandbox.run`.
+"""The process that runs a completion's program: `python -I -S child.py REPORTS MAILBOX`, started by `sandbox.run`.
 
 It reads a job (marshal) from standard input, puts up the walls that the kernel offers, reports them and the results of
 tests (JSON) on the descriptor REPORTS, and executes the program. It imports nothing of this project but `execution` and
@@ -66,8 +65,7 @@ def limit_resources(job: "Job", file_bytes: int) -> None:
 
 
 def enter_namespaces() -> bool:
-    """Enter a user namespace without network devices and with its own mounts. Returns False where the kernel or a
-    container forbids it."""
+    """Enter a user namespace with own mounts, no network devices. Returns False if kernel or container forbids it."""
     uid, gid = os.getuid(), os.getgid()
     if not succeeded(LIBC.unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS)):
         return False
@@ -194,8 +192,7 @@ def filter_calls(calls: "ModuleType", counts: bool, limits_files: bool, mailbox:
 
 
 def install(instructions: bytes, flags: int = 0) -> int:
-    """Install a packed filter. Returns the descriptor of its listener, 0 without a listener, or a negative number when
-    it fails."""
+    """Install a packed filter. Returns its listener's descriptor, 0 without one, or a negative number on failure."""
     buffer = ctypes.create_string_buffer(instructions, len(instructions))
     program = struct.pack("HxxxxxxQ", len(instructions) // 8, ctypes.addressof(buffer))
     return LIBC.syscall(SECCOMP[os.uname().machine], SECCOMP_SET_MODE_FILTER, flags, program)

@@ -1,5 +1,4 @@
-"""The seccomp filters of a sandboxed program: which system calls fail, and which the parent counts. The stricter of
-both results applies.
+"""The seccomp filters of a sandboxed program: calls that fail, and calls that the parent counts. The stricter wins.
 
 Numbers are pairs (x86_64, aarch64), None where the architecture has no such call. The kernel reads commands and flags
 as 32 bits, so the filter compares the low 32 bits of an argument. Calls of other ABIs of the same machine (i386, x32,

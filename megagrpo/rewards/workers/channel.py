@@ -1,8 +1,7 @@
 """Messages to and from a process that runs user code: length-prefixed JSON over a socket. Nothing is unpickled.
 
-A frame is 4 bytes, the length of the rest, and JSON in UTF-8. Floats keep their exact bits, NaN and infinities
-included. The trainer may send more types than JSON has (`as_json` lists them). It receives plain JSON only, whatever
-the other side sent.
+A frame is 4 bytes, the length of the rest, and JSON in UTF-8. Floats keep their exact bits, also NaN and infinities.
+The trainer may send more types than JSON has (`as_json` lists them), but receives plain JSON, whatever is sent.
 """
 
 from __future__ import annotations
@@ -66,8 +65,7 @@ class Frames:
 
 
 def frame(message: Any, max_bytes: int = _MAX_FRAME_BYTES) -> bytes:
-    """Return the bytes of a message. Raises TypeError or ValueError when it cannot be encoded as JSON or is too
-    long."""
+    """Return the bytes of a message. Raises TypeError or ValueError when it is too long or not encodable as JSON."""
     # json.loads reads lone surrogates back
     text = json.dumps(message, ensure_ascii=False).encode(errors="surrogatepass")
     if len(text) > max_bytes:
@@ -97,8 +95,7 @@ class Channel:
         self._socket.sendall(frame(message, MAX_MESSAGE_BYTES))
 
     def receive(self, seconds: float | None = None) -> Any:
-        """Wait for the next message and return it. Raises TimeoutError when it is not complete within `seconds`, and
-        the errors of `read`."""
+        """Wait for the next message and return it. Raises TimeoutError after `seconds`, and the errors of `read`."""
         ends = None if seconds is None else time.monotonic() + seconds
         while not self._messages:
             left = None if ends is None else max(0.0, ends - time.monotonic())
@@ -144,8 +141,7 @@ _BY_NAME = {kind.__name__: build for kind, (_, build) in _TYPES.items()}
 
 
 def as_json(value: Any) -> Any:
-    """Encode `value` as plain JSON that `from_json` decodes, including tuples, sets, dates, bytes and keys that are not
-    strings.
+    """Encode `value` as plain JSON for `from_json`, including tuples, sets, dates, bytes and keys that are not strings.
 
     NumPy arrays and numbers become lists and numbers. Raises TypeError that names any other type.
     """

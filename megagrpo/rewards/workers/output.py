@@ -1,5 +1,4 @@
-"""Forwarding of a worker's output to standard error: control characters are escaped, and excessive output is
-dropped."""
+"""Forwards a worker's output to standard error: control characters are escaped, and excessive output is dropped."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ _LOOKS = 64  # reads from a closed pipe; a pipe holds at most a MiB
 
 
 class Output:
-    """The pipe to which a worker writes its standard output and error. The trainer forwards it whenever it waits for
-    workers."""
+    """The pipe for a worker's standard output and error. The trainer forwards it whenever it waits for workers."""
 
     def __init__(self, name: str):
         self._name = name

@@ -63,8 +63,7 @@ class Outcome:
 
 @dataclass(eq=False)
 class _Job:
-    """A submitted call. An `alone` one is a retry of a call that may have killed its worker: no other call runs beside
-    it."""
+    """A submitted call. An `alone` one retries a call that may have killed its worker: no call runs beside it."""
 
     call: Call
     future: Future[Outcome]
@@ -83,8 +82,7 @@ class _UnexpectedMessage(ProtocolError):
 
 
 class Worker(asyncio.Protocol):
-    """One worker process, with its own session and temporary folder, so that killing it also removes the reward's child
-    processes and files.
+    """One worker process with its own session and temporary folder, so killing it removes child processes and files.
 
     With a `capacity` it runs up to that many coroutines concurrently. Without one it runs plain functions in its main
     thread, one at a time. `retry` gets each call of a lost worker that may have been the cause or not.
@@ -268,8 +266,7 @@ class WorkerPool:
             raise
 
     def add_lane(self, lane: str, workers: int = 1, capacity: int | None = None) -> None:
-        """Add workers for the calls of `lane` only. With a `capacity` each worker runs up to that many coroutines
-        concurrently."""
+        """Add workers for the calls of `lane` only. With a `capacity` each runs up to that many coroutines at once."""
         self._await(self._add_lane(lane, workers, capacity))
 
     def submit(self, call: Call) -> Future[Outcome]:

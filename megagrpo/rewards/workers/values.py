@@ -35,8 +35,7 @@ def scalar(value: Any) -> Any:
 
 
 def reward_of(value: Any, subject: str = "it returned", fix: str = "a reward must be a number or None") -> float:
-    """Convert a reward to float64. Booleans, numbers, and scalars of NumPy and torch are accepted; text and containers
-    are not.
+    """Convert a reward to float64. Accepts booleans, numbers, NumPy and torch scalars, but no text and no containers.
 
     Raises TypeError that names the type of another value, ValueError for a number that is not finite or larger than
     MAX_REWARD. Their texts begin with `subject`.
@@ -59,8 +58,7 @@ def reward_of(value: Any, subject: str = "it returned", fix: str = "a reward mus
 
 
 def rewards_of(values: Any, count: int) -> list[float | str | None]:
-    """Convert the rewards of `count` completions. Each is a number, None, or an error text that concerns this
-    completion only.
+    """Convert the rewards of `count` completions. Each is a number, None, or an error text for that completion.
 
     Raises InvalidRewards when `values` is not a list-like iterable, or has another length.
     """
@@ -96,8 +94,7 @@ class CallLog:
         self._problems: dict[str, str] = {}
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
-        """Add a column to the completions table: one value per completion of the call. A later call with the same name
-        replaces it."""
+        """Add a column to the completions table: one value per completion. A later call with its name replaces it."""
         try:
             name = _checked_name(column, self._columns)
             values = values.tolist() if hasattr(values, "tolist") else values

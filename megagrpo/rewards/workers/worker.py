@@ -43,8 +43,7 @@ _OWN_FILES = (__file__, user_code.__file__)
 
 @dataclass(frozen=True)
 class Loaded:
-    """A loaded function, or an instance of a class. `options` are passed with each call; a class got its options at
-    construction."""
+    """A loaded function or class instance. `options` are passed with each call; a class got them at construction."""
 
     function: Callable[..., Any]
     options: dict[str, Any]
@@ -143,8 +142,7 @@ def call(loaded: Loaded, arguments: dict[str, Any], log: CallLog) -> Any:
 
 
 def explain(error: BaseException, whole: bool) -> str:
-    """Return the error with its traceback, without frames of this program; or one line with the place where it was
-    raised."""
+    """Return the error with its traceback without this program's frames, or one line with the place of the raise."""
     report = traceback.TracebackException.from_exception(error)
     seen: traceback.TracebackException | None = report
     while seen is not None:
@@ -196,8 +194,7 @@ def _result(action: str, loaded: Loaded, arguments: dict[str, Any]) -> Any:
 
 
 def _row_fault(loaded: Loaded, row: dict[str, Any]) -> str | None:
-    """Return why the function says that it cannot score a row, or why it cannot say so; None for a row without a
-    fault."""
+    """Return why the function says it cannot score a row, or why it cannot say so; None for a row without a fault."""
     find_fault = loaded.function.row_fault  # type: ignore[attr-defined]
     takes, takes_any = _named(find_fault, skip_first=False)
     names = {p.name for p in takes}
@@ -284,8 +281,7 @@ async def _answer(
 
 
 def tie_to_parent() -> None:
-    """Have the kernel kill this process with the trainer, even while a reward holds the GIL, and kill it first when
-    memory runs out."""
+    """Have the kernel kill this process with the trainer, even if a reward holds the GIL, and first on low memory."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     try:
         Path("/proc/self/oom_score_adj").write_text("1000")

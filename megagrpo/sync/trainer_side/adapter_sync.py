@@ -76,8 +76,7 @@ class AdapterSync(WeightSync):
         )
 
     def load_last(self, url: str) -> int:
-        """Load the adapter of the last `push` into the server at `url`; returns its version. See
-        `WeightSync.load_last`."""
+        """Load the last `push`'s adapter into the server at `url`; returns its version. See `WeightSync.load_last`."""
         assert self.engine is not None, "rank 0 drives the engine"
         with self._driving:
             if self._delivered_adapter is None:
@@ -127,5 +126,5 @@ def verify_adapter(sums: Sums, reports: list[dict[str, Any]]) -> None:
         ):
             raise WeightSyncError(
                 f"{report['server']}, worker {report['worker']}: adapter of {odd[0]}: the checksums differ from the "
-                f"written ones"
+                "written ones"
             )

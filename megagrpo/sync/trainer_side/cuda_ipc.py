@@ -36,8 +36,8 @@ class CudaIpc(SharedMemory):
         if name := expandable_segments(os.environ):
             raise ValueError(
                 f"{name}: expandable_segments:True and rollout.weight_sync_transport cuda_ipc exclude each other, "
-                f"because most containers "
-                "do not permit to map such memory; unset the variable, or set the transport to shared_memory"
+                "because most containers do not permit to map such memory; unset the variable, or set the transport to "
+                "shared_memory"
             )
         super().__init__(*arguments, **options)
 
@@ -74,8 +74,7 @@ class CudaIpc(SharedMemory):
 
 
 def expandable_segments(environment: Mapping[str, str]) -> str | None:
-    """Return the variable that makes torch's allocator use expandable segments, or None. torch and vLLM read the first
-    one that is set."""
+    """Return the variable that makes torch use expandable segments, or None. torch and vLLM read the first one set."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if text := environment.get(name, ""):
             return name if "expandable_segments:true" in text.lower().replace(" ", "") else None

@@ -38,8 +38,7 @@ class LocalBlocks:
         return [key_of(block) for blocks in self.blocks.values() for block, *_ in blocks]
 
     def check(self, rank_boxes: RankBoxes | None, rank: int, dtype: torch.dtype) -> None:
-        """Raises WeightSyncError when a weight is NaN or infinite in `dtype`, the engine's, or when a block of
-        `rank_boxes` is missing."""
+        """Raises WeightSyncError for NaN or infinite weights in the engine `dtype` or a missing `rank_boxes` block."""
         sent = [(name, param, blocks[0].name) for name, param, blocks in self.parameters if blocks]
         if (bad := first_false([finite_as(param.detach(), dtype) for _, param, _ in sent])) is not None:
             name, _, tensor = sent[bad]
@@ -59,8 +58,7 @@ class LocalBlocks:
             self._in_order.clear()
 
     def read(self, tensor: str, part: Box) -> Tensor:
-        """Return the elements of `part` of `tensor`, in the shape of the part and the dtype of the parameter. A block
-        of this rank must hold it."""
+        """Return `part` of `tensor`, in its shape and the parameter's dtype. A block of this rank must hold it."""
         block, name, param = next(entry for entry in self.blocks[tensor] if intersect(entry[0].box, part) == part)
         key = tensor, block.box
         if key not in self._in_order:

@@ -107,8 +107,7 @@ def exchange(
 ) -> None:
     """Send and receive `transfers`, each to or from `rank`, over the default process group, one layer at a time.
 
-    `buffer_of` gives the bytes [n] uint8 of a block to send, or to receive into. `received` is called with each block
-    that has arrived.
+    `buffer_of` gives the bytes [n] uint8 of a block to send or to receive into. `received` is called per arrived block.
     """
     for _, group in groupby(transfers, key=lambda one: layer_of(one.key[0])):
         of_layer = list(group)

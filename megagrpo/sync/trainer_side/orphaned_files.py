@@ -1,5 +1,4 @@
-"""Removes files in shared memory when the process that published weights in them ends by SIGKILL, even together with
-its supervisors.
+"""Removes files in shared memory when the process that published weights there ends by SIGKILL, even with supervisors.
 
     python orphaned_files.py PARENT_PID FOLDER
 

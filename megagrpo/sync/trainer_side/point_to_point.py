@@ -1,5 +1,4 @@
-"""The p2p transport: trainer ranks send weights directly to workers, by gloo between CPUs or NCCL between GPUs, across
-hosts.
+"""The p2p transport: trainer ranks send weights directly to workers, by gloo (CPUs) or NCCL (GPUs), across hosts.
 
 Every rank and worker knows which boxes each rank holds and each worker wants, and computes the same plan from this. A
 rank packs the slices of one layer for one worker into messages of bounded size, and keeps a few messages in flight.
@@ -75,8 +74,7 @@ class _Readiness(NamedTuple):
 
 
 class PointToPoint(Transport):
-    """The transport for servers with their own GPUs or on other hosts. `settings.seconds` limits one attempt of a
-    sync."""
+    """The transport for servers with own GPUs or on other hosts. `settings.seconds` limits one attempt of a sync."""
 
     receiver = TRANSPORTS["p2p"].receiver
     refills = False
@@ -274,8 +272,7 @@ class DirectUpdate(Update):
         """Check that workers which want the same slices received the same values, from whichever replica, and that all
         ranks together sent exactly the bytes that all workers need and received.
 
-        Each worker has already compared each slice with the checksum that came with it. Raises WeightSyncError naming
-        layer, ranks and workers.
+        Each worker has already compared slices with checksums. Raises WeightSyncError naming layer, ranks and workers.
         """
         verify_versions(self.index, reports)
         boxes = self.transport.planned.boxes if self.transport.planned is not None else []

@@ -204,8 +204,7 @@ class TimedRanks:
 
 @dataclass(kw_only=True)
 class FileUpdate(Update):
-    """One update in files of `folder`: the index, and a folder of reports per server. Workers wait at most `seconds`
-    for a rank."""
+    """One update in files of `folder`: index, and reports per server. Workers wait at most `seconds` for a rank."""
 
     folder: Path
     seconds: float | None

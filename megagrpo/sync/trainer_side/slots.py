@@ -94,8 +94,7 @@ class Slots:
         self.to_write = [to_write[number] for number in sorted(to_write)]
 
     def open(self, weight_version: int) -> str:
-        """Reserve memory for a version, reset its progress file, and return the name that blocks use for the memory (""
-        without blocks)."""
+        """Reserve memory for a version, reset its progress file, and return the memory's name ("" without blocks)."""
         if not self.blocks:
             return ""
         path = progress_path(self.folder, self.rank, weight_version)
@@ -112,8 +111,7 @@ class Slots:
         return str(path), self.buffers[str(path)]
 
     def write(self, weight_version: int, task: Task = SILENT_TASK) -> SendReport:
-        """Cast and copy every block; workers may read a block as soon as it is written. On an error the version is
-        withdrawn."""
+        """Cast and copy every block; workers may read a block once it is written. An error withdraws the version."""
         if not self.blocks:
             return SendReport(0)
         progress = self.progress[progress_path(self.folder, self.rank, weight_version)]
@@ -153,8 +151,7 @@ class Slots:
         return SendReport(num_bytes, checksum_seconds, tuple(checksums))
 
     def _exchange(self, buffer: Tensor, progress: ProgressFile, weight_version: int, checksums: list[int]) -> float:
-        """Send written blocks to other nodes, and receive blocks from them, with their `checksums`. Return the seconds
-        spent on checksums."""
+        """Send written blocks to other nodes and receive theirs, with `checksums`. Return the seconds of checksums."""
         spent = 0.0
 
         def span(key: BlockKey) -> Tensor:
@@ -186,8 +183,7 @@ class Slots:
 def allocate(path: Path, count: int) -> Tensor:
     """Create and map a file of `count` bytes in shared memory, [count] uint8.
 
-    Space is reserved now, because a write to full shared memory would kill the process. Raises WeightSyncError when
-    shared memory is full.
+    Space is reserved now: a write to full shared memory would kill the process. Raises WeightSyncError when it is full.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     remove(path)
@@ -201,8 +197,7 @@ def allocate(path: Path, count: int) -> Tensor:
         free = shutil.disk_usage(path.parent).free
         raise WeightSyncError(
             f"{path.parent.parent} is full: a slot of this rank's weights takes {count / 2**20:.0f} MiB, "
-            f"{free / 2**20:.0f} MiB are "
-            "free; enlarge it (docker run --shm-size, mount -o remount,size=) or free some"
+            f"{free / 2**20:.0f} MiB are free; enlarge it (docker run --shm-size, mount -o remount,size=) or free some"
         ) from error
     finally:
         os.close(descriptor)
@@ -216,8 +211,7 @@ def _position(key: BlockKey) -> tuple[int, str, Box]:
 
 
 def by_layer(tensor: str) -> tuple[int, str]:
-    """Sort key that keeps the tensors of a layer together: vLLM buffers every layer that has begun to load until it is
-    complete."""
+    """Sort key that keeps a layer's tensors together: vLLM buffers every layer that is loading until it is complete."""
     return layer_of(tensor), tensor
 
 

@@ -71,8 +71,7 @@ class SyncReport:
 
 
 class WeightSync:
-    """Pushes weights from all ranks to the engine. Every rank constructs one and calls `push`; only rank 0 uses
-    `engine`.
+    """Pushes weights from all ranks to the engine. Every rank makes one and calls `push`; only rank 0 uses `engine`.
 
     `dtype` is the engine's, "float32" or "bfloat16": weights are cast on their way; another dtype is a ValueError.
     `say` receives a warning when a push restarts. A context manager; `close` frees the transport.
@@ -109,8 +108,7 @@ class WeightSync:
     def push(
         self, parameters: Weights, weight_version: int, handover: Handover = NO_HANDOVER, task: Task = SILENT_TASK
     ) -> SyncReport:
-        """Send the current parameters to the engine as `weight_version`. Collective. `task` counts the bytes that this
-        rank sends.
+        """Send the parameters to the engine as `weight_version`. Collective. `task` counts the bytes this rank sends.
 
         `parameters` comes from `megagrpo.models.bridge.parameter_blocks.blocks`: (parameter name, parameter [...], its
         blocks), with the same parameters on every call. Raises WeightSyncError on every rank when any part fails. Then
@@ -148,8 +146,7 @@ class WeightSync:
         return name, sent, [with_last_dim(block, sent.shape[-1]) for block in blocks]
 
     def load_last(self, url: str) -> int | None:
-        """Load the weights of the last `push` into the restarted server at `url`. Call it on rank 0 only, from any
-        thread.
+        """Load the weights of the last `push` into the restarted server at `url`. Call it on rank 0, from any thread.
 
         Returns their version, or None when the transport needs all ranks, so the server must wait for the next `push`.
         Before the first push it loads nothing and returns the engine's version. Raises WeightSyncError when the load

@@ -42,8 +42,7 @@ class Ranks(Protocol):
         """Index of this rank."""
 
     def all_gather_objects(self, obj: Any, within: float | None = None) -> list[Any]:
-        """Gather `obj` from every rank, in rank order. Raises TimeoutError when a rank does not join within `within`
-        seconds."""
+        """Gather `obj` from all ranks, in rank order. Raises TimeoutError when one takes over `within` seconds."""
 
 
 class Handover:
@@ -65,8 +64,7 @@ CPU = torch.device("cpu")
 @dataclass(frozen=True)
 class TransportSettings:
     """What a transport may use of the config. `device` holds this rank's weights. `seconds` limits a phase of a sync,
-    `megabytes` the size of one message, in MiB. `nodes` are the nodes of servers that the ranks' hosts share, if
-    several."""
+    `megabytes` a message, in MiB. `nodes` are the nodes of servers that the ranks' hosts share, if several."""
 
     device: torch.device = CPU
     seconds: float | None = None
@@ -91,8 +89,7 @@ class SendReport:
 
 @dataclass(kw_only=True)
 class Update:
-    """One update in progress, on one rank. `receiver` is the class at the other end, as `FILE.py:Class` or
-    `package.module:Class`.
+    """One update on one rank. `receiver` is the class at the other end: `FILE.py:Class` or `package.module:Class`.
 
     `servers` (url -> number of workers) must all get the update; None: every live server, including any that returns
     before the update after next. When `stopped` is not empty, no worker takes part any longer, for this reason.

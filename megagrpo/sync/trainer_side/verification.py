@@ -1,7 +1,6 @@
 """Verifies that every server read the written weights: completely, unchanged, and of the right version.
 
-`verify` is for transports whose workers read memory that the ranks wrote. `p2p` has its own check,
-`DirectUpdate.verify`.
+`verify` is for transports whose workers read memory that ranks wrote. `p2p` has its own check, `DirectUpdate.verify`.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ Reads = dict[tuple[str, int], dict[Box, int]]  # (tensor, index of its block) ->
 
 
 def verify(index: TensorIndex, written: Mapping[tuple[str, int], int], reports: Sequence[dict[str, Any]]) -> None:
-    """Check that each server read all of `index` as it was written. Raises WeightSyncError, naming the rank and the
-    tensor, otherwise.
+    """Check that each server read all of `index` as written. Raises WeightSyncError with the rank and the tensor.
 
     `written` maps (tensor, index of a block of it) to the block's checksum. Per server, the slices that its workers
     read must cover every tensor. A block that was read whole must have its checksum. Where slices tile a block, their
@@ -35,8 +33,7 @@ def verify(index: TensorIndex, written: Mapping[tuple[str, int], int], reports: 
 
 
 def verify_versions(index: TensorIndex, reports: Sequence[dict[str, Any]]) -> None:
-    """Check that all reports are about the index's version, for any transport. Raises WeightSyncError, naming the
-    worker, otherwise."""
+    """Check that all reports, of any transport, have the index's version. Raises WeightSyncError with the worker."""
     for report in reports:
         if report["version"] != index.version:
             who = f"{report['server']}, worker {report['worker']}"
@@ -44,8 +41,7 @@ def verify_versions(index: TensorIndex, reports: Sequence[dict[str, Any]]) -> No
 
 
 def _reads(reports: Sequence[dict[str, Any]]) -> Reads:
-    """Return the slices that the workers of one server read. Raises WeightSyncError when two reads of a slice have
-    different checksums."""
+    """Return the slices a server's workers read. Raises WeightSyncError if two reads of a slice differ in checksum."""
     reads: Reads = {}
     for report in reports:
         for name, index, part, total in report["reads"]:

@@ -1,5 +1,4 @@
-"""Expert parallelism in vLLM for CPU: patches that give the kernel a worker's local expert indices, and exchange tokens
-between copies."""
+"""Expert parallelism in vLLM for CPU: patches give the kernel local expert indices and send tokens between copies."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ def exchange_tokens() -> None:
     def all_gatherv(
         self: CpuCommunicator, tensors: Tensor | list[Tensor], dim: int = 0, sizes: list[int] | None = None
     ) -> Any:
-        """Concatenate the tensors [size of the rank, ...] of all ranks. gloo gathers equal sizes only, so rows are
-        padded."""
+        """Concatenate the tensors [size of the rank, ...] of all ranks. Rows are padded: gloo gathers equal sizes."""
         if isinstance(tensors, list):
             return [all_gatherv(self, tensor, dim, sizes) for tensor in tensors]
         sizes = sizes or [tensors.shape[0]] * self.world_size

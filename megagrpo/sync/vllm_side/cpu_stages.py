@@ -1,5 +1,4 @@
-"""Pipeline parallelism in vLLM for CPU: a patch that creates a stage's buffers for the hidden states of the stage
-before it."""
+"""Pipeline parallelism in vLLM for CPU: a patch creates a stage's buffers for the previous stage's hidden states."""
 
 from __future__ import annotations
 

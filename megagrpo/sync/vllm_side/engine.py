@@ -2,8 +2,7 @@
 
 vLLM finds `register` through the entry point group `vllm.general_plugins`. Select it with `--weight-transfer-config
 '{"backend": "megagrpo"}'`. vLLM answers 200 to a partial update and to corrupted data. So every worker checks
-completeness before the update is finished, and leaves a report. The trainer verifies the reports before the engine may
-serve.
+completeness before the update ends, and leaves a report. The trainer verifies the reports before the engine serves.
 """
 
 from __future__ import annotations
@@ -81,10 +80,9 @@ class UpdateInfo(WeightTransferUpdateInfo):
 class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     """The weight-transfer engine of one worker.
 
-    After a failed update every layer has either all of its old weights or all of its new ones, so the next update
-    starts clean. The trainer keeps the engine paused until an update succeeds. Failures are reported, never raised.
-    When several workers raise, vLLM (seen in 0.32) reads only the first answer. It then takes the other answers for
-    answers to its next call.
+    After a failed update each layer has all of its old weights or all of its new ones, so the next update starts clean.
+    The trainer keeps the engine paused until an update succeeds. Failures are reported, never raised. If several
+    workers raise, vLLM (seen in 0.32) reads the first and takes the others for answers to its next call.
     """
 
     init_info_cls = InitInfo
@@ -116,8 +114,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @staticmethod
     def trainer_send_weights(*args: Any, **kwargs: Any) -> None:
-        """Abstract up to vLLM 0.27. Raises NotImplementedError, because our trainer does not use vLLM's trainer
-        side."""
+        """Abstract up to vLLM 0.27. Raises NotImplementedError: our trainer does not use vLLM's trainer side."""
         raise NotImplementedError
 
     def start_weight_update(self) -> None:
@@ -131,8 +128,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Load everything that the update holds. The base class would synchronize an accelerator, which fails on a
-        machine without one."""
+        """Load everything that the update holds. The base class fails without an accelerator, which it synchronizes."""
         try:
             self.receive_weights(self.parse_update_info(update_info))
         except Exception as error:
@@ -152,8 +148,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.reader.check_reads()
 
     def finish_weight_update(self) -> None:
-        """Put the new parameters in place and report. An update that failed, or that received no weights, is
-        aborted."""
+        """Put the new parameters in place and report. An update that failed or received no weights is aborted."""
         if self.reader is None or not self.reloading:
             self._abort()
             self.open = False
@@ -214,8 +209,7 @@ class ShardEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 def refresh_packed_copies(model: nn.Module) -> None:
-    """Rebuild the packed copies that vLLM for CPU keeps beside the parameters; a reload leaves them stale (seen in 0.32
-    and 0.33).
+    """Rebuild vLLM for CPU's packed copies of the parameters, which a reload leaves stale (seen in 0.32 and 0.33).
 
     Experts: `UnquantizedFusedMoEMethod` skips its packing step on every reload. Tied heads: the head itself is never
     loaded, so the packed copy of the shared weight stays stale. Remove either part when a reload without it gives the

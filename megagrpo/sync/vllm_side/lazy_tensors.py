@@ -1,5 +1,4 @@
-"""Lazy tensors: a model's own weight loaders run over tensors without data, which record the slices that the loaders
-copy."""
+"""Lazy tensors: a model's own weight loaders run over tensors without data, which record the slices they copy."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ class Source(Protocol):
     """The provider of a lazy tensor's elements; it is notified of each copy."""
 
     def announce(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """Notify that a loader copies `view` [...], a meta tensor inside tensor `name`, to `destination` [...], maybe a
-        meta tensor too."""
+        """Notify that a loader copies the meta tensor `view` [...] in `name` to `destination` [...], maybe meta too."""
 
     def arrive(self, destination: Tensor) -> None:
         """Notify that a loader fills `destination` [...] with values that come from no lazy tensor."""
@@ -37,9 +35,8 @@ class LazyTensor(Tensor):
     """A Hugging Face tensor without data, of any shape and dtype.
 
     View operations, `clone`, `contiguous` and `zeros_like` return lazy tensors. Each `copy_` from one is announced to
-    its source. If the destination has data, only the elements of this view are fetched. Any other operation fetches the
-    elements and computes. Raises NotImplementedError for an operation that would change the lazy tensor, because the
-    change would be lost.
+    its source. If the destination has data, only this view is fetched. Any other operation fetches the elements and
+    computes. Raises NotImplementedError for an operation whose change to the tensor would be lost.
     """
 
     view_: Tensor  # a meta tensor inside tensor `name_`
@@ -115,8 +112,7 @@ class _Zeros:
 
 
 def box_of(view: Tensor, shape: Sequence[int]) -> tuple[Box, list[int] | None]:
-    """Return the smallest box of a contiguous tensor of `shape` that holds `view`, and the strides of the view inside
-    that box.
+    """Return the smallest box of a contiguous tensor of `shape` that holds `view`, and the view's strides in that box.
 
     `view` is a meta tensor of any shape and dtype. When its dimensions do not follow the tensor's own, as for a
     flattened view, this function returns the whole tensor and None: use the view's own strides.
@@ -147,8 +143,7 @@ def box_of(view: Tensor, shape: Sequence[int]) -> tuple[Box, list[int] | None]:
 def restride(values: Tensor, view: Tensor, strides: list[int] | None) -> Tensor:
     """Return the elements in the shape and order of the meta tensor `view` [...].
 
-    `values` holds the elements of the box from `box_of`, contiguous, in the shape of the box and any dtype. `strides`
-    comes from `box_of` too.
+    `values` holds the elements of the box, contiguous, in its shape and any dtype. Box and `strides` are from `box_of`.
     """
     if strides is None:
         return values.as_strided(view.shape, view.stride(), view.storage_offset())

@@ -42,8 +42,7 @@ class Loading:
             self._load_and_record(reader)
 
     def dry_run(self, index: TensorIndex) -> BoxCounts:
-        """Return the boxes that `load` will fetch, and how often. The loaders load zeros, and then the reload starts
-        over."""
+        """Return the boxes that `load` will fetch, and how often. The loaders load zeros, then the reload restarts."""
         reader = ShardReader(BlankBlocks(index))
         self._load_and_record(reader)
         finalize_layerwise_reload(self.model, self.config)
@@ -121,8 +120,7 @@ def _check_complete(loaded: set[str], destinations: dict[str, tuple[int, int, bo
 
 
 def _destination(model: nn.Module, name: str) -> tuple[int, int, bool]:
-    """Return (storage, number of elements, whether rows may stay unfilled as padding) of the parameter that loaders
-    fill during a reload."""
+    """Return (storage, number of elements, whether rows may stay unfilled as padding) of the parameter to be filled."""
     module = model.get_submodule(name.rpartition(".")[0])
     param = model.get_parameter(name)
     return param.untyped_storage()._cdata, param.numel(), isinstance(module, VocabParallelEmbedding)

@@ -1,5 +1,4 @@
-"""The worker's end of the transports shared_memory and cuda_ipc: reads blocks in memory that it maps, each as soon as
-its rank has written it."""
+"""The worker's end of shared_memory and cuda_ipc: reads blocks in mapped memory, each as soon as its rank wrote it."""
 
 from __future__ import annotations
 

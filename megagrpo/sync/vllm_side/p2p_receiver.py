@@ -36,8 +36,7 @@ from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, TensorIndex, WeightSy
 
 
 class P2pReceiver(Receiver):
-    """A worker's part in updates. Its connection to the store, its process group, the boxes of its loaders and its plan
-    are reused."""
+    """A worker's part in updates. Its connection to the store, group, boxes of loaders and plan are reused."""
 
     def __init__(self, worker: Worker):
         super().__init__(worker)
@@ -53,8 +52,7 @@ class P2pReceiver(Receiver):
         self.request: DirectRequest | None = None  # of the current update
 
     def open(self, request: dict[str, Any], version: int) -> ReceivedBlocks:
-        """Take part in an update, and return the source of its values. The request is made by `DirectUpdate.request`.
-        Raises WeightSyncError."""
+        """Take part in the update of `DirectUpdate.request` and return its source of values. Raises WeightSyncError."""
         self.request = asked = DirectRequest(**request)
         number, deadline = asked.first_worker + self.worker.index, Deadline(asked.seconds)
         store, rank_boxes = self._join(asked, deadline)
@@ -78,7 +76,7 @@ class P2pReceiver(Receiver):
         if request.device != self.worker.device.type:
             raise WeightSyncError(
                 f"the trainer's weights are on {request.device} and this worker is on {self.worker.device.type}; p2p "
-                f"requires the same device type"
+                "requires the same device type"
             )
         address = request.host, request.port, request.secret
         if self.store is None or address != self.address or not self.store.answers():
@@ -92,8 +90,7 @@ class P2pReceiver(Receiver):
         return self.store, self.rank_boxes
 
     def _agree(self, store: Store, request: DirectRequest, index: TensorIndex, deadline: Deadline) -> Members:
-        """Step 2: leave this worker's boxes and group in the store, and return rank 0's decision about all workers. A
-        dry run finds the boxes."""
+        """Step 2: store this worker's boxes (from a dry run) and group. Returns rank 0's decision about all workers."""
         if not self.boxes_key:
             self.boxes = self.worker.dry_run(index)
             boxes = by_tensor(self.boxes)
@@ -119,8 +116,7 @@ class P2pReceiver(Receiver):
         return self.planned[1]
 
     def report(self, report: dict[str, Any]) -> None:
-        """Leave this worker's report in the store. Does nothing when the store is gone, because then no process reads
-        it."""
+        """Leave this worker's report in the store. Does nothing when the store is gone: then no process reads it."""
         if self.store is not None and self.request is not None:
             with contextlib.suppress(WeightSyncError):
                 self.store.put(self.request.keys.report(self.request.first_worker + self.worker.index), report)
@@ -177,8 +173,7 @@ class _RoundInFlight:
 class ReceivedBlocks(BlockSource):
     """The blocks of a `p2p` update. Construction starts to receive the first rounds.
 
-    A part stays in memory until its last copy. Loaders that do not read the layers in order therefore cost memory for
-    all parts in between.
+    A part stays in memory until its last copy. Loaders that read layers out of order cost memory for the parts between.
     """
 
     def __init__(self, index: TensorIndex, plan: ReceivePlan, exchange: Exchange, deadline: Deadline):
@@ -200,8 +195,7 @@ class ReceivedBlocks(BlockSource):
     def values(self, name: str, index: int, part: Box) -> Tensor:
         """Return the elements of a part, in its shape and the engine's dtype, after it has arrived.
 
-        Raises WeightSyncError when the sender is gone or late, or when the loaders request a part they did not
-        announce.
+        Raises WeightSyncError when the sender is gone or late, or when the loaders request an unannounced part.
         """
         # Rounds are in layer order, so a part of this layer cannot arrive in a round of a later layer.
         while (name, part) not in self.arrived and self.in_flight and self.in_flight[0].layer <= layer_of(name):
@@ -218,11 +212,9 @@ class ReceivedBlocks(BlockSource):
             raise WeightSyncError(wrong_checksum(rank, name, part, total, written))
 
     def proof(self, reads: Mapping[tuple[str, int, Box], int]) -> dict[str, Any]:
-        """Return the sum of the checksums of each layer, which the trainer compares between workers that want the same
-        slices.
+        """Return the sum of each layer's checksums. The trainer compares it between workers that want the same slices.
 
-        Every part was already checked against the sender's checksum. Raises WeightSyncError when a part arrived and was
-        not read.
+        Every part already matched the sender's checksum. Raises WeightSyncError when a part arrived and was not read.
         """
         if unread := self.sums().keys() - {(name, part) for name, _, part in reads}:
             name, part = min(unread)
@@ -277,8 +269,7 @@ class ReceivedBlocks(BlockSource):
         self._post()
 
     def sums(self) -> dict[tuple[str, Box], tuple[int, int]]:
-        """(tensor, part) -> sending rank and checksum of all parts that arrived. One transfer serves all messages since
-        the last call."""
+        """(tensor, part) -> sending rank and checksum of all arrived parts. One transfer serves all new messages."""
         if self._arrived_sums:
             totals = iter(torch.cat([sums for _, sums in self._arrived_sums]).tolist())
             for message, _ in self._arrived_sums:

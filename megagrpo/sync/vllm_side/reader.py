@@ -1,5 +1,4 @@
-"""A worker's view of the trainer's weights: reads exactly the slices that loaders copy, and records what was announced,
-fetched and read."""
+"""A worker's view of trainer weights: reads what loaders copy, and records what is announced, fetched and read."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from megagrpo.sync.wire.tensor_index import ENGINE_DTYPES, WeightSyncError, in_a
 
 
 class ShardReader:
-    """The source of lazy tensors for one weight update. It records what the loaders do, for checks that every parameter
-    was filled.
+    """The source of lazy tensors for one weight update. It records loads, to check that every parameter was filled.
 
     - `announced`: the boxes that loaders announced; `fetched`: how often each box was fetched.
     - `reads`: the slices that were read, with their checksums. Checksums on a GPU are transferred and checked one layer
@@ -52,8 +50,7 @@ class ShardReader:
             yield name, LazyTensor.of(name, shape, dtype, self)
 
     def announce(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """Record that a loader copies `view` [...] to `destination` [...]. Raises WeightSyncError when no rank has a
-        part of `view`."""
+        """Record a copy of `view` [...] to `destination` [...]. Raises WeightSyncError if no rank has any of `view`."""
         if not view.numel():
             return
         self.arrive(destination)
@@ -106,16 +103,14 @@ class ShardReader:
         return ((*lo, 0), (*hi, shape[-1])), strides
 
     def fill(self, name: str, view: Tensor, destination: Tensor) -> None:
-        """Copy the elements of `view` [...] to `destination` [...], without memory in between when both are in the
-        tensor's order."""
+        """Copy `view` [...] to `destination` [...], without memory in between when both are in the tensor's order."""
         started = time.perf_counter()
         if not (view.numel() and self._fill_in_order(name, view, destination)):
             destination.copy_(self.fetch(name, view))
         self.seconds += time.perf_counter() - started
 
     def _fill_in_order(self, name: str, view: Tensor, destination: Tensor) -> bool:
-        """Copy part by part, if `destination` has the elements of the box of `view` in their order; return whether it
-        does."""
+        """Copy by parts and return True, if `destination` has the elements of the box of `view` in their order."""
         if self.blank or self._in_addends(name) or not destination.is_contiguous():
             return False
         box, strides = self.box_of(name, view)
@@ -159,8 +154,7 @@ class ShardReader:
         return values
 
     def check_reads(self) -> None:
-        """Check and record the reads whose checksums are still on the device. Raises WeightSyncError when one is
-        wrong."""
+        """Check and record the reads with checksums still on the device. Raises WeightSyncError when one is wrong."""
         unchecked, self._unchecked = self._unchecked, []
         for (name, index, part, _), total in zip(unchecked, on_host([total for *_, total in unchecked]), strict=True):
             self.source.check(name, index, part, total)

@@ -1,5 +1,4 @@
-"""The interface of a weight transport in vLLM's workers: a `Receiver` opens each update as a `BlockSource`, from which
-the loaders read.
+"""The interface of a weight transport in vLLM's workers: a `Receiver` opens a `BlockSource` per update for the loaders.
 
 The other end is a `Transport` (`sync/trainer_side/transport.py`), which names the class of its receiver.
 """
@@ -102,8 +101,7 @@ class Receiver:
 
 
 def receiver_class(name: str) -> type[Receiver]:
-    """Return the class `name`, as `FILE.py:Class` or `package.module:Class`. Raises WeightSyncError when it cannot be
-    loaded."""
+    """Return class `name`: `FILE.py:Class` or `package.module:Class`. Raises WeightSyncError when it cannot load."""
     location, _, attribute = name.rpartition(":")
     try:
         loaded: Any = user_code.load(user_code.absolute(location), attribute)

@@ -34,8 +34,7 @@ AHEAD = 2  # filled layers that may wait for processing
 class Cut:
     """One copy of a loader: its destination, and its source.
 
-    The destination is `region` of `parameter`. The source is `view`, a meta tensor inside tensor `name`, or `constant`
-    when `view` is None.
+    The destination is `region` of `parameter`. The source is the meta tensor `view` in `name`, or else `constant`.
     """
 
     parameter: str
@@ -121,8 +120,7 @@ class Recipe:
             )
 
     def run(self, reader: ShardReader) -> None:
-        """Fill every layer and let vLLM process it. On a CPU the next layer is read while vLLM processes the one
-        before."""
+        """Fill every layer and let vLLM process it. On a CPU vLLM processes a layer while the next one is read."""
         with _processing() as process:
             for layer, cuts in self.layers.items():
                 materialize_layer(layer, get_layerwise_info(layer))

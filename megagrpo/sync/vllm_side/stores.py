@@ -8,8 +8,7 @@ import socket
 from typing import Any
 
 MODULES = ("torch.distributed.rendezvous", "vllm.distributed.utils")
-"""The modules that create the stores of process groups: torch's for a group's address, vLLM's for data-parallel
-copies."""
+"""The modules that create process groups' stores: torch's for a group's address, vLLM's for data-parallel copies."""
 
 
 def listen_on_own_address() -> None:

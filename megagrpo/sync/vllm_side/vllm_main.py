@@ -1,5 +1,4 @@
-"""Runs vLLM's OpenAI API server, or with --headless a node's workers, without a GPU. Imports vLLM once instead of once
-per process.
+"""Runs vLLM's OpenAI API server, or with --headless a node's workers, without a GPU. Imports vLLM only once.
 
 vLLM for CPU starts its engine and workers with the start method "spawn", only so that each can get its own OpenMP
 settings. Our servers share one set (`VLLM_CPU_OMP_THREADS_BIND=nobind`), so the processes fork, as they do by default

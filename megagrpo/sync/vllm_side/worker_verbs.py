@@ -1,5 +1,4 @@
-"""Methods that the trainer calls on every vLLM worker over `/collective_rpc`. `--worker-extension-cls` mixes them into
-vLLM's worker class."""
+"""Methods of vLLM's workers that the trainer calls over `/collective_rpc`. `--worker-extension-cls` adds them."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ class WorkerVerbs:
             self.finish_weight_update()
 
     def weight_update_report(self) -> str:
-        """Return this worker's report on the last weight update as JSON, or "" without one; for a trainer that received
-        none."""
+        """Return this worker's report on the last weight update as JSON, or "", for a trainer that received none."""
         return self.weight_transfer_engine.report
 
     def quantization(self) -> str:
@@ -35,11 +33,9 @@ class WorkerVerbs:
         return self.vllm_config.model_config.quantization or "none"
 
     def adapter_checksums(self) -> dict[str, list[str]]:
-        """Return the checksums of the latest adapter: projection (layers.0.self_attn.q_proj) -> [checksum of A,
-        checksum of B * scale].
+        """Return projection (layers.0.self_attn.q_proj) -> [checksum of A, checksum of B * scale] of the last adapter.
 
-        A and B are whole, in vLLM's dtype for adapters. The checksums are text, because other JSON readers have no
-        64-bit integers.
+        A and B are whole, in vLLM's adapter dtype. Checksums are text: other JSON readers have no 64-bit integers.
         """
         manager = self.model_runner.lora_manager._adapter_manager
         adapters = manager.list_adapters()

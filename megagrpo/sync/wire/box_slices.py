@@ -12,8 +12,7 @@ from megagrpo.models.families.boxes import Box, brackets, intersect, size, subtr
 
 
 def cover(box: Box, holders: Sequence[Box], reader: int = 0) -> list[tuple[int, Box]]:
-    """Return which holder sends which part of `box`, as (index into `holders`, part). Each element of `box` occurs
-    exactly once.
+    """Return which holder sends which part of `box`, as (index into `holders`, part). Each element occurs just once.
 
     Where several holders hold the same elements, readers with different numbers start at different holders. Raises
     LookupError, with the first uncovered box, when the holders do not cover `box`.
@@ -41,8 +40,7 @@ def owners(keys_of: Sequence[Iterable[tuple[Hashable, int]]]) -> dict[Hashable, 
     """Choose one rank for each key that several ranks hold: key -> rank.
 
     `keys_of` has one list of (key, size) per rank. Larger keys are assigned first, each to the least loaded of its
-    holders, so replicas share the work. Every rank that calls this function with the same `keys_of` gets the same
-    result.
+    holders, so replicas share the work. Every rank that calls this with the same `keys_of` gets the same result.
     """
     holders: dict[Hashable, list[int]] = {}
     sizes: dict[Hashable, int] = {}

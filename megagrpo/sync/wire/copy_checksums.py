@@ -28,17 +28,15 @@ def checksum(values: Tensor, column: int = 0) -> int:
     """Return the sum, modulo 2**64, of the elements read as unsigned integers of their own width.
 
     `values` is [...] float32, bfloat16 or float16, with any strides. Each element is shifted by its position within 8
-    bytes of its row, so a row is summed 8 bytes at a time. `column` is the index of the first element along the last
-    dimension of the whole tensor. The checksums of the parts of a tensor add up to the checksum of the tensor. The
-    checksum detects lost, zeroed, stale and flipped elements, and swapped neighbours. It does not detect other swaps,
-    such as two swapped rows.
+    bytes of its row, so a row is summed 8 bytes at a time. `column` is the first element's index along the whole
+    tensor's last dimension. Checksums of parts add up to the tensor's checksum. The checksum detects lost, zeroed,
+    stale and flipped elements, and swapped neighbours. Other swaps, such as of two rows, stay undetected.
     """
     return on_host([device_checksum(values, column)])[0]
 
 
 def device_checksum(values: Tensor, column: int = 0) -> Tensor:
-    """Return `checksum` as a [] int64 tensor on the device of `values`, without waiting for it. Sums above 2**63 are
-    negative."""
+    """Return `checksum` as a [] int64 tensor on the device of `values`, without waiting. Above 2**63 it is negative."""
     values = values.detach() if values.dim() else values.detach()[None]
     lanes, width = 8 // values.element_size(), 8 * values.element_size()
     odd = values.shape[-1] % lanes or column % lanes or values.storage_offset() % lanes
@@ -84,7 +82,6 @@ def finite_as(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def first_false(flags: Sequence[Tensor]) -> int | None:
-    """Return the index of the first [] bool tensor that is False, or None. The flags are on one device; one transfer
-    brings them."""
+    """Return the index of the first False [] bool tensor, or None. One transfer brings the flags from their device."""
     numbers = torch.stack(list(flags)).tolist() if flags else []
     return next((index for index, fine in enumerate(numbers) if not fine), None)

@@ -1,5 +1,4 @@
-"""CUDA IPC handles: GPU memory of one process that other processes on the same GPUs map. A handle is plain JSON, never
-pickle.
+"""CUDA IPC handles: GPU memory of one process, mapped by others on the same GPUs. A handle is plain JSON, never pickle.
 
 A handle holds the values that `torch.multiprocessing` would pickle for a flat tensor of bytes. Its reference counter
 covers one mapping, so each worker gets its own handle. The memory is freed when every worker has released its mapping.
@@ -76,8 +75,7 @@ def unpack(handle: dict[str, Any]) -> tuple[int, tuple[Any, ...]]:
 
 
 class DeviceMaps:
-    """Memory behind `handles`, mapped on this worker's device. The exporting GPU need not be visible to this
-    process."""
+    """Memory behind `handles`, mapped on this worker's device. The exporting GPU can be invisible to this process."""
 
     def __init__(self, handles: dict[str, dict[str, Any]], device: torch.device):
         self.handles, self.device = handles, device

@@ -1,9 +1,7 @@
-"""Rendezvous between trainer ranks and vLLM workers for `p2p` weight sync: a key-value store for JSON messages, and a
-process group for tensors.
+"""Rendezvous of trainer ranks and vLLM workers for `p2p`: key-value store for JSON messages, process group for tensors.
 
-Both exist beside the default process groups of vLLM's workers and of the trainer's ranks. One group holds the trainer's
-ranks, first, and then the workers of all servers, in order. The backend is gloo for CPU tensors and NCCL for GPU
-tensors.
+Both exist beside the default process groups of vLLM's workers and trainer ranks. One group holds the trainer's ranks
+first, then the workers of all servers, in order. Its backend is gloo for CPU tensors and NCCL for GPU tensors.
 """
 
 from __future__ import annotations
@@ -109,8 +107,7 @@ class Store:
             raise WeightSyncError(f"connection to {self._name} lost: {_first_line(error)}") from None
 
     def find(self, key: str) -> Any:
-        """Return a value, or None without one. Raises WeightSyncError when the store is gone or the value's HMAC is
-        wrong."""
+        """Return a value, or None without one. Raises WeightSyncError when the store is gone or an HMAC is wrong."""
         if not self.has(key):
             return None
         value = self.tcp_store.get(key)
@@ -221,8 +218,7 @@ class Exchange:
 
 
 def _gloo_options(host: str, deadline: Deadline) -> Any:
-    """Make gloo listen only on the interface that leads to the store. GLOO_SOCKET_IFNAME, unless it is `lo`, overrides
-    the interface."""
+    """Make gloo listen only on the interface that leads to the store, or on GLOO_SOCKET_IFNAME unless it is `lo`."""
     gloo: Any = dist.ProcessGroupGloo
     options, named = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
     options._timeout = deadline.left()
@@ -233,8 +229,7 @@ def _gloo_options(host: str, deadline: Deadline) -> Any:
 
 
 def wait(pending: Sequence[Pending], deadline: Deadline) -> None:
-    """Wait until every operation has finished. Raises WeightSyncError, with the operation's description, when one fails
-    or the deadline passes."""
+    """Wait for every operation. Raises WeightSyncError describing one that fails or misses the deadline."""
     for work, what in pending:
         try:
             work.wait(deadline.left())
@@ -264,8 +259,7 @@ def is_here(url: str) -> bool:
 
 
 def _route(url: str) -> tuple[str, str]:
-    """Return (this host's address, the server's address) on the route to the server at `url`. Raises OSError when there
-    is no route."""
+    """Return (this host's address, the server's address) on the route to `url`. Raises OSError without a route."""
     parts = urlsplit(url)
     family, kind, *_, address = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:

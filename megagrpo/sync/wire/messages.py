@@ -34,8 +34,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Message:
-    """The elements that rank `source` sends to worker `destination` in one round. `tag` is the index of the message
-    within the pair."""
+    """The elements that rank `source` sends to worker `destination` in a round. `tag` is their index in the pair."""
 
     source: int
     destination: int
@@ -114,8 +113,7 @@ def empty_message(message: Message, dtype: torch.dtype, device: torch.device) ->
 
 
 def message_views(buffer: Tensor, message: Message, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return two views of `buffer` [bytes] uint8: the message's elements [elements] of `dtype`, and the checksums
-    [slices] int64."""
+    """Return two views of `buffer` [bytes] uint8: elements [elements] of `dtype`, and checksums [slices] int64."""
     count = _size_of_elements(message, dtype)
     return buffer[:count].view(dtype)[: message.elements], buffer[count:].view(torch.int64)
 

@@ -45,8 +45,7 @@ def fence() -> None:
 
 
 class ProgressFile:
-    """The progress of one slot, on the writing side. `word` [1] uint64 maps the file at `path`; `close` releases
-    the lock.
+    """The progress of one slot, on the writing side. `word` [1] uint64 maps the file `path`; `close` releases the lock.
 
     Version and bytes written share one word, stored atomically: a reader cannot mistake an older version's progress for
     this one's. Raises BlockingIOError when another process holds the lock.
@@ -79,8 +78,7 @@ class ProgressFile:
 
 
 class ActivityFile:
-    """The current activity of a process, one line in a file, which other processes can read while this process
-    hangs."""
+    """The current activity of a process, one line in a file that other processes can read while this process hangs."""
 
     SIZE = 512
 
@@ -103,8 +101,7 @@ class ActivityFile:
 class ProgressReader:
     """The progress files of all ranks in `folder`, on the reading side, for one version.
 
-    A rank that has not finished within `seconds` of construction is an error (None: no limit). `note` receives a
-    description of each wait.
+    A rank unfinished `seconds` after construction is an error (None: no limit). `note` gets each wait's description.
     """
 
     def __init__(

@@ -81,8 +81,7 @@ def by_tensor(boxes: Iterable[tuple[str, Box]]) -> WorkerBoxes:
 
 
 def wanted_by(boxes_of: Sequence[WorkerBoxes], names: Iterable[str]) -> dict[str, dict[Box, list[int]]]:
-    """Return tensor -> box -> the workers that want the box, with tensors in the order of `names`. `boxes_of` holds the
-    boxes of each worker."""
+    """Return tensor -> box -> the workers that want it, in order of `names`. `boxes_of` holds each worker's boxes."""
     wanted: dict[str, dict[Box, list[int]]] = {}
     for name in names:
         for worker, boxes in enumerate(boxes_of):

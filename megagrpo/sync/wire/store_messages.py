@@ -1,5 +1,4 @@
-"""What trainer ranks and workers leave in the store (`exchange.Store`) in one `p2p` update, and the request that starts
-it."""
+"""What trainer ranks and workers store (`exchange.Store`) in one `p2p` update, and the request that starts it."""
 
 from __future__ import annotations
 
@@ -26,8 +25,7 @@ class UpdateKeys:
         return f"update{self.attempt}/stop"
 
     def worker(self, number: int) -> str:
-        """Key of the message with which worker `number`, counted over all servers, takes part: the key of its boxes,
-        and its group."""
+        """Key of the message in which worker `number`, counted over all servers, leaves its box key and its group."""
         return f"update{self.attempt}/worker{number}"
 
     def report(self, number: int) -> str:
@@ -65,8 +63,7 @@ class DirectRequest:
 
 @dataclass(frozen=True)
 class Members:
-    """Rank 0's decision about one update: the key of each worker's boxes, in the order of the workers, and the process
-    group's name."""
+    """Rank 0's decision about one update: the key of each worker's boxes, in worker order, and the group's name."""
 
     boxes: list[str]
     group: str

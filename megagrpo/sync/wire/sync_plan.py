@@ -71,10 +71,9 @@ class Transfers:
 def plan_transfers(holders: BoxMap, wanted: BoxMap) -> Transfers:
     """Assign a sending rank to every slice that a worker wants, for every tensor in `wanted`.
 
-    A slice with a single holder comes from that rank. The other slices are grouped by holders, worker and layer; groups
-    with fewer replicas are assigned first, then larger ones. Each group goes to the replica that sends the least so
-    far. A small group joins a message that is sent anyway, if any. Raises LookupError, with tensor and box, when no
-    rank holds a wanted box.
+    A slice with one holder comes from it. Other slices are grouped by holders, worker and layer. Groups with fewer
+    replicas, then larger ones, are assigned first, each to the replica that sends the least so far. A small group joins
+    an existing message, if any. Raises LookupError, with tensor and box, when no rank holds a wanted box.
     """
     pieces = _pieces(holders, wanted)
     chosen = _choose(pieces, [layer_of(name) for name in wanted])
@@ -102,8 +101,7 @@ Piece = tuple[int, Box, int, tuple[int, ...], tuple[int, ...]]
 
 
 def _pieces(holders: BoxMap, wanted: BoxMap) -> list[Piece]:
-    """Cut every wanted box along the blocks that hold it. Tensors with the same shape and layout are cut alike, so the
-    cuts are cached."""
+    """Cut every wanted box along the blocks that hold it. Tensors of the same shape and layout share cached cuts."""
     cuts: dict[tuple[Box, tuple[Box, ...]], list[tuple[int, Box, int]]] = {}
     pieces: list[Piece] = []
     for number, (name, wants) in enumerate(wanted.items()):
@@ -167,7 +165,6 @@ def _totals(index: np.ndarray, counts: np.ndarray, size: int) -> np.ndarray:
 
 
 def _grouped(keys: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct values of `keys` [n], sorted, and the sum of `counts` [n] for each: two arrays [distinct]
-    int64."""
+    """Return the distinct values of `keys` [n], sorted, and their sums of `counts` [n]: two arrays [distinct] int64."""
     distinct, index = np.unique(keys, return_inverse=True)
     return distinct, _totals(index, counts, len(distinct))

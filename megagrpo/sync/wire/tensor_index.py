@@ -1,5 +1,4 @@
-"""The index of one weight version: every tensor, its shape and its blocks. All transports use it, and the error type of
-a weight sync.
+"""The index of a weight version, for all transports: tensors, shapes, blocks. Also the error type of a weight sync.
 
 With `shared_memory` and `cuda_ipc` the trainer (`sync/trainer_side/`) writes the index to a file that the engine's
 workers (`sync/vllm_side/`) read. It then also locates each block: in a file per rank and slot, or in a rank's GPU
@@ -41,8 +40,7 @@ def wrong_checksum(rank: int, name: str, box: Box, read: int, written: int) -> s
 
 @dataclass(frozen=True)
 class SharedBlock:
-    """The part `box` of one tensor, contiguous from byte `offset` of `file`. `number` is its index among the blocks of
-    `rank` there.
+    """A tensor's part `box`, contiguous from byte `offset` of `file`. `number` is its index in `rank`'s blocks there.
 
     `file` is a path, or with `cuda_ipc` the name of a rank's buffer. With `p2p` `rank` is the first rank that holds the
     box; `file`, `offset` and `number` are not used.
@@ -71,8 +69,7 @@ class SharedTensor:
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """All weights of one version. `dtype` is a key of ENGINE_DTYPES. `tensors` is in the order in which the engine
-    should load them."""
+    """All weights of one version. `dtype` is a key of ENGINE_DTYPES. `tensors` is in the engine's order of loading."""
 
     version: int
     dtype: str

@@ -44,7 +44,7 @@ class Chat:
         if room < 1:
             raise ValueError(
                 f"the conversation has {len(token_ids)} tokens and the server holds {self.limit}; start over with "
-                f"/reset"
+                "/reset"
             )
         sampling = replace(self.sampling, max_tokens=min(room, self.sampling.max_tokens))
         seed = derive_seed(self.seed, self.turns)
@@ -58,8 +58,7 @@ class Chat:
 
 
 def answer(options: argparse.Namespace) -> None:
-    """Start the servers and run the prompt or the conversation. `options` are those of `megagrpo generate` with the
-    config.
+    """Start the servers and run the prompt or conversation. `options` are those of `megagrpo generate` with the config.
 
     Raises ConfigError for mistakes in the command line or config.
     """
@@ -75,8 +74,7 @@ def answer(options: argparse.Namespace) -> None:
 
 
 def connect(serving: Serving, options: argparse.Namespace) -> Chat:
-    """Start the servers and return a conversation with them. The config's training settings fill in what the command
-    line does not set."""
+    """Start the servers and return a conversation. The config's training settings fill gaps of the command line."""
     config: RunConfig = options.config
     rollout, seed = config.rollout, config.run.seed if options.seed is None else options.seed
     folder = serving.find(options.checkpoint, options.adapter)

@@ -26,8 +26,7 @@ Collect = Callable[[Sequence[Prompt], int, SamplingParams, int], tuple[list[Scor
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One held-out set. `name` is "" for the set of `data.eval`; `function` is the reward function that decides whether
-    a response passes."""
+    """One held-out set. `name` is "" for `data.eval`; `function` is the reward that decides if a response passes."""
 
     name: str
     prompts: list[Prompt]
@@ -48,8 +47,7 @@ class HeldOut:
 def load_sets(
     config: RunConfig, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]] = (), columns: Sequence[str] = ()
 ) -> list[HeldOut]:
-    """Load the held-out sets of the config. `tools` are shown in their prompts; `columns` are additional reward
-    columns.
+    """Load the config's held-out sets. `tools` are shown in their prompts; `columns` are additional reward columns.
 
     Raises ValueError for a set that cannot be used, and for a pass_function that is not a reward.
     """
@@ -94,8 +92,7 @@ def evaluate(
     seed: int,
     see: Callable[[HeldOut, list[ScoredRollout]], None] = lambda *_: None,
 ) -> dict[str, float]:
-    """Generate and score responses to every set. Returns the metrics, prefixed `NAME/`; `see` gets each set's
-    responses.
+    """Generate and score responses to every set. Returns metrics, prefixed `NAME/`; `see` gets each set's responses.
 
     Each set has a fixed seed, so two evaluations differ only by the policy.
     """
@@ -110,8 +107,7 @@ def evaluate(
 
 
 def metrics_of(held_out: HeldOut, scored: Sequence[ScoredRollout]) -> dict[str, float]:
-    """Return lengths, finish reasons, mean rewards, pass@k and maj@k of the responses to one set, which are in prompt
-    order.
+    """Return lengths, finish reasons, mean rewards, pass@k and maj@k of one set's responses (in prompt order).
 
     A response passes when `function` gives it `pass_reward` or more; a response that it cannot score does not pass.
     Prompts without any response that it can score are left out of pass@k and maj@k.

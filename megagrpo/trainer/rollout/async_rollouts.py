@@ -1,13 +1,11 @@
-"""Asynchronous generation: groups of responses are requested ahead of training, scored, and collected when their step
-comes.
+"""Asynchronous generation: groups of responses are requested before training, scored, and collected at their step.
 
 A group is requested at most `max_staleness` steps before the step that trains on it, and each step ends with one weight
 sync. So no token is older than `max_staleness` weight versions, unless its group was delayed. A group that is too old
 is dropped and generated again.
 
-Groups are started and handed out in the order in which their prompts are drawn, whichever finishes first. So a run
-trains on the same prompts in the same order, whatever the timing. `max_staleness` steps of other groups hide the
-latency of a slow group.
+Groups start and are handed out in the order of drawn prompts, whichever finishes first. So a run trains on the same
+prompts in the same order, whatever the timing. `max_staleness` steps of other groups hide a slow group's latency.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ from megagrpo.types import Prompt, Rollout, SamplingParams
 
 
 class AsyncPool:
-    """Generates groups in background threads: `ask` requests them, `groups` hands them out. Prompts are identified by
-    their `place`.
+    """Generates groups in background threads: `ask` requests, `groups` hands out. Prompts are identified by `place`.
 
     Each group is scored as soon as it is finished. If no group finishes for `straggler_seconds`, the groups that
     `groups` waits for are truncated. A context manager: leaving it interrupts the engine.
@@ -100,8 +97,7 @@ class AsyncPool:
         """Yield `n` rollouts of each prompt; see `GroupSource.groups`. The groups stay here until the last one was
         yielded, so that a call that failed can be repeated.
 
-        `sampling`, `seed` and `step` apply to prompts that were not requested before. An error of a background thread
-        is raised here.
+        `sampling`, `seed` and `step` apply to prompts not requested before. A background thread's error is raised here.
         """
         requested = self.asked
         self.ask([prompt for prompt in prompts if prompt.place not in requested], n, sampling, seed, step, at_once=True)
@@ -159,8 +155,7 @@ class AsyncPool:
         return True
 
     def _await_any(self, places: Container[int]) -> dict[int, ScoredGroup]:
-        """Wait until at least one of `places` is finished and return all that are; an empty dict after
-        `straggler_seconds`."""
+        """Wait until one of `places` is finished. Returns all that are, or an empty dict after `straggler_seconds`."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._failure is not None or any(place in places for place in self._finished),
@@ -228,8 +223,7 @@ class AsyncPool:
         self._finished[place] = begin_scoring(self.rewards, place, group, step)
 
     def _count_idle(self) -> None:
-        """Add up the time without in-flight groups. The caller holds the lock, before the set of in-flight groups
-        changes."""
+        """Add up the time without in-flight groups. The caller holds the lock, before in-flight groups change."""
         now = time.monotonic()
         if not self._under_way:
             self._idle += now - self._since

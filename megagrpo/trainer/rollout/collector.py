@@ -1,5 +1,4 @@
-"""The rollouts of a step: each replica generates and scores its share of the prompts, and every rank gets all
-rollouts."""
+"""The rollouts of a step: each replica generates and scores its share of prompts, and every rank gets all rollouts."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class StopRequested(Exception):
 
 
 class NoRollouts(EngineError):
-    """The engine of a rank failed; the message names the rank and the cause. Raised on every rank, before the step has
-    trained anything."""
+    """A rank's engine failed; the message names rank and cause. Raised on every rank, before the step has trained."""
 
 
 @dataclass
@@ -53,8 +51,7 @@ class Collector:
     def collect(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int
     ) -> tuple[list[ScoredRollout], dict[str, float]]:
-        """Generate and score `num_generations` rollouts of each prompt. Returns them in prompt order, with the summed
-        counters. Collective.
+        """Generate and score `num_generations` rollouts per prompt, in prompt order, with summed counters. Collective.
 
         Raises StopRequested on every rank when any rank was asked to stop, NoRollouts when a rank's engine fails.
         """
@@ -89,8 +86,7 @@ class Collector:
         return OnDemand(self.engine, self.rewards)
 
     def _of_all(self, part: Callable[[], Any]) -> list[Any]:
-        """Run `part` on the leader rank of each replica and return the results of all ranks (None for the others).
-        Collective."""
+        """Run `part` on each replica's leader and return the results of all ranks (None for others). Collective."""
         parts = run_and_agree(self.layout, part, here=self.layout.is_dp_leader)
         self.stop_if_requested()
         for rank, failure in enumerate(parts):
@@ -103,8 +99,7 @@ class Collector:
     def ask(
         self, prompts: Sequence[Prompt], num_generations: int, sampling: SamplingParams, seed: int, step: int
     ) -> None:
-        """Request this replica's share of the prompts of the step after `step` steps, without those that were requested
-        before."""
+        """Request this replica's share of the prompts of the step after `step` steps, except those requested before."""
         assert self.pool is not None, "a run with rollout.max_staleness has a pool"
         mine, requested = [numbered(prompts)[i] for i in self._own_places(prompts)], self.pool.asked
         self.pool.ask(
@@ -112,14 +107,12 @@ class Collector:
         )
 
     def finished_ahead(self) -> list[dict[str, Any]]:
-        """Return the groups of all replicas that are generated and not collected, for `AsyncPool.load_state_dict`.
-        Collective."""
+        """Return all replicas' groups, generated but not collected, for `AsyncPool.load_state_dict`. Collective."""
         everyone = self.layout.all_gather_objects([] if self.pool is None else self.pool.state_dict())
         return [group for groups in everyone for group in groups]
 
     def _own_slice(self, prompts: Sequence[Prompt]) -> range:
-        """The range of `prompts` that this replica generates: contiguous, and of equal size on all replicas up to one
-        prompt."""
+        """The range of `prompts` this replica generates: contiguous, equally long on all replicas up to one prompt."""
         return range(*(len(prompts) * r // self.layout.dp_size for r in (self.layout.dp_rank, self.layout.dp_rank + 1)))
 
     def _own_places(self, prompts: Sequence[Prompt]) -> list[int]:
@@ -128,15 +121,13 @@ class Collector:
         return [i for i, prompt in enumerate(prompts) if place_of(prompt) % self.layout.dp_size == self.layout.dp_rank]
 
     def reward_tracebacks(self, names: Sequence[str]) -> str:
-        """Return the first traceback of each of these reward functions, from the lowest rank that has one.
-        Collective."""
+        """Return each of these reward functions' first traceback, from the lowest rank with one. Collective."""
         everyone = self.layout.all_gather_objects({} if self.rewards is None else self.rewards.tracebacks)
         known = {name: text for tracebacks in reversed(everyone) for name, text in tracebacks.items()}
         return "\n".join(known[name] for name in names if name in known)
 
     def stop(self, number: int) -> None:
-        """Request a stop because of signal `number`. The current step is finished, or abandoned if it still
-        generates."""
+        """Request a stop because of signal `number`. The current step is finished, or abandoned during generation."""
         self.stop_signal = number
         if self.engine is not None:
             self.engine.interrupt()
@@ -196,15 +187,13 @@ def rollout_metrics(scored: Sequence[ScoredRollout]) -> dict[str, float]:
 
 
 def staleness(scored: Sequence[ScoredRollout], weight_version: int) -> dict[str, float]:
-    """Return the mean and maximum number of weight versions between the sampling of a token and the policy that trains
-    on it."""
+    """Return the mean and maximum number of weight versions between a token's sampling and the policy trained on it."""
     ages = [weight_version - version for s in scored for version in s.rollout.token_versions]
     return {"staleness/mean": statistics.fmean(ages), "staleness/max": float(max(ages))}
 
 
 def dialogue_metrics(dialogues: Sequence[Dialogue]) -> dict[str, float]:
-    """Return turns and tool calls per response, the share of tool calls that failed (TRL's definitions), and the number
-    of failed dialogues."""
+    """Return turns and tool calls per response, the failed share of tool calls (as in TRL), and failed dialogues."""
     if not dialogues:
         return {}
     calls, failures = (sum(getattr(d, name) for d in dialogues) for name in ("tool_calls", "tool_failures"))

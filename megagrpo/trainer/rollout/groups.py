@@ -1,5 +1,4 @@
-"""The rollouts that a step trains on: drawn prompts, with dynamic sampling that replaces groups without a learning
-signal."""
+"""The rollouts a step trains on: drawn prompts. Dynamic sampling replaces groups without a learning signal."""
 
 from __future__ import annotations
 
@@ -91,15 +90,14 @@ class Rollouts:
             self.say(
                 f"warning: step {self.state.step + 1}: {len(useful)} of {wanted} groups differ in reward after "
                 f"{rounds} rounds of dynamic sampling; training on {'these' if partial else 'the first groups drawn'} "
-                f"(algorithm.dynamic_sample_fallback)"
+                "(algorithm.dynamic_sample_fallback)"
             )
             if not partial:
                 chosen = list(batched(drawn, group))[:wanted]
         return [rollout for members in chosen for rollout in members]
 
     def _ask_ahead(self, step: int, steps: int) -> None:
-        """Request generation for the `steps` steps after `step` steps, up to the end of the run. Does nothing without
-        asynchronous generation.
+        """Request generation for `steps` steps after `step` steps, up to the run's end, if generation is asynchronous.
 
         Seeds are the same as in a synchronous run when every step draws the same number of prompts (no
         `algorithm.dynamic_sample`).
@@ -126,14 +124,12 @@ def useful_groups(scored: Sequence[ScoredRollout], config: RunConfig) -> list[Gr
 
 
 def redraw_size(wanted: int, useful: int, drawn: int) -> int:
-    """Number of prompts for the next round: enough to fill the step at the current share of useful groups, and at most
-    a whole step's."""
+    """Number of prompts for the next round: enough to fill the step at the current useful share, at most a step's."""
     return min(wanted, math.ceil((wanted - useful) * drawn / useful)) if useful else wanted
 
 
 def pass_rates(scored: Sequence[ScoredRollout], pass_reward: float) -> dict[int, float]:
-    """Return prompt_id -> share of its responses whose reward is at least `pass_reward`. Repeated draws of a prompt are
-    pooled."""
+    """Return prompt_id -> share of its responses with a reward of at least `pass_reward`. Repeated draws are pooled."""
     passed: dict[int, list[bool]] = defaultdict(list)
     for rollout in scored:
         passed[rollout.rollout.prompt.prompt_id].append(rollout.reward >= pass_reward)

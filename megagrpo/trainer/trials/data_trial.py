@@ -86,7 +86,7 @@ def repeated_warning(key: str, repeated: Sequence[tuple[int, int]], num_prompts:
     row, first = repeated[0]
     return [
         f"{key}: {len(repeated)} of {num_prompts} prompts repeat an earlier one, first row {row} (as row {first}); "
-        f"remove the rows"
+        "remove the rows"
     ]
 
 

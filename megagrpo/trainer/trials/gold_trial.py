@@ -1,5 +1,4 @@
-"""Tries a reward function: each row's own gold, golds of other rows and empty responses, with counts of what scores
-best."""
+"""Tries a reward function: each row's gold, other rows' golds and empty responses, with counts of what scores best."""
 
 from __future__ import annotations
 

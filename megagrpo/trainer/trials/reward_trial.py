@@ -1,5 +1,4 @@
-"""Tries every reward function on rows of the data, and says which rows, functions or columns a run cannot learn
-from."""
+"""Tries every reward function on rows of the data, and names rows, functions or columns a run cannot learn from."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ def start_warnings(
 ) -> list[str]:
     """Return the warnings for the log of a run that starts.
 
-    Golds are tried for a few seconds, and only if all functions are built-in and repeatable: a call of another function
-    may have effects.
+    Golds are tried for a few seconds, if all functions are built-in and repeatable: calls of others may have effects.
     """
     lines = [*train.warnings, *repeated_warning(TRAIN, train.repeated(), len(train))]
     for one in held_out:
@@ -100,8 +98,7 @@ def _check_columns(scorer: RewardScorer, key: str, prompt: Prompt) -> None:
 
 
 def _gold_hint(prompt: Prompt) -> str:
-    """Return how to pass the right answer to rewards when it is a field of a column, as in verl's rows; else an empty
-    string."""
+    """Return how to pass rewards the answer when it is a field of a column, as in verl's rows; else an empty string."""
     names = [name for name in names_in(prompt.columns) if name not in prompt.columns]
     fields = [name for name in names if name.rpartition(".")[2] in ANSWERS]
     return f"; data.columns={{answer: {fields[0]}}} passes the field `{fields[0]}` as `answer`" if fields else ""
@@ -141,8 +138,7 @@ def reward_warnings(key: str, trials: Sequence[RewardTrial]) -> list[str]:
 
 
 def _of_function(trial: RewardTrial, clear: Collection[int]) -> list[str]:
-    """Return a line when a function gives all responses the same, for rows without a gold, and for golds that are too
-    long."""
+    """Return a line when a function gives all responses the same, for rows without a gold, and for overlong golds."""
     lines, column = [], f"column `{trial.column}`"
     if trial.constant and not trial.needs_gold:
         after = f", after `{trial.opened}` at the end of the prompt" if trial.opened else ""

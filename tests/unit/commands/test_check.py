@@ -176,9 +176,8 @@ def test_an_answer_that_no_reward_prefers_to_nothing_is_a_warning(folder, capsys
     out = capsys.readouterr().out
     said = (
         "warning: rewards.functions: no reward gives a gold of data.train more than an empty response and another "
-        "row's gold, row 0: "
-        "`compares_text` gives '2' (int, column `answer`) 0, another row's gold 0, an empty response 0; compare values "
-        "of one type"
+        "row's gold, row 0: `compares_text` gives '2' (int, column `answer`) 0, another row's gold 0, an empty "
+        "response 0; compare values of one type"
     )
     assert said in out and "no problem found" not in out
     assert check(folder, *words, f"rewards.functions.0.function={folder}/rewards.py:boxed") == 0

@@ -100,12 +100,10 @@ def test_each_kind_of_row_and_prompt_is_one_warning_with_count_row_and_fix(folde
         "data.train: 1 of 8 rows cannot be scored, first row 7: `right`: `answer` holds a unit: '12 km'; correct or "
         "remove the rows",
         "data.train: 1 of 8 golds do not score best, row 6: `right` gives 'bad' (str, column `answer`) 0, another "
-        "row's gold 0, an empty "
-        "response 0; correct or remove the rows",
+        "row's gold 0, an empty response 0; correct or remove the rows",
         "data.train: 2 of 8 rows have no gold in column `answer`, first row 2; fill the column, or remove the rows",
         "data.train: 1 of 8 golds in column `answer` are longer than the 64 tokens of rollout.max_completion_length, "
-        "longest in row 5: 65; "
-        "raise the limit",
+        "longest in row 5: 65; raise the limit",
     ]
 
 
@@ -152,8 +150,8 @@ def test_a_row_that_another_function_scores_is_no_warning(folder, capsys):
         ),
         (
             "longest",
-            "no reward gives a gold of data.train more than an empty response and another row's gold, row 0: `longest` "
-            "gives",
+            "no reward gives a gold of data.train more than an empty response and another row's gold, row 0: "
+            "`longest` gives",
         ),
         ("thinks", ""),  # a format is no answer
         ("wants_a_word", ""),

@@ -246,8 +246,8 @@ def test_versions_are_printed_without_importing_the_packages():
 def test_declaring_the_options_of_all_commands_imports_nothing_slow():
     heavy = "{'torch', 'vllm', 'megatron', 'transformers', 'numpy', 'datasets', 'rich'}"
     code = (
-        f"import sys; from megagrpo.commands.parser import build, COMMANDS; build(COMMANDS); sys.exit(str({heavy} "
-        f"& sys.modules.keys()))"
+        f"import sys; from megagrpo.commands.parser import build, COMMANDS; build(COMMANDS); sys.exit(str({heavy} & "
+        "sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr == "set()\n"
 

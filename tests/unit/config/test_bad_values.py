@@ -62,8 +62,7 @@ VALUES = {
     "run.output_dir=~no_such_user/runs": "run.output_dir: ~no_such_user/runs: this machine has no user no_such_user; "
     "write the folder out",
     "data.train.source=a\udcffb.jsonl": "data.train.source: 'a\\udcffb.jsonl' contains a lone surrogate, \\udcff, "
-    "which files and "
-    "tokenizers reject; rename it in UTF-8",
+    "which files and tokenizers reject; rename it in UTF-8",
     "rewards.functions=3": "rewards.functions: must be a list (got 3)",
     "train=3": "train: must be a mapping of `key: value` (got 3)",
     "run.seed=18446744073709551616": "run.seed: must be at most 9223372036854775807 = 2^63 - 1 (got "
@@ -81,8 +80,7 @@ VALUES = {
     "rewards.workers=100000000": "rewards.workers: must be at most 4096 (got 100000000)",
     "multi_turn.workers=100000000": "multi_turn.workers: must be at most 4096 (got 100000000)",
     "rollout.prompts_per_step=1000000000000": "rollout.prompts_per_step: 1000000000000 x num_generations 8 = "
-    "8000000000000 samples; the "
-    "limit per step is 10000000; lower one of them",
+    "8000000000000 samples; the limit per step is 10000000; lower one of them",
     "rollout.startup_timeout=1e300": "rollout.startup_timeout: must be at most 100000000 (got 1e+300)",
     "parallel.timeout_minutes=1e300": "parallel.timeout_minutes: must be at most 1000000 (got 1e+300)",
     "run.time_limit=9999999999999:00:00": "run.time_limit: must match the pattern",
@@ -110,8 +108,8 @@ def test_a_misspelt_choice_gets_the_nearest_one(path):
 
 def test_ports_of_all_servers_exist(path):
     said = (
-        "rollout.port: 65535 with rollout.servers 2 needs ports up to 65536, above the limit 65535; lower it, or "
-        "set it to 0"
+        "rollout.port: 65535 with rollout.servers 2 needs ports up to 65536, above the limit 65535; lower it, or set "
+        "it to 0"
     )
     assert refusal(path, "rollout.port=65535", "rollout.servers=2") == said
     assert load_config(path, ["rollout.port=65534", "rollout.servers=2"])

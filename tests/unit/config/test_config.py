@@ -74,8 +74,8 @@ def test_an_exact_kl_takes_no_correction(tmp_path):
     path = write(tmp_path, SMALLEST + "algorithm: {kl_estimator: full_reverse, use_bias_correction_kl: true}\n")
     _, problem = problems(path)
     assert problem == (
-        "algorithm.use_bias_correction_kl: true corrects an estimate, but kl_estimator full_reverse is exact; "
-        "set it to false, or choose k1 or k3"
+        "algorithm.use_bias_correction_kl: true corrects an estimate, but kl_estimator full_reverse is exact; set it "
+        "to false, or choose k1 or k3"
     )
     assert load_config(path, ["algorithm.kl_estimator=k3"]).algorithm.use_bias_correction_kl
 

@@ -134,8 +134,8 @@ def test_a_transport_that_does_not_reach_the_servers_is_refused(overrides, gpu, 
         ),
         (
             [*ON_TWO],
-            "rollout.nodes_per_server: 2 nodes .* but rollout.placement is colocated; choose dedicated or external, or "
-            "set",
+            "rollout.nodes_per_server: 2 nodes .* but rollout.placement is colocated; choose dedicated or external, "
+            "or set",
         ),
         (
             [*ON_TWO, "rollout.placement=dedicated", "rollout.servers=2", "run.nodes=3"],

@@ -54,8 +54,8 @@ def config(algorithm=None, **sections) -> RunConfig:
         ),
         (
             dict(algorithm=dict(loss_type="real", steps_per_generation=2)),
-            "algorithm.steps_per_generation: 2 optimizer steps split groups, but loss_type real compares whole groups; "
-            "set it to 1",
+            "algorithm.steps_per_generation: 2 optimizer steps split groups, but loss_type real compares whole "
+            "groups; set it to 1",
         ),
         (
             dict(

@@ -12,25 +12,20 @@ REFUSED = {
     "algorithm.max_resample_times=0": "algorithm.max_resample_times: must be greater than 0 (got 0)",
     "rollout.stop=['']": "rollout.stop.0: must not be empty, because an empty text ends every response (got '')",
     "rollout.include_stop_str_in_output=false": "rollout.include_stop_str_in_output: false has no effect without "
-    "rollout.stop; name texts "
-    "that end a response, or leave it out",
+    "rollout.stop; name texts that end a response, or leave it out",
     "rollout.stop=[x] model.tokenizer=t.model": "rollout.stop: needs a tokenizer that vLLM loads, but model.tokenizer "
-    "is a bare "
-    "SentencePiece file; name a Hugging Face folder",
+    "is a bare SentencePiece file; name a Hugging Face folder",
     "data.chat_template_kwargs.tokenize=true": "data.chat_template_kwargs.tokenize: `tokenize` is an argument of the "
-    "renderer, not a "
-    "variable of the template; leave it out",
+    "renderer, not a variable of the template; leave it out",
     "data.chat_template=none "
     "data.chat_template_kwargs.thinking=true": "data.chat_template_kwargs: has no effect, because "
     "data.chat_template is none; leave one of them out",
     "evaluation.steps=2": "evaluation.steps: 2 needs held-out prompts; set data.eval or evaluation.sets, or set steps "
     "to 0",
     "evaluation.keep_best=reward": "evaluation.keep_best: reward needs held-out prompts; set data.eval or "
-    "evaluation.sets, or "
-    "leave keep_best empty",
+    "evaluation.sets, or leave keep_best empty",
     "evaluation.num_generations=2": "evaluation.num_generations: 2 greedy responses (temperature 0) are identical; "
-    "raise "
-    "evaluation.temperature, or use 1",
+    "raise evaluation.temperature, or use 1",
     "evaluation.sets.hard.source=b "
     "evaluation.sets.hard.num_generations=4": "evaluation.sets.hard.num_generations: 4 greedy responses "
     "(temperature 0) are identical; raise the set's temperature, or use 1",

@@ -31,8 +31,7 @@ R1 = (
 )
 DEEPSEEK_V31 = (
     "{% if not thinking is defined %}{% set thinking = false %}{% endif %}{% for m in messages %}{{ m.content }}{% "
-    "endfor %}<｜Assistant｜>"
-    "{{ '<think>' if thinking else '</think>' }}"
+    "endfor %}<｜Assistant｜>{{ '<think>' if thinking else '</think>' }}"
 )
 COMMAND_A = (
     "{% for m in messages %}{{ m.content }}{% endfor %}<|CHATBOT|><|START_THINKING|>{% if reasoning is false "

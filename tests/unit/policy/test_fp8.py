@@ -64,8 +64,8 @@ from tests.unit.config.test_config import SMALLEST, problems, write
         ),
         (
             ["model.fp8_recipe=tensorwise", "model.fp8_amax_history_len=16"],
-            "model.fp8_amax_history_len: 16 only applies to scales with a history, but model.fp8_recipe is tensorwise; "
-            "choose delayed",
+            "model.fp8_amax_history_len: 16 only applies to scales with a history, but model.fp8_recipe is "
+            "tensorwise; choose delayed",
         ),
         (
             ["model.fp8_margin=1"],

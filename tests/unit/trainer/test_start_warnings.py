@@ -101,7 +101,6 @@ def test_a_function_of_the_user_is_asked_about_rows_but_not_called(folder):
     said = warnings(folder, f"rewards.functions=[{{function: {folder}/reward.py:leaves_a_trace}}]")
     assert said[4:] == [
         "warning: data.train: 1 of 4 rows cannot be scored, first row 3: `leaves_a_trace`: `answer` has no digits: "
-        "'seven'; correct or "
-        "remove the rows"
+        "'seven'; correct or remove the rows"
     ]
     assert not (folder / "reward.called").exists()

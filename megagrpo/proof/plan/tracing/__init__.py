@@ -1,2 +1,1 @@
-"""Runs the trainer's real code on tensors without data, and counts what it would do on a GPU. Imports torch and
-megatron-core."""
+"""Runs the trainer's real code on tensors without data, and counts its GPU work. Imports torch and megatron-core."""

@@ -77,8 +77,7 @@ def _gather_copies(everyone: list[Any], obj: Any, *_: object, **__: object) -> N
 
 
 def _send_one_by_one(messages: list[Any]) -> list[Any]:
-    """Start the messages of a batch one after the other: batching asks for the backend of a device, which tensors
-    without data lack."""
+    """Start a batch's messages one by one: batching asks for a device's backend, which tensors without data lack."""
     return [message.op(message.tensor, message.peer, message.group) for message in messages]
 
 
@@ -109,8 +108,7 @@ def _tolist_of(tolist: Any, counter: StepCounter) -> Any:
 
 
 def _norm_of(counter: StepCounter) -> Any:
-    """Return `l2_norm` as one kernel that reads all tensors, and the host's wait for the norm in Megatron's
-    `get_grad_norm_fp32`."""
+    """Return `l2_norm` as one kernel over all tensors, and the host's wait in Megatron's `get_grad_norm_fp32`."""
 
     def patched(tensors: Sequence[Tensor]) -> float:
         counter.add("elementwise", 0, sum(map(size_of, tensors)))
@@ -121,8 +119,7 @@ def _norm_of(counter: StepCounter) -> Any:
 
 
 def _even_routing(routing: Any) -> Any:
-    """Return a router's `routing` whose map gives every expert equally many tokens: token t goes to experts k t to k t
-    + k - 1."""
+    """Return a router's `routing` with equally many tokens per expert: token t goes to experts k t to k t + k - 1."""
 
     def patched(router: BalancedRouter, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         probs, routing_map = routing(router, logits, padding_mask)
@@ -137,8 +134,7 @@ def _even_routing(routing: Any) -> Any:
 
 
 def _attention_of(counter: StepCounter) -> Any:
-    """Return `scaled_dot_product_attention` as one fused kernel in each direction, which keeps its output and one
-    number per row."""
+    """Return `scaled_dot_product_attention` as a fused kernel per direction. It keeps output and one number per row."""
 
     class Attention(torch.autograd.Function):
         @staticmethod
@@ -212,8 +208,7 @@ def _product(weights: list[Tensor], counter: StepCounter) -> Any:
 
 
 class _Grouped(torch.autograd.Function):
-    """Rows [T, in], split evenly over the experts, times each expert's weight [out, in]. `main_grad` gets the weight
-    gradients."""
+    """Rows [T, in], split evenly over the experts, times expert weights [out, in]. `main_grad` gets their gradients."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counter: StepCounter, *weights: Tensor) -> Tensor:
@@ -234,8 +229,7 @@ class _Grouped(torch.autograd.Function):
 
 
 def _count(counter: StepCounter, rows: Tensor, weights: Any, out: int, weight_passes: float = 1) -> None:
-    """Count the products of one direction, one launch per expert, which reads or writes the weights' bytes
-    `weight_passes` times."""
+    """Count one direction's products: a launch per expert reads or writes the weight bytes `weight_passes` times."""
     flops = 2 * rows.shape[0] * weights[0].numel()
     size = size_of(rows) + out + weight_passes * sum(map(size_of, weights))
     for _ in weights:

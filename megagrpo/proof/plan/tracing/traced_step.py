@@ -29,10 +29,9 @@ def trace_step(
 ) -> Trace:
     """Trace train steps of `rank`, with samples of `prompt` + `response` tokens.
 
-    The first step creates the optimizer's moments. The second has the fewest micro-batches that the schedule accepts.
-    The third has 1 + `extra` times as many, and pp or more, so it reaches the memory peak. The difference of the last
-    two gives the costs of a micro-batch. Raises ConfigError on a machine with a GPU, because the model would be built
-    for its kernels.
+    The first step creates the optimizer's moments. The second has the schedule's fewest micro-batches. The third has 1
+    + `extra` times as many, at least pp, to reach the memory peak. The difference of the last two gives a micro-batch's
+    costs. Raises ConfigError on a machine with a GPU: the model would be built for its kernels.
     """
     if device.has_gpu():
         raise ConfigError(
@@ -70,8 +69,7 @@ def fullest_stage(config: RunConfig, model: HfConfig, world_size: int) -> int:
 def rows_of(
     config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu | None, lengths: Lengths
 ) -> list[tuple[str, str]]:
-    """Trace the first rank of the fullest stage for samples of average length, and return the rows that `megagrpo plan
-    --trace` shows."""
+    """Trace the fullest stage's first rank for average-length samples; return the rows of `megagrpo plan --trace`."""
     stage = fullest_stage(config, model, world_size)
     prompt, response = max(1, round(lengths.prompt)), max(1, round(lengths.response))
     trace = trace_step(config, model, world_size, stage * (world_size // config.parallel.pp), prompt, response)
@@ -83,8 +81,7 @@ def _samples_per_micro_batch(config: RunConfig, length: int) -> int:
 
 
 def _message_shape(config: RunConfig, model: HfConfig, prompt: int, response: int) -> tuple[int, int, int]:
-    """Return the shape of the hidden states that pipeline stages exchange, [T / cp / tp with sequence parallelism, 1,
-    H]."""
+    """Return the shape of hidden states passed between stages, [T / cp / tp with sequence parallelism, 1, H]."""
     p, align = config.parallel, config.micro_batch_align
     tokens = ceil(_samples_per_micro_batch(config, prompt + response) * (prompt + response) / align) * align // p.cp
     return tokens // (p.tp if p.sequence_parallel else 1), 1, model.hidden_size
@@ -95,8 +92,7 @@ def batch_of(
 ) -> TrainBatch:
     """Return a batch with this many micro-batches of equal samples. No two samples share a prompt.
 
-    Packing needs samples for at least one micro-batch per pipeline stage. Micro-batches above `micro_batches` are cut
-    off.
+    Packing needs samples for a micro-batch or more per pipeline stage. Micro-batches above `micro_batches` are dropped.
     """
     samples, length = [], prompt + response
     for index in range(max(micro_batches, config.parallel.pp) * _samples_per_micro_batch(config, length)):

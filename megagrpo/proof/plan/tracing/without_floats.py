@@ -1,9 +1,8 @@
 """A torch mode in which floating-point tensors have a shape and no data, while integers are computed, and a counter of
 its operations: FLOPs, bytes, launches, messages, and the memory of all tensors that exist, by phase.
 
-Every floating-point tensor is on torch's meta device, so a model of any size takes no memory and no time. Lengths,
-masks and indices are integers or booleans: they keep their values, so the code that branches on them takes the branches
-of a real run."""
+Floating-point tensors are on torch's meta device, so a model of any size takes no memory or time. Lengths, masks and
+indices are integers or booleans with values, so code that branches on them takes the branches of a real run."""
 
 from __future__ import annotations
 
@@ -35,8 +34,7 @@ def without_data(value: Any) -> bool:
 
 
 class WithoutFloats(TorchDispatchMode):
-    """Inside this mode new floating-point tensors have no data. `observe(op, inputs, outputs)` is called after each
-    operation.
+    """In this mode new floating-point tensors lack data. `observe(op, inputs, outputs)` is called after each operation.
 
     Collectives assume that other ranks send the same integers as this rank. A received message of integers is `shape`,
     the shape of the hidden states that pipeline stages exchange.
@@ -103,8 +101,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _concrete_indices(func: Any, args: Any) -> Any:
-    """Replace boolean masks with data by the indices that they select, because the number of selected elements must be
-    known."""
+    """Replace boolean masks with data by the indices they select: the number of selected elements must be known."""
     if func not in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
         return args
     indices: list[Any] = []
@@ -117,8 +114,7 @@ def _concrete_indices(func: Any, args: Any) -> Any:
 
 
 def _communicate(func: Any, args: Any, shape: tuple[int, int, int]) -> Any:
-    """Return the result of a collective without sending anything, and fill in the integers of its outputs, the first
-    argument."""
+    """Return a collective's result without sending, and fill in the integers of its outputs, the first argument."""
     names = [argument.name for argument in func._schema.arguments]
     group = args[names.index("process_group")]
     ranks = torch.distributed.ProcessGroup.unbox(group).size()
@@ -164,14 +160,12 @@ NEEDS_NUMBERS = {aten._local_scalar_dense.default, aten.equal.default}  # the ho
 
 
 def size_of(tensor: Tensor) -> int:
-    """Return the bytes of a tensor that a kernel reads or writes. An expanded tensor has only the bytes of its
-    storage."""
+    """Return the bytes of a tensor that a kernel reads or writes. An expanded tensor has only its storage's bytes."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 class StepCounter:
-    """Receives each operation of a `WithoutFloats` mode. `phase` is the current phase of the step, which the caller
-    sets.
+    """Receives each operation of a `WithoutFloats` mode. The caller sets `phase`, the current phase of the step.
 
     A backward pass that autograd runs counts as the phase `backward`, recomputation included.
     """

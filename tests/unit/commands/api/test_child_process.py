@@ -172,7 +172,7 @@ def test_ctrl_c_reaches_the_child_once_and_is_raised_after_its_end(logged, progr
 def test_the_child_is_asked_to_stop_and_can_still_write_when_this_process_is_killed(program, tmp_path):
     started, ended, log = tmp_path / "started", tmp_path / "ended", tmp_path / "log"
     code = (
-        f"from pathlib import Path; import program; from megagrpo.commands.api.child_process import call; "
+        "from pathlib import Path; import program; from megagrpo.commands.api.child_process import call; "
         f"call(program.waits, {str(started)!r}, {str(ended)!r}, 1, log=Path({str(log)!r}))"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)

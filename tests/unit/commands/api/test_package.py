@@ -23,8 +23,8 @@ def test_importing_the_package_imports_no_other_library():
 def test_no_function_needs_torch_or_pandas_before_it_is_called():
     names = ", ".join(f"megagrpo.{name}" for name in megagrpo.__all__)
     code = (
-        f"import sys, megagrpo; {names}; print(sorted({{'torch', 'pandas', 'datasets', 'cloudpickle', 'megatron'}} "
-        f"& set(sys.modules)))"
+        f"import sys, megagrpo; {names}; print(sorted({{'torch', 'pandas', 'datasets', 'cloudpickle', 'megatron'}} & "
+        "set(sys.modules)))"
     )
     assert in_fresh_process(code) == "[]"
 

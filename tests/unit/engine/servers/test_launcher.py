@@ -140,8 +140,8 @@ def test_a_server_that_outlives_its_engine_is_killed(tmp_path):
 
 
 SAYS_WHERE = (
-    "import os, tempfile, time; open(tempfile.mkstemp()[1]).close(); print(tempfile.gettempdir(), "
-    "flush=True); time.sleep({})"
+    "import os, tempfile, time; open(tempfile.mkstemp()[1]).close(); print(tempfile.gettempdir(), flush=True); "
+    "time.sleep({})"
 )
 
 
@@ -219,7 +219,7 @@ def test_files_that_a_killed_server_had_mapped_are_removed():
     name = Path(f"/dev/shm/psm_test{os.getpid()}")
     code = (
         f"import mmap, time; f = open({str(name)!r}, 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 0); "
-        f"print('up', flush=True); "
+        "print('up', flush=True); "
     )
     code += "time.sleep(60)"
     command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", code]
@@ -372,7 +372,7 @@ def test_files_that_a_server_had_mapped_which_is_killed_soon_are_removed():
     name = Path(f"/dev/shm/psm_soon{os.getpid()}")
     code = (
         f"import mmap, os, time; f = open({str(name)!r}, 'w+b'); f.truncate(4096); m = mmap.mmap(f.fileno(), 0); "
-        f"time.sleep(1.6); "
+        "time.sleep(1.6); "
     )
     code += "os.kill(os.getpid(), 9)"
     command = [sys.executable, "-I", "-S", str(SUPERVISOR), str(os.getpid()), "1", sys.executable, "-c", code]

@@ -223,7 +223,7 @@ def test_tensors_that_the_model_lacks_or_does_not_know_are_named(folder):
     refused(
         folder,
         f"lacks {Q}; config.json and the weights belong to different models, or are incomplete; download the folder "
-        f"again",
+        "again",
     )
     (folder / SINGLE).unlink()
     refused(folder, f"holds neither {SINGLE} nor {INDEX}")

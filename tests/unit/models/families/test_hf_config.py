@@ -92,8 +92,7 @@ def test_problems_name_the_key_and_the_valid_sizes():
     (deep,) = cuts(SMOLLM2, ParallelSection(pp=4, vpp=2))
     assert deep == (
         "parallel.pp: num_hidden_layers=30 is not divisible by pp x vpp = 8; valid pp x vpp: 1, 2, 3, 5, 6, 10, 15, "
-        "30; "
-        "or set parallel.pipeline_layers=[3,4,4,4,4,4,4,3]"
+        "30; or set parallel.pipeline_layers=[3,4,4,4,4,4,4,3]"
     )
 
 

@@ -127,8 +127,8 @@ def test_an_apex_that_cannot_compute_here_is_left_alone(broken, text, installed,
     """A build for GPUs on a machine without one, and the other project of this name."""
     (tmp_path / "site" / broken).unlink() if text is None else (tmp_path / "site" / broken).write_text(text)
     code = (
-        "from megagrpo.platform import device; from megagrpo.platform.device.adam import FusedAdam;"
-        "from megatron.core import optimizer; assert optimizer.Adam is FusedAdam and not device.has_apex()"
+        "from megagrpo.platform import device; from megagrpo.platform.device.adam import FusedAdam;from megatron.core "
+        "import optimizer; assert optimizer.Adam is FusedAdam and not device.has_apex()"
     )
     done = subprocess.run([sys.executable, "-c", code], env=installed, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

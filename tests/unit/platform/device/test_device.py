@@ -45,8 +45,7 @@ def test_other_libraries_still_see_no_gpu():
 def test_a_fresh_process_imports_the_platform_before_megatron():
     code = (
         "import megagrpo.platform.parallel; from megatron.core import optimizer; from megagrpo.platform.device.adam "
-        "import FusedAdam;"
-        "assert optimizer.Adam is FusedAdam and not optimizer.USING_PYTORCH_OPTIMIZER"
+        "import FusedAdam;assert optimizer.Adam is FusedAdam and not optimizer.USING_PYTORCH_OPTIMIZER"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stderr == "", done.stderr

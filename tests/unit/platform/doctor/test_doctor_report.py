@@ -19,10 +19,9 @@ SECRETS = {
 def test_secrets_names_and_addresses_are_removed():
     text = (
         "hf_qrstuvwxyz123 0123456789abcdef0123 'correct horse' /data/people/zoe/runs /home/other/x "
-        "https://me:pw@host/x zoe.miller "
-        f"Authorization: Bearer abcdefgh.ijk api_key=xyz token: 'abc def' a.b@c.org "
-        f"GPU-0a1b2c3d-1111-2222-3333-444455556660 10.1.2.3:80 "
-        f"tcp://8.8.8.8:1 <serial>1654</serial> {socket.gethostname()}"
+        "https://me:pw@host/x zoe.miller Authorization: Bearer abcdefgh.ijk api_key=xyz token: 'abc def' a.b@c.org "
+        "GPU-0a1b2c3d-1111-2222-3333-444455556660 10.1.2.3:80 tcp://8.8.8.8:1 <serial>1654</serial> "
+        f"{socket.gethostname()}"
     )
     clean = redact(text, SECRETS)
     for secret in (

@@ -169,8 +169,8 @@ def test_ranks_of_two_nodes_meet_at_the_master_address_and_sign_with_the_token(t
     (tmp_path / "token").write_text("a-token-of-both-nodes")
     root = Path(launcher_rendezvous.__file__).parents[3]
     code = (
-        "import sys; from megagrpo.platform.launch.job_nodes import Nodes; from megagrpo.platform.launch.local "
-        "import run_ranks; sys.exit(run_ranks(2, {!r}, {!r}))"
+        "import sys; from megagrpo.platform.launch.job_nodes import Nodes; from megagrpo.platform.launch.local import "
+        "run_ranks; sys.exit(run_ranks(2, {!r}, {!r}))"
     )
     words = [str(tmp_path / "rank.py"), str(root / "megagrpo/platform/parallel/rank_rendezvous.py")]
     port, environment = (

@@ -175,8 +175,7 @@ def test_what_latent_attention_and_shared_experts_cannot_have_is_told(folder):
     ]
     assert told(plan(config(folder, "algorithm.router_aux_loss_coef=0.1"), 1)) == [
         "algorithm.router_aux_loss_coef: 0.1, but the balancing loss needs experts chosen by softmax, without groups, "
-        "unlike "
-        "those of deepseek_v3; set it to 0"
+        "unlike those of deepseek_v3; set it to 0"
     ]
     (folder / "config.json").write_text(
         json.dumps(DEEPSEEK_V3 | {"moe_intermediate_size": 2052, "num_hidden_layers": 4})
@@ -380,8 +379,7 @@ def test_fused_logprobs_write_no_logits_without_gradients_and_little_with_them(f
             ["parallel.pp=4"],
             [
                 "parallel.pp: num_hidden_layers=30 is not divisible by pp x vpp = 4; valid pp x vpp: 1, 2, 3, 5, 6, "
-                "10, 15, 30; or set "
-                "parallel.pipeline_layers=[7,8,8,7]"
+                "10, 15, 30; or set parallel.pipeline_layers=[7,8,8,7]"
             ],
         ),
         (
@@ -393,8 +391,7 @@ def test_fused_logprobs_write_no_logits_without_gradients_and_little_with_them(f
             ],
             [
                 "rollout.max_completion_length: max_prompt_length 8000 + max_completion_length 200 = 8200 tokens, but "
-                "the model's limit is "
-                "8192 (max_position_embeddings); shorten by 8"
+                "the model's limit is 8192 (max_position_embeddings); shorten by 8"
             ],
         ),
         (
@@ -407,8 +404,7 @@ def test_fused_logprobs_write_no_logits_without_gradients_and_little_with_them(f
             ["parallel.tp=3", "parallel.sequence_parallel=true", "train.max_tokens_per_micro_batch=80"],
             [
                 "train.max_tokens_per_micro_batch: 80 is cut to 78, a multiple of parallel.tp = 3, and the longest "
-                "sample has 80 tokens; "
-                "use 81"
+                "sample has 80 tokens; use 81"
             ],
         ),
         (
@@ -421,8 +417,7 @@ def test_fused_logprobs_write_no_logits_without_gradients_and_little_with_them(f
             ],
             [
                 "train.max_tokens_per_micro_batch: 82 is cut to 72, a multiple of 2 x parallel.cp x parallel.tp = 12, "
-                "and the longest "
-                "sample has 80 tokens; use 84"
+                "and the longest sample has 80 tokens; use 84"
             ],
         ),
     ],

@@ -162,8 +162,8 @@ def test_warnings_about_rows_and_prompts_are_alarms_of_their_own():
         "data.train: 2 of 64 golds do not score best, row 9: `accuracy` gives '5' (str, column `answer`) 0, another "
         "row's gold 0",
         "data.train: 12 of 7473 prompts repeat an earlier one, first row 5 (as row 1); remove the rows",
-        "data.eval: 1 of 24 prompts are also in data.train, first row 0 (row 3 of data.train); remove them from one of "
-        "the two",
+        "data.eval: 1 of 24 prompts are also in data.train, first row 0 (row 3 of data.train); remove them from one "
+        "of the two",
     ]
     twice = [*said, *said]  # a resumed run says them again
     alarms = findings(run_of({}, tuple((0, f"warning: {text}") for text in twice)))["alarms"]

@@ -444,8 +444,7 @@ def test_the_page_fits_a_narrow_screen(browser, tmp_path):
         browser.js("document.getElementById('speed').scrollIntoView()")
         places = browser.js(
             "return [...document.querySelectorAll('.pinned nav a, .zoom input')].map((e) => { const r = "
-            "e.getBoundingClientRect();"
-            "return [r.left, r.right, r.top, r.bottom]; })"
+            "e.getBoundingClientRect();return [r.left, r.right, r.top, r.bottom]; })"
         )
         assert len(places) == 10
         assert all(0 <= left < right <= 400 and 0 <= top < bottom <= 140 for left, right, top, bottom in places)
