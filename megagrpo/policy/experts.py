@@ -41,8 +41,7 @@ def prepare_experts(model: nn.Module, hf_config: HfConfig) -> None:
 def _add_biases_once(experts: Any) -> None:
     """Make every rank but the first of an expert's tensor-parallel group add a zero in place of the bias.
 
-    The ranks that share an expert sum their parts of its output, and each part includes the whole bias. The zero has
-    the bias's gradient.
+    Ranks that share an expert sum parts of its output, each with the whole bias. The zero has the bias's gradient.
     """
 
     def zero_bias(module: nn.Module, inputs: Any, outputs: tuple[Tensor, Any]) -> tuple[Tensor, Any]:

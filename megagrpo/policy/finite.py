@@ -65,8 +65,7 @@ class GradientCheck:
         )
 
     def first_bad(self, finite: Sequence[bool], pp_rank: int, rank: int) -> BadTensor | None:
-        """Return the first non-finite gradient of the backward pass on this rank, or None. `finite` is the check's on
-        the host."""
+        """Return this rank's first non-finite gradient in backward order, or None. `finite` is a copy on the host."""
         bad = [place for place, fine in zip(self.names, finite, strict=True) if not fine]
         return _tensor(self.kind, max(bad, default=None), pp_rank, rank)
 

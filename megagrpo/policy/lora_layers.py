@@ -1,8 +1,7 @@
 """Low-rank adapters on Megatron's linears (LoRA, Hu et al. 2021, arXiv 2106.09685): y = W x + scale B A x, W frozen.
 
-Every Hugging Face projection has its own A [rank, in] and B [out, rank], even where Megatron keeps several projections
-in one linear. A projection that is fused in the files (qkv, gate_up) has one A and one B, whose rows are in the order
-of Megatron's linear.
+Every Hugging Face projection has its own A [rank, in] and B [out, rank], even where Megatron fuses several in one
+linear. A projection fused in the files (qkv, gate_up) has one A and one B, with rows in Megatron's order.
 
 Column-parallel linears (q, k, v, gate, up) shard B along its output and replicate A. Row-parallel linears (o, down)
 shard A along its input and replicate B. Activations that cross ranks have `rank` columns, not the model's width.

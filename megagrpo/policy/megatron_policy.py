@@ -154,8 +154,7 @@ class MegatronPolicy:
         """Return the k largest log-probs [T, k] float32 at every micro-batch's labels and their token ids [T, k], both
         0 where the loss mask is 0; None outside the last pipeline stage.
 
-        They are of the whole vocabulary at the sampling temperature. Raises ValueError for a k below 1 or above the
-        vocabulary's size.
+        They cover the whole vocabulary at the sampling temperature. Raises ValueError for k below 1 or above its size.
         """
 
         def collect(hidden: Tensor, item: RankBatch, chunk: torch.nn.Module) -> TopLogprobs:

@@ -204,10 +204,9 @@ def transformer_engine_spec(
 ) -> ModuleSpec:
     """Return megatron-core's own Transformer Engine stack, with the norms that it leaves out.
 
-    With `own_linears` the linears outside of experts are Megatron's, and the norm before them is a separate module, so
+    With `own_linears` linears outside experts are Megatron's, and the norm before them is a separate module, so
     adapters can read its output. With `own_attention` core attention is `TorchAttention`. With `own_rotation`
-    Transformer Engine's attention rotates by `Rotary`; Megatron's unfused rotation would make the host wait in each
-    layer.
+    Transformer Engine's attention rotates by `Rotary`; Megatron's unfused rotation makes the host wait in each layer.
     """
     from megatron.core.extensions.transformer_engine import TENorm
     from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec

@@ -96,8 +96,7 @@ class StoredWeight(nn.Module):
 
 @functools.lru_cache
 def _nf4_table(device: torch.device) -> Tensor:
-    """Return `NF4_VALUES` [16] float32 on `device`. Creating a GPU's copy makes the host wait, so there is one per
-    device."""
+    """Return `NF4_VALUES` [16] float32 on `device`. Copying to a GPU makes the host wait, so each device has one."""
     return torch.tensor(NF4_VALUES, device=device)
 
 

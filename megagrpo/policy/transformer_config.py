@@ -37,8 +37,7 @@ def _recompute_config(recompute: str, modules: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model is built, besides its architecture and layout. `recompute`, `recompute_modules` and `fusions` are the
-    keys of `model`."""
+    """Build settings besides architecture and layout. `recompute`, `recompute_modules`, `fusions` are `model` keys."""
 
     dtype: torch.dtype  # of weights and activations
     recompute: str = "none"

@@ -1,5 +1,4 @@
-"""Delayed scaling: an FP8 scale follows the largest magnitudes (amaxes) of earlier micro-batches, so a step reads each
-tensor only once.
+"""Delayed scaling: FP8 scales follow largest magnitudes (amaxes) of earlier micro-batches. A step reads a tensor once.
 
 A torch version with the bookkeeping of Transformer Engine 2.20 (`FP8GlobalStateManager`) under Megatron's HybridModel.
 Scales of inputs and weights change at the end of the decoder's forward pass, if gradients are enabled. Scales of

@@ -146,8 +146,7 @@ class FusedPass:
         self._statistics(rows)
 
     def _statistics(self, rows: slice) -> Tensor:
-        """Return the kernel's statistics [4, splits, n] float32. With `stores` the logits of `rows` are then in the
-        scratch."""
+        """Return the kernel's statistics [4, splits, n] float32. With `stores` the scratch holds logits of `rows`."""
         from triton.tools.tensor_descriptor import TensorDescriptor
 
         from megagrpo.policy.lm_head import fused_logprobs_kernels as kernels
@@ -196,8 +195,7 @@ class FusedPass:
         return statistics
 
     def grad_logits(self, rows: slice, results: Tensor, upstream: Tensor) -> Tensor:
-        """Return the gradient of the logits before cap and temperature [n, v], in the inputs' dtype; it overwrites the
-        logits in the scratch.
+        """Return the gradient of logits before cap and temperature [n, v], in the inputs' dtype; it overwrites them.
 
         `results` is the result of `forward` for these rows. `upstream` holds the gradients of log-probs and, with
         `entropy_gradient`, of entropy.

@@ -69,6 +69,5 @@ class HeadTask:
 
     @property
     def num_results(self) -> int:
-        """Number of values stored per token: the outputs, a log-normaliser of each model, and with a truncation the
-        smallest kept logit."""
+        """Number of values per token: outputs, log-normaliser per model and, if truncated, the smallest kept logit."""
         return 2 * self.num_outputs - 1 + bool(self.truncation)

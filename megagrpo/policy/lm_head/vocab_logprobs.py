@@ -17,9 +17,8 @@ from megagrpo.policy.lm_head.vocab_truncation import drop_below, lowest_kept
 
 
 def vocab_logprobs(hidden: Tensor, weight: Tensor, task: HeadTask) -> tuple[Tensor, ...]:
-    """Return (logprobs [N], entropy [N]) of `task.labels` in nats, float32 (float64 for float64 inputs), of
-    softmax(logits / temperature) with the head `weight` [V/tp, H] of `hidden` [N, H]. Both have one dtype: float32,
-    bfloat16 or float64.
+    """Return (logprobs [N], entropy [N]) of `task.labels` under softmax(logits / temperature), in nats, float32
+    (float64 for float64 inputs). `hidden` [N, H] and head `weight` [V/tp, H] share dtype float32, bfloat16 or float64.
 
     With `task.ref` a third result is kl [N], each token's exact KL to the reference over the whole vocabulary. With p
     of the policy and q of the reference, reverse is sum p log(p / q) and forward is sum q log(q / p). Nothing is

@@ -20,9 +20,8 @@ from megagrpo.types import Truncation
 def lowest_kept(logits: Tensor, shard: VocabShard, truncation: Truncation) -> Tensor:
     """Return [n]: each token's smallest kept logit, from this rank's logits [n, v] after the temperature; same dtype.
 
-    The rules and their order are vLLM's. min-p keeps tokens with at least that share of the largest probability. Of the
-    rest top-k keeps the k largest, and all ties with the last. Of the rest, renormalised to 1, top-p keeps the largest
-    until they add up to p.
+    Rules and order are vLLM's. min-p keeps tokens with at least that share of the top probability. Then top-k keeps the
+    k largest and ties with the last. Of the rest, renormalised to 1, top-p keeps the largest that sum to p.
     """
     maximum = shard.maximum(logits)
     lowest = torch.full_like(maximum, LOWEST)
