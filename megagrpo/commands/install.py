@@ -11,7 +11,6 @@ package's constraints. Exit codes: 0 when everything imports, 1 when an installe
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from megagrpo.platform.install.steps import (
     steps,
 )
 from megagrpo.platform.process.terminal import show, warn
+from megagrpo.platform.process.variables import ENVIRONMENT
 
 IMPORTS = "import torch, transformers, vllm, megatron.core"
 FAILED_IMPORT_LINES = 5  # of its output, shown
@@ -104,7 +104,7 @@ def _check_imports(choice: Choice) -> int:
         show(ready)
         return 0
     # later imports are twice as fast
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    environment = {key: value for key, value in ENVIRONMENT.items() if key != "PYTHONDONTWRITEBYTECODE"}
     checked = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IMPORTS], env=environment, capture_output=True, text=True
     )

@@ -18,6 +18,7 @@ PARTIAL = ".partial"  # end of the name of a folder that is incomplete
 TORCH_DIST = "metadata.json"  # file of every distributed checkpoint
 MEGATRON_LM = "latest_checkpointed_iteration.txt"  # file beside Megatron-LM's checkpoints
 METRICS, COMPLETIONS = "metrics.jsonl", "completions.jsonl"
+AXES = ("tp", "cp", "pp", "dp", "ep", "etp")  # of a recorded layout
 RESOLVED = "resolved.yaml"  # the config of a run, with every value
 FROM_PYTHON = "from_python"  # folder of the functions and data that megagrpo.train got as Python objects
 

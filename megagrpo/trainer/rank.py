@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import traceback
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from megagrpo.platform.parallel.agree import RankError
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.platform.process.loopback import LOOPBACK
 from megagrpo.platform.process.terminal import OutputError, set_log_level, warn
+from megagrpo.platform.process.variables import ENVIRONMENT, number
 from megagrpo.proof.plan import plan
 from megagrpo.records.checkpoint import CheckpointError
 from megagrpo.records.run_lock import RunFolderLost
@@ -79,7 +79,7 @@ def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterat
         device.make_deterministic()
     _check_plan(config)
     if config.run.nodes == 1 and not config.rollout.urls and config.rollout.interface == LOOPBACK:
-        os.environ["NCCL_SOCKET_IFNAME"] = LOOPBACK  # all ranks and servers are on this host
+        ENVIRONMENT["NCCL_SOCKET_IFNAME"] = LOOPBACK  # all ranks and servers are on this host
     with as_config_errors():
         layout = init_layout(config.parallel, config.run.seed)
     ending.name = f"rank {layout.world_rank}"
@@ -95,15 +95,13 @@ def make_trainer(config: RunConfig, base_folder: Path, ending: Ending) -> Iterat
 
 
 def _check_plan(config: RunConfig) -> None:
-    problems = plan(
-        config, int(os.environ.get("WORLD_SIZE", "1")), device.gpu_memory_gb(), device.host_memory_gb()
-    ).problems
+    problems = plan(config, number("WORLD_SIZE", 1), device.gpu_memory_gb(), device.host_memory_gb()).problems
     if problems:
         raise ConfigError("\n".join(map(str, problems)))
 
 
 def _exit_code(stopped_by: int) -> int:
     """Return the exit code. The time limit, or SIGTERM to a job that its scheduler restarts, gives TO_BE_CONTINUED."""
-    if stopped_by == OUT_OF_TIME or (stopped_by == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ):
+    if stopped_by == OUT_OF_TIME or (stopped_by == signal.SIGTERM and "MEGAGRPO_JOB" in ENVIRONMENT):
         return TO_BE_CONTINUED
     return 128 + stopped_by if stopped_by else 0

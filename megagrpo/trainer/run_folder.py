@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from megagrpo.platform.parallel.agree import on_first_rank
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.removal import remove
 from megagrpo.platform.process.terminal import show
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.records.checkpoint import CheckpointError, checked, newest_checkpoint
 from megagrpo.records.run_files import CHECKPOINTS, FROM_PYTHON, next_free
 from megagrpo.records.run_lock import LOCK, RunLock
@@ -35,7 +35,7 @@ def open_run_folder(config: RunConfig, layout: Layout, resources: ExitStack) -> 
     """Lock and prepare the run's folder, on rank 0. Collective. Raises the errors of `prepare_run_folder`."""
     lock = RunLock(Path(config.run.output_dir) / config.run.name)
     resources.callback(lock.release)
-    job = os.environ.get("MEGAGRPO_JOB")
+    job = ENVIRONMENT.get("MEGAGRPO_JOB")
     return RunFolder(lock.folder, lock, on_first_rank(layout, lambda: prepare_run_folder(config, lock, job)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,7 @@ from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.parallel.agree import on_first_rank, run_and_agree, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
-from megagrpo.platform.process.variables import TOKEN_VARIABLE
+from megagrpo.platform.process.variables import ENVIRONMENT, TOKEN_VARIABLE
 from megagrpo.policy.device_checks import check_device
 from megagrpo.records.profile import check_profile
 from megagrpo.records.sinks.find_trackers import check_trackers, unused_options
@@ -70,7 +69,7 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     """Read and check inputs, lock the run's folder. Collective. Raises ValueError with an invalid input's key."""
     first = layout.world_rank == 0
     servers = on_first_rank(layout, lambda: check_servers(config.rollout, config.lora.syncs_adapters))
-    os.environ.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
+    ENVIRONMENT.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
     loss_fn = run_own_and_agree(layout, lambda: make_loss(config.algorithm))
     callbacks = run_own_and_agree(layout, lambda: load_callbacks(config.run.callbacks), here=first)
     run_own_and_agree(layout, lambda: check_trackers(config), here=first)

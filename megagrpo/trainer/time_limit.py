@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from megagrpo.config import ConfigError
 from megagrpo.platform.process.environment import END_OF_JOB, end_of_job, under_torchrun
+from megagrpo.platform.process.variables import ENVIRONMENT
 
 OUT_OF_TIME = signal.SIGXCPU  # the signal number that stands for the time limit in StopRequested
 TO_BE_CONTINUED = 85  # exit code of a run that has saved and asks its scheduler to restart it
@@ -97,14 +98,14 @@ def end_of_run(time_limit: str | None) -> End | None:
     """
     check_time_limit(time_limit)
     end = None
-    if (job := end_of_job(os.environ)) is not None:
+    if (job := end_of_job(ENVIRONMENT)) is not None:
         end = End(job, END_OF_JOB)
     elif time_limit is not None:
         end = End(process_start() + seconds_of(time_limit), TIME_LIMIT_KEY)
     now = time.time()
     if end is not None and end.time - now <= _reserved():
         raise ConfigError(
-            f"{end.key}: {time_limit if end.key == TIME_LIMIT_KEY else os.environ[END_OF_JOB]}: {_too_short(end, now)}"
+            f"{end.key}: {time_limit if end.key == TIME_LIMIT_KEY else ENVIRONMENT[END_OF_JOB]}: {_too_short(end, now)}"
         )
     return end
 
@@ -128,7 +129,7 @@ def _too_short(end: End, now: float, when: str = "") -> str:
 
 def process_start() -> float:
     """Return the start time of this process, or of its torchrun or launcher of ranks, in seconds since 1970."""
-    pid = os.getppid() if under_torchrun(os.environ) else os.getpid()
+    pid = os.getppid() if under_torchrun(ENVIRONMENT) else os.getpid()
     try:
         ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])  # since the boot
     except (OSError, ValueError, IndexError):

@@ -35,7 +35,11 @@ SHELF = {
     *("algorithms", "commands", "config", "data", "engine", "environments", "models", "platform", "policy", "proof"),
     *("records", "rewards", "sync", "trainer"),
 }
-MAX_LINES = 510
+MAX_LINES = 420
+LONGER = {"types.py": 450}  # an example per type
+# Constants that several modules define: one per family of models, an oracle that imports nothing it checks, and scripts
+# that import nothing of the package.
+SEVERAL_HOMES = {"FAMILY", "STD_EPSILON", "PR_SET_PDEATHSIG", "TYPE_CHECKING"}
 INSIDE_VLLM = "sync/vllm_side"  # nothing imports it
 PREPARES = "megagrpo.platform.device"  # importing it prepares the device; megatron must be imported after it
 # rooms whose `__init__` imports PREPARES first
@@ -111,6 +115,34 @@ def test_every_room_has_a_level_and_the_shelf_holds_thirteen_and_the_commands():
 def test_no_file_name_has_two_meanings():
     counts = collections.Counter(path.name for path in FILES if path.name != "__init__.py")
     assert {name for name, count in counts.items() if count > 1} == set()
+
+
+def constants(path: Path) -> set[str]:
+    """The names of a module's public constants."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names |= {part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)}
+    return {name for name in names if name.isupper() and not name.startswith("_")}
+
+
+def test_no_constant_has_two_homes():
+    homes = collections.defaultdict(list)
+    for path in FILES:
+        for name in constants(path) - SEVERAL_HOMES:
+            homes[name].append(str(inside(path)))
+    assert len(homes) > 500 and {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
+def test_every_assertion_has_a_message():
+    found = [
+        f"{inside(path)}:{node.lineno}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assert) and node.msg is None
+    ]
+    assert found == []
 
 
 def run_time_imports(path: Path, modules: dict[str, Path]) -> set[str]:
@@ -222,4 +254,4 @@ def test_unit_tests_are_in_the_folder_of_their_room():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_files_stay_short_enough_to_read(path):
-    assert len(path.read_text().splitlines()) <= MAX_LINES
+    assert len(path.read_text().splitlines()) <= LONGER.get(path.name, MAX_LINES)

@@ -23,6 +23,7 @@ from megagrpo.commands.api import entry
 from megagrpo.commands.api.errors import CommandFailed
 from megagrpo.config import ConfigError
 from megagrpo.platform.process.removal import temporary_folder
+from megagrpo.platform.process.variables import ENVIRONMENT
 
 SHOWN_CHARACTERS = 100_000  # of a stream that is shown: only its end is kept
 COLOURS = ("FORCE_COLOR", "CLICOLOR", "CLICOLOR_FORCE")  # Jupyter's kernel sets them; a log file should have no escapes
@@ -131,8 +132,8 @@ def _wait(process: subprocess.Popen[bytes], forward: Callable[[], None]) -> int:
 def _environment() -> dict[str, str]:
     """Return the environment for a child that imports the same megagrpo and writes plain lines, also under Jupyter."""
     folders = [] if PACKAGE_ROOT == sysconfig.get_path("purelib") else [PACKAGE_ROOT]
-    folders += filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
-    inherited = {name: value for name, value in os.environ.items() if name not in COLOURS}
+    folders += filter(None, ENVIRONMENT.get("PYTHONPATH", "").split(os.pathsep))
+    inherited = {name: value for name, value in ENVIRONMENT.items() if name not in COLOURS}
     return {"COLUMNS": OUTPUT_COLUMNS, **inherited, "PYTHONPATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1"}
 
 

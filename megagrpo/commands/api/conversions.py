@@ -5,13 +5,13 @@ Conversions compute nothing, and the CPU's layer spec needs no memory for its st
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megagrpo.platform.process.imports import without_garbage_collection
 from megagrpo.platform.process.terminal import warn
+from megagrpo.platform.process.variables import ENVIRONMENT
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ EXPORT_DTYPES = (AUTO, "float32", "bfloat16", "float16")
 
 def hide_gpus() -> None:
     """Hide all GPUs from torch in this process. Call it before torch is imported."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    ENVIRONMENT["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def in_layout(action: Callable[[Layout], None], **sizes: Any) -> int:

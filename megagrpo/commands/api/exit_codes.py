@@ -11,7 +11,7 @@ from collections.abc import Callable
 from megagrpo.config import ConfigError
 from megagrpo.platform.process.environment import EnvironmentRefused, settle
 from megagrpo.platform.process.terminal import LogLevelError, OutputError, log_to_stderr, warn, write_output
-from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE
+from megagrpo.platform.process.variables import ENVIRONMENT, RENDEZVOUS_VARIABLE
 
 CLOSED_PIPE = 141  # exit code, as of a program that SIGPIPE ends
 
@@ -43,13 +43,13 @@ def exit_code_of(command: Callable[[], int]) -> int:
 
 def settle_environment() -> None:
     """Remove and replace this process's variables that would harm a run; warn for each. Raises EnvironmentRefused."""
-    for text in settle(os.environ):
+    for text in settle(ENVIRONMENT):
         warn(f"warning: {text}")
 
 
 def _is_first_to_say(text: str) -> bool:
     """Whether no other rank of this launcher has printed `text`: ranks usually find the same problem."""
-    folder = os.environ.get(RENDEZVOUS_VARIABLE)
+    folder = ENVIRONMENT.get(RENDEZVOUS_VARIABLE)
     try:
         if folder:
             os.close(os.open(f"{folder}/said_{zlib.crc32(text.encode(errors='replace')):08x}", os.O_CREAT | os.O_EXCL))

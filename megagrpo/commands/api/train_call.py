@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from megagrpo.config.io import config_file
 from megagrpo.platform.process.environment import launched
 from megagrpo.platform.process.imports import without_garbage_collection
 from megagrpo.platform.process.terminal import show, warn
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.records.run_files import FROM_PYTHON
 from megagrpo.trainer.time_limit import TO_BE_CONTINUED, end_of_run
 
@@ -70,7 +70,7 @@ def train(
             known.
         TrainingFailed: The run ended with an error. It names the run's folder and the log.
     """
-    if launched(os.environ):
+    if launched(ENVIRONMENT):
         raise ConfigError(
             "megagrpo.train: starts the ranks itself; call it in one process, not under torchrun, and set ranks=N"
         )
@@ -107,7 +107,7 @@ def run_training(name: str, overrides: Sequence[str], ranks: int | None = None) 
     """
     config = load_config(name, overrides)
     end_of_run(config.run.time_limit)
-    is_rank = launched(os.environ)
+    is_rank = launched(ENVIRONMENT)
     if not is_rank:
         from megagrpo.engine.servers import early_start
         from megagrpo.platform.launch.job_nodes import ONE_NODE

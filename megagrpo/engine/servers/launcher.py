@@ -36,7 +36,7 @@ from megagrpo.platform.process.shm_names import remove_stale
 from megagrpo.platform.process.terminal import LineTimes
 from megagrpo.records.run_files import make_run_folder
 
-FIRST_LINE_SECONDS = 10.0  # of waiting for servers, until the first line
+FIRST_WAIT_SECONDS = 10.0  # of waiting for servers, until the first line
 LOG_LINES = 30  # log lines shown when a server does not start and no process logged an exception
 # prefix of each line that one of vLLM's processes logs as an error
 ERROR = re.compile(r"\(\w+ pid=\d+\) ERROR \S+ \S+ \[[^\]]+\] ")
@@ -232,7 +232,7 @@ class Launcher:
         often, or does not respond within `startup_timeout` seconds. The message has the cause, or else the end of the
         log. All servers are stopped then.
         """
-        begun, lines, said = time.monotonic(), LineTimes(FIRST_LINE_SECONDS), False
+        begun, lines, said = time.monotonic(), LineTimes(FIRST_WAIT_SECONDS), False
         waiting = list(range(self.num_servers))
         with self.progress.task("waiting for vLLM") as task:
             while waiting:

@@ -19,6 +19,7 @@ from megagrpo.platform.process.ownership import open_lock
 from megagrpo.platform.process.removal import remove
 from megagrpo.platform.process.scratch import user_cache
 from megagrpo.platform.process.terminal import show
+from megagrpo.platform.process.variables import ENVIRONMENT
 
 INDEX = "model.safetensors.index.json"  # index of a sharded checkpoint
 SINGLE = "model.safetensors"
@@ -190,7 +191,7 @@ def _convert_gguf(source: Path, folder: Path) -> None:
 
 def cache_folder() -> Path:
     """Return the folder for converted models, maybe missing: $MEGAGRPO_CACHE, else `megagrpo` in the user's cache."""
-    return Path(os.environ.get("MEGAGRPO_CACHE") or user_cache() / "megagrpo")
+    return Path(ENVIRONMENT.get("MEGAGRPO_CACHE") or user_cache() / "megagrpo")
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ import warnings
 import torch
 
 from megagrpo.platform.device import apex, cpu, cpu_patches, wide_products
-from megagrpo.platform.process.variables import KEPT_BYTES
+from megagrpo.platform.process.variables import ENVIRONMENT, KEPT_BYTES, number
 
 _CPU = torch.device("cpu")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -50,14 +50,14 @@ def backend() -> str:
 def select_local_device() -> None:
     """Bind this process to the GPU of its `LOCAL_RANK`; a no-op on a CPU."""
     if has_gpu():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
+        torch.cuda.set_device(number("LOCAL_RANK", 0) % torch.cuda.device_count())
 
 
 def visible_gpus() -> list[str] | None:
     """Return the ids of this host's GPUs as CUDA_VISIBLE_DEVICES names them; None on a machine without one."""
     if not has_gpu():
         return None
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    named = ENVIRONMENT.get("CUDA_VISIBLE_DEVICES")
     count = torch.cuda.device_count()  # CUDA ignores what follows an entry that names no GPU
     return [name.strip() for name in named.split(",")][:count] if named else [str(i) for i in range(count)]
 
@@ -186,9 +186,9 @@ def make_deterministic() -> None:
     environment when they start. NCCL_ALGO and CUBLAS_WORKSPACE_CONFIG keep a value that the user has set.
     """
     # otherwise NCCL may tune the order of a sum over ranks again in each run
-    os.environ.setdefault("NCCL_ALGO", "Ring")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    ENVIRONMENT.setdefault("NCCL_ALGO", "Ring")
+    ENVIRONMENT.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    ENVIRONMENT["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
     torch.use_deterministic_algorithms(True)
     # no code reads memory before writing it
     cpu_patches.replace(torch.utils.deterministic, fill_uninitialized_memory=False)
@@ -244,7 +244,7 @@ def no_fused_kernels() -> str | None:
 
 def interprets_triton() -> bool:
     """Whether Triton's kernels run on the CPU, in its interpreter."""
-    return not has_gpu() and os.environ.get("TRITON_INTERPRET") == "1"
+    return not has_gpu() and ENVIRONMENT.get("TRITON_INTERPRET") == "1"
 
 
 def num_processors() -> int:

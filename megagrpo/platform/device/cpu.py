@@ -8,10 +8,10 @@ multiplies float32 matrices.
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 
 from megagrpo.config import ConfigError
+from megagrpo.platform.process.variables import ENVIRONMENT
 
 VARIABLE = "MEGAGRPO_CPU"
 """Environment variable that names a kind of `CPU_KINDS` in place of the kind of this CPU."""
@@ -46,7 +46,7 @@ def this_cpu() -> Cpu:
 def kind() -> str:
     """Return the name in `CPU_KINDS` of this CPU's kind, or the one that MEGAGRPO_CPU names. Raises ConfigError when
     MEGAGRPO_CPU names no kind."""
-    named, flags = os.environ.get(VARIABLE), _flags()
+    named, flags = ENVIRONMENT.get(VARIABLE), _flags()
     if named and named not in CPU_KINDS:
         raise ConfigError(f"{VARIABLE}: {named!r} is not a kind of CPU; use one of {', '.join(CPU_KINDS)}, or unset it")
     if named:

@@ -18,7 +18,7 @@ from megagrpo.platform.doctor.machine import Finding, Machine
 from megagrpo.platform.doctor.packages import CHECKED_PACKAGES, GPU_PACKAGES, installed
 from megagrpo.platform.install.steps import VLLM
 
-SECRET_VARIABLE = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|COOKIE|AUTH", re.IGNORECASE)
+PRIVATE_VARIABLE = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|COOKIE|AUTH", re.IGNORECASE)
 SHORTEST_SECRET, SHORTEST_NAME = 6, 3  # characters; shorter values would also hide ordinary words
 NAMED = (
     r"""(?i)\b([\w.-]*(?:token|secret|passw\w*|api_?key|credential)[\w.-]*)(\s*[=:]\s*)("[^"]*"|'[^']*'|[^\s,;'"]+)"""
@@ -46,7 +46,7 @@ KEPT_VARIABLES = re.compile(
 def redact(text: str, environment: Mapping[str, str]) -> str:
     """Return `text` without secret values, tokens, user and host names, home folders, addresses, serial numbers."""
     for value in sorted(
-        {value for name, value in environment.items() if SECRET_VARIABLE.search(name)}, key=len, reverse=True
+        {value for name, value in environment.items() if PRIVATE_VARIABLE.search(name)}, key=len, reverse=True
     ):
         if len(value) >= SHORTEST_SECRET:
             text = text.replace(value, "<secret>")
@@ -79,7 +79,7 @@ def report(machine: Machine, findings: Sequence[Finding], **more: Any) -> dict[s
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
         "packages": {name: installed(name) for name in packages if installed(name)},
         "variables": {
-            name: "<secret>" if SECRET_VARIABLE.search(name) else value
+            name: "<secret>" if PRIVATE_VARIABLE.search(name) else value
             for name, value in sorted(environment.items())
             if KEPT_VARIABLES.fullmatch(name)
         },

@@ -8,6 +8,8 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megagrpo.platform.process.variables import ENVIRONMENT
+
 COMMAND_SECONDS = 20.0  # nvidia-smi takes several seconds on eight GPUs without persistence mode
 STATES = ("ok", "warn", "fail", "skipped")
 
@@ -36,7 +38,7 @@ class Machine:
     """
 
     root: Path = Path("/")
-    environment: dict[str, str] = field(default_factory=lambda: dict(os.environ))
+    environment: dict[str, str] = field(default_factory=lambda: dict(ENVIRONMENT))
     # command line -> standard output of each command that succeeded
     outputs: dict[str, str] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)  # command line -> why a command failed

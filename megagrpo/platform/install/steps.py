@@ -27,6 +27,7 @@ from megagrpo.platform.install.requirements import (
     constraints,
     installed_version,
 )
+from megagrpo.platform.process.variables import ENVIRONMENT
 
 # Transformer Engine's torch extension is compiled against these. The packages of CUDA's compiler hold headers that
 # torch does not bring.
@@ -181,7 +182,7 @@ def steps(choice: Choice, installer: str) -> list[Step]:
 def step_environment(step: Step) -> dict[str, str]:
     """Return the environment of a step."""
     if not step.headers:
-        return dict(os.environ)
+        return dict(ENVIRONMENT)
     folders = sorted(glob.glob(HEADER_FOLDERS))
-    known = os.environ.get("CPLUS_INCLUDE_PATH")
-    return os.environ | {"CPLUS_INCLUDE_PATH": os.pathsep.join([*folders, *([known] if known else [])])}
+    known = ENVIRONMENT.get("CPLUS_INCLUDE_PATH")
+    return {**ENVIRONMENT, "CPLUS_INCLUDE_PATH": os.pathsep.join([*folders, *([known] if known else [])])}

@@ -6,7 +6,6 @@ their user can open. On several nodes the first node's agent serves torch's TCPS
 
 from __future__ import annotations
 
-import os
 import secrets
 import tempfile
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from megagrpo.platform.launch.job_nodes import ONE_NODE, Nodes
 from megagrpo.platform.launch.preflight import listen
-from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE
+from megagrpo.platform.process.variables import ENVIRONMENT, RENDEZVOUS_VARIABLE
 
 RENDEZVOUS_BACKEND = "megagrpo"  # name of this rendezvous in torchrun
 JOIN_SECONDS = 600  # timeout until every agent has joined
@@ -52,11 +51,11 @@ def options(nodes: Nodes = ONE_NODE) -> list[str]:
     On one node it also creates the folder of the ranks' FileStore, in the temporary folder and accessible only to this
     user. It holds a secret with which ranks authenticate messages.
     """
-    os.environ.pop(RENDEZVOUS_VARIABLE, None)
+    ENVIRONMENT.pop(RENDEZVOUS_VARIABLE, None)
     if nodes.num_nodes == 1:
         folder = Path(tempfile.mkdtemp(prefix="ranks_"))
         (folder / "secret").write_text(secrets.token_hex(32))
-        os.environ[RENDEZVOUS_VARIABLE] = str(folder)
+        ENVIRONMENT[RENDEZVOUS_VARIABLE] = str(folder)
     options = [f"--rdzv-backend={RENDEZVOUS_BACKEND}", f"--rdzv-endpoint={nodes.address}:{nodes.port}"]
     return [*options, "--rdzv-id=ranks", f"--rdzv-conf=rank={nodes.rank}", f"--nnodes={nodes.num_nodes}"]
 

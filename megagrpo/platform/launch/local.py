@@ -12,7 +12,7 @@ from megagrpo.platform.launch.job_nodes import Nodes
 from megagrpo.platform.launch.preflight import needs_one_connection, visible_gpus
 from megagrpo.platform.process.scratch import temporary_files
 from megagrpo.platform.process.terminal import warn
-from megagrpo.platform.process.variables import LAUNCHER_VARIABLE, OPENMP
+from megagrpo.platform.process.variables import ENVIRONMENT, LAUNCHER_VARIABLE, OPENMP
 from megagrpo.trainer.time_limit import TO_BE_CONTINUED
 
 if TYPE_CHECKING:
@@ -23,13 +23,13 @@ SHUTDOWN_SECONDS = 180  # after a signal, for the ranks to finish their step and
 
 def num_gpus() -> int:
     """Return the number of GPUs that are visible to a child process."""
-    return len(visible_gpus(os.environ))
+    return len(visible_gpus(ENVIRONMENT))
 
 
 def num_ranks(rollout: RolloutSection, parallel: ParallelSection) -> int:
     """Return the number of ranks to start: `NPROC` if set. Dedicated servers on this machine use the GPUs after the
     ranks' GPUs. Raises ConfigError."""
-    if nproc := os.environ.get("NPROC", ""):
+    if nproc := ENVIRONMENT.get("NPROC", ""):
         if not nproc.isdigit() or int(nproc) == 0:
             raise ConfigError(
                 f"NPROC={nproc}: must be a positive number of ranks; unset it for the smallest number that fits the "
@@ -49,17 +49,17 @@ def num_ranks(rollout: RolloutSection, parallel: ParallelSection) -> int:
 def set_thread_environment(ranks: int) -> None:
     """Set OpenMP's environment: how threads wait (`OPENMP`), and an equal share of the cores for each rank."""
     for variable, value in OPENMP.items():
-        os.environ.setdefault(variable, value)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+        ENVIRONMENT.setdefault(variable, value)
+    ENVIRONMENT.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    ENVIRONMENT.setdefault("TOKENIZERS_PARALLELISM", "false")
+    ENVIRONMENT.setdefault("PYTHONUNBUFFERED", "1")
 
 
 def set_connections(parallel: ParallelSection) -> None:
     """Set CUDA_DEVICE_MAX_CONNECTIONS=1 for ranks that overlap messages with products on GPUs before Blackwell, unless
     it is set. The launcher of the servers does not pass it on."""
-    if max(parallel.tp, parallel.cp) > 1 and needs_one_connection(visible_gpus(os.environ)):
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    if max(parallel.tp, parallel.cp) > 1 and needs_one_connection(visible_gpus(ENVIRONMENT)):
+        ENVIRONMENT.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 @temporary_files()  # torchrun leaves an empty folder for logs
@@ -70,12 +70,12 @@ def run_ranks(ranks: int, nodes: Nodes, command: list[str], logs: LogsSpecs | No
     `command` is a Python file or a module, with its arguments. The agent runs in this process, so it gets signals and
     forwards them to the ranks. `logs` sets the ranks' log files.
     """
-    os.environ.setdefault("LOGLEVEL", "ERROR")
-    for name in [name for name in os.environ if name.startswith("PET_")]:
-        del os.environ[name]  # defaults of torchrun's options
+    ENVIRONMENT.setdefault("LOGLEVEL", "ERROR")
+    for name in [name for name in ENVIRONMENT if name.startswith("PET_")]:
+        del ENVIRONMENT[name]  # defaults of torchrun's options
     # the agent asks often, and a silent name server costs 10 s
     vars(socket).update(getfqdn=lambda name="": name or socket.gethostname())
-    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    ENVIRONMENT[LAUNCHER_VARIABLE] = str(os.getpid())
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import config_from_args, elastic_launch, parse_args
@@ -91,7 +91,7 @@ def run_ranks(ranks: int, nodes: Nodes, command: list[str], logs: LogsSpecs | No
     try:
         elastic_launch(config, program)(*words)
     except SignalException as stopped:
-        of_a_job = stopped.sigval == signal.SIGTERM and "MEGAGRPO_JOB" in os.environ
+        of_a_job = stopped.sigval == signal.SIGTERM and "MEGAGRPO_JOB" in ENVIRONMENT
         return TO_BE_CONTINUED if of_a_job else 128 + int(stopped.sigval)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()

@@ -22,7 +22,7 @@ from megagrpo.config import ConfigError, load_config
 from megagrpo.platform.launch.job_nodes import Nodes
 from megagrpo.platform.launch.local import run_ranks, set_connections, set_thread_environment
 from megagrpo.platform.process.terminal import warn
-from megagrpo.platform.process.variables import NODE_INDICES
+from megagrpo.platform.process.variables import ENVIRONMENT, NODE_INDICES
 from megagrpo.records.run_files import make_run_folder
 
 NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         warn(f"no response from {', '.join(silent)} within {options.wait_seconds:g} s (rollout.startup_timeout)")
         return 1
     address, _, port = options.master.rpartition(":")
-    index = next((os.environ[name] for name in NODE_INDICES if name in os.environ), "0")
+    index = next((ENVIRONMENT[name] for name in NODE_INDICES if name in ENVIRONMENT), "0")
     set_thread_environment(options.ranks)
     try:
         set_connections(load_config(trainer[0], trainer[1:]).parallel)

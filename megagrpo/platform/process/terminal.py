@@ -17,6 +17,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import IO
 
+from megagrpo.platform.process.variables import ENVIRONMENT
+
 # C0 but tab and newline, DEL, C1, the marks and overrides of bidirectional text, line separators, surrogates, tags.
 _STEERING = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\U000e0000-\U000e007f]"
@@ -161,9 +163,9 @@ def log_to_stderr() -> None:
 
 def hide_bars_of_libraries() -> None:
     """Hide libraries' progress bars in pipes, whose lines they break, and on ranks above 0. Call it before imports."""
-    if sys.stderr is None or not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
+    if sys.stderr is None or not sys.stderr.isatty() or ENVIRONMENT.get("RANK", "0") != "0":
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
-            os.environ.setdefault(name, "1")
+            ENVIRONMENT.setdefault(name, "1")
 
 
 def set_log_level(configured: str | None = None) -> None:
@@ -173,7 +175,7 @@ def set_log_level(configured: str | None = None) -> None:
 
 def log_level(configured: str | None = None) -> str:
     """Return `MEGAGRPO_LOG_LEVEL`, else `configured` (`run.log_level`), or "info". Raises LogLevelError if unknown."""
-    level = os.environ.get(LEVEL_VARIABLE) or configured or "info"
+    level = ENVIRONMENT.get(LEVEL_VARIABLE) or configured or "info"
     if level not in LEVELS:
         raise LogLevelError(f"{LEVEL_VARIABLE}: {level!r} is not a log level; use one of {', '.join(LEVELS)}")
     return level

@@ -6,7 +6,6 @@ WORLD_SIZE, every layout must fit the existing ranks, and rank 0 starts the sing
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -25,6 +24,7 @@ from megagrpo.platform import device
 from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
 from megagrpo.platform.process.terminal import show, warn
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.policy.stored import STORED_BLOCK
 from megagrpo.proof.plan import plan
 from megagrpo.proof.plan.shapes import model_shape
@@ -63,7 +63,7 @@ def verify_layouts(
     `layout` has texts such as "tp=2,pp=2,dp=2"; empty: the config's layout. `ranks` is the number of ranks without dp.
     """
     quiet()
-    world = int(os.environ["WORLD_SIZE"]) if "WORLD_SIZE" in os.environ else None
+    world = int(ENVIRONMENT["WORLD_SIZE"]) if "WORLD_SIZE" in ENVIRONMENT else None
     if world is not None and ranks not in (None, world):
         raise ConfigError(f"--ranks: {ranks} asked for, and WORLD_SIZE says {world}; leave it out under a launcher")
     texts: Sequence[str | None] = layout or [None]

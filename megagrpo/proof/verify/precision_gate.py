@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_text
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from megagrpo.platform import device
 from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
 from megagrpo.platform.process.terminal import show, wrapped
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.proof.plan import plan
 from megagrpo.proof.verify.precision import PARTS, PrecisionErrors, batch_of, measure
 from megagrpo.types import TrainSample
@@ -72,13 +72,13 @@ def verify_precision(
         raise ConfigError(
             "model.fp8_recipe: none computes nothing in FP8; name a recipe, as in model.fp8_recipe=blockwise"
         )
-    world = int(os.environ.get("WORLD_SIZE", config.parallel.smallest_world))
+    world = int(ENVIRONMENT.get("WORLD_SIZE", config.parallel.smallest_world))
     if problems := plan(config, world).problems:
         raise ConfigError(io.listed(path, problems))
     folder = resolve_model(config.model.path)
     hf_config = load_hf_config(folder)
     samples = batch_of(_texts(config, folder, tokens))
-    is_first = os.environ.get("RANK", "0") == "0"
+    is_first = ENVIRONMENT.get("RANK", "0") == "0"
 
     def judge(config: RunConfig) -> PrecisionVerdict:
         errors = _measure(config, hf_config, folder, samples, world)
@@ -129,7 +129,7 @@ def _measure(
     config = config.model_copy(update=dict(model=config.model.model_copy(update=dict(recompute="none"))))
     without_fp8 = config.model.model_copy(update=dict(fp8_recipe="none", bf16_layers=[], fp8_param=False))
     plain = config.model_copy(update=dict(model=without_fp8))
-    if "WORLD_SIZE" in os.environ:
+    if "WORLD_SIZE" in ENVIRONMENT:
         return measure(config, plain, hf_config, folder, samples)
     try:
         return run_ranks(measure, world, config, plain, hf_config, folder, samples, timeout=GATE_SECONDS)[0]

@@ -15,8 +15,9 @@ from typing import Any
 from megagrpo.config import ConfigError
 from megagrpo.config.yaml_text import parse_yaml
 from megagrpo.records.report.privacy import Privacy, privacy_of
+from megagrpo.records.run_files import COMPLETIONS
+from megagrpo.records.run_lock import LOCK
 
-LOCK, COMPLETIONS = ".lock", "completions.jsonl"
 _STEP = re.compile(rb'\{"step": (\d+)[,}]')
 _REWARD = re.compile(rb'"finish_reason": (?:"\w*"|null), "reward": (-?[\d.eE+-]+|null),')
 

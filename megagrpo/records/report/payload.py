@@ -16,10 +16,10 @@ from megagrpo.records.report.findings import findings
 from megagrpo.records.report.plan_check import plan_against_measured
 from megagrpo.records.report.reduce import curves, number, result, rows_per_point, state
 from megagrpo.records.report.shown_responses import Chosen, choose
+from megagrpo.records.run_files import AXES
 
 MAX_BYTES = 2_900_000  # of a page
 MOST_MESSAGES = 300  # per run; of more, the first and the last
-AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 
 
 @dataclass(frozen=True)

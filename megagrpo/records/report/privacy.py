@@ -16,6 +16,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
+from megagrpo.platform.process.variables import ENVIRONMENT
+
 GENERIC = frozenset(("root", "localhost", "127.0.0.1", "0.0.0.0"))  # names that every machine has
 # hosts that messages link to
 PUBLIC = frozenset(("huggingface.co", "github.com", "arxiv.org", "docs.vllm.ai", "pytorch.org"))
@@ -87,10 +89,10 @@ def privacy_of(folder: Path, config: dict[str, Any], lock: str = "") -> Privacy:
     if isinstance(output, str) and output.startswith("/"):
         roots.append(Path(os.path.normpath(output)))
     folders = {str(one) for root in roots for one in (root, *root.parents) if len(one.parts) > 2}
-    homes = {home.rstrip("/") for home in (os.path.expanduser("~"), os.environ.get("HOME", "")) if len(home) > 2}
+    homes = {home.rstrip("/") for home in (os.path.expanduser("~"), ENVIRONMENT.get("HOME", "")) if len(home) > 2}
     homes |= {one for one in folders if HOME.fullmatch(one)}
     hosts = {urlsplit(text).hostname or "" for text in texts if re.match(r"https?://", text)} - PUBLIC
-    hosts |= {socket.gethostname(), os.environ.get("SLURMD_NODENAME", ""), *re.findall(r"on host (\S+)", lock)}
+    hosts |= {socket.gethostname(), ENVIRONMENT.get("SLURMD_NODENAME", ""), *re.findall(r"on host (\S+)", lock)}
     names = {
         *_users(folder),
         *_homes([*texts, *folders]),
@@ -127,7 +129,7 @@ def _public(match: re.Match[str]) -> str:
 
 def _users(folder: Path) -> set[str]:
     """The names of the user of this process and of the folder's owner."""
-    names = {os.environ.get("USER", ""), os.environ.get("LOGNAME", "")}
+    names = {ENVIRONMENT.get("USER", ""), ENVIRONMENT.get("LOGNAME", "")}
     for name in (getpass.getuser, folder.owner):
         try:
             names.add(name())

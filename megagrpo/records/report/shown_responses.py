@@ -16,8 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megagrpo.platform.process.terminal import printable
-from megagrpo.records.report.collect import COMPLETIONS, Row, RunFiles, read_lines
+from megagrpo.records.report.collect import Row, RunFiles, read_lines
 from megagrpo.records.report.reduce import number
+from megagrpo.records.run_files import COMPLETIONS
 
 TOKENS = "tokens.jsonl"
 MAX_STEPS = 48  # per run

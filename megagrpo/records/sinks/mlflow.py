@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from megagrpo.config.io import as_yaml, flat
 from megagrpo.config.tracker_options import PROJECT
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.records.completions import Row, table
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
@@ -32,7 +32,7 @@ class MlflowSink(TrackerSink):
         options = run.config.run.mlflow
         local = f"sqlite:///{Path(run.config.run.output_dir).absolute() / 'mlflow.db'}"
         self._entities = entities
-        self._client = MlflowClient(options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or local)
+        self._client = MlflowClient(options.tracking_uri or ENVIRONMENT.get("MLFLOW_TRACKING_URI") or local)
         self._id = self._resumed(run) or self._new(run)
 
     def _resumed(self, run: TrackedRun) -> str | None:
@@ -46,7 +46,7 @@ class MlflowSink(TrackerSink):
 
     def _new(self, run: TrackedRun) -> str:
         options = run.config.run.mlflow
-        name = options.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
+        name = options.experiment or ENVIRONMENT.get("MLFLOW_EXPERIMENT_NAME") or PROJECT
         created = self._client.create_run(
             self._experiment(name), run_name=options.name or run.name, tags=dict(options.tags)
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 from collections.abc import Sequence
 
 from megagrpo.config.tracker_options import PROJECT
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.records.completions import Row, table
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
@@ -22,7 +22,7 @@ class TrackioSink(TrackerSink):
         self._table, self._finish, options = trackio.Table, trackio.finish, run.config.run.trackio
         with contextlib.redirect_stdout(io.StringIO()):  # hints of several lines
             self._run = trackio.init(
-                project=options.project or os.environ.get("TRACKIO_PROJECT") or PROJECT,
+                project=options.project or ENVIRONMENT.get("TRACKIO_PROJECT") or PROJECT,
                 name=options.name or run.name,
                 group=options.group,
                 space_id=options.space_id,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from megagrpo.config.tracker_options import PROJECT
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.records.completions import Row, table
 from megagrpo.records.sinks.sink import TrackedRun, TrackerSink
 
@@ -21,7 +21,7 @@ class WandbSink(TrackerSink):
         self._table, options = wandb.Table, run.config.run.wandb
         run.folder.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
-            project=options.project or os.environ.get("WANDB_PROJECT") or PROJECT,
+            project=options.project or ENVIRONMENT.get("WANDB_PROJECT") or PROJECT,
             entity=options.entity,
             group=options.group,
             tags=options.tags or None,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.rewards.functions.http_service import JsonService, ServiceError
 from megagrpo.rewards.functions.text_rewards import text_of
 
@@ -71,7 +72,7 @@ class LlmJudge:
         if "completion" not in fields:
             raise ValueError("llm_judge: template lacks {completion}")
         self.needs_columns = tuple((name,) for name in sorted(fields - {"prompt", "completion", "low", "high"}))
-        key = os.environ.get(self.api_key_env)
+        key = ENVIRONMENT.get(self.api_key_env)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._service = JsonService(self.url.rstrip("/") + "/chat/completions", self.timeout, self.retries, headers)
         self._cache = None if self.cache is None else _Cache(self.cache)

@@ -199,7 +199,7 @@ def _arguments(case_input: Any) -> tuple[list[Any], dict[str, Any]]:
         pass
     try:
         call = ast.parse(f"f({case_input.strip()}\n)", mode="eval").body
-        assert isinstance(call, ast.Call)
+        assert isinstance(call, ast.Call), "the text is the call of a function"
         keywords = {k.arg: ast.literal_eval(k.value) for k in call.keywords if k.arg}
         return _json([ast.literal_eval(a) for a in call.args]), _json(keywords)
     except (SyntaxError, ValueError, AssertionError, RecursionError, MemoryError):

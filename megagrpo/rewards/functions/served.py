@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 from dataclasses import dataclass
 from itertools import batched
 from typing import Any
 from urllib.parse import urlsplit
 
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.rewards.functions.http_service import JsonService, ServiceError
 from megagrpo.rewards.functions.text_rewards import text_of
 from megagrpo.rewards.workers.values import InvalidRewards
@@ -106,7 +106,7 @@ def _revealed(url: str, headers: dict[str, str]) -> dict[str, str]:
                     "environment variable"
                 )
             revealed[name] = value
-        elif (revealed.setdefault(name, os.environ.get(value[1:], ""))) == "":
+        elif (revealed.setdefault(name, ENVIRONMENT.get(value[1:], ""))) == "":
             raise ValueError(
                 f"{url}: args.headers.{name} is {value}, but the environment variable {value[1:]} is not set; export it"
             )

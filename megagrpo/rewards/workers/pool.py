@@ -23,6 +23,7 @@ from threading import Thread
 from typing import Any, cast
 
 from megagrpo.platform.process.removal import remove_tree
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.rewards.target import Target
 from megagrpo.rewards.workers.channel import Frames, ProtocolError, as_json, frame
 from megagrpo.rewards.workers.output import Output
@@ -95,7 +96,7 @@ class Worker(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._killed = False
         self._folder = tempfile.mkdtemp(prefix="megagrpo_worker_")
-        paths = [p for p in (_PACKAGE_ROOT, search_path, os.environ.get("PYTHONPATH")) if p]
+        paths = [p for p in (_PACKAGE_ROOT, search_path, ENVIRONMENT.get("PYTHONPATH")) if p]
         self._output = Output("a reward worker")
         self._socket, theirs = socket.socketpair()
         self._transport: asyncio.Transport | None = None
@@ -106,7 +107,7 @@ class Worker(asyncio.Protocol):
             stdin=subprocess.DEVNULL,
             stdout=self._output.writes,  # rewards' output must not mix with the trainer's own
             stderr=self._output.writes,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TMPDIR": self._folder},
+            env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TMPDIR": self._folder},
             start_new_session=True,
         )
         self._output.close_writer()

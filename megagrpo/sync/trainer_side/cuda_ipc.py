@@ -6,7 +6,6 @@ its node map. The buffer lives for one update.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.sync.trainer_side.node_shares import Nodes
 from megagrpo.sync.trainer_side.shared_memory import FileUpdate, SharedMemory
 from megagrpo.sync.trainer_side.slots import Slots
@@ -33,7 +33,7 @@ class CudaIpc(SharedMemory):
     refills = False
 
     def __init__(self, *arguments: Any, **options: Any):
-        if name := expandable_segments(os.environ):
+        if name := expandable_segments(ENVIRONMENT):
             raise ValueError(
                 f"{name}: expandable_segments:True and rollout.weight_sync_transport cuda_ipc exclude each other, "
                 "because most containers do not permit to map such memory; unset the variable, or set the transport to "

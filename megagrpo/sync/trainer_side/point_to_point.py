@@ -9,7 +9,6 @@ group are reused until a server or worker is replaced.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import socket
 from collections import deque
@@ -24,6 +23,7 @@ from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
 from megagrpo.models.families.boxes import Box, brackets, missing, size, whole
 from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.sync.trainer_side.local_blocks import LocalBlocks
 from megagrpo.sync.trainer_side.node_shares import BlockKey
 from megagrpo.sync.trainer_side.transport import (
@@ -374,14 +374,14 @@ def _meeting_address(servers: Collection[str]) -> str:
     """
     addresses = {own_address(url) for url in servers}
     if _has_ranks_elsewhere():
-        addresses.add(socket.gethostbyname(os.environ["MASTER_ADDR"]))
+        addresses.add(socket.gethostbyname(ENVIRONMENT["MASTER_ADDR"]))
     addresses = {address for address in addresses if not address.startswith("127.")} or addresses
     return addresses.pop() if len(addresses) == 1 else ""
 
 
 def _name_of_this_host() -> str:
-    return os.environ["MASTER_ADDR"] if _has_ranks_elsewhere() else socket.gethostname()
+    return ENVIRONMENT["MASTER_ADDR"] if _has_ranks_elsewhere() else socket.gethostname()
 
 
 def _has_ranks_elsewhere() -> bool:
-    return os.environ.get("LOCAL_WORLD_SIZE", "1") != os.environ.get("WORLD_SIZE", "1")
+    return ENVIRONMENT.get("LOCAL_WORLD_SIZE", "1") != ENVIRONMENT.get("WORLD_SIZE", "1")

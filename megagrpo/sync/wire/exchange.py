@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import re
 import socket
 import time
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.platform.process.loopback import LOOPBACK, LOOPBACK_ADDRESS
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.sync.wire.tensor_index import WeightSyncError
 
 CODE_LENGTH = 64  # hexadecimal digits of the HMAC before each value
@@ -220,7 +220,7 @@ class Exchange:
 def _gloo_options(host: str, deadline: Deadline) -> Any:
     """Make gloo listen only on the interface that leads to the store, or on GLOO_SOCKET_IFNAME unless it is `lo`."""
     gloo: Any = dist.ProcessGroupGloo
-    options, named = gloo._Options(), os.environ.get("GLOO_SOCKET_IFNAME", LOOPBACK)
+    options, named = gloo._Options(), ENVIRONMENT.get("GLOO_SOCKET_IFNAME", LOOPBACK)
     options._timeout = deadline.left()
     address = own_address(f"http://{host}") if host else socket.gethostname()
     listener = dict(hostname=address) if named == LOOPBACK else dict(interface=named)

@@ -4,7 +4,6 @@ Engine computes the experts of a layer as grouped products."""
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 from unittest import mock
@@ -20,6 +19,7 @@ from megagrpo.platform import device
 from megagrpo.platform.device import norms
 from megagrpo.platform.device.cpu import VARIABLE
 from megagrpo.platform.parallel.layout import Layout, init_layout
+from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.policy.balance import BalancedRouter
 from megagrpo.policy.fp8.megatron_patches import token_dispatcher
 from megagrpo.policy.specs import SequentialMLP
@@ -47,7 +47,7 @@ def one_rank(parallel: ParallelSection, world_size: int, rank: int, counter: Ste
         raise RuntimeError("a step can only be traced in a process without process groups")
     new_group = dist.new_group
     patches: list[contextlib.AbstractContextManager[Any]] = [
-        mock.patch.dict(os.environ, {VARIABLE: "amd_bf16"}),
+        mock.patch.dict(ENVIRONMENT, {VARIABLE: "amd_bf16"}),
         mock.patch.object(dist, "new_group", lambda *args, **kwargs: new_group(*args, **kwargs | {"backend": "fake"})),
         mock.patch.object(dist, "all_gather_object", _gather_copies),
         mock.patch.object(dist, "batch_isend_irecv", _send_one_by_one),

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from megagrpo.proof.plan.roofline import TRACE_PHASES, Costs, Kernel, Message
 
-META, CPU = torch.device("meta"), torch.device("cpu")
+META, HOST = torch.device("meta"), torch.device("cpu")
 aten = torch.ops.aten
 
 
@@ -80,7 +80,7 @@ def _device(func: Any, args: Any, kwargs: dict[str, Any]) -> torch.device:
     if dtype is None:
         dtype = template.dtype if template is not None else _default_dtype(func, args)
     copied = template is not None and without_data(template) and func is aten._to_copy.default
-    return META if is_float(dtype) or copied else CPU
+    return META if is_float(dtype) or copied else HOST
 
 
 def _default_dtype(func: Any, args: Any) -> torch.dtype:

@@ -146,7 +146,7 @@ def test_a_follower_ends_its_part_when_the_first_node_has_ended(tmp_path, capsys
 
 
 def test_a_server_that_waits_for_a_node_names_it_and_logs_few_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(launcher_module, "FIRST_LINE_SECONDS", 0.05)
+    monkeypatch.setattr(launcher_module, "FIRST_WAIT_SECONDS", 0.05)
     said = []
     (tmp_path / "config.json").write_text("{}")
     store = Followers(HERE, 0, TOKEN, 2)

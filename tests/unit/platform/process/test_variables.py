@@ -32,7 +32,6 @@ def test_changed_variables_return_to_their_values_also_after_an_error(monkeypatc
     assert os.environ["MEGAGRPO_BEFORE"] == "old" and NAME not in os.environ
 
 
-@pytest.mark.parametrize("room", ["engine", "platform/parallel", "platform/process"])
-def test_no_other_module_of_these_rooms_touches_the_environment(room):
-    users = {path.name for path in (PACKAGE / room).rglob("*.py") if "os.environ" in path.read_text()}
-    assert users <= {"variables.py", "terminal.py"}
+def test_no_other_module_touches_the_environment():
+    users = {path.name for path in PACKAGE.rglob("*.py") if "os.environ" in path.read_text()}
+    assert users == {"variables.py"}
