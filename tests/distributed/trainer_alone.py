@@ -67,7 +67,7 @@ def trainer_alone(
     records = Records(writer, phases, Recorders((*recorders, speed)), profiler, speed)
     limits = config.rollout, config.train.max_skipped_steps
     alarms = Alarms(*limits, state, layout, "float32", False, "\n".join, writer.message)
-    loss_fn = make_loss(config)
+    loss_fn = make_loss(config.algorithm)
     learning = Learning(config, policy, reference, loss_fn, state, records.recorders, phases, alarms.count_skip)
     syncing = SimpleNamespace(sync=lambda: setattr(state, "weight_version", state.weight_version + 1), metrics={})
     callbacks = Callbacks(config, layout)

@@ -19,22 +19,21 @@ def main(parent: str, folder: str) -> int:
     """Tie this process to its parent, call the function and return the exit code. A function that returns a number
     returns its exit code; other results are written to FOLDER."""
     end_with_parent(int(parent), signal.SIGTERM)
-    from megagrpo.commands.api.exit_codes import exit_code_of, settle_environment
+    from megagrpo.commands.api.exit_codes import one_command, settle_environment
     from megagrpo.platform.process.scratch import temporary_files
-    from megagrpo.platform.process.terminal import hide_bars_of_libraries
+    from megagrpo.platform.process.terminal import hide_bars_of_libraries, log_to_stderr
 
-    def call() -> int:
+    with temporary_files(), one_command() as ended:
+        log_to_stderr()
         settle_environment()
         hide_bars_of_libraries()
         function, arguments = pickle.loads(Path(folder, REQUEST).read_bytes())
         result = function(*arguments)
         if isinstance(result, int):
-            return result
-        Path(folder, RESULT).write_bytes(pickle.dumps(result))
-        return 0
-
-    with temporary_files():
-        return exit_code_of(call)
+            ended.exit_code = result
+        else:
+            Path(folder, RESULT).write_bytes(pickle.dumps(result))
+    return ended.exit_code
 
 
 if __name__ == "__main__":

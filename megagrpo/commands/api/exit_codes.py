@@ -2,43 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from megagrpo.config import ConfigError
 from megagrpo.platform.process.environment import EnvironmentRefused, settle
-from megagrpo.platform.process.terminal import LogLevelError, OutputError, log_to_stderr, warn, write_output
+from megagrpo.platform.process.terminal import LogLevelError, OutputError, warn, write_output
 from megagrpo.platform.process.variables import ENVIRONMENT, RENDEZVOUS_VARIABLE
 
 CLOSED_PIPE = 141  # exit code, as of a program that SIGPIPE ends
 
 
-def exit_code_of(command: Callable[[], int]) -> int:
-    """Call `command` and return its exit code: 2 for a wrong command line, config or environment, 141 without a message
-    for a closed pipe at standard output, 1 for other failures to write it, and the code of SystemExit."""
+@dataclass
+class Ended:
+    """How the command of a process has ended."""
+
+    exit_code: int = 0
+
+
+@contextlib.contextmanager
+def one_command() -> Iterator[Ended]:
+    """Set the exit code for the errors of the command inside: 2 for a wrong command line, config or environment, 141
+    without a message for a closed pipe at standard output, 1 for other failures to write it, and SystemExit's code."""
+    ended = Ended()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a character that a terminal cannot show ends no command
     try:
-        log_to_stderr()
-        code = command()
+        yield ended
         # flushes what a library has left in the buffer, whose errors Python would print when it exits
         write_output("")
-        return code
-    except SystemExit as ended:  # --help or --version has printed its text, or a signal has come
-        return int(ended.code or 0)
+    except SystemExit as error:  # --help or --version has printed its text, or a signal has come
+        ended.exit_code = int(error.code or 0)
     except (ConfigError, LogLevelError, EnvironmentRefused) as error:
         if _is_first_to_say(str(error)):
             warn(error)
-        return 2
+        ended.exit_code = 2
     except OutputError as error:
-        if error.is_closed_pipe:
-            return CLOSED_PIPE
-        warn(error)
-        return 1
+        ended.exit_code = CLOSED_PIPE if error.is_closed_pipe else 1
+        if not error.is_closed_pipe:
+            warn(error)
 
 
 def settle_environment() -> None:

@@ -106,10 +106,6 @@ PRINTS = {  # that print only our own text, or print text unchanged on purpose
     ("parser.py", "message"),
     ("run_lock.py", "f'process {os.getpid()} on host {socket.gethostname()}'"),
     ("submit.py", "text"),  # a script, in which every value is quoted
-    (
-        "supervisor.py",
-        "f'the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it'",
-    ),
     ("terminal.py", "f'{printable(str(text))}\\n'"),
 }
 
