@@ -212,7 +212,7 @@ class StepTerms:
     """A micro-batch's loss inputs that packing cannot know: they need a forward pass or numbers of all ranks' samples.
 
     A term is None if the loss does not need it. Terms from a forward pass exist on the last pipeline stage only and are
-    None on others. `Trainer.with_logprobs` and `Reference.annotate` add the log-probs once per batch.
+    None on others. `Learning.with_logprobs` and `Reference.annotate` add the log-probs once per batch.
     `policy.step_terms` adds the terms below them before each optimizer step.
 
     >>> StepTerms(ref_logprobs=torch.tensor([0.0, 0.0, -0.75, -0.25, -0.125, 0.0])).old_logprobs is None

@@ -12,7 +12,6 @@ from functools import partial
 from itertools import batched, groupby
 from typing import Any
 
-from megagrpo.platform.process.progress_hook import SILENT_TASK, Task
 from megagrpo.platform.process.terminal import get_logger
 from megagrpo.rewards.target import Signature, Target
 from megagrpo.rewards.workers.pool import Call, Outcome, WorkerPool
@@ -148,19 +147,13 @@ class Scoring:
                 for part in results.function.parts(rollouts):
                     self._submit(results, [first + i for i in part])
 
-    def finish(self, task: Task = SILENT_TASK) -> list[ScoredRollout]:
+    def finish(self) -> list[ScoredRollout]:
         """Wait and return one scored rollout per rollout, sorted by index, then in the order of `add`. `reward` is the
-        weighted sum over the functions that could score it; NaN if none could. `task` counts the calls of functions.
+        weighted sum over the functions that could score it; NaN if none could.
 
         Raises the error that ended the workers, if any."""
-
-        def has_ended() -> bool:
-            task.expect(most, "calls", done=max(0, most - len(self._open)))
-            return not self._open or self._error is not None
-
         with self._changed:
-            most = len(self._open)
-            self._changed.wait_for(has_ended)
+            self._changed.wait_for(lambda: not self._open or self._error is not None)
             if self._error is not None:
                 raise self._error
         order = sorted(range(len(self._rollouts)), key=self._indices.__getitem__)

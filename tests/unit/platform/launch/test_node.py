@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -59,13 +60,13 @@ def test_servers_that_do_not_answer_in_time_are_named(capsys):
 
 @pytest.mark.parametrize(("layout", "value"), [("parallel.tp=2", "1"), ("parallel.cp=2", "1"), ("parallel.pp=2", None)])
 def test_ranks_of_a_job_get_one_connection_where_the_layout_needs_it(layout, value, monkeypatch):
-    monkeypatch.setattr(os, "environ", os.environ | {"OMP_NUM_THREADS": "1"})
-    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     monkeypatch.setattr(local, "visible_gpus", lambda environment: ["GPU 0: NVIDIA H100"])
     started = []
     monkeypatch.setattr(node, "run_ranks", lambda *words: started.append((words, dict(os.environ))) or 0)
     config = str(Path(__file__).parents[4] / "configs" / "quickstart.yaml")
-    assert node.main(["--nodes", "2", "--ranks", "8", "--master", "10.0.0.1:29400", config, layout]) == 0
+    with patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):  # what the command sets goes with it
+        os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+        assert node.main(["--nodes", "2", "--ranks", "8", "--master", "10.0.0.1:29400", config, layout]) == 0
     ((_, nodes, command, _), environment) = started[0]
     assert nodes.num_nodes == 2 and command == ["megagrpo", "train", config, layout]
     assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == value

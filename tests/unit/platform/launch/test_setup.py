@@ -14,6 +14,7 @@ FILES = [
     "setup.py",
     "launch/setup.sh",
     "megagrpo/platform/process/terminal.py",
+    "megagrpo/platform/process/variables.py",
     "megagrpo/commands/install.py",
 ]
 FILES += [
