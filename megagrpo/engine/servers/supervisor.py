@@ -79,7 +79,8 @@ def main() -> int:
             stuck = 0 < engine_seen < now - ENGINE_SECONDS
     status = server.poll()
     if stuck and status is None:
-        with open(f"/proc/{server.pid}/fd/1", "a") as log:  # of a server that waited, not the log of this process
+        # the log of a server that waited is not this process's; a server that has just ended has none
+        with contextlib.suppress(OSError), open(f"/proc/{server.pid}/fd/1", "a") as log:
             log.write(
                 f"the engine has ended and the API server has not exited within {ENGINE_SECONDS:g} s; killing it\n"
             )

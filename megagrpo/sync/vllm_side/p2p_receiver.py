@@ -70,7 +70,7 @@ class P2pReceiver(Receiver):
     def _join(self, request: DirectRequest, deadline: Deadline) -> tuple[Store, RankBoxes]:
         """Step 1: connect to the trainer's store, and return it and the boxes of its ranks.
 
-        Connects anew when it is another store, or no longer responds. Raises WeightSyncError when the store cannot be
+        Reconnects when it is another store, or no longer responds. Raises WeightSyncError when the store cannot be
         reached, or when the weights and this worker are on different kinds of device.
         """
         if request.device != self.worker.device.type:
