@@ -8,52 +8,21 @@ from __future__ import annotations
 
 import hmac
 import json
-import os
 import socket
-import stat
 from collections.abc import Awaitable, Callable, MutableMapping
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from megagrpo.platform.process.variables import ENVIRONMENT, TOKEN_FILE_VARIABLE, TOKEN_VARIABLE, take
+from megagrpo.platform.process.access_token import read_token
+from megagrpo.platform.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 
 GUARD = "megagrpo.engine.access.TokenGuard"  # for vLLM's --middleware
-MIN_TOKEN_LENGTH = 16
 OPEN_ROUTE = "/health"
 REFUSAL = (
     "this server requires its token: set rollout.token_file to the file that holds it, or set the environment variable "
     f"{TOKEN_VARIABLE}"
 )
-
-
-def read_token(file: str | Path | None, key: str = "rollout.token_file") -> str | None:
-    """Read the server token, and remove it from the environment so that child processes do not inherit it.
-
-    The first source that exists counts: `file`, the file named by MEGAGRPO_TOKEN_FILE, the variable MEGAGRPO_TOKEN.
-    Returns None without any of them. Raises ValueError, beginning with `key`, when the file is unreadable, readable by
-    others, or holds no valid token.
-    """
-    token = take(TOKEN_VARIABLE)
-    if file is None and TOKEN_FILE_VARIABLE in ENVIRONMENT:
-        file, key = ENVIRONMENT[TOKEN_FILE_VARIABLE], TOKEN_FILE_VARIABLE
-    if file is None:
-        return None if token is None else _checked(token, TOKEN_VARIABLE)
-    try:
-        with open(file) as opened:
-            if stat.S_IMODE(os.fstat(opened.fileno()).st_mode) & 0o077:
-                raise ValueError(f"{key}: {file} is readable by other users; run chmod 600 on it")
-            return _checked(opened.read().strip(), f"{key}: {file}")
-    except OSError as error:
-        raise ValueError(f"{key}: {file} cannot be read: {error.strerror}") from error
-
-
-def _checked(token: str, what: str) -> str:
-    if len(token) < MIN_TOKEN_LENGTH or not (token.isascii() and token.isprintable()) or " " in token:
-        rule = f"a token must be one word of {MIN_TOKEN_LENGTH} or more characters"
-        raise ValueError(f"{what}: {rule}; `openssl rand -hex 32` generates one")
-    return token
 
 
 def headers(token: str | None) -> dict[str, str]:

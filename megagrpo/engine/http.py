@@ -17,6 +17,7 @@ import httpx
 from megagrpo.engine.access import headers
 from megagrpo.engine.fleet import Fleet
 from megagrpo.engine.protocol import EngineDeadError
+from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.platform.process.removal import remove
 from megagrpo.sync.wire.tensor_index import WeightSyncError
 
@@ -200,9 +201,7 @@ class MovedServers:
 
     def write(self, addresses: dict[str, str]) -> None:
         """Replace the file atomically, so that no reader sees a partial file."""
-        draft = self._file.with_suffix(".part")
-        draft.write_text(json.dumps(addresses))
-        draft.replace(self._file)
+        write_atomically(self._file, json.dumps(addresses))
 
     def forget(self) -> None:
         """Remove the file of an earlier start."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megagrpo.config import ConfigError, RolloutSection, RunConfig, weight_path
-from megagrpo.engine.access import read_token
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http import MovedServers, check_urls, named_urls
 from megagrpo.engine.probe import check_plugin
@@ -23,6 +22,7 @@ from megagrpo.engine.servers.serving import engine_dtype, make_launcher, servers
 from megagrpo.platform import device
 from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.platform.process.access_token import read_token
 from megagrpo.platform.process.loopback import LOOPBACK
 from megagrpo.platform.process.progress_hook import Progress
 from megagrpo.platform.process.variables import number

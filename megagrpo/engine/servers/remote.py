@@ -15,7 +15,7 @@ from megagrpo.engine.servers.followers import FOLLOW_SECONDS, Followers, Reports
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerNode
 from megagrpo.engine.servers.restarts import HangDetector
-from megagrpo.engine.servers.serve_inputs import Place, node_name, write
+from megagrpo.engine.servers.serve_inputs import Place, node_name, report_start
 from megagrpo.engine.servers.serving import engine_dtype, make_launcher
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform.device import quiet
@@ -60,7 +60,7 @@ def serve(
             addresses = launcher.wait(partial(_progress, name, stop))
             show(f"{name}: {', '.join(addresses)}")
             if urls is not None:
-                write(urls, f"{name}.url", "".join(f"{url}\n" for url in addresses))
+                report_start(urls, "url", "".join(f"{url}\n" for url in addresses))
             return 0 if _watch(launcher, stop, config.rollout.weight_sync_timeout) else 1
     except (EngineStartError, WeightSyncError) as error:
         raise ValueError(str(error)) from error

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megagrpo.config import ConfigError, RunConfig
-from megagrpo.engine.access import read_token
 from megagrpo.models.families.weight_sources import resolve_model
+from megagrpo.platform.process.access_token import read_token
+from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.platform.process.variables import ENVIRONMENT, NODE_INDICES, text
 
 
@@ -76,13 +77,11 @@ def reported_errors(urls: Path | None) -> Iterator[None]:
     except (ValueError, OSError) as error:
         if urls is not None:
             with suppress(OSError):
-                write(urls, f"{node_name()}.failed", f"{error}\n")
+                report_start(urls, "failed", f"{error}\n")
         raise ConfigError(str(error)) from error
 
 
-def write(folder: Path, name: str, text: str) -> None:
-    """Write a file that is complete or absent."""
-    folder.mkdir(parents=True, exist_ok=True)
-    unfinished = folder / f".{name}"
-    unfinished.write_text(text)
-    unfinished.rename(folder / name)
+def report_start(urls: Path, suffix: str, text: str) -> None:
+    """Write the file NODE.`suffix` of this machine to the folder `urls`: complete or absent."""
+    urls.mkdir(parents=True, exist_ok=True)
+    write_atomically(urls / f"{node_name()}.{suffix}", text)

@@ -16,7 +16,7 @@ import torch
 
 from megagrpo.config import ConfigError, RunConfig
 from megagrpo.data.tokenizer import Tokenizer
-from megagrpo.engine.access import address_of, read_token
+from megagrpo.engine.access import address_of
 from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.http import check_urls, named_urls
 from megagrpo.engine.protocol import EngineError, EngineStartError
@@ -35,6 +35,7 @@ from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.device import quiet
 from megagrpo.platform.parallel.spawn import RankFailed, run_ranks
+from megagrpo.platform.process.access_token import read_token
 from megagrpo.platform.process.removal import temporary_folder
 from megagrpo.platform.process.terminal import warn
 from megagrpo.records.progress_bars import conversion_progress, run_progress

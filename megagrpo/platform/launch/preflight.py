@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megagrpo.platform.install.requirements import installed_version
+from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.platform.process.terminal import warn
 from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.records.run_files import make_run_folder
@@ -157,9 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         lines += [] if first else reach(options.master)
         options.report.mkdir(parents=True, exist_ok=True)
-        unfinished = options.report / f".{node}"
-        unfinished.write_text(json.dumps(facts()))
-        unfinished.rename(options.report / f"{node}.json")
+        write_atomically(options.report / f"{node}.json", json.dumps(facts()))
         lines += _compared(options.report, options.nodes) if first else []
     except OSError as error:
         lines.append(

@@ -16,11 +16,11 @@ from typing import IO, Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from megagrpo.platform.process.access_token import read_token
 from megagrpo.platform.process.loopback import LOOPBACK
 from megagrpo.platform.process.variables import (
     RENDEZVOUS_VARIABLE,
     TOKEN_FILE_VARIABLE,
-    TOKEN_VARIABLE,
     number,
     put,
     text,
@@ -38,7 +38,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
     if size == number("LOCAL_WORLD_SIZE", 1):
         put({"GLOO_SOCKET_IFNAME": LOOPBACK})  # gloo listens there alone, whatever interface the environment names
     else:
-        sign_objects(_shared_token())
+        sign_objects(_shared_token().encode())
     if size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     elif folder:
@@ -50,14 +50,10 @@ def join_world(backend: str, timeout: timedelta) -> None:
         dist.init_process_group(backend, timeout=timeout)
 
 
-def _shared_token() -> bytes:
+def _shared_token() -> str:
     """Return the token that a run's nodes share. Raises ValueError when there is none or its file cannot be read."""
-    file, token = text(TOKEN_FILE_VARIABLE), text(TOKEN_VARIABLE).encode()
-    try:
-        token = Path(file).read_bytes().strip() if file else token
-    except OSError as error:
-        raise ValueError(f"{TOKEN_FILE_VARIABLE}: {file} cannot be read: {error.strerror}") from error
-    if not token:
+    token = read_token(None, keep=True)
+    if token is None:
         raise ValueError(
             f"{TOKEN_FILE_VARIABLE}: on several nodes ranks sign their messages with a shared token, and there is no "
             "token; `openssl rand -hex 32` makes one. Give every node a file with the same token"

@@ -32,6 +32,7 @@ from torch.distributed.constants import default_pg_timeout
 import megagrpo.platform.parallel.layout  # noqa: F401
 from megagrpo.platform import device
 from megagrpo.platform.parallel.rank_rendezvous import join_world
+from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.platform.process.parent_death import end_with_parent
 from megagrpo.platform.process.removal import temporary_folder
 from megagrpo.platform.process.variables import RENDEZVOUS_VARIABLE, changed, put
@@ -126,9 +127,7 @@ def _rank(rank: int, n: int, folder: Path, parent: int, function: Callable[..., 
         (folder / f"result_{rank}").write_bytes(pickle.dumps(result))
         code = 0
     except BaseException:
-        unfinished = folder / f"writing_{rank}"
-        unfinished.write_text(traceback.format_exc())
-        unfinished.rename(folder / f"error_{rank}")
+        write_atomically(folder / f"error_{rank}", traceback.format_exc())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

@@ -10,10 +10,10 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
-import os
 from functools import cache
 from pathlib import Path
 
+from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.records.report.payload import Payload
 
 STATIC = Path(__file__).with_name("static")
@@ -51,9 +51,7 @@ def render(data: Payload) -> str:
 def write(html: str, path: Path) -> None:
     """Write the page under its final name once it is whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(html, encoding="utf-8")
-    os.replace(partial, path)
+    write_atomically(path, html)
 
 
 def static_bytes() -> int:

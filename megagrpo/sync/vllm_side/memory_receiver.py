@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megagrpo.models.families.boxes import Box, extent, size
+from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.sync.vllm_side.reader import window
 from megagrpo.sync.vllm_side.receiver import BlockSource, Receiver, Worker
 from megagrpo.sync.wire.cuda_handles import DeviceMaps
@@ -44,10 +45,7 @@ class MemoryReceiver(Receiver):
     def report(self, report: dict[str, Any]) -> None:
         """Write the report to a file, in one step."""
         if self.replies is not None:
-            path = self.replies / f"worker{self.worker.index}.json"
-            draft = path.with_suffix(".part")
-            draft.write_text(json.dumps(report))
-            os.replace(draft, path)
+            write_atomically(self.replies / f"worker{self.worker.index}.json", json.dumps(report))
 
     def note(self, activity: str) -> None:
         """Write the activity to this worker's file."""

@@ -13,6 +13,7 @@ from megagrpo.data.tokenizer import tokenizer_of
 from megagrpo.engine.protocol import Generator
 from megagrpo.engine.servers.serving import Serving
 from megagrpo.environments.dialogues import make_dialogues
+from megagrpo.platform.process.atomic_file import write_atomically
 from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.terminal import side_by_side, warn
 from megagrpo.records.progress_bars import run_progress
@@ -108,10 +109,8 @@ def _order(estimate: str) -> tuple[bool, int]:
 
 def write(path: Path, contents: dict[str, Any]) -> None:
     """Write one JSON file that is complete or absent. Raises ConfigError when it cannot be written."""
-    partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(contents, indent=1, ensure_ascii=False))
-        partial.replace(path)
+        write_atomically(path, json.dumps(contents, indent=1, ensure_ascii=False))
     except OSError as error:
         raise ConfigError(f"--output: {path} cannot be written: {error.strerror}") from error

@@ -19,7 +19,7 @@ from megagrpo.engine.servers import remote as serve
 from megagrpo.engine.servers import restarts
 from megagrpo.engine.servers.launcher import healthy
 from megagrpo.engine.servers.options import ServerOptions
-from megagrpo.engine.servers.serve_inputs import write
+from megagrpo.engine.servers.serve_inputs import report_start
 from tests.unit.config.test_placement import QUICKSTART
 from tests.unit.engine.servers.test_restarts import Stand, Wedged, impatient, kill, stop, wait_until
 
@@ -34,8 +34,9 @@ def stand(tmp_path):
         yield launcher
 
 
-def test_addresses_are_in_a_file_of_the_node_which_is_complete_or_absent(tmp_path):
-    write(tmp_path / "urls", "n2.url", "http://10.0.0.2:1\nhttp://10.0.0.2:2\n")
+def test_addresses_are_in_a_file_of_the_node_which_is_complete_or_absent(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "n2")
+    report_start(tmp_path / "urls", "url", "http://10.0.0.2:1\nhttp://10.0.0.2:2\n")
     assert [path.name for path in (tmp_path / "urls").iterdir()] == ["n2.url"]
     assert (tmp_path / "urls" / "n2.url").read_text() == "http://10.0.0.2:1\nhttp://10.0.0.2:2\n"
 

@@ -12,10 +12,11 @@ import pytest
 import torch.distributed as dist
 
 from megagrpo.config import ConfigError, load_config
-from megagrpo.engine.access import TokenGuard, address_of, headers, read_token
+from megagrpo.engine.access import TokenGuard, address_of, headers
 from megagrpo.engine.servers import serving
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.options import ServerOptions
+from megagrpo.platform.process.access_token import read_token
 from megagrpo.platform.process.variables import TOKEN_FILE_VARIABLE, TOKEN_VARIABLE
 from megagrpo.sync.wire.exchange import Deadline, Store
 from megagrpo.sync.wire.tensor_index import WeightSyncError

@@ -144,6 +144,10 @@ def test_ranks_on_several_nodes_without_a_token_are_refused(monkeypatch, tmp_pat
     monkeypatch.setenv("MEGAGRPO_TOKEN_FILE", str(tmp_path / "nothing"))
     with pytest.raises(ValueError, match=r"MEGAGRPO_TOKEN_FILE: .*nothing cannot be read: No such file"):
         join_world("gloo", timedelta(seconds=1))
+    (tmp_path / "token").touch(0o644)
+    monkeypatch.setenv("MEGAGRPO_TOKEN_FILE", str(tmp_path / "token"))
+    with pytest.raises(ValueError, match=r"MEGAGRPO_TOKEN_FILE: .*token is readable by other users"):
+        join_world("gloo", timedelta(seconds=1))
 
 
 RANK = """
@@ -166,6 +170,7 @@ dist.destroy_process_group()
 @pytest.mark.full
 def test_ranks_of_two_nodes_meet_at_the_master_address_and_sign_with_the_token(tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "token").touch(0o600)
     (tmp_path / "token").write_text("a-token-of-both-nodes")
     root = Path(launcher_rendezvous.__file__).parents[3]
     code = (
