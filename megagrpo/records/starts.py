@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from megagrpo.platform import device
+from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.records.jsonl_file import JsonlFile
 from megagrpo.records.run_files import AXES
@@ -35,14 +35,6 @@ def facts_of(layout: Layout, dtype: str) -> dict[str, Any]:
     }
 
 
-def package_versions() -> dict[str, str | None]:
+def package_versions() -> dict[str, str]:
     """Return the versions of the installed packages that compute a run's numbers."""
-    versions = {package: _version(package) for package in NUMERIC_PACKAGES}
-    return {package: number for package, number in versions.items() if number is not None}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return {package: version for package in NUMERIC_PACKAGES if (version := installed_version(package))}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import json
 import math
 import re
@@ -19,6 +17,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from megagrpo.config import ConfigError, RunConfig, load_config
 from megagrpo.models.families.weight_sources import shared_name
+from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.process.terminal import one_line, printable
 from megagrpo.rewards.reward_registry import display_names
 
@@ -215,11 +214,7 @@ def _evaluation(evaluations: list[Line]) -> list[str]:
 
 
 def _versions() -> list[tuple[str, str]]:
-    rows = []
-    for package in CARD_PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            rows.append((package, code(importlib.metadata.version(package))))
-    return rows
+    return [(package, code(version)) for package in CARD_PACKAGES if (version := installed_version(package))]
 
 
 def _spread(lines: Sequence[Line], count: int) -> list[Line]:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megagrpo.platform.doctor.machine import Finding, Machine
-from megagrpo.platform.doctor.packages import CHECKED_PACKAGES, GPU_PACKAGES, installed
+from megagrpo.platform.doctor.packages import CHECKED_PACKAGES, GPU_PACKAGES
+from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.install.steps import VLLM
 
 PRIVATE_VARIABLE = re.compile(r"TOKEN|SECRET|PASSW|CREDENTIAL|API_?KEY|ACCESS_?KEY|PRIVATE|COOKIE|AUTH", re.IGNORECASE)
@@ -77,7 +78,7 @@ def report(machine: Machine, findings: Sequence[Finding], **more: Any) -> dict[s
         "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "python": platform.python_version(),
         "kernel": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "packages": {name: installed(name) for name in packages if installed(name)},
+        "packages": {name: installed_version(name) for name in packages if installed_version(name)},
         "variables": {
             name: "<secret>" if PRIVATE_VARIABLE.search(name) else value
             for name, value in sorted(environment.items())

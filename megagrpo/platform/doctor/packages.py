@@ -6,11 +6,10 @@ import importlib.util
 import re
 import shutil
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megagrpo.platform.doctor.machine import Finding, Machine, judged
-from megagrpo.platform.install.requirements import constraints
+from megagrpo.platform.install.requirements import constraints, installed_version
 from megagrpo.platform.install.steps import VLLM
 
 CHECKED_PACKAGES = ("torch", "megatron-core", "transformers", "triton")
@@ -18,14 +17,6 @@ GPU_PACKAGES = ("transformer-engine", "transformer-engine-torch", "flash-attn", 
 OPTIONAL = ("transformer-engine", "transformer-engine-torch", "flash-attn")
 CUDA_LINE = re.compile(r"^cuda\b[^=]*=\s*'([\d.]+)'", re.MULTILINE)  # in torch/version.py
 RELEASE = re.compile(r"release (\d+)\.(\d+)")  # in the output of nvcc --version
-
-
-def installed(package: str) -> str:
-    """Return the version of an installed package; empty without it."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def torch_cuda() -> str:
@@ -49,17 +40,18 @@ def pinned_versions(kind: str) -> dict[str, str]:
 def package_checks(kind: str) -> Iterator[Finding]:
     """Check that the packages of a machine of `kind`, `cpu` or `gpu`, are installed in the tested versions."""
     tested, other = pinned_versions(kind), {"cpu": "gpu", "gpu": "cpu"}[kind]
-    if not installed(VLLM[kind]) and installed(VLLM[other]):
-        found = f"{VLLM[other]} {installed(VLLM[other])}, which is vLLM's {other.upper()} build"
+    if not installed_version(VLLM[kind]) and installed_version(VLLM[other]):
+        found = f"{VLLM[other]} {installed_version(VLLM[other])}, which is vLLM's {other.upper()} build"
         fix = f"use a new environment: pip uninstall {VLLM[other]}, then megagrpo install {kind}"
         yield Finding(VLLM[kind], found, "fail", fix)
     else:
-        yield package_check(VLLM[kind], installed(VLLM[kind]), tested.get(VLLM[kind], ""), kind)
+        yield package_check(VLLM[kind], installed_version(VLLM[kind]), tested.get(VLLM[kind], ""), kind)
     for name in CHECKED_PACKAGES + (GPU_PACKAGES if kind == "gpu" else ()):
-        yield package_check(name, installed(name), tested.get(name, ""), kind)
+        yield package_check(name, installed_version(name), tested.get(name, ""), kind)
+    version_of_apex = installed_version("apex")
     if importlib.util.find_spec("amp_C"):
-        yield Finding("apex", f"NVIDIA's {installed('apex')}: its FusedAdam and FusedRMSNorm are used if they run here")
-    elif version_of_apex := installed("apex"):
+        yield Finding("apex", f"NVIDIA's {version_of_apex}: its FusedAdam and FusedRMSNorm are used if they run here")
+    elif version_of_apex:
         fix = "uninstall it if it is another project's package (docs/gpu.md)"
         yield Finding("apex", f"{version_of_apex} without amp_C, which NVIDIA's apex has: not used", "warn", fix)
 
@@ -86,7 +78,7 @@ def toolkit_checks(machine: Machine, cuda: str) -> Iterator[Finding]:
     text = machine.run("nvcc", "--version")
     match = RELEASE.search(text or "")
     if match is None:
-        packaged = installed("nvidia-cuda-nvcc")
+        packaged = installed_version("nvidia-cuda-nvcc")
         missing = "no nvcc; only FlashInfer's kernels in vLLM compile with it"
         found = f"the package nvidia-cuda-nvcc {packaged}" if packaged else missing
         yield judged("CUDA toolkit", found, bool(packaged), "megagrpo install gpu brings one", "skipped")

@@ -6,9 +6,9 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from megagrpo.platform.install.requirements import installed_version
 from megagrpo.platform.process.terminal import printable
 from megagrpo.records.report import changed_settings
 from megagrpo.records.report.collect import Row, RunFiles
@@ -47,7 +47,7 @@ def payload(runs: Sequence[RunFiles], static_bytes: int) -> Payload:
             "count": chosen[-1].responses,
         }
         described[index]["damaged"] = {printable(name): count for name, count in run.damaged.items()}
-    head = {"version": _version(), "made": round(time.time()), "runs": described}
+    head = {"version": installed_version("megagrpo") or "?", "made": round(time.time()), "runs": described}
     chunks = {f"{index}-{step}": text for index, one in enumerate(chosen) for step, text in one.chunks.items()}
     return Payload(json.dumps(head, ensure_ascii=False, allow_nan=False, separators=(",", ":")), chunks, chosen)
 
@@ -179,10 +179,3 @@ def number_or_none(value: Any) -> float | None:
 
 def _printable_names(curve: dict[str, Any]) -> dict[str, Any]:
     return curve | {"metrics": {printable(name): values for name, values in curve["metrics"].items()}}
-
-
-def _version() -> str:
-    try:
-        return version("megagrpo")
-    except PackageNotFoundError:
-        return "?"

@@ -135,5 +135,7 @@ def test_an_apex_that_cannot_compute_here_is_left_alone(broken, text, installed,
 
 
 def test_without_apex_there_is_no_line(monkeypatch):
-    monkeypatch.setattr("megagrpo.platform.doctor.packages.installed", lambda name: "" if name == "apex" else "1.0")
+    monkeypatch.setattr(
+        "megagrpo.platform.doctor.packages.installed_version", lambda name: "" if name == "apex" else "1.0"
+    )
     assert not [line for line in package_checks("cpu") if line.subject == "apex"]

