@@ -89,8 +89,9 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                     configured.section, configured.data, tokenizer, limit, config.run.seed, key, tools
                 )
                 shared = train.shared_with(source.all()) if train else []
-                result.sources.append(configured.describe(source, limit, tokenizer, tools, len(shared)))
-                result.warnings += [*source.warnings, *repeated_warning(key, source.repeated(), len(source))]
+                repeated = source.repeated()
+                result.sources.append(configured.describe(source, limit, tokenizer, tools, len(repeated), len(shared)))
+                result.warnings += [*source.warnings, *repeated_warning(key, repeated, len(source))]
                 result.warnings += shared_warning(key, shared, len(source))
                 sets[key] = (
                     source.sample(rows),

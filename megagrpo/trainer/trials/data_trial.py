@@ -45,10 +45,16 @@ class ConfiguredSet:
     data: DataSection
 
     def describe(
-        self, source: PromptSource, limit: int, tokenizer: Tokenizer, tools: Sequence[dict[str, Any]], trained_on: int
+        self,
+        source: PromptSource,
+        limit: int,
+        tokenizer: Tokenizer,
+        tools: Sequence[dict[str, Any]],
+        repeated: int,
+        trained_on: int,
     ) -> SourceTrial:
-        """Return the description of the set's prompts. `limit` is that of a prompt's tokens, `trained_on` the number of
-        prompts that are also in the training set."""
+        """Return the description of the set's prompts. `limit` is that of a prompt's tokens, `repeated` the number of
+        prompts that repeat an earlier one, `trained_on` of those that are also in the training set."""
         (prompt,) = source.peek(1)
         template = read_chat_template(self.data.chat_template)
         text = tokenizer.rendered(prompt.messages, self.data.system_prompt, template, tools, prompt.template_kwargs)
@@ -62,7 +68,7 @@ class ConfiguredSet:
             num_overlong=source.num_overlong,
             overlong=self.data.overlong_prompts,
             num_usable=len(source),
-            num_repeated=len(source.repeated()),
+            num_repeated=repeated,
             num_trained_on=trained_on,
             row=prompt.prompt_id,
             num_tokens=len(prompt.token_ids),
