@@ -27,6 +27,7 @@ from megagrpo.models.families.hf_config import parse_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.run_files import newest_checkpoint
 from megagrpo.types import TrainState
 
 LLAMA = dict(
@@ -84,7 +85,7 @@ def measure(folder: Path) -> dict[str, list[float]]:
         note("background: training stops for", time.perf_counter() - began)
         saver.finish(wait=True)
         note("background: complete after", time.perf_counter() - began)
-        path = saver.latest()
+        path = newest_checkpoint(saver.folder)
         note("load and verify", timed(saver.load, path))
         note("verify", timed(verify, path))
     found["GB"] = [sum(file.stat().st_size for file in filter(Path.is_file, path.rglob("*"))) / 1e9]

@@ -53,11 +53,16 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.policy.optimizer import dense_moments
 from megagrpo.policy.reference import Reference
-from megagrpo.records.run_files import BEST as BEST
-from megagrpo.records.run_files import STATE_FILE as STATE_FILE
-from megagrpo.records.run_files import checkpoints as checkpoints
-from megagrpo.records.run_files import make_room, partial_of, point_to, remove_old, remove_partial
-from megagrpo.records.run_files import newest_checkpoint as newest_checkpoint
+from megagrpo.records.run_files import (
+    BEST,
+    STATE_FILE,
+    checkpoints,
+    make_room,
+    partial_of,
+    point_to,
+    remove_old,
+    remove_partial,
+)
 from megagrpo.types import TrainState
 
 BYTES_PER_PARAMETER = 14  # weight (2), float32 master, first and second moment: lower bound for the disk space check
@@ -116,20 +121,11 @@ class Checkpointer:
         count = sum(p.numel() for p in trained if _is_first_copy(p, layout))
         self._bytes_needed = sum(layout.all_gather_objects(count)) * BYTES_PER_PARAMETER
 
-    def latest(self) -> Path | None:
-        """Return the newest complete checkpoint, or None."""
-        return newest_checkpoint(self.folder)
-
-    def save(self, state: TrainState) -> Path:
-        """Write `step_N`, return its path. Collective. If a rank fails, all raise CheckpointError; no part is left."""
-        self.start(state, background=False)
-        assert self._saving is not None, "`start` returned"
-        return self._complete(self._saving)
-
     def start(self, state: TrainState, background: bool) -> None:
         """Begin to write `step_N`. With `background`, a copy of the state is written during training. Collective.
 
-        Call again only after `finish` returned the path or raised: one save at a time. Raises the errors of `save`.
+        Call again only after `finish` returned the path or raised: one save at a time. If a rank fails, all raise
+        CheckpointError, and no part of the checkpoint is left.
         """
         assert self._saving is None, "two checkpoints at a time"
         final = self.folder / f"step_{state.step:06d}"
@@ -141,16 +137,13 @@ class Checkpointer:
             run_own_and_agree(self.layout, lambda: self._write(saving, background))
 
     def finish(self, wait: bool) -> Path | None:
-        """Return the path of the checkpoint in progress once it is complete. Collective; raises the errors of `save`.
+        """Return the path of the checkpoint in progress once it is complete. Collective; fails like `start`.
 
         Returns None when no checkpoint is in progress, or when ranks still write and `wait` is False.
         """
         saving = self._saving
         if saving is None or not (wait or all(self.layout.all_gather_objects(saving.started_write.done))):
             return None
-        return self._complete(saving)
-
-    def _complete(self, saving: _Saving) -> Path:
         write = saving.started_write
         with self._all_or_nothing(saving):
             parts = run_and_agree(self.layout, write.result)

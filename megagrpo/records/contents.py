@@ -17,7 +17,7 @@ from megagrpo.models.bridge.megatron_io import HF_FILES, check_is_checkpoint
 from megagrpo.models.bridge.tensor_files import Entry, TensorFile
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families.hf_config import read_raw_config
-from megagrpo.records.checkpoint import STATE_FILE
+from megagrpo.records.run_files import STATE_FILE
 
 STATE = "optimizer."  # prefix of the keys of the optimizer's state
 

@@ -12,8 +12,8 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.removal import remove
 from megagrpo.platform.process.terminal import show
 from megagrpo.platform.process.variables import ENVIRONMENT
-from megagrpo.records.checkpoint import CheckpointError, checked, newest_checkpoint
-from megagrpo.records.run_files import CHECKPOINTS, FROM_PYTHON, next_free
+from megagrpo.records.checkpoint import CheckpointError, checked
+from megagrpo.records.run_files import CHECKPOINTS, FROM_PYTHON, newest_checkpoint, next_free
 from megagrpo.records.run_lock import LOCK, RunLock
 
 

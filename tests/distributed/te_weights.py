@@ -19,6 +19,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from checkpoint_now import save_now
 from ranks import run_ranks
 from te_kernels import replace_kernels
 from test_fp8_weights import settings, start, whole
@@ -30,6 +31,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import parts_of
 from megagrpo.policy.reference import Reference
 from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.run_files import newest_checkpoint
 from megagrpo.trainer.state_offload import Offload
 from megagrpo.types import TrainState
 
@@ -106,10 +108,10 @@ def recorded(case: tuple, folder: Path) -> tuple[list[list[int]], list[str]]:
     offload.load_all()
     (folder / "config.json").write_text("{}")
     saver = Checkpointer(folder / "saved", policy.layout, policy, 1, folder)
-    saver.save(TrainState(step=2))
+    save_now(saver, TrainState(step=2))
     take_step(policy, 2)
     assert sums(policy) != found[2]
-    saver.load(saver.latest())
+    saver.load(newest_checkpoint(saver.folder))
     check_second_copy(policy)
     assert sums(policy) == found[2] and all(
         torch.equal(one, other) for one, other in zip(before, whole(policy), strict=True)

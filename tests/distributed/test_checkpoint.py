@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from checkpoint_now import save_now
 from ranks import run_ranks
 from test_build_and_bridge import run_tool
 from tiny_policy import tiny_model, tiny_run
@@ -22,7 +23,8 @@ from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights
-from megagrpo.records.checkpoint import Checkpointer, CheckpointError, checkpoints, newest_checkpoint
+from megagrpo.records.checkpoint import Checkpointer, CheckpointError
+from megagrpo.records.run_files import checkpoints, newest_checkpoint
 from megagrpo.types import TrainState
 
 
@@ -63,7 +65,7 @@ def limit_files(limit):
 
 def _one_rank_cannot_write(model, folder, failing, background):
     _, saver = checkpointer(model, folder)
-    saver.save(TrainState(step=1))
+    save_now(saver, TrainState(step=1))
     if int(os.environ["RANK"]) == failing:
         limit_files(50_000)
     with pytest.raises(CheckpointError) as caught:
@@ -72,7 +74,7 @@ def _one_rank_cannot_write(model, folder, failing, background):
     left = names(folder)
     torch.distributed.barrier()
     limit_files(resource.RLIM_INFINITY)
-    saver.save(TrainState(step=3))
+    save_now(saver, TrainState(step=3))
     return str(caught.value), left, names(folder)
 
 
@@ -92,7 +94,7 @@ def _write_while_training(model, folder):
     """Return the names of files during and after a background save; asserts that the checkpoint appears only when
     complete."""
     policy, saver = checkpointer(model, folder, keep=9)
-    saver.save(TrainState(step=1))
+    save_now(saver, TrainState(step=1))
     before = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
     trained, write = threading.Event(), ShardedWrite._run
     ShardedWrite._run = lambda self: trained.wait() and write(self)
@@ -132,7 +134,7 @@ def _gather_both_ways(model, folder):
     held = []
     for step, on_one in ((1, True), (2, False)):
         METADATA["distrib_optim_fully_reshardable_mem_efficient"] = on_one
-        saver.save(TrainState(step=step))
+        save_now(saver, TrainState(step=step))
         held.append(
             "param_state" in saver._sharded_state(is_loading=False, with_rng=False, reference=None)["optimizer"]
         )
@@ -193,7 +195,7 @@ def _draw_on_after_a_save(model, folder):
     """Random numbers of this rank after a checkpoint, and after a run with other numbers has loaded it."""
     _, saver = checkpointer(model, folder, parallel=dict(tp=1))
     torch.manual_seed(int(os.environ["RANK"]))
-    path = saver.save(TrainState(step=1))
+    path = save_now(saver, TrainState(step=1))
     drawn = torch.rand(4)
     torch.manual_seed(9)
     saver.load(path)
@@ -210,7 +212,7 @@ def _round_trip(model, folder):
     weights = [p.detach().clone() for chunk in policy.chunks for p in chunk.parameters()]
     torch.manual_seed(5)
     saved = TrainState(step=7, weight_version=9, cursor=56)
-    path = saver.save(saved)
+    path = save_now(saver, saved)
     drawn = torch.rand(4)
     with torch.no_grad():
         for chunk in policy.chunks:
@@ -218,7 +220,7 @@ def _round_trip(model, folder):
                 parameter.zero_()
     restored = saver.load(path)
     found = [p.detach() for chunk in policy.chunks for p in chunk.parameters()]
-    saver.save(TrainState(step=8))
+    save_now(saver, TrainState(step=8))
     return restored == saved, all(map(torch.equal, found, weights)), torch.equal(torch.rand(4), drawn), names(folder)
 
 
@@ -233,7 +235,7 @@ CHANGED = dict(
 
 def _save(model, folder, distributed):
     _, saver = checkpointer(model, folder, distributed_optimizer=distributed)
-    return saver.save(TrainState(step=1))
+    return save_now(saver, TrainState(step=1))
 
 
 def _load_with_other_options(model, path, distributed):
@@ -357,7 +359,7 @@ DAMAGES = {
 def _load_broken(model, folder):
     """Each rank's error for each kind of damage to the second of two checkpoints."""
     _, saver = checkpointer(model, folder)
-    path, said = saver.save(TrainState(step=1)), {}
+    path, said = save_now(saver, TrainState(step=1)), {}
     for name, (damage, _) in DAMAGES.items():
         broken = folder / "step_000002"
         if os.environ["RANK"] == "0":

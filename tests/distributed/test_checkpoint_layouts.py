@@ -17,6 +17,7 @@ from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.run_files import newest_checkpoint
 from megagrpo.types import TrainSample, TrainState
 
 STATE = TrainState(step=1, weight_version=2, cursor=8)
@@ -88,7 +89,7 @@ def train_steps(parallel: dict, model: Path, checkpoints: Path, resume: bool) ->
     batch = pack(samples(), rules, layout.dp_rank, layout.dp_size)
     divisor = denominator(batch, config.algorithm.loss.average, config.rollout.max_completion_length)
     if resume:
-        assert checkpointer.load(checkpointer.latest()) == STATE
+        assert checkpointer.load(newest_checkpoint(checkpointer.folder)) == STATE
     else:
         policy.train_step(batch, make_loss(config.algorithm), divisor)
         checkpointer.start(STATE, background=True)

@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from checkpoint_now import save_now
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
@@ -17,6 +18,7 @@ from megagrpo.proof.verify.shrink import plainly, random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, take_step, whole_tensors
 from megagrpo.proof.verify.verify_compare import compare
 from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.run_files import newest_checkpoint
 from megagrpo.types import TrainState
 
 
@@ -36,9 +38,9 @@ def _train(folder, settings, steps: int, restart_after: int | None):
         if step == restart_after:
             (folder / "config.json").write_text("{}")
             saver = Checkpointer(folder / "saved", layout, policy, 1, folder)
-            saver.save(TrainState(step=1))
+            save_now(saver, TrainState(step=1))
             policy = MegatronPolicy(settings, layout, hf_config)
-            Checkpointer(folder / "saved", layout, policy, 1, folder).load(saver.latest())
+            Checkpointer(folder / "saved", layout, policy, 1, folder).load(newest_checkpoint(saver.folder))
     parts = getattr(policy.optimizer, "chained_optimizers", [policy.optimizer])
     moments = {t.dtype for part in parts for state in part.optimizer.state.values() for t in state.values()}
     return whole_tensors(policy, hf_config, layout, lambda p: p.data)[0], moments

@@ -6,6 +6,7 @@ from collections import defaultdict
 
 import pytest
 import torch
+from checkpoint_now import save_now
 from ranks import run_ranks
 from test_fp8 import CASES, config, model
 from tiny_policy import Case
@@ -22,6 +23,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.run_files import newest_checkpoint
 from megagrpo.types import TrainState
 
 MOST = {INPUT: 448.0, WEIGHT: 448.0, GRADIENT: 57344.0}
@@ -228,7 +230,7 @@ def _saved(made: RunConfig, shape: str, folder, source) -> tuple[float, torch.Te
         random_samples(4), packing_rules(made, policy.shares_prompts), policy.layout.dp_rank, policy.layout.dp_size
     )
     policy.logprobs(batch)
-    saver.save(TrainState(step=2))
+    save_now(saver, TrainState(step=2))
     return train(policy, 3), policy._scaling.amaxes
 
 
@@ -237,7 +239,7 @@ def _resumed(
 ) -> tuple[list[float], torch.Tensor, torch.Tensor]:
     policy = policy_of(made, shape)
     saver = Checkpointer(folder, policy.layout, policy, 1, source)
-    saver.load(saver.latest())
+    saver.load(newest_checkpoint(saver.folder))
     losses = [train(policy, 3) for _ in range(steps)]
     return losses, policy._scaling and policy._scaling.amaxes, policy._scaling and policy._scaling.scale
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_now import save_now
 from ranks import run_ranks
 from test_checkpoint import checkpointer, step_once
 from tiny_policy import tiny_model
@@ -18,6 +19,7 @@ from megagrpo.policy.build import build_model
 from megagrpo.policy.reference import Reference
 from megagrpo.policy.specs import RMSNorm
 from megagrpo.policy.transformer_config import ModelOptions
+from megagrpo.records.run_files import newest_checkpoint
 from megagrpo.types import TrainState
 
 
@@ -50,13 +52,13 @@ def _save_and_go_on(model, folder, with_extra_state):
     policy, saver = run_of(model, folder, with_extra_state)
     saver.reference.mix_in(0.25)
     step_once(policy, saver.layout)
-    saver.save(TrainState(step=1))
+    save_now(saver, TrainState(step=1))
     return after_a_step(policy, saver)
 
 
 def _resume_and_go_on(model, folder, with_extra_state):
     policy, saver = run_of(model, folder, with_extra_state)
-    saver.load(saver.latest())
+    saver.load(newest_checkpoint(saver.folder))
     return after_a_step(policy, saver)
 
 
@@ -94,9 +96,9 @@ def _with_a_history(model, folder):
     policy, saver = checkpointer(model, folder)
     norms = [module for chunk in policy.chunks for module in chunk.modules() if isinstance(module, RMSNorm)]
     held |= {id(norm): torch.full((4,), i + 1.0) for i, norm in enumerate(norms)}
-    saver.save(TrainState(step=1))
+    save_now(saver, TrainState(step=1))
     held |= {id(norm): torch.zeros(4) for norm in norms}
-    saver.load(saver.latest())
+    saver.load(newest_checkpoint(saver.folder))
     return len(norms), [held[id(norm)].any().item() for norm in norms]
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_now import save_now
 from ranks import run_ranks
 from test_fp8 import config, model
 from tiny_policy import whole_model
@@ -27,7 +28,8 @@ from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.shrink import plainly, random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, take_step
 from megagrpo.proof.verify.verify_compare import compare, distances, silent_tensors
-from megagrpo.records.checkpoint import Checkpointer, newest_checkpoint
+from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.run_files import newest_checkpoint
 from megagrpo.types import TrainState
 
 CASES = {
@@ -119,12 +121,14 @@ def _exchanged(case: str, recipe: str, folder: Path) -> None:
         policy, reference = start(settings(case, recipe, kept), CASES[case][1], layout)
         step(policy, reference)
         savers[kept] = Checkpointer(folder / f"saved{kept}", layout, policy, 1, folder)
-        savers[kept].save(TrainState(step=1))
+        save_now(savers[kept], TrainState(step=1))
         expected[kept] = step(policy, reference), whole(policy)
     for kept in (False, True):
         for saved in (False, True):
             policy, reference = start(settings(case, recipe, kept), CASES[case][1], layout)
-            Checkpointer(folder / f"saved{saved}", layout, policy, 1, folder).load(savers[saved].latest())
+            Checkpointer(folder / f"saved{saved}", layout, policy, 1, folder).load(
+                newest_checkpoint(savers[saved].folder)
+            )
             found = step(policy, reference), whole(policy)
             for one, other in zip([*expected[kept][0], *expected[kept][1]], [*found[0], *found[1]], strict=True):
                 assert torch.equal(one, other), (kept, saved)
@@ -147,7 +151,7 @@ def _saved(case: str, recipe: str, folder: Path) -> None:
     layout = init_layout(ParallelSection(**CASES[case][2]))
     policy, reference = start(settings(case, recipe, True), CASES[case][1], layout)
     step(policy, reference)
-    Checkpointer(folder / "saved", layout, policy, 1, folder).save(TrainState(step=1))
+    save_now(Checkpointer(folder / "saved", layout, policy, 1, folder), TrainState(step=1))
 
 
 def _loaded(case: str, recipe: str, shape: str, folder: Path) -> None:

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from checkpoint_now import save_now
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from tiny_policy import tiny_run, whole_model
@@ -23,6 +24,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.verified_step import relative_error, whole_tensors
 from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.run_files import newest_checkpoint
 from megagrpo.types import TrainSample, TrainState
 
 TINY = dict(
@@ -155,10 +157,10 @@ def _checkpoint(root, parallel, folder, load):
     config, layout, hf_config, policy, batch = prepare(root, parallel, adapter_path=str(root / "adapter"))
     checkpointer = Checkpointer(folder, layout, policy, 1, root / "model")
     if load:
-        checkpointer.load(checkpointer.latest())
+        checkpointer.load(newest_checkpoint(checkpointer.folder))
     else:
         policy.train_step(batch, make_loss(config.algorithm), batch.num_tokens)
-        checkpointer.save(TrainState(step=1, weight_version=1, cursor=1))
+        save_now(checkpointer, TrainState(step=1, weight_version=1, cursor=1))
     policy.train_step(batch, make_loss(config.algorithm), batch.num_tokens)
     return whole_tensors(policy, hf_config, layout, lambda p: p.data)[0]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_now import save_now
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from test_build_and_bridge import run_tool
@@ -17,6 +18,7 @@ from megagrpo.models.bridge.hf_export import save_hf
 from megagrpo.models.bridge.parameter_blocks import merged_blocks
 from megagrpo.proof.verify.verified_step import whole_tensors
 from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.run_files import newest_checkpoint
 from megagrpo.sync.trainer_side.shared_memory import SharedMemory
 from megagrpo.sync.trainer_side.sync import WeightSync
 from megagrpo.types import TrainState
@@ -56,11 +58,11 @@ def _train(root: Path, parallel: dict, folder: Path, steps: int, resume: bool):
     config, layout, hf_config, policy, batch = prepare(root, parallel, adapter_path=str(root / "adapter"))
     saver = Checkpointer(folder, layout, policy, 2, root / "model")
     if resume:
-        assert saver.load(saver.latest()) == TrainState(step=1)
+        assert saver.load(newest_checkpoint(saver.folder)) == TrainState(step=1)
     for _ in range(steps):
         policy.train_step(batch, make_loss(config.algorithm), batch.num_tokens)
     if not resume:
-        saver.save(TrainState(step=1))
+        save_now(saver, TrainState(step=1))
         policy.train_step(batch, make_loss(config.algorithm), batch.num_tokens)
     return whole_tensors(policy, hf_config, layout, lambda p: p.data)[0], saver._bytes_needed
 

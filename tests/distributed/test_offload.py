@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_now import save_now
 from ranks import run_ranks
 from tiny_policy import SHAPES, tiny_model, tiny_run
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,6 +22,7 @@ from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.shrink import random_samples, shrink_model
 from megagrpo.proof.verify.verified_step import fill_weights
 from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.run_files import newest_checkpoint
 from megagrpo.trainer.state_offload import NoOffload, Offload
 from megagrpo.types import TrainState
 
@@ -131,12 +133,12 @@ def _steps(settings, hf_config, layout, folder: Path, offloads: bool) -> tuple[l
             policy.weights_changed()
             if not lora:
                 reference.mix_in(0.5)
-            saver.save(TrainState(step=1))
+            save_now(saver, TrainState(step=1))
             if not lora:
                 reference.mix_in(0.5)
             leave(written=sum(w.nbytes for w in frozen(policy)) if lora else once)
             offload.load_all()
-            saver.load(saver.latest())
+            saver.load(newest_checkpoint(saver.folder))
     return everything(policy, reference) + logprobs, left
 
 

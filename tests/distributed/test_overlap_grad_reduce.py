@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from checkpoint_now import save_now
 from ranks import run_ranks
 from tiny_policy import tiny_model, tiny_run
 
@@ -17,6 +18,7 @@ from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import fill_weights, whole_tensors
 from megagrpo.records.checkpoint import Checkpointer
 from megagrpo.records.metrics import values_of
+from megagrpo.records.run_files import newest_checkpoint
 from megagrpo.types import TrainState
 
 BUCKETS = dict(overlap_grad_reduce=True, ddp_bucket_size=3000)  # several in the small models
@@ -114,11 +116,11 @@ def _restart(folder, first, then, model: str):
     (folder / "config.json").write_text("{}")
     before = Training(first, model)
     before.step(), before.step()
-    Checkpointer(folder / "saved", before.layout, before.policy, 1, folder).save(TrainState(step=2))
+    save_now(Checkpointer(folder / "saved", before.layout, before.policy, 1, folder), TrainState(step=2))
     before.step()
     after = Training(then, model, before.layout)
     saved = Checkpointer(folder / "saved", after.layout, after.policy, 1, folder)
-    after.steps = saved.load(saved.latest()).step
+    after.steps = saved.load(newest_checkpoint(saved.folder)).step
     after.step()
     return before.weights(), after.weights()
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from checkpoint_now import save_now
 from ranks import run_ranks
 from tiny_policy import tiny_run
 
@@ -23,6 +24,7 @@ from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.reference import Reference
 from megagrpo.proof.verify.shrink import VOCABULARY, random_samples
 from megagrpo.records.checkpoint import Checkpointer
+from megagrpo.records.run_files import newest_checkpoint
 from megagrpo.types import TrainState
 
 TRL = json.loads((Path(__file__).parents[1] / "vectors" / "trl_misc.json").read_text())["sync_ref_model"]
@@ -81,7 +83,7 @@ def moved_and_saved(parallel: dict, model: Path, checkpoints: Path, alpha: float
     policy.train_step(reference.annotate(batch), make_loss(policy.config.algorithm), divisor)
     if alpha:
         reference.mix_in(alpha)
-    checkpointer.save(TrainState(step=1))
+    save_now(checkpointer, TrainState(step=1))
     held = _held(policy, hf_config, layout), _of_reference(policy, reference, hf_config, layout)
     layout.close()
     return held
@@ -90,7 +92,7 @@ def moved_and_saved(parallel: dict, model: Path, checkpoints: Path, alpha: float
 def loaded(parallel: dict, model: Path, checkpoints: Path) -> tuple[dict, dict]:
     """The blocks of `moved_and_saved`, loaded in this layout."""
     layout, hf_config, policy, reference, checkpointer = _build(parallel, model, checkpoints)
-    checkpointer.load(checkpointer.latest())
+    checkpointer.load(newest_checkpoint(checkpointer.folder))
     held = _held(policy, hf_config, layout), _of_reference(policy, reference, hf_config, layout)
     layout.close()
     return held
