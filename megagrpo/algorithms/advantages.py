@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megagrpo.config import RunConfig
+from megagrpo.config import AlgorithmSection
 from megagrpo.types import ScoredRollout, TrainSample
 
 STD_EPSILON = 1e-4  # added to every standard deviation, as TRL and ms-swift do
@@ -72,15 +72,17 @@ def normalized_sum_advantages(rewards: Tensor, weights: Tensor) -> Tensor:
     return group_advantages(summed.flatten()[None], "group").view_as(summed)
 
 
-def advantages_of(scored: Sequence[ScoredRollout], config: RunConfig) -> Tensor:
-    """The advantages [P, G] that this configuration asks for, of rollouts in prompt order."""
-    algorithm, group = config.algorithm, config.rollout.num_generations
+def advantages_of(
+    scored: Sequence[ScoredRollout], num_generations: int, algorithm: AlgorithmSection, weights: Sequence[float]
+) -> Tensor:
+    """The advantages [P, G] that `algorithm` asks for, of rollouts in prompt order; `weights` of the reward functions
+    [F]."""
     if algorithm.multi_objective_aggregation == "sum_then_normalize":
-        return group_advantages(rewards_by_group(scored, group), algorithm.scale_rewards, algorithm.advantage_estimator)
-    rewards = rewards_by_function(scored, group)
-    weights = [function.weight for function in config.rewards.functions]
-    weights += [1.0] * (rewards.shape[-1] - len(weights))  # turns and environments add theirs as they are
-    return normalized_sum_advantages(rewards, torch.tensor(weights))
+        rewards = rewards_by_group(scored, num_generations)
+        return group_advantages(rewards, algorithm.scale_rewards, algorithm.advantage_estimator)
+    rewards = rewards_by_function(scored, num_generations)
+    as_they_are = [1.0] * (rewards.shape[-1] - len(weights))  # rewards of turns and environments
+    return normalized_sum_advantages(rewards, torch.tensor([*weights, *as_they_are]))
 
 
 def flat_groups(scored: Sequence[ScoredRollout], num_generations: int, by_function: bool) -> list[bool]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megagrpo.config import RunConfig
+from megagrpo.config import DataSection, MultiTurnSection, RewardFunction
 from megagrpo.data.follow_ups import FollowUps
 from megagrpo.data.tokenizer import Tokenizer, as_messages, read_chat_template
 from megagrpo.engine.client import VllmEngine
@@ -54,15 +54,21 @@ class Dialogues:
 
 
 def make_dialogues(
-    config: RunConfig, tokenizer: Tokenizer, base_folder: Path, resources: ExitStack
+    section: MultiTurnSection,
+    data: DataSection,
+    functions: Sequence[RewardFunction],
+    max_prompt_length: int,
+    tokenizer: Tokenizer,
+    base_folder: Path,
+    resources: ExitStack,
 ) -> Dialogues | None:
     """Build the Dialogues of the section `multi_turn`, to be closed with `resources`; None when it is disabled. Raises
     ValueError for a setting that cannot be used."""
-    if not config.multi_turn.enabled:
+    if not section.enabled:
         return None
-    template = read_chat_template(config.data.chat_template)
-    responders = resources.enter_context(Responders(config.multi_turn, base_folder))
-    names = display_names(config.rewards.functions)
+    template = read_chat_template(data.chat_template)
+    responders = resources.enter_context(Responders(section, base_folder))
+    names = display_names(functions)
     if taken := sorted(set(names) & set(responders.columns)):
         raise ValueError(
             f"rewards.functions: `{taken[0]}` is already the name of a multi_turn reward; give the function another "
@@ -73,8 +79,8 @@ def make_dialogues(
             "rewards.functions: the run has no rewards; name a function, or give the environment a method `get_reward`"
         )
     follow_ups = FollowUps(tokenizer, template, responders.tools, users=responders.has_scheduler)
-    limits = config.rollout.max_prompt_length, config.multi_turn.max_response_length
-    return Dialogues(responders, tokenizer, follow_ups, *limits, config.data.system_prompt, template)
+    limits = max_prompt_length, section.max_response_length
+    return Dialogues(responders, tokenizer, follow_ups, *limits, data.system_prompt, template)
 
 
 class DialogueEngine(Generator):

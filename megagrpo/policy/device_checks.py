@@ -5,23 +5,27 @@ from __future__ import annotations
 import torch
 
 import megagrpo.platform.device as device
-from megagrpo.config import RunConfig
+from megagrpo.config import AlgorithmSection, ModelSection, TrainSection
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.lm_head import fused_logprobs
 
 
-def check_device(config: RunConfig, hf_config: HfConfig) -> None:
-    """Check that this rank's device can run the config, without a model. Raises ValueError with key and fix."""
-    dtype = device.resolve_precision(config.model.precision)
-    if fp8 := Fp8.of(config.model, hf_config.num_layers):
+def check_device(
+    model: ModelSection, train: TrainSection, algorithm: AlgorithmSection, truncates: bool, hf_config: HfConfig
+) -> torch.dtype:
+    """Check that this rank's device can run the config, without a model, and return the compute dtype. `truncates` is
+    `rollout.truncates`. Raises ValueError with key and fix."""
+    dtype = device.resolve_precision(model.precision)
+    if fp8 := Fp8.of(model, hf_config.num_layers):
         fp8.megatron_config()
         if fp8.keeps_weights and dtype != torch.bfloat16:
             raise ValueError(
                 "model.fp8_param: weights in float32 have no masters to be rounded from; set model.precision to bf16"
             )
-    shares_prompts(config.train.share_prompts)
-    check_fused(config, dtype, hf_config)
+    shares_prompts(train.share_prompts)
+    check_fused(train, algorithm, truncates, dtype, hf_config.hidden_size)
+    return dtype
 
 
 def shares_prompts(wanted: bool | None) -> bool:
@@ -35,10 +39,12 @@ def shares_prompts(wanted: bool | None) -> bool:
     return possible if wanted is None else wanted
 
 
-def check_fused(config: RunConfig, dtype: torch.dtype, hf_config: HfConfig) -> None:
+def check_fused(
+    train: TrainSection, algorithm: AlgorithmSection, truncates: bool, dtype: torch.dtype, hidden_size: int
+) -> None:
     """Raise ValueError when the config asks for the fused kernels and they cannot run."""
-    exact_kl = config.algorithm.full_kl and config.algorithm.beta > 0
-    in_fp8 = config.train.logprobs_fp8_recipe != "none"
-    reason = fused_logprobs.refusal(dtype, hf_config.hidden_size, config.rollout.truncates, exact_kl, in_fp8)
-    if config.train.fused_logprobs and reason:
+    exact_kl = algorithm.full_kl and algorithm.beta > 0
+    in_fp8 = train.logprobs_fp8_recipe != "none"
+    reason = fused_logprobs.refusal(dtype, hidden_size, truncates, exact_kl, in_fp8)
+    if train.fused_logprobs and reason:
         raise ValueError(f"train.fused_logprobs: true is not possible: {reason}; set it to false")

@@ -105,7 +105,7 @@ class MegatronPolicy:
             self.optimizer, config.train, config.run.num_steps * config.algorithm.updates_per_step
         )
         self.shares_prompts = shares_prompts(config.train.share_prompts)
-        check_fused(config, self.dtype, hf_config)
+        check_fused(config.train, config.algorithm, config.rollout.truncates, self.dtype, hf_config.hidden_size)
         self._scaling = scaling_of(self.chunks)
         self._schedule = get_forward_backward_func()
         for chunk in self.chunks:

@@ -45,7 +45,7 @@ class RewardScorer:
             target, timeout = resolve(f.function, section.plugins), f.timeout or section.timeout
             lane = f"own {i}" if f.own_worker or target.heavy else SHARED
             self.functions[name] = Function(name, target, f.weight, f.args, timeout, lane, f.independent)
-        self._max_completion_length, self._concurrency = max_completion_length, section.concurrency
+        self.max_completion_length, self._concurrency = max_completion_length, section.concurrency
         self._seen_failures: dict[tuple[str, str], str] = {}
         self._last: Scoring | None = None
         self._pool = WorkerPool(section.workers, None if base_folder is None else str(Path(base_folder).resolve()))
@@ -144,7 +144,7 @@ class RewardScorer:
         `names` are the functions to call; None: all.
         """
         state = SimpleNamespace(global_step=step)
-        common = {"max_completion_length": self._max_completion_length, "trainer_state": state}
+        common = {"max_completion_length": self.max_completion_length, "trainer_state": state}
         functions = [f for f in self.functions.values() if names is None or f.name in names]
         return Scoring(functions, self._pool, common, self._seen_failures)
 

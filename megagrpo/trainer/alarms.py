@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megagrpo.config import RolloutSection, RunConfig
-from megagrpo.engine.servers.serving import engine_dtype, name_of
+from megagrpo.engine.servers.serving import name_of
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -99,11 +99,12 @@ def make_alarms(
     config: RunConfig,
     state: TrainState,
     policy: MegatronPolicy,
+    engine_dtype: str,
     reward_tracebacks: Callable[[Sequence[str]], str],
     say: Callable[[str], None],
 ) -> Alarms:
     """Return the alarms of a run with this policy."""
-    dtype = max(name_of(policy.dtype), engine_dtype(config), key=tuple(NORMAL).index)
+    dtype = max(name_of(policy.dtype), engine_dtype, key=tuple(NORMAL).index)
     of_model = config.model.fp8_recipe, config.model.base_storage
     quantizes = {config.rollout.quantization, *of_model} != {"none"}
     return Alarms(

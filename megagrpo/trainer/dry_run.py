@@ -74,14 +74,14 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
             loaded.append(_tokenizer(config))
         if not loaded:
             return result
-        tokenizer = loaded[0]
+        tokenizer, limit = loaded[0], config.rollout.max_prompt_length
         with Collecting(result):
-            dialogues = make_dialogues(config, tokenizer, base_folder, resources)
+            of_dialogues = config.multi_turn, config.data, config.rewards.functions, limit
+            dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
             tools = dialogues.tools if dialogues else ()
             result.tools += [str(tool.get("function", tool).get("name")) for tool in tools]
         train: PromptSource | None = None
         sets: dict[str, tuple[Sequence[Prompt], int]] = {}
-        limit = config.rollout.max_prompt_length
         for configured in configured_sets(config.data, evaluation_sets(config)):
             key = configured.key
             with Collecting(result):

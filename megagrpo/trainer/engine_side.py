@@ -62,6 +62,7 @@ class Servers:
     moved: MovedServers | None
     launcher: Launcher | None
     sleep: bool  # they release their GPU memory while the policy trains
+    dtype: str  # vLLM's name of their compute dtype, which is also the dtype of synced weights
     on_nodes: NodeServers | None = None
 
 
@@ -90,16 +91,15 @@ def start_servers(
     put to sleep, others load while the policy builds. Collective. Raises ConfigError when they cannot start."""
     launcher, first, on_nodes = None, layout.world_rank == 0, None
     moved = None if config.rollout.urls else MovedServers(run_folder / "moved_servers.json")
-    sleep = servers_sleep(config)
+    sleep, dtype = servers_sleep(config), engine_dtype(config)
     of_ranks = node_of_each_rank(config.rollout, config.run.nodes, layout)
     if len(set(of_ranks)) > 1:
         with as_config_errors():
-            on_nodes = launch_on_each_node(config, model_folder, run_folder, layout, of_ranks, named.token)
+            on_nodes = launch_on_each_node(config, model_folder, run_folder, dtype, layout, of_ranks, named.token)
         launcher, moved = on_nodes.launcher, None  # with several nodes a restarted server keeps its port
     elif first and not config.rollout.urls:
         num_ranks = number("LOCAL_WORLD_SIZE", 1)
         with as_config_errors():
-            dtype = engine_dtype(config)
             launcher = make_launcher(
                 config, model_folder, run_folder, dtype, num_ranks=num_ranks, token=named.token, moved=moved
             )
@@ -111,7 +111,7 @@ def start_servers(
         if sleep:  # vLLM measures free GPU memory as it starts, and would count the trainer's allocations as its own
             limits = config.lora.syncs_adapters, config.rollout.weight_sync_timeout
             run_own_and_agree(layout, lambda: start_asleep(launcher, *limits, say) if launcher else None)
-    return Servers(named, moved, launcher, sleep, on_nodes)
+    return Servers(named, moved, launcher, sleep, dtype, on_nodes)
 
 
 def connect(
@@ -159,9 +159,7 @@ def connect(
         if engine.sleeps:
             engine.fleet.begin_sleep()
     with as_config_errors():
-        weight_sync = make_weight_sync(
-            config, engine if first else None, layout, engine_dtype(config), transport, say, nodes
-        )
+        weight_sync = make_weight_sync(config, engine if first else None, layout, servers.dtype, transport, say, nodes)
     resources.enter_context(weight_sync)
     if launched is not None and launched.max_restarts and engine is not None:
         resources.enter_context(Restarter(launched, engine, weight_sync.load_last, say))

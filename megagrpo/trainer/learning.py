@@ -57,6 +57,11 @@ class Learning:
         blocks = adapter_blocks if self.config.lora.syncs_adapters else merged_blocks
         return blocks(self.policy.chunks, self.policy.hf_config, self.policy.layout)
 
+    def advantages(self, scored: Sequence[ScoredRollout]) -> Tensor:
+        """Return the advantages [P, G] float64 of rollouts in prompt order."""
+        weights = [function.weight for function in self.config.rewards.functions]
+        return advantages_of(scored, self.config.rollout.num_generations, self.config.algorithm, weights)
+
     def batches(self, scored: Sequence[ScoredRollout], advantages: Tensor) -> list[TrainBatch]:
         """Pack this rank's share of rollouts with advantages [P, G] and log-probs, a TrainBatch per optimizer step."""
         layout, seed = self.policy.layout, derive_seed(self.config.run.seed, self.state.step, "slices")
@@ -80,7 +85,7 @@ class Learning:
         batches with these advantages, and the mean KL."""
         algorithm, kl = self.config.algorithm, kl_by_sample(batches, self.policy.layout)
         kl = charged_kl(scored, kl, self.config.rollout.num_generations, algorithm.mask_truncated_completions)
-        advantages = advantages_of(less_kl(scored, kl, algorithm.beta), self.config)
+        advantages = self.advantages(less_kl(scored, kl, algorithm.beta))
         return advantages, [batch.with_advantages(advantages.flatten()) for batch in batches], kl.mean().item()
 
     @contextmanager

@@ -13,7 +13,7 @@ from megagrpo.config import RolloutSection, RunConfig
 from megagrpo.engine.access import address_of
 from megagrpo.engine.servers.launcher import Launcher
 from megagrpo.engine.servers.node_agent import NodeAgent, NodeLaunchers
-from megagrpo.engine.servers.serving import engine_dtype, make_launcher
+from megagrpo.engine.servers.serving import make_launcher
 from megagrpo.platform.parallel.agree import on_first_rank, run_and_agree, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.loopback import LOOPBACK
@@ -44,6 +44,7 @@ def launch_on_each_node(
     config: RunConfig,
     model_folder: Path,
     run_folder: Path,
+    dtype: str,
     layout: Layout,
     of_ranks: tuple[int, ...],
     token: str | None,
@@ -57,9 +58,7 @@ def launch_on_each_node(
             "multiple"
         )
     token = on_first_rank(layout, lambda: token or secrets.token_urlsafe(32))
-    make = partial(
-        make_launcher, config, model_folder, run_folder, engine_dtype(config), token=token, num_servers=share
-    )
+    make = partial(make_launcher, config, model_folder, run_folder, dtype, token=token, num_servers=share)
     launcher = run_own_and_agree(
         layout,
         lambda: make(

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from megagrpo.config import RunConfig
 from megagrpo.data.token_texts import TokenTexts
-from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.engine.servers.serving import name_of
-from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.progress_hook import SILENT, Progress
@@ -25,7 +23,7 @@ from megagrpo.records.token_log import TokenLog
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
 from megagrpo.trainer.run_folder import RunFolder
-from megagrpo.trainer.run_inputs import ModelFiles
+from megagrpo.trainer.run_inputs import Inputs, ModelFiles
 from megagrpo.trainer.speed import Speed, make_speed
 
 
@@ -67,19 +65,12 @@ class Journal:
     phases: Phases
 
 
-def open_journal(
-    config: RunConfig,
-    folder: RunFolder,
-    tokenizer: Tokenizer,
-    layout: Layout,
-    notes: list[str],
-    resources: ExitStack,
-) -> Journal:
+def open_journal(inputs: Inputs, layout: Layout, resources: ExitStack) -> Journal:
     """Open the files of the run on rank 0, and print what the run is and the notes. Other ranks write nothing."""
+    config, folder, dtype = inputs.config, inputs.folder, name_of(inputs.model.dtype)
     first, step = layout.world_rank == 0, folder.restored_step
     writer = MetricsWriter(folder.path, config, step) if first else MetricsWriter.silent()
     resources.callback(writer.close)
-    dtype = name_of(device.resolve_precision(config.model.precision))
     if first:
         try:
             record_start(folder.path, step, layout, dtype)
@@ -90,10 +81,10 @@ def open_journal(
         f"{config.run.name}: {config.model.path} in {dtype} on {layout.world_size} rank(s) = tp "
         f"{layout.tp_size}{context} x pp {layout.pp_size} x dp {layout.dp_size}"
     )
-    for line in (f"run folder: {folder.path}", *notes):
+    for line in (f"run folder: {folder.path}", *inputs.notes):
         writer.message(line)
     sizes = config.run.log_tokens_groups, config.rollout.num_generations
-    tokens = TokenLog(layout, TokenTexts(tokenizer), *sizes, writer.message)
+    tokens = TokenLog(layout, TokenTexts(inputs.data.tokenizer), *sizes, writer.message)
     if first:
         tokens.open(folder.path, step)
     resources.callback(tokens.close)
@@ -113,7 +104,7 @@ def make_records(
     folder, writer = journal.folder.path, journal.writer
     weights = model.folder, writer.message, reference, model.reference_folder
     dumps = StepDumps(config, policy, folder / "dumps", *weights)
-    speed = make_speed(config, policy.layout, policy.hf_config)
+    speed = make_speed(policy, config.rollout, config.run.peak_tflops, config.lora.enabled)
     profiler = Profiler(config.run.profile, folder, policy.layout.world_rank, writer.message)
     policy.phases, journal.phases.mark = journal.phases, profiler.mark
     return Records(writer, journal.phases, Recorders((writer, journal.tokens, dumps, speed)), profiler, speed, pool)

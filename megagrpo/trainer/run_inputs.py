@@ -6,6 +6,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.config import RunConfig, RunSection
 from megagrpo.data.prompts import PromptSource
@@ -32,10 +34,12 @@ from megagrpo.types import LossFn
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """The Hugging Face folders of the policy and, with `model.reference_path`, of its reference."""
+    """The Hugging Face folders of the policy and, with `model.reference_path`, of its reference. `dtype` is the dtype
+    in which the policy computes."""
 
     folder: Path
     hf_config: HfConfig
+    dtype: torch.dtype
     reference_folder: Path | None
 
 
@@ -74,25 +78,21 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     callbacks = run_own_and_agree(layout, lambda: load_callbacks(config.run.callbacks), here=first)
     run_own_and_agree(layout, lambda: check_trackers(config), here=first)
     check_profile(config.run.profile, device.has_gpu())
-    model_folder, hf_config = _read_model(config, layout)
+    model_folder = resolve_model(config.model.path)
+    hf_config = load_hf_config(model_folder)
+    checked = config.model, config.train, config.algorithm, config.rollout.truncates
+    dtype = run_own_and_agree(layout, lambda: check_device(*checked, hf_config))
+    run_and_agree(layout, lambda: Checkpoint(model_folder).check_all(hf_config), here=first)
     folder = open_run_folder(config, layout, resources)
     tokenizer = tokenizer_of(config, model_folder)
-    model = ModelFiles(model_folder, hf_config, _reference_folder(config.model.reference_path, hf_config, tokenizer))
+    reference_folder = _reference_folder(config.model.reference_path, hf_config, tokenizer)
+    model = ModelFiles(model_folder, hf_config, dtype, reference_folder)
     given, (config, data) = config, _read_data(config, base_folder, tokenizer, layout, resources)
     per_step = config.rollout.prompts_per_step
     notes = [*_steps_notes(given.run, config.run, per_step, len(data.prompts)), *unused_options(config.run)]
     if first and data.rewards:
-        notes += start_warnings(config, data.prompts, data.held_out, data.rewards, tokenizer)
+        notes += start_warnings(config.rewards.functions, data.prompts, data.held_out, data.rewards, tokenizer)
     return Inputs(config, servers, loss_fn, Callbacks(config, layout, callbacks), model, folder, data, notes)
-
-
-def _read_model(config: RunConfig, layout: Layout) -> tuple[Path, HfConfig]:
-    """Return the model's folder and its config, after checks of the device and of all files."""
-    folder = resolve_model(config.model.path)
-    hf_config = load_hf_config(folder)
-    run_own_and_agree(layout, lambda: check_device(config, hf_config))
-    run_and_agree(layout, lambda: Checkpoint(folder).check_all(hf_config), here=layout.world_rank == 0)
-    return folder, hf_config
 
 
 def _reference_folder(path: str | None, model: HfConfig, tokenizer: Tokenizer) -> Path | None:
@@ -117,12 +117,10 @@ def _read_data(
     config: RunConfig, base_folder: Path, tokenizer: Tokenizer, layout: Layout, resources: ExitStack
 ) -> tuple[RunConfig, Data]:
     """Load prompts, held-out sets and rewards. Returns the config with its number of steps, and the data."""
-    leader = layout.is_dp_leader
-    dialogues = run_own_and_agree(
-        layout, lambda: make_dialogues(config, tokenizer, base_folder, resources), here=leader
-    )
+    leader, max_length = layout.is_dp_leader, config.rollout.max_prompt_length
+    of_dialogues = config.multi_turn, config.data, config.rewards.functions, max_length, tokenizer, base_folder
+    dialogues = run_own_and_agree(layout, lambda: make_dialogues(*of_dialogues, resources), here=leader)
     tools, columns = on_first_rank(layout, lambda: (dialogues.tools, dialogues.columns) if dialogues else ([], []))
-    max_length = config.rollout.max_prompt_length
     prompts = PromptSource(config.data.train, config.data, tokenizer, max_length, config.run.seed, tools=tools)
     config = config.with_num_prompts(len(prompts))
     held_out = load_sets(config, tokenizer, tools, columns)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from megagrpo.config import RunConfig
+from megagrpo.config import RolloutSection
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.platform import device
 from megagrpo.platform.device import memory_in_use
 from megagrpo.platform.parallel.layout import Layout
+from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.plan.flops import step_flops
 from megagrpo.proof.plan.gpu_specs import bf16_tflops_of
 from megagrpo.proof.plan.times import server_gpus
@@ -67,12 +68,11 @@ class Speed(Recorder):
         return first | fullest | {"memory/host_gb": memory_in_use.host_used_gb()}
 
 
-def make_speed(config: RunConfig, layout: Layout, hf_config: HfConfig) -> Speed:
+def make_speed(policy: MegatronPolicy, rollout: RolloutSection, peak_tflops: float | None, frozen: bool) -> Speed:
     """Return the trainer's speed. Its peak is `run.peak_tflops`, else a known GPU's BF16 value from its data sheet."""
-    alone = config.rollout.placed == "colocated" or not device.has_gpu()
-    num_devices = layout.world_size + (0 if alone else server_gpus(config))
-    tflops = config.run.peak_tflops
-    if tflops is None and device.has_gpu() and device.resolve_precision(config.model.precision) == torch.bfloat16:
-        tflops = bf16_tflops_of(device.name())
-    peak = None if tflops is None else tflops * 1e12
-    return Speed(layout, hf_config, num_devices, peak, config.lora.enabled, config.rollout.max_staleness > 0)
+    alone = rollout.placed == "colocated" or not device.has_gpu()
+    num_devices = policy.layout.world_size + (0 if alone else server_gpus(rollout))
+    if peak_tflops is None and device.has_gpu() and policy.dtype == torch.bfloat16:
+        peak_tflops = bf16_tflops_of(device.name())
+    peak = None if peak_tflops is None else peak_tflops * 1e12
+    return Speed(policy.layout, policy.hf_config, num_devices, peak, frozen, rollout.max_staleness > 0)

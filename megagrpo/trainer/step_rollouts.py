@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from megagrpo.config import RunConfig
 from megagrpo.engine.client import VllmEngine
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.trainer.recording import Journal
 from megagrpo.trainer.rollout.async_rollouts import AsyncPool
 from megagrpo.trainer.rollout.collector import Collector, sampling_params
 from megagrpo.trainer.rollout.groups import Rollouts
-from megagrpo.trainer.run_inputs import Data
+from megagrpo.trainer.run_inputs import Inputs
 from megagrpo.types import TrainState
 
 
 def make_rollouts(
-    config: RunConfig,
-    data: Data,
+    inputs: Inputs,
     engine: VllmEngine | None,
     layout: Layout,
     state: TrainState,
@@ -26,7 +24,8 @@ def make_rollouts(
 ) -> Rollouts:
     """Return what draws the rollouts of each step: on demand, as conversations, or ahead with
     `rollout.max_staleness`."""
-    pool, rollout = None, config.rollout
+    config, data, pool = inputs.config, inputs.data, None
+    rollout = config.rollout
     if engine is not None and data.rewards is not None and rollout.max_staleness:
         pool = AsyncPool(engine, data.rewards, rollout.max_staleness, rollout.straggler_seconds)
         resources.enter_context(pool)

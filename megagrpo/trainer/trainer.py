@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megagrpo.algorithms.advantages import advantages_of, reward_statistics, rewards_by_group
+from megagrpo.algorithms.advantages import reward_statistics, rewards_by_group
 from megagrpo.config import RunConfig
 from megagrpo.records.metrics import over_updates
 from megagrpo.records.recorder import TrainedRollouts
@@ -38,7 +38,7 @@ class Trainer:
             self.records.start_clocks(f"step {self.state.step + 1}/{self.config.run.num_steps} ")
             scored, metrics = self.rollouts.draw()
         with self.turns.training():
-            advantages = advantages_of(scored, self.config)
+            advantages = learning.advantages(scored)
             batches = learning.batches(scored, advantages)
             if algorithm.kl_in_reward:
                 advantages, batches, metrics["kl"] = learning.with_kl_in_reward(scored, batches)

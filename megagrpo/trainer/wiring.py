@@ -35,20 +35,20 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     with as_config_errors():
         inputs = read_inputs(config, base_folder, layout, resources)
     config, data, model, folder, state = inputs.config, inputs.data, inputs.model, inputs.folder, TrainState()
-    journal = open_journal(config, folder, data.tokenizer, layout, inputs.notes, resources)
+    journal = open_journal(inputs, layout, resources)
     say, phases, progress = journal.writer.message, journal.phases, journal.progress
     servers = start_servers(config, model.folder, folder.path, layout, inputs.servers, progress, say, resources)
     policy, reference = load_policy(config, layout, model, progress)
     if note := apex_note(policy.optimizer):
         say(note)
     engine, weight_sync = connect(servers, config, layout, data.tokenizer.decode, say, resources)
-    rollouts = make_rollouts(config, data, engine, layout, state, journal, resources)
+    rollouts = make_rollouts(inputs, engine, layout, state, journal, resources)
     collector = rollouts.collector
     offload = Offload(policy, reference) if offloads(config) else NoOffload()
     first_engine = engine if layout.world_rank == 0 else None
     turns = GpuTurns(layout, first_engine, servers.sleep, offload, collector.stop_if_requested, phases)
     records = make_records(config, journal, model, policy, reference, collector.pool)
-    alarms = make_alarms(config, state, policy, collector.reward_tracebacks, say)
+    alarms = make_alarms(config, state, policy, servers.dtype, collector.reward_tracebacks, say)
     learning = Learning(config, policy, reference, inputs.loss_fn, state, records.recorders, phases, alarms.count_skip)
     syncing = Syncing(weight_sync, learning.weights, state, collector, turns, phases, say)
     saves = Saves(

@@ -76,7 +76,9 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
     load_hf(policy.chunks, hf, model, layout)
     policy.weights_changed()
     scored, said, state = rollouts(), [], TrainState()
-    advantages = advantages_of(scored, config)
+    advantages = advantages_of(
+        scored, config.rollout.num_generations, algorithm, [f.weight for f in config.rewards.functions]
+    )
     batch = pack(
         to_samples(scored, advantages), packing_rules(config, policy.shares_prompts), layout.dp_rank, layout.dp_size
     )

@@ -7,7 +7,7 @@ from ranks import RankFailed, run_ranks
 from tiny_policy import tiny_model, tiny_run
 
 from megagrpo.algorithms.losses import make_loss
-from megagrpo.config import ParallelSection
+from megagrpo.config import ParallelSection, RunConfig
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import init_layout
 from megagrpo.policy.device_checks import check_device
@@ -47,6 +47,11 @@ def build(train: dict) -> None:
     prepare(tiny_run(train=train), tiny_model("qwen2_untied"), init_layout(tiny_run().parallel), random_samples())
 
 
+def checked(config: RunConfig) -> torch.dtype:
+    model = tiny_model("qwen2_untied")
+    return check_device(config.model, config.train, config.algorithm, config.rollout.truncates, model)
+
+
 @pytest.mark.parametrize(
     ("name", "capability"),
     [("NVIDIA A100-SXM4-80GB", (8, 0)), ("NVIDIA L40S", (8, 9)), ("NVIDIA B200", (10, 0)), ("NVIDIA H200", (9, 0))],
@@ -55,14 +60,14 @@ def test_gpus_that_the_kernels_are_not_for_refuse_them_before_there_is_a_model(n
     monkeypatch.setattr(device, "has_gpu", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    check_device(tiny_run(model=dict(precision="bf16")), tiny_model("qwen2_untied"))
+    checked(tiny_run(model=dict(precision="bf16")))
     asked = tiny_run(model=dict(precision="bf16"), train=dict(fused_logprobs=True))
     if capability == (9, 0):
-        return check_device(asked, tiny_model("qwen2_untied"))
+        return checked(asked)
     with pytest.raises(
         ValueError, match=f"train.fused_logprobs: true is not possible: {name} is not a Hopper GPU; set it to false"
     ):
-        check_device(asked, tiny_model("qwen2_untied"))
+        checked(asked)
 
 
 def test_fused_logprobs_without_a_gpu_are_refused_with_the_reason():

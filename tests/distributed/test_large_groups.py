@@ -34,8 +34,7 @@ def one_group(made: RunConfig) -> list[TrainSample]:
         finish_reason = "length" if i == GROUP - 1 else "stop"
         rollout = Rollout(prompt, ids, tuple(-4.5 - 0.01 * (20 * i + j) for j in range(len(ids))), finish_reason, 1, "")
         scored.append(ScoredRollout(rollout, {"f": None if i == 4 else reward}, reward))
-    rollout_section = made.rollout.model_copy(update=dict(prompts_per_step=1, num_generations=GROUP))
-    return to_samples(scored, advantages_of(scored, made.model_copy(update=dict(rollout=rollout_section))))
+    return to_samples(scored, advantages_of(scored, GROUP, made.algorithm, ()))
 
 
 def small(row: dict, loss: str, mask_truncated: bool, max_tokens: int) -> RunConfig:

@@ -61,7 +61,7 @@ def trainer_alone(
 ) -> Trainer:
     """A trainer without an engine, which records steps into the folder `run`."""
     layout, state, given, turns, writer = policy.layout, TrainState(), Given(), GpuTurns(), MetricsWriter.silent()
-    phases, speed = Phases(), make_speed(config, policy.layout, policy.hf_config)
+    phases, speed = Phases(), make_speed(policy, config.rollout, config.run.peak_tflops, config.lora.enabled)
     profiler = Profiler(config.run.profile, run, layout.world_rank, writer.message)
     policy.phases, phases.mark = phases, profiler.mark
     records = Records(writer, phases, Recorders((*recorders, speed)), profiler, speed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import ceil, exp
 
-from megagrpo.config import RunConfig
+from megagrpo.config import RolloutSection, RunConfig
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.proof.plan.flops import attention_flops, model_flops, token_flops
 from megagrpo.proof.plan.gpu_specs import GPUS_PER_NODE, HOST_GB_PER_S, Gpu, Links
@@ -67,9 +67,9 @@ class StepTimes:
         return self.tokens / self.step / self.gpus
 
 
-def server_gpus(config: RunConfig) -> int:
+def server_gpus(rollout: RolloutSection) -> int:
     """Return the number of GPUs that generate."""
-    return (len(config.rollout.urls) or config.rollout.servers) * config.rollout.devices_per_server
+    return (len(rollout.urls) or rollout.servers) * rollout.devices_per_server
 
 
 def step_times(
@@ -92,7 +92,7 @@ def step_times(
     }
     of_sample = model_flops(model, lengths.prompt, lengths.response, frozen=config.lora.enabled)
     mfu = a.num_iterations * samples * of_sample / (train * world_size * gpu.bf16_tflops * 1e12)
-    servers = 0 if config.rollout.placed == "colocated" else server_gpus(config)
+    servers = 0 if config.rollout.placed == "colocated" else server_gpus(config.rollout)
     made = StepTimes(
         seconds, world_size + servers, samples * lengths.sample, mfu, 0.0, fraction, config.rollout.max_staleness > 0
     )
@@ -223,7 +223,7 @@ def sync_seconds(config: RunConfig, model: HfConfig, world_size: int, gpu: Gpu) 
     size = num_parameters(model) * weight_bytes(config)
     experts = expert_parameters(model) * weight_bytes(config)
     received = (size - experts + experts / r.dp) / (r.tp * r.pp)
-    sent = received * server_gpus(config) / world_size
+    sent = received * server_gpus(config.rollout) / world_size
     span = 1 if r.placed == "colocated" else 10**9
     offload = max(copied_bytes(config, model, world_size)) / (HOST_GB_PER_S * 1e9) if takes_turns(config) else 0
     return Links(gpu).seconds(max(received, sent), span) + offload

@@ -33,7 +33,8 @@ def evaluate_offline(
     try:
         folder = serving.find(checkpoint, adapter)
         tokenizer = tokenizer_of(config, folder)
-        dialogues = make_dialogues(config, tokenizer, base_folder, resources)
+        of_dialogues = config.multi_turn, config.data, config.rewards.functions, config.rollout.max_prompt_length
+        dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
         sets = load_sets(config, tokenizer, *((dialogues.tools, dialogues.columns) if dialogues else ()))
         if not sets:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megagrpo.config import RunConfig
+from megagrpo.config import RewardFunction, RunConfig
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.text_rows import ANSWERS, names_in
 from megagrpo.data.tokenizer import Tokenizer
@@ -69,7 +69,11 @@ def _by_row(prompts: Sequence[Prompt], faults: Sequence[tuple[int, str]]) -> lis
 
 
 def start_warnings(
-    config: RunConfig, train: PromptSource, held_out: Sequence[HeldOut], scorer: RewardScorer, tokenizer: Tokenizer
+    functions: Sequence[RewardFunction],
+    train: PromptSource,
+    held_out: Sequence[HeldOut],
+    scorer: RewardScorer,
+    tokenizer: Tokenizer,
 ) -> list[str]:
     """Return the warnings for the log of a run that starts.
 
@@ -79,9 +83,9 @@ def start_warnings(
     for one in held_out:
         lines += [*one.warnings, *shared_warning(one.key, train.shared_with(one.prompts), len(one.prompts))]
     prompts = train.sample(ROWS)
-    if all(f.function in REPEATABLE for f in config.rewards.functions):
+    if all(f.function in REPEATABLE for f in functions):
         seconds = SECONDS_AT_START / max(1, len(scorer.names))
-        means = Means(scorer, tokenizer, config.rollout.max_completion_length, seconds)
+        means = Means(scorer, tokenizer, scorer.max_completion_length, seconds)
         lines += reward_warnings(TRAIN, list(_trials(TRAIN, means, scorer.names, prompts)))
     else:
         faults = scorer.row_faults([prompt.columns for prompt in prompts])

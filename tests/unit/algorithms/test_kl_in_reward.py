@@ -45,13 +45,18 @@ def test_advantages_are_ms_swifts(case):
     assert [s.reward for s in penalized] == pytest.approx(case["rewards"])
     assert [s.rewards["f"] for s in penalized] == rewards  # reported rewards do not change
     expected = torch.tensor(case["advantages"], dtype=torch.float64)
-    torch.testing.assert_close(advantages_of(penalized, settings).flatten(), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        advantages_of(penalized, case["num_generations"], settings.algorithm, ()).flatten(),
+        expected,
+        rtol=1e-5,
+        atol=1e-6,
+    )
 
 
 def test_what_cannot_be_scored_stays_without_advantage():
     penalized = less_kl([scored(math.nan), scored(1.0), scored(1.0)], torch.tensor([5.0, 1.0, 3.0]), 0.5)
     assert math.isnan(penalized[0].reward) and [s.reward for s in penalized[1:]] == [0.5, -0.5]
-    advantages = advantages_of(penalized, config(rollout=dict(num_generations=3)))
+    advantages = advantages_of(penalized, 3, config().algorithm, ())
     assert advantages[0, 0] == 0 and advantages[0, 1] > 0 > advantages[0, 2]
 
 
@@ -63,5 +68,5 @@ def test_a_masked_response_pays_the_mean_kl_of_its_group():
     settings = config(algorithm=algorithm | dict(mask_truncated_completions=True), rollout=dict(num_generations=3))
     charged = charged_kl(rows, kl, 3, mask_truncated=True)
     assert charged.tolist() == [3.0, 2.0, 4.0, 0.0, 0.0, 0.0]
-    first, second = advantages_of(less_kl(rows, charged, 0.5), settings)
+    first, second = advantages_of(less_kl(rows, charged, 0.5), 3, settings.algorithm, ())
     assert first[0] == 0 < first[1] == -first[2] and not second.any()

@@ -10,7 +10,7 @@ from tiny_policy import tiny_run
 from megagrpo.algorithms.advantages import advantages_of, to_samples
 from megagrpo.algorithms.losses import make_loss
 from megagrpo.algorithms.reductions import denominator
-from megagrpo.config import RewardFunction, RewardsSection
+from megagrpo.config import AlgorithmSection, RewardFunction, RewardsSection
 from megagrpo.data.packing import UNLIMITED, PackingRules, pack
 from megagrpo.records.completions import completion_rows
 from megagrpo.rewards.scorer import RewardScorer
@@ -132,9 +132,9 @@ def test_rewards_of_turns_and_environments_are_columns_of_weight_one():
     with RewardScorer(RewardsSection(functions=functions, workers=1), 16) as scorer:
         (found,) = scorer.score([told])
     assert found.rewards == {"format": 0.0, "turns": 0.25, "Board": None} and found.reward == 0.25
-    config = tiny_run(algorithm=dict(multi_objective_aggregation="normalize_then_sum"))
+    algorithm = AlgorithmSection(multi_objective_aggregation="normalize_then_sum")
     group = [ScoredRollout(told, {"format": 0.0, "turns": value}, value) for value in (1.0, 2.0, 3.0)]
-    advantages = advantages_of(group, config).flatten().tolist()
+    advantages = advantages_of(group, 3, algorithm, [1.0]).flatten().tolist()
     assert advantages[0] == -advantages[2] < advantages[1] == 0 and not any(map(math.isnan, advantages))
 
 

@@ -751,6 +751,11 @@ def test_what_reset_says_is_at_the_end_of_the_prompt(tokenizer, responders):
     assert (long.dialogue.ended, long.dialogue.num_turns) == ("failed", 1)  # its prompt would be too long
 
 
+def dialogues_of(config, tokenizer, plugins, resources):
+    section, functions, limit = config.multi_turn, config.rewards.functions, config.rollout.max_prompt_length
+    return make_dialogues(section, config.data, functions, limit, tokenizer, plugins.parent, resources)
+
+
 @pytest.mark.parametrize(
     ("functions", "section", "problem"),
     [
@@ -772,7 +777,7 @@ def test_rewards_must_have_names_of_their_own_and_a_source(tokenizer, plugins, f
         rewards=dict(functions=functions), multi_turn=named, data=dict(chat_template=HERMES, train=dict(source="none"))
     )
     with ExitStack() as resources, pytest.raises(ValueError, match=problem):
-        make_dialogues(config, tokenizer, plugins.parent, resources)
+        dialogues_of(config, tokenizer, plugins, resources)
 
 
 def test_what_a_configuration_describes_shows_its_tools_and_columns(tokenizer, plugins):
@@ -786,10 +791,10 @@ def test_what_a_configuration_describes_shows_its_tools_and_columns(tokenizer, p
         rewards=dict(functions=[]), multi_turn=values, data=dict(chat_template=HERMES, train=dict(source="none"))
     )
     with ExitStack() as resources:
-        made = make_dialogues(config, tokenizer, plugins.parent, resources)
+        made = dialogues_of(config, tokenizer, plugins, resources)
         assert [tool["function"]["name"] for tool in made.tools] == ["calculator", "add", "die", "hang"]
         assert made.columns == ["Counter", "turns", "Patient"]
-        assert make_dialogues(tiny_run(), tokenizer, plugins.parent, resources) is None
+        assert dialogues_of(tiny_run(), tokenizer, plugins, resources) is None
 
 
 def test_a_later_turn_keeps_the_inputs_of_its_prompt():

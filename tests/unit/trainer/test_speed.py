@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megagrpo.config import load_config
 from megagrpo.models.families.hf_config import parse_hf_config
@@ -31,7 +32,9 @@ def speed(*overrides: str, world_size: int = 2) -> Speed:
     layout = SimpleNamespace(
         world_size=world_size, all_gather_objects=lambda own: [own, {name: 2 * own[name] for name in own}]
     )
-    return make_speed(load_config(CONFIG, overrides), layout, parse_hf_config(LLAMA))
+    config = load_config(CONFIG, overrides)
+    policy = SimpleNamespace(layout=layout, hf_config=parse_hf_config(LLAMA), dtype=torch.float32)
+    return make_speed(policy, config.rollout, config.run.peak_tflops, config.lora.enabled)
 
 
 def test_rates_are_tokens_per_second_of_the_step_and_of_generation():
