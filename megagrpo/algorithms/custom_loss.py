@@ -28,12 +28,10 @@ def load_policy_term(algorithm: AlgorithmSection) -> PolicyTerm:
 
 @functools.cache
 def _imported(name: str) -> PolicyTerm:
-    location, _, attribute = name.rpartition(":")
     try:
-        return user_code.load(user_code.absolute(location), attribute)
-    except Exception as error:
-        said = f"`{name}` cannot be loaded: {user_code.described(error)}; correct the file or the name"
-        raise ProblemError(Problem((LOSS_TYPE_KEY,), said)) from error
+        return user_code.load_named(name)
+    except ValueError as error:
+        raise ProblemError(Problem((LOSS_TYPE_KEY,), f"`{name}` {error}")) from error
 
 
 def _fault(term: PolicyTerm, algorithm: AlgorithmSection) -> str | None:

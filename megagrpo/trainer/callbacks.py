@@ -142,9 +142,8 @@ def load_callbacks(names: Sequence[str]) -> list[Any]:
 
 def _instance(name: str) -> Any:
     """Return an instance of the class `name`. Raises ValueError with the rule that it breaks."""
-    location, _, attribute = name.rpartition(":")
+    made = user_code.load_named(name)
     try:
-        made = user_code.load(user_code.absolute(location), attribute)
         made = made() if isinstance(made, type) else made
     except Exception as error:
         raise ValueError(f"cannot be loaded: {user_code.described(error)}; correct the file or the name") from error

@@ -28,6 +28,16 @@ def load(location: str, name: str) -> Callable[..., Any]:
     return function
 
 
+def load_named(name: str) -> Callable[..., Any]:
+    """Return the function or class that the user names: `FILE.py:name`, from the current folder, or
+    `package.module:name`. Raises ValueError with the cause and the fix."""
+    location, _, attribute = name.rpartition(":")
+    try:
+        return load(absolute(location), attribute)
+    except Exception as error:
+        raise ValueError(f"cannot be loaded: {described(error)}; correct the file or the name") from error
+
+
 def absolute(location: str) -> str:
     """Return a `.py` path as absolute, from the current folder; a module unchanged. Raises FileNotFoundError."""
     if not location.endswith(".py"):

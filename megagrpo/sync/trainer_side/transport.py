@@ -146,13 +146,10 @@ class Transport:
 def transport_class(name: str) -> type[Transport]:
     """Return the class of the transport `name`: one of TRANSPORTS, or the user's own as `FILE.py:Class` or
     `package.module:Class`. Raises ValueError when it cannot be loaded."""
-    location, _, attribute = (TRANSPORTS[name].trainer_side if name in TRANSPORTS else name).rpartition(":")
     try:
-        loaded: Any = user_code.load(user_code.absolute(location), attribute)
-    except Exception as error:
-        raise ValueError(
-            f"rollout.weight_sync_transport: {name} cannot be loaded: {user_code.described(error)}"
-        ) from error
+        loaded: Any = user_code.load_named(TRANSPORTS[name].trainer_side if name in TRANSPORTS else name)
+    except ValueError as error:
+        raise ValueError(f"rollout.weight_sync_transport: {name} {error}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, Transport)):
         raise ValueError(f"rollout.weight_sync_transport: {name} is not a subclass of {__name__}.Transport")
     return loaded

@@ -102,11 +102,10 @@ class Receiver:
 
 def receiver_class(name: str) -> type[Receiver]:
     """Return class `name`: `FILE.py:Class` or `package.module:Class`. Raises WeightSyncError when it cannot load."""
-    location, _, attribute = name.rpartition(":")
     try:
-        loaded: Any = user_code.load(user_code.absolute(location), attribute)
-    except Exception as error:
-        raise WeightSyncError(f"receiver {name} cannot be loaded: {user_code.described(error)}") from error
+        loaded: Any = user_code.load_named(name)
+    except ValueError as error:
+        raise WeightSyncError(f"receiver {name} {error}") from error
     if not (isinstance(loaded, type) and issubclass(loaded, Receiver)):
         raise WeightSyncError(f"receiver {name} is not a subclass of {__name__}.Receiver")
     return loaded
