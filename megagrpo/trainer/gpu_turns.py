@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
 from megagrpo.engine.protocol import EngineError
 from megagrpo.engine.servers.launcher import Launcher
@@ -63,14 +62,6 @@ GPU_TABLE = {
 }
 
 
-class SleepingEngine(Protocol):
-    """The verbs of an engine that can leave the GPU; `Updates` implements it."""
-
-    def sleep(self, keeps_weights: bool = False, last: bool = False) -> None: ...
-
-    def wake(self) -> None: ...
-
-
 @dataclass
 class GpuTurns:
     """Hands the GPU from one turn to the next; each turn is a context manager. All methods are collective.
@@ -83,7 +74,7 @@ class GpuTurns:
     """
 
     layout: Layout | None = None
-    engine: SleepingEngine | None = None
+    engine: Updates | None = None
     engine_sleeps: bool = False
     offload: Offload | NoOffload = field(default_factory=NoOffload)
     stop_if_requested: Callable[[], None] = lambda: None
@@ -134,7 +125,7 @@ class GpuTurns:
             move_trainer(self.offload, Turn.TRAINING)
         self.turn = Turn.TRAINING
 
-    def _drive_engine(self, action: Callable[[SleepingEngine], None]) -> None:
+    def _drive_engine(self, action: Callable[[Updates], None]) -> None:
         """Run `action` on rank 0 with the engine, if servers sleep; it fails on every rank or on none."""
         if not self.engine_sleeps:
             return
