@@ -6,6 +6,7 @@ ranks get the same number of micro-batches. So pipeline schedules and collective
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -268,3 +269,14 @@ def imbalances(loads: Sequence[int], num_ranks: int) -> dict[str, Metric]:
 def imbalance(loads: Sequence[int]) -> float:
     """Return the largest over the mean number of tokens. 1.0 is perfect balance, and the result without any tokens."""
     return max(loads) * len(loads) / sum(loads) if any(loads) else 1.0
+
+
+def slices(samples: Sequence[TrainSample], count: int, seed: int) -> list[list[TrainSample]]:
+    """Split the samples into `count` parts. They are shuffled by `seed` and cut into lengths that differ by at most
+    one, like TRL's generation batches. Within a part samples keep their order, so samples of one prompt stay adjacent.
+    Fewer samples than `count` give fewer parts."""
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(samples), generator=generator).tolist()
+    borders = [len(samples) * i // count for i in range(count + 1)]
+    parts = [sorted(order[start:stop]) for start, stop in itertools.pairwise(borders)]
+    return [[samples[i] for i in part] for part in parts if part]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
@@ -17,6 +17,30 @@ from megagrpo.policy.fp8.tensor import copied
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.model_state import dense_state, load_state, sharded_state
 from megagrpo.types import MicroBatch, RefHead, TopLogprobs, TrainBatch
+
+
+class FrozenModel(Protocol):
+    """A model that scores the tokens of a batch and that no optimizer step changes.
+
+    `Reference` runs through the policy's own modules. A model of another architecture, or one behind a
+    server, can implement the same methods; its vocabulary must be the policy's.
+
+    Every method returns one result per micro-batch: [T] or [T, k], label-aligned, of the distribution at the sampling
+    temperature, 0 where the loss mask is 0. Results exist on all ranks of the last pipeline stage and are None on the
+    others. All ranks of the world call the methods together.
+    """
+
+    def logprobs(self, batch: TrainBatch) -> list[Tensor | None]:
+        """Return the log-probs [T] float32 of every micro-batch's labels."""
+
+    def entropies(self, batch: TrainBatch) -> list[Tensor | None]:
+        """Return the entropies [T] float32 in nats of the distributions of every micro-batch's labels."""
+
+    def top_logprobs(self, batch: TrainBatch, k: int) -> list[TopLogprobs | None]:
+        """Return the k largest log-probs [T, k] float32 over the whole vocabulary, and their token ids."""
+
+    def annotate(self, batch: TrainBatch) -> TrainBatch:
+        """Return the batch with the inputs of its KL term (`StepTerms.ref_logprobs` or `StepTerms.ref_head`)."""
 
 
 class Reference:

@@ -14,8 +14,7 @@ from megagrpo.algorithms.advantages import advantages_of, charged_kl, less_kl, t
 from megagrpo.algorithms.entropy import adapt_bonus, bonus_coefficient
 from megagrpo.algorithms.reductions import denominator
 from megagrpo.config import RunConfig
-from megagrpo.data.packing import pack, packing_rules
-from megagrpo.data.sample_slices import slices
+from megagrpo.data.packing import pack, packing_rules, slices
 from megagrpo.engine.protocol import derive_seed
 from megagrpo.models.bridge.adapter_files import fill_adapters
 from megagrpo.models.bridge.load import load_hf
@@ -25,9 +24,8 @@ from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.progress_hook import Progress
 from megagrpo.policy.finite import NonFiniteError
-from megagrpo.policy.frozen_model import FrozenModel
 from megagrpo.policy.megatron_policy import MegatronPolicy
-from megagrpo.policy.reference import Reference, kl_by_sample
+from megagrpo.policy.reference import FrozenModel, Reference, kl_by_sample
 from megagrpo.policy.step_terms import add_step_terms
 from megagrpo.records.metrics import values_of
 from megagrpo.records.recorder import Recorder, Update

@@ -1,4 +1,4 @@
-"""What a run does around its steps, and the ways in which it ends."""
+"""What a run does around its steps, evaluations among it, and the ways in which it ends."""
 
 from __future__ import annotations
 
@@ -7,21 +7,54 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from megagrpo.config import RunSection
+from megagrpo.config import EvaluationSection, RunSection
 from megagrpo.engine.protocol import EngineError
 from megagrpo.platform.parallel.agree import RankError, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.trainer.alarms import Alarms, BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError, Callbacks
-from megagrpo.trainer.evaluations import Evaluations
+from megagrpo.trainer.evaluation.sets import HeldOut, evaluate
 from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.recording import Records
-from megagrpo.trainer.rollout.collector import NoRollouts, StopRequested
+from megagrpo.trainer.rollout.collector import Collector, NoRollouts, StopRequested
 from megagrpo.trainer.rollout.groups import Rollouts
 from megagrpo.trainer.run_inputs import Inputs
 from megagrpo.trainer.saves import Saves
 from megagrpo.trainer.time_limit import OUT_OF_TIME
 from megagrpo.types import TrainState
+
+
+@dataclass
+class Evaluations:
+    """Scores responses to the held-out prompts. All methods are collective."""
+
+    held_out: list[HeldOut]
+    section: EvaluationSection
+    run: RunSection
+    state: TrainState
+    collector: Collector
+    turns: GpuTurns
+    records: Records
+    callbacks: Callbacks
+    saves: Saves
+
+    def evaluate_if_due(self) -> None:
+        """Evaluate before the first step, after the last and every `evaluation.steps`, once for each of these steps."""
+        step, every = self.state.step, self.section.steps
+        due = step in (0, self.run.num_steps) or (every and step % every == 0)
+        if due and self.held_out and self.state.evaluated != step:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Evaluate every set. With `evaluation.keep_best`, save a checkpoint when the result is the best so far."""
+        self.records.phases.about = "evaluation: "
+        with self.turns.generating():
+            metrics = evaluate(self.held_out, self.collector.collect, self.run.seed)
+        self.records.writer.evaluation(self.state.step, metrics)
+        self.state.evaluated = self.state.step
+        self.callbacks.evaluated(metrics)
+        if self.section.keep_best is not None:
+            self.saves.save_if_best(self.section.keep_best, metrics)
 
 
 @dataclass

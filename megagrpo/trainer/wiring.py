@@ -1,4 +1,4 @@
-"""Wiring: builds the `Trainer` of a run from its config. Each part is built by a function in a file of its own."""
+"""Wiring: builds the `Trainer` of a run from its config. `make_` functions build its parts, most in the part's file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from megagrpo.config import RunConfig
+from megagrpo.engine.client import VllmEngine
 from megagrpo.engine.servers.serving import offloads
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.optimizer import apex_note
@@ -16,11 +17,13 @@ from megagrpo.trainer.engine_side import as_config_errors, connect, start_server
 from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.learning import Learning, load_policy
 from megagrpo.trainer.lifecycle import make_lifecycle
-from megagrpo.trainer.recording import make_records, open_journal
-from megagrpo.trainer.run_inputs import read_inputs
+from megagrpo.trainer.recording import Journal, make_records, open_journal
+from megagrpo.trainer.rollout.async_rollouts import AsyncPool
+from megagrpo.trainer.rollout.collector import Collector, sampling_params
+from megagrpo.trainer.rollout.groups import Rollouts
+from megagrpo.trainer.run_inputs import Inputs, read_inputs
 from megagrpo.trainer.saves import Saves
 from megagrpo.trainer.state_offload import NoOffload, Offload
-from megagrpo.trainer.step_rollouts import make_rollouts
 from megagrpo.trainer.syncing import Syncing
 from megagrpo.trainer.time_limit import TimeLimit
 from megagrpo.trainer.trainer import Trainer
@@ -66,3 +69,24 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     if folder.resume_from is not None:
         saves.restore(folder.resume_from)
     return Trainer(config, state, turns, rollouts, learning, syncing, records, lifecycle)
+
+
+def make_rollouts(
+    inputs: Inputs,
+    engine: VllmEngine | None,
+    layout: Layout,
+    state: TrainState,
+    journal: Journal,
+    resources: ExitStack,
+) -> Rollouts:
+    """Return what draws the rollouts of each step: on demand, as conversations, or ahead with
+    `rollout.max_staleness`."""
+    config, data, pool = inputs.config, inputs.data, None
+    rollout = config.rollout
+    if engine is not None and data.rewards is not None and rollout.max_staleness:
+        pool = AsyncPool(engine, data.rewards, rollout.max_staleness, rollout.straggler_seconds)
+        resources.enter_context(pool)
+    generator = data.dialogues.wrap(engine) if data.dialogues and engine else engine
+    collector = Collector(layout, generator, data.rewards, journal.phases, pool)
+    sampling = sampling_params(rollout, data.tokenizer.eos_token_ids)
+    return Rollouts(config, data.prompts, collector, sampling, state, journal.writer.message)

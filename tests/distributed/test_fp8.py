@@ -12,9 +12,8 @@ from tiny_policy import SHAPES, Case, tiny_run
 from megagrpo.config import ParallelSection
 from megagrpo.data.packing import pack, packing_rules
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.policy.fp8.current_scaling import CurrentScaling
 from megagrpo.policy.fp8.fp8_settings import Fp8
-from megagrpo.policy.fp8.products import Product, Quantised
+from megagrpo.policy.fp8.products import CurrentScaling, Product, Quantised
 from megagrpo.policy.fp8.rounding import E4M3, E5M2, round_to
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.proof.verify.shrink import plainly, random_samples, shrink_model

@@ -17,10 +17,10 @@ from megagrpo.models.bridge.megatron_io import load_model, model_state
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.policy.device_checks import check_device
 from megagrpo.policy.finite import bad_weight
-from megagrpo.policy.fp8.current_scaling import CurrentScaling
 from megagrpo.policy.fp8.fp8_export import write
 from megagrpo.policy.fp8.fp8_settings import Fp8
 from megagrpo.policy.fp8.masters import unrounded
+from megagrpo.policy.fp8.products import CurrentScaling
 from megagrpo.policy.fp8.rounding import E4M3, round_to
 from megagrpo.policy.fp8.tensor import dense, is_fp8
 from megagrpo.policy.megatron_policy import MegatronPolicy

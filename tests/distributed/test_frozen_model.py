@@ -7,10 +7,9 @@ from ranks import run_ranks
 from tiny_policy import Case, tiny_model, tiny_run
 
 from megagrpo.platform.parallel.layout import init_layout
-from megagrpo.policy.frozen_model import FrozenModel
 from megagrpo.policy.lm_head.task import HeadTask
 from megagrpo.policy.lm_head.top_logprobs import top_logprobs
-from megagrpo.policy.reference import Reference
+from megagrpo.policy.reference import FrozenModel, Reference
 from megagrpo.proof.verify.shrink import random_samples
 from megagrpo.proof.verify.verified_step import prepare
 

@@ -17,10 +17,9 @@ from megagrpo.records.recorder import Recorder, Recorders
 from megagrpo.records.writer import MetricsWriter
 from megagrpo.trainer.alarms import Alarms
 from megagrpo.trainer.callbacks import Callbacks
-from megagrpo.trainer.evaluations import Evaluations
 from megagrpo.trainer.gpu_turns import GpuTurns
 from megagrpo.trainer.learning import Learning
-from megagrpo.trainer.lifecycle import Lifecycle
+from megagrpo.trainer.lifecycle import Evaluations, Lifecycle
 from megagrpo.trainer.recording import Records
 from megagrpo.trainer.rollout.collector import sampling_params
 from megagrpo.trainer.rollout.groups import Rollouts

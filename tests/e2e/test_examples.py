@@ -16,7 +16,7 @@ from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 
 from megagrpo.config.io import shipped_configs
-from megagrpo.engine.servers.ports import free_ports
+from megagrpo.engine.servers.launcher import free_ports
 from tests.e2e import world
 from tests.unit.rewards.reward_services import make_model
 

@@ -15,8 +15,7 @@ import torch
 from ranks import run_ranks
 
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.servers.launcher import healthy
-from megagrpo.engine.servers.ports import free_ports
+from megagrpo.engine.servers.launcher import free_ports, healthy
 from tests.e2e.test_push_to_vllm import push_from_megatron
 from tests.e2e.tiny_servers import PROMPTS, below, greedy, model_folder, naive_logprobs, weights
 from tests.e2e.world import alive, wait_for

@@ -15,9 +15,8 @@ from tiny_policy import MORE_SHAPES, SHAPES, tiny_run
 from megagrpo.config import ParallelSection
 from megagrpo.models.families.architecture import HfConfig
 from megagrpo.platform import device
-from megagrpo.policy.fp8.current_scaling import CurrentScaling
 from megagrpo.policy.fp8.fp8_settings import Fp8
-from megagrpo.policy.fp8.products import Product
+from megagrpo.policy.fp8.products import CurrentScaling, Product
 from megagrpo.proof.verify.shrink import random_samples, shrink_model
 from megagrpo.proof.verify.verified_step import Outcome, take_step
 from megagrpo.proof.verify.verify_compare import distances, silent_tensors

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import itertools
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,7 +31,6 @@ from megagrpo.engine.servers import early_start
 from megagrpo.engine.servers.command_line import server_command, server_environment
 from megagrpo.engine.servers.followers import Followers, PartFault
 from megagrpo.engine.servers.options import NodePorts, ServerNode, ServerOptions
-from megagrpo.engine.servers.ports import check_port, free_ports, is_free
 from megagrpo.engine.servers.supervisor import ENGINE_ENDED, SERVER_GRACE_SECONDS, give, supervise
 from megagrpo.platform.process.loopback import LOOPBACK_ADDRESS
 from megagrpo.platform.process.progress_hook import SILENT, Progress
@@ -341,3 +343,43 @@ def healthy(url: str) -> bool:
         return httpx.get(f"{url}/health", timeout=5, trust_env=False, verify=CERTIFICATES).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+PORTS = range(15_000, 30_000)  # ports of servers when rollout.port is 0
+
+
+def free_ports(host: str, count: int) -> list[int]:
+    """Return ports that nothing listens on now. All are below 32768, from where the kernel assigns ports to outgoing
+    connections of other programs, so no such connection takes one before the server listens. Raises EngineStartError
+    when fewer than `count` ports are free, or when this machine does not have the address."""
+    tried = random.SystemRandom().sample(PORTS, len(PORTS))
+    ports = list(itertools.islice((port for port in tried if is_free(host, port)), count))
+    if len(ports) < count:
+        raise EngineStartError(
+            f"rollout.port: {count} free ports needed on {host}, {len(ports)} found ({_bind_error(host, tried[0])})"
+        )
+    return ports
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen on this port now."""
+    return _bind_error(host, port) is None
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise EngineStartError when no server could listen on this port now."""
+    if error := _bind_error(host, port):
+        raise EngineStartError(
+            f"rollout.port: {port} cannot be used on {host} ({error.strerror}); name another, or 0 to pick a free one"
+        ) from error
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
+    """Try to bind the address. Returns the error, or None when a server could listen there."""
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError as error:
+            return error
+    return None

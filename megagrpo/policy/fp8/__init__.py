@@ -4,9 +4,9 @@
 2. `rounding`: the arithmetic. A matrix becomes tiles, a tile gets a scale, and its elements become FP8 numbers.
 3. `tensor`: a weight stored as FP8 numbers and scales (`model.fp8_param`), and functions that read any weight, FP8 or
    not.
-4. `products`: a linear rounds its operands and multiplies them, in the forward and the backward pass.
-5. `current_scaling`, `delayed_scaling`: where an operand's scale comes from: the tensor itself, or the amaxes of
-   earlier micro-batches, max-reduced over the ranks that share the stage.
+4. `products`: a linear rounds its operands and multiplies them, in the forward and the backward pass. An operand's
+   scale comes from the tensor itself (`CurrentScaling`),
+5. `delayed_scaling`: or from the amaxes of earlier micro-batches, max-reduced over the ranks that share the stage.
 6. `masters`: after the optimizer's step the FP8 weights are rounded from their float32 masters. Scales are max-reduced
    over the ranks that shard the masters.
 7. `fp8_export`: dense reads and writes of an FP8 weight, for code that slices tensors: loading, checkpoints and weight

@@ -1,15 +1,17 @@
-"""The arguments of a pass over an LM head's tokens, shared by the chunked pass in torch and the fused one in Triton."""
+"""The arguments of a pass over an LM head's tokens, shared by the chunked pass in torch and the fused one in Triton;
+and the gradient of a loss with respect to the head's outputs, computed before the backward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megagrpo.policy.lm_head.vocab_shard import VocabShard
-from megagrpo.types import NO_TRUNCATION, RefHead, Truncation
+from megagrpo.types import NO_TRUNCATION, LossFn, LossInputs, MicroBatch, RefHead, Truncation
 
 LOGPROBS, ENTROPY, KL = range(3)  # indices of the outputs
 DIRECTIONS = ("forward", "reverse")
@@ -71,3 +73,22 @@ class HeadTask:
     def num_results(self) -> int:
         """Number of values per token: outputs, log-normaliser per model and, if truncated, the smallest kept logit."""
         return 2 * self.num_outputs - 1 + bool(self.truncation)
+
+
+@torch.enable_grad()
+def loss_gradients(
+    loss_fn: LossFn, denominator: int, micro_batch: MicroBatch, positions: Tensor, rows: slice, *outputs: Tensor
+) -> tuple[Tensor, ...]:
+    """Return d (loss / denominator) / d (logprobs, entropy, kl) [n] float32 at tokens `positions[rows]`, from their
+    values `outputs` [n], before the backward pass.
+
+    `positions` [N] int64 are the loss tokens in the pack. Entropy is included only with `entropy_weights`, KL only with
+    a reference head. Only for losses whose gradient at a token depends on that token alone.
+    """
+    leaves = [
+        row.new_zeros(micro_batch.num_tokens).index_copy(0, positions[rows], row).requires_grad_() for row in outputs
+    ]
+    logprobs, *others = leaves
+    entropy = others.pop(0) if micro_batch.terms.entropy_weights is not None else torch.zeros_like(logprobs)
+    share = loss_fn(LossInputs(logprobs, entropy, micro_batch, *others)).numerator / denominator
+    return tuple(gradient[positions[rows]] for gradient in torch.autograd.grad(share, leaves, materialize_grads=True))

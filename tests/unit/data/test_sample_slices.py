@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megagrpo.data.sample_slices import slices
+from megagrpo.data.packing import slices
 from megagrpo.types import TrainSample
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from megagrpo.config import load_config
 from megagrpo.trainer.alarms import always_raising, mismatch_limit, mismatch_warning
-from megagrpo.trainer.evaluations import Evaluations
+from megagrpo.trainer.lifecycle import Evaluations
 from megagrpo.types import TrainState
 
 CONFIG = Path(__file__).parents[3] / "configs" / "quickstart.yaml"

@@ -11,8 +11,7 @@ import pytest
 
 from megagrpo.config import ConfigError, ProblemError, load_config
 from megagrpo.config.tracker_options import TRACKER_PACKAGES
-from megagrpo.records.sinks.find_trackers import CLASSES, check_trackers, unused_options
-from megagrpo.records.sinks.user_sink import SINK_METHODS
+from megagrpo.records.sinks.find_trackers import CLASSES, SINK_METHODS, check_trackers, unused_options
 from tests.unit.records.sinks.tracked import CONFIG, write
 
 PAGE = (Path(__file__).parents[4] / "docs" / "trackers.md").read_text()
