@@ -79,7 +79,9 @@ def pair(config: RunConfig, scratch: Path, trains: bool, offloads: bool = False)
         launcher = resources.enter_context(make_launcher(config, folder, scratch, engine_dtype, num_ranks=1))
         launcher.start()
         urls = launcher.wait(lambda text: print(text, flush=True))
-        options = dict(sleeps=servers_sleep(config), refills=kind.refills, token=launcher.token, logs=launcher.logs)
+        options = dict(
+            sleeps=servers_sleep(config.rollout), refills=kind.refills, token=launcher.token, logs=launcher.logs
+        )
         engine = VllmEngine(urls, lambda ids: "", max_num_seqs=config.rollout.max_num_seqs, **options)
         started_gib = used_gib() - own_gib() - base_gib
         engine.sleep()

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
     config = load(options)
     with reported_errors(options.urls):
-        token, place = check_inputs(config, options.head, options.node)
+        token, place = check_inputs(config.rollout, config.model.path, options.head, options.node)
         with without_garbage_collection():
             from megagrpo.engine.servers.remote import serve
         return serve(config, options.urls, options.logs, options.reach, options.first_gpu, token, place)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from megagrpo.config.paths import is_user_code
@@ -88,7 +88,7 @@ def missing_package(name: str) -> str:
     )
 
 
-def tracker_notes(config: RunConfig) -> list[Problem]:
-    """Return trackers whose packages are not installed on this machine; the run's machine may differ."""
-    found = [(index, name) for index, name in enumerate(config.run.trackers) if name in TRACKER_PACKAGES]
+def tracker_notes(trackers: Sequence[str]) -> list[Problem]:
+    """Return the `run.trackers` whose packages are not installed on this machine; the run's machine may differ."""
+    found = [(index, name) for index, name in enumerate(trackers) if name in TRACKER_PACKAGES]
     return [Problem((f"run.trackers.{index}",), why) for index, name in found if (why := missing_package(name))]

@@ -34,7 +34,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megagrpo.config import RunConfig
 from megagrpo.models.bridge.hf_export import save_hf
 from megagrpo.models.bridge.optimizer_sample import Read, sample
 from megagrpo.platform.parallel.agree import run_and_agree
@@ -61,7 +60,6 @@ class StepDumps(Recorder):
 
     def __init__(
         self,
-        config: RunConfig,
         policy: MegatronPolicy,
         folder: Path,
         model_folder: Path,
@@ -70,7 +68,7 @@ class StepDumps(Recorder):
         reference_folder: Path | None = None,
     ):
         """`reference_folder` holds the reference's first weights; None means the model's."""
-        self._config, self._policy, self._layout = config, policy, policy.layout
+        self._config, self._policy, self._layout = policy.config, policy, policy.layout
         self._reference, self._reference_folder = reference, reference_folder or model_folder
         self._folder, self._model_folder, self._say = folder, model_folder, say
         self._step = 0  # step that is being dumped; 0: none

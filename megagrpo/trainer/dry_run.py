@@ -66,7 +66,7 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
     result = DryRun(config.parallel.smallest_world)
     result.add(*plan(config, result.ranks).problems)
     with Collecting(result):
-        check_trackers(config)
+        check_trackers(config.run.trackers)
     with ExitStack() as resources:
         tools: Sequence[dict[str, Any]] = ()
         loaded: list[Tokenizer] = []

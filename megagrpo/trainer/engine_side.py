@@ -91,7 +91,8 @@ def start_servers(
     put to sleep, others load while the policy builds. Collective. Raises ConfigError when they cannot start."""
     launcher, first, on_nodes = None, layout.world_rank == 0, None
     moved = None if config.rollout.urls else MovedServers(run_folder / "moved_servers.json")
-    sleep, dtype = servers_sleep(config), engine_dtype(config)
+    sleep = servers_sleep(config.rollout)
+    dtype = engine_dtype(config.rollout.quantization, config.model.precision)
     of_ranks = node_of_each_rank(config.rollout, config.run.nodes, layout)
     if len(set(of_ranks)) > 1:
         with as_config_errors():

@@ -103,7 +103,7 @@ def make_records(
     """Make the recorders of the run, and the clocks and profiles of its policy's phases."""
     folder, writer = journal.folder.path, journal.writer
     weights = model.folder, writer.message, reference, model.reference_folder
-    dumps = StepDumps(config, policy, folder / "dumps", *weights)
+    dumps = StepDumps(policy, folder / "dumps", *weights)
     speed = make_speed(policy, config.rollout, config.run.peak_tflops, config.lora.enabled)
     profiler = Profiler(config.run.profile, folder, policy.layout.world_rank, writer.message)
     policy.phases, journal.phases.mark = journal.phases, profiler.mark

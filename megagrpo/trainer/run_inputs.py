@@ -76,7 +76,7 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     ENVIRONMENT.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
     loss_fn = run_own_and_agree(layout, lambda: make_loss(config.algorithm))
     callbacks = run_own_and_agree(layout, lambda: load_callbacks(config.run.callbacks), here=first)
-    run_own_and_agree(layout, lambda: check_trackers(config), here=first)
+    run_own_and_agree(layout, lambda: check_trackers(config.run.trackers), here=first)
     check_profile(config.run.profile, device.has_gpu())
     model_folder = resolve_model(config.model.path)
     hf_config = load_hf_config(model_folder)

@@ -47,7 +47,7 @@ def build(config: RunConfig, base_folder: Path, layout: Layout, resources: ExitS
     engine, weight_sync = connect(servers, config, layout, data.tokenizer.decode, say, resources)
     rollouts = make_rollouts(inputs, engine, layout, state, journal, resources)
     collector = rollouts.collector
-    offload = Offload(policy, reference) if offloads(config) else NoOffload()
+    offload = Offload(policy, reference) if offloads(config.rollout, config.train.offload) else NoOffload()
     first_engine = engine if layout.world_rank == 0 else None
     turns = GpuTurns(layout, first_engine, servers.sleep, offload, collector.stop_if_requested, phases)
     records = make_records(config, journal, model, policy, reference, collector.pool)

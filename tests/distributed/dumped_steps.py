@@ -84,7 +84,7 @@ def dump_step(config: RunConfig, layout: Layout, model: Path, run: Path, steps: 
     )
     batch = Reference(policy).annotate(batch) if algorithm.beta else batch
     divisor = denominator(batch, algorithm.loss.average, config.rollout.max_completion_length)
-    dumps = StepDumps(config, policy, run / "dumps", model, said.append)
+    dumps = StepDumps(policy, run / "dumps", model, said.append)
     for step in steps:
         if algorithm.num_iterations > 1:
             batch = batch.with_terms(old_logprobs=policy.logprobs(batch))

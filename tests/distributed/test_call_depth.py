@@ -29,7 +29,7 @@ def build(config, folder, layout, resources) -> Trainer:
     policy = MegatronPolicy(config, layout, hf_config)
     fill_weights(policy, hf_config, layout)
     policy.weights_changed()
-    dumps = StepDumps(config, policy, folder / "dumps", folder, print)
+    dumps = StepDumps(policy, folder / "dumps", folder, print)
     saver = Checkpointer(folder / "checkpoints", layout, policy, 1, folder)
     return trainer_alone(config, policy, None, folder, [dumps], saver)
 

@@ -64,7 +64,7 @@ class Training:
         self.loss, self.said = make_loss(settings.algorithm), Messages()
         writer = MetricsWriter.silent()
         writer._sinks["messages"] = self.said
-        dumps = StepDumps(settings, self.policy, Path("unused"), Path("unused"), writer.message)
+        dumps = StepDumps(self.policy, Path("unused"), Path("unused"), writer.message)
         limits = settings.rollout, settings.train.max_skipped_steps
         self.alarms = Alarms(*limits, TrainState(), layout, "float32", False, "\n".join, writer.message)
         count_skip, state = self.alarms.count_skip, self.alarms.state

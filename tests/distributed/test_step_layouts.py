@@ -53,7 +53,7 @@ def two_steps(
     load_hf(policy.chunks, hf_config, model, layout)
     policy.weights_changed()
     reference, metrics = Reference(policy), []
-    dumps = StepDumps(config, policy, run / "dumps", model, lambda text: None, reference)
+    dumps = StepDumps(policy, run / "dumps", model, lambda text: None, reference)
     tokens = TokenLog(layout, None, logged_groups, config.rollout.num_generations)
     if layout.world_rank == 0:
         tokens.open(run, 0)

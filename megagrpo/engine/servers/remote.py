@@ -111,7 +111,8 @@ def _progress(node: str, stop: threading.Event, text: str) -> None:
 
 
 def _launcher(config: RunConfig, logs: Path, token: str, **fields: Any) -> Launcher:
-    model, dtype = resolve_model(config.model.path), engine_dtype(config)
+    model = resolve_model(config.model.path)
+    dtype = engine_dtype(config.rollout.quantization, config.model.precision)
     return make_launcher(config, model, logs, dtype, token=token, **fields)
 
 

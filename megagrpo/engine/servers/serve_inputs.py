@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megagrpo.config import ConfigError, RunConfig
+from megagrpo.config import ConfigError, RolloutSection
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform.process.access_token import read_token
 from megagrpo.platform.process.atomic_file import write_atomically
@@ -25,17 +25,19 @@ class Place:
     port: int
 
 
-def check_inputs(config: RunConfig, heads: str | None, node: int | None) -> tuple[str, Place | None]:
+def check_inputs(
+    rollout: RolloutSection, model_path: str, heads: str | None, node: int | None
+) -> tuple[str, Place | None]:
     """Return the servers' token, and with `heads` the result of `place_of`. Raises ValueError when there is no token,
-    no model in the folder `model.path`, or `heads` does not fit `rollout.nodes_per_server`."""
-    token = read_token(config.rollout.token_file)
+    no model in the folder `model_path`, or `heads` does not fit `rollout.nodes_per_server`."""
+    token = read_token(rollout.token_file)
     if token is None:
         raise ValueError(
             "rollout.token_file: servers for a remote trainer need its token; `openssl rand -hex 32` makes one"
         )
-    if Path(config.model.path).is_absolute():
-        resolve_model(config.model.path)
-    return token, None if heads is None else place_of(config.rollout.nodes_per_server, heads, node)
+    if Path(model_path).is_absolute():
+        resolve_model(model_path)
+    return token, None if heads is None else place_of(rollout.nodes_per_server, heads, node)
 
 
 def place_of(count: int, heads: str, node: int | None = None) -> Place:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megagrpo.config import ConfigError, RunConfig
+from megagrpo.config import ConfigError, RolloutSection, RunConfig
 from megagrpo.data.tokenizer import Tokenizer
 from megagrpo.engine.access import address_of
 from megagrpo.engine.client import VllmEngine
@@ -50,16 +50,16 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def engine_dtype(config: RunConfig, trained: torch.dtype | None = None) -> str:
+def engine_dtype(quantization: str, precision: str, trained: torch.dtype | None = None) -> str:
     """Return vLLM's name for the servers' compute dtype, which is also the dtype of synced weights. It is bfloat16 with
     quantization, because vLLM quantizes 16-bit models only.
 
-    `trained` is the dtype in which a run, on any machine, trained the weights; `model.precision: auto` means it.
+    `trained` is the dtype in which a run, on any machine, trained the weights; the `precision` "auto" means it.
     """
-    if config.rollout.quantization != "none":
+    if quantization != "none":
         return name_of(torch.bfloat16)
-    of_run = trained if config.model.precision == "auto" else None
-    return name_of(device.engine_precision(of_run or device.resolve_precision(config.model.precision)))
+    of_run = trained if precision == "auto" else None
+    return name_of(device.engine_precision(of_run or device.resolve_precision(precision)))
 
 
 def make_launcher(
@@ -85,7 +85,7 @@ def make_launcher(
     """
     r = config.rollout
     gpus = device.visible_gpus()
-    _check_place(config, model_folder, gpus is None, fields.get("node"))
+    _check_place(r, model_folder, gpus is None, fields.get("node"))
     if gpus is not None and r.placed == "dedicated":
         gpus = gpus[num_ranks:]
     if "host" not in fields:
@@ -96,9 +96,8 @@ def make_launcher(
     return Launcher(options, log_folder, devices=gpus, token=token or secrets.token_urlsafe(32), **fields)
 
 
-def _check_place(config: RunConfig, model_folder: Path, on_cpu: bool, node: ServerNode | None) -> None:
+def _check_place(r: RolloutSection, model_folder: Path, on_cpu: bool, node: ServerNode | None) -> None:
     """Raise ValueError for servers on several nodes without this host's `node`, or quantized ones without a GPU."""
-    r = config.rollout
     if r.nodes_per_server > 1 and node is None:
         raise ValueError(
             f"rollout.nodes_per_server: {r.nodes_per_server}, but this command starts servers on this host only; start "
@@ -134,7 +133,7 @@ def _options(
         gpu_memory_utilization=r.gpu_memory_utilization,
         enforce_eager=r.enforce_eager,
         deterministic=config.run.deterministic,
-        sleep_mode=servers_sleep(config) and beside_ranks,
+        sleep_mode=servers_sleep(r) and beside_ranks,
         lora_rank=config.lora.rank if config.lora.syncs_adapters and adapter is None else 0,
         tool_parser=config.multi_turn.vllm_parser,
         finds_text=bool(r.stop),
@@ -152,14 +151,14 @@ def _check_quantization(quantization: str, model_folder: Path) -> None:
         raise ValueError(f"{key} needs a GPU in vLLM, and this machine has none; set it to {' or '.join(usable)}")
 
 
-def servers_sleep(config: RunConfig) -> bool:
+def servers_sleep(rollout: RolloutSection) -> bool:
     """Whether the servers of a training run release their GPU memory while the trainer trains."""
-    return config.rollout.placed == "colocated" and device.has_gpu()
+    return rollout.placed == "colocated" and device.has_gpu()
 
 
-def offloads(config: RunConfig) -> bool:
-    """Whether the trainer moves its state off the GPU while the run's servers generate."""
-    return servers_sleep(config) if config.train.offload is None else config.train.offload
+def offloads(rollout: RolloutSection, offload: bool | None) -> bool:
+    """Whether the trainer moves its state off the GPU while the run's servers generate: `train.offload`, if set."""
+    return servers_sleep(rollout) if offload is None else offload
 
 
 def adapter_arguments(adapter: Path | None) -> list[str]:
@@ -194,17 +193,18 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
     folder, or a PEFT folder. A checkpoint with full weights is first exported into `scratch` by a separate process.
     Raises ValueError when it does not exist or cannot be exported.
     """
+    of_run = config.rollout.quantization, config.model.precision
     if checkpoint is None:
-        return Weights(resolve_model(config.model.path), None, engine_dtype(config))
+        return Weights(resolve_model(config.model.path), None, engine_dtype(*of_run))
     try:
         path = named_checkpoint(Path(config.run.output_dir) / config.run.name, checkpoint)
     except ValueError as error:
         raise ValueError(f"--checkpoint: {error}") from None
     for adapter in (path, path / ADAPTER_FILES):
         if (adapter / CONFIG).is_file():
-            return Weights(resolve_model(config.model.path), adapter, engine_dtype(config, _dtype_of_adapter(adapter)))
+            return Weights(resolve_model(config.model.path), adapter, engine_dtype(*of_run, _dtype_of_adapter(adapter)))
     if (path / "config.json").is_file():
-        return Weights(path, None, engine_dtype(config))
+        return Weights(path, None, engine_dtype(*of_run))
     if why := why_no_checkpoint(path):
         raise ValueError(f"--checkpoint: {path} {why}")
     if not (path / STATE_FILE).is_file():
@@ -214,7 +214,7 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
         )
     try:
         trained = StoredTensors(path).dtype(EMBEDDING)
-        dtype = engine_dtype(config, trained)
+        dtype = engine_dtype(*of_run, trained)
         if narrows(trained, getattr(torch, dtype)):
             cause = "rollout.quantization" if config.rollout.quantization != "none" else "model.precision"
             say(f"{path}: trained in {name_of(trained)}, served in {dtype} ({cause})")

@@ -140,7 +140,7 @@ def plan(
     problems += [] if gpu_memory_gb is None else plan_problems.transport_problems(config)
     if host_memory_gb is not None and gpu_memory_gb is None:
         problems += plan_problems.cache_problems(config, host_memory_gb)
-    notes = [*plan_problems.layout_notes(config, world_size), *tracker_notes(config)]
+    notes = [*plan_problems.layout_notes(config, world_size), *tracker_notes(config.run.trackers)]
     notes += data_notes(config) if has_data else []
     dp = max(1, world_size // config.parallel.model_parallel_size)
     rows = [

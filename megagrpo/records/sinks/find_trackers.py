@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
-from megagrpo.config import Problem, ProblemError, RunConfig, RunSection
+from megagrpo.config import Problem, ProblemError, RunSection
 from megagrpo.config.tracker_options import missing_package, tracker_notes
 from megagrpo.platform.process import user_code
 from megagrpo.records.completions import Row
@@ -26,10 +26,10 @@ def make_sink(name: str, run: TrackedRun) -> Sink:
     return sink
 
 
-def check_trackers(config: RunConfig) -> None:
+def check_trackers(trackers: Sequence[str]) -> None:
     """Import the user's classes, and look for the others' packages. Raises ProblemError with every unusable tracker."""
-    problems = tracker_notes(config)
-    for index, name in enumerate(config.run.trackers):
+    problems = tracker_notes(trackers)
+    for index, name in enumerate(trackers):
         try:
             if name not in CLASSES:
                 load_class(name)

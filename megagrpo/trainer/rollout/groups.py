@@ -52,12 +52,13 @@ class Rollouts:
             for name, value in counted.items():
                 counters[name] += value
 
+        by_function = algorithm.multi_objective_aggregation != "sum_then_normalize"
         collect(wanted)
-        rounds, useful = 0, useful_groups(drawn, self.config)
+        rounds, useful = 0, useful_groups(drawn, group, by_function)
         while algorithm.dynamic_sample and len(useful) < wanted and rounds < algorithm.max_resample_times:
             rounds += 1
             collect(redraw_size(wanted, len(useful), len(drawn) // group), rounds)
-            useful = useful_groups(drawn, self.config)
+            useful = useful_groups(drawn, group, by_function)
         counters |= self.prompts.learn(pass_rates(drawn, self.config.data.curriculum_pass_reward))
         self._ask_ahead(step + 1, rollout.max_staleness)
         scored = drawn
@@ -112,15 +113,10 @@ class Rollouts:
             self.collector.ask(coming, rollout.num_generations, self.sampling, seed, step + i)
 
 
-def useful_groups(scored: Sequence[ScoredRollout], config: RunConfig) -> list[Group]:
-    """Return the groups whose rewards differ, in the order of drawing."""
-    groups = batched(scored, config.rollout.num_generations)
-    by_function = config.algorithm.multi_objective_aggregation != "sum_then_normalize"
-    return [
-        members
-        for members, flat in zip(groups, flat_groups(scored, config.rollout.num_generations, by_function), strict=True)
-        if not flat
-    ]
+def useful_groups(scored: Sequence[ScoredRollout], num_generations: int, by_function: bool) -> list[Group]:
+    """Return the groups whose rewards differ, with `by_function` those of any function, in the order of drawing."""
+    flat_of = flat_groups(scored, num_generations, by_function)
+    return [members for members, flat in zip(batched(scored, num_generations), flat_of, strict=True) if not flat]
 
 
 def redraw_size(wanted: int, useful: int, drawn: int) -> int:

@@ -243,9 +243,10 @@ def test_servers_get_the_gpus_of_their_placement_and_sleep_where_they_share_them
     assert launcher.devices == gpus and ("--enable-sleep-mode" in launcher._command(8000)) == sleeps
     assert (
         launcher._environment(1)["CUDA_VISIBLE_DEVICES"] == gpus[1]
-        and serving.servers_sleep(two) == serving.offloads(two) == sleeps
+        and serving.servers_sleep(two.rollout) == serving.offloads(two.rollout, None) == sleeps
     )
-    assert serving.offloads(config("train.offload=true")) and not serving.offloads(config("train.offload=false"))
+    for offload in (True, False):
+        assert serving.offloads(two.rollout, config(f"train.offload={offload}".lower()).train.offload) is offload
 
 
 def test_dedicated_servers_without_gpus_left_are_refused(monkeypatch, tmp_path):

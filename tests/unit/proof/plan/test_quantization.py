@@ -28,7 +28,8 @@ def config(kind="fp8_per_channel", *overrides):
 
 def launched(tmp_path, config, **options):
     """The command line of the first server."""
-    return serving.make_launcher(config, tmp_path, tmp_path, serving.engine_dtype(config), **options)._command(8000)
+    dtype = serving.engine_dtype(config.rollout.quantization, config.model.precision)
+    return serving.make_launcher(config, tmp_path, tmp_path, dtype, **options)._command(8000)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_file_beside_the_yaml_is_found_from_any_folder(tmp_path):
 def test_a_sink_that_cannot_be_used_is_named_with_its_key_and_its_file(name, said, tmp_path):
     (tmp_path / "sinks.py").write_text(SINKS)
     with pytest.raises(ProblemError, match=re.escape(said)) as raised:
-        check_trackers(config("tensorboard", name.format(tmp_path)))
+        check_trackers(["tensorboard", name.format(tmp_path)])
     assert str(raised.value).startswith(f"run.trackers.1: `{name.format(tmp_path)}` ")
 
 
@@ -121,7 +121,7 @@ def test_a_tracker_without_its_package_is_named_with_the_command_that_installs_i
     )
     said = f"`{name}` needs {', '.join(TRACKER_PACKAGES[name])}, which is not installed: pip install 'megagrpo[{name}]'"
     with pytest.raises(ProblemError, match=re.escape(f"run.trackers.0: {said}")):
-        check_trackers(config(name))
+        check_trackers([name])
     write(tmp_path / "mine", f"run.trackers=[{name}]")  # a package that disappears later does not stop the run
     assert said in capsys.readouterr().err
 
