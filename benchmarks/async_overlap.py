@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megagrpo.config import load_config
-from megagrpo.engine.servers.serving import make_launcher, name_of
+from megagrpo.engine.servers.serving import make_launcher
+from megagrpo.models.bridge.tensor_files import dtype_name
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
 from megagrpo.platform.process.variables import OPENMP, TOKEN_VARIABLE
@@ -103,7 +104,7 @@ def main() -> None:
     parser.add_argument("options", nargs="*", help="more overrides of the config, for all runs: key=value")
     args = parser.parse_args()
     config = load_config(QUICKSTART, args.options)
-    dtype = name_of(device.engine_precision(device.resolve_precision(config.model.precision)))
+    dtype = dtype_name(device.engine_precision(device.resolve_precision(config.model.precision)))
     with tempfile.TemporaryDirectory() as folder:
         cores = os.sched_getaffinity(0)
         os.sched_setaffinity(0, {args.server_core})  # the server inherits it

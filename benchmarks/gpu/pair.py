@@ -12,8 +12,9 @@ from torch import nn
 
 from megagrpo.config import RunConfig, weight_path
 from megagrpo.engine.client import VllmEngine
-from megagrpo.engine.servers.serving import make_launcher, name_of, servers_sleep
+from megagrpo.engine.servers.serving import make_launcher, servers_sleep
 from megagrpo.models.bridge.parameter_blocks import blocks
+from megagrpo.models.bridge.tensor_files import dtype_name
 from megagrpo.models.families.hf_config import HfConfig, load_hf_config
 from megagrpo.platform import device
 from megagrpo.platform.parallel.layout import Layout, init_layout
@@ -69,7 +70,7 @@ def pair(config: RunConfig, scratch: Path, trains: bool, offloads: bool = False)
     folder = Path(config.model.path)
     hf_config = load_hf_config(folder)
     dtype = device.resolve_precision(config.model.precision)
-    engine_dtype = name_of(device.engine_precision(dtype))
+    engine_dtype = dtype_name(device.engine_precision(dtype))
     transport, _ = weight_path(config, device.has_gpu(), one_host=True)
     kind = transport_class(transport)
     with ExitStack() as resources:

@@ -132,7 +132,7 @@ class Checkpointer:
         reference_moved = self.reference is not None and self.reference.moved
         saving = self._saving = _Saving(final, partial_of(final), state, reference_moved)
         with self._all_or_nothing(saving):
-            run_and_agree(self.layout, lambda: self._prepare(saving.partial), here=self.layout.world_rank == 0)
+            on_first_rank(self.layout, lambda: self._prepare(saving.partial))
             self._write_adapter(saving.partial)
             run_own_and_agree(self.layout, lambda: self._write(saving, background))
 
@@ -149,7 +149,7 @@ class Checkpointer:
             parts = run_and_agree(self.layout, write.result)
             waited = time.monotonic()
             run_and_agree(self.layout, write.finish)
-            run_and_agree(self.layout, lambda: self._publish(saving, parts), here=self.layout.world_rank == 0)
+            on_first_rank(self.layout, lambda: self._publish(saving, parts))
         self._saving = None
         self.seconds = write.ended - saving.began + time.monotonic() - waited
         return saving.final

@@ -8,13 +8,12 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megagrpo.models.bridge.adapter_files import ADAPTER_FILES, CONFIG, WEIGHTS
 from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.bridge.megatron_io import HF_FILES, check_is_checkpoint
-from megagrpo.models.bridge.tensor_files import Entry, TensorFile
+from megagrpo.models.bridge.tensor_files import Entry, TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families.hf_config import read_raw_config
 from megagrpo.records.run_files import STATE_FILE
@@ -76,7 +75,7 @@ def _of_megatron(path: Path) -> Contents:
         dtype, pieces = value.properties.dtype, len(value.chunks)
         group = "optimizer" if key.startswith(STATE) else "reference" if key.startswith("reference.") else "weights"
         where = "1 piece" if pieces == 1 else f"{pieces} pieces"
-        rows.append(Row(key, list(value.size), _name(dtype), math.prod(value.size) * dtype.itemsize, group, where))
+        rows.append(Row(key, list(value.size), dtype_name(dtype), math.prod(value.size) * dtype.itemsize, group, where))
     facts = {
         "files": str(len({info.relative_path for info in metadata.storage_data.values()})),
         "objects": str(len(objects)),
@@ -91,11 +90,7 @@ def _of_megatron(path: Path) -> Contents:
 
 
 def _row(name: str, entry: Entry, where: str) -> Row:
-    return Row(name, list(entry.shape), _name(entry.dtype), entry.nbytes, "weights", where)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return Row(name, list(entry.shape), dtype_name(entry.dtype), entry.nbytes, "weights", where)
 
 
 def _facts_of_model(folder: Path) -> dict[str, str]:

@@ -36,7 +36,8 @@ from torch import Tensor
 
 from megagrpo.models.bridge.hf_export import save_hf
 from megagrpo.models.bridge.optimizer_sample import Read, sample
-from megagrpo.platform.parallel.agree import run_and_agree
+from megagrpo.models.bridge.tensor_files import dtype_name
+from megagrpo.platform.parallel.agree import on_first_rank
 from megagrpo.platform.process.removal import remove
 from megagrpo.policy.megatron_policy import MegatronPolicy
 from megagrpo.policy.optimizer import moments_of
@@ -80,7 +81,7 @@ class StepDumps(Recorder):
         """Start a dump if the step is to be dumped."""
         self._step, self._updates = (rollouts.step if rollouts.step in self._config.debug.dump_steps else 0), []
         if self._step:
-            cleared = self._attempt(lambda: run_and_agree(self._layout, self._clear, here=self._layout.world_rank == 0))
+            cleared = self._attempt(lambda: on_first_rank(self._layout, self._clear))
             if cleared and self._reference is not None and self._reference.moved:
                 with self._reference.in_place():
                     self._attempt(lambda: self._save("reference"))
@@ -111,8 +112,7 @@ class StepDumps(Recorder):
     def trained(self, rollouts: TrainedRollouts) -> None:
         """Write the rollouts and publish the dump under its final name."""
         if self._step:
-            here = self._layout.world_rank == 0
-            if self._attempt(lambda: run_and_agree(self._layout, lambda: self._publish(rollouts), here)):
+            if self._attempt(lambda: on_first_rank(self._layout, lambda: self._publish(rollouts))):
                 self._say(f"dump {self._final}")
         self._step = 0
 
@@ -159,9 +159,7 @@ class StepDumps(Recorder):
         everyone = [rows for of_rank in self._layout.all_gather_objects(mine) for rows in of_rank]
         name = f"update_{len(self._updates)}.safetensors"
         self._updates[-1]["rows"] = name
-        run_and_agree(
-            self._layout, lambda: save_file(merge(everyone), self._partial / name), here=self._layout.world_rank == 0
-        )
+        on_first_rank(self._layout, lambda: save_file(merge(everyone), self._partial / name))
 
     def _look_at_optimizer(self) -> None:
         config = self._config
@@ -183,7 +181,7 @@ class StepDumps(Recorder):
         }
         name = f"optimizer_{len(self._updates)}.safetensors"
         self._updates[-1]["optimizer"] = name
-        run_and_agree(self._layout, lambda: save_file(tables, self._partial / name), here=self._layout.world_rank == 0)
+        on_first_rank(self._layout, lambda: save_file(tables, self._partial / name))
 
     def _sample(self, read: Read) -> Sampled:
         policy = self._policy
@@ -193,7 +191,7 @@ class StepDumps(Recorder):
         config, layout = self._config, self._layout
         contents = {
             "step": self._step,
-            "dtype": str(self._policy.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self._policy.dtype),
             "layout": {axis: getattr(layout, f"{axis}_size") for axis in ("tp", "cp", "pp", "dp", "ep")},
             "versions": package_versions(),
             "model": str(self._model_folder.resolve()),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megagrpo.config import RolloutSection, RunConfig
-from megagrpo.engine.servers.serving import name_of
+from megagrpo.models.bridge.tensor_files import dtype_name
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.policy.finite import NonFiniteError
 from megagrpo.policy.megatron_policy import MegatronPolicy
@@ -104,7 +104,7 @@ def make_alarms(
     say: Callable[[str], None],
 ) -> Alarms:
     """Return the alarms of a run with this policy."""
-    dtype = max(name_of(policy.dtype), engine_dtype, key=tuple(NORMAL).index)
+    dtype = max(dtype_name(policy.dtype), engine_dtype, key=tuple(NORMAL).index)
     of_model = config.model.fp8_recipe, config.model.base_storage
     quantizes = {config.rollout.quantization, *of_model} != {"none"}
     return Alarms(

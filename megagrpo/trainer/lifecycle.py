@@ -6,10 +6,11 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 
 from megagrpo.config import EvaluationSection, RunSection
 from megagrpo.engine.protocol import EngineError
-from megagrpo.platform.parallel.agree import RankError, run_own_and_agree
+from megagrpo.platform.parallel.agree import RankError, on_first_rank
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.trainer.alarms import Alarms, BrokenTraining
 from megagrpo.trainer.callbacks import CallbackError, Callbacks
@@ -147,7 +148,5 @@ def make_lifecycle(
     evaluations = Evaluations(
         inputs.data.held_out, inputs.config.evaluation, run, state, rollouts.collector, turns, records, callbacks, saves
     )
-    check_here = lock.check if layout.world_rank == 0 else lambda: None
-    return Lifecycle(
-        run, state, records, callbacks, alarms, saves, evaluations, lambda: run_own_and_agree(layout, check_here)
-    )
+    check_folder = partial(on_first_rank, layout, lock.check)
+    return Lifecycle(run, state, records, callbacks, alarms, saves, evaluations, check_folder)

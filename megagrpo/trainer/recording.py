@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megagrpo.config import RunConfig
 from megagrpo.data.token_texts import TokenTexts
-from megagrpo.engine.servers.serving import name_of
+from megagrpo.models.bridge.tensor_files import dtype_name
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.phases import Phases
 from megagrpo.platform.process.progress_hook import SILENT, Progress
@@ -67,7 +67,7 @@ class Journal:
 
 def open_journal(inputs: Inputs, layout: Layout, resources: ExitStack) -> Journal:
     """Open the files of the run on rank 0, and print what the run is and the notes. Other ranks write nothing."""
-    config, folder, dtype = inputs.config, inputs.folder, name_of(inputs.model.dtype)
+    config, folder, dtype = inputs.config, inputs.folder, dtype_name(inputs.model.dtype)
     first, step = layout.world_rank == 0, folder.restored_step
     writer = MetricsWriter(folder.path, config, step) if first else MetricsWriter.silent()
     resources.callback(writer.close)

@@ -17,7 +17,7 @@ from megagrpo.models.bridge.load import Checkpoint
 from megagrpo.models.families.hf_config import HfConfig, architecture_differences, load_hf_config
 from megagrpo.models.families.weight_sources import resolve_model
 from megagrpo.platform import device
-from megagrpo.platform.parallel.agree import on_first_rank, run_and_agree, run_own_and_agree
+from megagrpo.platform.parallel.agree import on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.variables import ENVIRONMENT, TOKEN_VARIABLE
 from megagrpo.policy.device_checks import check_device
@@ -76,13 +76,13 @@ def read_inputs(config: RunConfig, base_folder: Path, layout: Layout, resources:
     ENVIRONMENT.pop(TOKEN_VARIABLE, None)  # reward functions must not see the token
     loss_fn = run_own_and_agree(layout, lambda: make_loss(config.algorithm))
     callbacks = run_own_and_agree(layout, lambda: load_callbacks(config.run.callbacks), here=first)
-    run_own_and_agree(layout, lambda: check_trackers(config.run.trackers), here=first)
+    on_first_rank(layout, lambda: check_trackers(config.run.trackers))
     check_profile(config.run.profile, device.has_gpu())
     model_folder = resolve_model(config.model.path)
     hf_config = load_hf_config(model_folder)
     checked = config.model, config.train, config.algorithm, config.rollout.truncates
     dtype = run_own_and_agree(layout, lambda: check_device(*checked, hf_config))
-    run_and_agree(layout, lambda: Checkpoint(model_folder).check_all(hf_config), here=first)
+    on_first_rank(layout, lambda: Checkpoint(model_folder).check_all(hf_config))
     folder = open_run_folder(config, layout, resources)
     tokenizer = tokenizer_of(config, model_folder)
     reference_folder = _reference_folder(config.model.reference_path, hf_config, tokenizer)

@@ -27,7 +27,7 @@ from megagrpo.models.bridge.adapter_files import ADAPTER_FILES, CONFIG, WEIGHTS
 from megagrpo.models.bridge.conversion import export_alone
 from megagrpo.models.bridge.file_checksums import verify_inside
 from megagrpo.models.bridge.hf_files import narrows
-from megagrpo.models.bridge.tensor_files import TensorFile
+from megagrpo.models.bridge.tensor_files import TensorFile, dtype_name
 from megagrpo.models.bridge.torch_dist import StoredTensors
 from megagrpo.models.families.dense import EMBEDDING
 from megagrpo.models.families.hf_config import load_hf_config
@@ -45,11 +45,6 @@ ADAPTER_MODEL = "adapter"  # name of the LoRA adapter that a server was started 
 ON_CPU = ("none", "fp8_per_channel")  # quantizations that vLLM for CPU supports
 
 
-def name_of(dtype: torch.dtype) -> str:
-    """Return the name of a dtype in vLLM and Hugging Face: `float32`."""
-    return str(dtype).removeprefix("torch.")
-
-
 def engine_dtype(quantization: str, precision: str, trained: torch.dtype | None = None) -> str:
     """Return vLLM's name for the servers' compute dtype, which is also the dtype of synced weights. It is bfloat16 with
     quantization, because vLLM quantizes 16-bit models only.
@@ -57,9 +52,9 @@ def engine_dtype(quantization: str, precision: str, trained: torch.dtype | None 
     `trained` is the dtype in which a run, on any machine, trained the weights; the `precision` "auto" means it.
     """
     if quantization != "none":
-        return name_of(torch.bfloat16)
+        return dtype_name(torch.bfloat16)
     of_run = trained if precision == "auto" else None
-    return name_of(device.engine_precision(of_run or device.resolve_precision(precision)))
+    return dtype_name(device.engine_precision(of_run or device.resolve_precision(precision)))
 
 
 def make_launcher(
@@ -217,7 +212,7 @@ def find_weights(config: RunConfig, checkpoint: str | None, scratch: Path, say: 
         dtype = engine_dtype(*of_run, trained)
         if narrows(trained, getattr(torch, dtype)):
             cause = "rollout.quantization" if config.rollout.quantization != "none" else "model.precision"
-            say(f"{path}: trained in {name_of(trained)}, served in {dtype} ({cause})")
+            say(f"{path}: trained in {dtype_name(trained)}, served in {dtype} ({cause})")
         say(f"exporting {path.resolve()}")
         # On the CPU: there the structure of every layer can be built without allocating its weights.
         run_ranks(_export, 1, path.resolve(), scratch / "hf", dtype, timeout=3600, env={"CUDA_VISIBLE_DEVICES": ""})

@@ -34,7 +34,7 @@ from megagrpo.models.bridge.torch_dist import ARCHIVE_BYTES, Piece, PieceWriter,
 from megagrpo.models.bridge.unfinished import Unfinished
 from megagrpo.models.families.hf_config import load_hf_config
 from megagrpo.models.families.weight_sources import INDEX, resolve_model
-from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_and_agree, run_own_and_agree
+from megagrpo.platform.parallel.agree import RankError, on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout, init_layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress, Task
 from megagrpo.platform.process.removal import remove
@@ -57,14 +57,14 @@ def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT
     own = run_own_and_agree(layout, lambda: structure(hf_config, layout))
     blocks = [block for part in own.parts for block in part.blocks]
     run_own_and_agree(layout, lambda: checkpoint.check(blocks, hf_config))
-    run_own_and_agree(layout, lambda: checkpoint.check_head(hf_config), here=layout.world_rank == 0)
+    on_first_rank(layout, lambda: checkpoint.check_head(hf_config))
     if layout.world_rank == 0:
         checkpoint.say_left_out(hf_config)
     with _unfinished(out, layout, source) as folder:
         with progress.task(f"writing {out.name}") as task:
             pieces = _import_tensors(own, checkpoint, folder, layout, task)
         everyone, frame = layout.all_gather_objects(pieces), folder.path / "frame"
-        run_and_agree(layout, lambda: _empty(frame), here=layout.world_rank == 0)
+        on_first_rank(layout, lambda: _empty(frame))
         save_frame(frame)
 
         def finish() -> None:
@@ -75,7 +75,7 @@ def import_hf(model: str, out: Path, layout: Layout, progress: Progress = SILENT
                 file.rename(folder.path / file.name)
             remove(frame)
 
-        run_and_agree(layout, finish, here=layout.world_rank == 0)
+        on_first_rank(layout, finish)
 
 
 def _empty(folder: Path) -> None:
@@ -138,7 +138,7 @@ def export_hf(
         raise ValueError(f"{checkpoint} {why}")
     check_is_checkpoint(checkpoint)
     if (checkpoint / CHECKSUMS).is_file():
-        run_and_agree(layout, lambda: verify_others(checkpoint), here=layout.world_rank == 0)
+        on_first_rank(layout, lambda: verify_others(checkpoint))
     source = run_own_and_agree(layout, lambda: resolve_model(model, "--model")) if model else checkpoint / HF_FILES
     hf_config = load_hf_config(source)
     stored = run_own_and_agree(layout, lambda: StoredTensors(checkpoint))

@@ -20,7 +20,7 @@ from megagrpo.models.families.blocks import Block
 from megagrpo.models.families.boxes import Box, extent, size, whole
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.weight_sources import new_folder
-from megagrpo.platform.parallel.agree import run_and_agree
+from megagrpo.platform.parallel.agree import on_first_rank, run_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.progress_hook import SILENT, Progress
 
@@ -228,4 +228,4 @@ def exhaust(action: Callable[[], None], tensors: Stream, layout: Layout) -> None
 
 def refuse_non_empty(folder: Path, layout: Layout) -> None:
     """Raises ValueError on every rank when `folder` is not empty on the machine of rank 0. Collective."""
-    run_and_agree(layout, lambda: refuse_taken(folder), here=layout.world_rank == 0)
+    on_first_rank(layout, lambda: refuse_taken(folder))

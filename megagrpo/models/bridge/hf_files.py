@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megagrpo.models.bridge.file_checksums import check_inside
 from megagrpo.models.bridge.load import Checkpoint
-from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, first_bad, make_header, parse_header
+from megagrpo.models.bridge.tensor_files import METADATA_KEY, Entry, dtype_name, first_bad, make_header, parse_header
 from megagrpo.models.bridge.unfinished import check_space
 from megagrpo.models.families.hf_config import HfConfig
 from megagrpo.models.families.weight_sources import INDEX, SINGLE
@@ -235,9 +235,9 @@ def rounding(rounded: Rounded, cause: str) -> str | None:
     """Return the line about an export whose values were rounded, or None. `cause` says who chose the dtype."""
     if not rounded:
         return None
-    targets = ", ".join(sorted({_name(to) for _, to in rounded}))
+    targets = ", ".join(sorted({dtype_name(to) for _, to in rounded}))
     exact = reduce(torch.promote_types, (source for source, _ in rounded))
-    fix = f"; --dtype {_name(exact)} keeps every bit" if exact != torch.float64 else ""
+    fix = f"; --dtype {dtype_name(exact)} keeps every bit" if exact != torch.float64 else ""
     return f"rounded to {targets} ({cause}){fix}"
 
 
@@ -247,12 +247,8 @@ def _bad(name: str, part: Tensor, cast: Tensor) -> str:
         return f"{name} holds {bad}; these weights are broken"
     index = (~torch.isfinite(cast)).nonzero()[0].tolist()
     value, limit = part[tuple(index)].item(), torch.finfo(cast.dtype).max
-    where = f"{name} holds {value:g} at {index}, beyond the {limit:g} of {_name(cast.dtype)}"
+    where = f"{name} holds {value:g} at {index}, beyond the {limit:g} of {dtype_name(cast.dtype)}"
     return f"{where}; choose float32 or bfloat16 with --dtype"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _allocated(path: Path) -> int:
@@ -282,7 +278,7 @@ def copy_side_files(source: Path, target: Path, dtype: torch.dtype | None = None
     changed = raw if _has_its_code(raw, target) else {key: value for key, value in raw.items() if key != REMOTE_CODE}
     if dtype is not None:
         named = [key for key in DTYPE_KEYS if key in raw] or DTYPE_KEYS[-1:]
-        changed = changed | dict.fromkeys(named, _name(dtype))
+        changed = changed | dict.fromkeys(named, dtype_name(dtype))
     if changed != raw:
         config.write_text(json.dumps(changed, indent=2) + "\n")
 

@@ -40,6 +40,11 @@ _RELEASE = 2**28  # bytes read from mapped files before their pages are released
 COPY_AGAIN = "download or copy the file again"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype in config.json and in vLLM: `float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class Entry:
     """A tensor of a file; its bytes are [start, stop), counted from the end of the header."""

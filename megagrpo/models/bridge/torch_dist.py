@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _create_file_view
 
 from megagrpo.models.bridge.file_checksums import check_inside
-from megagrpo.models.bridge.tensor_files import mapped_tensor
+from megagrpo.models.bridge.tensor_files import dtype_name, mapped_tensor
 from megagrpo.models.bridge.unfinished import Journal
 from megagrpo.models.families.boxes import Box, intersect, size
 
@@ -154,7 +154,7 @@ class PieceWriter:
         except RuntimeError as error:
             # torch closes its archive after a failed write; the second failure hides the cause
             raise error.__context__ if isinstance(error.__context__, OSError) else error from None
-        part = (tuple(tensor.global_shape), str(data.dtype).removeprefix("torch."), tuple(tensor.global_offset), extent)
+        part = (tuple(tensor.global_shape), dtype_name(data.dtype), tuple(tensor.global_offset), extent)
         return Piece(tensor.key, *part, self._name, offset, self._file.tell() - offset)
 
     def _commit(self) -> None:

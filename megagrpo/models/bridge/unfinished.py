@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megagrpo.platform.parallel.agree import run_and_agree, run_own_and_agree
+from megagrpo.platform.parallel.agree import on_first_rank, run_own_and_agree
 from megagrpo.platform.parallel.layout import Layout
 from megagrpo.platform.process.removal import remove
 
@@ -26,7 +26,7 @@ class Unfinished:
     def __init__(self, folder: Path, layout: Layout, purpose: dict[str, Any]):
         self.folder, self.path = folder, folder.with_name(f".{folder.name}.partial")
         self._layout, self._lock = layout, -1
-        run_and_agree(layout, lambda: self._claim(purpose), here=layout.world_rank == 0)
+        on_first_rank(layout, lambda: self._claim(purpose))
         self.journal = run_own_and_agree(layout, lambda: Journal(self.path / f"journal_{layout.world_rank}.jsonl"))
 
     def _claim(self, purpose: dict[str, Any]) -> None:
@@ -59,12 +59,12 @@ class Unfinished:
         """Raises OSError on every rank when the disk has less than the sum of all ranks' `needed` bytes. `needed`
         excludes bytes already written. Collective."""
         needed = sum(self._layout.all_gather_objects(needed))
-        run_and_agree(self._layout, lambda: check_space(self.path, needed), here=self._layout.world_rank == 0)
+        on_first_rank(self._layout, lambda: check_space(self.path, needed))
 
     def publish(self) -> None:
         """Rename the folder to its final name. Collective: no rank may write any longer."""
         self.journal.close()
-        run_and_agree(self._layout, self._publish, here=self._layout.world_rank == 0)
+        on_first_rank(self._layout, self._publish)
 
     def _publish(self) -> None:
         for own in [self.path / _PURPOSE, *self.path.glob("journal_*.jsonl")]:
