@@ -14,6 +14,7 @@ from pathlib import Path
 from megagrpo.platform.doctor.machine import Finding, Machine, judged
 from megagrpo.platform.doctor.needs import Needs
 from megagrpo.platform.install.steps import NUMA
+from megagrpo.platform.process.environment import expandable_segments
 from megagrpo.platform.process.shm_names import SHARED_MEMORY
 from megagrpo.proof.plan.planned_memory import GIB
 
@@ -103,14 +104,6 @@ def ipc_checks(machine: Machine, needs: Needs) -> Iterator[Finding]:
         found = f"{name} has expandable_segments:True, which a run with weights by CUDA IPC refuses"
         fix = "unset it, or set rollout.weight_sync_transport: shared_memory"
         yield Finding("CUDA IPC", found, "warn" if needs.source == "any run" else "fail", fix)
-
-
-def expandable_segments(environment: dict[str, str]) -> str | None:
-    """Return the variable that makes torch use expandable segments, or None. torch reads the first one set."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if text := environment.get(name, ""):
-            return name if "expandable_segments:true" in text.lower().replace(" ", "") else None
-    return None
 
 
 # -------------------------------------------------------------------------------------------------- network, clock, CPU

@@ -380,6 +380,14 @@ def _reach_loopback_directly(environment: MutableMapping[str, str]) -> None:
             environment[name] = ",".join(dict.fromkeys([*hosts, "localhost", "127.0.0.1", "::1"]))
 
 
+def expandable_segments(environment: Mapping[str, str]) -> str | None:
+    """Return the variable that makes torch use expandable segments, or None. torch and vLLM read the first one set."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if text := environment.get(name, ""):
+            return name if "expandable_segments:true" in text.lower().replace(" ", "") else None
+    return None
+
+
 def _interpreter() -> Iterator[Verdict]:
     """Yield what this interpreter has already taken from its environment or command line."""
     if sys.flags.inspect:

@@ -6,7 +6,7 @@ its node map. The buffer lives for one update.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megagrpo.config.transport_table import TRANSPORTS
 from megagrpo.engine.client import VllmEngine
+from megagrpo.platform.process.environment import expandable_segments
 from megagrpo.platform.process.variables import ENVIRONMENT
 from megagrpo.sync.trainer_side.node_shares import Nodes
 from megagrpo.sync.trainer_side.shared_memory import FileUpdate, SharedMemory
@@ -71,14 +72,6 @@ class CudaIpc(SharedMemory):
 
     def _slots(self, weights: Sequence[Weight]) -> DeviceSlots:
         return DeviceSlots(weights, self.untimed_ranks, self.dtype, self.folder, self.nodes, self.settings.device)
-
-
-def expandable_segments(environment: Mapping[str, str]) -> str | None:
-    """Return the variable that makes torch use expandable segments, or None. torch and vLLM read the first one set."""
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if text := environment.get(name, ""):
-            return name if "expandable_segments:true" in text.lower().replace(" ", "") else None
-    return None
 
 
 class DeviceSlots(Slots):

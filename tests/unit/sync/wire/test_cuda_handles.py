@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from megagrpo.sync.trainer_side.cuda_ipc import CudaIpc, HandleUpdate, expandable_segments
+from megagrpo.platform.process.environment import expandable_segments
+from megagrpo.sync.trainer_side.cuda_ipc import CudaIpc, HandleUpdate
 from megagrpo.sync.trainer_side.shared_memory import replies_of
 from megagrpo.sync.vllm_side.memory_receiver import MappedBlocks
 from megagrpo.sync.wire import cuda_handles
