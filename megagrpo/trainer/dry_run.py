@@ -69,12 +69,12 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
         check_trackers(config.run.trackers)
     with ExitStack() as resources:
         tools: Sequence[dict[str, Any]] = ()
-        loaded: list[Tokenizer] = []
+        tokenizer: Tokenizer | None = None
         with Collecting(result):
-            loaded.append(_tokenizer(config))
-        if not loaded:
+            tokenizer = _tokenizer(config)
+        if tokenizer is None:
             return result
-        tokenizer, limit = loaded[0], config.rollout.max_prompt_length
+        limit = config.rollout.max_prompt_length
         with Collecting(result):
             of_dialogues = config.multi_turn, config.data, config.rewards.functions, limit
             dialogues = make_dialogues(*of_dialogues, tokenizer, base_folder, resources)
@@ -101,7 +101,8 @@ def dry_run(config: RunConfig, base_folder: Path, models: bool = False, rows: in
                     train = source
                     config.with_num_prompts(len(source))  # the rules about the number of steps
         with Collecting(result):
-            for trial in try_rewards(config, base_folder, sets, tokenizer, models) if sets else ():
+            of_rewards = config.rewards, config.rollout.max_completion_length, base_folder
+            for trial in try_rewards(*of_rewards, sets, tokenizer, models) if sets else ():
                 if isinstance(trial, str):
                     result.not_called.append(trial)
                 else:

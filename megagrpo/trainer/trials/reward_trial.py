@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megagrpo.config import RewardFunction, RunConfig
+from megagrpo.config import RewardFunction, RewardsSection
 from megagrpo.data.prompts import PromptSource
 from megagrpo.data.text_rows import ANSWERS, names_in
 from megagrpo.data.tokenizer import Tokenizer
@@ -24,7 +24,8 @@ NEXT_ROWS = 5  # further rows that a warning names
 
 
 def try_rewards(
-    config: RunConfig,
+    rewards: RewardsSection,
+    max_completion_length: int,
     base_folder: Path,
     sets: Mapping[str, tuple[Sequence[Prompt], int]],
     tokenizer: Tokenizer,
@@ -36,8 +37,8 @@ def try_rewards(
 
     Raises ValueError for functions that cannot be loaded, and for columns that they miss.
     """
-    functions = config.rewards.functions
-    targets = [resolve(f.function, config.rewards.plugins) for f in functions]
+    functions = rewards.functions
+    targets = [resolve(f.function, rewards.plugins) for f in functions]
     names = display_names(functions)
     yield from (name for name, target in zip(names, targets, strict=True) if target.heavy and not models)
     named = zip(functions, names, targets, strict=True)
@@ -45,8 +46,8 @@ def try_rewards(
     if not chosen:
         return
     services = {f.name or "" for f in chosen if asks_service(f.function) and not models}
-    section = config.rewards.model_copy(update={"functions": chosen})
-    with RewardScorer(section, config.rollout.max_completion_length, base_folder) as scorer:
+    section = rewards.model_copy(update={"functions": chosen})
+    with RewardScorer(section, max_completion_length, base_folder) as scorer:
         for key, (prompts, max_tokens) in sets.items():
             _check_columns(scorer, key, prompts[0])
             yield from _trials(key, Means(scorer, tokenizer, max_tokens), scorer.names, prompts, services)
